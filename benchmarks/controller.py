@@ -257,6 +257,7 @@ async def play(options: argparse.Namespace, urls: Sequence[str], http: EngineSes
                 await trainers.train_step(batch)
                 await publish(version + 1)
                 executor.advance(version + 1)
+                executor.serve(version + 1)
                 rss.append(process.memory_info().rss / 1e6)
                 cpu_s = time.process_time() - start
                 note(f"step {version + 1} of {num_steps}: {cpu_s / num_tokens * 1e6:.3f} us per token, {rss[-1]:.0f} MB")

@@ -21,9 +21,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from offbeat.config.train import Recompute
 from offbeat.model import head
 from offbeat.model.attention import PACKED
-from offbeat.model.blocks import Recompute, checkpoint_activations
+from offbeat.model.blocks import checkpoint_activations
 from offbeat.model.logprobs import token_logprobs
 from offbeat.trainer.memory import LiveBytes, packed_tokens
 

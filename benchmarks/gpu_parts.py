@@ -14,18 +14,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from offbeat.config.dist import DistConfig
 from offbeat.config.root import Config
+from offbeat.config.train import Recompute
 from offbeat.data.packing import PackedRow, Segments
 from offbeat.model.attention import PACKED, build_plan, packed_attention
-from offbeat.model.blocks import Recompute, checkpoint_activations, compile_layers
+from offbeat.model.blocks import checkpoint_activations, compile_layers
 from offbeat.model.head import FusedHead, Picks
 from offbeat.model.logprobs import token_logprobs
 from offbeat.model.lora import AdapterBank
 from offbeat.sync.mesh import host_store, join, leave
 from offbeat.sync.platform import current_platform
 from offbeat.trainer.memory import estimate_memory, packed_tokens
-
-PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12, "GB200": 2500e12}
-"""Dense bfloat16 products per second, by what a device's name contains, from the makers' data sheets."""
 
 
 def parts(device: torch.device) -> dict[str, Callable[[], Any]]:
@@ -150,7 +148,7 @@ def timed_pass(
     found = {
         "seconds": median_s, "tokens_per_s": num_tokens / median_s, "model_flop_per_s": flops / median_s, "estimated_bytes": estimated,
         "peak_bytes": current_platform.memory(), "first_seconds": seconds[0]}
-    if peak := next((peak for part, peak in PEAKS.items() if device.type == "cuda" and part in torch.cuda.get_device_name()), 0):
+    if peak := current_platform.peak_flop_per_s:
         found["mfu"] = flops / median_s / peak
     del model
     if device.type != "cpu":

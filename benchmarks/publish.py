@@ -1,11 +1,16 @@
-"""Publishing: the pause that requests in flight see when an engine switches to new weights.
+"""Publishing: the pause that requests in flight see when an engine switches to new weights, and for how long a publish holds the loop.
 
 16 streams from one engine over HTTP, each of requests with 32 tokens of prompt and 64 to 192 of answer. Every second or so a new version is
 staged, switched to, and proven. The pause of a publish is the largest gap between two tokens of any stream from its start
 to its end, less the median gap; "quiet" is the same over a second without a publish, so what else the machine does. Versions are folders in
 /dev/shm or on disk. Requests go on with their cache recomputed under the new weights, or with the old one kept.
 
+The second part has a trainer and an embedded engine as a run has them, bfloat16 and a learning rate of 3e-6, and publishes after every
+step: whole weights and changes in turns, to folders in /dev/shm. The loop is held until `WeightsPublisher.publish` returns, where the next
+step may begin beside the rest; earlier releases held it until engines served the version.
+
     python benchmarks/publish.py [--quick] [--models tiny 27M] [--engines embedded vllm] [--interrupts recompute keep] [--publishes 8]
+                                 [--parts pauses loop]
 
 vLLM takes part where `.venv-vllm` is.
 """
@@ -27,11 +32,22 @@ import torch
 from measure import ROOT, WORK, emit, note
 
 from engine import MODELS, build
+from offbeat.aio import both
+from offbeat.algorithms.objectives import policy_loss
+from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.root import Config
+from offbeat.data.batch import Batch
 from offbeat.fleet.engine_group import EngineGroup
 from offbeat.fleet.fleet import make_dialect
+from offbeat.fleet.pool import EnginePool
+from offbeat.fleet.publication import PublishReport
+from offbeat.fleet.publishers import WeightsPublisher
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.model.tiny import build_tiny
+from offbeat.ranks.ranks import WorkerRanks
+from offbeat.ranks.trainers import Trainers
+from offbeat.weights.channels import Channel
+from offbeat.weights.proof import Judge
 from offbeat.weights.protocol import Interrupt, Manifest
 from offbeat.workers.local import LocalLauncher
 
@@ -62,6 +78,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--engines", nargs="+", choices=["embedded", "vllm"], default=["embedded", "vllm"])
     parser.add_argument("--interrupts", nargs="+", choices=["recompute", "keep"], default=["recompute", "keep"])
+    parser.add_argument("--parts", nargs="+", choices=["pauses", "loop"], default=["pauses", "loop"])
     parser.add_argument("--publishes", type=int, default=8, help="of each kind (default: 8)")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -70,7 +87,9 @@ def main() -> None:
     if "vllm" in args.engines and not VLLM_PYTHON.exists():
         note(f"there is no {VLLM_PYTHON}, so vLLM does not take part")
         args.engines.remove("vllm")
-    for model in args.models:
+    for model in args.models if "loop" in args.parts else []:
+        asyncio.run(measure_loop(model, num_publishes=args.publishes))
+    for model in args.models if "pauses" in args.parts else []:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as shm, tempfile.TemporaryDirectory(dir=WORK) as disk:
             places = {"/dev/shm": versions(model, Path(shm)), "disk": versions(model, Path(disk))}
             for engine, interrupt in itertools.product(args.engines, args.interrupts):
@@ -133,6 +152,72 @@ def report(case: str, pauses: dict[str, list[float]], quiet: list[float], *, aim
         emit("publish", f"{case}, {place}: pause p50, vs wanted", ours=p50, peer=AIM_S, unit="s", aim=aim, less_is_better=True)
         emit("publish", f"{case}, {place}: largest pause, vs wanted", ours=most, peer=AIM_S, unit="s", aim=aim, less_is_better=True)
         emit("publish", f"{case}, {place}: pause p50, vs quiet", ours=p50, peer=statistics.median(quiet), unit="s", less_is_better=True)
+
+
+@dataclass(frozen=True)
+class Held:
+    """One publish: seconds until the loop went on, seconds until the engine served it, and bytes that were written."""
+
+    held_s: float
+    served_s: float
+    num_bytes: int
+
+
+async def measure_loop(model: str, *, num_publishes: int) -> None:
+    """Whole weights and changes in turns, after training steps."""
+    folder, held = str(build(model)), {"whole weights": list[Held](), "changes": list[Held]()}
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as shm:
+        config = Config.model_validate({
+            "run": {"dir": shm, "name": "publish"}, "model": {"path": folder, "dtype": "bfloat16"}, "inference": {"threads": 1},
+            "train": {"threads": 1, "optimizer": {"lr": 3e-6, "warmup_steps": 0}}, "weights": {"whole_every_versions": 2}})
+        async with LocalLauncher(stop_timeout_s=5) as launcher, EngineSession() as http:
+            ranks, group = await both(
+                WorkerRanks.start(launcher, config, model=folder, build=None, log_dir=WORK),
+                EngineGroup.start(launcher, config, log_dir=WORK))
+            ((name, url),) = (await group.serve(model=folder, tokenizer=folder, version=-1)).urls.items()
+            pool, trainers = EnginePool([EngineClient(name, url, http.session, api_key=group.key)]), Trainers(ranks, config)
+            channel = Channel(
+                config.weights_dir, keep=2, canary=CANARY, write=trainers.write_weights, incarnation="a",
+                whole_every=config.weights.whole_every_versions)
+            async with WeightsPublisher(pool, channel, config.weights, judge=Judge.of(0.0, "bfloat16")) as publisher:
+                for version in range(2 * num_publishes + 2):
+                    await trainers.train_step(train_batch(MODELS[model][1], seed=version))
+                    start, reports = time.perf_counter(), list[PublishReport]()
+                    await publisher.publish(version, on_served=reports.append)
+                    held_s = time.perf_counter() - start
+                    await publisher.settle()
+                    one = Held(held_s, time.perf_counter() - start, reports[0].num_bytes)
+                    way = "changes" if publisher.current is not None and publisher.current.base else "whole weights"
+                    note(f"{model} {way}: held {one.held_s:.3f} s, served after {one.served_s:.3f} s, {one.num_bytes / 1e6:.2f} MB")
+                    if version > 1:  # the first of each way is the warm-up
+                        held[way].append(one)
+    report_loop(model, **{way.replace(" ", "_"): each for way, each in held.items()})
+
+
+def report_loop(model: str, *, whole_weights: list[Held], changes: list[Held]) -> None:
+    """Against whole weights, and a loop that waits for engines."""
+    def median(each: list[Held], name: str) -> float:
+        return statistics.median(getattr(one, name) for one in each)
+
+    waits = median(whole_weights, "served_s")
+    for way, each in (("whole weights", whole_weights), ("changes", changes)):
+        emit("publish", f"{model}: loop held, {way} beside training, vs whole weights until engines serve", ours=median(each, "held_s"),
+             peer=waits, unit="s", less_is_better=True)
+    emit("publish", f"{model}: until engines serve, changes vs whole weights", ours=median(changes, "served_s"), peer=waits, unit="s",
+         less_is_better=True)
+    emit("publish", f"{model}: written, changes vs whole weights", ours=median(changes, "num_bytes"),
+         peer=median(whole_weights, "num_bytes"), unit="bytes", less_is_better=True)
+
+
+def train_batch(vocab_size: int, *, seed: int) -> Batch:
+    """Eight random answers of 32 tokens, with random advantages."""
+    rng, lengths = np.random.default_rng(seed), [PROMPT_TOKENS + 32] * 8
+    mask = np.tile(np.arange(PROMPT_TOKENS + 32) >= PROMPT_TOKENS, 8)
+    return Batch.of_next_tokens(
+        rng.integers(3, vocab_size, len(mask)), mask, lengths=lengths, columns={
+            "rollout_logprobs": np.full(len(mask), -np.log(vocab_size)), "advantages": np.repeat(rng.standard_normal(8), lengths),
+            "loss_weights": mask / mask.sum()},
+        losses=(policy_loss(AlgorithmConfig()),), group_ids=np.arange(8), prefix_lens=np.zeros(8, np.int64))
 
 
 def largest(gaps: Iterable[Gap], start_s: float, end_s: float) -> float:

@@ -39,3 +39,18 @@ def words(template: str | None, *merges: tuple[str, str]) -> Tokenizer:
     hf = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|im_end|>", additional_special_tokens=list(SPECIAL), chat_template=template)
     return Tokenizer(hf, "words")
+
+
+WITH_TOOLS = (
+    "{% if tools %}{{ '<|im_start|>tools\\n' }}{% for tool in tools %}{{ tool['name'] }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}{{ '<call>' + call['function']['name'] + '</call>' }}{% endfor %}{{ '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' + ('' if thinks else '<quiet>') }}{% endif %}")
+"""Writes tools, calls of them between added tokens, and the variable `thinks`."""
+
+
+def words_with_tools() -> Tokenizer:
+    """A tokenizer with `WITH_TOOLS`, which has added tokens around calls."""
+    tokenizer = words(WITH_TOOLS)
+    tokenizer.hf.add_tokens(["<call>", "</call>"])
+    return tokenizer

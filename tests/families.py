@@ -30,7 +30,7 @@ from offbeat.engine.forward import Forward
 from offbeat.engine.loader import load_forward
 from offbeat.engine.lora import AdapterRows, AdapterStack
 from offbeat.engine.options import EngineOptions
-from offbeat.engine.versions import fingerprint_tensors, read_weights
+from offbeat.engine.versions import fingerprint_tensors, read_version
 from offbeat.errors import ModelError
 from offbeat.model.hf_io import read_safetensors
 from offbeat.model.logprobs import packs_rows, token_logprobs
@@ -188,7 +188,7 @@ def check_names(trial: Trial) -> None:
         _compare(_trained(policy, share_prefix=False), expected)
         for forward in trial.served():
             before = forward.tensors()
-            forward.install(read_weights(forward, str(folder)))
+            forward.install(read_version(forward, str(folder)))
             assert fingerprint_tensors(forward.tensors()) == snapshot.fingerprint()
             _compare(_answers(_scored(forward)), expected)
             forward.install(forward.prepare(before))

@@ -37,7 +37,7 @@ def test_an_example_for_gpus_takes_as_many_as_it_is_for(name: str, gpus: int) ->
     shape = _MODELS[config.model.path.removeprefix("Qwen/")]
     held = rank_memory(
         shape, tokens=config.train.max_tokens_per_microbatch, num_shards=config.train.parallel.shard,
-        mixed=config.train.precision == "bf16_mixed", checkpointing=config.train.gradient_checkpointing == "full").total
+        mixed=config.train.computes_in == "bf16_mixed", checkpointing=config.train.recomputes == "full").total
     room = 80e9 * (0.6 if config.cluster.share_devices else 1)
     assert held < 0.85 * room, f"{held / 1e9:.0f} GB leave too little of {room / 1e9:.0f}"
     assert engine_weights(shape, num_devices=config.inference.devices_per_engine) < 0.8 * 0.9 * 80e9

@@ -2,7 +2,7 @@
 
 import threading
 
-from offbeat.phase import current, phase, stack
+from offbeat.phase import current, marks, phase, stack, waiting_for
 
 
 def test_the_innermost_phase_counts_and_ends_with_its_block():
@@ -22,6 +22,24 @@ def test_a_phase_may_say_how_far_it_is():
         done = 4
         assert current().text == "load: 4 of 8 batches"
     assert current().text == ""
+
+
+def test_a_wait_names_those_who_are_not_done():
+    with waiting_for("loading the model", ["rank 0", "rank 1"]) as done:
+        assert current().text == "loading the model: waiting for rank 0, rank 1"
+        done("rank 0")
+        done("rank 0")
+        assert current().text == "loading the model: waiting for rank 1"
+        done("rank 1")
+        assert current().text == "loading the model: done"
+    with waiting_for("starting", [f"rank {number}" for number in range(9)]):
+        assert current().text == "starting: waiting for rank 0, rank 1, rank 2, rank 3 and 5 more"
+
+
+def test_all_phases_are_known_in_the_order_in_which_they_were_entered():
+    with phase("outer"), phase("inner"):
+        assert [mark.name for mark in marks()] == ["outer", "inner"]
+    assert marks() == ()
 
 
 def test_a_phase_that_cannot_say_how_far_it_is_keeps_its_name():

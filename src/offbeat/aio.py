@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
@@ -57,18 +58,35 @@ def few_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
+End = Callable[[str], None]
+"""Asks a run to end; says how it was asked. Called on the run's own thread."""
+
+
+def listen_to_signals(loop: asyncio.AbstractEventLoop, end: End) -> None:
+    """Call `end` at each SIGINT and SIGTERM; only the main thread can."""
+    loop.add_signal_handler(signal.SIGINT, end, "stopping after this step; press Ctrl-C again to stop at once")
+    loop.add_signal_handler(signal.SIGTERM, end, "asked to stop; this step is the last")
+
+
+listener: ContextVar[Callable[[asyncio.AbstractEventLoop, End], None]] = ContextVar("listener", default=listen_to_signals)
+"""Called when a run begins, with what ends it. A program that starts a run on a thread, which gets no signals, sets another one there."""
+
+
 def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`, but SIGINT and SIGTERM cancel the coroutine, so that it can clean up.
+    """Like `asyncio.run`, but SIGINT and SIGTERM, or what `listener` listens to, cancel the coroutine, so that it can clean up.
 
     Raises:
-        KeyboardInterrupt: a signal cancelled the coroutine.
+        KeyboardInterrupt: the coroutine was cancelled.
     """
 
     async def cancellable() -> T:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None, "runs inside a task"
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, task.cancel)
+
+        def end(_how: str) -> None:
+            task.cancel()
+
+        listener.get()(loop, end)
         return await main
 
     try:

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,17 @@ PROMISED_DEVICES = "OFFBEAT_NUM_DEVICES"
 _DEVICE_FILES = ("nvidia[0-9]*", "dxg", "kfd", "davinci[0-9]*", "dri/renderD*")
 _NONE_VISIBLE = ("", "-1", "NoDevFiles")
 _SMI_TIMEOUT_S = 20.0
+_FIRST_WITH_BF16 = 8.0
+"""Compute capability of NVIDIA's Ampere, the first generation whose products are as fast in bfloat16 as in half precision."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the driver says of an accelerator: its name, its memory, and whether it computes in bfloat16."""
+
+    name: str
+    total_bytes: int
+    has_bf16: bool
 
 
 def machine_bytes() -> int:
@@ -48,6 +60,18 @@ def visible_devices(environ: Mapping[str, str] = os.environ, *, dev: Path = Path
     return [str(index) for index in range(count)]
 
 
+def smallest_device(environ: Mapping[str, str] = os.environ) -> Device | None:
+    """Return the visible device with the least memory, as nvidia-smi describes it, which takes a second; None if it does not."""
+    visible = set(visible_devices(environ))
+    found = []
+    for line in _smi("--query-gpu=index,uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits").splitlines():
+        index, uuid, name, mebibytes, capability = ([part.strip() for part in line.split(",")] + [""] * 5)[:5]
+        if (index in visible or any(uuid.startswith(one) for one in visible)) and mebibytes.isdigit():
+            has_bf16 = capability.replace(".", "", 1).isdigit() and float(capability) >= _FIRST_WITH_BF16
+            found.append(Device(name, int(mebibytes) * 2**20, has_bf16))
+    return min(found, key=lambda device: device.total_bytes, default=None)
+
+
 def has_devices(dev: Path = Path("/dev")) -> bool:
     """Whether the system shows an accelerator of any make, whatever this process may see of it."""
     return any(next(dev.glob(pattern), None) for pattern in _DEVICE_FILES)
@@ -60,11 +84,15 @@ def torch_is_for_cpus() -> bool:
 
 def _ask_driver() -> int:
     """Count devices by nvidia-smi, which takes a second; needed where Linux runs inside Windows and has no device files."""
+    return sum(line.startswith("GPU ") for line in _smi("-L").splitlines())
+
+
+def _smi(*arguments: str) -> str:
+    """Return what nvidia-smi prints; "" if there is none, or it does not answer."""
     smi = shutil.which("nvidia-smi")
     if smi is None:
-        return 0
+        return ""
     try:
-        listed = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False).stdout
+        return subprocess.run([smi, *arguments], capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.splitlines())
+        return ""

@@ -1,20 +1,24 @@
 """Says in words what this process is doing: `with phase("load batch 17"):`. Called wherever a long piece of work begins.
 
 When a sync point is missed, the verdict quotes the innermost phase of each missing rank, how long the rank has been in it, and the Python
-stack of the thread that entered it. Any thread may enter phases; entering one costs a list append.
+stack of the thread that entered it. The console shows what is going on now. Any thread may enter phases; entering one costs a list append.
 """
 
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 _MAX_FRAMES = 12
 """Number of innermost stack frames shown in a verdict: enough to get from a library's internals back to the code that called it."""
+
+
+_MAX_NAMES = 4
+"""Number of those waited for who are named."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +61,25 @@ def phase(name: str, *, describe: Callable[[], str] | None = None) -> Iterator[N
         yield
     finally:
         _marks.remove(mark)
+
+
+@contextmanager
+def waiting_for(name: str, whom: Iterable[str]) -> Iterator[Callable[[str], None]]:
+    """Announce that this process waits for others until the end of the block, which calls what this yields with each one that is done."""
+    awaited = dict.fromkeys(whom)
+
+    def describe() -> str:
+        names = list(awaited)
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        return f"waiting for {', '.join(names[:_MAX_NAMES])}{more}" if names else "done"
+
+    with phase(name, describe=describe):
+        yield lambda who: awaited.pop(who, None)
+
+
+def marks() -> tuple[Mark, ...]:
+    """Return all phases that have not ended, of all threads, in the order in which they were entered."""
+    return tuple(_marks)
 
 
 def current() -> Mark:

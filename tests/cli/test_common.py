@@ -3,11 +3,12 @@
 import argparse
 import io
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
-from offbeat.cli.common import add_config_argument, keep_private, make_console, report_line
+from offbeat.cli.common import add_config_argument, given_words, keep_private, make_console, report_line, telling_how_to_go_on
 from offbeat.errors import DataError
 from small_run import small_config
 
@@ -40,6 +41,37 @@ def test_what_a_command_writes_is_for_its_user_alone_unless_asked_otherwise(tmp_
     finally:
         os.umask(before)
     assert tuple((tmp_path / name).stat().st_mode & 0o777 for name in ("folder", "file")) == modes
+
+
+def test_a_stopped_run_says_how_to_go_on_in_words_that_a_shell_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config, args = small_config(tmp_path), parse("my task.toml")
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "bin" / "offbeat"), "train", "my task.toml", "--run.total_steps", "9"])
+    with telling_how_to_go_on(config, args, given_words()) as stopped:
+        stopped()
+    assert capsys.readouterr().out == f"to go on: {tmp_path}/bin/offbeat train 'my task.toml' --run.total_steps 9\n"
+    monkeypatch.setattr("sys.argv", ["src/offbeat/__main__.py"])
+    assert given_words("train", "config.toml") == [sys.executable, "-m", "offbeat", "train", "config.toml"]
+    with telling_how_to_go_on(config, args, ["offbeat"]):
+        pass
+    with telling_how_to_go_on(config, parse("a.toml", "--json"), ["offbeat"]) as stopped:
+        stopped()
+    assert capsys.readouterr().out == ""
+
+
+def test_an_interrupted_run_says_how_to_go_on_if_it_has_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = small_config(tmp_path, run__resume="false")
+
+    def interrupted() -> str:
+        with pytest.raises(KeyboardInterrupt), telling_how_to_go_on(config, parse("a.toml"), ["offbeat", "train", "a.toml"]):
+            raise KeyboardInterrupt
+        return capsys.readouterr().out
+
+    assert interrupted() == ""
+    (config.run_dir / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (config.run_dir / "checkpoints" / "step-00000001" / "complete.json").touch()
+    assert interrupted() == "to go on: offbeat train a.toml --run.resume true\n"
 
 
 def test_the_report_is_written_and_its_place_is_told_unless_programs_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

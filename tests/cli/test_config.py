@@ -28,14 +28,23 @@ def test_show_prints_the_file_with_its_overrides_as_a_file_that_loads(tmp_path, 
     assert load_config(str(shown)) == load_config(str(path), [("rollout.top_k", "7")])
 
 
-def test_check_says_that_a_valid_configuration_is_valid(capsys):
+def test_check_says_that_a_valid_configuration_is_valid(capsys, monkeypatch):
+    monkeypatch.setattr(config, "usable_devices", lambda: 0)
     assert call("check", "--run.name", "first") == 0
     first, *about = capsys.readouterr().out.splitlines()
     assert first == "the default configuration with 1 override is valid; its run goes to runs/first"
     assert about == [
         "algorithm grpo (arXiv:2402.03300): besides the update's own forward pass, a step computes nothing",
         "note: with algorithm.num_minibatches = 1, the ratio to the proximal policy is 1 and no clip acts; algorithm.weight alone"
-        " limits what stale samples do"]
+        " limits what stale samples do",
+        "data: data.task and data.path are both empty, and a run needs one of them",
+        "on this machine, devices: none, train ranks and engines compute on the CPU",
+        "  train.precision = float32: train ranks compute on CPUs, which are seldom faster in bfloat16",
+        "  train.gradient_checkpointing = off: train ranks compute on CPUs, where memory is seldom what ends first",
+        "  train.compile = false: compiling takes a minute and a C compiler, and excludes activations that are computed again; seldom pays"
+        " on a CPU",
+        "  attention = torch's scaled_dot_product_attention, by sequences of similar length: the kernel for rows of many lengths is for"
+        " CUDA in bfloat16"]
 
 
 def test_check_estimates_memory_in_another_process(tmp_path, capsys):
@@ -45,6 +54,9 @@ def test_check_estimates_memory_in_another_process(tmp_path, capsys):
     assert table[0] == "on a GPU, each of 2 train ranks takes about"
     assert [line.split()[0] for line in table[1:]] == [
         "weights", "gathered", "gradients", "optimizer", "reference", "critic", "teacher", "activations", "total"]
+    assert call("check", "--memory", "--model.path", folder, "--train.offload_optimizer", "true") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "  and 0.0 GiB of host memory, where train.offload_optimizer keeps the optimizer's moments")
     with pytest.raises(ConfigError, match="model.path must name a model for --memory"):
         call("check", "--memory")
 
@@ -67,7 +79,7 @@ def test_check_estimates_memory_in_another_process(tmp_path, capsys):
 ])
 def test_check_says_what_a_step_computes_and_which_settings_cannot_act(capsys, settings, computed, note):
     assert call("check", *settings) == 0
-    _, about, *notes = capsys.readouterr().out.splitlines()
+    _, about, *notes = capsys.readouterr().out.partition("\ndata: ")[0].splitlines()
     assert about.endswith(f": besides the update's own forward pass, a step computes {computed}")
     assert [line.endswith(note) for line in notes] == [True] * bool(note)
 

@@ -9,6 +9,7 @@ import pytest
 
 from offbeat.cli import doctor
 from offbeat.errors import ConfigError
+from offbeat.machine import Device
 
 
 def call(*argv):
@@ -22,6 +23,7 @@ def test_json_lists_every_check_of_this_machine(capsys):
     code = call("--json")
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
     machine = {"python", "offbeat", "torch", "cores", "OMP_WAIT_POLICY", "memory", "disk", "loopback port", "Python tool"}
+    machine |= {"devices", "train.precision", "train.gradient_checkpointing", "train.compile", "attention"}
     assert checks.keys() == machine | {"ray", "datasets", "pyarrow", "vLLM"}
     assert code == int(any(check["status"] == "fail" for check in checks.values()))
     assert checks["torch"]["status"] == "ok" and checks["torch"]["found"][0].isdigit()
@@ -52,6 +54,21 @@ def test_how_programs_of_a_model_are_confined_is_said_and_why_not_better(monkeyp
         monkeypatch.setattr(doctor, "confinement", lambda found=found, why=why: (found, why))
         check = doctor.check_sandbox()
         assert check.status == status and check.advice.endswith(why) and (found == "none" or found in check.found.lower())
+
+
+def test_what_a_run_would_choose_is_said_with_the_reason(monkeypatch):
+    monkeypatch.setattr(doctor, "usable_devices", lambda: 0)
+    found = {check.name: check.found for check in doctor.check_defaults()}
+    assert found["devices"] == "none that torch can use: train ranks and engines compute on the CPU"
+    assert found["train.precision"].startswith("float32: train ranks compute on CPUs")
+    assert found["train.gradient_checkpointing"].startswith("off: ")
+    monkeypatch.setattr(doctor, "usable_devices", lambda: 2)
+    monkeypatch.setattr(doctor, "smallest_device", lambda: Device("NVIDIA H100", 80 * 2**30, True))
+    found = {check.name: check.found for check in doctor.check_defaults()}
+    assert found["devices"] == "1 device for each train rank, 1 device for each engine, of 2 that are visible"
+    assert found["train.precision"].startswith("bf16_mixed: NVIDIA H100 computes in bfloat16")
+    assert found["train.gradient_checkpointing"].startswith("as much as there is room for, by the size of the model")
+    assert found["train.compile"].startswith("false: ") and found["attention"].startswith("torch's flash kernel")
 
 
 def test_threads_that_spin_are_remarked():

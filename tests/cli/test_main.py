@@ -82,7 +82,7 @@ def test_unknown_commands_and_no_command_are_exit_code_2(capsys: pytest.CaptureF
     assert "usage: offbeat" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["quickstart", "train", "sft", "dpo", "reward-model", "eval", "engine", "config", "doctor", "report"])
+@pytest.mark.parametrize("command", cli.COMMANDS)
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([command, "--help"])

@@ -1,8 +1,10 @@
 """`offbeat train`: what it prints. What it leaves behind is tested in `tests/runs/test_run.py`."""
 
 import json
+from pathlib import Path
 
-from small_run import SmallRun
+from faults.workshop import Workshop
+from small_run import REWARDS, SmallRun
 
 
 def printed(run: SmallRun) -> list[dict]:
@@ -27,5 +29,43 @@ def test_one_interrupt_ends_after_the_step_and_saves(stopped_run: SmallRun) -> N
     events = printed(stopped_run)
     assert {"event": "note", "text": "stopping after this step; press Ctrl-C again to stop at once"} in events
     assert events[-1]["stopped_early"] is True
+    assert "to go on" not in stopped_run.done.stdout, "programs know how they have called it"
     last = stopped_run.metrics()[-1]["global_step"]
     assert (stopped_run.folder / "checkpoints" / f"step-{last:08d}" / "complete.json").exists()
+
+
+OWN_REWARD = """
+async def even(completions, digits, number, **columns):
+    assert number == [int(text) for text in digits], columns
+    return [None if each % 3 == 0 else float(len(text) % 2) for text, each in zip(completions, number)]
+"""
+
+
+def test_a_table_of_ones_own_with_a_template_and_several_rewards_is_trained_on_and_gone_on_with(
+        shop: Workshop, tmp_path: Path, model_dir: str) -> None:
+    (tmp_path / "own.py").write_text(OWN_REWARD)
+    rows = [json.dumps({"digits": f"{number}", "number": number}) + "\n" for number in range(100, 120)]
+    (tmp_path / "rows.jsonl").write_text("".join([*rows[:5], "no JSON\n", *rows[5:]]))
+    run = SmallRun(tmp_path, model_dir)
+    settings = {
+        "data__task": "", "data__path": str(tmp_path / "row?.jsonl"), "data__prompt": "{digits}>", "data__max_unusable_rows": "1",
+        "rollout__reward": "", "rollout__rewards": f'{{"{REWARDS}:random_looking" = 1.0, "{tmp_path}/own.py:even" = -0.5}}'}
+    done = shop.train(run, **settings)
+    assert (done.code, done.error) == (0, "")
+    [said] = [line for line in done.said if "cannot be used" in line]
+    assert said.startswith(
+        f"rows that cannot be used and are left out: 1, with the reasons in events.jsonl; the first: '{tmp_path}/rows.jsonl', line 6,")
+    assert [event["reason"].partition(" (")[0] for event in run.events("unusable_row")] == [
+        f"'{tmp_path}/rows.jsonl', line 6, is not JSON"]
+    trajectories = [each for step in (1, 2) for group in run.groups(step) for each in group["trajectories"]]
+    assert all(each["named_rewards"].keys() - {"even"} == {"random_looking"} for each in trajectories)
+    assert any("even" in each["named_rewards"] for each in trajectories)
+    assert all(abs(sum(each["named_rewards"].values()) - each["reward"]) < 1e-6 for each in trajectories)
+    assert all("reward/random_looking_mean" in row for row in run.metrics())
+    other = settings | {"rollout__rewards": settings["rollout__rewards"].replace("-0.5", "-0.25")}
+    resumed = shop.train(run, run__total_steps="3", **other)
+    assert resumed.code == 0
+    assert any("rollout.rewards = {" in line and "was {" in line for line in resumed.said), resumed.said
+    refused = shop.train(run, run__total_steps="4", **(other | {"data__prompt": "{digits}="}))
+    assert refused.code == 2 and 'other data: the rows to train on, or their order, are not those' in refused.error
+    assert "data.prompt = " in refused.error

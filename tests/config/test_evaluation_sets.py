@@ -87,7 +87,7 @@ def test_what_a_curriculum_needs_of_the_data_does_not_bind_a_set() -> None:
      "evaluate.sets.a.every_steps must be >= 0, got -1; use 0 to evaluate only before the first and after the last step"),
     ("a.rollout.max_new_tokens", "many", "evaluate.sets.a.rollout.max_new_tokens must be an integer, got 'many'"),
     ("a.data.format", "gsm9k",
-     "evaluate.sets.a.data.format must be one of 'prompt_answer', 'gsm8k', 'messages', got 'gsm9k'; did you mean 'gsm8k'?"),
+     "evaluate.sets.a.data.format must be one of 'auto', 'prompt_answer', 'gsm8k', 'messages', got 'gsm9k'; did you mean 'gsm8k'?"),
     ("a.max_new_tokens", "5",
      "evaluate.sets.a.max_new_tokens is not a setting of an evaluation set; did you mean evaluate.sets.a.rollout.max_new_tokens?"),
     ("a.num_prompt", "5", "evaluate.sets.a.num_prompt is not a setting of an evaluation set; did you mean evaluate.sets.a.num_prompts?"),
@@ -143,6 +143,11 @@ def test_the_best_model_is_known_by_what_an_evaluation_measures() -> None:
     sets = [("evaluate.sets.a.samples_per_prompt", "4"), ("evaluate.sets.a.temperature", "1"), ("evaluate.sets.a.pass_at", "[2, 4]")]
     for metric in ("eval/accuracy", "eval/reward_mean", "eval/a/pass_at_4", "eval/a/accuracy/player 0"):
         assert load_config(None, [*sets, ("evaluate.keep_best", metric)]).evaluate.keep_best == metric
+    own = [*sets, ("evaluate.sets.a.metric", "metrics.py:f1")]
+    assert load_config(None, [*own, ("evaluate.keep_best", "eval/a/f1")]).evaluate.keep_best == "eval/a/f1"
+    for metric in ("eval/f1", "eval/a/b/f1"):
+        with pytest.raises(ConfigError, match=r"evaluate\.keep_best must be one of"):
+            load_config(None, [*own, ("evaluate.keep_best", metric)])
     for other, metric, sentence in (
         ([], "eval/b/accuracy", "evaluate.keep_best must be one of eval/accuracy, eval/reward_mean, eval/a/accuracy, eval/a/reward_mean,"
          " eval/a/pass_at_2, eval/a/pass_at_4, got 'eval/b/accuracy'; a set has pass_at_K for each K of its pass_at"),

@@ -115,8 +115,9 @@ def test_a_bad_value_is_refused_in_one_sentence(key, text, sentence):
 
 
 def test_of_several_errors_the_first_is_shown_and_the_others_counted():
-    assert refusal(("run.seed", "-1"), ("rollout.top_k", "-2")) == "run.seed must be >= 0, got -1 (and 1 more error)"
-    assert refusal(("run.seed", "-1"), ("rollout.top_k", "-2"), ("zz.a", "1")).endswith("(and 2 more errors)")
+    assert refusal(("run.seed", "-1"), ("rollout.top_k", "-2")) == (
+        "2 things are wrong:\n  run.seed must be >= 0, got -1\n  rollout.top_k must be >= 0, got -2; use 0 to sample from all tokens")
+    assert refusal(("run.seed", "-1"), ("rollout.top_k", "-2"), ("zz.a", "1")).startswith("3 things are wrong:\n  run.seed")
 
 
 def test_a_missing_file_a_folder_and_a_binary_are_refused_by_name(tmp_path):

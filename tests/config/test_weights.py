@@ -3,6 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
+from offbeat.config.root import Config
 from offbeat.config.weights import WeightsConfig
 
 
@@ -10,7 +11,19 @@ def test_generation_goes_on_under_new_weights_by_default():
     assert WeightsConfig().interrupt == "recompute"
 
 
-@pytest.mark.parametrize("values", [{"keep": 0}, {"interrupt": "abort"}, {"proof_tolerance": -1e-3}, {"stage_timeout_s": 0}])
+@pytest.mark.parametrize("values", [
+    {"keep": 0}, {"interrupt": "abort"}, {"proof_tolerance": -1e-3}, {"stage_timeout_s": 0}, {"whole_every_versions": 0}])
 def test_values_without_meaning_are_refused(values):
     with pytest.raises(ValidationError):
         WeightsConfig(**values)
+
+
+@pytest.mark.parametrize("section, values, told", [
+    ("model", {"lora": {"rank": 4}}, "model.lora.rank = 4"), ("inference", {"engine": "vllm"}, "inference.engine = 'vllm'"),
+    ("weights", {"channel": "collective"}, "weights.channel = 'collective'"),
+])
+def test_changed_weights_are_for_whole_models_in_folders_of_the_embedded_engine(section, values, told):
+    weights = {"whole_every_versions": 5} | (values if section == "weights" else {})
+    assert Config.model_validate({"weights": {"whole_every_versions": 5}}).weights.whole_every_versions == 5
+    with pytest.raises(ValidationError, match=rf"weights.whole_every_versions must be 1 with {told}, got 5; only the embedded engine"):
+        Config.model_validate({section: values} | {"weights": weights})

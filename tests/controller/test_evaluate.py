@@ -1,28 +1,36 @@
 """Accuracy: what counts as right, and when and on what it is measured. `tests/cli/test_evaluate.py` evaluates a real model."""
 
 import asyncio
-import itertools
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 
 from faults.workshop import Workshop
 from offbeat.config.controller import EvaluateConfig
-from offbeat.controller.evaluate import Evaluation, Evaluator, accuracy_by_agent, pass_at_k
+from offbeat.controller.evaluate import Evaluator, check_known
 from offbeat.controller.parts import SingleProcess
 from offbeat.data import wire
 from offbeat.data.dataset import ListDataset
-from offbeat.data.row import Row
+from offbeat.data.row import Prompt, Row
+from offbeat.data.tokenizer import character_tokenizer
 from offbeat.data.trajectory import Group, Trajectory
-from offbeat.errors import DeadlineError, RolloutError
+from offbeat.errors import CodeError, ConfigError, DeadlineError, RolloutError
+from offbeat.evaluation.files import newest_evaluation, read_samples
+from offbeat.evaluation.samples import EvaluatedSet
+from offbeat.evaluation.scores import Evaluation
 from offbeat.inference.sampling import Sampling
+from offbeat.rollout.metric import Metric
 from small_run import REWARDS, SmallRun
 
+METRICS = Path(__file__).parents[1] / "support" / "metrics.py"
 ROWS = ListDataset(tuple(Row(f"{i}>", str(i)) for i in range(5)))
+TOKENIZER = character_tokenizer()
 
 
 class Rollouts:
@@ -33,10 +41,15 @@ class Rollouts:
         self.asked: tuple[list[Row], int, Sampling] | None = None
         self.sampling = Sampling(6, temperature=1.0, top_p=0.9, stop=("\n",))
 
-    async def rollout_batch(self, rows: Iterable[Row], *, group_size: int, sampling: Sampling) -> list[Group]:
+    async def rollout_batch(
+        self, rows: Iterable[Row], *, group_size: int, sampling: Sampling, on_group: Callable[[int, Group], None],
+    ) -> list[Group]:
         self.asked = (list(rows), group_size, sampling)
         await asyncio.sleep(self.delay_s)
-        return [self._group(i, self.rewards[i]) for i in range(len(self.asked[0]))]
+        groups = [self._group(i, self.rewards[i]) for i in range(len(self.asked[0]))]
+        for index, group in enumerate(groups):
+            on_group(index, group)
+        return groups
 
     def _group(self, index: int, reward: float | list[float] | None) -> Group:
         if reward is None:
@@ -47,27 +60,26 @@ class Rollouts:
 
 
 def evaluator(rollouts: Rollouts, **changes: object) -> Evaluator:
-    return Evaluator(rollouts, ROWS, EvaluateConfig(**changes), SingleProcess())
+    return Evaluator(rollouts, ROWS, EvaluateConfig(**changes), SingleProcess(), tokenizer=TOKENIZER)
+
+
+def without_intervals(evaluation: Evaluation) -> Evaluation:
+    return replace(evaluation, intervals={})
 
 
 def test_accuracy_is_the_share_of_full_rewards_and_failures_count_as_wrong() -> None:
     rollouts = Rollouts([1.0, 0.5, None, 2.0, 0.0])
     evaluation = asyncio.run(evaluator(rollouts).run())
-    assert evaluation == Evaluation(accuracy=0.4, reward_mean=0.7, num_prompts=5, num_failed=1)
+    assert without_intervals(evaluation) == Evaluation(accuracy=0.4, reward_mean=0.7, num_prompts=5, num_failed=1)
     named = {"eval/accuracy": 0.4, "eval/reward_mean": 0.7, "eval/failed_prompts": 1.0}
-    assert evaluation.metrics() == named | {"eval/accuracy_low": evaluation.interval[0], "eval/accuracy_high": evaluation.interval[1]}
+    ends = {f"eval/{name}_{end}" for name in ("accuracy", "reward_mean") for end in ("low", "high")}
+    assert evaluation.metrics().items() >= named.items() and evaluation.metrics().keys() == named.keys() | ends
     assert rollouts.asked == ([ROWS.row(i) for i in range(5)], 1, Sampling(6, 0.0, top_p=0.9, stop=("\n",)))
 
 
 def test_a_reward_that_is_no_number_is_a_failure_and_leaves_the_mean_a_number() -> None:
     evaluation = asyncio.run(evaluator(Rollouts([1.0, float("nan"), 0.5, float("inf"), 0.0])).run())
-    assert evaluation == Evaluation(accuracy=0.2, reward_mean=0.3, num_prompts=5, num_failed=2)
-
-
-@pytest.mark.parametrize(("right", "low", "high"), [(0, 0.0, 0.278), (5, 0.237, 0.763), (10, 0.722, 1.0)])
-def test_the_interval_is_wilsons(right: int, low: float, high: float) -> None:
-    # Of 10 prompts, from the formula solved by hand as a quadratic in the share.
-    assert Evaluation(right / 10, 0.0, 10, 0).interval == pytest.approx((low, high), abs=5e-4)
+    assert without_intervals(evaluation) == Evaluation(accuracy=0.2, reward_mean=0.3, num_prompts=5, num_failed=2)
 
 
 def test_fewer_prompts_can_be_asked_for() -> None:
@@ -89,15 +101,7 @@ def test_evaluations_are_due_every_few_steps_and_at_the_end() -> None:
     assert [step for step in range(1, 6) if every.due(step, last=step == 5)] == [2, 4, 5]
     ends = evaluator(Rollouts([]), every_steps=0)
     assert [step for step in range(1, 6) if ends.due(step, last=step == 5)] == [5]
-    assert not Evaluator(Rollouts([]), ListDataset(()), EvaluateConfig(), SingleProcess()).due(0, last=True)
-
-
-def test_pass_at_k_is_the_share_of_choices_of_k_samples_that_hold_a_right_one() -> None:
-    for n, right in itertools.product(range(1, 8), range(8)):
-        for k in range(1, n + 1) if right <= n else ():
-            choices = list(itertools.combinations(range(n), k))
-            assert pass_at_k(n, right, k) == pytest.approx(sum(min(choice) < right for choice in choices) / len(choices)), (n, right, k)
-    assert pass_at_k(10_000, 1, 1) == pytest.approx(1e-4)
+    assert not Evaluator(Rollouts([]), ListDataset(()), EvaluateConfig(), SingleProcess(), tokenizer=TOKENIZER).due(0, last=True)
 
 
 def test_several_samples_per_prompt_make_the_accuracy_a_mean_and_failed_ones_count_as_wrong() -> None:
@@ -116,22 +120,36 @@ def test_several_samples_per_prompt_make_the_accuracy_a_mean_and_failed_ones_cou
 def test_a_set_with_a_name_has_metrics_of_its_own() -> None:
     rollouts = Rollouts([[1.0, 0.0]] * 5)
     config = EvaluateConfig(samples_per_prompt=2, temperature=1.0, pass_at=(2,))
-    evaluation = asyncio.run(Evaluator(rollouts, ROWS, config, SingleProcess(), name="hard").run())
-    low, high = evaluation.interval
-    assert evaluation.metrics() == evaluation.step_metrics == {
-        "eval/hard/accuracy": 0.5, "eval/hard/accuracy_low": low, "eval/hard/accuracy_high": high, "eval/hard/reward_mean": 0.5,
-        "eval/hard/failed_prompts": 0.0, "eval/hard/pass_at_2": 1.0}
+    evaluation = asyncio.run(Evaluator(rollouts, ROWS, config, SingleProcess(), tokenizer=TOKENIZER, name="hard").run())
+    metrics = evaluation.metrics()
+    assert {name: metrics[f"eval/hard/{name}"] for name in ("accuracy", "reward_mean", "failed_prompts", "pass_at_2")} == {
+        "accuracy": 0.5, "reward_mean": 0.5, "failed_prompts": 0.0, "pass_at_2": 1.0}
+    assert metrics["eval/hard/pass_at_2_low"] < 1 and metrics["eval/hard/pass_at_2_high"] == pytest.approx(1) and len(metrics) == 10
     assert str(evaluation).startswith("accuracy on hard 0.500 (")
-    held_out = asyncio.run(evaluator(rollouts, samples_per_prompt=2, temperature=1.0, pass_at=(2,)).run())
-    assert held_out.step_metrics == {"eval/accuracy": 0.5, "eval/pass_at_2": 1.0}
+
+
+def test_each_group_is_told_of_and_all_answers_can_be_kept() -> None:
+    kept: list[EvaluatedSet] = []
+    told: list[Prompt] = []
+
+    async def keep(played: EvaluatedSet) -> None:
+        kept.append(played)
+
+    rollouts = Rollouts([1.0, None, 0.5, 1.0, 0.0])
+    asyncio.run(evaluator(rollouts).run(keep))
+    assert asyncio.run(evaluator(rollouts).play(lambda prompt: told.append(prompt.row.prompt))) == kept[0]
+    assert told == [f"{i}>" for i in range(5)]
+    [played] = kept
+    assert [[sample.reward for sample in prompt.samples] for prompt in played.prompts] == [[1.0], [], [0.5], [1.0], [0.0]]
+    assert played.prompts[1].failure == "CodeError: no number" and played.prompts[2].row == ROWS.row(2)
 
 
 def test_what_goes_wrong_on_a_set_names_it() -> None:
     with pytest.raises(RolloutError, match="none of 5 prompts of the evaluation set 'hard' could be evaluated"):
-        asyncio.run(Evaluator(Rollouts([None] * 5), ROWS, EvaluateConfig(), SingleProcess(), name="hard").run())
+        asyncio.run(Evaluator(Rollouts([None] * 5), ROWS, EvaluateConfig(), SingleProcess(), tokenizer=TOKENIZER, name="hard").run())
     with pytest.raises(DeadlineError, match="waiting for evaluation of hard passed its deadline"):
         asyncio.run(Evaluator(
-            Rollouts([1.0] * 5, delay_s=60), ROWS, EvaluateConfig(timeout_s=0.05), SingleProcess(), name="hard").run())
+            Rollouts([1.0] * 5, delay_s=60), ROWS, EvaluateConfig(timeout_s=0.05), SingleProcess(), tokenizer=TOKENIZER, name="hard").run())
 
 
 def played(*episodes: dict[str, float]) -> Group:
@@ -143,24 +161,38 @@ def played(*episodes: dict[str, float]) -> Group:
         for _ in range(2 if place == 0 else 1)))
 
 
-def test_agents_that_play_together_have_an_accuracy_each_and_failed_episodes_count_as_wrong() -> None:
-    nan = float("nan")
-    groups = [played({"x": 1.0, "o": -1.0}, {"x": 1.0, "o": 1.0}), played({"x": 0.0, "o": 1.0}, {"x": nan, "o": 1.0})]
-    assert accuracy_by_agent(groups, num_samples=2) == {"o": 2 / 4, "x": 2 / 4}
-    assert accuracy_by_agent([*groups, Group("batch:2", 0, rejected="timed out")], num_samples=2) == {"o": 2 / 6, "x": 2 / 6}
-    assert accuracy_by_agent([played({"x": 1.0}, {"o": 1.0})], num_samples=2) == {}, "no two of them play an episode"
-
-
 def test_an_evaluation_says_how_each_agent_did() -> None:
     class Played(Rollouts):
         def _group(self, index: int, reward: float | list[float] | None) -> Group:
             return played({"x": 1.0, "o": 0.0}) if index else played({"x": 1.0, "o": 1.0})
 
-    evaluation = asyncio.run(Evaluator(Played([0.0] * 5), ROWS, EvaluateConfig(), SingleProcess(), name="games").run())
+    evaluation = asyncio.run(Evaluator(Played([0.0] * 5), ROWS, EvaluateConfig(), SingleProcess(), tokenizer=TOKENIZER, name="games").run())
     assert evaluation.by_agent == {"o": 0.2, "x": 1.0} and evaluation.accuracy == 0.2
     assert evaluation.metrics()["eval/games/accuracy/x"] == 1.0
     assert evaluation.shares_text == ", o 0.200, x 1.000"
     assert wire.decode(Evaluation, wire.encode(evaluation)) == evaluation
+
+
+def test_what_a_sets_own_metric_finds_is_beside_its_scores_and_its_failure_costs_itself() -> None:
+    class Own:
+        async def measure(self, answered: EvaluatedSet) -> dict[str, float]:
+            if answered.rewards.mean() == 1:
+                raise CodeError("no")
+            return {"f1": 0.25}
+
+    def evaluated(rewards: list[float]) -> Evaluation:
+        rollouts = Rollouts([*rewards])
+        return asyncio.run(Evaluator(
+            rollouts, ROWS, EvaluateConfig(), SingleProcess(), tokenizer=TOKENIZER, name="own", metric=cast(Metric, Own())).run())
+
+    found, failed = evaluated([1.0, 0.0, 0.0, 0.0, 1.0]), evaluated([1.0] * 5)
+    assert found.metrics()["eval/own/f1"] == 0.25 and not found.own_failure
+    assert (failed.own, failed.own_failure, failed.accuracy) == ({}, "no", 1.0)
+    check_known(found, "eval/own/f1")
+    check_known(found, "eval/f1")
+    check_known(failed, "eval/own/f2")
+    with pytest.raises(ConfigError, match=r"evaluate.keep_best names eval/own/f2, which is not measured; there is eval/own/accuracy, .*f1"):
+        check_known(found, "eval/own/f2")
 
 
 def test_a_run_evaluates_each_set_as_it_asks_and_goes_on_with_them(shop: Workshop, tmp_path: Path, model_dir: str) -> None:
@@ -169,7 +201,8 @@ def test_a_run_evaluates_each_set_as_it_asks_and_goes_on_with_them(shop: Worksho
     sets = {
         "evaluate__sets__file__data__path": str(rows), "evaluate__sets__file__every_steps": "1",
         "evaluate__sets__many__samples_per_prompt": "2", "evaluate__sets__many__pass_at": "[1, 2]",
-        "evaluate__sets__many__temperature": "1.0", "evaluate__sets__many__rollout__reward": f"{REWARDS}:right"}
+        "evaluate__sets__many__temperature": "1.0", "evaluate__sets__many__rollout__reward": f"{REWARDS}:right",
+        "evaluate__sets__file__metric": f"{METRICS}:mean_length", "evaluate__sets__many__metric": f"{METRICS}:raises"}
     run = SmallRun(tmp_path, model_dir)
     done = shop.train(run, **sets)
     assert done.code == 0, done.error
@@ -180,6 +213,14 @@ def test_a_run_evaluates_each_set_as_it_asks_and_goes_on_with_them(shop: Worksho
     # The set's own reward finds every sample right, and the run's does not see its prompts.
     assert last["eval/many/accuracy"] == last["eval/many/pass_at_2"] == last["eval/many/reward_mean"] == 1
     assert "eval/file/accuracy" in run.metrics()[0] and "eval/many/accuracy" not in run.metrics()[0]
+    assert last["eval/many/pass_at_2_low"] < 0.9 and last["eval/many/pass_at_2_high"] == pytest.approx(1)
+    assert last["eval/file/mean_length"] > 0
+    assert len(run.events("metric_failed")) == 2 and "accuracy on many has no metric of its own: the metric" in "\n".join(done.said)
+    files = newest_evaluation(run.folder)
+    assert {name: path.name for name, path in files.items()} == {
+        "": "step-000002.jsonl.zst", "file": "step-000002-file.jsonl.zst", "many": "step-000002-many.jsonl.zst"}
+    many = read_samples(files["many"])[""]["many"]
+    assert many.accuracies.mean() == 1 and many.num_samples == 2 and all(prompt.samples[0].text for prompt in many.prompts)
     assert "accuracy on many 1.000 after step 2 (4 prompts), pass@1 1.000, pass@2 1.000" in done.said
     result = json.loads((run.folder / "result.json").read_text())
     assert result["sets"]["many"] == {"before": 1, "after": 1} and result["sets"].keys() == {"file", "many"}

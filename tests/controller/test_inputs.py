@@ -1,12 +1,14 @@
 """What is read before any process starts, and the choices made from it."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from offbeat.config.load import load_config
-from offbeat.controller.inputs import base_ends, choose_canary, choose_reward, read_base, read_inputs
+from offbeat.controller.inputs import base_ends, choose_canary, choose_rewards, read_base, read_inputs
 from offbeat.data.functions import resolve
+from offbeat.data.tokenizer import character_tokenizer
 from offbeat.errors import ConfigError, DataError, ModelError
 from small_run import build_small_model, small_config
 
@@ -45,14 +47,54 @@ def test_what_cannot_be_used_is_told_before_anything_starts(tmp_path: Path, mode
         read_inputs(small_config(tmp_path, model_dir, data__task=""))
 
 
+def test_a_row_needs_an_answer_where_something_reads_it(tmp_path: Path, model_dir: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "1>"}\n' * 3)
+    settings = {"data__task": "", "data__path": str(path), "data__heldout_size": "0"}
+    own = {**settings, "rollout__reward": "mine.py:score"}
+    with pytest.raises(DataError, match="line 1, has no field 'answer'; it has prompt"):
+        read_inputs(small_config(tmp_path, model_dir, rollout__reward="", **settings))
+    with pytest.raises(DataError, match="has no field 'answer'"):
+        read_inputs(small_config(tmp_path, model_dir, **own), supervised=True)
+    assert read_inputs(small_config(tmp_path, model_dir, **own)).train.row(0).answer == ""
+
+
+def test_a_system_prompt_that_would_not_be_seen_is_refused(tmp_path: Path, model_dir: str) -> None:
+    asked = {"data__system_prompt": "be brief"}
+    assert read_inputs(small_config(tmp_path, model_dir, data__chat_template="true", rollout__max_new_tokens="1", **asked))
+    with pytest.raises(ConfigError, match=r"would not be seen, because the prompts are plain text and no chats; set data.chat_template"):
+        read_inputs(small_config(tmp_path, model_dir, **asked))
+    for template, sentence in [
+        (None, "plain text and no chats; and tokenizer '.*bare' has no chat template that could carry it; leave it out"),
+        ("{% for message in messages %}{{ message['content'] if message['role'] == 'user' }}{% endfor %}>",
+         "the chat template of tokenizer '.*bare' writes no system messages; leave it out"),
+    ]:
+        bare = tmp_path / "bare"
+        shutil.rmtree(bare, ignore_errors=True)
+        character_tokenizer(chat_template=template).save(bare)
+        with pytest.raises(ConfigError, match=sentence):
+            read_inputs(small_config(
+                tmp_path, model_dir, model__tokenizer=str(bare), data__chat_template=str(template is not None).lower(), **asked))
+
+
+def test_each_set_has_its_own_variables_of_the_chat_template(tmp_path: Path, model_dir: str) -> None:
+    sets = "{loud = {num_prompts = 2, data = {chat_template_kwargs = {loud = true}}}}"
+    inputs = read_inputs(small_config(tmp_path, model_dir, evaluate__sets=sets, data__chat_template_kwargs="{quiet = 1}"))
+    assert inputs.tokenizer.template_kwargs == {"quiet": 1}
+    assert inputs.sets["loud"].tokenizer.template_kwargs == {"loud": True}
+
+
 @pytest.mark.parametrize(("settings", "name"), [
     ({"data.task": "countdown"}, "countdown"), ({"data.task": "addition"}, "exact_match"), ({"data.path": "a.jsonl"}, "exact_match"),
     ({"data.path": "a.jsonl", "data.format": "gsm8k"}, "math_reward"),
 ])
 def test_the_reward_suits_the_data_unless_one_is_given(settings: dict[str, str], name: str) -> None:
-    assert choose_reward(load_config(None, list(settings.items()))).endswith(f":{name}")
-    assert callable(resolve(choose_reward(load_config(None, list(settings.items()))), kind="reward"))
-    assert choose_reward(load_config(None, [*settings.items(), ("rollout.reward", "mine:score")])) == "mine:score"
+    [(chosen, weight)] = choose_rewards(load_config(None, list(settings.items()))).items()
+    assert chosen.endswith(f":{name}") and weight == 1.0
+    assert callable(resolve(chosen, kind="reward"))
+    assert choose_rewards(load_config(None, [*settings.items(), ("rollout.reward", "mine:score")])) == {"mine:score": 1.0}
+    several = load_config(None, [*settings.items(), ("rollout.rewards", '{math = 1.0, "my.py:short" = 0.2}')])
+    assert choose_rewards(several) == {"offbeat.rollout.rewards.math:math_reward": 1.0, "my.py:short": 0.2}
 
 
 def test_the_canary_is_a_prompt_with_its_answer(tmp_path: Path, model_dir: str) -> None:

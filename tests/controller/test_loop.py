@@ -1,7 +1,17 @@
 """What the loop does, read from the records of real runs."""
 
+from pathlib import Path
+
+import pytest
+
+from offbeat.data.kept import read_rollouts
+from offbeat.errors import PublishError
+from offbeat.runs.run import run_training
+from offbeat.telemetry.console import Console
 from offbeat.telemetry.trace import read_trace
-from small_run import SmallRun
+from offbeat.weights.proof import Judge, Outcome, Verdict
+from offbeat.weights.protocol import Manifest, Proof
+from small_run import SmallRun, small_config
 
 
 def test_every_step_trains_on_full_groups_within_the_bound_and_publishes_the_next_version(finished_run: SmallRun) -> None:
@@ -18,6 +28,19 @@ def test_every_step_trains_on_full_groups_within_the_bound_and_publishes_the_nex
     assert [event["global_step"] for event in finished_run.events("checkpoint")] == [2]
 
 
+def test_rollouts_are_kept_from_the_first_step_on_with_their_texts_and_advantages(finished_run: SmallRun) -> None:
+    groups = list(read_rollouts(finished_run.folder))
+    assert [group.step for group in groups] == [1, 1, 2, 2]
+    for trajectory in (t for group in groups for t in group.trajectories):
+        assert trajectory.text.startswith(next(group.prompt for group in groups if trajectory in group.trajectories))
+        assert "".join(trajectory.pieces) == trajectory.text and len(trajectory.pieces) == len(trajectory.tokens)
+    for group in groups:
+        rewards = {t.reward for t in group.trajectories}
+        assert all(t.trained == (len(rewards) > 1) for t in group.trajectories)
+    (better, worse), = [sorted(group.trajectories, key=lambda t: -(t.reward or 0)) for group in groups if group.trajectories[0].trained][:1]
+    assert better.advantage is not None and worse.advantage is not None and better.advantage > 0 > worse.advantage
+
+
 def test_staleness_stays_within_the_bound_over_many_steps(stopped_run: SmallRun) -> None:
     rows = stopped_run.metrics()
     assert len(rows) > 2
@@ -31,3 +54,20 @@ def test_the_time_line_shows_trainer_and_engine_beside_the_controller(finished_r
     assert {"controller", "rank 0", "engine 0"} <= {span.track for span in spans}
     own = [span.name for span in spans if span.track == "controller" and span.name in ("rollout", "advantage", "train", "publish")]
     assert own == ["rollout", "advantage", "train", "publish"] * 2
+
+
+def test_a_publish_that_fails_beside_the_loop_ends_the_run_with_the_engines_reason(
+    tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    judge = Judge.judge
+
+    def refuse_from_2(self: Judge, engine: str, wanted: Manifest, proof: Proof) -> Verdict:
+        return judge(self, engine, wanted, proof) if wanted.version < 2 else Verdict(Outcome.REFUSED, 0.0, "it is not to my taste")
+
+    monkeypatch.setattr(Judge, "judge", refuse_from_2)
+    config = small_config(
+        tmp_path, model_dir, run__total_steps="9", inference__heal_timeout_s="0.2", rollout__max_failures_in_a_row="10000",
+        rollout__max_retries="10000")
+    with pytest.raises(PublishError, match="version 2 is served by 0 engines, fewer than the 1 needed: engine 0: it is not to my taste"):
+        run_training(config, Console("quiet"))
+    assert [event["version"] for event in SmallRun(tmp_path, model_dir).events("publish")] == [0, 1]

@@ -33,7 +33,7 @@ def batch_of(config):
 def scored(config):
     trainers, critic = Ranks(), Ranks("values") if config.needs_critic else None
     parts = SimpleNamespace(trainers=trainers, critic=critic, teacher=None)
-    batch, _ = asyncio.run(score_batch(batch_of(config), parts, config, seed=0, row_of=lambda _group: None))
+    batch, _, _ = asyncio.run(score_batch(batch_of(config), parts, config, seed=0, row_of=lambda _group: None))
     return batch, trainers.asked, critic.asked if critic else []
 
 
@@ -48,6 +48,18 @@ def test_each_algorithm_has_scored_what_it_reads(settings, asked, columns):
     batch, of_ranks, of_critic = scored(config)
     assert of_ranks == asked and of_critic == ([("policy", 4)] if config.needs_critic else [])
     assert batch.columns.keys() - batch_of(config).columns.keys() == columns
+
+
+@pytest.mark.parametrize(("settings", "names"), [
+    ({"preset": "m2po"}, ["prox_logprobs"]), ({"reward_kl": 0.1}, ["ref_logprobs"]), ({"preset": "ppo"}, [])])
+def test_log_probabilities_that_came_up_on_the_way_are_there_for_the_record(settings, names):
+    config = AlgorithmConfig(**settings)
+    critic = Ranks("values") if config.needs_critic else None
+    parts = SimpleNamespace(trainers=Ranks(), critic=critic, teacher=None)
+    _, _, known = asyncio.run(score_batch(batch_of(config), parts, config, seed=0, row_of=lambda _group: None))
+    assert list(known) == names
+    for values in known.values():
+        np.testing.assert_allclose(values, [-0.1, -0.2, -0.1])
 
 
 def test_an_answer_that_was_cut_off_is_worth_what_the_critic_expects_after_it():

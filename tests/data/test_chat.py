@@ -1,5 +1,6 @@
 """Which tokens of a chat are trained on, under templates of several kinds."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers.processors import ByteLevel
 
-from chats import CHAT, CHATML, FORGETS_THOUGHTS, MARKED, MARKED_WITHOUT_END, TEXT_ALPHABET, words
+from chats import CHAT, CHATML, FORGETS_THOUGHTS, MARKED, MARKED_WITHOUT_END, TEXT_ALPHABET, words, words_with_tools
 from offbeat.config.data import DataConfig
 from offbeat.data.chat import mark_answers
 from offbeat.data.dataset import render, sft_sequence
@@ -54,6 +55,19 @@ def test_a_single_answer_is_the_prompt_as_it_is_sampled_and_then_the_answer() ->
         plain, plain_mask = sft_sequence(row, tokenizer, config)
         assert tokens[~mask].tolist() == render(row, tokenizer, config)
         assert (tokens.tolist(), mask.tolist()) == (plain.tolist(), plain_mask.tolist())
+
+
+def test_a_call_of_a_tool_is_trained_on_up_to_the_end_of_its_turn() -> None:
+    tokenizer = replace(words_with_tools(), template_kwargs={"thinks": True})
+    chat = [
+        {"role": "user", "content": "3+4"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}, {"function": {"name": "sub"}}]},
+        {"role": "tool", "content": "7"}, {"role": "assistant", "content": "It is 7."}]
+    [part] = mark_answers(chat, tokenizer, turns="all", tools=[{"name": "add"}, {"name": "sub"}])
+    tokens, mask = part.sequence(tokenizer)
+    assert tokenizer.decode(tokens, skip_special_tokens=False).startswith("<|im_start|>tools\naddsub<|im_end|>\n<|im_start|>user\n3+4")
+    assert tokenizer.decode(tokens[mask], skip_special_tokens=False) == (
+        "<call>add</call><call>sub</call><|im_end|>It is 7.<|im_end|>")
 
 
 def test_turns_that_the_template_rewrites_later_are_sequences_of_their_own() -> None:

@@ -1,6 +1,7 @@
 """Opening datasets, drawing prompts that resume exactly, rendering them, and checking their lengths."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
+from chats import words_with_tools
 from offbeat.config.data import DataConfig
 from offbeat.data.dataset import (
     ListDataset,
@@ -88,12 +90,36 @@ def test_a_task_too_small_to_hold_out_says_so(size, heldout_size):
         open_datasets(DataConfig(task="sort_digits", task_size=size, heldout_size=heldout_size), seed=0)
 
 
+def test_rows_that_cannot_be_used_are_left_out_with_their_reasons(tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b"}\n{"prompt": "c", "answer": "3"}\n{"prompt": "d", "answer": [4]}\n')
+    refused = []
+    train, heldout = open_datasets(DataConfig(path=str(path), max_unusable_rows=2, heldout_size=1), seed=0, refused=refused)
+    assert (prompts(train), prompts(heldout)) == (["a"], ["c"])
+    assert heldout.where(0) == f"{str(path)!r}, line 3"
+    assert [reason.removeprefix(f"{str(path)!r}, ").partition(";")[0] for reason in refused] == [
+        "line 2, has no field 'answer'", "line 4: field 'answer' must be text or a number, got list"]
+    with pytest.raises(DataError, match="2 rows cannot be used, allowed are data.max_unusable_rows = 1"):
+        open_datasets(DataConfig(path=str(path), max_unusable_rows=1), seed=0)
+    train, _ = open_datasets(DataConfig(path=str(path), max_unusable_rows=1, heldout_size=0), seed=0, needs_answer=False)
+    assert prompts(train) == ["a", "b", "c"]
+
+
+def test_a_quick_look_opens_the_first_rows_alone(tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"prompt": "a", "answer": "1"}\n' * 5 + "no JSON\n")
+    train, heldout = open_datasets(DataConfig(path=str(path), heldout_size=100), seed=0, limit=5)
+    assert (train.num_rows, heldout.num_rows) == (5, 0)
+    with pytest.raises(DataError, match="line 6, is not JSON"):
+        open_datasets(DataConfig(path=str(path), heldout_size=100), seed=0, limit=6)
+
+
 def test_settings_that_cannot_be_opened_say_what_to_change(tmp_path):
     path = write(tmp_path / "d.jsonl", 3)
     for config, sentence in [
         (DataConfig(), "data.task and data.path are both empty"),
         (DataConfig(path=path, heldout_size=3), "has 3 rows, which leaves none to train on after data.heldout_size = 3"),
-        (DataConfig(path=path, heldout_split="test"), "data.heldout_split is for hub ids"),
+        (DataConfig(path=path, heldout_split="test"), "data.heldout_split is for hub ids and folders, but"),
         (DataConfig(path=path, answer_field="label"), r"d.jsonl', line 1, has no field 'label'; it has prompt, answer"),
     ]:
         with pytest.raises(DataError, match=sentence):
@@ -185,8 +211,22 @@ def test_chats_take_the_template_and_the_system_prompt():
     assert TOKENIZER.decode(render(Row("31", "13"), TOKENIZER, config)) == "system: sort\nuser: 31\nassistant: "
     chat = Row(({"role": "user", "content": "hi"},), "")
     assert TOKENIZER.decode(render(chat, TOKENIZER, DataConfig())) == "user: hi\nassistant: "
+    asked = DataConfig(system_prompt="be brief")
+    assert TOKENIZER.decode(render(chat, TOKENIZER, asked)) == "system: be brief\nuser: hi\nassistant: "
+    own = Row(({"role": "system", "content": "own"}, *chat.prompt), "")
+    assert TOKENIZER.decode(render(own, TOKENIZER, asked)) == "system: own\nuser: hi\nassistant: "
     with pytest.raises(ModelError, match="has no chat template"):
         render(chat, character_tokenizer(chat_template=None), DataConfig())
+
+
+def test_the_template_sees_a_rows_tools_and_the_variables_of_the_settings():
+    row = Row(({"role": "user", "content": "hi"},), "", tools=({"name": "add"}, {"name": "sub"}))
+    tokenizer = words_with_tools()
+    ends = {True: "<|im_start|>assistant\n", False: "<|im_start|>assistant\n<quiet>"}
+    for thinks, end in ends.items():
+        prompt = render(row, replace(tokenizer, template_kwargs={"thinks": thinks}), DataConfig())
+        text = tokenizer.decode(prompt, skip_special_tokens=False)
+        assert text == f"<|im_start|>tools\naddsub<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n{end}"
 
 
 def test_fine_tuning_learns_the_answer_and_the_end_token():

@@ -133,7 +133,7 @@ def test_a_bad_record_is_refused_by_its_line(record: dict, sentence: str, tmp_pa
 
 @pytest.mark.parametrize(("config", "sentence"), [
     (DataConfig(task="sort_digits"), "data.task = 'sort_digits' makes prompts without preferences"),
-    (DataConfig(), "data.path is empty; name a .jsonl or .parquet file, or a hub id, with chosen and rejected answers"),
+    (DataConfig(), "data.path is empty; name a data file or folder, or a hub id, with chosen and rejected answers"),
 ])
 def test_data_without_preferences_is_refused(config: DataConfig, sentence: str) -> None:
     with pytest.raises(DataError, match=sentence):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.data.reward import LARGEST_REWARD, FailedReward, NamedReward, check_reward
+from offbeat.data.reward import LARGEST_REWARD, FailedReward, NamedReward, check_reward, weigh
 
 
 @pytest.mark.parametrize("value", [1, True, 1.0, np.float32(1), np.array(1), torch.tensor(1.0), Decimal(1), Fraction(1)])
@@ -60,9 +60,33 @@ def test_rewards_by_name_are_their_sum_and_keep_their_names() -> None:
 
 @pytest.mark.parametrize(("value", "why"), [
     ({}, "is not a mapping of names to numbers"), ({1: 2.0}, "is not a mapping of names to numbers"),
-    ({"right": 1.0, "form": None}, "the reward 'form'"), ({"right": math.nan}, "nan is not a number"),
+    ({"right": 1.0, "form": "good"}, "the reward 'form'"), ({"right": math.nan}, "nan is not a number"),
     ({"right": {"exact": 1.0}}, "a mapping is not a number"),
 ])
 def test_a_mapping_that_holds_anything_but_numbers_by_name_is_a_failure(value, why: str) -> None:
     reward = check_reward(value)
     assert isinstance(reward, FailedReward) and why in reward.reason
+
+
+def test_rewards_of_several_functions_are_one_that_knows_its_parts():
+    weights = {"a.py:right": 1.0, "pkg.mod:form": 0.5, "judge:dir/style.toml": -2.0}
+    values = {"a.py:right": 1.0, "pkg.mod:form": NamedReward({"short": 1.0, "clean": 0.0}), "judge:dir/style.toml": 0.25}
+    reward = weigh(values, weights)
+    assert reward == 1.0 and isinstance(reward, NamedReward)
+    assert reward.parts == {"right": 1.0, "form.short": 0.5, "form.clean": 0.0, "style": -0.5}
+
+
+def test_a_reward_that_does_not_apply_is_left_out_and_one_that_failed_fails_the_whole():
+    weights = {"a.py:right": 1.0, "a.py:form": 0.5}
+    only = weigh({"a.py:right": 1.0, "a.py:form": None}, weights)
+    assert isinstance(only, NamedReward) and only.parts == {"right": 1.0}
+    none = weigh({"a.py:right": None, "a.py:form": None}, weights)
+    assert isinstance(none, FailedReward) and none.reason == "none of the rewards applies: all of them gave None"
+    failed = FailedReward("why")
+    assert weigh({"a.py:right": 1.0, "a.py:form": failed}, weights) is failed
+
+
+def test_parts_of_a_mapping_that_do_not_apply_are_left_out():
+    reward = check_reward({"right": 1, "form": None})
+    assert isinstance(reward, NamedReward) and reward.parts == {"right": 1.0}
+    assert isinstance(check_reward({"form": None}), FailedReward)

@@ -1,5 +1,7 @@
 """Raw records to rows: the three formats, and every complaint."""
 
+import json
+
 import pytest
 
 from offbeat.config.data import DataConfig
@@ -17,7 +19,7 @@ def parse(record, **config):
 
 def test_a_plain_record_keeps_its_other_fields_as_text():
     row = parse({"prompt": "1+1=", "answer": 2, "level": "easy", "numbers": [1, 1]})
-    assert row == Row("1+1=", "2", {"level": "easy", "numbers": "[1, 1]"})
+    assert row == Row("1+1=", "2", {"level": "easy", "numbers": "[1, 1]"}, json_fields=("numbers",))
 
 
 def test_gsm8k_takes_the_number_after_the_marks_and_keeps_the_solution():
@@ -50,10 +52,69 @@ def test_an_answer_beside_a_chat_is_what_a_reward_compares_with_and_the_chat_wha
 
 
 def test_field_names_can_be_given():
-    assert parse({"q": "x", "a": "y"}, prompt_field="q", answer_field="a") == Row("x", "y")
+    assert parse({"q": "x", "a": "y"}, prompt_field="q", answer_field="a") == Row("x", "y", {"a": "y"})
+    row = parse({"q": "x", "truth": 7, "persona": "You are brief."}, prompt_field="q", answer_field="truth", system_field="persona")
+    assert row.prompt == ({"role": "system", "content": "You are brief."}, {"role": "user", "content": "x"})
+    assert (row.answer, row.extra, row.json_fields) == ("7", {"truth": "7"}, ("truth",))
+    assert parse({"prompt": "x", "answer": "y", "persona": None}, system_field="persona") == Row("x", "y")
 
 
-@pytest.mark.parametrize("row", [Row("p", "a", {"k": "v"}, "s"), Row(({"role": "user", "content": "u"},), "a")])
+def test_a_template_makes_the_prompt_of_columns_that_rewards_still_see():
+    record = {"question": "2+2?", "hints": ["add"], "n": 2, "answer": "4"}
+    row = parse(record, prompt="{question} {hints} {n}: ")
+    assert row.prompt == '2+2? ["add"] 2: '
+    assert row.extra == {"question": "2+2?", "hints": '["add"]', "n": "2"}
+    assert parse(GSM8K, format="gsm8k", prompt="{question}") == parse(GSM8K, format="gsm8k")
+
+
+def test_without_need_of_one_a_row_may_have_no_answer():
+    def asked(record, **config):
+        return parse_record(record, DataConfig(**config), where="here", needs_answer=False)
+
+    assert asked({"prompt": "p"}) == Row("p", "")
+    assert asked({"prompt": "p", "answer": None}).answer == ""
+    assert asked({"messages": CHAT}).answer == ""
+    with pytest.raises(DataError, match="has no field 'truth'"):
+        asked({"prompt": "p"}, answer_field="truth")
+
+
+@pytest.mark.parametrize(("record", "roles", "answer"), [
+    ({"prompt": "p", "completion": "c"}, "text", "c"),
+    ({"prompt": CHAT, "completion": [{"role": "assistant", "content": "c"}]}, "su", "c"),
+    ({"prompt": CHAT, "answer": "a"}, "su", "a"),
+    ({"messages": [*CHAT, {"role": "assistant", "content": "c"}]}, "su", "c"),
+    ({"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "c"}]}, "u", "c"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], "answer": "x"}, "u", "x"),
+])
+def test_layouts_are_told_apart_by_their_columns(record, roles, answer):
+    row = parse(record)
+    assert row.answer == answer
+    assert roles == ("text" if isinstance(row.prompt, str) else "".join(message["role"][0] for message in row.prompt))
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": None, "type": "object"}}}
+
+
+def test_tools_and_their_calls_are_kept_as_templates_take_them():
+    called = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    row = parse({"messages": called, "tools": [TOOL]})
+    made = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    assert row.said == row.imitated == {"role": "assistant", "content": "", "tool_calls": [made]}
+    assert row.tools == ({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},)
+    assert json.loads(row.answer) == [made] and row.extra == {}
+    assert parse({"messages": called, "tools": json.dumps([TOOL])}).tools == row.tools
+    went_on = parse({"messages": [
+        *called, {"role": "tool", "name": "add", "tool_call_id": "1", "content": "3"}, {"role": "assistant", "content": "It is 3."}]})
+    assert went_on.prompt[-1] == {"role": "tool", "name": "add", "tool_call_id": "1", "content": "3"}
+    assert went_on.prompt[-2]["tool_calls"] == [made]
+    assert (went_on.answer, went_on.said) == ("It is 3.", None)
+
+
+@pytest.mark.parametrize("row", [
+    Row("p", "a", {"k": "v"}, "s"), Row(({"role": "user", "content": "u"},), "a"),
+    Row(({"role": "user", "content": "u"},), "a", tools=({"type": "function"},), json_fields=("k",),
+        said={"role": "assistant", "content": "", "tool_calls": []})])
 def test_rows_cross_processes(row):
     assert decode(Row, encode(row)) == row
 
@@ -69,7 +130,15 @@ def test_rows_cross_processes(row):
     ({"chat": CHAT}, {"format": "messages"}, "has no field 'messages'; it has chat"),
     ({"messages": SAID[-1:]}, {"format": "messages"}, "the chat in 'messages' has nothing before the assistant's message"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, {"format": "messages"}, "must have text in 'role' and 'content'"),
-    ({"messages": [{**SAID[-1], "tool_calls": [1]}]}, {"format": "messages"}, "has tool_calls, which are not supported"),
+    ({"messages": [{**SAID[-1], "tool_calls": [1]}]}, {"format": "messages"}, "tool_calls of a message in 'messages' must be a list of"),
+    ({"messages": [{**SAID[-1], "tool_calls": [{"id": "1"}]}]}, {"format": "messages"}, "must have a function with a 'name'"),
+    ({"messages": [{**SAID[-1], "tool_calls": [{"name": "f", "arguments": "{"}]}]}, {}, "the arguments of a tool call in 'messages' are"),
+    ({"messages": SAID, "tools": "add"}, {}, "field 'tools' must be a list of tools, each an object that describes a function, got str"),
+    ({"q": "x", "answer": "y"}, {"prompt": "{quest}"}, "line 3, has no field 'quest'; it has q, answer"),
+    ({"quests": "x", "answer": "y"}, {"prompt": "{quest}"}, "did you mean 'quests'?"),
+    ({"q": None, "answer": "y"}, {"prompt": "{q}"}, "field 'q', which data.prompt names, is null"),
+    ({"prompt": "x", "answer": "y"}, {"system_field": "persona"}, "has no field 'persona'; it has prompt, answer; set data.system_field"),
+    ({"prompt": CHAT, "answer": "y"}, {"format": "prompt_answer"}, "field 'prompt' must be text, got list; a chat needs data.format ="),
     ({"messages": "hi", "answer": "a"}, {"format": "messages"}, "must be a list of messages, got str"),
     ({"messages": [], "answer": "a"}, {"format": "messages"}, "must be a list of messages, got an empty list"),
     ({"messages": [{"role": "user"}], "answer": "a"}, {"format": "messages"}, "must have text in 'role' and 'content', got {\"role\""),

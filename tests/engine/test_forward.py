@@ -17,7 +17,7 @@ from offbeat.engine.forward_direct import DirectForward
 from offbeat.engine.forward_hf import HFForward
 from offbeat.engine.loader import load_forward
 from offbeat.engine.options import EngineOptions
-from offbeat.engine.versions import fingerprint_tensors, read_weights
+from offbeat.engine.versions import fingerprint_tensors, read_version
 from offbeat.errors import ModelError
 from offbeat.model.fingerprint import fingerprint
 
@@ -71,7 +71,7 @@ def test_tensors_have_the_trainers_names_and_bytes(path, kind, model_folder, ref
 def test_installed_weights_serve_and_prepared_ones_do_not(path, kind, model_folder, reference):
     forward = load(model_folder(kind), path)
     tokens = PROMPTS[0]
-    prepared = read_weights(forward, model_folder(kind, 1))
+    prepared = read_version(forward, model_folder(kind, 1))
     assert torch.allclose(score(forward, tokens), reference(kind).logits(tokens), atol=1e-4)
     before = forward.tensors()
     fingerprint_before = fingerprint_tensors(before)
@@ -93,13 +93,13 @@ def test_auto_takes_the_direct_path_where_it_is_exact(model_folder):
 def test_weights_of_another_model_are_refused(path, model_folder, tmp_path):
     forward = load(model_folder("qwen3"), path)
     with pytest.raises(ModelError, match="lack the tensor"):
-        read_weights(forward, model_folder("llama"))
+        read_version(forward, model_folder("llama"))
     state = forward.tensors()
     state["model.norm.weight"] = torch.zeros(3)
     with pytest.raises(ModelError, match=r"'model.norm.weight' with shape \(3,\), not \(48,\)"):
         forward.prepare(state)
     with pytest.raises(ModelError, match="holds no model.safetensors"):
-        read_weights(forward, str(tmp_path))
+        read_version(forward, str(tmp_path))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -356,6 +356,7 @@ def test_weights_are_staged_switched_and_proved_while_requests_run(interrupt, fr
         assert live == {"version": 7, "fingerprint": fingerprint(named_bytes(reference("qwen3", 1).model))}
         score = (await call(url, "/v1/score", {"tokens": [5, 9, 20, 3]}))[2]
         assert score["version"] == 7
+        assert (await call(url, "/v1/weights/prove", {"tokens": [5, 9, 20, 3]}))[2] == live | {"logprobs": score["logprobs"]}
         assert torch.allclose(torch.tensor(score["logprobs"]), reference("qwen3", 1).logprobs([5, 9, 20, 3]), atol=1e-4)
         choices = (await running)[2]["choices"]
         for body in ({"folder": model_folder("qwen3", 2)}, {"folder": model_folder("qwen3"), "fingerprint": "of a resumed run"}):

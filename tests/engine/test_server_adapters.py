@@ -83,6 +83,7 @@ def test_an_adapter_that_is_not_loaded_is_answered_404(url, adapter_folder):
             assert status == 404 and f"adapter '{name}' is not loaded in this engine; load it" in text
         assert fetch(url, "/v1/score", {"tokens": PROMPT, "adapter": name})[0] == 404
         assert fetch(url, f"/v1/weights/fingerprint?adapter={name}")[0] == 404
+        assert fetch(url, "/v1/weights/prove", {"tokens": PROMPT, "adapter": name})[0] == 404
         assert fetch(url, "/v1/unload_lora_adapter", {"lora_name": name})[0] == 200, "unloading what is not there is no error"
 
 

@@ -1,9 +1,15 @@
 """The versions that an engine holds."""
 
-import pytest
+from pathlib import Path
 
-from offbeat.engine.versions import Source, VersionStore
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from offbeat.engine.versions import Source, VersionStore, read_version
 from offbeat.errors import RefusedError
+from offbeat.model.changes import write_changes
 
 
 def test_a_version_is_staged_then_live_and_others_that_are_staged_are_dropped() -> None:
@@ -30,3 +36,38 @@ def test_a_number_that_comes_again_with_other_weights_is_another_version() -> No
     store.add(1, Source("v1-c"), "again")
     assert not store.has(1, other)  # what is live is about to be replaced
     assert store.make_live(1) == "again"
+
+
+class Serving:
+    """A forward path that has weights, and prepares others by taking them as they are."""
+
+    def __init__(self, live: dict[str, Tensor]) -> None:
+        self.live = live
+        self.num_looks = 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        self.num_looks += 1
+        return self.live
+
+    def prepare(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return state
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("behind", [False, True])
+def test_changes_are_applied_to_what_is_live_or_to_what_they_build_on(tmp_path: Path, damaged: bool, behind: bool) -> None:
+    old = {"a": torch.randn(1000), "b": torch.randn(10)}
+    new = old | {"a": old["a"].clone()}
+    new["a"][17] += 1
+    (tmp_path / "v0").mkdir()
+    save_file(old, tmp_path / "v0" / "model.safetensors")
+    assert write_changes(new, tmp_path / "v1", since=old, base=tmp_path / "v0")
+    live = {name: tensor.clone() for name, tensor in old.items()}
+    if damaged:
+        live["a"][500] = 7.0
+    serving = Serving(live)
+    found = read_version(serving, str(tmp_path / "v1"), live=str(tmp_path / ("elsewhere" if behind else "v0")))
+    assert all(torch.equal(found[name], new[name]) for name in new) and serving.num_looks == (not behind)
+    if not damaged and not behind:
+        (tmp_path / "v0" / "model.safetensors").unlink()
+        assert torch.equal(read_version(serving, str(tmp_path / "v1"), live=str(tmp_path / "v0"))["a"], new["a"])

@@ -100,6 +100,7 @@ class Drilled:
     async def publish(self, publisher: WeightsPublisher) -> None:
         self.engine.version += 1
         await publisher.publish(self.engine.version)
+        await publisher.settle()
 
     def publisher(self, client: EngineClient) -> WeightsPublisher:
         return WeightsPublisher(EnginePool([client]), self.versions, WeightsConfig(), judge=self.judge)

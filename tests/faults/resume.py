@@ -36,11 +36,15 @@ def accepts(group):
 def credit(groups, constants):
     return groups.rewards - groups.mean(groups.rewards)
 
+def mean_length(samples):
+    return sum(len(sample.text) for sample in samples) / len(samples)
+
 async def play(episode):
     return await single_turn(episode)
 """
 
 GIVEN: Mapping[str, str] = {
+    "data.chat_template_kwargs": "{loud = true}", "rollout.rewards": '{"code.py:score" = 1.0}',
     "data.task": "addition", "data.max_prompt_tokens": "20", "data.system_prompt": "be brief", "algorithm.preset": "dr_grpo",
     "algorithm.dual_clip": "3", "algorithm.gamma": "0.9", "algorithm.filters": '[{metric = "k2", high = 1.0}]',
     "sft.stop_at_accuracy": "0.5", "rollout.reward": f"{REWARDS}:equal", "rollout.top_p": "0.9",
@@ -48,7 +52,7 @@ GIVEN: Mapping[str, str] = {
     "rollout.reward_env": '["JUDGE_API_KEY"]', "rollout.should_accept": "code.py:accepts",
     "rollout.workflow": "code.py:play", "train.optimizer.min_lr_ratio": "0.5", "sft.optimizer.min_lr_ratio": "0.5",
     "evaluate.num_prompts": "2", "evaluate.pass_at": "[1]", "evaluate.sets": "{few = {num_prompts = 2}}",
-    "evaluate.keep_best": "eval/accuracy",
+    "evaluate.keep_best": "eval/accuracy", "evaluate.metric": "code.py:mean_length",
     "inference.max_context": "32", "rollout.single_rank_load": "true", "rollout.batch_timeout_s": "3000",
     "data.heldout_size": "5", "model.lora.targets": '["q_proj"]', "model.lora.dropout": "0.1", "inference.forward": "hf",
     "weights.channel": "collective", "weights.dir": "WEIGHTS",
@@ -65,6 +69,7 @@ WITH: Mapping[str, Mapping[str, str]] = {
     "algorithm.anchor": {"algorithm.weight": "none"}, "algorithm.constants": {"algorithm.objective": "sapo"},
     "algorithm.cov_control": {"algorithm.objective": "ppo"}, "algorithm.turn_gamma": {"algorithm.turn_credit": "return"},
     "algorithm.state_weight": {"algorithm.turn_credit": "state"}, "evaluate.samples_per_prompt": {"evaluate.temperature": "1"},
+    "data.system_prompt": {"data.chat_template": "true"}, "rollout.rewards": {"rollout.reward": ""},
     "evaluate.stop_after_no_gain": {"evaluate.keep_best": "eval/accuracy", "evaluate.every_steps": "1"},
 }
 """What is changed along with a setting that cannot be changed alone."""
@@ -222,6 +227,10 @@ def _file_cases() -> Iterator[Case]:
     yield Case("`data.path`: the same rows in another file", Change.FREE, {"data.path": "moved.jsonl"}, base="file", edit=move)
     yield Case("`data.prompt_field`", Change.CONTENT, {"data.prompt_field": "question"}, base="file", told="data.prompt_field")
     yield Case("`data.answer_field`", Change.CONTENT, {"data.answer_field": "result"}, base="file", told="data.answer_field")
+    yield Case("`data.prompt`", Change.CONTENT, {"data.prompt": "{question}"}, base="file", told="data.prompt")
+    yield Case("`data.max_unusable_rows`", Change.CONTENT, {"data.max_unusable_rows": "1"}, base="file", edit=lines(
+        lambda rows: ["no JSON\n", *rows[1:]]), told="data.max_unusable_rows")
+    yield Case("`data.max_unusable_rows`, of rows that can all be used", Change.FREE, {"data.max_unusable_rows": "1"}, base="file")
     yield Case("`data.format`", Change.CONTENT, {"data.format": "gsm8k"}, base="file", told="data.format")
     yield Case("`data.heldout_path`", Change.CONTENT, {"data.heldout_path": "rows.jsonl"}, base="file", told="other data")
     yield Case("`data.task` instead of `data.path`", Change.CONTENT, {"data.task": "addition", "data.path": ""}, base="file",

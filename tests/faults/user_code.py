@@ -241,6 +241,7 @@ class Ring:
     async def open(self) -> None:
         await self._parts.trainers.restart_optimizer(self._parts.config.train.optimizer, total_steps=10**6)
         await self._parts.publisher.publish(0, on_served=lambda _report: None)
+        await self._parts.publisher.settle()
 
     async def play(self, case: Case) -> Outcome:
         """Train `STEPS` steps, or evaluate."""
@@ -273,7 +274,8 @@ class Ring:
         return outcome
 
     async def _evaluate(self, config: Config, rollouts: Rollouts, outcome: Outcome) -> None:
-        evaluation = await Evaluator(rollouts, self._parts.inputs.heldout, config.evaluate, SingleProcess()).run()
+        evaluation = await Evaluator(
+            rollouts, self._parts.inputs.heldout, config.evaluate, SingleProcess(), tokenizer=self._parts.inputs.tokenizer).run()
         outcome.accuracy, outcome.failed_prompts = evaluation.accuracy, evaluation.num_failed
         groups = await rollouts.rollout_batch(
             [self._parts.inputs.heldout.row(i) for i in range(20)], group_size=1, sampling=rollouts.sampling)
@@ -289,7 +291,9 @@ class Ring:
                 stats = await parts.trainers.train_step(batch)
                 stats |= batch_metrics([batch_stats(groups, version=self._version)])
                 self._version += 1
-                await parts.publisher.publish(self._version, on_served=lambda _report: rollouts.advance(self._version))
+                rollouts.advance(self._version)
+                await parts.publisher.publish(self._version, on_served=lambda report: rollouts.serve(report.version))
+                await parts.publisher.settle()
                 outcome.steps += 1
                 self._count(groups, outcome)
                 wrong = [f"{name} is {value} in step {outcome.steps}" for name, value in stats.items() if not math.isfinite(value)]

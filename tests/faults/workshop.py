@@ -19,7 +19,7 @@ from unittest.mock import patch
 from offbeat.aio import both
 from offbeat.cli.main import main
 from offbeat.config.root import Config
-from offbeat.controller.inputs import RunInputs, choose_reward, read_inputs
+from offbeat.controller.inputs import RunInputs, choose_rewards, read_inputs
 from offbeat.controller.parts import RunParts, SingleProcess
 from offbeat.fleet.engine_group import EngineGroup
 from offbeat.fleet.fleet import UNPUBLISHED, open_fleet
@@ -116,7 +116,7 @@ class Workshop:
 
 def _code(config: Config) -> tuple[Any, ...]:
     """What processes of user code are started for."""
-    return choose_reward(config), config.rollout.workflow, config.agent, config.evaluate.sets
+    return choose_rewards(config), bool(config.rollout.rewards), config.rollout.workflow, config.agent, config.evaluate.sets
 
 
 @contextmanager

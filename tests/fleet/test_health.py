@@ -19,6 +19,7 @@ from offbeat.fleet.dispatch import Dispatcher
 from offbeat.fleet.health import Healer
 from offbeat.fleet.members import State
 from offbeat.fleet.pool import EnginePool
+from offbeat.fleet.publication import PublishReport
 from offbeat.fleet.publishers import WeightsPublisher
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.sampling import Sampling
@@ -233,6 +234,14 @@ class Channel:
         pass
 
 
+async def published(publisher: WeightsPublisher, version: int) -> PublishReport:
+    """How publishing a version went, once engines serve it."""
+    reports: list[PublishReport] = []
+    await publisher.publish(version, on_served=reports.append)
+    await publisher.settle()
+    return reports[0]
+
+
 def test_a_publish_waits_no_longer_for_an_engine_that_hangs_than_its_probe(start_engine, newer) -> None:
     (_, url), (_, reference) = start_engine(), start_engine(model=newer)
 
@@ -243,7 +252,7 @@ def test_a_publish_waits_no_longer_for_an_engine_that_hangs_than_its_probe(start
         async with await asyncio.start_server(lambda _reader, _writer: None, "127.0.0.1", 0) as silent:
             pool.client("b").url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
             publisher = WeightsPublisher(pool, Channel(newer, reference), WeightsConfig(), judge=Judge(tolerance=1e-3))
-            report = await asyncio.wait_for(publisher.publish(5), 20)  # the deadline of staging is 60 s
+            report = await asyncio.wait_for(published(publisher, 5), 20)  # the deadline of staging is 60 s
             assert report.serving == ("a",)
             assert "b was quarantined while it answered: waiting for health on b" in report.quarantined["b"]
 
@@ -265,14 +274,14 @@ def test_engines_that_a_publish_loses_heal_to_its_version_and_it_goes_on(start_e
 
     async def body(pool: EnginePool, events: Events) -> None:
         dispatcher = Dispatcher(pool, request_timeout_s=60)
-        report = await publishers[0].publish(5)
+        report = await published(publishers[0], 5)
         assert list(report.quarantined) == ["b"] and sorted(report.serving) == ["a", "b"]
         assert "fingerprint" in report.quarantined["b"]
         assert events.steps() == [("reload", False), ("restart", True), ("reload", True)]
         samples = await asyncio.gather(*(dispatcher.generate(PROMPT, Sampling(3), n=1) for _ in range(4)))
         assert {version for (sample,) in samples for version in sample.versions} == {5}
         pool.quarantine("b", "by hand")  # heals beside the next publish
-        assert sorted((await publishers[0].publish(6)).serving) == ["a", "b"]
+        assert sorted((await published(publishers[0], 6)).serving) == ["a", "b"]
         samples = await asyncio.gather(*(dispatcher.generate(PROMPT, Sampling(3), n=1) for _ in range(4)))
         assert {version for (sample,) in samples for version in sample.versions} == {6}
 

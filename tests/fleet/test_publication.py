@@ -1,39 +1,23 @@
-"""The states of publications under random outcomes: who serves, and who is to blame."""
+"""The account of a publication: what the report says, and who is to blame under random outcomes."""
 
 import random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.fleet.publication import AdapterPublication, Stage, WeightsPublication
-from offbeat.weights.proof import Judge
-from offbeat.weights.protocol import Manifest, Proof
-
-MANIFEST = Manifest(version=5, folder="v5", fingerprint="new", canary=(1, 2, 3), canary_logprobs=(-1.0, -1.0))
-GOOD = Proof(5, "new", (-1.0, -1.0))
-BAD = [
-    Proof(4, "old", (-2.0, -2.0)), Proof(5, "old", (-1.0, -1.0)), Proof(5, "new", (-1.5, -0.5)), Proof(5, "new", (-1.0, float("nan")))]
+from offbeat.fleet.publication import AdapterPublication, Taken, WeightsPublication
+from offbeat.weights.proof import Outcome, Verdict
 
 
-@given(seed=st.integers(0, 2**32), num_engines=st.integers(1, 6))
-def test_an_engine_serves_only_with_a_right_proof_and_switches_only_after_all_have_staged(seed: int, num_engines: int) -> None:
-    chance = random.Random(seed)
-    publication, actions = WeightsPublication.start(MANIFEST, [f"engine {i}" for i in range(num_engines)], judge=Judge(tolerance=1e-3))
-    proofs: dict[str, Proof] = {}
-    while actions:
-        action = actions.pop(chance.randrange(len(actions)))
-        if action.stage is not Stage.STAGING:
-            assert Stage.STAGING not in publication.stages.values()
-        if chance.random() < 0.2:
-            actions += publication.failed(action.engine, "unlucky")
-        elif action.stage is Stage.PROVING:
-            proofs[action.engine] = chance.choice([GOOD, *BAD])
-            actions += publication.proved(action.engine, proofs[action.engine])
-        else:
-            actions += publication.done(action.engine)
-    for engine, stage in publication.stages.items():
-        assert stage in (Stage.SERVING, Stage.QUARANTINED)
-        assert (stage is Stage.SERVING) == (proofs.get(engine) == GOOD and engine not in publication.reasons)
+def test_the_report_has_the_slowest_engine_and_the_largest_gap() -> None:
+    publication = WeightsPublication(5)
+    publication.served("a", Taken(1.0, 0.5, Verdict(Outcome.PROVEN, 1e-4)))
+    publication.served("b", Taken(0.2, 0.7, Verdict(Outcome.UNSURE, 2e-4, "within noise")))
+    publication.served("c", None)
+    publication.failed("d", "staging failed")
+    assert (publication.stage_s, publication.switch_s, publication.largest_gap) == (1.0, 0.7, 2e-4)
+    assert publication.serving == ["a", "b", "c"] and publication.unsure == {"b": "within noise"} and publication.reasons == {
+        "d": "staging failed"}
 
 
 @given(seed=st.integers(0, 2**32), num_engines=st.integers(1, 6))

@@ -20,7 +20,7 @@ from offbeat.fleet.dispatch import Dispatcher
 from offbeat.fleet.members import State
 from offbeat.fleet.pool import EnginePool
 from offbeat.fleet.publication import PublishReport
-from offbeat.fleet.publishers import AdapterPublisher, PolicyPublisher, WeightsPublisher
+from offbeat.fleet.publishers import AdapterPublisher, Fanouts, PolicyPublisher, WeightsPublisher
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.sampling import Sampling
 from offbeat.model.peft_io import Adapter, write_adapter
@@ -28,6 +28,7 @@ from offbeat.weights.adapters import policy_adapter
 from offbeat.weights.channels import Channel
 from offbeat.weights.proof import Judge
 from offbeat.weights.protocol import Manifest, Proof
+from waiting import until
 
 MANIFEST = Manifest(version=5, folder="v5", fingerprint="new", canary=(1, 2, 3), canary_logprobs=(-1.0, -1.0))
 
@@ -86,6 +87,15 @@ def publisher(pool: EnginePool, channel: object = None, **options: Any) -> Weigh
     return WeightsPublisher(pool, channel or OneVersion(), WeightsConfig(stage_timeout_s=0.2), judge=Judge(tolerance=1e-3), **options)
 
 
+async def published(publish: WeightsPublisher, version: int = 5) -> PublishReport:
+    """How publishing a version went, once engines serve it."""
+    reports: list[PublishReport] = []
+    async with publish:
+        await publish.publish(version, on_served=reports.append)
+        await publish.settle()
+    return reports[0]
+
+
 def serving(pool: EnginePool) -> dict[str, int | None]:
     """Versions of the engines that serve."""
     return {name: member.version for name, member in pool.members.items() if member.state is State.SERVING}
@@ -97,7 +107,7 @@ def serving(pool: EnginePool) -> dict[str, int | None]:
 def test_a_bad_engine_is_quarantined_and_the_others_serve(fault: str, reason: str) -> None:
     async def main() -> None:
         pool, quarantined = pool_of(Engine("a"), Engine("b", fault), Engine("c"))
-        report = await publisher(pool).publish(5)
+        report = await published(publisher(pool))
         assert serving(pool) == {"a": 5, "c": 5}
         assert reason in quarantined["b"]
         assert dict(report.quarantined) == quarantined
@@ -110,7 +120,7 @@ def test_too_few_engines_fail_the_publish_with_each_reason() -> None:
     async def main() -> None:
         pool, _ = pool_of(Engine("a", "lazy"), Engine("b", "refuse"))
         with pytest.raises(PublishError, match=r"served by 0 engines.*b: staging failed: b: no such folder; a: its weights"):
-            await publisher(pool).publish(5)
+            await published(publisher(pool))
         assert serving(pool) == {}
 
     asyncio.run(main())
@@ -122,7 +132,7 @@ def test_an_engine_is_brought_to_what_is_current_and_proven() -> None:
         publish = publisher(pool)
         out, lazy = Engine("out"), Engine("out", "lazy")
         assert await publish.bring(out) is None  # nothing was published
-        await publish.publish(5)
+        await published(publish)
         assert await publish.bring(out) == 5
         assert out.served == MANIFEST
         with pytest.raises(ProofError, match="out failed its proof: its weights have fingerprint old instead of new"):
@@ -161,9 +171,9 @@ def test_an_engine_that_heals_during_a_publish_ends_at_the_new_version(gone: boo
         nonlocal writing
         pool, _ = pool_of(Engine("a"))
         publish = publisher(pool, Versions())
-        await publish.publish(4)
+        await published(publish, 4)
         writing = True
-        publishing = asyncio.create_task(publish.publish(5))
+        publishing = asyncio.create_task(published(publish))
         await asyncio.sleep(0.02 if gone else 0.03)
         assert await publish.bring(engine) == 5
         await publishing
@@ -181,12 +191,12 @@ def test_a_publish_below_min_engines_waits_for_engines_to_heal() -> None:
     async def main() -> None:
         pool, _ = pool_of(Engine("a", "lazy"), heal_timeout_s=60.0)
         healing = asyncio.create_task(heal(pool))
-        report = await publisher(pool).publish(5)
+        report = await published(publisher(pool))
         assert report.serving == ("a",) and list(report.quarantined) == ["a"]
         await healing
         hopeless, _ = pool_of(Engine("a", "lazy"), heal_timeout_s=0.05)
         with pytest.raises(PublishError, match="served by 0 engines, .* a: its weights have .* old .*; no engine can serve: a: its"):
-            await publisher(hopeless).publish(5)
+            await published(publisher(hopeless))
 
     asyncio.run(main())
 
@@ -198,7 +208,7 @@ def test_an_engine_whose_proof_shows_nothing_serves_and_the_report_says_why() ->
 
     async def main() -> None:
         pool, quarantined = pool_of(Silent("a"), Engine("b"))
-        report = await publisher(pool).publish(5)
+        report = await published(publisher(pool))
         assert serving(pool) == {"a": 5, "b": 5} and not quarantined
         assert list(report.inconclusive) == ["a"] and "its first proof shows its noise" in report.inconclusive["a"]
         assert wire.decode(PublishReport, wire.encode(report)) == report
@@ -206,7 +216,8 @@ def test_an_engine_whose_proof_shows_nothing_serves_and_the_report_says_why() ->
     asyncio.run(main())
 
 
-def test_whole_weights_are_served_when_publishing_them_returns_and_the_ranks_learn_how_it_went() -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_ranks_are_let_go_when_weights_are_written_or_learn_who_serves_them_where_they_roll_out(waits: bool) -> None:
     heard: list[tuple[str, PublishReport | None]] = []
 
     async def release(told: PublishReport | None) -> None:
@@ -214,10 +225,126 @@ def test_whole_weights_are_served_when_publishing_them_returns_and_the_ranks_lea
 
     async def main() -> None:
         pool, _ = pool_of(Engine("a"))
-        publish = publisher(pool, release=release)
-        report = await publish.publish(5, on_served=lambda told: heard.append(("loop", told)))
-        await publish.settle()
-        assert serving(pool) == {"a": 5} and heard == [("ranks", report), ("loop", report)]
+        async with publisher(pool, release=release, waits=waits) as publish:
+            await publish.publish(5, on_served=lambda told: heard.append(("loop", told)))
+            assert serving(pool) == ({"a": 5} if waits else {}) and len(heard) == 1 + waits
+            await publish.settle()
+            (_, told), (_, report) = heard
+            assert serving(pool) == {"a": 5} and [who for who, _ in heard] == ["ranks", "loop"]
+            assert report is not None and report.serving == ("a",) and told == (report if waits else None)
+
+    asyncio.run(main())
+
+
+class Numbered(OneVersion):
+    """A channel of versions with fingerprints of their own."""
+
+    async def write(self, version: int) -> Manifest:
+        return replace(MANIFEST, version=version, fingerprint=f"of {version}", folder=f"v{version}")
+
+
+@dataclass
+class Paced(Engine):
+    """An engine that stages a version when it is let, unless the version is gone by then, and notes what it began to stage."""
+
+    may: asyncio.Event = field(default_factory=asyncio.Event)
+    gone: set[int] = field(default_factory=set)
+    begun: list[int] = field(default_factory=list)
+
+    async def stage(self, manifest: Manifest, *, timeout_s: float) -> None:
+        self.begun.append(manifest.version)
+        await self.may.wait()
+        if manifest.version in self.gone:
+            raise EngineError(f"{self.name}: {manifest.folder} is not there")
+        await super().stage(manifest, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_slow_engine_keeps_no_other_from_new_versions_and_goes_on_with_the_newest(gone: bool) -> None:
+    """`gone`: what it began to read is removed meanwhile, which is not its fault."""
+
+    async def main() -> None:
+        fast, slow = Paced("fast"), Paced("slow")
+        fast.may.set()
+        pool, quarantined = pool_of(fast, slow)
+        served: list[int] = []
+        async with publisher(pool, Numbered()) as publish:
+            for version in (5, 6, 7):
+                await publish.publish(version, on_served=lambda report: served.append(report.version))
+                await until(lambda version=version: serving(pool).get("fast") == version)
+            assert served == [] and slow.begun == [5], "a version counts as served when the slowest engine has it"
+            await publish.settle(behind=3)
+            settling = asyncio.create_task(publish.settle(behind=2))
+            await asyncio.sleep(0)
+            assert not settling.done(), "no engine may be further behind"
+            slow.gone = {5} if gone else set()
+            slow.may.set()
+            await settling
+            await publish.settle()
+            assert served == [5, 6, 7] and slow.begun == [5, 7] and serving(pool) == {"fast": 7, "slow": 7} and not quarantined
+
+    asyncio.run(main())
+
+
+def test_a_publish_that_fails_in_the_background_is_raised_to_whoever_watches_waits_or_publishes_the_next() -> None:
+    wrong = r"version 5 is served by 0 engines, fewer than the 1 needed: a: its weights have fingerprint old"
+
+    async def main() -> None:
+        pool, _ = pool_of(Engine("a", "lazy"))
+        async with publisher(pool, Numbered()) as publish:
+            watching = asyncio.create_task(publish.watch())
+            await publish.publish(5)
+            with pytest.raises(PublishError, match=wrong):
+                await watching
+            for wait in (publish.settle(), publish.settle(behind=4)):
+                with pytest.raises(PublishError, match=wrong):
+                    await wait
+
+    asyncio.run(main())
+
+
+def test_a_failure_is_raised_at_once_though_an_earlier_version_is_still_on_its_way() -> None:
+    async def never() -> PublishReport:
+        await asyncio.Event().wait()
+        raise AssertionError("nothing lets it go on")
+
+    async def fails() -> PublishReport:
+        raise PublishError("nobody takes it")
+
+    async def main() -> None:
+        async with Fanouts() as fanouts:
+            fanouts.begin(5, never, lambda _report: None)
+            fanouts.begin(6, fails, lambda _report: None)
+            with pytest.raises(PublishError, match="nobody takes it"):
+                await fanouts.watch()
+
+    asyncio.run(main())
+
+
+def test_several_may_wait_for_the_same_versions() -> None:
+    async def main() -> None:
+        slow = Paced("slow")
+        pool, _ = pool_of(slow)
+        async with publisher(pool, Numbered()) as publish:
+            for version in (5, 6):
+                await publish.publish(version)
+            waiting = [asyncio.create_task(publish.settle(behind=behind)) for behind in (0, 1, 0)]
+            await asyncio.sleep(0.01)
+            slow.may.set()
+            await asyncio.gather(*waiting)
+            assert serving(pool) == {"slow": 6}
+
+    asyncio.run(main())
+
+
+def test_leaving_gives_up_what_is_on_its_way() -> None:
+    async def main() -> None:
+        slow = Paced("slow")
+        pool, quarantined = pool_of(slow)
+        async with publisher(pool, Numbered()) as publish:
+            await publish.publish(5)
+            await until(lambda: slow.begun == [5])
+        assert len(asyncio.all_tasks()) == 1 and serving(pool) == {} and not quarantined
 
     asyncio.run(main())
 
@@ -393,7 +520,7 @@ class Stage:
         self.served: list[PublishReport] = []
         self.released: list[PublishReport | None] = []
 
-    async def write(self, version: int, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0) -> Manifest:
+    async def write(self, version: int, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "") -> Manifest:
         generator = torch.Generator().manual_seed(version)
         pair = (torch.randn(4, 32, generator=generator), torch.randn(32, 4, generator=generator))
         adapter = Adapter(4, 0.1, {"model.layers.0.self_attn.o_proj": pair})

@@ -127,7 +127,10 @@ def publish(urls: dict[str, str], manifest: Manifest, *, min_engines: int) -> tu
             clients = [EngineClient(name, url, http.session) for name, url in urls.items()]
             pool = EnginePool(clients, min_engines=min_engines, on_quarantine=quarantined.__setitem__)
             publisher = WeightsPublisher(pool, Channel(manifest), WeightsConfig(), judge=Judge(tolerance=1e-3))
-            report = await publisher.publish(manifest.version)
+            reports: list[PublishReport] = []
+            await publisher.publish(manifest.version, on_served=reports.append)
+            await publisher.settle()
+            (report,) = reports
             return report, {name: member.version for name, member in pool.members.items() if member.version is not None}
 
     report, serving = asyncio.run(main())

@@ -87,6 +87,8 @@ def test_two_ranks_train_as_one_does(tmp_path: Path, model_dir: str) -> None:
             assert [s[name] for s in other.stats] == pytest.approx([s[name] for s in one.stats], abs=1e-5)
     assert all(s["balance/predicted_gain"] > 0.999 and s["balance/lost_s"] >= 0.0 for s in two.stats)
     assert all(s["balance/predicted_gain"] == pytest.approx(1.0) for s in dealt.stats)
+    assert all(0 < s["train/busy_share"] <= 1.1 and s["train/peak_memory_bytes"] > 2**20 and "train/mfu" not in s for s in two.stats)
+    assert two.stats[0]["train/tokens_per_s_per_device"] > 0 == two.stats[2]["train/tokens_per_s_per_device"]
     assert one.stats[0]["train/grad_norm"] > 0 and one.stats[2]["train/tokens"] == 0
     for other in (two, dealt):
         assert list(one.scores.columns) == ["logprobs", "entropy"]

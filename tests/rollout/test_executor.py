@@ -109,8 +109,12 @@ class Play:
             on_unusable=lambda prompt_id, reasons: self.unusable.append((prompt_id, reasons)), warn=self.warnings.append)
 
     async def advance(self, executor: RolloutExecutor, version: int) -> None:
-        self.engine.version = version
         executor.advance(version)
+        self.serve(executor, version)
+
+    def serve(self, executor: RolloutExecutor, version: int) -> None:
+        self.engine.version = version
+        executor.serve(version)
 
 
 def make(*, batch: int = 3, running: int = 6, eta: int = 1, last: int | None = None, on_stale: str = "wait", engine: Engine | None = None,
@@ -213,6 +217,26 @@ def test_no_trained_token_is_older_than_the_bound_even_behind_a_straggler(eta: i
     run(body)
 
 
+@pytest.mark.parametrize("eta", [1, 2])
+def test_steps_go_on_as_far_as_the_bound_while_engines_are_behind(eta: int) -> None:
+    async def body() -> None:
+        play = make(eta=eta, running=30)
+        async with play.executor() as executor:
+            for version in range(eta + 1):  # engines serve version 0 all the while
+                groups = await executor.prepare_batch()
+                assert {t.head_version for group in groups for t in group.trajectories} == {0}
+                executor.advance(version + 1)
+            assert not play.gate.running and not play.gate.ready, "nothing more may be sampled from version 0"
+            preparing = asyncio.create_task(executor.prepare_batch())
+            await asyncio.sleep(0.05)
+            assert not preparing.done()
+            play.serve(executor, eta)  # the newest but one
+            groups = await preparing
+            assert {(group.admitted_version, t.head_version) for group in groups for t in group.trajectories} == {(eta, eta)}
+
+    run(body)
+
+
 def test_a_version_that_is_served_after_the_executor_was_left_admits_nothing() -> None:
     async def body() -> None:
         play = make(eta=0)
@@ -292,6 +316,7 @@ def test_what_should_accept_refuses_is_recorded_and_replaced() -> None:
             assert [int(group.prompt_id.split(":")[1]) % 2 for group in groups] == [0, 0, 0]
         assert play.rejected
         assert {settled.rejected for settled in play.rejected} == {"not accepted by should_accept"}
+        assert all(settled.played is not None and len(settled.played.trajectories) == 2 for settled in play.rejected)
 
     run(body)
 
@@ -492,7 +517,7 @@ def changed(**changes: object) -> Callable[[list[Trajectory]], list[Trajectory]]
 @pytest.mark.parametrize(("spoil", "why"), [
     (changed(tokens=[3, 4, 999, 0]), "wrong tokens: token 2 has the id 999, which is not in the vocabulary of 54 tokens"),
     (changed(rollout_logprobs=[0, 0, np.nan, -0.5]), "wrong logprobs: generated token 2 has the log-probability nan"),
-    (changed(versions=[-1, -1, 38, 38]), "wrong versions: generated token 2 is of version 38, where engines served 0 to 1"),
+    (changed(versions=[-1, -1, 38, 38]), "wrong versions: generated token 2 is of version 38, where engines served 0 to 0"),
     (changed(versions=[-1, -1, -3, -3]), "wrong versions: generated token 2 is of version -3"),
     (changed(reward="good"), "reward failed: 'good' (str) is not a number"), (changed(reward=None), "reward failed: None"),
     (changed(reward=1e308), "reward failed: 1e+308 is not a number within"),

@@ -190,15 +190,10 @@ def test_leaving_right_after_cancelling_twice_leaves_no_process() -> None:
 
 
 def test_the_first_check_says_what_is_wrong_in_one_sentence() -> None:
-    async def asynchronous(pool: RewardPool) -> None:
-        with pytest.raises(CodeError, match="answers_later"):
-            await pool.check(ROW)
-
     async def deadly(pool: RewardPool) -> None:
         with pytest.raises(CodeError, match="dies_on_x ended its process"):
             await pool.check(Row("1>", "x"))
 
-    check("answers_later", asynchronous)
     check("dies_on_x", deadly)
 
 
@@ -208,6 +203,27 @@ def test_a_reward_that_cannot_be_loaded_ends_the_start() -> None:
 
     with pytest.raises(CodeError, match="did you mean 'equal'"):
         check("equals", never, num_workers=2)
+
+
+def test_an_async_reward_is_awaited() -> None:
+    async def body(pool: RewardPool) -> None:
+        assert await pool.score(["y", "n"], ROW) == [1.0, 1.0]
+
+    check("answers_later", body)
+
+
+def test_several_rewards_are_added_by_their_weights_and_known_by_their_names() -> None:
+    async def main() -> None:
+        weights = {f"{REWARDS}:equal": 2.0, f"{REWARDS}:by_name": 1.0, f"{REWARDS}:applies_to_y": -0.5, f"{REWARDS}:answers_later": 1.0}
+        async with RewardPool(weights, num_workers=1, timeout_s=20.0, log_dir=None) as pool:
+            right, wrong, failed = await pool.score(["y", "nn", ""], ROW)
+            assert isinstance(right, NamedReward) and isinstance(wrong, NamedReward)
+            assert right.parts == {"equal": 2.0, "by_name.right": 1.0, "by_name.short": 0.5, "applies_to_y": -0.5, "answers_later": 1.0}
+            assert right == 4.0
+            assert wrong.parts == {"equal": 0.0, "by_name.right": 0.0, "by_name.short": 0.25, "answers_later": 1.0}
+            assert isinstance(failed, FailedReward) and "the reward 'short': nan is not a number" in failed.reason
+
+    asyncio.run(main())
 
 
 def test_a_reward_of_groups_sees_all_completions_in_one_call() -> None:

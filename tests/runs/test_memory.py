@@ -38,6 +38,8 @@ def test_states_are_sixteen_bytes_a_parameter_and_divided_among_shards() -> None
     shape = _MODELS["Qwen3-8B"]
     whole, sharded = rank_memory(shape, tokens=0), rank_memory(shape, tokens=0, num_shards=8)
     assert whole.total == 16 * shape.num_parameters and not whole.gathered
+    offloading = rank_memory(shape, tokens=0, num_shards=8, offloads=True)
+    assert (offloading.total, offloading.host) == (sharded.total - sharded.optimizer, sharded.optimizer)
     assert sharded.weights + sharded.gradients + sharded.optimizer == 2 * shape.num_parameters
     block = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 12288
     assert sharded.gathered == 4 * (2 * block + 151936 * 4096)

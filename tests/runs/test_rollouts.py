@@ -13,6 +13,7 @@ from offbeat.config.root import Config
 from offbeat.controller.inputs import read_inputs
 from offbeat.data.dataset import PromptStream
 from offbeat.data.functions import resolve
+from offbeat.data.kept import read_rollouts
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.server import EngineServer
 from offbeat.errors import CodeError
@@ -37,7 +38,7 @@ def test_a_reward_that_cannot_be_called_is_found_before_the_run(tmp_path: Path) 
 
     async def main(record: RunRecord) -> None:
         async with AsyncExitStack() as stack:
-            await open_rewards(stack, read_inputs(config), config, record, launcher=LocalLauncher.from_config(config))
+            await open_rewards(stack, read_inputs(config).train.row(0), config, record, launcher=LocalLauncher.from_config(config))
 
     with RunRecord(tmp_path / "run", trace=False, console=Console("quiet")) as record:
         with pytest.raises(CodeError, match="no answer"):
@@ -94,6 +95,32 @@ def test_what_a_workflow_makes_too_long_is_left_out_or_rejected_with_its_reason(
     rejected = [event for event in events if event["kind"] == "rejected"]
     assert {event["why"] for event in rejected} == {"too long"}
     assert "a prompt of 64 tokens and max_new_tokens = 5 are more than the context of 64" in rejected[0]["reason"]
+
+
+def test_rejected_groups_are_kept_with_their_samples_and_reason(tmp_path: Path, model_dir: str) -> None:
+    config = small_config(
+        tmp_path, model_dir, rollout__should_accept=f"{__file__}:accepts_even", rollout__consumer_batch_size="4",
+        rollout__max_concurrent_rollouts="4")
+
+    async def main(record: RunRecord) -> None:
+        inputs = read_inputs(config)
+        source = EngineRollouts(config, record, inputs, generate, code(config))
+        async with source.rollouts(PromptStream(inputs.train, seed=0), version=0, last_version=1) as rollouts:
+            await rollouts.prepare_batch()
+        await record.rollouts(1, [])
+
+    with RunRecord(tmp_path / "run", trace=False, console=Console("quiet")) as record:
+        asyncio.run(main(record))
+    groups = list(read_rollouts(tmp_path / "run", rejected=True))
+    assert groups and {group.why for group in groups} == {"not accepted"}
+    assert all(int(group.prompt_id.partition(":")[2]) % 2 for group in groups)
+    assert {(group.rejected, group.step, group.drawn_again) for group in groups} == {("not accepted by should_accept", 1, False)}
+    assert {(t.text, t.reward) for t in groups[0].trajectories} == {(f"{groups[0].prompt}22222", 0.0), (f"{groups[0].prompt}22222", 1.0)}
+
+
+def accepts_even(group):
+    """Refuses prompts of odd rows."""
+    return int(group.prompt_id.partition(":")[2]) % 2 == 0
 
 
 @pytest.mark.parametrize(("preset", "num_rejected"), [("dapo", 3), ("grpo", 0)])

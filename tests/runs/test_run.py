@@ -97,7 +97,7 @@ def test_a_run_that_got_somewhere_but_has_no_checkpoint_is_moved_aside(tmp_path:
         (config.run_dir / "config.toml").write_text(f"# {number}")
         prepare_run_dir(config)
         assert config.run_dir.exists()
-        (config.run_dir / "metrics.jsonl").touch()
+        (config.run_dir / "metrics.jsonl").write_text('{"global_step": 1}\n')
         prepare_run_dir(config)
         assert not config.run_dir.exists()
         aside = tmp_path / f"small.{number}"
@@ -130,20 +130,39 @@ def test_a_fine_tuning_that_has_reached_its_accuracy_says_so(tmp_path: Path) -> 
         prepare_run_dir(config, kind="sft")
 
 
-def test_a_fresh_run_moves_an_older_one_aside_whatever_it_came_to(tmp_path: Path) -> None:
+def test_a_fresh_run_moves_an_older_one_aside_if_it_got_anywhere(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     for _ in range(2):
-        config.run_dir.mkdir()
+        (config.run_dir / "checkpoints").mkdir(parents=True)
         (config.run_dir / "config.toml").touch()
         prepare_run_dir(config, fresh=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["small.1", "small.2"]
+
+
+def test_no_log_of_a_run_is_empty_and_its_time_line_is_valid_json(finished_run: SmallRun) -> None:
+    assert all(log.stat().st_size for log in (finished_run.folder / "logs").rglob("*"))
+    assert json.loads((finished_run.folder / "trace.json").read_text())[-1]["args"] == {"name": "offbeat"}
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_starts_that_failed_before_anything_was_trained_use_one_folder(tmp_path: Path, fresh: bool) -> None:
+    config = small_config(tmp_path, "no-such-model", rollout__reward=f"{REWARDS}:gives_text")
+    config.run_dir.mkdir()
+    for name in ("config.toml", "metrics.jsonl", "trace.json"):
+        (config.run_dir / name).touch()
+    events = config.run_dir / "events.jsonl"
+    events.write_text('{"kind": "failed", "time_s": 1.0}\n')
+    assert prepare_run_dir(config, fresh=fresh) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
+    events.write_text('{"kind": "sft_step", "time_s": 1.0, "step": 1}\n')
+    assert prepare_run_dir(config, fresh=fresh) == tmp_path / "small.1"
 
 
 def test_a_run_that_another_process_runs_keeps_its_folder(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     config.run_dir.mkdir()
     for name in ("config.toml", "metrics.jsonl"):
-        (config.run_dir / name).touch()
+        (config.run_dir / name).write_text("{}")
     with lock_run(config.run_dir), pytest.raises(ConfigError, match="is being run by another process"):
         prepare_run_dir(config)
     assert (config.run_dir / "config.toml").exists()

@@ -61,9 +61,10 @@ def talk_and_publish(groups, _):
             given.append(version)
 
         publisher = FollowingPublisher(give, peers, 10.0, told.append)
-        reports = [await publisher.publish(version, on_served=served.append) for version in (3, 4)]
+        for version in (3, 4):
+            await publisher.publish(version, on_served=served.append)
         await publisher.settle()
-        return served == [REPORT] and reports == [REPORT, None] and told == [PUBLISHED] and given == [3, 4]
+        return served == [REPORT] and told == [PUBLISHED] and given == [3, 4]
 
     return asyncio.run(body())
 
@@ -78,7 +79,7 @@ def test_everyone_gets_what_the_leader_gave_and_what_all_gave(heard: list) -> No
     assert [talked for talked, _ in heard] == [[[0, 7], ["rank 0", "rank 1"]]] * 2
 
 
-def test_all_ranks_learn_how_whole_weights_were_served_and_go_on_before_an_adapter_is(heard: list) -> None:
+def test_all_ranks_learn_how_weights_were_served_or_go_on_before_they_are(heard: list) -> None:
     assert [went_on for _, went_on in heard] == [True, True]
 
 

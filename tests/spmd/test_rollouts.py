@@ -63,6 +63,7 @@ def test_a_bystander_draws_nothing(tmp_path: Path, model_dir: str) -> None:
         async with source.rollouts(stream, version=0, last_version=2) as rollouts:
             assert await rollouts.prepare_batch() == []
             rollouts.advance(1)
+            rollouts.serve(1)
             assert (rollouts.sampling, rollouts.take_stats().names) == (inputs.sampling, [])
             assert rollouts.in_flight == ()
 

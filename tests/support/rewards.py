@@ -94,6 +94,10 @@ def gives_an_array(completion, row):
     return np.ones(1)
 
 
+def applies_to_y(completion, row):
+    return 1.0 if completion == "y" else None
+
+
 async def answers_later(completion, row):
     return 1.0
 

@@ -4,10 +4,13 @@ import io
 import json
 import math
 import re
+from functools import partial
 
 import pytest
 
-from offbeat.telemetry.console import Console, choose_mode, compact, plain_line, sparkline
+from offbeat.phase import phase, waiting_for
+from offbeat.telemetry.console import Console, choose_mode, compact, doing, plain_line, sparkline
+from offbeat.telemetry.pace import Pace
 
 METRICS = {
     "step/total_s": 0.5,
@@ -31,6 +34,11 @@ class Terminal(io.StringIO):
         return True
 
 
+def written(stream):
+    """What a terminal was given, without what acts on it."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+
+
 def play(mode, stream):
     with Console(mode, stream=stream) as console:
         console.start("sort8 · tiny · local", 100)
@@ -44,6 +52,8 @@ def play(mode, stream):
 def test_plain_shows_one_aligned_line_per_step_with_a_dash_for_what_is_missing():
     lines = play("plain", io.StringIO()).splitlines()
     assert lines[0] == "sort8 · tiny · local"
+    assert [line.split(":")[0] for line in lines[1:3]] == ["  stale", "  gap"]
+    del lines[1:3]
     assert " ".join(lines[1].split()) == (
         "step 1/100 reward 0.512 held-out 0.340 stale 0.80/1 tok/s 12.3k gap 1.2e-05/3.0e-04 loss -0.0123 grad 0.510 s/step 0.50 (20% wait)"
     )
@@ -52,6 +62,83 @@ def test_plain_shows_one_aligned_line_per_step_with_a_dash_for_what_is_missing()
     for label in ("reward", "held-out", "stale", "tok/s", "gap", "loss", "grad", "s/step"):
         assert lines[1].index(label) == lines[3].index(label)
     assert "held-out accuracy  0.88" in lines[4]
+
+
+def test_the_use_of_devices_is_shown_where_their_peak_is_known():
+    used = METRICS | {"train/mfu": 0.384, "train/peak_memory_bytes": 1.5 * 2**30}
+    assert plain_line(1, 100, used).endswith("MFU 38%") and "MFU" not in plain_line(1, 100, METRICS)
+    stream = Terminal()
+    with Console("live", stream=stream) as console:
+        console.start("run", 100)
+        console.update(1, used)
+    assert re.search(r"memory +1\.5 GiB peak +MFU +38%", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()))
+
+
+def test_what_is_not_self_evident_is_explained_once_and_only_where_it_is_shown():
+    stream = io.StringIO()
+    with Console("plain", stream=stream) as console:
+        console.start("warm-up", 1)
+        console.update(1, {"train/loss": 1.0})
+        assert "gap:" not in stream.getvalue()
+        console.start("grpo", 2)
+        console.update(1, METRICS)
+        console.update(2, METRICS)
+    assert stream.getvalue().count("gap: ") == stream.getvalue().count("stale: ") == 1
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[0] for line in lines] == ["warm-up", "step", "grpo", "stale:", "gap:", "step", "step"]
+
+
+def test_before_the_first_step_a_terminal_shows_what_is_going_on_and_others_show_nothing():
+    stream, quiet = Terminal(), io.StringIO()
+    with Console("live", stream=stream) as console, Console("plain", stream=quiet) as plain:
+        for each in (console, plain):
+            each.hint("run: reading the data")
+        assert stream.getvalue() == "run: reading the data"
+        with waiting_for("engines load the model", ["engine 0", "engine 1"]) as done:
+            for each in (console, plain):
+                each.open("run")
+            assert "engines load the model: waiting for engine 0, engine 1 (0 s)" in written(stream)
+            done("engine 0")
+            console.note("a note")
+            assert "engines load the model: waiting for engine 1 (0 s)" in written(stream)
+        console.start("run · grpo", 3)
+        assert "run · grpo" in written(stream) and "0/3" in written(stream)
+    assert quiet.getvalue() == ""
+    assert not written(stream).rstrip().splitlines()[-1].startswith("now")
+
+
+def test_spans_of_the_time_line_are_shown_in_words_and_waits_before_what_surrounds_them():
+    assert doing() == ""
+    with phase("train"):
+        assert doing() == "training (0 s)"
+        with phase("waiting for rollouts", describe=lambda: "3 of 8 groups are ready"), phase("inner"):
+            assert doing() == "waiting for rollouts: 3 of 8 groups are ready (0 s)"
+
+
+def test_lines_say_how_long_the_rest_takes(monkeypatch):
+    now = 50.0
+    monkeypatch.setattr("offbeat.telemetry.console.Pace", partial(Pace, clock=lambda: now))
+    stream = io.StringIO()
+    with Console("plain", stream=stream) as console:
+        console.start("run", 31)
+        for step in (1, 2, 31):
+            console.update(step, {})
+            now += 2.0
+    lines = stream.getvalue().splitlines()
+    assert "left" not in lines[1] + lines[3] and lines[2].endswith("  left 58 s")
+
+
+def test_samples_are_shown_when_someone_asks():
+    stream = io.StringIO()
+    with Console("plain", stream=stream) as console:
+        console.show_samples()
+        console.offer(lambda: "best\n  given │ 31>")
+        console.show_samples()
+        console.offer(lambda: 1 // 0)
+        console.show_samples()
+    assert stream.getvalue().splitlines() == [
+        "  no step is done yet, so there are no samples to show", "  best", "    given │ 31>",
+        "  the samples cannot be shown: ZeroDivisionError: integer division or modulo by zero"]
 
 
 def test_json_shows_one_object_per_line():
@@ -72,7 +159,9 @@ def test_quiet_shows_nothing():
 
 
 def test_live_shows_title_figures_and_the_last_held_out_accuracy():
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", play("live", Terminal()))
+    stream = Terminal()
+    play("live", stream)
+    shown = written(stream)
     last = shown[shown.rindex("held-out  ") :]
     assert "sort8 · tiny · local" in shown and "2/100" in shown and "checkpoint saved" in shown
     assert last.startswith("held-out  0.340")

@@ -21,6 +21,14 @@ def test_a_record_is_one_line_with_utc_time_level_and_origin(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_process_that_says_nothing_leaves_no_file(tmp_path):
+    set_up_logging(tmp_path / "a.log")
+    assert not (tmp_path / "a.log").exists()
+    logging.getLogger("offbeat").info("begun")
+    set_up_logging(tmp_path / "b.log")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.log"]
+
+
 def test_debug_records_everything_and_shows_it(tmp_path, capsys):
     path = tmp_path / "x.log"
     set_up_logging(path, debug=True)

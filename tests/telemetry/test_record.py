@@ -11,7 +11,7 @@ import pytest
 
 from offbeat.errors import ConfigError, MissingExtraError, StorageError
 from offbeat.telemetry.console import Console
-from offbeat.telemetry.record import RunRecord, lock_run
+from offbeat.telemetry.record import RunRecord, SilentRecord, lock_run
 from offbeat.telemetry.trace import read_trace
 
 
@@ -33,6 +33,15 @@ def test_everything_that_is_recorded_is_in_the_folder(tmp_path: Path) -> None:
     assert run.log_dir.is_dir()
 
 
+def test_empty_logs_are_gone_at_the_end_and_others_stay(tmp_path: Path) -> None:
+    with record(tmp_path / "a") as run:
+        (run.log_dir / "sums").mkdir()
+        for name in ("rank-0.log", "sums/reward-0.log"):
+            (run.log_dir / name).touch()
+        (run.log_dir / "engine-0.log").write_text("a warning\n")
+    assert [path.name for path in run.log_dir.rglob("*.log")] == ["engine-0.log"]
+
+
 def test_rollouts_are_stored_beside_the_run_one_sample_after_another_and_a_full_disk_is_told_by_the_next(tmp_path: Path) -> None:
     told, main = [], threading.get_ident()
 
@@ -52,6 +61,24 @@ def test_rollouts_are_stored_beside_the_run_one_sample_after_another_and_a_full_
 
     with record(tmp_path / "a") as run:
         asyncio.run(body(run))
+
+
+def test_rejected_groups_are_stored_with_the_next_step_and_a_silent_record_keeps_none(tmp_path: Path) -> None:
+    for record_ in (record(tmp_path / "a"), SilentRecord(tmp_path / "b")):
+        with record_ as run:
+            run.reject(5, lambda step: b"%d" % step)
+            asyncio.run(run.rollouts(7, [b"{}"]))
+    assert {path.name for path in (tmp_path / "a" / "rollouts").iterdir()} == {"step-000007.jsonl.zst", "rejected-000007.jsonl.zst"}
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_run_that_goes_on_drops_the_rollouts_of_steps_that_it_repeats(tmp_path: Path) -> None:
+    with record(tmp_path / "a") as run:
+        for step in (1, 2, 3):
+            asyncio.run(run.rollouts(step, [b"{}"]))
+    with record(tmp_path / "a") as run:
+        run.resume_after(2)
+    assert {path.name for path in (tmp_path / "a" / "rollouts").iterdir()} == {"step-000001.jsonl.zst", "step-000002.jsonl.zst"}
 
 
 def test_a_last_write_that_fails_is_logged_when_the_record_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -41,7 +41,7 @@ def test_the_file_is_chromes_array_format_with_named_tracks(tmp_path):
     tracer.add("b", "engine 0", 1.0, 2.0)
     tracer.add("c", "controller", 2.0, 3.0)
     tracer.close()
-    events = json.loads(path.read_text().rstrip().rstrip(",") + "]")
+    events = json.loads(path.read_text())
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert sorted(names.values()) == ["controller", "engine 0"]
     assert [(e["name"], names[e["tid"]], e["ts"], e["dur"]) for e in events if e["ph"] == "X"] == [
@@ -49,6 +49,19 @@ def test_the_file_is_chromes_array_format_with_named_tracks(tmp_path):
         ("b", "engine 0", 1e6, 1e6),
         ("c", "controller", 2e6, 1e6),
     ]
+
+
+def test_a_trace_is_valid_json_after_its_end_however_often_it_went_on(tmp_path):
+    path = tmp_path / "trace.json"
+    for number in range(3):
+        tracer = Tracer(path)
+        if number:
+            tracer.add("train", "controller", number, number + 0.5)
+        assert tracer.mended == ""
+        tracer.close()
+        events = json.loads(path.read_text())
+        assert sum(event["ph"] == "X" for event in events) == number == len(read_trace(path))
+    assert [event["name"] for event in events].count("process_name") == 1
 
 
 def test_a_resumed_run_appends_after_a_torn_line_and_keeps_the_tracks(tmp_path):

@@ -54,6 +54,18 @@ def test_what_is_kept_for_long_is_counted_by_its_format():
     assert (adapted.weights, adapted.gradients) == (2 * COUNT + 4 * trained, 4 * trained)
 
 
+def test_moments_that_are_offloaded_are_counted_on_the_host(monkeypatch):
+    plain = estimate_memory(SIZES, configured(algorithm={"preset": "ppo"}), num_ranks=1)
+    monkeypatch.setattr(memory, "PART_SIZE", 1000)
+    found = estimate_memory(SIZES, configured(algorithm={"preset": "ppo"}, offload_optimizer=True), num_ranks=1)
+    assert (found.optimizer, found.critic, found.host) == (8000, 8 * COUNT + 8000, 16 * COUNT)
+    assert found.total == plain.total - 16 * COUNT + 16000
+    config = configured(precision="bf16_mixed", gradient_checkpointing="full", max_tokens_per_microbatch=64)
+    needed = estimate_memory(SIZES, config, num_ranks=1)
+    reason = advise(SIZES, config, num_ranks=1, available=needed.total - 6 * COUNT)
+    assert reason.endswith('use train.gradient_checkpointing = "full" and train.offload_optimizer = true')
+
+
 def test_a_mesh_divides_what_is_kept_and_what_a_pass_takes():
     alone, context = (estimate_memory(SIZES, configured(num_ranks=4, parallel=parallel), num_ranks=4) for parallel in ({}, {"cp": 2}))
     assert (context.weights, context.optimizer) == (alone.weights, alone.optimizer), "replicas are not in shards"

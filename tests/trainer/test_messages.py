@@ -40,7 +40,7 @@ STORE = StoreAddress("10.0.0.1", 4321)
 EXAMPLES = [
     STORE, BuildRequest("folder", "{}", 54, 0, None, 7), JoinRequest(1, 4, STORE, "{}", "folder"),
     JoinRequest(1, 4, STORE, "{}", "folder", trains="adapters"),
-    Trained({"train/loss": 0.1, "train/tokens": 3.0}, 1.5, 2.5, 0.75), OptimStep({"alice": AdamParams(lr=1e-3)}),
+    Trained({"train/loss": 0.1, "train/tokens": 3.0}, 1.5, 2.5, 0.75, 40.0, 1e9, 1e12, 2**33), OptimStep({"alice": AdamParams(lr=1e-3)}),
     Stepped({"alice": 0.5}, {"alice": 3}), Names(("alice", "bob")), NewAdapter("alice", 8, 16.0, 1, ("attn", "mlp"), "folder"),
     Folder("x"), Folder("x", "alice", optimizer=False), Loaded(12), BroadcastRequest("10.0.0.1", 2, 60),
     WriteRequest("v3", "float32", (1, 2, 3)), WriteRequest("v3", "float32", (1, 2), "alice", BroadcastRequest("10.0.0.1", 2, 60)),

@@ -6,6 +6,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,25 +27,27 @@ from offbeat.weights.proof import Judge
 from offbeat.weights.protocol import Manifest
 from offbeat.workers.local import LocalLauncher
 from small_run import small_config
+from train_samples import make_batch
 
 CANARY = (13, 14, 15, 5)
 
 
 def channel(
     directory: Path, *, keep: int = 2, incarnation: str = "a", held: Version | None = None, notes: list[str] | None = None,
-    num_receivers: Callable[[], int] = lambda: 0,
+    num_receivers: Callable[[], int] = lambda: 0, whole_every: int = 1, large: frozenset[int] = frozenset(),
 ) -> Channel:
-    async def write(version: int, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0) -> Manifest:
+    """`large` versions are written whole, because their changes are not smaller."""
+    async def write(version: int, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "") -> Manifest:
         if num_receivers:
             return Manifest(version, str(folder), "f", canary, (-1.0,), f"host:{num_receivers}")
         folder.mkdir(parents=True)
         (folder / "weights").write_text(f"new {version}")
-        return Manifest(version, str(folder), "f", canary, (-1.0,))
+        return Manifest(version, str(folder), "f", canary, (-1.0,), base="" if version in large else base)
 
     said = [] if notes is None else notes
     return Channel(
         directory, keep=keep, canary=(1, 2), write=write, incarnation=incarnation, num_receivers=num_receivers,
-        holds=lambda version: version == held, on_rewrite=said.append)
+        holds=lambda version: version == held, on_rewrite=said.append, whole_every=whole_every)
 
 
 def names(directory: Path) -> list[str]:
@@ -85,6 +88,46 @@ def test_a_version_that_is_damaged_on_disk_is_written_again_while_the_trainer_ha
         assert weights.read_text() == expected
         assert again == (manifest if expected else None)
     assert notes == ["v00000005-a is not on disk as it was written, and is written again"]
+
+
+def test_changes_are_written_between_whole_versions_and_folders_stay_while_one_builds_on_them(tmp_path: Path) -> None:
+    disk = channel(tmp_path, whole_every=3, keep=1, large=frozenset({8}))
+    bases, left = [], []
+    for version in range(1, 11):
+        bases.append(Path(publish(disk, version).base).name)
+        left.append([name[:9] for name in names(tmp_path)])
+    assert bases == ["", "v00000001-a", "v00000002-a"] * 1 + ["", "v00000004-a", "v00000005-a", "", "", "v00000008-a", "v00000009-a"]
+    assert [len(each) for each in left] == [1, 2, 3, 1, 2, 3, 1, 1, 2, 3] and left[-1] == ["v00000008", "v00000009", "v00000010"]
+
+
+@pytest.mark.parametrize("whole_every", [1, 9])
+def test_a_version_that_is_being_written_takes_the_place_of_none_that_engines_read(tmp_path: Path, whole_every: int) -> None:
+    async def write(version: int, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "") -> Manifest:
+        folder.mkdir(parents=True)
+        (folder / "weights").touch()
+        disk.prune()  # as the publish of an earlier version does when it ends meanwhile
+        return Manifest(version, str(folder), "f", canary, (-1.0,), base=base)
+
+    disk = Channel(tmp_path, keep=1, canary=(1, 2), write=write, incarnation="a", whole_every=whole_every)
+    for version in (1, 2, 3):
+        asyncio.run(disk.write(version))
+        assert f"v{max(version - 1, 1):08d}-a" in names(tmp_path)
+    disk.prune()
+    assert len(names(tmp_path)) == (1 if whole_every == 1 else 3)
+
+
+def test_a_version_is_written_whole_if_what_it_would_build_on_is_damaged(tmp_path: Path) -> None:
+    notes: list[str] = []
+    disk = channel(tmp_path, whole_every=9, held=4, notes=notes)
+    folders = [Path(publish(disk, version).folder) for version in (1, 2)]
+    (folders[0] / "weights").write_text("")
+    assert asyncio.run(disk.write(3)).base == ""
+    fourth = asyncio.run(disk.write(4))
+    assert fourth.base.endswith("v00000003-a") and asyncio.run(disk.rewrite(fourth)) is None
+    (Path(fourth.base) / "weights").unlink()
+    again = asyncio.run(disk.rewrite(fourth))
+    assert again is not None and (again.base, again.folder) == ("", fourth.folder)
+    assert notes == ["v00000004-a is not on disk as it was written, and is written again"]
 
 
 def test_what_is_no_folder_among_the_versions_is_left_alone(tmp_path: Path) -> None:
@@ -143,6 +186,7 @@ def test_an_engine_that_heals_finds_a_damaged_version_whole_again(tmp_path: Path
 
             async def publish_and(damage: Callable[[Path], object], version: int) -> None:
                 await publisher.publish(version)
+                await publisher.settle()
                 assert publisher.current is not None
                 damage(Path(publisher.current.folder) / "model.safetensors")
 
@@ -158,6 +202,42 @@ def test_an_engine_that_heals_finds_a_damaged_version_whole_again(tmp_path: Path
     assert notes == [f"v0000000{version}-a is not on disk as it was written, and is written again" for version in (0, 1)]
 
 
+def test_an_engine_takes_changes_of_what_it_serves_and_one_that_was_away_reads_the_chain(tmp_path: Path, model_dir: str) -> None:
+    config = small_config(
+        tmp_path, model_dir, inference__num_engines="2", model__dtype="bfloat16", weights__whole_every_versions="4",
+        train__optimizer__lr="1e-6")
+
+    async def main() -> None:
+        async with cast(tmp_path, config, model_dir) as (trainers, clients, _):
+            written: list[Manifest] = []
+
+            async def write(version: int, folder: Path, **options: Any) -> Manifest:
+                written.append(await trainers.write_weights(version, folder, **options))
+                return written[-1]
+
+            disk = Channel(
+                config.weights_dir, keep=1, canary=CANARY, write=write, incarnation="a", whole_every=config.weights.whole_every_versions)
+            steady, away = clients.values()
+            async with WeightsPublisher(EnginePool([steady]), disk, config.weights, judge=Judge(tolerance=0.5)) as publisher:
+                for version in range(6):
+                    if version:
+                        await trainers.train_step(make_batch(2, 3, seed=version))
+                    await publisher.publish(version)
+                    await publisher.settle()
+                    if version in (2, 5):
+                        assert await publisher.bring(away) == version
+            for engine in clients.values():
+                proof = await engine.prove(CANARY, timeout_s=60)
+                assert (proof.version, proof.fingerprint) == (5, written[5].fingerprint)
+            assert [Path(manifest.base).name for manifest in written] == [
+                "", "v00000000-a", "v00000001-a", "v00000002-a", "", "v00000004-a"]
+            assert len({manifest.fingerprint for manifest in written}) == 6
+            assert all(manifest.num_bytes < written[0].num_bytes for manifest in written if manifest.base)
+            assert names(config.weights_dir) == ["v00000004-a", "v00000005-a"]
+
+    asyncio.run(main())
+
+
 def test_engines_receive_what_they_would_read_and_one_that_dies_meanwhile_takes_nobody_along(tmp_path: Path, model_dir: str) -> None:
     config = small_config(tmp_path, model_dir, inference__num_engines="2", weights__stage_timeout_s="40")
     lost: dict[str, str] = {}
@@ -171,7 +251,11 @@ def test_engines_receive_what_they_would_read_and_one_that_dies_meanwhile_takes_
                 to = Channel(
                     config.weights_dir, keep=2, canary=CANARY, write=trainers.write_weights, incarnation="a",
                     num_receivers=lambda: len(clients) * (version % 2))
-                return await WeightsPublisher(pool, to, config.weights, judge=Judge(tolerance=1e-3)).publish(version)
+                reports: list[PublishReport] = []
+                async with WeightsPublisher(pool, to, config.weights, judge=Judge(tolerance=1e-3)) as publisher:
+                    await publisher.publish(version, on_served=reports.append)
+                    await publisher.settle()
+                return reports[0]
 
             proofs = []
             for version in (0, 1):

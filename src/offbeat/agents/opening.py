@@ -19,6 +19,7 @@ from offbeat.chat.rendering import Renderer
 from offbeat.config.agent import PLAYS
 from offbeat.config.root import Config
 from offbeat.data.functions import resolve
+from offbeat.data.given import pack
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.hosts import is_loopback
 from offbeat.rollout.episode import Episode, Workflow
@@ -60,7 +61,7 @@ async def open_workflow(
 
     request = LoadRequest(
         stage=agent.tools or (agent.environment,), tools=bool(agent.tools), options=agent.options, step_timeout_s=agent.step_timeout_s,
-        memory_bytes=agent.memory_bytes)
+        memory_bytes=agent.memory_bytes, given=pack(agent.tools or (agent.environment,)))
     pool = await stack.enter_async_context(_pool(config, request, log_dir=log_dir, tell=tell))
     return PlayedWorkflow(pool, agent, make_recorder, config.data.system_prompt)
 
@@ -79,7 +80,7 @@ async def _open_player(
             agent.environment, python=agent.python or sys.executable, options=read_options(agent.options), model=agent.model,
             max_turns=agent.max_turns, num_episodes=num_episodes, log_dir=log_dir, memory_bytes=agent.memory_bytes, allowed=agent.env,
             host=agent.reached_at))
-    request = LoadRequest(program=agent.program, memory_bytes=agent.memory_bytes)
+    request = LoadRequest(program=agent.program, memory_bytes=agent.memory_bytes, given=pack([agent.program]))
     return ProgramPlayer(await stack.enter_async_context(_pool(config, request, log_dir=log_dir, tell=tell)))
 
 

@@ -18,6 +18,7 @@ from offbeat.agents.user_code import blame, call
 from offbeat.chat.messages import Message, Tool
 from offbeat.data import wire
 from offbeat.data.functions import resolve
+from offbeat.data.given import Given, receive
 from offbeat.data.row import Row
 from offbeat.errors import OffbeatError
 
@@ -32,6 +33,7 @@ class LoadRequest:
         tools: whether it is tools.
         options: of the environment, each as in num_players=2.
         memory_bytes: memory limit of the process; 0 for none.
+        given: those of them that were given as objects.
     """
 
     program: str = ""
@@ -40,6 +42,7 @@ class LoadRequest:
     options: tuple[str, ...] = ()
     step_timeout_s: float = 60.0
     memory_bytes: int = 0
+    given: tuple[Given, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ class PlayWorker:
         if request.memory_bytes:
             resource.setrlimit(resource.RLIMIT_DATA, (request.memory_bytes, request.memory_bytes))
         _log_to_stderr()
+        receive(request.given)
         self._name = request.program or ", ".join(request.stage)
         if request.program:
             self._program = resolve(request.program, kind="agent.program")

@@ -2,17 +2,20 @@
 
 import argparse
 import os
+import shlex
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Protocol, TextIO
 
+from offbeat.api.session import PRIVATE_UMASK
 from offbeat.config.load import load_config
 from offbeat.config.root import Config
 from offbeat.dashboard.report import write_report
 from offbeat.telemetry.console import Console, choose_mode
-
-_PRIVATE_UMASK = 0o077
 
 
 class Result(Protocol):
@@ -24,17 +27,16 @@ class Result(Protocol):
 
 
 def add_training_command(
-    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, train: Callable[..., Result | None], *, summary: str,
+    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, train: Callable[..., Result | None], *,
     description: str, examples: str,
 ) -> None:
     """Add a command that trains as CONFIG says.
 
     Args:
         train: called with the configuration, a console and `debug`; returns None on a rank of SPMD mode that does not lead.
-        summary: what the list of commands says.
     """
     parser = subparsers.add_parser(
-        name, help=summary, description=description, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter)
+        name, description=description, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_config_argument(parser)
     parser.set_defaults(run=partial(_train, train))
 
@@ -43,17 +45,51 @@ def _train(train: Callable[..., Result | None], args: argparse.Namespace, overri
     """Train, and print where the report is; return 130 if stopped before the end, like any interrupted command."""
     config = load_config(args.config, overrides)
     keep_private(config)
-    result = train(config, make_console(config, args, sys.stdout), debug=args.debug)
-    if result is None:  # the leader reports for all
-        return 0
-    report_line(config, args)
+    with telling_how_to_go_on(config, args, given_words()) as stopped, make_console(config, args, sys.stdout) as console:
+        result = train(config, console, debug=args.debug)
+        if result is None:  # the leader reports for all
+            return 0
+        if result.stopped_early:
+            stopped()
+        report_line(config, args)
     return 130 if result.stopped_early else 0
+
+
+@contextmanager
+def telling_how_to_go_on(config: Config, args: argparse.Namespace, command: Sequence[str]) -> Iterator[Callable[[], None]]:
+    """Print at the end the command with which a run goes on, if the body calls what this yields, or was interrupted after a checkpoint.
+
+    Args:
+        command: the words of that command.
+    """
+    stopped: list[bool] = []
+    try:
+        yield lambda: stopped.append(True)
+    except KeyboardInterrupt:
+        if any((config.run_dir / "checkpoints").glob("*/complete.json")):
+            stopped.append(True)
+        raise
+    finally:
+        if stopped and not args.json:
+            resumes = [] if config.run.resume else ["--run.resume", "true"]
+            again = "start it with torchrun as before" if config.run.mode == "spmd" else shlex.join([*command, *resumes])
+            print(f"to go on: {again}", flush=True)
+
+
+def given_words(*words: str) -> list[str]:
+    """Return the words of this process's own command, as a shell would be given them, with other arguments if there are some."""
+    program = Path(sys.argv[0])
+    if program.name != "offbeat":  # python -m offbeat, or a program of its own
+        start = [sys.executable, "-m", "offbeat"]
+    else:
+        start = ["offbeat" if shutil.which("offbeat") == str(program) else str(program)]
+    return [*start, *(words or sys.argv[1:])]
 
 
 def keep_private(config: Config) -> None:
     """Make files written from now on, by this process and its children, readable by this user only, unless `run.private` is off."""
     if config.run.private:
-        os.umask(_PRIVATE_UMASK)
+        os.umask(PRIVATE_UMASK)
 
 
 def add_config_argument(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,11 @@ from offbeat.config.presets import PRESETS
 from offbeat.config.root import Config
 from offbeat.controller.own_code import check_own_code
 from offbeat.errors import ConfigError
+from offbeat.extras import TRAIN, require
+from offbeat.machine import smallest_device
+from offbeat.runs.check import check_named
+from offbeat.runs.devices import choose_devices, describe_devices, usable_devices
+from offbeat.runs.step_choice import shape_of, step_choices
 
 _MEMORY_TIMEOUT_S = 300
 
@@ -19,7 +24,8 @@ _DESCRIPTION = """\
 Show, check or explain configurations.
 
   show   print every setting that a run would have, defaults included, as TOML
-  check  say whether a file and its overrides are valid, and what a step of its algorithm computes; exit 2 if it is not. An objective
+  check  say whether a file and its overrides are valid, what a step of its algorithm computes, and what a run would choose on this
+         machine; exit 2 if it is not. The data is opened and its first rows are read, rewards and workflow are loaded, and an objective
          or a credit of your own is called on made-up samples
   docs   print the reference of all settings as Markdown
 """
@@ -38,7 +44,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add the command `config` to the parser."""
     parser = subparsers.add_parser(
         "config",
-        help="show, check or explain configurations",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -53,7 +58,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     """Print the requested information.
 
     Raises:
-        ConfigError: the file or an override is invalid.
+        ConfigError: the file or an override is invalid, or what it names cannot be used.
         CodeError: an objective or a credit of the user's own does not work.
     """
     if args.action == "docs":
@@ -63,10 +68,10 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     if args.action == "show":
         print(dump_toml(config), end="")
     else:
-        tried = check_own_code(config)
+        tried = [*check_named(config), *check_own_code(config)]
         changed = f" with {len(overrides)} override{'' if len(overrides) == 1 else 's'}" if overrides else ""
         print(f"{args.config or 'the default configuration'}{changed} is valid; its run goes to {config.run_dir}")
-        print("\n".join([*_about(config), *tried, *(_memory(config) if args.memory else [])]))
+        print("\n".join([*_about(config), *tried, *_here(config), *(_memory(config) if args.memory else [])]))
     return 0
 
 
@@ -96,12 +101,23 @@ def _about(config: Config) -> Iterator[str]:
         yield "note: the frozen teacher takes its weights' memory on every train rank, or a shard of it with train.parallel.shard"
 
 
+def _here(config: Config) -> Iterator[str]:
+    """Yield lines on what a run would choose on this machine."""
+    devices = usable_devices()
+    placed = choose_devices(config, devices=devices)
+    device = smallest_device() if placed.train.devices_per_rank else None
+    yield f"on this machine, {describe_devices(placed, devices=devices) or 'devices: none, train ranks and engines compute on the CPU'}"
+    yield from (f"  {choice}" for choice in step_choices(placed, device=device, shape=shape_of(placed)))
+
+
 def _memory(config: Config) -> Iterator[str]:
     """Yield a table of the memory that a train rank takes. Another process counts it, since that needs torch.
 
     Raises:
         ConfigError: there is no model to count, or it cannot be read.
+        MissingExtraError: torch is not installed.
     """
+    require("train", TRAIN, wanted_by="offbeat config check --memory")
     if not config.model.path:
         raise ConfigError("model.path must name a model for --memory, got none; the tiny model fits anywhere")
     done = subprocess.run(
@@ -111,8 +127,11 @@ def _memory(config: Config) -> Iterator[str]:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise ConfigError(f"the memory of {config.model.path} cannot be estimated: {last}; see that the model can be loaded")
     sizes: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    host = sizes.pop("host")
     yield f"on a GPU, each of {config.train.num_ranks} train ranks takes about"
     yield from (f"  {name:<12}{size / 2**30:8.1f} GiB" for name, size in (sizes | {"total": sum(sizes.values())}).items())
+    if host:
+        yield f"  and {host / 2**30:.1f} GiB of host memory, where train.offload_optimizer keeps the optimizer's moments"
 
 
 def _teacher(config: Config) -> str:

@@ -23,8 +23,11 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.agents.tools.sandbox import confinement, described
+from offbeat.config.root import Config
 from offbeat.errors import ConfigError
-from offbeat.machine import cgroup
+from offbeat.machine import cgroup, smallest_device
+from offbeat.runs.devices import choose_devices, describe_devices, usable_devices
+from offbeat.runs.step_choice import step_choices
 from offbeat.runs.threads import usable_cores
 
 _GIB = 2**30
@@ -47,7 +50,8 @@ print(json.dumps({"version": torch.__version__, "type": accelerator.type if acce
 """
 
 _DESCRIPTION = """\
-Look at Python, torch, devices, cores, memory, disk and optional parts, and say what to do about what is missing.
+Look at Python, torch, devices, cores, memory, disk and optional parts, and say what to do about what is missing; and what a run would
+choose by default here.
 Exit 1 if something is missing that every run needs.
 """
 
@@ -75,7 +79,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add the command `doctor` to the parser."""
     parser = subparsers.add_parser(
         "doctor",
-        help="check that this machine is ready",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -112,6 +115,7 @@ def all_checks() -> list[Check]:
         check_disk(Path.cwd()),
         check_port(),
         check_sandbox(),
+        *check_defaults(),
         *(check_extra(name) for name in _EXTRAS),
         check_vllm(Path.cwd()),
     ]
@@ -126,7 +130,7 @@ def check_torch() -> Check:
         return Check("torch", "fail", f"did not import within {_TORCH_TIMEOUT_S} s", "try again when the machine is less busy")
     except subprocess.CalledProcessError as exc:
         last = (exc.stderr.strip().splitlines() or [f"exit status {exc.returncode}"])[-1]
-        return Check("torch", "fail", last, "install torch 2.10 or newer in this environment")
+        return Check("torch", "fail", last, "needed to train and serve: pip install 'offbeat[train]'")
     devices = f"{answer['count']} × {', '.join(sorted(set(answer['names']))) or answer['type']}" if answer["count"] else "CPU only"
     return Check("torch", "ok", f"{answer['version']}, {devices}")
 
@@ -175,6 +179,20 @@ def check_port() -> Check:
             return Check("loopback port", "ok", f"127.0.0.1:{server.getsockname()[1]} can be bound")
     except OSError as exc:
         return Check("loopback port", "fail", exc.strerror or str(exc), "allow processes to listen on 127.0.0.1")
+
+
+def check_defaults() -> list[Check]:
+    """Say what a run of a model would do on this machine where its configuration leaves that open, and why."""
+    devices = usable_devices()
+    config = choose_devices(Config.model_validate({"model": {"path": "a model"}}), devices=devices)
+    device = smallest_device() if config.train.devices_per_rank else None
+    placed = describe_devices(config, devices=devices).removeprefix("devices: ")
+    found = [Check("devices", "ok", placed or "none that torch can use: train ranks and engines compute on the CPU")]
+    for choice in step_choices(config, device=device, shape=None):
+        by_model = device is not None and choice.setting == "train.gradient_checkpointing"
+        told = "as much as there is room for, by the size of the model; offbeat config check CONFIG says it"
+        found.append(Check(choice.setting, "ok", told if by_model else f"{choice.value}: {choice.why}"))
+    return found
 
 
 def check_sandbox() -> Check:

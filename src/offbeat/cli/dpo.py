@@ -8,7 +8,7 @@ from offbeat.runs.run import run_preference
 _DESCRIPTION = """\
 Preference training: makes the chosen answer of each pair likelier than the rejected one. The result is in the run's folder export.
 
-data.path names a .jsonl or .parquet file or a hub id whose rows have one of these layouts:
+data.path names a file, a folder or a hub id whose rows have one of these layouts:
   {"prompt": "7+5=", "chosen": "12", "rejected": "13"}
   {"prompt": [messages], "chosen": [the assistant's message], "rejected": [the assistant's message]}
   {"chosen": [the whole chat], "rejected": [the whole chat]}
@@ -30,5 +30,4 @@ examples:
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `dpo` to the parser."""
     add_training_command(
-        subparsers, "dpo", run_preference, summary="train on chosen and rejected answers",
-        description=_DESCRIPTION, examples=_EXAMPLES)
+        subparsers, "dpo", run_preference, description=_DESCRIPTION, examples=_EXAMPLES)

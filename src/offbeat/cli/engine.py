@@ -35,7 +35,7 @@ examples:
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `engine` to the parser."""
     parser = subparsers.add_parser(
-        "engine", help="serve a model over HTTP", description=_DESCRIPTION, epilog=_EXAMPLES,
+        "engine", description=_DESCRIPTION, epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, metavar="PATH", help="folder or hub id of the model, its tokenizer included")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; another one than this machine's own needs a key")

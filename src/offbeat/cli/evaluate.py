@@ -1,69 +1,160 @@
-"""`offbeat eval CONFIG`: measures the accuracy of a model on held-out prompts and evaluation sets, without training."""
+"""`offbeat eval CONFIG [MODEL ...]`: how often models are right on held-out prompts and evaluation sets, without training."""
 
 import argparse
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console as Terminal
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
+from rich.text import Text
 
-from offbeat.cli.common import add_config_argument, keep_private
+from offbeat.cli.common import add_json_argument, keep_private
+from offbeat.cli.compare import print_differences
 from offbeat.config.load import load_config
-from offbeat.controller.evaluate import Evaluation
-from offbeat.runs.evaluation import evaluate_model
-from offbeat.telemetry.console import Console
+from offbeat.config.root import Config
+from offbeat.errors import ConfigError, DataError
+from offbeat.evaluation.comparison import compare
+from offbeat.evaluation.files import RESULT_NAME, samples_beside
+from offbeat.evaluation.result import ModelResult
+from offbeat.runs.evaluated_model import is_run, run_config
+from offbeat.runs.evaluation import KEY_ENV, OnProgress, Progress, evaluate_models
 
 _WIDTH = 1000
 """Of a terminal in characters: a narrow one wraps lines, and cuts no figure."""
 
+_OF_ONE_PROCESS = (("run.mode", "controller"), ("rollout.single_rank_load", "true"))
+"""Settings of a run that do not hold for the evaluation of its export."""
+
+_DESCRIPTION = """\
+Evaluate models on the configured held-out prompts and evaluation sets. CONFIG is a TOML file, or the folder of a run, whose settings are
+taken and whose export is evaluated. Each MODEL is a model's folder or hub id, the folder of a LoRA adapter (its base is --model.path, or
+the one that it names), a run's folder, or the URL of an OpenAI-style endpoint (URL#NAME if it has several models). Without any, it is
+that at model.path. Of several, the others are compared with the first, prompt by prompt.
+
+Scores are written as JSON and answers with their texts as JSON lines beside it, to FILE or to evaluation.json in the folder NAME-eval.
+"""
+
 _EXAMPLES = """\
 examples:
   offbeat eval examples/sort_digits.toml --model.path runs/quickstart/export
-  offbeat eval examples/gsm8k.toml --model.path Qwen/Qwen3-0.6B --evaluate.num_prompts 64 --json
+  offbeat eval runs/my-run --checkpoint best
+  offbeat eval examples/gsm8k.toml Qwen/Qwen3-0.6B runs/gsm8k http://localhost:8001 --evaluate.num_prompts 64 --output gsm8k.json
 """
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `eval` to the parser."""
     parser = subparsers.add_parser(
-        "eval", help="measure held-out accuracy",
-        description="Evaluate the model at model.path on the configured held-out prompts and evaluation sets.",
-        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_config_argument(parser)
+        "eval", description=_DESCRIPTION, epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", metavar="CONFIG", help="TOML file, or a run's folder; --section.key value changes a setting")
+    parser.add_argument("models", metavar="MODEL", nargs="*", help="what to evaluate (default: the run, or model.path)")
+    parser.add_argument("--checkpoint", default="", metavar="WHICH", help="export of a run: last, best or a step's number (default: last)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file for scores; answers go to FILE's name with .samples.jsonl")
+    parser.add_argument(
+        "--key-env", default=KEY_ENV, metavar="NAME", help=f"environment variable with the key of endpoints (default: {KEY_ENV})")
+    add_json_argument(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Evaluate the model and print the result."""
-    config = load_config(args.config, overrides)
+    """Evaluate the models and print the results.
+
+    Raises:
+        ConfigError: an option is invalid, or there is nothing to evaluate.
+    """
+    if args.output is not None and args.output.suffix != ".json":
+        raise ConfigError(f"--output must name a .json file, got {args.output}; answers go to a file of that name with .samples.jsonl")
+    path, models = args.config, list(args.models)
+    if is_run(Path(path)):
+        path, models = str(run_config(Path(path))), [args.config, *(model for model in models if model != args.config)]
+        overrides = [*_OF_ONE_PROCESS, *overrides]
+    config = load_config(path, overrides)
     keep_private(config)
-    evaluations = evaluate_model(config, Console("quiet"))
+    with _shown(sys.stderr.isatty() and not args.json) as show:
+        results = evaluate_models(
+            config, models, checkpoint=args.checkpoint, key_env=args.key_env, output=args.output, on_progress=show)
     if args.json:
-        print(json.dumps({name: value for each in evaluations for name, value in _measured(each).items()}))
-    elif any(each.name for each in evaluations):
-        print_table(evaluations)
-    else:
-        [evaluation] = evaluations
-        failed = f", {evaluation.num_failed} of them failed" if evaluation.num_failed else ""
-        print(f"{evaluation}, mean reward {evaluation.reward_mean:.3f}, over {evaluation.num_prompts} prompts{failed}")
+        for result in results:
+            print(json.dumps({"model": result.model, **result.metrics()}, ensure_ascii=False))
+        return 0
+    _print(results)
+    print(f"answers: {samples_beside(args.output or _default_output(config))}")
     return 0
 
 
-def _measured(evaluation: Evaluation) -> dict[str, float]:
-    folder = f"eval/{evaluation.name}" if evaluation.name else "eval"
-    return evaluation.metrics() | {f"{folder}/prompts": evaluation.num_prompts}
+def _default_output(config: Config) -> Path:
+    return config.run_dir.with_name(f"{config.run.name}-eval") / RESULT_NAME
 
 
-def print_table(evaluations: Sequence[Evaluation]) -> None:
-    """Print a row for each set; a column stands only where a set has something for it."""
-    shares = dict.fromkeys(name for each in evaluations for name in each.shares)
+def _print(results: Sequence[ModelResult]) -> None:
+    first, *others = results
+    if others:
+        print_table(results)
+        _compare(first, others)
+    elif any(each.name for each in first.evaluations):
+        print_table(results)
+    else:
+        [evaluation] = first.evaluations
+        failed = f", {evaluation.num_failed} of them failed" if evaluation.num_failed else ""
+        print(f"{evaluation}, mean reward {evaluation.reward_mean:.3f}, over {evaluation.num_prompts} prompts{failed}")
+    for result in results:
+        for each in result.evaluations:
+            if each.own_failure:
+                print(f"{each.title} has no metric of its own: {each.own_failure}")
+
+
+def print_table(results: Sequence[ModelResult]) -> None:
+    """Print a row for each set and model; a column stands only where there is something for it."""
+    rows = [(result.model, each) for result in results for each in result.evaluations]
+    order = list(dict.fromkeys(each.name for _, each in rows))
+    rows.sort(key=lambda row: order.index(row[1].name))
+    shares = dict.fromkeys(name for _, each in rows for name in each.shares)
+    several = len(results) > 1
     table = Table(box=None, pad_edge=False)
-    for title in ("set", "prompts", "accuracy", "95 % interval", "mean reward", *shares, "failed"):
-        table.add_column(title, justify="left" if title == "set" else "right", no_wrap=True)
-    for each in evaluations:
+    for title in ("set", *(["model"] if several else []), "prompts", "accuracy", "95 % interval", "mean reward", *shares, "failed"):
+        table.add_column(title, justify="left" if title in ("set", "model") else "right", no_wrap=True)
+    for model, each in rows:
         low, high = each.interval
         own = (f"{each.shares[name]:.3f}" if name in each.shares else "" for name in shares)
         table.add_row(
-            each.name or "held-out", str(each.num_prompts), f"{each.accuracy:.3f}", f"{low:.3f} to {high:.3f}", f"{each.reward_mean:.3f}",
-            *own, str(each.num_failed))
+            each.name or "held-out", *([model] if several else []), str(each.num_prompts), f"{each.accuracy:.3f}",
+            f"{low:.3f} to {high:.3f}", f"{each.reward_mean:.3f}", *own, str(each.num_failed))
     Terminal(highlight=False, width=_WIDTH).print(table)
+
+
+def _compare(first: ModelResult, others: Sequence[ModelResult]) -> None:
+    """Print how each other model differs from the first, prompt by prompt."""
+    terminal = Terminal(highlight=False, width=_WIDTH)
+    for other in others:
+        terminal.print(Text(f"\nA  {first.model}\nB  {other.model}"))
+        try:
+            print_differences(compare(first.played, other.played, num_changes=0), terminal)
+        except DataError as exc:
+            terminal.print(Text(str(exc)))
+
+
+@contextmanager
+def _shown(live: bool) -> Iterator[OnProgress]:
+    """Yield what shows progress on the terminal, on the stream of errors; nothing where there is none."""
+    if not live:
+        yield lambda _progress: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[told]}"), TimeElapsedColumn(),
+               TextColumn("·"), TimeRemainingColumn(), TextColumn("left"))
+    with Bar(*columns, console=Terminal(stderr=True, highlight=False), transient=True) as bar:
+        task = bar.add_task("starting", total=None, told="")
+
+        def show(progress: Progress) -> None:
+            if not progress.num_answered:
+                bar.reset(task, total=progress.num_prompts or None)
+            told = f"accuracy {progress.accuracy:.3f}" if progress.num_answered else ""
+            bar.update(
+                task, description=f"{progress.model} · {progress.set or 'starting'}", completed=progress.num_answered, told=told)
+
+        yield show

@@ -32,7 +32,7 @@ Submitted again after its time limit, a run continues from its newest checkpoint
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `launch` to the parser."""
     parser = subparsers.add_parser(
-        "launch", help="write a batch script for a cluster", description=_DESCRIPTION, epilog=_EXAMPLES,
+        "launch", description=_DESCRIPTION, epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("where", choices=("slurm",), help="the cluster's scheduler; for Kubernetes, see the manifest in deploy/")
     parser.add_argument("config", metavar="CONFIG", help="TOML file; --section.key value changes a setting, and is passed on")

@@ -6,16 +6,51 @@ Exit codes: 0 done, 1 a run failed, 2 user error, 130 interrupted.
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
 
 from offbeat.config.load import split_overrides
 from offbeat.errors import OffbeatError
+from offbeat.extras import TRAIN, require
 from offbeat.loading import load_module
 
-_COMMANDS = {
-    "quickstart": "quickstart", "train": "train", "sft": "sft", "dpo": "dpo", "reward-model": "reward_model", "eval": "evaluate",
-    "engine": "engine", "serve": "serve", "launch": "launch", "config": "config", "doctor": "doctor", "report": "report"}
-"""Module of each command."""
+
+@dataclass(frozen=True)
+class Command:
+    """A command in the list that `offbeat --help` shows.
+
+    Attributes:
+        module: module of `offbeat.cli` that adds its arguments and runs it.
+        summary: what the list says of it.
+        needs_train: whether it loads models or runs workers, for which the extra `train` must be installed.
+    """
+
+    module: str
+    summary: str
+    needs_train: bool = False
+
+
+COMMANDS = {
+    "quickstart": Command("quickstart", "learn to sort digits from scratch, in about a minute", needs_train=True),
+    "train": Command("train", "train with reinforcement learning", needs_train=True),
+    "sft": Command("sft", "fine-tune on a dataset's answers", needs_train=True),
+    "dpo": Command("dpo", "train on chosen and rejected answers", needs_train=True),
+    "reward-model": Command("reward_model", "train a reward model on pairs of answers", needs_train=True),
+    "eval": Command("evaluate", "measure held-out accuracy", needs_train=True),
+    "compare": Command("compare", "compare two evaluations or runs, prompt by prompt"),
+    "engine": Command("engine", "serve a model over HTTP", needs_train=True),
+    "serve": Command("serve", "let many clients train and sample adapters over HTTP", needs_train=True),
+    "launch": Command("launch", "write a batch script for a cluster", needs_train=True),
+    "config": Command("config", "show, check or explain configurations"),
+    "data": Command("data", "show what the model will see of the data", needs_train=True),
+    "doctor": Command("doctor", "check that this machine is ready"),
+    "report": Command("report", "write a run's report as one HTML file"),
+    "rollouts": Command("rollouts", "list and read what the policy wrote"),
+    "watch": Command("watch", "show runs as a live page, with every rollout"),
+}
 
 _DESCRIPTION = """\
 Asynchronous reinforcement-learning post-training for language models.
@@ -53,16 +88,52 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser(command: str) -> argparse.ArgumentParser:
-    """Return the parser of one command, or of all commands if the name is none of them.
+    """Return the parser of one command, or a list of all commands if the name is none of them.
 
     Importing what the other commands need takes longer than most commands run.
+
+    Raises:
+        MissingExtraError: the command trains, and what that needs is not installed.
     """
     parser = argparse.ArgumentParser(prog="offbeat", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action=_Version, help="print the version and end")
     parser.add_argument("--debug", action="store_true", help="show tracebacks, and log in detail")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in [_COMMANDS[command]] if command in _COMMANDS else _COMMANDS.values():
-        load_module(f"offbeat.cli.{module}").add_parser(commands)
+    if command not in COMMANDS:
+        for name, known in COMMANDS.items():
+            commands.add_parser(name, help=known.summary)
+        return parser
+    if COMMANDS[command].needs_train:
+        require("train", TRAIN, wanted_by=f"offbeat {command}")
+    with _loading_hint(command):
+        load_module(f"offbeat.cli.{COMMANDS[command].module}").add_parser(commands)
     return parser
+
+
+@contextmanager
+def _loading_hint(command: str) -> Iterator[None]:
+    """Say on a terminal that libraries are loaded, which takes seconds where a command trains, and take it back."""
+    says = COMMANDS[command].needs_train and sys.stdout.isatty() and "--json" not in sys.argv
+    if says:
+        sys.stdout.write(f"offbeat {command}: loading")
+        sys.stdout.flush()
+    try:
+        yield
+    finally:
+        if says:
+            sys.stdout.write("\r\x1b[2K")
+            sys.stdout.flush()
+
+
+class _Version(argparse.Action):
+    """Prints the version of the installed package; looked up only when it is asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **settings: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, **settings)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(f"offbeat {version('offbeat')}")
+        parser.exit()
 
 
 def print_error(exc: OffbeatError) -> None:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from offbeat.cli.common import add_json_argument, keep_private, make_console, report_line
+from offbeat.cli.common import add_json_argument, given_words, keep_private, make_console, report_line, telling_how_to_go_on
 from offbeat.config.load import load_config
 from offbeat.errors import NotLearnedError
 from offbeat.runs.run import run_training
@@ -24,8 +24,7 @@ report with curves and a time line to runs/quickstart/report.html. Exit code 1 i
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `quickstart` to the parser."""
     parser = subparsers.add_parser(
-        "quickstart", help="learn to sort digits from scratch, in about a minute", description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
+        "quickstart", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and sampling (default: 0)")
     add_json_argument(parser)
     parser.set_defaults(run=run)
@@ -39,10 +38,15 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     """
     config = load_config(str(_CONFIG), [("run.name", "quickstart"), ("run.seed", str(args.seed)), *overrides])
     keep_private(config)
-    result = run_training(config, make_console(config, args, sys.stdout), debug=args.debug, fresh=True)
-    if result is None:  # a rank in SPMD mode; the leader reports for all
-        return 0
-    report_line(config, args)
+    # The quick start itself begins anew each time.
+    again = given_words("train", str(config.run_dir / "config.toml"))
+    with telling_how_to_go_on(config, args, again) as stopped, make_console(config, args, sys.stdout) as console:
+        result = run_training(config, console, debug=args.debug, fresh=True)
+        if result is None:  # a rank in SPMD mode; the leader reports for all
+            return 0
+        if result.stopped_early:
+            stopped()
+        report_line(config, args)
     if result.stopped_early:
         return 130
     before, after = result.heldout_before or 0.0, result.heldout_after or 0.0

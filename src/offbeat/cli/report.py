@@ -23,7 +23,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add the command `report` to the parser."""
     parser = subparsers.add_parser(
         "report",
-        help="write a run's report as one HTML file",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -15,6 +15,6 @@ examples:
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `reward-model` to the parser."""
     add_training_command(
-        subparsers, "reward-model", run_reward_model, summary="train a reward model on pairs of answers",
+        subparsers, "reward-model", run_reward_model,
         description="Trains a reward model on chosen and rejected answers; the result, in the run's folder export, is a Hugging Face folder"
         " for sequence classification.", examples=_EXAMPLES)

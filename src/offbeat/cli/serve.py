@@ -46,8 +46,7 @@ _SETTINGS = {
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `serve` to the parser."""
     parser = subparsers.add_parser(
-        "serve", help="let many clients train and sample adapters over HTTP", description=_DESCRIPTION, epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
+        "serve", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, metavar="PATH", help="folder or hub id of the base model, its tokenizer included")
     parser.add_argument(
         "--model-name", metavar="NAME", help="what clients call it and load its tokenizer by, such as org/model (default: the folder's)")

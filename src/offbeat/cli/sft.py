@@ -15,5 +15,5 @@ examples:
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `sft` to the parser."""
     add_training_command(
-        subparsers, "sft", run_supervised, summary="fine-tune on a dataset's answers",
+        subparsers, "sft", run_supervised,
         description="Supervised fine-tuning; the result is in the run's folder export.", examples=_EXAMPLES)

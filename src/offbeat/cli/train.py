@@ -19,5 +19,5 @@ A run that was interrupted continues from its newest checkpoint when it is start
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `train` to the parser."""
     add_training_command(
-        subparsers, "train", run_training, summary="train with reinforcement learning",
+        subparsers, "train", run_training,
         description="Train a model with asynchronous reinforcement learning; algorithm.preset chooses how.", examples=_EXAMPLES)

@@ -19,6 +19,12 @@ class EvaluateConfig(Section):
         (), "Numbers k of answers, each at most samples_per_prompt, for which pass@k is reported: the chance that one of k is right.")
     temperature: float = field(0.0, "Sampling temperature; 0 is greedy.", ge=0)
     timeout_s: float = field(600.0, "Seconds for one evaluation; at least the time limit of one group.", gt=0)
+    metric: str = field(
+        "", "Dotted name, module:function, of a metric of your own: it gets a list of all answers to a set, and returns a number or some by"
+        " name.")
+    metric_timeout_s: float = field(60.0, "Seconds for one call of that metric, with the start of its process.", gt=0)
+    keep_samples: bool = field(
+        True, "Keep the answers of each evaluation, with texts and rewards, in `evaluations/` in the run, to be read and compared.")
     keep_best: str = field(
         "", "Metric of an evaluation, such as eval/accuracy: after each step that raises it, the model is exported to `best/` in the run,"
         " and a checkpoint saved; empty keeps no best model.")

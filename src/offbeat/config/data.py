@@ -1,8 +1,16 @@
 """[data]: prompts for training and evaluation."""
 
-from typing import Literal
+from typing import Literal, Self
+
+from pydantic import field_validator, model_validator
 
 from offbeat.config.base import Section, field
+from offbeat.config.template import parse_template
+
+_RENDERED = (
+    "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs")
+"""What a chat template is given by Offbeat, or what is no variable of a template."""
 
 
 class DataConfig(Section):
@@ -15,17 +23,53 @@ class DataConfig(Section):
     task_size: int = field(8, "Difficulty of a built-in task: digits to sort, digits per addend, or numbers to combine.", ge=1, le=64)
     task_options: tuple[str, ...] = field(
         (), "Options of reasoning-gym's tasks, each as in chain_sum.max_terms=3; reasoning-gym's defaults hold for the others.")
-    path: str = field("", "JSON-lines or Parquet file, or a hub id read through `datasets`.")
-    split: str = field("train", "Split to train on, for a hub id.")
-    format: Literal["prompt_answer", "gsm8k", "messages"] = field(
-        "prompt_answer", "Row layout: fields prompt and answer; GSM8K's question and `... #### 42`; or a chat in `messages`, with an answer"
-        " unless it ends with the assistant's.")
+    path: str = field(
+        "", "A file (.jsonl, .json, .csv, .tsv, .parquet; all but the last also with .gz, .zst or .xz), a pattern such as data/*.jsonl, a"
+        " folder of such files, a folder that `save_to_disk` of `datasets` has written, or a hub id.")
+    split: str = field("train", "Split to train on, of a hub id or a folder.")
+    format: Literal["auto", "prompt_answer", "gsm8k", "messages"] = field(
+        "auto", "Row layout: fields prompt and answer; GSM8K's question and `... #### 42`; or a chat in `messages`, with an answer"
+        " unless it ends with the assistant's. \"auto\" reads the first and the last, whichever a row has, and a chat in prompt.")
+    prompt: str = field(
+        "", "Template that makes the prompt of a row's fields, such as \"{question}\\nAnswer:\"; {{ and }} are braces. Empty takes the"
+        " prompt's field as it is.")
     prompt_field: str = field("", "Name of the prompt's field; empty takes the format's own.")
-    answer_field: str = field("", "Name of the answer's field; empty takes the format's own.")
+    answer_field: str = field("", "Name of the answer's field; empty takes the format's own, answer or completion.")
+    system_field: str = field("", "Name of a field with a system message for each row, which makes the row a chat; empty is none.")
+    max_unusable_rows: int = field(
+        0, "Rows that may be left out because they cannot be used, each of which is reported with its reason; one more is an error.", ge=0)
     chat_template: bool = field(False, "Wrap the prompt as a user message with the tokenizer's chat template.")
-    system_prompt: str = field("", "System message put before the prompt when `chat_template` is on.")
+    chat_template_kwargs: dict[str, bool | int | float | str] = field(
+        {}, "What the chat template is given besides messages and tools, such as {enable_thinking = false}.")
+    system_prompt: str = field(
+        "", "System message put before a chat that has none of its own; plain prompts are chats with `chat_template` alone.")
     shuffle: bool = field(True, "Visit rows in a new seeded order each epoch.")
     max_prompt_tokens: int = field(0, "Longest prompt allowed, in tokens; 0 allows the model's context less max_new_tokens.", ge=0)
     heldout_path: str = field("", "File of held-out rows; empty takes them from the end of `path`, which are then not trained on.")
-    heldout_split: str = field("", "Split of held-out rows, for a hub id; empty takes them from the end of `split`.")
+    heldout_split: str = field("", "Split of held-out rows, of a hub id or a folder; empty takes them from the end of `split`.")
     heldout_size: int = field(256, "Held-out prompts used by evaluation; 0 holds none out.", ge=0)
+
+    @field_validator("prompt")
+    @classmethod
+    def _check_prompt(cls, text: str) -> str:
+        if text:
+            parse_template(text)
+        return text
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_kwargs(cls, given: dict[str, bool | int | float | str]) -> dict[str, bool | int | float | str]:
+        if taken := [name for name in given if name in _RENDERED]:
+            raise ValueError(f"it must not hold {taken[0]!r}, which Offbeat itself gives the template or takes care of; leave it out")
+        return given
+
+    @model_validator(mode="after")
+    def _check_prompts(self) -> Self:
+        for name in ("prompt_field", "task"):
+            if self.prompt and (given := getattr(self, name)):
+                raise ValueError(f"data.prompt and data.{name} exclude each other, got {self.prompt!r} and {given!r}; give one")
+        for name in ("prompt", "prompt_field", "answer_field", "system_field"):
+            if self.task and (given := getattr(self, name)):
+                raise ValueError(
+                    f"data.{name} must be empty with data.task = {self.task!r}, which makes its own rows, got {given!r}; leave it out")
+        return self

@@ -16,15 +16,17 @@ from offbeat.config.controller import EvaluateConfig
 
 _PLAYED = ("program", "command", "environment", "tools")
 _TABLES: dict[str, tuple[str, ...]] = {
-    "evaluate": ("every_steps", "num_prompts", "samples_per_prompt", "pass_at", "temperature", "timeout_s"),
+    "evaluate": ("every_steps", "num_prompts", "samples_per_prompt", "pass_at", "temperature", "timeout_s", "metric", "metric_timeout_s"),
     "data": (
-        "task", "task_size", "task_options", "path", "split", "format", "prompt_field", "answer_field", "chat_template", "system_prompt",
-        "max_prompt_tokens"),
+        "task", "task_size", "task_options", "path", "split", "format", "prompt", "prompt_field", "answer_field", "system_field",
+        "max_unusable_rows", "chat_template", "chat_template_kwargs", "system_prompt", "max_prompt_tokens"),
     "rollout": (
-        "workflow", "reward", "reward_workers", "reward_timeout_s", "reward_memory_bytes", "reward_env", "max_concurrent_rollouts",
-        "episode_timeout_s", "max_retries", "max_new_tokens", "top_p", "top_k", "stop", "stop_token_ids"),
+        "workflow", "reward", "rewards", "reward_workers", "reward_timeout_s", "reward_memory_bytes", "reward_env",
+        "max_concurrent_rollouts", "episode_timeout_s", "max_retries", "max_new_tokens", "top_p", "top_k", "stop", "stop_token_ids"),
     "agent": tuple(AgentConfig.model_fields),
 }
+_OF_RECORDS = ("prompt", "prompt_field", "answer_field", "system_field")
+"""Settings of [data] that say how a record becomes a row, and that a task does not have."""
 _OF_RUN = {"sets": {}, "keep_best": "", "stop_after_no_gain": 0}
 """Settings of [evaluate] that are about all sets."""
 _KEYS = tuple(f"{section}.{name}".removeprefix("evaluate.") for section, names in _TABLES.items() for name in names)
@@ -77,8 +79,9 @@ def check_best(config: EvaluateConfig, *, heldout_size: int) -> None:
     sets = {"eval": config.pass_at} if heldout_size else {}
     sets |= {f"eval/{name}": table.get("pass_at", config.pass_at) for name, table in config.sets.items()}
     known = [f"{folder}/{name}" for folder, ks in sets.items() for name in ("accuracy", "reward_mean", *(f"pass_at_{k}" for k in ks))]
-    # The roles of agents are known to their workflow alone.
-    if config.keep_best not in known and not config.keep_best.startswith(tuple(f"{folder}/accuracy/" for folder in sets)):
+    # The roles of agents are known to their workflow alone, and what a metric of the user's own finds, to that.
+    of_roles = config.keep_best.startswith(tuple(f"{folder}/accuracy/" for folder in sets))
+    if config.keep_best not in known and not of_roles and not _may_be_own(config, heldout_size=heldout_size):
         raise ValueError(
             f"evaluate.keep_best must be one of {', '.join(known) or 'the metrics of an evaluation'}, got {config.keep_best!r}; a set has"
             " pass_at_K for each K of its pass_at")
@@ -87,6 +90,13 @@ def check_best(config: EvaluateConfig, *, heldout_size: int) -> None:
         raise ValueError(
             f"evaluate.{f'sets.{name}.' if name else ''}every_steps must be at least 1 with evaluate.stop_after_no_gain ="
             f" {config.stop_after_no_gain}, got 0; {config.keep_best} is measured before the first step and after the last alone")
+
+
+def _may_be_own(config: EvaluateConfig, *, heldout_size: int) -> bool:
+    """Whether the metric of `keep_best` may be one that a set's own metric finds."""
+    own = {f"eval/{name}": table.get("metric", config.metric) for name, table in config.sets.items()}
+    folder = config.keep_best.rpartition("/")[0]
+    return bool(own.get(folder) or (folder == "eval" and heldout_size and config.metric))
 
 
 def _by_section(name: str, table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -131,8 +141,16 @@ def _replace_what_excludes(own: dict[str, dict[str, Any]], run: Mapping[str, Any
     data, rollout, agent = own["data"], own["rollout"], own["agent"]
     if "task" in data or "path" in data:
         own["data"] = {"task": "", "path": "", "task_options": (), "heldout_path": "", "heldout_split": "", **data}
+        if data.get("task"):
+            own["data"] = {**dict.fromkeys(_OF_RECORDS, ""), **own["data"]}
     elif "split" in data:
         own["data"] = {"heldout_path": "", "heldout_split": "", **data}
+    for section, name, other, nothing in (
+        ("data", "prompt", "prompt_field", ""), ("data", "prompt_field", "prompt", ""), ("rollout", "reward", "rewards", {}),
+        ("rollout", "rewards", "reward", ""),
+    ):
+        if own[section].get(name):
+            own[section].setdefault(other, nothing)
     other_workflow = "workflow" in rollout and rollout["workflow"] != run["rollout"]["workflow"]
     if other_workflow or any(name in agent for name in _PLAYED):
         own["agent"] = {name: () if name in ("command", "tools") else "" for name in _PLAYED} | {"options": ()} | agent

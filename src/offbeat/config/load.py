@@ -9,7 +9,8 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from pathlib import Path
+from pathlib import Path, PurePath
+from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
@@ -24,6 +25,8 @@ Override = tuple[str, str]
 
 _OVERRIDE = re.compile(r"--([A-Za-z_]\w*(?:\.\w+)+)(?:=(.*))?", re.DOTALL)
 
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
 # Advice about a refused value, where the bound alone does not suffice.
 HINTS = {
     "run.name": "use letters, digits, '.', '_' and '-', starting with a letter or digit",
@@ -37,6 +40,7 @@ HINTS = {
     "checkpoint.every_steps": "use 0 to save only at the end",
     "evaluate.every_steps": "use 0 to evaluate only before the first and after the last step",
     "telemetry.rollouts_every_steps": "use 0 to write no rollouts",
+    "telemetry.rollouts_max_bytes": "use 0 to keep all rollouts",
     "data.heldout_size": "use 0 to hold no prompts out",
 }
 
@@ -51,24 +55,31 @@ _TYPES = {"bool": "true or false", "int": "an integer", "float": "a number", "st
 _BOUNDS = {"greater_than_equal": (">=", "ge"), "greater_than": (">", "gt"), "less_than_equal": ("<=", "le"), "less_than": ("<", "lt")}
 
 
-def load_config(path: str | None, overrides: Sequence[Override] = ()) -> Config:
-    """Read a TOML file, apply overrides in order, and validate the result.
+def load_config(path: str | None, overrides: Sequence[Override] = (), *, values: Mapping[str, Any] = MappingProxyType({})) -> Config:
+    """Read a TOML file, apply overrides in order and then values, and validate the result.
 
     Args:
         path: a TOML file; None starts from the defaults.
         overrides: ("section.key", value) as typed. A value is parsed as TOML; if that fails, or the setting is text, it is used as is.
+        values: settings as Python values, each by "section.key", or a whole section as a mapping.
 
     Raises:
-        ConfigError: the file cannot be read, or a setting is unknown, of the wrong type or out of range. Names the first error, and how
-            many more there are.
+        ConfigError: the file cannot be read, or settings are unknown, of the wrong type or out of range. Names all of them, a line each.
     """
     given = _read_toml(Path(path)) if path is not None else {}
     for key, text in overrides:
         _set(given, key, _parse_value(key, text))
+    for key, value in values.items():
+        _set(given, key, _plain(value))
     try:
         return Config.model_validate(_merge(_inherited(Config()), given))
     except ValidationError as exc:
         raise ConfigError(_sentence(exc)) from exc
+
+
+def listed_errors(sentences: Sequence[str]) -> str:
+    """Return one error as it is, and several as a line that counts them and a line for each."""
+    return sentences[0] if len(sentences) == 1 else "\n  ".join([f"{len(sentences)} things are wrong:", *sentences])
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[Override], list[str]]:
@@ -157,6 +168,15 @@ def _parse_value(key: str, text: str) -> Any:
     return parsed["value"]
 
 
+def _plain(value: Any) -> Any:
+    """Return a Python value as TOML would give it: paths as text, and copies of tables and lists."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, PurePath) else value
+
+
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
     *tables, last = key.split(".")
     for depth, name in enumerate(tables, start=1):
@@ -190,10 +210,7 @@ def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sentence(exc: ValidationError) -> str:
-    errors = exc.errors(include_url=False)
-    more = len(errors) - 1
-    suffix = f" (and {more} more {'error' if more == 1 else 'errors'})" if more else ""
-    return _explain(errors[0]) + suffix
+    return listed_errors([_explain(error) for error in exc.errors(include_url=False)])
 
 
 def _explain(error: Any) -> str:
@@ -267,11 +284,15 @@ def _annotation(key: str) -> Any:
 def _toml_tables(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
     leaves = {name: value for name, value in values.items() if not isinstance(value, Mapping)}
     if leaves:
-        yield f"\n[{'.'.join(path)}]"
-        yield from (f"{name} = {toml_value(value)}" for name, value in leaves.items())
+        yield f"\n[{'.'.join(map(_toml_key, path))}]"
+        yield from (f"{_toml_key(name)} = {toml_value(value)}" for name, value in leaves.items())
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _toml_tables(value, (*path, name))
+
+
+def _toml_key(name: str) -> str:
+    return name if _BARE_KEY.fullmatch(name) else toml_value(name)
 
 
 def toml_value(value: bool | int | float | str | Mapping[str, Any] | Sequence[Any]) -> str:
@@ -284,5 +305,5 @@ def toml_value(value: bool | int | float | str | Mapping[str, Any] | Sequence[An
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name} = {toml_value(item)}" for name, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_toml_key(name)} = {toml_value(item)}" for name, item in value.items()) + "}"
     return f"[{', '.join(toml_value(item) for item in value)}]"

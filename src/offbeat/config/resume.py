@@ -38,8 +38,8 @@ _ALGORITHM_CODE = _of("algorithm", "objective credit")
 _TABLE: dict[Change, list[str]] = {
     Change.FREE: [
         *_of("run", "name dir private mode warm_up resume"),
-        *_of("train", "num_ranks devices_per_rank max_tokens_per_microbatch share_prefix gradient_checkpointing compile threads"
-             " step_timeout_s"),
+        *_of("train", "num_ranks devices_per_rank max_tokens_per_microbatch share_prefix gradient_checkpointing offload_optimizer compile"
+             " threads step_timeout_s"),
         *_of("train.parallel", "shard tp ep cp"),
         *(f"{section}.evaluate_every_steps" for section in ("sft", "preference", "reward_model")),
         # For single_rank_load, what matters is the number of processes that draw data, which is compared separately.
@@ -50,19 +50,19 @@ _TABLE: dict[Change, list[str]] = {
         *_of("inference", "num_engines devices_per_engine min_engines urls python arguments max_running max_queued max_cache_bytes threads"
              " max_adapters max_adapter_rank start_timeout_s probe_interval_s probe_timeout_s heal_timeout_s request_timeout_s"
              " token_timeout_s"),
-        *_of("weights", "channel dir keep stage_timeout_s switch_timeout_s proof_tolerance"),
+        *_of("weights", "channel dir keep whole_every_versions stage_timeout_s switch_timeout_s proof_tolerance"),
         *_of("checkpoint", "every_steps keep export export_every_steps timeout_s"),
-        *_of("evaluate", "every_steps timeout_s"),
+        *_of("evaluate", "every_steps timeout_s metric_timeout_s keep_samples"),
         *_of("cluster", "launcher ray_address share_devices start_timeout_s stop_timeout_s"),
         *_of("dist", "init_timeout_s sync_timeout_s answer_timeout_s collective_timeout_s"),
         *_of("teacher", "max_concurrent timeout_s max_retries"),
-        *_of("telemetry", "console rollouts_every_steps trace sinks"),
+        *_of("telemetry", "console rollouts_every_steps rollouts_max_bytes trace peak_tflop_per_s sinks"),
         *(key for key, _ in settings() if key.startswith("serve.")),  # no run reads these
     ],
     Change.TOLD: [
         "run.total_steps",
         *_of("model", "dtype lora.dropout"),
-        *_of("data", "chat_template system_prompt max_prompt_tokens"),
+        *_of("data", "chat_template chat_template_kwargs system_prompt max_prompt_tokens"),
         *(key for key, _ in settings() if key.startswith(("algorithm.", "critic.", "curriculum.")) and key not in _ALGORITHM_CODE),
         "train.precision", *(f"train.optimizer.{name}" for name in _OPTIMIZER),
         *_of("sft", "total_steps batch_size assistant_turns too_long stop_at_accuracy"), *(f"sft.optimizer.{name}" for name in _OPTIMIZER),
@@ -75,16 +75,17 @@ _TABLE: dict[Change, list[str]] = {
         *_of("inference", "engine forward max_context"),
         "weights.interrupt",
         *_of("teacher", "path url engine top_k template"),
-        *_of("evaluate", "num_prompts samples_per_prompt pass_at temperature keep_best stop_after_no_gain sets"),
+        *_of("evaluate", "num_prompts samples_per_prompt pass_at temperature metric keep_best stop_after_no_gain sets"),
     ],
     Change.REFUSED: ["run.seed", "data.shuffle", "preference.loss", *_of("model.lora", "rank alpha targets")],
     Change.CONTENT: [
         *_of("model", "path tokenizer"),
         *_of("model.tiny", "hidden_size num_layers num_heads num_kv_heads head_dim intermediate_size max_positions"),
-        *_of("data", "task task_size task_options path split format prompt_field answer_field"),
+        *_of("data", "task task_size task_options path split format prompt prompt_field answer_field system_field max_unusable_rows"),
     ],
     Change.HELD_OUT: _of("data", "heldout_path heldout_split heldout_size"),
-    Change.CODE: [*_of("rollout", "workflow reward should_accept"), *_of("agent", "program command environment tools"), *_ALGORITHM_CODE],
+    Change.CODE: [
+        *_of("rollout", "workflow reward rewards should_accept"), *_of("agent", "program command environment tools"), *_ALGORITHM_CODE],
 }
 
 CHANGES: dict[str, Change] = {key: change for change, keys in _TABLE.items() for key in keys}

@@ -1,8 +1,22 @@
 """[rollout]: drawing prompts, generating and rewarding samples, and how far they may lag behind the trainer."""
 
-from typing import Literal
+from collections import Counter
+from difflib import get_close_matches
+from pathlib import PurePath
+from typing import Literal, Self
 
+from pydantic import field_validator, model_validator
+
+from offbeat.config.agent import PLAYS
 from offbeat.config.base import Section, field
+
+REWARDS = {
+    "exact_match": "offbeat.rollout.rewards.exact_match:exact_match",
+    "math": "offbeat.rollout.rewards.math:math_reward",
+    "countdown": "offbeat.rollout.rewards.countdown:countdown",
+    "reasoning": "offbeat.rollout.rewards.reasoning:reasoning",
+}
+"""Dotted names of the rewards that have short ones."""
 
 
 class RolloutConfig(Section):
@@ -27,8 +41,11 @@ class RolloutConfig(Section):
         "offbeat.rollout.workflows.single_turn:single_turn", "How an episode is played: single_turn; agent, tool_loop or gym, configured in"
         " [agent]; or an async function of your own, as module:function.")
     reward: str = field(
-        "", "Dotted name, module:function, of the reward, model:FOLDER for a reward model, or judge:FILE for a judge behind an endpoint; "
-        "empty takes the task's own, math for GSM8K, else exact match of text and answer.")
+        "", "Dotted name, module:function or file.py:function, of the reward; exact_match, math, countdown or reasoning; model:FOLDER for "
+        "a reward model, or judge:FILE for a judge behind an endpoint. Empty takes the task's own, math for GSM8K, else exact_match.")
+    rewards: dict[str, float] = field(
+        {}, "Several rewards instead of one, each with its weight in the sum, such as {exact_match = 1.0, \"my.py:short\" = 0.2}; metrics "
+        "show each by the name of its function.")
     should_accept: str = field("", "Dotted name, module:function, of a filter on finished groups; empty accepts all.")
     reward_workers: int = field(1, "Number of reward processes; with a reward model, each holds a copy of it.", ge=1)
     reward_timeout_s: float = field(
@@ -58,3 +75,55 @@ class RolloutConfig(Section):
         (), "Strings that end a sample; a special token such as <|im_end|> is taken as a token. The tokenizer's end token, those of the "
         "model's generation_config.json and the end of turn of its chat template end one anyway.")
     stop_token_ids: tuple[int, ...] = field((), "Token ids that end a sample besides those; the token is part of the sample.")
+
+    @field_validator("workflow")
+    @classmethod
+    def _check_workflow(cls, name: str) -> str:
+        known = ("single_turn", *PLAYS)
+        if ":" in name or name in known:
+            return name
+        near = get_close_matches(name, known, n=1)
+        raise ValueError(
+            f"there is no workflow {name!r}; use one of {', '.join(known)}, or 'path/to/file.py:function'"
+            + (f"; did you mean {near[0]!r}?" if near else ""))
+
+    @field_validator("reward")
+    @classmethod
+    def _check_reward(cls, name: str) -> str:
+        return _known_reward(name) if name else name
+
+    @field_validator("rewards")
+    @classmethod
+    def _check_rewards(cls, weights: dict[str, float]) -> dict[str, float]:
+        names = Counter(reward_name(_known_reward(name)) for name in weights)
+        if wrong := next((name for name in weights if name.startswith("model:")), None):
+            raise ValueError(f"a reward model cannot be one of several rewards, got {wrong!r}; give it as rollout.reward")
+        if twice := next((name for name, count in names.items() if count > 1), None):
+            raise ValueError(f"metrics are named after functions, and two are called {twice!r}; rename one of them")
+        if none := next((name for name, weight in weights.items() if weight == 0), None):
+            raise ValueError(f"the weight of {none!r} must not be 0, with which it would count for nothing; leave it out")
+        return weights
+
+    @model_validator(mode="after")
+    def _check_one_or_several(self) -> Self:
+        if self.reward and self.rewards:
+            raise ValueError(
+                f"rollout.reward and rollout.rewards exclude each other, got {self.reward!r} and {', '.join(self.rewards)}; put all of them"
+                " into rollout.rewards")
+        return self
+
+
+def reward_name(name: str) -> str:
+    """Return what a reward is called beside others: its function's name, or that of a judge's file without the suffix."""
+    own = REWARDS.get(name, name).rpartition(":")[2]
+    return PurePath(own).stem if name.startswith("judge:") else own
+
+
+def _known_reward(name: str) -> str:
+    """Return the name if it is one of `REWARDS`, or names a function, a model or a judge; raises ValueError otherwise."""
+    if ":" in name or name in REWARDS:
+        return name
+    near = get_close_matches(name, REWARDS, n=1)
+    raise ValueError(
+        f"there is no reward {name!r}; use one of {', '.join(REWARDS)}, or 'path/to/file.py:function'"
+        + (f"; did you mean {near[0]!r}?" if near else ""))

@@ -67,7 +67,7 @@ class Config(Section):
     @property
     def canary_dtype(self) -> Literal["float32", "bfloat16"]:
         """Coarser one of the number formats in which engines and the trainer compute the canary; mixed precision trains in bfloat16."""
-        mixed = self.train.precision == "bf16_mixed" and not self.model.lora.rank
+        mixed = self.train.computes_in == "bf16_mixed" and not self.model.lora.rank
         return "bfloat16" if mixed else self.model.dtype
 
     @property
@@ -97,17 +97,26 @@ class Config(Section):
         if self.model.tiny.num_heads % self.model.tiny.num_kv_heads:
             raise ValueError(
                 f"model.tiny.num_kv_heads must divide num_heads = {self.model.tiny.num_heads}, got {self.model.tiny.num_kv_heads}")
-        if self.model.lora.rank and self.train.gradient_checkpointing == "selective":
+        if self.model.lora.rank and self.train.recomputes == "selective":
             raise ValueError(
                 "train.gradient_checkpointing must be 'off' or 'full' with model.lora.rank > 0, got 'selective'; adapters add to the"
                 " results of matrix products in place, so none can be kept")
-        if self.train.compile and self.train.gradient_checkpointing != "off":
+        if self.train.compile and self.train.recomputes != "off":
             raise ValueError(
-                f"train.gradient_checkpointing must be 'off' with train.compile, got '{self.train.gradient_checkpointing}'; torch leaves"
+                f"train.gradient_checkpointing must be 'off' with train.compile, got '{self.train.recomputes}'; torch leaves"
                 " layers that it computes again uncompiled")
         if self.model.lora.rank and self.train.compile:
             raise ValueError(
                 "train.compile must be false with model.lora.rank > 0, got true; layers with adapters cannot be compiled, so leave it out")
+        if self.weights.whole_every_versions > 1:
+            for name, value, wanted in (
+                ("model.lora.rank", self.model.lora.rank, 0), ("weights.channel", self.weights.channel, "disk"),
+                ("inference.engine", self.inference.engine, "embedded"),
+            ):
+                if value != wanted:
+                    raise ValueError(
+                        f"weights.whole_every_versions must be 1 with {name} = {_shown(value)}, got {self.weights.whole_every_versions};"
+                        " only the embedded engine reads changed weights, and from folders")
         if self.weights.channel == "collective" and self.inference.engine == "sglang":
             raise ValueError(
                 "weights.channel must be 'disk' with inference.engine = 'sglang', got 'collective'; a folder in /dev/shm (weights.dir) is"
@@ -119,6 +128,9 @@ class Config(Section):
         if self.cluster.share_devices and self.cluster.launcher == "ray":
             raise ValueError(
                 "cluster.share_devices must be false with cluster.launcher = 'ray', got true; Ray gives every process devices of its own")
+        if self.model.lora.rank and self.train.offload_optimizer:
+            raise ValueError(
+                "train.offload_optimizer must be false with model.lora.rank > 0, got true; an adapter's moments are small, so leave it out")
         if self.model.lora.rank and not self.rollout.single_rank_load:
             raise ValueError(
                 "rollout.single_rank_load must be true with model.lora.rank > 0, got false; one process routes to the engines that hold an"
@@ -379,6 +391,12 @@ class Config(Section):
         rollout = self.rollout
         if not all(rollout.stop):
             raise ValueError("rollout.stop must not hold an empty string, which every text ends with; leave it out")
+        weights = {abs(weight) for weight in rollout.rewards.values()}
+        if self.algorithm.separate_rewards and self.algorithm.scale != "none" and len(weights) > 1:
+            raise ValueError(
+                f"rollout.rewards must have equal weights with algorithm.separate_rewards and algorithm.scale = '{self.algorithm.scale}',"
+                f" got {', '.join(f'{weight:g}' for weight in sorted(weights))}; each reward is divided by its own deviation, which undoes"
+                " its weight")
         if rollout.reward_timeout_s >= rollout.episode_timeout_s:
             raise ValueError(
                 f"rollout.episode_timeout_s must be above rollout.reward_timeout_s = {rollout.reward_timeout_s:g}, got"

@@ -5,6 +5,7 @@ from typing import Literal
 from offbeat.config.base import Section, field
 
 Precision = Literal["float32", "bf16_mixed"]
+Recompute = Literal["off", "selective", "full"]
 
 
 class OptimizerConfig(Section):
@@ -62,18 +63,32 @@ class TrainConfig(Section):
     optimizer: OptimizerConfig = field(OptimizerConfig(), "AdamW and its schedule.")
     max_tokens_per_microbatch: int = field(16384, "Hard cap on tokens in one forward and backward; bounds activation memory.", ge=1)
     share_prefix: bool = field(True, "Run a group's common prompt once per micro-batch instead of once per sample.")
-    precision: Precision = field(
-        "float32", "Number format of the computation; \"bf16_mixed\" computes in bfloat16 and keeps weights, optimizer moments and gradient"
-        " sums in float32, which is faster above about 5M parameters.")
-    gradient_checkpointing: Literal["off", "selective", "full"] = field(
-        "off", "Recompute activations in the backward pass to save memory; \"selective\" keeps the results of matrix products and"
-        " attention, \"full\" keeps only the inputs of layers and costs a third more computation.")
+    precision: Literal["auto", Precision] = field(
+        "auto", 'Number format of the computation; "bf16_mixed" computes in bfloat16 and keeps weights, optimizer moments and gradient'
+        ' sums in float32, which is faster above about 5M parameters; "auto" takes it where train ranks have devices that compute in it.')
+    gradient_checkpointing: Literal["auto", Recompute] = field(
+        "auto", 'Recompute activations in the backward pass to save memory; "selective" keeps the results of matrix products and'
+        ' attention, "full" keeps only the inputs of layers and costs a third more computation; "auto" keeps what a device has room for,'
+        " and everything on CPUs.")
+    offload_optimizer: bool = field(
+        False, "Keep AdamW's moments in host memory and bring them to the device part by part for each update. This frees 8 bytes of device"
+        " memory per parameter of a rank, at the cost of the transfers; the numbers are the same.")
     compile: bool = field(
         False, "Compile each decoder layer with torch.compile; worthwhile on a GPU, where the first step takes a minute longer, and rarely"
         " on a CPU.")
     threads: int = field(
         0, "CPU threads per train process; 0 divides the available cores among the run's engines and train ranks.", ge=0)
     step_timeout_s: float = field(1800.0, "Seconds for one training step of all ranks.", gt=0)
+
+    @property
+    def computes_in(self) -> Precision:
+        """Number format of the computation; float32 while `precision` is open."""
+        return "float32" if self.precision == "auto" else self.precision
+
+    @property
+    def recomputes(self) -> Recompute:
+        """Activations that are computed again; none while `gradient_checkpointing` is open."""
+        return "off" if self.gradient_checkpointing == "auto" else self.gradient_checkpointing
 
 
 class SftConfig(Section):

@@ -6,15 +6,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from offbeat.config.agent import PLAYS
 from offbeat.config.resume import remembered
+from offbeat.config.rollout import REWARDS
 from offbeat.config.root import Config
-from offbeat.data.dataset import Dataset, ListDataset, PromptDataset, check_lengths, open_datasets, sft_sequence
+from offbeat.data.dataset import Dataset, ListDataset, PromptDataset, check_lengths, messages_of, open_datasets, sft_sequence
 from offbeat.data.ends import Ends, find_ends
 from offbeat.data.evaluation_set import open_set
 from offbeat.data.identity import Identity, code_digest, command_digest, digest_of, model_digest
 from offbeat.data.model_folder import check_model_folder, read_context_length, read_end_token_ids, read_vocab_size
 from offbeat.data.pairs import PairEncoder, Preference, open_pairs
 from offbeat.data.reward_model import PREFIX, JudgedPairEncoder, choose_padding, open_reward_folder, plain, reads_chats
+from offbeat.data.row import Row
 from offbeat.data.supervised import Supervision
 from offbeat.data.tasks import find_task
 from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
@@ -25,8 +28,8 @@ from offbeat.trainer.messages import BuildRequest, Trainee
 _MAX_CANARY_TOKENS = 64
 _PROBE_TEXT = f"{string.printable} Offbeat goes on where it stopped: 3.14159 * 2 = 6.28318?\n\tÄpfel, 你好, naïve, don't, return x[0]"
 """Covers what tokenizers differ in; its encoding stands for the tokenizer in a run's identity."""
-_MATH_REWARD = "offbeat.rollout.rewards.math:math_reward"
-_EXACT_MATCH = "offbeat.rollout.rewards.exact_match:exact_match"
+_COMPARING = (REWARDS["exact_match"], REWARDS["math"])
+"""Rewards that compare with the row's answer."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class RunInputs:
         pairs: preferences, if the run trains on them; `train` and `heldout` are then empty.
         trains: what the run trains.
         sets: those of the evaluation sets by name, with their rows as `heldout` and as `train`; empty where no prompts are trained on.
+        unusable: why each row that cannot be used is left out, as `data.max_unusable_rows` allows.
     """
 
     model: str
@@ -80,6 +84,7 @@ class RunInputs:
     pairs: PairInputs | None = None
     trains: Trainee = "policy"
     sets: Mapping[str, "RunInputs"] = field(default_factory=dict)
+    unusable: tuple[str, ...] = ()
 
     @property
     def plays(self) -> bool:
@@ -103,12 +108,17 @@ def read_inputs(config: Config, *, trains: bool = True, supervised: bool = False
         ModelError: the folder holds no model or tokenizer, the tokenizer has no template for a chat, or there is no reward model that
             `rollout.reward` names.
         DataError: the data cannot be used, or a row is too long for the model.
-        ConfigError: lengths contradict each other, a configured end of samples is impossible, or the teacher does not fit.
+        ConfigError: lengths contradict each other, a configured end of samples is impossible, a system prompt would not be seen, or the
+            teacher does not fit.
     """
     base = read_base(config)
     context = min(base.context, config.inference.max_context or base.context)
     sampling = _choose_sampling(base, config)
-    train, heldout = open_datasets(config.data, seed=config.run.seed)
+    refused: list[str] = []
+    train, heldout = open_datasets(
+        config.data, seed=config.run.seed, needs_answer=needs_answer(config, supervised=supervised), refused=refused)
+    if supervised or config.rollout.workflow not in PLAYS:
+        check_system_prompt(config, base, train.row(0))
     longest = max(
         check_lengths(rows, base.tokenizer, config.data, context=context, max_new_tokens=sampling.max_new_tokens)
         for rows in ((heldout,) if supervised else (train, heldout)))
@@ -120,21 +130,56 @@ def read_inputs(config: Config, *, trains: bool = True, supervised: bool = False
     inputs = RunInputs(
         base.model, base.build, base.tokenizer_folder, base.tokenizer, context, sampling, train, heldout, supervision, num_dropped,
         _identify(config, base, train))
-    return replace(inputs, sets={} if supervised else {name: _read_set(name, config, base, inputs) for name in config.evaluate.sets})
+    sets = {} if supervised else {name: _read_set(name, config, base, inputs) for name in config.evaluate.sets}
+    return replace(inputs, sets=sets, unusable=(*refused, *(reason for of_set in sets.values() for reason in of_set.unusable)))
+
+
+def needs_answer(config: Config, *, supervised: bool) -> bool:
+    """Whether a row without an answer cannot be used: it is imitated, or shown to a teacher, or compared with what the policy says."""
+    shown = supervised or config.run.warm_up or config.algorithm.teaches_itself
+    return shown or any(name in _COMPARING for name in choose_rewards(config))
+
+
+def check_system_prompt(config: Config, base: Base, row: Row) -> None:
+    """Refuse a system prompt that a row's prompt would be rendered without.
+
+    Raises:
+        ConfigError: the prompt is plain text, or the chat template writes no system messages.
+        ModelError: there is no chat template, or it refuses system messages.
+    """
+    text = config.data.system_prompt
+    if not text:
+        return
+    messages = messages_of(row, config.data)
+    if messages is None:
+        remedy = (
+            "set data.chat_template = true" if base.tokenizer.has_chat_template else
+            f"and tokenizer {base.tokenizer.name!r} has no chat template that could carry it; leave it out, or write it into data.prompt")
+        raise ConfigError(f"data.system_prompt would not be seen, because the prompts are plain text and no chats; {remedy}")
+    own = any(message["role"] == "system" and message["content"] != text for message in messages)
+    if not own and text.strip() not in base.tokenizer.chat_text(messages, tools=row.tools):
+        raise ConfigError(
+            f"data.system_prompt would not be seen, because the chat template of tokenizer {base.tokenizer.name!r} writes no system"
+            " messages; leave it out, or write it into data.prompt")
 
 
 def _read_set(name: str, config: Config, base: Base, run: RunInputs) -> RunInputs:
     own = config.evaluation_set(name)
     try:
         sampling = _choose_sampling(base, own)
+        refused: list[str] = []
         rows = open_set(
-            own.data, of_run=config.data, heldout=run.heldout, most=own.evaluate.num_prompts, seed=config.run.seed)
+            own.data, of_run=config.data, heldout=run.heldout, most=own.evaluate.num_prompts, seed=config.run.seed,
+            needs_answer=needs_answer(own, supervised=False), refused=refused)
+        base = replace(base, tokenizer=replace(base.tokenizer, template_kwargs=own.data.chat_template_kwargs))
+        if own.rollout.workflow not in PLAYS:
+            check_system_prompt(own, base, rows.row(0))
         longest = check_lengths(
             rows, base.tokenizer, own.data, context=run.context, max_new_tokens=sampling.max_new_tokens, max_rows=own.evaluate.num_prompts)
         _check_limits(own, context=run.context, longest=longest, trains=False)
     except (ConfigError, DataError, ModelError) as exc:
         raise type(exc)(f"evaluate.sets.{name}: {exc}") from exc
-    return replace(run, sampling=sampling, train=rows, heldout=rows)
+    return replace(run, sampling=sampling, train=rows, heldout=rows, tokenizer=base.tokenizer, unusable=tuple(refused))
 
 
 def read_pair_inputs(config: Config, *, unpaired: bool = False, rewards: bool = False) -> RunInputs:
@@ -152,7 +197,9 @@ def read_pair_inputs(config: Config, *, unpaired: bool = False, rewards: bool = 
         raise ConfigError(
             "rollout.single_rank_load must be true to train on preferences, got false; rank 0 keeps what belongs to each pair")
     base = read_base(config)
-    train, heldout = open_pairs(config.data, unpaired=unpaired)
+    refused: list[str] = []
+    train, heldout = open_pairs(config.data, unpaired=unpaired, refused=refused)
+    check_system_prompt(config, base, Row(train.row(0).prompt, "", tools=train.row(0).tools))
     tokenizer = base.tokenizer
     if rewards:
         choose_padding(tokenizer)  # else the export could not be written
@@ -166,15 +213,18 @@ def read_pair_inputs(config: Config, *, unpaired: bool = False, rewards: bool = 
     return RunInputs(
         base.model, base.build, base.tokenizer_folder, base.tokenizer, base.context, _choose_sampling(base, config), ListDataset(()),
         ListDataset(()), supervision, num_dropped, _identify(config, base, train), PairInputs(train, heldout, encoder),
-        "rewards" if rewards else "policy")
+        "rewards" if rewards else "policy", unusable=tuple(refused))
 
 
 def _identify(config: Config, base: Base, train: Dataset[Any]) -> Identity:
-    code = {"rollout.workflow": config.rollout.workflow, "rollout.reward": choose_reward(config),
+    rewards = choose_rewards(config)
+    code = {"rollout.workflow": config.rollout.workflow, "rollout.reward": "" if config.rollout.rewards else next(iter(rewards)),
             "rollout.should_accept": config.rollout.should_accept, "algorithm.objective": config.algorithm.objective,
             "algorithm.credit": config.algorithm.credit, "agent.program": config.agent.program,
             "agent.environment": _module_of(config.agent.environment)}
     digests = {setting: _digest_of_code(name) for setting, name in code.items()}
+    several = [[_digest_of_code(name), weight] for name, weight in rewards.items()] if config.rollout.rewards else []
+    digests["rollout.rewards"] = digest_of(several) if several else ""
     digests["agent.command"] = command_digest(config.agent.command)
     digests["agent.tools"] = digest_of([_digest_of_tool(tool) for tool in config.agent.tools]) if config.agent.tools else ""
     return Identity(
@@ -253,22 +303,36 @@ def read_base(config: Config) -> Base:
     if config.model.path:
         model = str(check_model_folder(config.model.path))
         tokenizer_folder = config.model.tokenizer or model
-        return Base(model, None, tokenizer_folder, load_tokenizer(tokenizer_folder), read_context_length(model))
+        return Base(model, None, tokenizer_folder, _rendering(load_tokenizer(tokenizer_folder), config), read_context_length(model))
     model = str(config.run_dir / "model")
-    tokenizer = load_tokenizer(config.model.tokenizer) if config.model.tokenizer else character_tokenizer()
+    tokenizer = _rendering(load_tokenizer(config.model.tokenizer) if config.model.tokenizer else character_tokenizer(), config)
     tiny = config.model.tiny
     build = BuildRequest(
         model, tiny.model_dump_json(), tokenizer.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id, config.run.seed)
     return Base(model, build, model, tokenizer, tiny.max_positions)
 
 
-def choose_reward(config: Config) -> str:
-    """Return the configured reward, or the one that suits the data."""
-    if config.rollout.reward:
-        return config.rollout.reward
+def _rendering(tokenizer: Tokenizer, config: Config) -> Tokenizer:
+    return replace(tokenizer, template_kwargs=config.data.chat_template_kwargs)
+
+
+def choose_rewards(config: Config) -> dict[str, float]:
+    """Return the configured rewards, each with its weight: by dotted name, the folder of a model or the file of a judge.
+
+    It is the one that suits the data if none is configured.
+    """
+    rollout = config.rollout
+    if rollout.rewards or rollout.reward:
+        return {REWARDS.get(name, name): weight for name, weight in (rollout.rewards or {rollout.reward: 1.0}).items()}
     if config.data.task:
-        return find_task(config.data).reward
-    return _MATH_REWARD if config.data.format == "gsm8k" else _EXACT_MATCH
+        return {find_task(config.data).reward: 1.0}
+    return {REWARDS["math" if config.data.format == "gsm8k" else "exact_match"]: 1.0}
+
+
+def reward_model_of(config: Config) -> str:
+    """Return the folder or hub id of the reward model that judges; empty if functions do."""
+    name = next(iter(choose_rewards(config)))
+    return name.removeprefix(PREFIX) if name.startswith(PREFIX) else ""
 
 
 def choose_canary(inputs: RunInputs, config: Config) -> tuple[int, ...]:

@@ -9,17 +9,19 @@
          │                            │                                        │ its micro-batches; the last one reduces
          │                            │                                        │ gradients over ranks; optimizer step
          │                            │◀── Trained: metrics of all ranks ──────┤
+         │                            │ gate: advance, the next step may begin │
          │                            ├── WriteRequest: version, canary ──────▶│ score the canary; rank 0 writes a folder,
          │                            │◀── Written: fingerprint, logprobs ─────┤ or offers a broadcast
-         │◀── stage and switch ───────┤ publisher: one Manifest to all         │
-         ├─── Proof ─────────────────▶│ judge: is it what the trainer wrote?   │
-         │                            │ gate: advance, which admits prompts    │
+         │◀── stage and switch ───────┤ publisher: one Manifest to each        │ the next step, where its groups are there
+         ├─── Proof ─────────────────▶│ judge: is it what the trainer wrote?   │ already
+         │                            │ gate: serve, which admits prompts      │
 
 What runs at the same time:
 
     train          consumes batches of groups; produces weights; waits for rollouts, ranks and engines, each under a named deadline
     the executor   (rollout/executor.py) generates all the while, as far ahead as the staleness bound allows
-    the publisher  may bring a version to the engines beside the loop; the next step, evaluation and checkpoint wait until they serve it
+    the publisher  brings versions to the engines beside the loop, each engine at its own pace; a step waits until none is more versions
+                   behind than the staleness bound allows, evaluation and checkpoint until all serve the newest
     watch          ends the run when too few engines are alive
 
 What computes on a whole batch runs on a thread, one such part after another, so that answers of engines are read meanwhile.
@@ -32,6 +34,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from offbeat.aio import run_beside
 from offbeat.algorithms.coefficients import Coefficients
@@ -39,16 +42,21 @@ from offbeat.algorithms.critic import critic_batch
 from offbeat.algorithms.experience import batch_metrics, batch_stats, make_batch, reference_stats
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.controller.checkpoints import Checkpoints
-from offbeat.controller.evaluate import Evaluator, make_evaluators
+from offbeat.controller.evaluate import Evaluator, check_known, make_evaluators
 from offbeat.controller.parts import Rollouts, RunParts
+from offbeat.controller.samples import best_and_worst
 from offbeat.controller.scoring import score_batch
 from offbeat.controller.state import HeadState, Highlights, RunState, SavedState, Step
-from offbeat.data import wire
 from offbeat.data.batch import Batch
 from offbeat.data.dataset import PromptStream
 from offbeat.data.functions import at_step
+from offbeat.data.keeping import keep_lines
+from offbeat.data.pieces import Pieces
 from offbeat.data.trajectory import Group
+from offbeat.evaluation.files import encode_lines
+from offbeat.evaluation.samples import EvaluatedSet
 from offbeat.fleet.publication import PublishReport
+from offbeat.phase import phase
 from offbeat.telemetry.advice import PublishingAdvice
 from offbeat.telemetry.tracker import StatsPart, combine
 from offbeat.types import Version
@@ -90,6 +98,7 @@ class _Training:
         self._proof: dict[str, float] = {}
         self._advice = PublishingAdvice(parts.config)
         self._coefficients = Coefficients.of(parts.config.algorithm)
+        self._pieces = Pieces(parts.inputs.tokenizer)
 
     async def run(self) -> TrainResult:
         parts, state, config = self._parts, self._state, self._config
@@ -104,23 +113,25 @@ class _Training:
         await state.agree(parts.peers)
         if state.stopping:
             return TrainResult(state.global_step, self._highlights, state.stopped_early)
-        await self._publish(state.version)
-        await parts.publisher.settle()  # rollouts begin with it
+        with phase("publishing the initial weights"):
+            await self._publish(state.version)
+            await parts.publisher.settle()  # rollouts begin with it
         rollouts = parts.source.rollouts(
             self._stream, version=state.version, last_version=state.last_version, num_flat_rejected=self._num_flat_rejected)
-        evaluators = make_evaluators(rollouts, parts.source, parts.inputs, config, parts.peers)
+        evaluators = make_evaluators(
+            rollouts, parts.source, parts.inputs, config, parts.peers, log_dir=self._record.log_dir)
         self._record.console.start(f"{config.run.name} · {config.algorithm.preset}", config.run.total_steps)
         if saved is None and (before := await self._evaluate(evaluators, 0, last=True)):
             self._record.stats.commit(0, 0, 0, before)
         async with rollouts:
             for step in state.steps():
                 start = time.monotonic()
-                groups, stats = await self._step(step, rollouts)
+                groups, batch, stats = await self._step(step, rollouts)
                 await state.agree(parts.peers)
                 if not state.stopping:
                     stats |= await self._evaluate(evaluators, step.global_step, last=step.global_step == state.total_steps)
                 is_best, last = self._is_best(step.global_step), step.global_step == state.total_steps
-                await self._commit(step, groups, stats, time.monotonic() - start)
+                await self._commit(step, groups, batch, stats, time.monotonic() - start)
                 await parts.peers.meet("commit_stats")
                 await self._checkpoints.export_step(step.global_step)
                 if self._checkpoints.due(step.global_step, last=last or state.stopping or is_best):
@@ -131,22 +142,23 @@ class _Training:
         await self._record.stored()
         return TrainResult(state.global_step, self._highlights, state.stopped_early)
 
-    async def _step(self, step: Step, rollouts: Rollouts) -> tuple[list[Group], dict[str, float]]:
+    async def _step(self, step: Step, rollouts: Rollouts) -> tuple[list[Group], Batch, dict[str, float]]:
         """Rollouts to weights: the design's loop."""
         config, span = self._config, self._record.tracer.span
         algorithm = self._coefficients.applied(config.algorithm)
         clock = _Clock()
         with span("rollout", "controller", step=step.global_step):
-            await self._parts.publisher.settle()  # the gate opens when engines serve the version that this step trains
+            # Groups for this step can only be there when no engine is further behind the version that it trains.
+            await self._parts.publisher.settle(behind=config.rollout.max_head_offpolicyness)
             gate_s = clock.lap()
             groups = await rollouts.prepare_batch()
         waited_s = clock.lap()
         with span("advantage", "controller"):
             batch, own = await asyncio.to_thread(self._flatten, groups, algorithm, step)
-        made_s, scored_s, scored = clock.lap(), 0.0, StatsPart()
+        made_s, scored_s, scored, known = clock.lap(), 0.0, StatsPart(), {}
         if algorithm.needs_scores:
             with span("score", "controller", step=step.global_step):
-                batch, scored = await score_batch(
+                batch, scored, known = await score_batch(
                     batch, self._parts, algorithm, seed=config.run.seed + step.global_step,
                     row_of=lambda group: self._stream.row(groups[group].prompt_id))
             scored_s = clock.lap()
@@ -154,7 +166,8 @@ class _Training:
             stats = await self._train(batch, step)
         trained_s = made_s + clock.lap()
         with span("publish", "controller", version=step.next_version):
-            await self._publish(step.next_version, rollouts.advance)
+            rollouts.advance(step.next_version)
+            await self._publish(step.next_version, rollouts.serve)
         times = {
             "step/rollout_wait_s": waited_s, **({"step/score_s": scored_s} if scored_s else {}), "step/train_s": trained_s,
             "step/publish_s": gate_s + clock.lap()}
@@ -163,7 +176,7 @@ class _Training:
         parts = await self._parts.peers.gather("export_stats", part)
         stats |= batch_metrics(parts) | times | self._coefficients.metrics(config.algorithm)
         self._coefficients = self._coefficients.after(stats, config.algorithm)
-        return groups, stats
+        return groups, batch.with_columns(**known), stats
 
     def _flatten(self, groups: Sequence[Group], algorithm: AlgorithmConfig, step: Step) -> tuple[Batch, StatsPart]:
         """Return the batch of these groups and its statistics; on a thread, as it would hold up the rollouts."""
@@ -184,17 +197,17 @@ class _Training:
         return stats | await self._parts.trainers.train_step(batch, num_minibatches=config.algorithm.num_minibatches)
 
     async def _publish(self, version: Version, on_serving: Callable[[Version], None] = lambda _version: None) -> None:
-        """Publish. When engines serve the version, which may be later, record how it went and tell `on_serving`."""
+        """Publish: return when the version is written. When engines serve it, record how it went and tell `on_serving`."""
 
         def served(report: PublishReport) -> None:
             self._proof = {
-                "publish/switch_s": report.switch_s, "publish/inconclusive_engines": len(report.inconclusive),
-                "policy/canary_gap": report.canary_gap}
+                "publish/switch_s": report.switch_s, "publish/written_bytes": report.num_bytes,
+                "publish/inconclusive_engines": len(report.inconclusive), "policy/canary_gap": report.canary_gap}
             self._highlights = replace(self._highlights, max_logprob_gap=max(self._highlights.max_logprob_gap, report.canary_gap))
             self._record.events.record(
                 "publish", version=version, total_s=report.total_s, write_s=report.write_s, stage_s=report.stage_s,
                 switch_s=report.switch_s, canary_gap=report.canary_gap, quarantined=dict(report.quarantined),
-                inconclusive=dict(report.inconclusive))
+                inconclusive=dict(report.inconclusive), num_bytes=report.num_bytes)
             on_serving(version)
 
         await self._parts.publisher.publish(version, on_served=served)
@@ -207,21 +220,27 @@ class _Training:
                 continue
             await self._parts.publisher.settle()
             with self._record.tracer.span("evaluate", "controller"):
-                evaluation = await evaluator.run()
+                evaluation = await evaluator.run(keep=partial(self._keep, global_step) if self._config.evaluate.keep_samples else None)
             self._record.events.record("evaluation", global_step=global_step, **evaluation.metrics())
             prompts = f"{evaluation.num_prompts} prompts"
             told = f"{evaluation.title} {evaluation.accuracy:.3f} after step {global_step} ({prompts})"
             self._record.console.note(f"{told}{evaluation.shares_text}")
             self._highlights = self._highlights.evaluated(evaluation.name, evaluation.accuracy, first=global_step == 0)
+            check_known(evaluation, self._config.evaluate.keep_best)
             if (value := evaluation.metrics().get(self._config.evaluate.keep_best)) is not None:
                 self._highlights = self._highlights.measured(self._config.evaluate.keep_best, value, global_step=global_step)
-            stats |= evaluation.step_metrics
+            if evaluation.own_failure:
+                self._record.note("metric_failed", f"{evaluation.title} has no metric of its own: {evaluation.own_failure}")
+            stats |= evaluation.metrics()
         best = self._highlights.best
         if best is not None and best.is_final(self._config.evaluate) and not last:
             self._record.note("no_gain", f"{best.metric} has not risen above {best.value:.3f}, of step {best.global_step}, in"
                               f" {best.num_since} evaluations, so step {global_step} is the last")
             self._state.total_steps = global_step
         return stats
+
+    async def _keep(self, global_step: int, played: EvaluatedSet) -> None:
+        await self._record.evaluation(global_step, played.name, encode_lines(played))
 
     def _is_best(self, global_step: int) -> bool:
         """Whether the model after this step is the best one so far; the initial model is not exported."""
@@ -250,7 +269,7 @@ class _Training:
         self._record.events.record("resumed", global_step=saved.global_step, version=saved.version, prompts_in_flight=in_flight)
         self._record.console.note(f"resumed after step {saved.global_step}")
 
-    async def _commit(self, step: Step, groups: Sequence[Group], stats: dict[str, float], total_s: float) -> None:
+    async def _commit(self, step: Step, groups: Sequence[Group], batch: Batch, stats: dict[str, float], total_s: float) -> None:
         stats |= {
             "step/total_s": total_s,
             "throughput/generated_tokens_per_s": stats["rollout/generated_tokens"] / total_s,
@@ -261,11 +280,13 @@ class _Training:
         self._highlights = replace(self._highlights, max_staleness=staleness)
         self._record.stats.commit(self._stream.state().epoch, step.global_step, step.global_step, stats)
         self._record.console.update(step.global_step, stats)
+        self._record.console.offer(partial(best_and_worst, step.global_step, groups, self._parts.inputs.tokenizer))
         if advice := self._advice.look(stats):
             self._record.console.note(advice)
         every = self._config.telemetry.rollouts_every_steps
         if every and step.global_step % every == 0:
-            await self._record.rollouts(step.global_step, (wire.encode_json(group) for group in groups))
+            rows = [self._stream.row(group.prompt_id) for group in groups]
+            await self._record.rollouts(step.global_step, keep_lines(groups, rows, batch, self._pieces, step=step.global_step))
 
 
 class _Clock:

@@ -7,6 +7,7 @@ import asyncio
 
 from offbeat.algorithms.own_credit import check_credit
 from offbeat.config.root import Config
+from offbeat.extras import TRAIN, require
 from offbeat.process.child import Child, ChildSpec
 
 _TIMEOUT_S = 120.0
@@ -20,12 +21,14 @@ def check_own_code(config: Config) -> list[str]:
 
     Raises:
         CodeError: says in one sentence what is wrong with one of them.
+        MissingExtraError: there is an objective, and torch is not installed.
     """
     algorithm, lines = config.algorithm, []
     if algorithm.credit:
         check_credit(algorithm.credit, algorithm.constants)
         lines.append(f"algorithm.credit = {algorithm.credit!r} gives finite advantages of the right shape for made-up samples")
     if algorithm.has_own_objective:
+        require("train", TRAIN, wanted_by="the check of algorithm.objective")
         asyncio.run(_check_objective(config))
         lines.append(f"algorithm.objective = {algorithm.objective!r} gives finite losses with gradients for made-up tokens")
     return lines

@@ -15,7 +15,6 @@ from offbeat.data.batch import Batch
 from offbeat.data.dataset import PromptStream
 from offbeat.data.row import Row
 from offbeat.data.trajectory import Group
-from offbeat.fleet.publication import PublishReport
 from offbeat.fleet.publishers import OnServed
 from offbeat.inference.sampling import Sampling
 from offbeat.ranks.trainers import Trainers
@@ -29,20 +28,20 @@ T = TypeVar("T")
 class Publishing(Protocol):
     """Carries the trainers' weights to the engines. In SPMD mode every rank calls the same methods."""
 
-    async def publish(self, version: Version, *, on_served: OnServed) -> PublishReport | None:
-        """Write the weights as `version` and bring every healthy engine to it. Engines may still be loading it when this returns.
+    async def publish(self, version: Version, *, on_served: OnServed) -> None:
+        """Write the weights as `version`, and let every healthy engine come to it. Engines may still be loading it when this returns.
 
         Args:
-            on_served: hears the report when engines serve the version; on ranks that wait for rank 0 to write an adapter, it is never
-                called: they roll nothing out.
-
-        Returns:
-            The report, if engines serve the version by now.
+            on_served: hears the report when engines serve the version, after those before; on ranks that roll nothing out, it is never
+                called.
         """
         ...
 
-    async def settle(self) -> None:
-        """Return when engines serve what was published last. Not collective: only the process that brings it to them waits."""
+    async def settle(self, *, behind: int = 0) -> None:
+        """Return when engines serve what was published last, or the version that is so many `behind` it.
+
+        Not collective: only the process that brings it to them waits. Raises what a publish since has failed with.
+        """
         ...
 
 
@@ -66,9 +65,13 @@ class Rollouts(Protocol):
 
     def advance(self, version: Version) -> None: ...
 
+    def serve(self, version: Version) -> None: ...
+
     def take_stats(self) -> StatsPart: ...
 
-    async def rollout_batch(self, rows: Iterable[Row], *, group_size: int, sampling: Sampling) -> list[Group]: ...
+    async def rollout_batch(
+        self, rows: Iterable[Row], *, group_size: int, sampling: Sampling, on_group: Callable[[int, Group], None] = ...,
+    ) -> list[Group]: ...
 
 
 class RolloutSource(Protocol):

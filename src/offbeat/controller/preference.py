@@ -99,7 +99,7 @@ class PreferenceLesson(Lesson):
         others = [parts.config.run.seed] if self._others is not None else []
         key = digest_of([
             dataset.digest, num_rows, identity.model, identity.tokenizer, str(hf.chat_template), data.chat_template, data.system_prompt,
-            limits, others])
+            data.chat_template_kwargs, limits, others])
         return await open_reference(
             parts.config.run_dir / "reference" / f"{name}.safetensors", key=key, rows=rows, num_rows=num_rows,
             chunk=self._settings.batch_size, score=self._score, peers=parts.peers, draws=parts.source.draws, resumes=resumes)
@@ -131,7 +131,7 @@ class PreferenceLesson(Lesson):
         row, other = self.dataset.row(index), self.dataset.row(int(self._others[index]))
         if isinstance(row.prompt, str) != isinstance(other.prompt, str):
             return []
-        single = Preference(row.prompt, other.answers[:1], other.liked[:1])
+        single = Preference(row.prompt, other.answers[:1], other.liked[:1], tools=row.tools)
         pair = replace(self._encoder, too_long="drop").encode(single, name=f"row {index} with the answer of another")
         return [] if pair is None else list(pair.sequences)
 

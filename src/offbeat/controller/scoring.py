@@ -23,8 +23,10 @@ from offbeat.telemetry.tracker import StatsPart
 
 async def score_batch(
     batch: Batch, parts: RunParts, config: AlgorithmConfig, *, seed: int, row_of: RowOf,
-) -> tuple[Batch, StatsPart]:
-    """Return a batch of `make_batch` with everything that its training step reads, and statistics of the scores.
+) -> tuple[Batch, StatsPart, dict[str, np.ndarray]]:
+    """Return a batch of `make_batch` with everything that its training step reads, statistics of the scores, and log-probabilities.
+
+    The log-probabilities are those that came up on the way, for the record: `ref_logprobs` and `prox_logprobs`, [M] float32.
 
     Args:
         config: of this step.
@@ -38,6 +40,7 @@ async def score_batch(
     if parts.critic is not None:
         scores |= await _values(batch, parts.critic)
     batch = await asyncio.to_thread(with_scores, batch, scores, config)
+    known = {name: values for name, values in scores.items() if name == "ref_logprobs"}
     if config.needs_teacher:
         assert parts.teacher is not None, "a run that needs a teacher has one"
         taught = await parts.teacher.score(batch, row_of)
@@ -45,9 +48,10 @@ async def score_batch(
         batch = await asyncio.to_thread(with_teacher, batch, taught, config)
     if config.compares_targets:
         prox_logprobs = (await trainers.score(batch)).columns["logprobs"]
+        known["prox_logprobs"] = prox_logprobs
         chosen = await asyncio.to_thread(choose_tokens, policy_loss(config), batch, prox_logprobs=prox_logprobs, seed=seed)
         batch = batch.with_columns(**chosen)
-    return batch, stats
+    return batch, stats, known
 
 
 async def _values(batch: Batch, critic: Trainers) -> dict[str, np.ndarray]:

@@ -147,7 +147,8 @@ class Imitation(Lesson):
         """See `Lesson.begin`."""
         parts, version = self._parts, self._state.version
         rollouts = parts.source.rollouts(stream, version=version, last_version=version)
-        self._evaluator = Evaluator(rollouts, parts.inputs.heldout, parts.config.timed_evaluate, parts.peers)
+        self._evaluator = Evaluator(
+            rollouts, parts.inputs.heldout, parts.config.timed_evaluate, parts.peers, tokenizer=parts.inputs.tokenizer)
 
     async def batch(self, stream: PromptStream[Any]) -> Batch:
         """See `Lesson.batch`."""

@@ -1,4 +1,4 @@
-"""Line charts as SVG text, drawn without libraries so that a report is one file. Colours are CSS classes of `report.html`.
+"""Line charts as SVG text, drawn without libraries so that a report is one file. Colours are CSS classes of `style.css`.
 
 Every chart is complete without scripts. Its points are also in a `data-chart` attribute, from which the page shows values on hover.
 """

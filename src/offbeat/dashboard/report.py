@@ -5,7 +5,6 @@ after one has crashed.
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -16,16 +15,17 @@ from pydantic import ValidationError
 
 from offbeat.config.root import Config
 from offbeat.dashboard import timeline
-from offbeat.dashboard.charts import Chart, Series, draw, smoothed
+from offbeat.dashboard.cards import cards_html, episode_cards, evaluation_sets, main_cards
 from offbeat.dashboard.run_files import RunFiles, read_run
+from offbeat.dashboard.samples import samples_html
 from offbeat.errors import StorageError
 from offbeat.telemetry.advice import PublishingAdvice
 
-_TEMPLATE = Path(__file__).with_name("report.html")
+_FOLDER = Path(__file__).parent
+STYLE = (_FOLDER / "style.css").read_text(encoding="utf-8")
+CHARTS_SCRIPT = (_FOLDER / "charts.js").read_text(encoding="utf-8")
+_TEMPLATE = (_FOLDER / "report.html").read_text(encoding="utf-8")
 _MOST_EVENTS = 500
-_OF_SET = re.compile(r"eval/([a-z0-9_]+)/accuracy")
-
-Card = tuple[Chart, str]
 
 
 def write_report(run_dir: Path) -> Path:
@@ -51,19 +51,39 @@ def write_report(run_dir: Path) -> Path:
 
 def render_report(run: RunFiles) -> str:
     """Render the report as HTML; parts without data are left out, and a run without metrics says so."""
-    return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
+    return Template(_TEMPLATE).substitute(
+        style=STYLE,
+        script=CHARTS_SCRIPT,
         name=escape(run.name),
-        subtitle=escape(_subtitle(run)),
-        figures="".join(_figure(*figure) for figure in _key_figures(run)),
+        subtitle=escape(subtitle(run)),
+        figures=figures_html(run),
         advice=escape(_advice(run)),
         charts=_charts_html(run),
         episodes=_episodes_html(run),
-        timeline=_timeline_html(run),
-        details="".join(_details(run)),
+        samples=samples_html(run.groups),
+        timeline=timeline_html(run),
+        details=details_html(run),
     )
 
 
-def _subtitle(run: RunFiles) -> str:
+def overview_html(run: RunFiles) -> str:
+    """Draw key figures, advice and curves, for the live page."""
+    return (
+        f'<dl class="figures">{figures_html(run)}</dl><p class="advice">{escape(_advice(run))}</p>'
+        f"<section><h2>Curves</h2>{_charts_html(run)}</section>{_episodes_html(run)}")
+
+
+def figures_html(run: RunFiles) -> str:
+    """Draw the key figures for which there is data."""
+    return "".join(_figure(*figure) for figure in _key_figures(run))
+
+
+def details_html(run: RunFiles) -> str:
+    """Draw result, events and configuration as parts that can be opened."""
+    return "".join(_details(run))
+
+
+def subtitle(run: RunFiles) -> str:
     """Say what was trained, how, and where: "tiny model · sort_digits · grpo · 2 train ranks, 2 engines · local"."""
     ranks, engines = run.setting("train", "num_ranks"), run.setting("inference", "num_engines")
     parts = [
@@ -82,7 +102,7 @@ def _count(number: int, noun: str) -> str:
 
 def _key_figures(run: RunFiles) -> Iterator[tuple[str, str, str]]:
     """Yield (label, value, remark) of each figure for which there is data."""
-    sets = {"held-out accuracy": "eval/accuracy"} | {f"accuracy on {name}": f"eval/{name}/accuracy" for name in _evaluation_sets(run)}
+    sets = {"held-out accuracy": "eval/accuracy"} | {f"accuracy on {name}": f"eval/{name}/accuracy" for name in evaluation_sets(run)}
     for label, name in sets.items():
         if found := run.values(name):
             yield label, " → ".join(f"{found[i]:.2f}" for i in sorted({0, len(found) - 1})), "first → last"
@@ -96,6 +116,10 @@ def _key_figures(run: RunFiles) -> Iterator[tuple[str, str, str]]:
     tokens_per_s = run.values("throughput/generated_tokens_per_s")
     if tokens_per_s:
         yield "tokens/s", f"{sum(tokens_per_s) / len(tokens_per_s):,.0f}", "generated, mean"
+    if used := run.values("train/mfu"):
+        yield "MFU", f"{sorted(used)[len(used) // 2]:.0%}", "of the devices' peak in training steps, median"
+    if memory := run.values("train/peak_memory_bytes"):
+        yield "memory", f"{max(memory) / 2**30:.1f} GiB", "most that a train rank has taken"
     share = timeline.overlap(run.spans)
     if share is not None:
         yield "overlap", f"{share:.0%}", "of training time also generates"
@@ -130,152 +154,20 @@ def _figure(label: str, value: str, remark: str) -> str:
     return f'<div class="figure"><dt>{escape(label)}</dt><dd>{escape(value)}</dd><small>{escape(remark)}</small></div>'
 
 
-def _cards(run: RunFiles) -> list[Card]:
-    """Return every chart with the sentence below it."""
-    bound = run.bound("rollout", "max_head_offpolicyness")
-    reward, loss = run.points("reward/mean"), run.points("train/loss")
-    return [
-        (
-            Chart("Held-out accuracy", "", _accuracies(run), y_range=(0, 1)),
-            "On prompts that are never trained on.",
-        ),
-        (
-            Chart("Reward", "", [Series("this step", reward, style="faint"), Series("mean of 8 steps", smoothed(reward, window=8))]),
-            "Mean over a step's samples; the strong line is the mean of 8 steps.",
-        ),
-        (
-            Chart("Rewards by name", "", _named_rewards(run)),
-            "Mean of each named reward over a step's samples; the reward is their sum.",
-        ),
-        (
-            Chart(
-                "Staleness",
-                "versions",
-                [
-                    Series("max", run.points("rollout/staleness_max_versions"), "c2"),
-                    Series("mean", run.points("rollout/staleness_mean_versions")),
-                ],
-                y_range=(0, None),
-                bound=bound,
-                bound_label="max_head_offpolicyness",
-            ),
-            "Versions between the policy that sampled a token and the one that trains on it.",
-        ),
-        (
-            Chart(
-                "Trainer-engine log-probability gap",
-                "nats, log scale",
-                [
-                    Series("max", run.points("policy/logprob_gap_max"), "c2"),
-                    Series("mean", run.points("policy/logprob_gap_mean")),
-                    Series("same weights", run.points("policy/canary_gap"), "c3"),
-                ],
-                log=True,
-            ),
-            "|trainer − engine|: per trained token, mostly from staleness; and of the canary under the same weights, from numerics alone.",
-        ),
-        (
-            Chart(
-                "Throughput",
-                "tokens/s",
-                [
-                    Series("generated", run.points("throughput/generated_tokens_per_s"), "c3"),
-                    Series("trained", run.points("throughput/trained_tokens_per_s")),
-                ],
-                y_range=(0, None),
-            ),
-            "Tokens that engines wrote, and tokens that the trainer consumed, per second.",
-        ),
-        (
-            Chart(
-                "Where a step's time goes",
-                "s",
-                [
-                    Series("whole step", run.points("step/total_s"), "c4"),
-                    Series("train", run.points("step/train_s")),
-                    Series("wait for rollouts", run.points("step/rollout_wait_s"), "c2"),
-                    Series("publish", run.points("step/publish_s"), "c3"),
-                ],
-                y_range=(0, None),
-            ),
-            "A short wait for rollouts means that the engines keep up.",
-        ),
-        (
-            Chart("Loss", "", [Series("this step", loss, style="faint"), Series("mean of 8 steps", smoothed(loss, window=8))]),
-            "The policy objective; its sign and size say little by themselves.",
-        ),
-        (
-            Chart("Gradient norm", "", [Series("norm", run.points("train/grad_norm"))], y_range=(0, None)),
-            "Before clipping.",
-        ),
-        (
-            Chart("Entropy", "nats", [Series("entropy", run.points("train/entropy"))], y_range=(0, None)),
-            "Per token; a fall to zero is a policy that stopped exploring.",
-        ),
-        (
-            Chart("Learning rate", "", [Series("rate", run.points("train/lr"))], y_range=(0, None)),
-            "Peak, warm-up and decay as configured.",
-        ),
-    ]
-
-
-def _evaluation_sets(run: RunFiles) -> list[str]:
-    """Return the names of the evaluation sets that were evaluated."""
-    found = (_OF_SET.fullmatch(name) for row in run.metrics for name in row)
-    return list(dict.fromkeys(match[1] for match in found if match is not None))
-
-
-def _accuracies(run: RunFiles) -> list[Series]:
-    names = _evaluation_sets(run)
-    held_out = Series("held-out prompts" if names else "accuracy", run.points("eval/accuracy"), style="dots")
-    sets = (
-        Series(name, run.points(f"eval/{name}/accuracy"), f"c{1 + number % 4}", style="dots") for number, name in enumerate(names, start=1))
-    return [held_out, *sets]
-
-
-def _named_rewards(run: RunFiles) -> list[Series]:
-    names = dict.fromkeys(name for row in run.metrics for name in row if name.startswith("reward/") and name.endswith("_mean"))
-    return [
-        Series(name.removeprefix("reward/").removesuffix("_mean"), run.points(name), f"c{1 + number % 4}")
-        for number, name in enumerate(names)]
-
-
 def _charts_html(run: RunFiles) -> str:
-    cards = [_card(chart, text) for chart, text in _cards(run) if chart.points()]
+    cards = cards_html(main_cards(run))
     if not cards:
         return '<p class="empty">No metrics yet. They appear here once the first step has ended; write the report again then.</p>'
-    return f'<div class="cards">{"".join(cards)}</div>'
+    return f'<div class="cards">{cards}</div>'
 
 
 def _episodes_html(run: RunFiles) -> str:
-    """Draw where the time of episodes of several turns goes; empty for a run without turns."""
-    seconds = dict(run.points("rollout/episode_mean_s"))
-    parts = [
-        Series(label, [(step, share * seconds[step]) for step, share in run.points(f"rollout/{name}_share") if step in seconds], colour)
-        for name, label, colour in (("model", "model calls", "c3"), ("tool", "tools and environments", "c1"), ("queue", "queue", "c4"))]
-    cards: list[Card] = [
-        (
-            Chart("Where an episode's time goes", "s", parts, y_range=(0, None), stacked=True),
-            "Mean over the episodes that ended in a step: calls of the model, what lies between them, and the wait for a place to play in.",
-        ),
-        (Chart("Turns", "", [Series("turns", run.points("rollout/turns_mean"))], y_range=(0, None)), "Mean over a step's episodes."),
-    ]
-    shown = "".join(_card(chart, text) for chart, text in cards if chart.points())
+    shown = cards_html(episode_cards(run))
     return f'<section><h2>Episodes</h2><div class="cards">{shown}</div></section>' if shown else ""
 
 
-def _card(chart: Chart, text: str) -> str:
-    strong = [series for series in chart.series if series.style != "faint" and series.points]
-    keys = [f'<span class="key"><i class="{series.colour}"></i>{escape(series.label)}</span>' for series in strong]
-    if chart.bound is not None:
-        keys.append(f'<span class="key"><i class="dash"></i>{escape(chart.bound_label)} = {chart.bound:g}</span>')
-    shown = "".join(keys) if len(keys) > 1 else ""
-    unit = f" <small>{escape(chart.unit)}</small>" if chart.unit else ""
-    head = f'<h3>{escape(chart.title)}{unit}</h3><div class="keys">{shown}</div>'
-    return f'<figure class="card">{head}{draw(chart)}<p>{escape(text)}</p></figure>'
-
-
-def _timeline_html(run: RunFiles) -> str:
+def timeline_html(run: RunFiles) -> str:
+    """Draw the time line of the whole run and of a few steps in its middle."""
     if not run.spans:
         return '<p class="empty">No time line was recorded (telemetry.trace is off, or nothing has run yet).</p>'
     share = timeline.overlap(run.spans)

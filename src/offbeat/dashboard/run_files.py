@@ -4,19 +4,26 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from offbeat.data.kept import KeptGroup, kept_files, read_groups
 from offbeat.errors import DataError
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.trace import Span, read_trace
 
 _LARGEST = 1e100
+_MOST_GROUPS = 32
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Records of one run; each is empty if its file is missing."""
+    """Records of one run; each is empty if its file is missing.
+
+    Attributes:
+        groups: of the newest step whose rollouts were kept, the first ones.
+    """
 
     name: str
     config_text: str
@@ -25,6 +32,7 @@ class RunFiles:
     events: Sequence[Mapping[str, Any]]
     spans: Sequence[Span]
     result: Mapping[str, Any]
+    groups: Sequence[KeptGroup] = ()
 
     def points(self, metric: str) -> list[tuple[float, float]]:
         """Return a metric as (global step, value); rows without the metric, or with a value that is not a finite number, are left out."""
@@ -52,10 +60,7 @@ def read_run(run_dir: Path) -> RunFiles:
     Raises:
         DataError: there is no such folder, or it contains neither `config.toml` nor `metrics.jsonl`.
     """
-    if not run_dir.is_dir():
-        raise DataError(f"run folder {run_dir} does not exist; give a folder such as runs/NAME")
-    if not (run_dir / "config.toml").is_file() and not (run_dir / "metrics.jsonl").is_file():
-        raise DataError(f"{run_dir} is no run: it holds neither config.toml nor metrics.jsonl; give a folder such as runs/NAME")
+    check_run(run_dir)
     config_text = _text(run_dir / "config.toml")
     return RunFiles(
         name=run_dir.resolve().name,
@@ -65,7 +70,29 @@ def read_run(run_dir: Path) -> RunFiles:
         events=[row for row in read_json_lines(run_dir / "events.jsonl") if _finite(row.get("time_s"))],
         spans=read_trace(run_dir / "trace.json"),
         result=_json_object(_text(run_dir / "result.json")),
+        groups=_newest_groups(run_dir),
     )
+
+
+def check_run(run_dir: Path) -> None:
+    """Check that a folder is a run's; errors are those of `read_run`."""
+    if not run_dir.is_dir():
+        raise DataError(f"run folder {run_dir} does not exist; give a folder such as runs/NAME")
+    if not is_run(run_dir):
+        raise DataError(f"{run_dir} is no run: it holds neither config.toml nor metrics.jsonl; give a folder such as runs/NAME")
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run's."""
+    return (folder / "config.toml").is_file() or (folder / "metrics.jsonl").is_file()
+
+
+def _newest_groups(run_dir: Path) -> list[KeptGroup]:
+    files = [file for file in kept_files(run_dir) if not file.is_rejected]
+    try:
+        return list(islice(read_groups(files[-1]), _MOST_GROUPS)) if files else []
+    except DataError:
+        return []  # a damaged file costs the report its samples
 
 
 def _finite(value: Any) -> bool:

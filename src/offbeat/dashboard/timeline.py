@@ -1,7 +1,7 @@
 """Timeline of a run as SVG text: one row per track of `trace.json`, coloured by activity.
 
 There are two views. The whole run is drawn in columns of half a pixel, each coloured by the activity that took most of it, so that the
-cost does not depend on the length of the run. A window of a few steps shows every span. Colours are CSS classes of `report.html`.
+cost does not depend on the length of the run. A window of a few steps shows every span. Colours are CSS classes of `style.css`.
 """
 
 import re
@@ -34,6 +34,11 @@ _CLASSES = {name: css for name, css, _ in KINDS}
 _LABELS = {name: label for name, _, label in KINDS}
 
 Interval = tuple[float, float]
+
+
+def label_of(name: str) -> str:
+    """Return what the legend calls an activity."""
+    return _LABELS.get(name, name)
 
 
 def overlap(spans: Sequence[Span]) -> float | None:
@@ -70,14 +75,14 @@ def legend(spans: Sequence[Span]) -> str:
 def draw_whole(spans: Sequence[Span]) -> str:
     """Draw the whole run as an `<svg>` element, with the middle window marked."""
     start_s, end_s = _extent(spans)
-    rows = _rows(spans)
+    rows = rows_by_track(spans)
     num_columns = 2 * (WIDTH - LEFT - RIGHT)
     column_s = (end_s - start_s) / num_columns
     parts = []
     for row, (track, row_spans) in enumerate(rows.items()):
         for first, last, name in _runs(_columns(row_spans, start_s, column_s, num_columns)):
             begin_s, length_s = first * column_s, (last - first) * column_s
-            tip = f"{track} · {_LABELS.get(name, name)} · {begin_s:.1f} s to {begin_s + length_s:.1f} s"
+            tip = f"{track} · {label_of(name)} · {begin_s:.1f} s to {begin_s + length_s:.1f} s"
             parts.append(_bar(row, LEFT + first / 2, (last - first) / 2, name, tip))
     window = middle_window(spans)
     if window != (start_s, end_s):
@@ -91,7 +96,7 @@ def draw_window(spans: Sequence[Span]) -> str:
     low, high = middle_window(spans)
     run_start_s, _ = _extent(spans)
     scale = (WIDTH - LEFT - RIGHT) / (high - low)
-    rows = _rows(spans)
+    rows = rows_by_track(spans)
     parts = []
     for span in spans:
         if span.track == "controller" and span.name == "rollout" and low <= span.start_s < high:
@@ -103,12 +108,12 @@ def draw_window(spans: Sequence[Span]) -> str:
         for span in row_spans:
             begin, end = max(span.start_s, low), min(span.end_s, high)
             if begin < end:
-                tip = f"{track} · {_LABELS.get(span.name, span.name)} · {_duration(span.end_s - span.start_s)}{_arguments(span.args)}"
+                tip = f"{track} · {label_of(span.name)} · {_duration(span.end_s - span.start_s)}{_arguments(span.args)}"
                 parts.append(_bar(row, LEFT + (begin - low) * scale, max((end - begin) * scale, 0.6), span.name, tip))
     return _frame(list(rows), parts, (low - run_start_s, high - run_start_s), "Time line of the middle of the run")
 
 
-def _rows(spans: Iterable[Span]) -> dict[str, list[Span]]:
+def rows_by_track(spans: Iterable[Span]) -> dict[str, list[Span]]:
     """Group spans by track: the controller, then train ranks, then engines, each by number, then any others, such as episodes."""
     rows: dict[str, list[Span]] = defaultdict(list)
     for span in spans:

@@ -16,7 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import DataError
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 Span = tuple[int, int]
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -59,7 +59,9 @@ class MarkedText:
         return ids.astype(np.int32), mask
 
 
-def mark_answers(messages: Messages, tokenizer: Tokenizer, *, turns: Literal["all", "last"], first: int = 1) -> list[MarkedText]:
+def mark_answers(
+    messages: Messages, tokenizer: Tokenizer, *, turns: Literal["all", "last"], first: int = 1, tools: Sequence[Mapping[str, Any]] = (),
+) -> list[MarkedText]:
     """Return what a chat teaches: one text, or several where the template writes a turn differently once others follow it.
 
     Such a template (one that drops the reasoning of earlier turns) shows a model other tokens to continue from than it wrote itself, so
@@ -69,6 +71,7 @@ def mark_answers(messages: Messages, tokenizer: Tokenizer, *, turns: Literal["al
         messages: each with `role` and `content`. A first message by the assistant answers nothing and is not trained on.
         turns: which of the assistant's messages are trained on.
         first: index from which on messages can be trained on, at least 1; those before are given.
+        tools: descriptions of functions that the assistant may call, for templates that write them.
 
     Raises:
         DataError: no message is the assistant's, one is empty, or the template omits it or changes what precedes it.
@@ -79,54 +82,56 @@ def mark_answers(messages: Messages, tokenizer: Tokenizer, *, turns: Literal["al
         raise DataError("the chat has no message of the assistant that answers another, so there is nothing to imitate")
     parts: list[MarkedText] = []
     for index in answers if turns == "all" else answers[-1:]:
-        part = _answer(messages, index, tokenizer)
+        part = _answer(messages, index, tokenizer, tools)
         if parts and part.text.startswith(parts[-1].text):
             part = MarkedText(part.text, parts.pop().spans + part.spans, part.is_open)
         parts.append(part)
     return parts
 
 
-def _answer(messages: Messages, index: int, tokenizer: Tokenizer) -> MarkedText:
+def _answer(messages: Messages, index: int, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> MarkedText:
     """Render the chat up to the assistant's message at `index`, and mark that message."""
-    if not messages[index]["content"].strip():
+    calls = bool(messages[index].get("tool_calls"))
+    if not messages[index]["content"].strip() and not calls:
         raise DataError(f"message {index} of the chat, the assistant's, is empty; there is nothing to imitate")
-    text = tokenizer.chat_text(messages[: index + 1], to_answer=False)
+    text = tokenizer.chat_text(messages[: index + 1], tools=tools, to_answer=False)
     is_marked = _MARKS.search(str(tokenizer.hf.get_chat_template())) is not None
-    before = tokenizer.chat_text(messages[:index], to_answer=not is_marked)
+    before = tokenizer.chat_text(messages[:index], tools=tools, to_answer=not is_marked)
     if not text.startswith(before):
         raise DataError(
             f"the chat template of tokenizer {tokenizer.name!r} writes what precedes message {index} differently once that message is"
             " there, so that no token can be told to be the assistant's; mark its messages with {% generation %} in the template")
-    spans = [span for span in _marked_spans(messages[: index + 1], text, tokenizer) if span[0] >= len(before)] if is_marked else [
-        (len(before), len(text))]
+    spans = [(len(before), len(text))] if not is_marked else [
+        span for span in _marked_spans(messages[: index + 1], text, tokenizer, tools) if span[0] >= len(before)]
     spans = [(start, end) for start, end in spans if text[start:end].strip()]
     if not spans:
         raise DataError(
             f"message {index} of the chat, the assistant's, does not show in what the chat template of tokenizer {tokenizer.name!r} writes")
-    end = _end_of_turn(text, spans[-1][0], messages[index]["content"], tokenizer)
+    # Calls come after the content, and a token that marks them is no end.
+    end = _end_of_turn(text, spans[-1][0], None if calls else messages[index]["content"], tokenizer)
     return MarkedText(text, (*spans[:-1], (spans[-1][0], end or spans[-1][1])), is_open=end is None)
 
 
-def _marked_spans(messages: Messages, text: str, tokenizer: Tokenizer) -> list[Span]:
-    names: dict[str, Any] = tokenizer.hf.special_tokens_map
+def _marked_spans(messages: Messages, text: str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> list[Span]:
+    names: dict[str, Any] = {**tokenizer.hf.special_tokens_map, **tokenizer.template_kwargs}
     rendered: Any = render_jinja_template(
-        [[dict(message) for message in messages]], chat_template=str(tokenizer.hf.get_chat_template()), return_assistant_tokens_mask=True,
-        **names)
+        [[dict(message) for message in messages]], tools=[dict(tool) for tool in tools] or None,
+        chat_template=str(tokenizer.hf.get_chat_template()), return_assistant_tokens_mask=True, **names)
     [again], [spans] = rendered
     assert again == text, f"the chat template of tokenizer {tokenizer.name!r} gives another text when its spans are asked for"
     return [(start, end) for start, end in spans]
 
 
-def _end_of_turn(text: str, start: int, content: str, tokenizer: Tokenizer) -> int | None:
+def _end_of_turn(text: str, start: int, content: str | None, tokenizer: Tokenizer) -> int | None:
     """Find the end of the token that ends the turn; None if the turn ends without one.
 
     It is the added token right after the message: generation stops there, and what the template writes after it is never generated. Where
-    the template has changed the message, it is the last added token at the end of the text.
+    the template has changed the message, or `content` is None, it is the last added token at the end of the text.
     """
     added = sorted(map(str, tokenizer.hf.added_tokens_decoder.values()), key=len, reverse=True)
     token = "|".join(map(re.escape, added))
-    said = text.find(content.strip(), start)
-    if said >= 0:
+    said = -1 if content is None else text.find(content.strip(), start)
+    if content is not None and said >= 0:
         after = said + len(content.strip())
         if not text[after:].strip():
             return None

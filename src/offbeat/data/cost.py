@@ -68,16 +68,36 @@ def run_work(lengths: Sequence[int] | np.ndarray | int, prefix_lengths: Sequence
     return np.stack([n, n * (n + 2 * np.asarray(prefix_lengths, dtype=np.float64))], axis=-1)
 
 
-def prior(model_config: Mapping[str, Any]) -> CostModel:
-    """Estimate the cost from a model's sizes, by counting floating-point operations, before anything is measured.
+@dataclass(frozen=True)
+class ForwardFlops:
+    """Floating-point operations of a forward pass: of products with weights per row token, of attention per attention square."""
+
+    per_token: float
+    per_square: float
+
+    def of_pass(self, work: np.ndarray, *, learns: bool, frozen: bool = False) -> float:
+        """Return the operations that `work`, [2], is for.
+
+        Args:
+            learns: whether there is a backward pass, which takes two products for each one of the forward pass.
+            frozen: whether weights have no gradients, which leaves one of these two.
+        """
+        products = (2 if frozen else 3) if learns else 1
+        return float(products * self.per_token * work[0] + (3 if learns else 1) * self.per_square * work[1])
+
+
+def forward_flops(model_config: Mapping[str, Any]) -> ForwardFlops:
+    """Count the operations of a model's forward pass from its sizes.
+
+    Two for each weight of a matrix, embeddings apart, and token; and four (two for scores, two for values) for each head dimension and pair
+    of attending tokens, which is half a square. Feed-forward layers are taken to have three matrices, as those with a gate have.
 
     Args:
         model_config: contents of a config.json, or of its `text_config` if it has one. In a mixture of experts, only the experts that one
             token visits count. Missing sizes are guessed: width 2048, 24 layers, heads of 128, as many key as query heads, 8 width²
             parameters in a feed-forward layer, no output head. Sliding windows and compressed keys are ignored.
 
-    Returns:
-        A model whose coefficients are meaningful only as a ratio, because the speed of the device is unknown. The constant is 0.
+    Source: PaLM, arXiv:2204.02311, appendix B, with half of its attention, since that is causal.
     """
     config = model_config.get("text_config") or model_config
     hidden = _size(config, "hidden_size", "n_embd", "d_model", default=2048)
@@ -89,10 +109,17 @@ def prior(model_config: Mapping[str, Any]) -> CostModel:
         config, "moe_intermediate_size", "intermediate_size", default=8 * hidden // 3)
     ffn += _size(config, "shared_expert_intermediate_size", default=0)
     weights = layers * hidden * (2 * head_dim * (heads + kv_heads) + 3 * ffn) + hidden * _size(config, "vocab_size", default=0)
-    # Forward and backward make three passes. Each takes two operations per weight and token, and four (two for scores, two for values) per
-    # head dimension and attending pair, which is half a square.
-    linear, quadratic = 3 * 2 * weights, 3 * 4 * layers * heads * head_dim / 2
-    return CostModel(linear / _NOMINAL_FLOPS_PER_S, quadratic / _NOMINAL_FLOPS_PER_S)
+    return ForwardFlops(2.0 * weights, 4 * layers * heads * head_dim / 2)
+
+
+def prior(model_config: Mapping[str, Any]) -> CostModel:
+    """Estimate the cost of a forward and backward pass by `forward_flops`, before anything is measured.
+
+    Returns:
+        A model whose coefficients are meaningful only as a ratio, because the speed of the device is unknown. The constant is 0.
+    """
+    flops = forward_flops(model_config)
+    return CostModel(3 * flops.per_token / _NOMINAL_FLOPS_PER_S, 3 * flops.per_square / _NOMINAL_FLOPS_PER_S)
 
 
 class CostFit:

@@ -16,9 +16,11 @@ import numpy as np
 from offbeat.config.curriculum import CurriculumConfig
 from offbeat.config.data import DataConfig
 from offbeat.data.curriculum import Curriculum, CurriculumState
+from offbeat.data.files import Sieve, Source
 from offbeat.data.identity import add_to_digest, digest_of, new_digest
+from offbeat.data.messages import Message, with_system
 from offbeat.data.row import Row, parse_record
-from offbeat.data.sources import Source, is_file, open_source
+from offbeat.data.sources import has_splits, open_source
 from offbeat.data.tasks import Task, find_task
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.data.trajectory import Group
@@ -54,6 +56,10 @@ class Dataset(Protocol[R_co]):
         """Return the row at `index`; raises IndexError outside of 0 <= index < num_rows."""
         ...
 
+    def where(self, index: int) -> str:
+        """Name the row at `index` in messages, by its place in a file if it comes from one."""
+        ...
+
 
 PromptDataset = Dataset[Row]
 """A dataset of prompts with their answers."""
@@ -76,7 +82,11 @@ class SourceDataset(Generic[R]):
     def row(self, index: int) -> R:
         if not 0 <= index < self.num_rows:
             raise IndexError(f"row {index} of {self.num_rows}")
-        return self.parse(self.source.record(self.start + index), f"record {self.start + index}")
+        return self.parse(self.source.record(self.start + index), self.where(index))
+
+    def where(self, index: int) -> str:
+        """See `Dataset.where`."""
+        return self.source.where(self.start + index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +105,10 @@ class ListDataset(Generic[R]):
 
     def row(self, index: int) -> R:
         return self.rows[index]
+
+    def where(self, index: int) -> str:
+        """See `Dataset.where`."""
+        return f"row {index}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +130,10 @@ class EveryNth(Generic[R]):
 
     def row(self, index: int) -> R:
         return self.dataset.row(self.first + index * self.n)
+
+    def where(self, index: int) -> str:
+        """See `Dataset.where`."""
+        return self.dataset.where(self.first + index * self.n)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,61 +157,81 @@ class TaskDataset:
                 return row
         raise _too_few_prompts(self.task, len(self.heldout))
 
+    def where(self, index: int) -> str:
+        """See `Dataset.where`."""
+        return f"row {index}"
 
-def open_datasets(config: DataConfig, *, seed: int) -> tuple[PromptDataset, PromptDataset]:
+
+def open_datasets(
+    config: DataConfig, *, seed: int, needs_answer: bool = True, limit: int | None = None, refused: list[str] | None = None,
+) -> tuple[PromptDataset, PromptDataset]:
     """Open what [data] describes.
+
+    Args:
+        needs_answer: whether a row without an answer cannot be used.
+        limit: number of rows of each file or dataset after which the rest is not looked at; None for all.
+        refused: why each row that cannot be used is left out is appended to this list.
 
     Returns:
         Rows to train on, and held-out rows (empty if `data.heldout_size` is 0).
 
     Raises:
-        DataError: nothing is configured, or a source or row cannot be used; every row is checked here.
+        DataError: nothing is configured, a source cannot be used, or more rows cannot than `data.max_unusable_rows`; every row is checked
+            here.
         MissingExtraError: the source needs an optional dependency.
     """
     if config.task:
         return _open_task(find_task(config), heldout_size=config.heldout_size, seed=seed)
     if not config.path:
-        raise DataError("data.task and data.path are both empty; name a built-in task, a .jsonl or .parquet file, or a hub id")
-    return open_records(config, lambda record, where: parse_record(record, config, where=where))
+        raise DataError("data.task and data.path are both empty; name a built-in task, a data file or folder, or a hub id")
+    return open_records(
+        config, lambda record, where: parse_record(record, config, where=where, needs_answer=needs_answer), limit=limit, refused=refused)
 
 
-def open_records(config: DataConfig, parse: Parse[R]) -> tuple[Dataset[R], Dataset[R]]:
+def open_records(
+    config: DataConfig, parse: Parse[R], *, limit: int | None = None, refused: list[str] | None = None,
+) -> tuple[Dataset[R], Dataset[R]]:
     """Open the files or hub dataset that `config.path` and `heldout_*` name, with rows that `parse` makes.
+
+    Args:
+        limit, refused: as in `open_datasets`.
 
     Returns:
         Rows to train on, and held-out rows (empty if `data.heldout_size` is 0).
 
     Raises:
-        DataError: a source cannot be used, or `parse` refuses a record; every record is checked here.
+        DataError: a source cannot be used, or `parse` refuses more records than `data.max_unusable_rows`; every record is checked here.
         MissingExtraError: the source needs an optional dependency.
     """
-    if config.heldout_split and not config.heldout_path and is_file(config.path):
-        raise DataError(f"data.heldout_split is for hub ids, but data.path is the file {config.path!r}; give data.heldout_path")
-    source, rows = _open_source(config.path, parse, split=config.split)
+    refused = [] if refused is None else refused
+
+    def opened(path: str, split: str) -> tuple[Source, str]:
+        state = new_digest()
+        sieve = Sieve(lambda record, where: add_to_digest(state, parse(record, where)), config.max_unusable_rows, limit)
+        source = open_source(path, split=split, sieve=sieve)
+        refused.extend(sieve.refused)
+        return source, state.hexdigest()
+
+    if config.heldout_split and not config.heldout_path and not has_splits(config.path):
+        raise DataError(
+            f"data.heldout_split is for hub ids and folders, but data.path is the file {config.path!r}; give data.heldout_path")
+    source, rows = opened(config.path, config.split)
     if not config.heldout_size:
         return SourceDataset(source, parse, 0, len(source), rows), ListDataset(())
     if config.heldout_path or config.heldout_split:
-        other, others = _open_source(config.heldout_path or config.path, parse, split=config.heldout_split or config.split)
+        other, others = opened(config.heldout_path or config.path, config.heldout_split or config.split)
         return (
             SourceDataset(source, parse, 0, len(source), rows),
             SourceDataset(other, parse, 0, min(config.heldout_size, len(other)), others))
     num_train = len(source) - config.heldout_size
+    if num_train < 1 and limit is not None and len(source) + len(refused) >= limit:  # the others have not been looked at
+        return SourceDataset(source, parse, 0, len(source), rows), ListDataset(())
     if num_train < 1:
         raise DataError(
             f"dataset {config.path!r} has {len(source)} rows, which leaves none to train on after data.heldout_size ="
             f" {config.heldout_size}; lower it, or give data.heldout_path")
     return (
         SourceDataset(source, parse, 0, num_train, rows), SourceDataset(source, parse, num_train, config.heldout_size, rows))
-
-
-def _open_source(path: str, parse: Parse[R], *, split: str) -> tuple[Source, str]:
-    """Open a source, check every record of it, and return it with the digest of its rows."""
-    state = new_digest()
-
-    def check(record: dict[str, Any], where: str) -> None:
-        add_to_digest(state, parse(record, where))
-
-    return open_source(path, split=split, check=check), state.hexdigest()
 
 
 def _open_task(task: Task, *, heldout_size: int, seed: int) -> tuple[TaskDataset, ListDataset]:
@@ -331,24 +369,25 @@ class PromptStream(Generic[R]):
 def render(row: Row, tokenizer: Tokenizer, config: DataConfig) -> list[int]:
     """Return the token ids of a row's prompt.
 
-    The prompt is rendered as text, after the tokenizer's BOS token if it adds one, or as a chat if the row is one or `data.chat_template`
-    is on. In a chat, the template writes the BOS token where there is to be one.
+    The prompt is rendered as text, after the tokenizer's BOS token if it adds one, or as a chat, with the row's tools, if the row is one or
+    `data.chat_template` is on. In a chat, the template writes the BOS token where there is to be one.
 
     Raises:
         ModelError: a chat is needed and the tokenizer has no template for it.
     """
     messages = messages_of(row, config)
-    return tokenizer.prompt(str(row.prompt)) if messages is None else tokenizer.chat(messages)
+    return tokenizer.prompt(str(row.prompt)) if messages is None else tokenizer.chat(messages, tools=row.tools)
 
 
-def messages_of(row: Row, config: DataConfig) -> tuple[dict[str, str], ...] | None:
-    """Return a row's prompt as a chat if it is one or `data.chat_template` is on; None where it is plain text."""
+def messages_of(row: Row, config: DataConfig) -> tuple[Message, ...] | None:
+    """Return a row's prompt as a chat if it is one or `data.chat_template` is on; None where it is plain text.
+
+    `data.system_prompt` comes before a chat that has no system message of its own.
+    """
     if isinstance(row.prompt, str) and not config.chat_template:
         return None
     messages = ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
-    if config.chat_template and config.system_prompt:
-        messages = ({"role": "system", "content": config.system_prompt}, *messages)
-    return messages
+    return with_system(messages, config.system_prompt)
 
 
 def check_length(num_tokens: int, config: DataConfig, *, name: str, context: int, max_new_tokens: int) -> None:
@@ -389,7 +428,7 @@ def check_lengths(
     longest = 0
     for index in range(max_rows if dataset.num_rows is None else min(max_rows, dataset.num_rows)):
         num_tokens = len(render(dataset.row(index), tokenizer, config))
-        check_length(num_tokens, config, name=f"of row {index}", context=context, max_new_tokens=max_new_tokens)
+        check_length(num_tokens, config, name=f"of {dataset.where(index)}", context=context, max_new_tokens=max_new_tokens)
         longest = max(longest, num_tokens)
     return longest
 

@@ -6,11 +6,14 @@ from offbeat.errors import DataError
 
 _SOURCE = ("task", "task_size", "task_options", "path", "split")
 """Settings that say which rows there are."""
-_FIELDS = ("format", "prompt_field", "answer_field")
+_FIELDS = ("format", "prompt", "prompt_field", "answer_field", "system_field", "max_unusable_rows")
 """Settings that say how a record becomes a row."""
 
 
-def open_set(config: DataConfig, *, of_run: DataConfig, heldout: PromptDataset, most: int, seed: int) -> PromptDataset:
+def open_set(
+    config: DataConfig, *, of_run: DataConfig, heldout: PromptDataset, most: int, seed: int, needs_answer: bool = True,
+    refused: list[str] | None = None,
+) -> PromptDataset:
     """Open the rows of an evaluation set: at most `most`, from the beginning.
 
     They are the run's own held-out rows where `config` names the rows that the run has. Otherwise, all rows of a file or split may be
@@ -18,17 +21,19 @@ def open_set(config: DataConfig, *, of_run: DataConfig, heldout: PromptDataset, 
 
     Args:
         of_run, heldout: [data] of the run, and its held-out rows.
+        needs_answer, refused: as in `open_datasets`.
 
     Raises:
         DataError: as `open_datasets`; or the rows are the run's, and it holds none out.
         MissingExtraError: the source needs an optional dependency.
     """
     if any(getattr(config, name) != getattr(of_run, name) for name in _SOURCE):
-        train, heldout = open_datasets(config.model_copy(update={"heldout_size": most if config.task else 0}), seed=seed)
+        alone = config.model_copy(update={"heldout_size": most if config.task else 0})
+        train, heldout = open_datasets(alone, seed=seed, needs_answer=needs_answer, refused=refused)
         rows = heldout if config.task else train
     elif config.heldout_size:
         same = all(getattr(config, name) == getattr(of_run, name) for name in _FIELDS)
-        rows = heldout if same else open_datasets(config, seed=seed)[1]
+        rows = heldout if same else open_datasets(config, seed=seed, needs_answer=needs_answer, refused=refused)[1]
     else:
         raise DataError(
             "data.heldout_size is 0, and these are the rows to train on, so there is nothing to evaluate on; give data.path, data.split or"

@@ -1,7 +1,7 @@
 """Loads functions named in the configuration: rewards, workflows, filters, and a user's own objective and credit.
 
-A name is `package.module:function`, or `path/to/file.py:function` for code that is not installed. Every error in a name is reported in one
-sentence, with the nearest name that exists.
+A name is `package.module:function`, or `path/to/file.py:function` for code that is not installed; or it stands for a function that a
+program gave as an object (`data.given`). Every error in a name is reported in one sentence, with the nearest name that exists.
 """
 
 import difflib
@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from offbeat.data.given import find
 from offbeat.errors import CodeError, OwnCodeError, describe
 
 
@@ -23,12 +24,14 @@ def resolve(dotted: str, *, kind: str) -> Callable[..., Any]:
     """Return the function that a name refers to.
 
     Args:
-        dotted: "module:function" or "file.py:function".
+        dotted: "module:function", "file.py:function", or a name of `data.given.give`.
         kind: its purpose ("reward", "workflow"), for messages.
 
     Raises:
         CodeError: the form is wrong, the module or function does not exist, importing fails, or the object is not callable.
     """
+    if (given := find(dotted)) is not None:
+        return given
     module_name, _, function_name = dotted.rpartition(":")
     if not module_name or not function_name.isidentifier():
         raise CodeError(f"{kind} must be 'module:function' or 'path/to/file.py:function', got {dotted!r}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.data import wire
+from offbeat.data.given import source_of
 from offbeat.data.reward import JUDGE_PREFIX
 
 _DIGEST_BYTES = 16
@@ -84,8 +85,11 @@ def command_digest(words: Iterable[str]) -> str:
 def code_digest(dotted: str) -> str:
     """Return the digest of the source file of "module:function" or "file.py:function", without importing it, or of a judge's file.
 
-    Empty for a module of Offbeat, whose source changes with its version, and for a module that is no file on the search path.
+    Empty for a module of Offbeat, whose source changes with its version, and for a module that is no file on the search path. Of a function
+    that was given as an object, that of its own source.
     """
+    if source := source_of(dotted):
+        return digest_of([source])
     module, _, _ = dotted.rpartition(":")
     if not module or module.startswith("offbeat."):
         return ""

@@ -78,6 +78,11 @@ class PackedRow:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def work(self) -> np.ndarray:
+        """[2] float64, work of the row, as in `data/cost.py`."""
+        return run_work(self.segments.lengths, self.segments.prefix_lengths).sum(axis=0)
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:

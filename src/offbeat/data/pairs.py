@@ -20,14 +20,16 @@ from typing import Any, Literal
 import numpy as np
 
 from offbeat.config.data import DataConfig
+from offbeat.config.template import parse_template
 from offbeat.data.chat import mark_answers
 from offbeat.data.dataset import Dataset, PromptStream, messages_of, open_records, sft_sequence
-from offbeat.data.row import Prompt, Row, kind_of, parse_messages
+from offbeat.data.messages import Message, Tool, kind_of, parse_messages, parse_tools, with_system
+from offbeat.data.row import TOOLS, Prompt, Row, system_of
 from offbeat.data.supervised import Sequence, draw_kept
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import DataError, ModelError
 
-Answer = str | tuple[dict[str, str], ...]
+Answer = str | tuple[Message, ...]
 """Text, or the messages that follow the prompt."""
 
 
@@ -39,12 +41,14 @@ class Preference:
         answers: the chosen one, then the rejected one; or a single answer.
         liked: whether each answer was chosen, or labelled as good.
         margin: by how much the chosen answer is better; 0 if the record does not say.
+        tools: as in `Row`.
     """
 
     prompt: Prompt
     answers: tuple[Answer, ...]
     liked: tuple[bool, ...]
     margin: float = 0.0
+    tools: tuple[Tool, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,11 +67,14 @@ class EncodedPair:
     prefix_len: int
 
 
-def open_pairs(config: DataConfig, *, unpaired: bool = False) -> tuple[Dataset[Preference], Dataset[Preference]]:
+def open_pairs(
+    config: DataConfig, *, unpaired: bool = False, limit: int | None = None, refused: list[str] | None = None,
+) -> tuple[Dataset[Preference], Dataset[Preference]]:
     """Open the preferences that [data] names.
 
     Args:
         unpaired: whether single answers with a label are allowed.
+        limit, refused: as in `open_datasets`.
 
     Returns:
         Preferences to train on, and held-out ones (none if `data.heldout_size` is 0).
@@ -78,10 +85,10 @@ def open_pairs(config: DataConfig, *, unpaired: bool = False) -> tuple[Dataset[P
     """
     if config.task:
         raise DataError(
-            f"data.task = {config.task!r} makes prompts without preferences; give data.path, a .jsonl or .parquet file or a hub id with"
+            f"data.task = {config.task!r} makes prompts without preferences; give data.path, a data file or a hub id with"
             " chosen and rejected answers")
     if not config.path:
-        raise DataError("data.path is empty; name a .jsonl or .parquet file, or a hub id, with chosen and rejected answers")
+        raise DataError("data.path is empty; name a data file or folder, or a hub id, with chosen and rejected answers")
 
     def parse(record: dict[str, Any], where: str) -> Preference:
         preference = parse_preference(record, config, where=where)
@@ -91,11 +98,16 @@ def open_pairs(config: DataConfig, *, unpaired: bool = False) -> tuple[Dataset[P
                 " learns from labels")
         return preference
 
-    return open_records(config, parse)
+    return open_records(config, parse, limit=limit, refused=refused)
+
+
+def holds_pairs(record: Mapping[str, Any]) -> bool:
+    """Whether a record is a preference, by its fields."""
+    return {"chosen", "rejected"} <= record.keys() or {"completion", "label"} <= record.keys()
 
 
 def parse_preference(record: Mapping[str, Any], config: DataConfig, *, where: str) -> Preference:
-    """Make a preference from a JSON object or table row; see the module's layouts. `config.prompt_field` may name another prompt.
+    """Make a preference from a JSON object or table row; see the module's layouts. `config.prompt` or `prompt_field` may say otherwise.
 
     Args:
         where: names the record in messages, such as `'pairs.jsonl', line 3`.
@@ -114,8 +126,13 @@ def parse_preference(record: Mapping[str, Any], config: DataConfig, *, where: st
     given = [_answer(record[name], name, where) for name in names]
     if len({isinstance(answer, str) for answer in given}) > 1:
         raise DataError(f"{where}: 'chosen' and 'rejected' must both be text or both be chats, got one of each")
-    prompt, answers = _split(record, config.prompt_field or "prompt", names, given, where)
-    return Preference(prompt, answers, liked, _margin(record.get("margin"), where))
+    prompt_field = config.prompt_field or "prompt"
+    asked = parse_template(config.prompt).fill(record, where) if config.prompt else record.get(prompt_field)
+    prompt, answers = _split(record, asked, prompt_field, names, given, where)
+    if system := system_of(record, config, where):
+        prompt = with_system(({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt, system)
+    tools = () if isinstance(prompt, str) else parse_tools(record.get(TOOLS), TOOLS, where)
+    return Preference(prompt, answers, liked, _margin(record.get("margin"), where), tools)
 
 
 @dataclass(frozen=True)
@@ -149,7 +166,7 @@ class PairEncoder:
             DataError: it is too long, an answer or the prompt has no tokens, or a chat does not fit its template.
             ModelError: a chat is needed and the tokenizer cannot make one of the row.
         """
-        sequences = tuple(self._sequence(preference.prompt, answer, name) for answer in preference.answers)
+        sequences = tuple(self._sequence(preference, answer, name) for answer in preference.answers)
         prefix_len = _shared(sequences) if len(sequences) > 1 else 0
         pair = EncodedPair(sequences, preference.liked, preference.margin, prefix_len)
         longest = max(len(tokens) for tokens, _ in sequences)
@@ -189,31 +206,31 @@ class PairEncoder:
         """
         count = dataset.num_rows
         assert count is not None, "preferences come from files, which have an end"
-        num_dropped = sum(self.encode(dataset.row(index), name=f"row {index}") is None for index in range(count))
+        num_dropped = sum(self.encode(dataset.row(index), name=dataset.where(index)) is None for index in range(count))
         if count and num_dropped == count:
             raise DataError(
                 f'all {count} rows are too long, so sft.too_long = "drop" leaves none; raise train.max_tokens_per_microbatch, or shorten'
                 " them")
         return num_dropped
 
-    def _sequence(self, prompt: Prompt, answer: Answer, name: str) -> Sequence:
+    def _sequence(self, preference: Preference, answer: Answer, name: str) -> Sequence:
         text = answer if isinstance(answer, str) else ""
-        row = Row(prompt, text)
+        row = Row(preference.prompt, text, tools=preference.tools)
         messages = messages_of(row, self.data)
         if messages is None:
             tokens, mask = sft_sequence(row, self.tokenizer, self.data)
         else:
             said = ({"role": "assistant", "content": text},) if isinstance(answer, str) else answer
-            tokens, mask = self._chat(messages, said, name)
+            tokens, mask = self._chat(messages, said, preference.tools, name)
         if mask[0]:
             raise DataError(f"the prompt of {name} has no tokens; a prompt needs at least one")
         if mask.sum() < 2:
             raise DataError(f"an answer of {name} has no tokens; there is nothing to prefer or reject")
         return tokens, mask
 
-    def _chat(self, prompt: tuple[dict[str, str], ...], answer: tuple[dict[str, str], ...], name: str) -> Sequence:
+    def _chat(self, prompt: tuple[Message, ...], answer: tuple[Message, ...], tools: tuple[Tool, ...], name: str) -> Sequence:
         try:
-            texts = mark_answers((*prompt, *answer), self.tokenizer, turns="all", first=max(len(prompt), 1))
+            texts = mark_answers((*prompt, *answer), self.tokenizer, turns="all", first=max(len(prompt), 1), tools=tools)
         except (DataError, ModelError) as exc:
             raise type(exc)(f"{name} cannot be encoded: {exc}") from exc
         if len(texts) > 1:
@@ -224,10 +241,9 @@ class PairEncoder:
 
 
 def _split(
-    record: Mapping[str, Any], prompt_field: str, names: tuple[str, ...], given: list[Answer], where: str,
+    record: Mapping[str, Any], prompt: Any, prompt_field: str, names: tuple[str, ...], given: list[Answer], where: str,
 ) -> tuple[Prompt, tuple[Answer, ...]]:
     """Return the prompt, and the answers without it."""
-    prompt = record.get(prompt_field)
     chats = [answer for answer in given if not isinstance(answer, str)]
     # Chats that begin with another's message are whole: their prompt is in them, whatever the field of the prompt says.
     if chats and (prompt is None or any(chat[0]["role"] != "assistant" for chat in chats)):

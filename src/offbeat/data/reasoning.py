@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from offbeat.data.files import import_extra
 from offbeat.data.row import Row
-from offbeat.data.sources import import_extra
 from offbeat.errors import DataError
 
 PREFIX = "reasoning_gym:"

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from offbeat.config.rollout import reward_name
 from offbeat.errors import shorten
 
 RIGHT = 1 - 1e-9
@@ -62,11 +63,33 @@ class NamedReward(float):
         return self
 
 
+def weigh(values: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
+    """Return the reward that several make up: a `NamedReward` of those that apply, each times its weight.
+
+    Args:
+        values: what each of the rewards in `weights` gave, by its dotted name; None where it does not apply. The parts of a `NamedReward`
+            are named after it, as in "format.short".
+
+    Returns:
+        A `FailedReward` if one of them is, or if none applies.
+    """
+    parts: dict[str, float] = {}
+    for dotted, value in values.items():
+        if isinstance(value, FailedReward):
+            return value
+        name, weight = reward_name(dotted), weights[dotted]
+        if isinstance(value, NamedReward):
+            parts |= {f"{name}.{part}": weight * each for part, each in value.parts.items()}
+        elif value is not None:
+            parts[name] = weight * value
+    return NamedReward(parts) if parts else FailedReward("none of the rewards applies: all of them gave None")
+
+
 def check_reward(value: Any) -> float:
     """Convert `value` to a number, to a `NamedReward` if it is a mapping, or to a `FailedReward` that says why it cannot be trained on.
 
     Numbers of any type are accepted, including those of numpy and torch without dimensions; text is not, and neither are arrays, even of
-    one element. A mapping holds one or more such numbers by name.
+    one element. A mapping holds one or more such numbers by name; those that are None do not apply, and are left out.
     """
     if isinstance(value, FailedReward | NamedReward):
         return value
@@ -92,11 +115,11 @@ def _number(value: Any) -> float | None:
 
 def _check_parts(value: Mapping[Any, Any]) -> float:
     try:
-        parts = {name: check_reward(part) for name, part in value.items()}
+        parts = {name: check_reward(part) for name, part in value.items() if part is not None}
     except Exception:  # a mapping of user code may raise anything
         parts = {}
     if not parts or not all(isinstance(name, str) for name in parts):
-        return FailedReward(f"{shorten(value)} is not a mapping of names to numbers")
+        return FailedReward(f"{shorten(value)} is not a mapping of names to numbers, of which one at least is not None")
     for name, part in parts.items():
         if isinstance(part, FailedReward | NamedReward):
             why = part.reason if isinstance(part, FailedReward) else "a mapping is not a number"

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from offbeat.data.dataset import Dataset
+from offbeat.data.messages import Tool, with_system
 from offbeat.data.model_folder import check_model_folder, read_context_length, read_model_config
 from offbeat.data.pairs import Answer, EncodedPair, PairEncoder, Preference
 from offbeat.data.row import Prompt
@@ -67,11 +68,14 @@ def open_reward_folder(name: str) -> RewardFolder:
     return RewardFolder(path, tokenizer, _context(path))
 
 
-def judged_tokens(prompt: Prompt, answer: Answer, tokenizer: Tokenizer, *, system_prompt: str = "") -> list[int]:
+def judged_tokens(
+    prompt: Prompt, answer: Answer, tokenizer: Tokenizer, *, system_prompt: str = "", tools: tuple[Tool, ...] = (),
+) -> list[int]:
     """Return the token ids of the text that a reward model reads; see the module.
 
     Args:
-        system_prompt: message before a prompt that the chat template renders; "" for none.
+        system_prompt: message before a prompt that the chat template renders and that has none of its own; "" for none.
+        tools: as in `Row`.
 
     Raises:
         ModelError: there is a chat and no chat template, or the template refuses it.
@@ -79,9 +83,8 @@ def judged_tokens(prompt: Prompt, answer: Answer, tokenizer: Tokenizer, *, syste
     if isinstance(prompt, str) and isinstance(answer, str) and not tokenizer.has_chat_template:
         return [*tokenizer.prompt(prompt), *tokenizer.encode(answer), tokenizer.eos_token_id]
     asked = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
-    given = ({"role": "system", "content": system_prompt},) if system_prompt else ()
     said = ({"role": "assistant", "content": answer},) if isinstance(answer, str) else answer
-    return tokenizer.encode(tokenizer.chat_text((*given, *asked, *said), to_answer=False))
+    return tokenizer.encode(tokenizer.chat_text((*with_system(asked, system_prompt), *said), tools=tools, to_answer=False))
 
 
 def reads_chats(dataset: Dataset[Preference]) -> bool:
@@ -104,10 +107,10 @@ class JudgedPairEncoder(PairEncoder):
 
     def encode(self, preference: Preference, *, name: str) -> EncodedPair | None:
         """See `PairEncoder.encode`; the chat template is used if the tokenizer has one."""
-        system_prompt = self.data.system_prompt if self.data.chat_template else ""
         try:
             texts = [
-                judged_tokens(preference.prompt, answer, self.tokenizer, system_prompt=system_prompt) for answer in preference.answers]
+                judged_tokens(preference.prompt, answer, self.tokenizer, system_prompt=self.data.system_prompt, tools=preference.tools)
+                for answer in preference.answers]
         except ModelError as exc:
             raise ModelError(f"{name} cannot be encoded: {exc}") from exc
         shared = _common_length(texts)

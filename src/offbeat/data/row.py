@@ -10,11 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offbeat.config.data import DataConfig
+from offbeat.config.template import missing_column, parse_template
+from offbeat.data.messages import Message, Tool, kind_of, parse_messages, parse_tools, text_of, with_system
 from offbeat.errors import DataError
 
-Prompt = str | tuple[dict[str, str], ...]
+Prompt = str | tuple[Message, ...]
 
-_DEFAULT_FIELDS = {"prompt_answer": ("prompt", "answer"), "gsm8k": ("question", "answer"), "messages": ("messages", "answer")}
+TOOLS = "tools"
+"""Column of the tools that a chat's assistant may call."""
+
+_CHATS = ("messages", "conversations")
+_ANSWERS = ("answer", "completion")
 _GSM8K_ANSWER = re.compile(r"####\s*(\S[^\n]*)")
 
 
@@ -23,64 +29,133 @@ class Row:
     """One prompt with its answer.
 
     Attributes:
-        prompt: text, or a chat of messages with `role` and `content`.
-        answer: what a reward compares with.
+        prompt: text, or a chat of messages.
+        answer: what a reward compares with; empty where the data has none.
         extra: the record's other fields as text; values that are not text are written as JSON.
         solution: what supervised fine-tuning imitates, where that is more than the answer (GSM8K's worked solution, or the assistant's
             last message in a chat that has a separate answer); else empty.
+        tools: descriptions of functions that the assistant of a chat may call, for chat templates that write them.
+        said: the assistant's last message, where it has tool calls or reasoning beside its text; else None.
+        json_fields: names of the extra fields that were not text, and are JSON.
     """
 
     prompt: Prompt
     answer: str
     extra: dict[str, str] = field(default_factory=dict)
     solution: str = ""
+    tools: tuple[Tool, ...] = ()
+    said: Message | None = None
+    json_fields: tuple[str, ...] = ()
+
+    @property
+    def imitated(self) -> Message:
+        """The assistant's message that supervised fine-tuning imitates."""
+        return self.said or {"role": "assistant", "content": self.solution or self.answer}
 
 
-def parse_record(record: Mapping[str, Any], config: DataConfig, *, where: str) -> Row:
-    """Make a row from a JSON object or table row, according to `config.format` and the field names.
+def parse_record(record: Mapping[str, Any], config: DataConfig, *, where: str, needs_answer: bool = True) -> Row:
+    """Make a row from a JSON object or table row, according to `config.format`, `config.prompt` and the field names.
 
     Args:
         where: names the record in messages, such as `'train.jsonl', line 3`.
+        needs_answer: whether a record without an answer cannot be used.
 
     Raises:
         DataError: a field is missing or of the wrong type, GSM8K's answer has no `####`, or a chat has no answer.
     """
-    default_prompt, default_answer = _DEFAULT_FIELDS[config.format]
-    prompt_field, answer_field = config.prompt_field or default_prompt, config.answer_field or default_answer
-    if config.format == "messages" and prompt_field in record:
-        return _chat(record, prompt_field, answer_field, where)
-    for name, setting in ((prompt_field, "data.prompt_field"), (answer_field, "data.answer_field")):
-        if name not in record:
-            raise DataError(f"{where}, has no field {name!r}; it has {', '.join(record) or 'none'}; set {setting} or data.format")
-    answer = _text(record[answer_field], answer_field, where)
-    solution = ""
+    answer_field = config.answer_field or next((name for name in _ANSWERS if name in record), _ANSWERS[0])
     if config.format == "gsm8k":
-        solution, answer = answer, _gsm8k_answer(answer, where)
-    prompt = record[prompt_field]
+        answer_field = config.answer_field or _ANSWERS[0]
+    if config.prompt:
+        template = parse_template(config.prompt)
+        prompt: Any = template.fill(record, where)
+        prompt_field = template.columns[0]
+        used = {prompt_field} if config.prompt == f"{{{prompt_field}}}" else set()
+    else:
+        prompt_field = config.prompt_field or _prompt_field(record, config.format)
+        used = {prompt_field}
+        if prompt_field not in record:
+            raise DataError(f"{where}, {missing_column(prompt_field, record)}; set data.prompt, data.prompt_field or data.format")
+        prompt = record[prompt_field]
+    system = system_of(record, config, where)
+    used |= {answer_field, *([config.system_field] if config.system_field else [])}
+    if not config.prompt and (config.format == "messages" or (config.format == "auto" and isinstance(prompt, list))):
+        return _chat(record, prompt_field, answer_field, system, where, used, needs_answer=needs_answer)
     if not isinstance(prompt, str):
         raise DataError(f"{where}: field {prompt_field!r} must be text, got {kind_of(prompt)}; a chat needs data.format = \"messages\"")
-    return Row(prompt, answer, _extra(record, prompt_field, answer_field), solution)
+    answer, solution = _answer(record, answer_field, where, config, needs_answer=needs_answer), ""
+    if config.format == "gsm8k" and (answer or needs_answer):
+        solution, answer = answer, _gsm8k_answer(answer, where)
+    extra, json_fields = _extra(record, used, answer_field)
+    made: Prompt = with_system(({"role": "user", "content": prompt},), system) if system else prompt
+    return Row(made, answer, extra, solution, json_fields=json_fields)
 
 
-def _chat(record: Mapping[str, Any], prompt_field: str, answer_field: str, where: str) -> Row:
+def _prompt_field(record: Mapping[str, Any], layout: str) -> str:
+    if layout == "gsm8k":
+        return "question"
+    if layout == "messages" or (layout == "auto" and "prompt" not in record):
+        found = next((name for name in _CHATS if name in record), None)
+        return found or ("messages" if layout == "messages" else "prompt")
+    return "prompt"
+
+
+def system_of(record: Mapping[str, Any], config: DataConfig, where: str) -> str:
+    """Return the record's own system message, which `config.system_field` names; empty if there is none."""
+    if not config.system_field:
+        return ""
+    if config.system_field not in record:
+        raise DataError(f"{where}, {missing_column(config.system_field, record)}; set data.system_field")
+    value = record[config.system_field]
+    return "" if value is None else _text(value, config.system_field, where)
+
+
+def _answer(record: Mapping[str, Any], name: str, where: str, config: DataConfig, *, needs_answer: bool) -> str:
+    if name not in record:
+        if not needs_answer and not config.answer_field:
+            return ""
+        raise DataError(f"{where}, {missing_column(name, record)}; set data.answer_field or data.format")
+    if record[name] is None and not needs_answer:
+        return ""
+    return _text(record[name], name, where)
+
+
+def _chat(
+    record: Mapping[str, Any], prompt_field: str, answer_field: str, system: str, where: str, used: set[str], *, needs_answer: bool,
+) -> Row:
     """Make a row whose prompt ends where the assistant is to answer. A last message by the assistant is the answer or solution."""
-    messages = parse_messages(record[prompt_field], prompt_field, where)
-    extra = _extra(record, prompt_field, answer_field)
+    messages = with_system(parse_messages(record[prompt_field], prompt_field, where), system)
     given = record.get(answer_field)
+    if isinstance(given, list) and given:  # the rest of the chat, as in TRL's pairs of prompt and completion
+        messages, given = (*messages, *parse_messages(given, answer_field, where)), None
+    extra, json_fields = _extra(record, {*used, TOOLS}, answer_field)
+    tools = parse_tools(record.get(TOOLS), TOOLS, where)
     if messages[-1]["role"] != "assistant":
-        if given is None:
+        if given is None and needs_answer:
             raise DataError(
                 f"{where}, has no answer: the chat in {prompt_field!r} does not end with the assistant's message, and there is no field"
                 f" {answer_field!r}; add one of them, or set data.answer_field")
-        return Row(messages, _text(given, answer_field, where), extra)
-    prompt, said = messages[:-1], messages[-1]["content"]
-    if not prompt:
+        answer = "" if given is None else _text(given, answer_field, where)
+        return Row(messages, answer, extra, tools=tools, json_fields=json_fields)
+    prompt, said = messages[:-1], messages[-1]
+    if not any(message["role"] != "system" for message in prompt):
         raise DataError(f"{where}: the chat in {prompt_field!r} has nothing before the assistant's message; it needs a user's first")
-    return Row(prompt, said, extra) if given is None else Row(prompt, _text(given, answer_field, where), extra, solution=said)
+    kept = said if said.keys() - {"role", "content"} else None
+    text = text_of(said)
+    if given is None:
+        return Row(prompt, text, extra, tools=tools, said=kept, json_fields=json_fields)
+    return Row(prompt, _text(given, answer_field, where), extra, text, tools, kept, json_fields)
 
 
-def _extra(record: Mapping[str, Any], *used: str) -> dict[str, str]:
-    return {k: v if isinstance(v, str) else json.dumps(v, default=str) for k, v in record.items() if k not in used}
+def _extra(record: Mapping[str, Any], used: set[str], answer_field: str) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the fields that are no prompt as text, and the names of those that were none.
+
+    An answer of another name than "answer" is among them, because rewards may know it by its own name.
+    """
+    left_out = used - {answer_field} if answer_field != _ANSWERS[0] else used
+    others = {name: value for name, value in record.items() if name not in left_out}
+    json_fields = tuple(name for name, value in others.items() if not isinstance(value, str))
+    return {name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in others.items()}, json_fields
 
 
 def _text(value: Any, name: str, where: str) -> str:
@@ -98,21 +173,3 @@ def _gsm8k_answer(text: str, where: str) -> str:
             f"{where}: a GSM8K answer must end in '#### ' and a number, got {text[-40:]!r};"
             ' for bare answers use data.format = "prompt_answer"')
     return found[-1].strip().replace(",", "")
-
-
-def parse_messages(value: Any, name: str, where: str) -> tuple[dict[str, str], ...]:
-    """Return a chat from the field `name` of a record; raises DataError, which names the record `where`, if it is none."""
-    if not isinstance(value, list) or not value:
-        raise DataError(f"{where}: field {name!r} must be a list of messages, got {kind_of(value)}")
-    for message in value:
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            got = json.dumps(message, default=str)[:80]
-            raise DataError(f"{where}: each message in {name!r} must have text in 'role' and 'content', got {got}")
-        if message.get("tool_calls"):
-            raise DataError(f"{where}: a message in {name!r} has tool_calls, which are not supported; write the call as text in 'content'")
-    return tuple({"role": m["role"], "content": m["content"]} for m in value)
-
-
-def kind_of(value: Any) -> str:
-    """Return what a value of the wrong kind is called in messages."""
-    return "null" if value is None else "an empty list" if value == [] else type(value).__name__

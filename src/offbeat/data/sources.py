@@ -1,131 +1,150 @@
-"""Raw records by index, from JSON-lines files, Parquet files and hub datasets. `dataset` opens them and makes rows of them.
+"""Raw records by index, from files, patterns of files, folders, datasets saved to disk, and the hub. `dataset` makes rows of them.
 
-Every record is passed to a `check` once, when the source is opened, so that a bad row stops a run at its start and not midway. Memory
-holds line offsets for JSON lines, and the Arrow table (memory-mapped for hub datasets) otherwise.
+Every record is passed through a `Sieve` once, when the source is opened, so that a bad row stops a run at its start and not midway.
 """
 
-import importlib
-from array import array
-from collections.abc import Callable
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from glob import glob, has_magic
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import msgspec
+from offbeat.data.files import Sieve, Source, import_extra, is_data_file, open_file, table_source
+from offbeat.errors import DataError, first_line
 
-from offbeat.errors import DataError, MissingExtraError, first_line
-
-Check = Callable[[dict[str, Any], str], object]
-"""Called with a record and its location; raises DataError if the record cannot be used."""
-
-_JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_TABLE_CHUNK = 1024
-
-
-class Source(Protocol):
-    """A source of raw records that are read by index."""
-
-    def __len__(self) -> int: ...
-
-    def record(self, index: int) -> dict[str, Any]:
-        """Return the record at `index`, 0 <= index < len."""
-        ...
+_SPLITS = (("train", "training"), ("test",), ("validation", "valid", "val", "dev", "eval"))
+"""Names that files and folders of a split have."""
+_DESCRIBING = ("dataset_info.json", "dataset_infos.json", "state.json")
+"""JSON files in folders of data that hold no rows."""
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[^/]+)?")
+_SOURCES = (
+    ".jsonl, .json, .csv, .tsv or .parquet, a pattern such as 'data/*.jsonl', a folder of such files or of save_to_disk, or a hub id")
 
 
 @dataclass(frozen=True, eq=False)
-class JsonLines:
-    """One JSON object per line; blank lines do not count."""
+class Several:
+    """The records of several sources, one after the other."""
 
-    path: Path
-    offsets: "array[int]"
+    sources: tuple[Source, ...]
 
-    def __len__(self) -> int:
-        return len(self.offsets)
-
-    def record(self, index: int) -> dict[str, Any]:
-        """Read a record; raises DataError if the file has been changed during the run."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.offsets[index])
-                return msgspec.json.decode(file.readline().removeprefix(_BYTE_ORDER_MARK), type=dict)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise DataError(
-                f"{str(self.path)!r} was changed while the run reads it: its record {index} can no longer be read ({first_line(exc)});"
-                " bring it back as it was and start the run again") from exc
-
-
-@dataclass(frozen=True, eq=False)
-class Table:
-    """Records in a `pyarrow.Table`."""
-
-    table: Any
+    @cached_property
+    def _starts(self) -> tuple[int, ...]:
+        return tuple(accumulate((len(source) for source in self.sources), initial=0))
 
     def __len__(self) -> int:
-        return self.table.num_rows
+        return self._starts[-1]
 
     def record(self, index: int) -> dict[str, Any]:
-        return self.table.slice(index, 1).to_pylist()[0]
+        """See `Source.record`."""
+        which = bisect_right(self._starts, index) - 1
+        return self.sources[which].record(index - self._starts[which])
+
+    def where(self, index: int) -> str:
+        """See `Source.where`."""
+        which = bisect_right(self._starts, index) - 1
+        return self.sources[which].where(index - self._starts[which])
 
 
-def is_file(path: str) -> bool:
-    """Whether `path` names a data file rather than a hub id."""
-    return Path(path).suffix in (*_JSON_SUFFIXES, ".parquet") or Path(path).is_file()
+def has_splits(path: str) -> bool:
+    """Whether a path names something that may have splits: a folder or a hub id, but no file and no pattern."""
+    return not (has_magic(path) or Path(path).is_file() or is_data_file(Path(path)))
 
 
-def open_source(path: str, *, split: str, check: Check) -> Source:
-    """Open a file by its suffix, or a hub id (`org/name`, or `org/name:config` for one of several configurations) through `datasets`.
+def open_source(path: str, *, split: str, sieve: Sieve) -> Source:
+    """Open what a path names.
 
     Args:
-        split: split of a hub dataset; files have none.
+        path: a file; a pattern of files, which are read in the order of their names; a folder of such files, or one that `save_to_disk` of
+            `datasets` has written; or a hub id (`org/name`, or `org/name:config` for one of several configurations).
+        split: split of a hub dataset or a folder; files have none.
 
     Raises:
-        DataError: it does not exist, cannot be read, is empty, or `check` refused a record.
+        DataError: it does not exist, cannot be read, has no rows that can be used, or more that cannot than the sieve allows.
         MissingExtraError: `datasets` or `pyarrow` is needed and not installed.
     """
-    if not is_file(path):
-        source = _open_hub(path, split=split, check=check)
-    elif not Path(path).is_file():
-        raise DataError(f"data file {path!r} does not exist; give a .jsonl or .parquet file, or a hub id")
-    elif Path(path).suffix in _JSON_SUFFIXES:
-        source = _open_json_lines(Path(path), check=check)
-    elif Path(path).suffix == ".parquet":
-        source = _open_parquet(path, check=check)
-    else:
-        raise DataError(f"data file {path!r} must end in {', '.join(_JSON_SUFFIXES)} (one JSON object per line) or .parquet")
+    source = _open(path, split=split, sieve=sieve)
     if not len(source):
-        raise DataError(f"dataset {path!r} has no rows")
+        first = f"; the first: {sieve.refused[0]}" if sieve.refused else ""
+        raise DataError(f"dataset {path!r} has no rows{f' that can be used{first}' if first else ''}")
     return source
 
 
-def _open_json_lines(path: Path, *, check: Check) -> JsonLines:
-    offsets, offset = array("q"), 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                where = f"{str(path)!r}, line {number}"
-                try:
-                    record = msgspec.json.decode(line.removeprefix(_BYTE_ORDER_MARK))
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-                    raise DataError(f"{where}, is not JSON ({exc}); write one JSON object per line") from exc
-                if not isinstance(record, dict):
-                    raise DataError(f"{where}, must be a JSON object, got {type(record).__name__}; write one JSON object per line")
-                check(record, where)
-                offsets.append(offset)
-            offset += len(line)
-    return JsonLines(path, offsets)
+def _open(path: str, *, split: str, sieve: Sieve) -> Source:
+    found = Path(path)
+    if found.is_dir():
+        if (found / "state.json").is_file() or (found / "dataset_dict.json").is_file():
+            return _open_saved(path, split=split, sieve=sieve)
+        return _open_files(_files_of_split(found, split), sieve)
+    if found.is_file():
+        return open_file(found, sieve)
+    if has_magic(path):
+        names = glob(path, recursive=True)  # noqa: PTH207 - `Path.glob` takes no absolute pattern
+        files = sorted(Path(name) for name in names if Path(name).is_file())
+        if not files:
+            raise DataError(f"no data file matches the pattern {path!r}; a pattern is taken from the working directory")
+        return _open_files(files, sieve)
+    if not has_splits(path) or not _HUB_ID.fullmatch(path):
+        raise DataError(f"data file {path!r} does not exist; give {_SOURCES}")
+    return _open_hub(path, split=split, sieve=sieve)
 
 
-def _open_parquet(path: str, *, check: Check) -> Table:
-    parquet = import_extra("pyarrow.parquet", "read Parquet files")
+def _open_files(files: Sequence[Path], sieve: Sieve) -> Source:
+    sources = []
+    for file in files:
+        if not sieve.is_full:
+            sources.append(open_file(file, sieve))
+    return sources[0] if len(sources) == 1 else Several(tuple(sources))
+
+
+def _files_of_split(folder: Path, split: str) -> list[Path]:
+    """Return the data files in a folder and those below it that belong to a split by the words of their names.
+
+    Where no file names a split, all belong to "train".
+
+    Raises:
+        DataError: none does.
+    """
+    below = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = [
+        path for path in below if is_data_file(path) and path.name not in _DESCRIBING
+        and not any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)]
+    if not files:
+        raise DataError(f"the folder {str(folder)!r} has no data files; give {_SOURCES}")
+    same = next((names for names in _SPLITS if split in names), (split,))
+    chosen = [file for file in files if _names(file.relative_to(folder), same)]
+    if chosen:
+        return chosen
+    if split in _SPLITS[0] and not any(_names(file.relative_to(folder), names) for file in files for names in _SPLITS):
+        return files
+    listed = ", ".join(str(file.relative_to(folder)) for file in files[:5]) + (", ..." if len(files) > 5 else "")
+    raise DataError(
+        f"the folder {str(folder)!r} has no files of split {split!r}; it has {listed}. Name files or folders after their split, or give a"
+        " pattern of files")
+
+
+def _names(path: Path, words: Sequence[str]) -> bool:
+    """Whether one of the words stands in a path by itself."""
+    return any(re.search(rf"(?<![a-z0-9]){re.escape(word.lower())}(?![a-z0-9])", str(path).lower()) for word in words)
+
+
+def _open_saved(path: str, *, split: str, sieve: Sieve) -> Source:
+    datasets = import_extra("datasets", f"read {path!r}, which `save_to_disk` has written")
     try:
-        table = parquet.read_table(path)
+        dataset = datasets.load_from_disk(path)
     except (OSError, ValueError) as exc:
-        raise DataError(f"data file {path!r} is not readable as Parquet: {first_line(exc)}") from exc
-    return _checked(Table(table), path, check)
+        raise DataError(f"dataset {path!r}, which `save_to_disk` has written, could not be loaded: {first_line(exc)}") from exc
+    if isinstance(dataset, dict):
+        if split not in dataset:
+            raise DataError(f"dataset {path!r} has no split {split!r}; it has {', '.join(dataset)}; set data.split")
+        dataset = dataset[split]
+    return table_source(dataset.with_format("arrow")[:], path, sieve)
 
 
-def _open_hub(path: str, *, split: str, check: Check) -> Table:
+def _open_hub(path: str, *, split: str, sieve: Sieve) -> Source:
     datasets = import_extra("datasets", "read a hub dataset")
     name, _, config_name = path.partition(":")
     try:
@@ -133,24 +152,5 @@ def _open_hub(path: str, *, split: str, check: Check) -> Table:
     except (OSError, ValueError) as exc:
         raise DataError(
             f"dataset {path!r}, split {split!r}, could not be loaded: {first_line(exc)}; check the name (org/name, or org/name:config),"
-            " the split and the connection, or give a .jsonl or .parquet file") from exc
-    return _checked(Table(dataset.with_format("arrow")[:]), f"{path} ({split})", check)
-
-
-def _checked(source: Table, name: str, check: Check) -> Table:
-    for start in range(0, len(source), _TABLE_CHUNK):
-        for index, record in enumerate(source.table.slice(start, _TABLE_CHUNK).to_pylist(), start=start):
-            check(record, f"{name!r}, row {index}")
-    return source
-
-
-def import_extra(module: str, purpose: str, *, extra: str = "hub") -> Any:
-    """Import an optional module when it is needed, since it may be missing, and is slow to import.
-
-    Raises:
-        MissingExtraError: it is not installed; the message says that `purpose` needs it, and that `offbeat[extra]` provides it.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as exc:
-        raise MissingExtraError(f"to {purpose}, {module.partition('.')[0]} must be installed: pip install 'offbeat[{extra}]'") from exc
+            " the split and the connection, or give a file") from exc
+    return table_source(dataset.with_format("arrow")[:], f"{path} ({split})", sieve)

@@ -85,7 +85,7 @@ class Supervision:
             DataError, ModelError: as `sequences`, or because every row would be dropped.
         """
         count = _CHECKED_OF_ENDLESS if dataset.num_rows is None else dataset.num_rows
-        num_dropped = sum(not self._is_used(dataset.row(index), name=f"row {index}") for index in range(count))
+        num_dropped = sum(not self._is_used(dataset.row(index), name=dataset.where(index)) for index in range(count))
         if count and num_dropped == count:
             raise DataError(
                 f"all {count} rows are longer than {self._max_tokens} tokens, so sft.too_long = \"drop\" leaves"
@@ -102,9 +102,8 @@ class Supervision:
         messages = messages_of(row, self.data)
         if messages is None:
             return None
-        answer = {"role": "assistant", "content": row.solution or row.answer}
         try:
-            return mark_answers((*messages, answer), self.tokenizer, turns=self.sft.assistant_turns)
+            return mark_answers((*messages, row.imitated), self.tokenizer, turns=self.sft.assistant_turns, tools=row.tools)
         except (DataError, ModelError) as exc:
             raise type(exc)(f"{name} cannot be imitated: {exc}") from exc
 

@@ -6,7 +6,7 @@
 
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -41,10 +41,12 @@ class Tokenizer:
     Attributes:
         hf: the underlying tokenizer.
         name: folder or hub id that it came from, for messages.
+        template_kwargs: what the chat template is given besides messages and tools, such as `enable_thinking`.
     """
 
     hf: PreTrainedTokenizerFast
     name: str
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.hf.eos_token_id is None:
@@ -109,7 +111,7 @@ class Tokenizer:
             return None
         messages = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _ANSWER}]
         try:
-            text = cast(str, self.hf.apply_chat_template(messages, tokenize=False))
+            text = cast(str, self.hf.apply_chat_template(messages, tokenize=False, **self.template_kwargs))
         except Exception:  # a template may raise anything on this unusual chat
             return None
         _, answer, after = text.rpartition(_ANSWER)
@@ -120,9 +122,9 @@ class Tokenizer:
         """Return the text of token ids."""
         return cast(str, self.hf.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the token ids of a chat, up to where the assistant is to answer. Arguments and errors are those of `chat_text`."""
-        return self.encode(self.chat_text(messages))
+        return self.encode(self.chat_text(messages, tools=tools))
 
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None, to_answer: bool = True
@@ -144,7 +146,7 @@ class Tokenizer:
         try:
             return cast(str, self.hf.apply_chat_template(
                 [dict(m) for m in messages], tools=None if not tools else [dict(t) for t in tools],
-                tokenize=False, add_generation_prompt=to_answer))
+                tokenize=False, add_generation_prompt=to_answer, **self.template_kwargs))
         except (TemplateError, ValueError, TypeError) as exc:
             roles = ", ".join(str(m.get("role")) for m in messages)
             raise ModelError(f"the chat template of tokenizer {self.name!r} refuses messages with roles {roles}: {exc}") from exc

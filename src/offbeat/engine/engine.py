@@ -26,7 +26,7 @@ from offbeat.engine.rows import Rows
 from offbeat.engine.sampler import row_keys, sample
 from offbeat.engine.scheduler import Scheduler, plan_prefill
 from offbeat.engine.scoring import Scorer
-from offbeat.engine.versions import PendingSwitch, Source, VersionStore, read_weights
+from offbeat.engine.versions import PendingSwitch, Source, VersionStore, read_version
 from offbeat.errors import EngineError
 from offbeat.model.peft_io import Adapter
 from offbeat.types import Version
@@ -311,9 +311,14 @@ class Engine:
         """See `VersionStore.has`."""
         return self._versions.has(version, source)
 
-    def prepare(self, folder: str, broadcast: str = "") -> object:
-        """Read a version's weights into the form that `stage` takes; see `read_weights`. May run on any thread."""
-        return read_weights(self._forward, folder, broadcast)
+    @property
+    def live_folder(self) -> str:
+        """Where the live weights were written."""
+        return self._versions.live_folder
+
+    def prepare(self, folder: str, broadcast: str = "", *, live: str = "") -> object:
+        """Read a version's weights into the form that `stage` takes; see `read_version`. May run on any thread."""
+        return read_version(self._forward, folder, broadcast, live=live)
 
     def stage(self, version: Version, source: Source, prepared: object) -> None:
         """Keep prepared weights beside the live ones as `version`, replacing others staged under that number."""

@@ -96,7 +96,10 @@ class EngineLoop:
             ModelError, EngineError: as for `Engine.prepare`; the live weights continue to serve.
         """
         if not self.call(lambda: self.engine.is_staged(version, source)).result():
-            prepared = self.engine.prepare(source.folder, broadcast)
+            live = self.call(lambda: self.engine.live_folder).result()
+            prepared = self.engine.prepare(source.folder, broadcast, live=live)
+            if self.call(lambda: self.engine.live_folder).result() != live:  # a switch meanwhile changed what `prepare` may have built on
+                prepared = self.engine.prepare(source.folder, broadcast)
             self.call(lambda: self.engine.stage(version, source, prepared)).result()
 
     def load_adapter(self, name: str, folder: str) -> None:

@@ -36,6 +36,7 @@ from offbeat.engine.wire import (
     CompletionBody,
     LoadAdapterBody,
     PauseBody,
+    ProveBody,
     ScoreBody,
     StageBody,
     SwitchBody,
@@ -44,6 +45,7 @@ from offbeat.engine.wire import (
 )
 from offbeat.errors import DeadlineError, EngineError, RefusedError
 from offbeat.listening import bind
+from offbeat.types import Version
 
 T = TypeVar("T")
 
@@ -135,6 +137,7 @@ class EngineServer:
             ("POST", "/v1/weights/stage", self._stage),
             ("POST", "/v1/weights/switch", self._switch),
             ("GET", "/v1/weights/fingerprint", self._fingerprint),
+            ("POST", "/v1/weights/prove", self._prove),
             ("POST", "/v1/score", self._score),
             ("POST", "/v1/load_lora_adapter", self._load_adapter),
             ("POST", "/v1/unload_lora_adapter", self._unload_adapter),
@@ -249,13 +252,27 @@ class EngineServer:
         return json_answer(msgspec.json.encode({"version": body.version, "switch_s": switch_s}))
 
     async def _fingerprint(self, http: HttpRequest) -> Response:
-        if name := http.query_params.get("adapter"):
-            version, adapter = await asyncio.wrap_future(self._loop.call(lambda: self._engine.live_adapter(name)))
-            fingerprint = await asyncio.to_thread(adapter.fingerprint)
-        else:
-            version, tensors = await asyncio.wrap_future(self._loop.call(self._engine.weights))
-            fingerprint = await asyncio.to_thread(fingerprint_tensors, tensors)
+        version, fingerprint = await self._fingerprint_of(http.query_params.get("adapter", ""))
         return json_answer(msgspec.json.encode({"version": version, "fingerprint": fingerprint}))
+
+    async def _prove(self, http: HttpRequest) -> Response:
+        body = read_body(ProveBody, await http.body())
+        # Ahead of everything that waits, as a proof has a deadline.
+        job = ScoreJob(id=f"score-{uuid.uuid4().hex}", tokens=body.tokens, adapter=body.adapter, urgent=True)
+        async with self._submitted(http, job) as inbox:
+            version, fingerprint = await self._fingerprint_of(body.adapter)
+            scored = await _next(inbox, Scored)
+        if scored.version != version:
+            raise EngineError(f"the engine changed between versions {scored.version} and {version} during its proof")
+        return json_answer(msgspec.json.encode({"version": version, "fingerprint": fingerprint, "logprobs": scored.logprobs}))
+
+    async def _fingerprint_of(self, name: str) -> tuple[Version, str]:
+        """Return the version that serves, and the fingerprint of its weights, or of the adapter of that name as it serves."""
+        if name:
+            version, adapter = await asyncio.wrap_future(self._loop.call(lambda: self._engine.live_adapter(name)))
+            return version, await asyncio.to_thread(adapter.fingerprint)
+        version, tensors = await asyncio.wrap_future(self._loop.call(self._engine.weights))
+        return version, await asyncio.to_thread(fingerprint_tensors, tensors)
 
     async def _score(self, http: HttpRequest) -> Response:
         body = read_body(ScoreBody, await http.body())

@@ -7,6 +7,7 @@ They replace those staged under that number, and are switched to even where that
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor
 
 from offbeat.engine.forward import Forward
 from offbeat.engine.receive import receive_weights
-from offbeat.errors import RefusedError
+from offbeat.errors import ModelError, RefusedError
+from offbeat.model.changes import read_weights
 from offbeat.model.fingerprint import fingerprint
-from offbeat.model.hf_io import read_safetensors
 from offbeat.types import Version
 
 
@@ -37,19 +38,28 @@ class PendingSwitch:
     done: "Future[float]"
 
 
-def read_weights(forward: Forward, folder: str, broadcast: str = "") -> Any:
+def read_version(forward: Forward, folder: str, broadcast: str = "", *, live: str = "") -> Any:
     """Read a version's weights into the form that `Forward.install` takes. May run beside the engine's thread.
 
     Args:
-        folder: where the weights are written.
+        folder: where the weights are written, or their changes.
         broadcast: `host:port` where they are offered instead; then the folder is read only if the sender says so.
+        live: folder of the weights in use, which are not read again where a folder of changes builds on them.
 
     Raises:
         ModelError: the folder, or the broadcast, does not hold this model's weights.
         EngineError: the weights were not received.
     """
+    def held(base: Path) -> Mapping[str, Tensor] | None:
+        return forward.tensors() if str(base) == live else None
+
     state = receive_weights(broadcast, device=forward.device) if broadcast else None
-    return forward.prepare(dict(read_safetensors(folder)) if state is None else state)
+    if state is None:
+        try:
+            state = read_weights(folder, held=held)
+        except ModelError:  # the weights in use may not be what they should; if the folder is at fault, this fails again
+            state = read_weights(folder)
+    return forward.prepare(state)
 
 
 def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:
@@ -74,6 +84,11 @@ class VersionStore:
     def add(self, version: Version, source: Source, prepared: Any) -> None:
         """Hold prepared weights, replacing others with that number."""
         self._staged[version] = source, prepared
+
+    @property
+    def live_folder(self) -> str:
+        """Where the live weights were written."""
+        return self._source.folder
 
     def is_staged(self, version: Version) -> bool:
         return version in self._staged

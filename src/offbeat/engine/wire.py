@@ -137,6 +137,13 @@ class SwitchBody(msgspec.Struct):
     interrupt: Interrupt = "recompute"
 
 
+class ProveBody(msgspec.Struct):
+    """Body of POST /v1/weights/prove: the tokens to score under the weights in use, or under the adapter of that name."""
+
+    tokens: list[int]
+    adapter: str = ""
+
+
 class ScoreBody(msgspec.Struct):
     """Body of POST /v1/score, by the base model or by an adapter; fields as in `ScoreJob`."""
 

@@ -20,6 +20,7 @@ from offbeat.engine.options import EngineAddress, EngineOptions, EngineStart
 from offbeat.fleet.server_worker import ServerStart
 from offbeat.fleet.servers import engine_python, server_command
 from offbeat.machine import PROMISED_DEVICES, VISIBLE_DEVICES
+from offbeat.phase import waiting_for
 from offbeat.workers.local import LocalLauncher
 from offbeat.workers.worker import Launcher, Nothing, Worker, WorkerSpec, ask
 
@@ -78,8 +79,15 @@ class EngineGroup:
                 threads=config.inference.threads, num_devices=config.inference.devices_per_engine)
             for name in engine_names(config.inference.num_engines)]
         group = cls(config, launcher=launcher, specs=specs)
-        await gather_all(launcher.reserve([spec], timeout_s=config.inference.start_timeout_s) for spec in specs)
-        group.workers = await gather_all(launcher.start(spec, timeout_s=config.inference.start_timeout_s) for spec in specs)
+        with waiting_for("starting the engines", (spec.name for spec in specs)) as done:
+
+            async def start(spec: WorkerSpec) -> Worker:
+                worker = await launcher.start(spec, timeout_s=config.inference.start_timeout_s)
+                done(spec.name)
+                return worker
+
+            await gather_all(launcher.reserve([spec], timeout_s=config.inference.start_timeout_s) for spec in specs)
+            group.workers = await gather_all(start(spec) for spec in specs)
         return group
 
     async def serve(self, *, model: str, tokenizer: str, version: int) -> EngineAddresses:
@@ -88,7 +96,14 @@ class EngineGroup:
             given = self._config.inference.urls
             return EngineAddresses(dict(zip(engine_names(len(given)), given, strict=True)), self.key)
         self._serving = partial(self._request, model=model, tokenizer=tokenizer, version=version)
-        urls = await gather_all(self._serve(index) for index in range(len(self.workers)))
+        with waiting_for("engines load the model", (worker.name for worker in self.workers)) as done:
+
+            async def serve(index: int) -> str:
+                url = await self._serve(index)
+                done(self.workers[index].name)
+                return url
+
+            urls = await gather_all(serve(index) for index in range(len(self.workers)))
         return EngineAddresses({worker.name: url for worker, url in zip(self.workers, urls, strict=True)}, self.key)
 
     async def restart(self, name: str) -> str:

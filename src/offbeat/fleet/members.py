@@ -55,6 +55,10 @@ class Member:
         """Whether the engine is in service, with a proven version or none yet."""
         return self.state in (State.UNPROVEN, State.SERVING)
 
+    def serves(self, version: Version) -> bool:
+        """Whether the engine has proven this version of the whole weights, or a newer one."""
+        return self.version is not None and self.version >= version
+
     def tell_version(self) -> None:
         """Wake every request that waits for this engine to prove a version."""
         self.news.set()

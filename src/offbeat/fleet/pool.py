@@ -137,13 +137,13 @@ class EnginePool:
         await self.members[name].stint.wait()
 
     async def wait_healthy(self, *, version: Version | None = None) -> Mapping[str, EngineControl]:
-        """Wait for `min_engines` engines in service, and return all that are; with `version`, only those that serve it count.
+        """Wait for `min_engines` engines in service, and return all that are; with `version`, those that serve it or a newer one count.
 
         Raises:
             EngineError: there are fewer after `heal_timeout_s`; gives each engine's reason.
         """
         def enough() -> Mapping[str, EngineControl]:
-            found = {n: e for n, e in self.healthy.items() if version is None or self.members[n].version == version}
+            found = {n: e for n, e in self.healthy.items() if version is None or self.members[n].serves(version)}
             return found if len(found) >= self.min_engines else {}
 
         return await self.wait(enough)

@@ -1,16 +1,13 @@
-"""What each engine has to do next to take one version, and whose fault a failure is. It only decides; `publishers` acts.
+"""How a version gets on at the engines, of whole weights or of an adapter, and whose fault a failure is. `publishers` acts.
 
-Events go in; what is to be done, or who is to blame, comes out. Whole weights move through stages, and all engines switch together; each
-engine takes an adapter at its own pace.
+Each engine takes a version at its own pace.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 
 from offbeat.types import Version
-from offbeat.weights.proof import Judge, Outcome
-from offbeat.weights.protocol import Manifest, Proof
+from offbeat.weights.proof import Outcome, Verdict
 
 
 @dataclass(frozen=True)
@@ -20,12 +17,13 @@ class PublishReport:
     Attributes:
         total_s: seconds of the whole publish.
         write_s: seconds of writing; 0 where the version was written before.
-        stage_s: seconds of staging, or of loading and proving an adapter.
-        switch_s: seconds from the first switch to the last proof; 0 for an adapter.
+        stage_s: seconds of the slowest engine's staging, or of loading and proving an adapter.
+        switch_s: longest time of an engine from the beginning of its switch to its proof, in seconds; 0 for an adapter.
         canary_gap: largest difference of the canary's mean log-probability between the trainer and an engine that serves, in nats.
         serving: names of the engines that serve the version.
         quarantined: reasons of the engines that failed to take it, by name.
         inconclusive: engines that serve although their proof shows nothing, with the reason why it does not.
+        num_bytes: size of the tensors that were written, or offered by broadcast.
     """
 
     version: Version
@@ -37,90 +35,50 @@ class PublishReport:
     serving: tuple[str, ...]
     quarantined: Mapping[str, str]
     inconclusive: Mapping[str, str] = field(default_factory=dict)
-
-
-class Stage(Enum):
-    """Where one engine is in a publication of whole weights."""
-
-    STAGING = "staging"
-    STAGED = "staged"
-    SWITCHING = "switching"
-    PROVING = "proving"
-    SERVING = "serving"
-    QUARANTINED = "quarantined"
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True)
-class Action:
-    """Something the publisher has to do: move `engine` through `stage` (STAGING, SWITCHING or PROVING)."""
+class Taken:
+    """How an engine took a version of the whole weights: seconds of its staging, seconds of its switch and proof, and the verdict on it."""
 
-    engine: str
-    stage: Stage
+    stage_s: float
+    switch_s: float
+    verdict: Verdict
 
 
 @dataclass
 class WeightsPublication:
-    """Whole weights on their way: every engine stages them, all that did switch together, and each serves once it has proven them.
+    """Whole weights on their way: each engine stages them, switches and proves them by itself, and serves them from then on.
 
     Attributes:
-        stages: where each engine is, by name.
-        reasons: why engines were lost, by name.
+        serving: names of the engines that serve the version, or a newer one.
+        reasons: why the other engines were lost, by name.
         unsure: engines that serve although their proof shows nothing, with the reason why it does not.
-        largest_gap: see `PublishReport.canary_gap`.
+        largest_gap, stage_s, switch_s: see `PublishReport`.
     """
 
-    manifest: Manifest
-    judge: Judge
-    stages: dict[str, Stage]
+    version: Version
+    serving: list[str] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
     unsure: dict[str, str] = field(default_factory=dict)
     largest_gap: float = 0.0
+    stage_s: float = 0.0
+    switch_s: float = 0.0
 
-    @classmethod
-    def start(cls, manifest: Manifest, engines: Iterable[str], *, judge: Judge) -> tuple["WeightsPublication", list[Action]]:
-        """Return a new publication and its first actions: every engine stages the version."""
-        publication = cls(manifest, judge, dict.fromkeys(engines, Stage.STAGING))
-        return publication, [Action(name, Stage.STAGING) for name in publication.stages]
+    def served(self, engine: str, taken: Taken | None) -> None:
+        """Note that an engine serves the version, or a newer one; `taken` is None if it has come to it in another way than this."""
+        self.serving.append(engine)
+        if taken is None:
+            return
+        if taken.verdict.outcome is Outcome.UNSURE:
+            self.unsure[engine] = taken.verdict.reason
+        self.largest_gap = max(self.largest_gap, taken.verdict.gap)
+        self.stage_s, self.switch_s = max(self.stage_s, taken.stage_s), max(self.switch_s, taken.switch_s)
 
-    @property
-    def serving(self) -> list[str]:
-        """Names of the engines that serve the version."""
-        return [name for name, stage in self.stages.items() if stage is Stage.SERVING]
-
-    def done(self, engine: str) -> list[Action]:
-        """Note that an engine's STAGING or SWITCHING succeeded. Returns what is to be done next."""
-        if self.stages[engine] is Stage.STAGING:
-            self.stages[engine] = Stage.STAGED
-            return self._switch_when_all_staged()
-        assert self.stages[engine] is Stage.SWITCHING, f"{engine} reported success while {self.stages[engine].value}"
-        self.stages[engine] = Stage.PROVING
-        return [Action(engine, Stage.PROVING)]
-
-    def proved(self, engine: str, proof: Proof) -> list[Action]:
-        """Judge an engine's proof: the engine serves unless its proof is refused. Returns what is to be done next."""
-        assert self.stages[engine] is Stage.PROVING, f"{engine} proved while {self.stages[engine].value}"
-        verdict = self.judge.judge(engine, self.manifest, proof)
-        if verdict.refused:
-            return self.failed(engine, verdict.reason)
-        if verdict.outcome is Outcome.UNSURE:
-            self.unsure[engine] = verdict.reason
-        self.stages[engine] = Stage.SERVING
-        self.largest_gap = max(self.largest_gap, verdict.gap)
-        return []
-
-    def failed(self, engine: str, reason: str) -> list[Action]:
-        """Note that an engine failed or was late; the others go on without it. Returns what is to be done next."""
-        self.stages[engine] = Stage.QUARANTINED
+    def failed(self, engine: str, reason: str) -> None:
+        """Note that an engine failed, was late, or does not serve what it should; the others go on without it."""
         self.reasons[engine] = reason
-        return self._switch_when_all_staged()
-
-    def _switch_when_all_staged(self) -> list[Action]:
-        if Stage.STAGING in self.stages.values():
-            return []
-        staged = [name for name, stage in self.stages.items() if stage is Stage.STAGED]
-        for name in staged:
-            self.stages[name] = Stage.SWITCHING
-        return [Action(name, Stage.SWITCHING) for name in staged]
 
 
 @dataclass

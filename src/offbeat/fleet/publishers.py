@@ -1,27 +1,29 @@
 """Brings versions to the engines, each with proof: whole weights (`WeightsPublisher`) and adapters (`AdapterPublisher`).
 
 An engine that fails or is late, or whose proof is refused, is quarantined with the reason, and heals outside of any publish. The training
-loop sees `controller.parts.Publishing`: engines serve whole weights when `publish` returns, and the adapter that a run trains
-(`PolicyPublisher`) once `settle` does.
+loop sees `controller.parts.Publishing`: what it trains, whole weights or its adapter (`PolicyPublisher`), is written when `publish`
+returns, and engines serve it once `settle` does.
 
-    the fan-out   of the run's adapter consumes what the ranks wrote; produces the version on the engines; waits for each under its own
-                  deadline, while the loop and all ranks go on; `settle` waits for it
+    a fan-out   consumes what the ranks wrote; produces the version on the engines; waits for each under its own deadline, while the loop
+                and all ranks go on; `settle` waits for it
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from offbeat.aio import deadline
+from offbeat.aio import deadline, gather_all
 from offbeat.config.weights import WeightsConfig
-from offbeat.errors import BusyError, EngineError, OffbeatError, ProofError, PublishError, RefusedError
+from offbeat.errors import BusyError, DeadlineError, EngineError, OffbeatError, ProofError, PublishError, RefusedError
 from offbeat.fleet.adapters import AdapterCache, Installed
 from offbeat.fleet.pool import EnginePool
-from offbeat.fleet.publication import Action, AdapterPublication, PublishReport, Stage, WeightsPublication
+from offbeat.fleet.publication import AdapterPublication, PublishReport, Taken, WeightsPublication
 from offbeat.fleet.slots import counted
 from offbeat.phase import phase
 from offbeat.types import Version
@@ -43,10 +45,72 @@ async def release_nobody(_report: PublishReport | None) -> None:
     """Do nothing, because the ranks of a controller do not wait for a publish."""
 
 
-class WeightsPublisher:
-    """Brings whole weights to engines: stage on every engine, switch together, prove, admit. One publish at a time.
+class Fanouts:
+    """Versions on their way to the engines while the loop goes on, in the order in which they were written.
 
-    A publish succeeds while `min_engines` of the pool serve, or do once healed: `bring` is how an engine comes back.
+    Use as `async with`; leaving gives up those that are still on their way.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: deque[asyncio.Task[None]] = deque()
+        self._failed = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def begin(self, version: Version, fan_out: Callable[[], Awaitable[PublishReport]], on_served: OnServed) -> None:
+        """Bring a version to the engines; `on_served` hears of it after those before."""
+        before = self._tasks[-1] if self._tasks else None
+        task = asyncio.create_task(self._arrive(fan_out, before, on_served), name=f"fan-out of version {version}")
+        task.add_done_callback(self._note_failure)
+        self._tasks.append(task)
+
+    async def watch(self) -> None:
+        """Wait until a version cannot be brought to the engines, and raise why; see `settle`."""
+        await self._failed.wait()
+        for task in self._tasks:
+            if task.done():
+                task.result()
+        raise AssertionError("a publish has failed, and its error is gone")
+
+    async def settle(self, *, behind: int = 0) -> None:
+        """See `Publishing.settle`.
+
+        Raises:
+            PublishError: no engine, or too few, serve a version; gives each engine's reason.
+        """
+        while self._tasks and (len(self._tasks) > behind or self._tasks[0].done()):
+            task = self._tasks[0]
+            with phase("waiting for engines to load the weights"):
+                await asyncio.wait([task])
+            task.result()
+            if self._tasks and self._tasks[0] is task:  # unless somebody else has waited for it, too
+                self._tasks.popleft()
+
+    async def _arrive(
+        self, fan_out: Callable[[], Awaitable[PublishReport]], before: asyncio.Task[None] | None, on_served: OnServed,
+    ) -> None:
+        report = await fan_out()
+        if before is not None:
+            await asyncio.wait([before])
+            before.result()
+        on_served(report)
+
+    def _note_failure(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self._failed.set()
+
+
+class WeightsPublisher(Fanouts):
+    """Brings whole weights to engines, each at its own pace: it stages them, switches, proves them, and serves them from then on.
+
+    An engine that is still at work on a version when newer ones are there goes on with the newest. A publish succeeds while `min_engines`
+    of the pool serve, or do once healed: `bring` is how an engine comes back.
 
     Attributes:
         current: the newest version that was written; what a healed engine has to serve.
@@ -56,42 +120,43 @@ class WeightsPublisher:
 
     def __init__(
         self, pool: EnginePool, channel: Channel, config: WeightsConfig, *, judge: Judge, release: Release = release_nobody,
+        waits: bool = False,
     ) -> None:
-        """`judge` decides whether an engine's proof is believed; `release` is awaited at the end of each publish."""
+        """Publish to the engines of a pool.
+
+        Args:
+            judge: decides whether an engine's proof is believed.
+            release: lets the ranks go on that wait for this process.
+            waits: whether `publish` returns only when engines serve the version, and `release` tells the ranks which: they roll out, too.
+        """
+        super().__init__()
         self._pool = pool
         self._channel = channel
         self._config = config
         self._judge = judge
         self._release = release
+        self._waits = waits
         self._writing = asyncio.Lock()
+        self._turns: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in pool.members}
 
-    async def publish(self, version: Version, *, on_served: OnServed = lambda _report: None) -> PublishReport:
-        """Write the trainer's weights as `version` and bring every healthy engine to it; `on_served` is called before this returns.
+    async def publish(self, version: Version, *, on_served: OnServed = lambda _report: None) -> None:
+        """Write the trainer's weights as `version`; every healthy engine comes to it, and `on_served` hears when all of them have.
 
         Raises:
-            PublishError: too few engines serve the version, and none heals in time; gives each engine's reason.
+            PublishError: too few engines serve the version before; or this one, if it `waits`. Gives each engine's reason.
         """
         start = time.monotonic()
         async with self._writing:
             manifest = await self._channel.write(version)
             self.current = manifest
-        engines = self._pool.healthy  # chosen only now: an engine that heals from here on heals to `current`, which is this version
         written = time.monotonic()
-        publication, switched = await self._carry_out(manifest, engines)
-        end = time.monotonic()
-        enough = len(publication.serving) >= self._pool.min_engines
-        serving = publication.serving if enough else await self._wait_for_more(publication)
-        self._channel.prune()
-        report = PublishReport(
-            version, total_s=time.monotonic() - start, write_s=written - start, stage_s=switched - written, switch_s=end - switched,
-            canary_gap=publication.largest_gap, serving=tuple(serving), quarantined=dict(publication.reasons),
-            inconclusive=dict(publication.unsure))
+        if not self._waits:
+            await self._release(None)
+            self.begin(version, partial(self._fan_out, manifest, start, written), on_served)
+            return
+        report = await self._fan_out(manifest, start, written)
         await self._release(report)
         on_served(report)
-        return report
-
-    async def settle(self) -> None:
-        """Return at once, because `publish` returns only when engines serve the version; see `Publishing.settle`."""
 
     async def bring(self, engine: EngineControl) -> Version | None:
         """Bring an engine that is out of service to the current version, and have it prove that; the caller puts it back into service.
@@ -104,67 +169,80 @@ class WeightsPublisher:
         Raises:
             EngineError, DeadlineError: the engine failed; ProofError: it does not sample the current weights.
         """
-        config = self._config
         while (manifest := self.current) is not None:
             try:
-                await engine.stage(manifest, timeout_s=config.stage_timeout_s)
-                await engine.switch(manifest, interrupt=config.interrupt, timeout_s=config.switch_timeout_s)
-                proof = await engine.prove(manifest.canary, timeout_s=config.switch_timeout_s)
-            except OffbeatError:
+                taken = await self._take(engine, manifest)
+            except _TakingError as failed:
                 async with self._writing:  # a newer version on its way may have taken this one's place
                     if manifest is self.current:
                         again = await self._channel.rewrite(manifest)
                         if again is None:
-                            raise
+                            raise failed.cause from failed
                         self.current = again
                 continue
             if manifest is self.current:
-                verdict = self._judge.judge(engine.name, manifest, proof)
-                if verdict.refused:
-                    raise ProofError(f"{engine.name} failed its proof: {verdict.reason}")
+                if taken.verdict.refused:
+                    raise ProofError(f"{engine.name} failed its proof: {taken.verdict.reason}")
                 return manifest.version
         return None
 
-    async def _carry_out(self, manifest: Manifest, engines: Mapping[str, EngineControl]) -> tuple[WeightsPublication, float]:
-        """Do what a publication asks for until it is over. Returns it, and the time at which engines began to switch."""
-        switched = time.monotonic()
-        publication, actions = WeightsPublication.start(manifest, engines, judge=self._judge)
-        tasks: set[asyncio.Task[list[Action]]] = set()
-        try:
-            while actions or tasks:
-                if any(action.stage is Stage.SWITCHING for action in actions):
-                    switched = time.monotonic()
-                # The actions of different engines run at the same time, each under its own deadline.
-                tasks |= {asyncio.create_task(self._do(action, engines[action.engine], publication)) for action in actions}
-                finished, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                actions = [action for task in finished for action in task.result()]
-        finally:
-            for task in tasks:
-                task.cancel()
-        return publication, switched
+    async def _fan_out(self, manifest: Manifest, start_s: float, written_s: float) -> PublishReport:
+        """Have every engine in service come to a version, each at its own pace, and wait until enough of them serve it."""
+        # Those that heal from here on heal to `current`, which is this version or a newer one.
+        publication, engines = WeightsPublication(manifest.version), self._pool.healthy
+        await gather_all(self._carry(engine, publication) for engine in engines.values())
+        serving: Collection[str] = publication.serving
+        if len(serving) < self._pool.min_engines:
+            serving = await self._wait_for_more(publication)
+        self._channel.prune()
+        return PublishReport(
+            manifest.version, total_s=time.monotonic() - start_s, write_s=written_s - start_s, stage_s=publication.stage_s,
+            switch_s=publication.switch_s, canary_gap=publication.largest_gap, serving=tuple(serving),
+            quarantined=dict(publication.reasons), inconclusive=dict(publication.unsure), num_bytes=manifest.num_bytes)
 
-    async def _do(self, action: Action, engine: EngineControl, publication: WeightsPublication) -> list[Action]:
-        manifest, config = publication.manifest, self._config
+    async def _carry(self, engine: EngineControl, publication: WeightsPublication) -> None:
+        """Bring an engine in service to what is current until it serves the publication's version or a newer one; if it fails, quarantine
+        it.
+
+        It takes one version after the other, so that a slow one may leave some out.
+        """
+        name, member, taken = engine.name, self._pool.members[engine.name], None
+        async with self._turns[name]:
+            while not member.serves(publication.version):
+                manifest = self.current
+                assert manifest is not None, "what is published was written before"
+                try:
+                    taken = await self._take(engine, manifest)
+                except _TakingError as failed:
+                    if failed.may_be_gone and manifest is not self.current and member.healthy:
+                        continue  # the newer version has taken its place while the engine read it
+                    reason = str(failed)
+                else:
+                    reason = taken.verdict.reason if taken.verdict.refused else ""
+                if reason:
+                    publication.failed(name, reason)
+                    self._pool.quarantine(name, reason)
+                    return
+                self._pool.admit(name, manifest.version)
+        publication.served(name, taken)
+
+    async def _take(self, engine: EngineControl, manifest: Manifest) -> Taken:
+        """Have an engine stage a version, switch to it and prove it. Raises _TakingError if it fails, but not if its proof is refused."""
+        config, times, doing = self._config, [time.monotonic()], "staging"
         try:
-            if action.stage is Stage.STAGING:
-                await engine.stage(manifest, timeout_s=config.stage_timeout_s)
-                return publication.done(engine.name)
-            if action.stage is Stage.SWITCHING:
-                await engine.switch(manifest, interrupt=config.interrupt, timeout_s=config.switch_timeout_s)
-                return publication.done(engine.name)
+            await engine.stage(manifest, timeout_s=config.stage_timeout_s)
+            times, doing = [*times, time.monotonic()], "switching"
+            await engine.switch(manifest, interrupt=config.interrupt, timeout_s=config.switch_timeout_s)
+            doing = "proving"
             proof = await engine.prove(manifest.canary, timeout_s=config.switch_timeout_s)
-            actions = publication.proved(engine.name, proof)
         except OffbeatError as exc:
-            actions = publication.failed(engine.name, f"{action.stage.value} failed: {exc}")
-        if reason := publication.reasons.get(engine.name):
-            self._pool.quarantine(engine.name, reason)
-        else:
-            self._pool.admit(engine.name, manifest.version)
-        return actions
+            raise _TakingError(doing, exc) from exc
+        began, staged = times
+        return Taken(staged - began, time.monotonic() - staged, self._judge.judge(engine.name, manifest, proof))
 
     async def _wait_for_more(self, publication: WeightsPublication) -> Collection[str]:
         """Wait until healing has brought enough engines to the version, and return those that serve it."""
-        version = publication.manifest.version
+        version = publication.version
         try:
             return await self._pool.wait_healthy(version=version)
         except EngineError as exc:
@@ -172,6 +250,20 @@ class WeightsPublisher:
             raise PublishError(
                 f"version {version} is served by {len(publication.serving)} engines, fewer than the {self._pool.min_engines} needed: "
                 f"{reasons}; {exc}") from exc
+
+
+class _TakingError(Exception):
+    """An engine failed to take a version.
+
+    Attributes:
+        cause: the failure.
+        may_be_gone: whether that may be because the version is not there any more.
+    """
+
+    def __init__(self, doing: str, cause: OffbeatError) -> None:
+        super().__init__(f"{doing} failed: {cause}")
+        self.cause = cause
+        self.may_be_gone = doing == "staging" and not isinstance(cause, DeadlineError)
 
 
 class AdapterPublisher:
@@ -267,30 +359,19 @@ class AdapterPublisher:
         return publication.served(engine.name), installed
 
 
-class PolicyPublisher:
-    """Publishes the adapter that a run trains: the ranks go on as soon as it is written, while engines load it.
-
-    Use as `async with`; leaving gives up a version that is on its way.
-    """
+class PolicyPublisher(Fanouts):
+    """Publishes the adapter that a run trains: the ranks go on as soon as it is written, while engines load it."""
 
     def __init__(self, publisher: AdapterPublisher, channel: Channel, *, adapter: str, release: Release = release_nobody) -> None:
         """`adapter` is the name of the run's adapter; see `weights.adapters.policy_adapter`."""
+        super().__init__()
         self._publisher = publisher
         self._channel = channel
         self._adapter = adapter
         self._release = release
-        self._fanout: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        if self._fanout is not None:
-            self._fanout.cancel()
-            await asyncio.gather(self._fanout, return_exceptions=True)
 
     async def publish(self, version: Version, *, on_served: OnServed) -> None:
-        """See `Publishing.publish`; engines load the version after this returns.
+        """See `Publishing.publish`; engines load the version after this returns, and have loaded the one before by then.
 
         Raises:
             PublishError: no engine serves the version before; gives each engine's reason.
@@ -302,18 +383,8 @@ class PolicyPublisher:
         write_s = time.monotonic() - start
         await self._release(None)
 
-        async def fan_out() -> None:
+        async def fan_out() -> PublishReport:
             report = await self._publisher.publish(replace(written, adapter=self._adapter, num_bytes=num_bytes))
-            on_served(replace(report, total_s=time.monotonic() - start, write_s=write_s))
+            return replace(report, total_s=time.monotonic() - start, write_s=write_s, num_bytes=num_bytes)
 
-        self._fanout = asyncio.create_task(fan_out(), name=f"fan-out of version {version}")
-
-    async def settle(self) -> None:
-        """See `Publishing.settle`.
-
-        Raises:
-            PublishError: no engine serves the version published last; gives each engine's reason.
-        """
-        if self._fanout is not None:
-            with phase("waiting for engines to load the adapter"):
-                await self._fanout
+        self.begin(version, fan_out, on_served)

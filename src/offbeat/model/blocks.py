@@ -4,16 +4,15 @@
 """
 
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, PreTrainedModel
 
+from offbeat.config.train import Recompute
 from offbeat.model.attention import PACKED, packed_attention
-
-Recompute = Literal["off", "selective", "full"]
 
 _KEPT_OPERATIONS = frozenset({
     "aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm", "aten::_scaled_dot_product_flash_attention",

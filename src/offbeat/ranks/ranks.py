@@ -15,6 +15,7 @@ from offbeat.algorithms.adam import AdamParams
 from offbeat.config.root import Config
 from offbeat.data.batch import Batch
 from offbeat.errors import DeadlineError, RunError, WorkerError
+from offbeat.phase import waiting_for
 from offbeat.ranks.sharding import Sharder
 from offbeat.trainer.messages import BuildRequest, JoinRequest, Policy, Scored, StoreAddress, Trainee, TrainStep
 from offbeat.workers.worker import FAILED_STOP_S, Launcher, Nothing, Worker, WorkerSpec, ask, ask_all
@@ -183,13 +184,16 @@ async def start_ranks(
         for name in names]
     started: list[Worker] = []
 
-    async def start(spec: WorkerSpec) -> Worker:
-        started.append(worker := await launcher.start(spec, timeout_s=timeout_s))
-        return worker
-
     await launcher.reserve(specs, timeout_s=timeout_s)
     try:
-        workers = await gather_all(start(spec) for spec in specs)
+        with waiting_for("starting the train ranks", names) as done:
+
+            async def start(spec: WorkerSpec) -> Worker:
+                started.append(worker := await launcher.start(spec, timeout_s=timeout_s))
+                done(spec.name)
+                return worker
+
+            workers = await gather_all(start(spec) for spec in specs)
         if build is not None:
             await ask(workers[0], "build_model", build, Nothing, timeout_s=timeout_s)
         store = await ask(workers[0], "host_store", StoreAddress(workers[0].host, 0), StoreAddress, timeout_s=timeout_s)

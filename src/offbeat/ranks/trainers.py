@@ -85,7 +85,8 @@ class Trainers:
         for rank, answer in enumerate(answers):
             self._on_span(self._name("train_step"), f"rank {rank}", answer.start_s, answer.end_s)
         # Shares are balanced by what the policy's steps take.
-        return answers[0].metrics | ({} if self._part else self._ranks.observe([answer.busy_s for answer in answers]))
+        seen = {} if self._part else speed(answers) | self._ranks.observe([answer.busy_s for answer in answers])
+        return answers[0].metrics | seen
 
     async def score(self, batch: Batch, *, of: Policy = "policy", with_entropy: bool = False) -> TargetScores:
         """Score the targets of what this process has drawn under the policy or its reference, without gradients.
@@ -107,14 +108,18 @@ class Trainers:
             self._on_span(self._name("score"), f"rank {rank}", answer.start_s, answer.end_s)
         return await asyncio.to_thread(_put_together, batch, answers)
 
-    async def write_weights(self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0) -> Manifest:
+    async def write_weights(
+        self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "",
+    ) -> Manifest:
         """Write or offer the weights; see `offbeat.weights.channels.WriteVersion`. In SPMD mode only rank 0 gives a fingerprint."""
         self._held = version
         timeout_s = self._config.weights.stage_timeout_s
         broadcast = BroadcastRequest(self._ranks.host, num_receivers, timeout_s) if num_receivers else None
-        request = WriteRequest(str(folder), self._config.model.dtype, canary, broadcast=broadcast)
+        request = WriteRequest(str(folder), self._config.model.dtype, canary, broadcast=broadcast, base=base)
         written = await self._all("write_weights", request, Written, timeout_s=timeout_s)
-        return Manifest(version, str(folder), written.fingerprint, canary, written.canary_logprobs, written.broadcast)
+        return Manifest(
+            version, str(folder), written.fingerprint, canary, written.canary_logprobs, written.broadcast, num_bytes=written.num_bytes,
+            base=written.base)
 
     def holds(self, version: Version) -> bool:
         """Tell whether the ranks have the weights of this version, and no call that changes them is on its way."""
@@ -226,6 +231,25 @@ class Trainers:
     def _name(self, method: str) -> str:
         """Return the name of a method of this part's trainer."""
         return f"{self._part}.{method}" if self._part else method
+
+
+def speed(answers: Sequence[Trained]) -> dict[str, float]:
+    """Return how well a training step of all ranks used their devices.
+
+    Returns:
+        train/tokens_per_s_per_device: tokens of all passes with gradients, prompts included, by the step's time and the number of ranks.
+        train/mfu: operations of the model by what the devices could have done meanwhile; left out if that is unknown of one of them.
+        train/busy_share: mean share of the time for which ranks computed.
+        train/peak_memory_bytes: of the rank that has taken most so far.
+    """
+    step_s = max(max(answer.end_s - answer.start_s for answer in answers), 1e-9)
+    peak = sum(answer.peak_flop_per_s for answer in answers) if all(answer.peak_flop_per_s for answer in answers) else 0.0
+    return {
+        "train/tokens_per_s_per_device": sum(answer.tokens for answer in answers) / step_s / len(answers),
+        **({"train/mfu": sum(answer.flops for answer in answers) / step_s / peak} if peak else {}),
+        "train/busy_share": sum(answer.busy_s for answer in answers) / step_s / len(answers),
+        "train/peak_memory_bytes": float(max(answer.memory_bytes for answer in answers)),
+    }
 
 
 def _put_together(batch: Batch, answers: Sequence[Scored]) -> TargetScores:

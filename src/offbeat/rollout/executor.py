@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -59,12 +59,14 @@ class Settled:
     Attributes:
         kind: the reason in two words.
         drawn_again: whether its prompt is drawn again.
+        played: the group as it was played; None if it was cancelled before its end.
     """
 
     prompt_id: str
     rejected: str
     kind: Kind | Literal["too stale"]
     drawn_again: bool = False
+    played: Group | None = field(default=None, compare=False, repr=False)
 
 
 class RolloutExecutor:
@@ -204,8 +206,12 @@ class RolloutExecutor:
                 f" {self._num_rejected} were rejected in this run, events.jsonl says why") from exc
 
     def advance(self, version: Version) -> None:
-        """Note that engines serve `version`, and admit groups for it unless the executor was left meanwhile."""
+        """Note that the step whose groups were taken last has made `version`: the next step may take groups."""
         self._gate.advance(version)
+
+    def serve(self, version: Version) -> None:
+        """Note that engines serve `version`, and admit groups for it unless the executor was left meanwhile."""
+        self._gate.serve(version)
         self._admit()
 
     def take_stats(self) -> StatsPart:
@@ -213,8 +219,15 @@ class RolloutExecutor:
         dynamic = StatsPart() if self._dynamic is None else self._dynamic.take()
         return combine([self._outcomes.take(), dynamic, self._stream.stats(), self._accounts.take()])
 
-    async def rollout_batch(self, rows: Iterable[Row], *, group_size: int, sampling: Sampling) -> list[Group]:
-        """Play the given rows now, bypassing the gate, and wait for all, for evaluation and debugging. Groups are in the rows' order."""
+    async def rollout_batch(
+        self, rows: Iterable[Row], *, group_size: int, sampling: Sampling,
+        on_group: Callable[[int, Group], None] = lambda _index, _group: None,
+    ) -> list[Group]:
+        """Play the given rows now, bypassing the gate, and wait for all, for evaluation and debugging. Groups are in the rows' order.
+
+        Args:
+            on_group: called with the place of each row and its group as soon as that has ended.
+        """
         slots = asyncio.Semaphore(self._config.max_concurrent_rollouts)
 
         async def play(index: int, row: Row) -> Group:
@@ -222,6 +235,7 @@ class RolloutExecutor:
                 for tries in itertools.count(1):
                     group, failure = screen(*await self._settle(f"batch:{index}", row, group_size, sampling, Accounts()), fewest=1)
                     if failure is None or not failure.is_ours or tries > self._config.max_retries:
+                        on_group(index, group)
                         return group
                 raise AssertionError("a count has no end")
 
@@ -251,10 +265,10 @@ class RolloutExecutor:
         group, failure = await self._settle(prompt_id, row, self._config.group_size, self.sampling, self._accounts)
         if self._tasks.get(prompt_id) is not asyncio.current_task():
             return  # cancelled, but user code swallowed that; by now this prompt belongs to another task
-        group, failure = screen(self._check(group), failure)
+        played = self._check(group)
+        group, failure = screen(played, failure)
         refused: Kind | None = None
         if failure is None:
-            played = group
             group, failure, refused = self._judge(group)
             if refused is not None:
                 self._stream.note(played)
@@ -264,9 +278,9 @@ class RolloutExecutor:
             self._failures.clear()
         del self._tasks[prompt_id]
         if failure is not None:
-            self._drop(group, failure.kind, again=failure.again)
+            self._drop(group, failure.kind, played=played, again=failure.again)
         elif refused is not None:
-            self._drop(group, refused, again=False)
+            self._drop(group, refused, played=played, again=False)
         else:
             self._keep(group)
         if len(self._failures) < self._config.max_failures_in_a_row:
@@ -274,9 +288,8 @@ class RolloutExecutor:
         self._changed.set()
 
     def _check(self, group: Group) -> Group:
-        # A publish is verified on the engines a moment before the gate is told of it.
         checked = replace(group, trajectories=self._door.check(
-            group.trajectories, oldest=group.admitted_version, newest=self._gate.version + 1))
+            group.trajectories, oldest=group.admitted_version, newest=self._gate.version))
         self._outcomes.played(group.prompt_id, checked.verdicts)
         return checked
 
@@ -288,7 +301,7 @@ class RolloutExecutor:
         if unusable := [t.reason for t in group.verdicts if t.unusable is not None]:
             self._on_unusable(group.prompt_id, unusable)
 
-    def _drop(self, group: Group, kind: Kind, *, again: bool) -> None:
+    def _drop(self, group: Group, kind: Kind, *, played: Group, again: bool) -> None:
         """Draw the prompt of a group again if that may help and has not been done too often; otherwise reject it for good."""
         prompt_id, reason = group.prompt_id, str(group.rejected)
         self._gate.release(prompt_id)
@@ -296,20 +309,20 @@ class RolloutExecutor:
         if again and self._num_tries[prompt_id] <= self._config.max_retries:
             self._stream.give_back(prompt_id)
             self._outcomes.drawn_again()
-            self._on_rejected(Settled(prompt_id, reason, kind, drawn_again=True))
+            self._on_rejected(Settled(prompt_id, reason, kind, drawn_again=True, played=played))
             return
         if self._num_tries[prompt_id] > 1:
             reason = f"{reason} (the last of {self._num_tries[prompt_id]} tries)"
         del self._num_tries[prompt_id]
         self._num_rejected += 1
         self._outcomes.settled(prompt_id, kind, reason)
-        self._on_rejected(Settled(prompt_id, reason, kind))
+        self._on_rejected(Settled(prompt_id, reason, kind, played=played))
 
     async def _settle(
         self, prompt_id: str, row: Row, group_size: int, sampling: Sampling, accounts: Accounts,
     ) -> tuple[Group, Failure | None]:
         """Play one group. A failure is data: the group carries the reason, and the failure is returned with it."""
-        version = self._gate.version
+        version = self._gate.served
         try:
             episode = self._make_episode(row, group_size, sampling)
         except Exception as exc:  # the tokenizer or the chat template cannot handle the prompt

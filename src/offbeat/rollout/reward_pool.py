@@ -3,7 +3,7 @@
 A worker scores the completions of one group in successive calls, each under a deadline. A completion that cannot be scored fails alone;
 the others of its group are scored. If a call is late, its process is killed, and a new one continues with the next completion. A process
 that dies is replaced, and the completion that it was scoring is tried once more, because something else may have killed the process. A
-reward of groups scores all completions of one in a single call, which fails as a whole.
+reward of groups, or one that is async, scores all completions of one in a single call, whose deadline is that of all.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from typing import Self
 
 from offbeat.aio import gather_all
 from offbeat.data import wire
+from offbeat.data.given import pack
 from offbeat.data.reward import FailedReward, NamedReward
 from offbeat.data.row import Row
 from offbeat.errors import CodeError, DeadlineError, WorkerError, shorten
@@ -31,21 +32,23 @@ _SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 
 class RewardPool:
-    """A pool of `num_workers` processes that run one reward function."""
+    """A pool of `num_workers` processes that run one reward function, or several with weights."""
 
     def __init__(
-        self, dotted: str, *, num_workers: int, timeout_s: float, log_dir: Path | None, memory_bytes: int = 0,
+        self, reward: str | Mapping[str, float], *, num_workers: int, timeout_s: float, log_dir: Path | None, memory_bytes: int = 0,
         allowed: Collection[str] = (),
     ) -> None:
         """Prepare the pool; its processes start on entering it.
 
         Args:
-            dotted: "module:function".
+            reward: "module:function"; or several such names with the weight of each.
             timeout_s: limit for scoring one completion.
             memory_bytes: memory limit of each process; 0 for none.
             allowed: environment variables that the processes see although they look like secrets.
         """
-        self._dotted = dotted
+        self._weights = {} if isinstance(reward, str) else dict(reward)
+        self._dotted = reward if isinstance(reward, str) else " or ".join(reward)
+        self._given = pack(self._weights or [self._dotted])
         self._memory_bytes = memory_bytes
         self._hidden = secret_variables(os.environ, allowed=allowed)
         self._num_workers = num_workers
@@ -133,7 +136,7 @@ class RewardPool:
         spec = ChildSpec(f"reward {index}", "offbeat.rollout.reward_worker:RewardWorker", env, log, without=self._hidden)
         child = await Child.start(spec, timeout_s=_START_TIMEOUT_S)
         try:
-            request = wire.encode(LoadRequest(self._dotted, self._memory_bytes))
+            request = wire.encode(LoadRequest("" if self._weights else self._dotted, self._memory_bytes, self._weights, self._given))
             self._of_group = wire.decode(Loaded, await child.call("load", request, timeout_s=_START_TIMEOUT_S)).of_group
         except BaseException:
             await child.kill()

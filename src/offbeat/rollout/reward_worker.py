@@ -1,35 +1,43 @@
-"""The reward process: loads one function by its dotted name and scores completions with it. Apart from this, only user code runs in it.
+"""The reward process: loads functions by their dotted names and scores completions with them. Apart from this, only user code runs in it.
 
-A function that `of_group` has marked gets all completions of a group in one call, and others one by one.
+All completions of a group come in one call if one of the functions takes them so, and else one by one.
 
 It sets its own memory limit before any user code runs. A call that exceeds the limit ends the process, because its state is then unknown.
 """
 
 import math
 import resource
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from offbeat.data import wire
-from offbeat.data.functions import resolve
-from offbeat.data.reward import JUDGE_PREFIX, FailedReward, NamedReward, check_reward, is_of_group
+from offbeat.data.given import Given, receive
+from offbeat.data.reward import FailedReward, NamedReward, check_reward, weigh
 from offbeat.data.row import Row
-from offbeat.errors import WorkerError, describe, printable, shorten
-from offbeat.rollout.judges import judge_reward
+from offbeat.errors import WorkerError
+from offbeat.rollout.reward_functions import RewardFunction
 
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """Name of a reward function, and the memory limit of its process; 0 for none."""
+    """What a reward process runs.
+
+    Attributes:
+        reward: name of the only reward function; empty if `weights` are given.
+        memory_bytes: memory limit of the process; 0 for none.
+        weights: of several reward functions by their names.
+        given: those functions that a Python program gave as objects.
+    """
 
     reward: str
     memory_bytes: int = 0
+    weights: dict[str, float] = field(default_factory=dict)
+    given: tuple[Given, ...] = ()
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Whether the reward takes the completions of a group in one call."""
+    """Whether the rewards are to have the completions of a group in one call."""
 
     of_group: bool
 
@@ -67,11 +75,11 @@ class ScoredGroup:
 
 
 class RewardWorker:
-    """Handler of a reward process: `load` once, then `score`, or `score_group` where the reward is one of groups."""
+    """Handler of a reward process: `load` once, then `score`, or `score_group` where a reward takes whole groups."""
 
     def __init__(self) -> None:
-        self._reward: Callable[..., Any] | None = None
-        self._name = ""
+        self._functions: list[RewardFunction] = []
+        self._weights: dict[str, float] = {}
         self._memory_bytes = 0
 
     def handle(self, method: str, payload: bytes) -> bytes:
@@ -79,52 +87,38 @@ class RewardWorker:
             return wire.encode(self._load(wire.decode(LoadRequest, payload)))
         if method == "score_group":
             group = wire.decode(GroupRequest, payload)
-            return wire.encode(ScoredGroup(self._score_group(group.completions, group.row)))
+            return wire.encode(ScoredGroup(self._score(group.completions, group.row)))
         request = wire.decode(ScoreRequest, payload)
-        return wire.encode(self._score(request.completion, request.row))
+        [scored] = self._score((request.completion,), request.row)
+        return wire.encode(scored)
 
     def _load(self, request: LoadRequest) -> Loaded:
-        self._name, self._memory_bytes = request.reward, request.memory_bytes
+        self._memory_bytes, self._weights = request.memory_bytes, request.weights
         if request.memory_bytes:
             resource.setrlimit(resource.RLIMIT_DATA, (request.memory_bytes, request.memory_bytes))
-        named_judge = self._name.startswith(JUDGE_PREFIX)
-        self._reward = judge_reward(self._name.removeprefix(JUDGE_PREFIX)) if named_judge else resolve(self._name, kind="reward")
-        return Loaded(is_of_group(self._reward))
+        receive(request.given)
+        self._functions = [RewardFunction(name, may_miss=bool(self._weights)) for name in self._weights or (request.reward,)]
+        return Loaded(any(function.takes_group for function in self._functions))
 
-    def _score(self, completion: str, row: Row) -> Scored:
-        found = self._call(completion, row, shown=completion)
-        return found if isinstance(found, Scored) else self._scored(found, completion)
-
-    def _score_group(self, completions: tuple[str, ...], row: Row) -> tuple[Scored, ...]:
-        found = self._call(list(completions), row, shown=completions[0])
-        if isinstance(found, Scored):
-            return (found,) * len(completions)
-        if not isinstance(found, list | tuple) or len(found) != len(completions):
-            wrong = self._failed(f"must return a list of {len(completions)} rewards, returned {shorten(found)}", completions[0])
-            return (wrong,) * len(completions)
-        return tuple(self._scored(each, completion) for each, completion in zip(found, completions, strict=True))
-
-    def _call(self, *arguments: Any, shown: str) -> Any:
-        """Return what the reward returned, or what it is worth that it failed.
+    def _score(self, completions: Sequence[str], row: Row) -> tuple[Scored, ...]:
+        """Score completions with all functions.
 
         Raises:
             WorkerError: memory ran out; this process must be ended.
         """
-        assert self._reward is not None, "score before load"
+        assert self._functions, "score before load"
         try:
-            return self._reward(*arguments)
+            found = [function.values(completions, row) for function in self._functions]
         except MemoryError:
-            pass
-        except BaseException as exc:  # sys.exit() too, since restarting a process takes a second
-            return self._failed(f"raised {describe(exc)}", shown)
-        # Raised outside the handler, where the memory that the call took is free again.
-        raise WorkerError(f"it took more memory than rollout.reward_memory_bytes = {self._memory_bytes}")
+            found = []
+        if not found:  # raised outside the handler, where the memory that the call took is free again
+            raise WorkerError(f"it took more memory than rollout.reward_memory_bytes = {self._memory_bytes}")
+        if not self._weights:
+            return tuple(_scored(check_reward(value)) for value in found[0])
+        return tuple(_scored(weigh(dict(zip(self._weights, values, strict=True)), self._weights)) for values in zip(*found, strict=True))
 
-    def _scored(self, found: Any, completion: str) -> Scored:
-        reward = check_reward(found)
-        if isinstance(reward, FailedReward):
-            return self._failed(f"returned what cannot be trained on: {reward.reason}", completion)
-        return Scored(float(reward), parts=reward.parts if isinstance(reward, NamedReward) else {})
 
-    def _failed(self, how: str, completion: str) -> Scored:
-        return Scored(math.nan, printable(f"the reward {self._name} {how} (completion {completion[:60]!r})", most=1000))
+def _scored(reward: float) -> Scored:
+    if isinstance(reward, FailedReward):
+        return Scored(math.nan, reward.reason)
+    return Scored(float(reward), parts=reward.parts if isinstance(reward, NamedReward) else {})

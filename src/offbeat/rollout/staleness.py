@@ -1,12 +1,14 @@
 """The admission gate: how many groups may be in flight, and which finished ones a step may take. Pure; driven by the executor.
 
-With eta = `max_head_offpolicyness`, B = `consumer_batch_size`, M = `max_concurrent_rollouts`, all counted in groups:
+With eta = `max_head_offpolicyness`, B = `consumer_batch_size`, M = `max_concurrent_rollouts`, all counted in groups, and
+lag = version - served, the versions that the slowest engine is behind the trainer:
 
-    capacity = min(M - running, (eta + 1) * B - (running + ready + training), B * steps left - (running + ready + training))
+    capacity = min(M - running, (eta + 1 - lag) * B - (running + ready + training), B * steps left - (running + ready + training))
 
-`ready` groups are finished and not yet taken; `training` groups were taken by the step whose version is not published yet. A group
-admitted at version a may be trained on up to version a + eta, its deadline. A step takes the B ready groups with the earliest deadlines,
-but only if the remaining groups can still meet theirs: for every deadline d, at most B * (d - version) unconsumed groups have a
+`ready` groups are finished and not yet taken; `training` groups were taken by the step that is being trained. A group that is admitted when
+all engines in service serve version a or a newer one may be trained on up to version a + eta, its deadline; so publishing may go on beside
+training, and nothing is admitted while an engine is more than eta versions behind. A step takes the B ready groups with the earliest
+deadlines, but only if the remaining groups can still meet theirs: for every deadline d, at most B * (d - version) unconsumed groups have a
 deadline <= d. Otherwise it waits for the urgent groups that still run. Admission alone, as in AReaL, does not bound the staleness of
 stragglers.
 """
@@ -23,13 +25,14 @@ OnStale = Literal["wait", "requeue", "keep"]
 
 @dataclass
 class Gate:
-    """Counts groups from admission to publication.
+    """Counts groups from admission to the end of the step that takes them.
 
     Attributes:
         batch_size: B.
         max_running: M.
         eta: largest allowed difference between the version of a step and the version at which its groups were admitted.
-        version: version of the weights that the engines serve.
+        version: version of the trainer's weights, from which the next step trains, or the one that is being trained.
+        served: oldest version that an engine in service has; that of the trainer at the beginning.
         last_version: version after the final step; groups that no step would take are not admitted. None admits without end.
         on_stale: "keep" takes ready groups whatever their age; the other values enforce the bound.
         running: deadlines of running groups, by key.
@@ -46,19 +49,23 @@ class Gate:
     running: dict[Key, Version] = field(default_factory=dict)
     ready: dict[Key, Version] = field(default_factory=dict)
     training: int = 0
+    served: Version = -1
+
+    def __post_init__(self) -> None:
+        self.served = max(self.served, self.version)
 
     @property
     def max_held(self) -> int:
-        """Largest number of running, ready and training groups together: (eta + 1) * B.
+        """Largest number of running, ready and training groups together: (eta + 1 - lag) * B, where lag = version - served.
 
         The steps at the versions `version` to `deadline` are those that may take a group admitted now, and each of them takes B groups.
         """
-        return (self.eta + 1) * self.batch_size
+        return (self.deadline - self.version + 1) * self.batch_size
 
     @property
     def deadline(self) -> Version:
-        """Last version at which a group admitted now may be trained on: version + eta."""
-        return self.version + self.eta
+        """Last version at which a group admitted now may be trained on: served + eta."""
+        return self.served + self.eta
 
     @property
     def capacity(self) -> int:
@@ -85,7 +92,7 @@ class Gate:
 
     def take(self) -> list[Key] | None:
         """Take the B groups of the next step, earliest deadline first; None while the step has to wait."""
-        assert self.training == 0, "a step was taken before the one before it was published"
+        assert self.training == 0, "a step was taken before the one before it was trained"
         if len(self.ready) < self.batch_size:
             return None
         chosen = sorted(self.ready, key=self.ready.__getitem__)[: self.batch_size]  # stable: ties leave in order of finishing
@@ -108,10 +115,15 @@ class Gate:
         return [] if deadline is None else [key for key, due in self.running.items() if due <= deadline]
 
     def advance(self, version: Version) -> None:
-        """Note that the weights of the step in training are served."""
+        """Note that the step in training has made this version of the weights."""
         assert version > self.version, f"version must rise, got {version} after {self.version}"
         self.version = version
         self.training = 0
+
+    def serve(self, version: Version) -> None:
+        """Note that every engine in service serves this version or a newer one."""
+        assert version >= self.served, f"what is served must rise, got {version} after {self.served}"
+        self.served = version
 
     def _first_missed_deadline(self, chosen: list[Key]) -> Version | None:
         """Return the earliest deadline that some group would miss if the next step took `chosen`, or None.

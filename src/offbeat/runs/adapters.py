@@ -26,10 +26,12 @@ from offbeat.fleet.engine_group import EngineGroup
 from offbeat.fleet.fleet import UNPUBLISHED, Fleet, open_fleet
 from offbeat.fleet.publication import PublishReport
 from offbeat.inference.sampling import Sample, Sampling
+from offbeat.machine import smallest_device
 from offbeat.ranks.ranks import WorkerRanks
 from offbeat.ranks.trainers import Trainers
 from offbeat.runs.devices import choose_devices, usable_devices
 from offbeat.runs.shared_disk import apart, without_shared_disk
+from offbeat.runs.step_choice import choose_step, shape_of
 from offbeat.runs.threads import choose_threads, usable_cores
 from offbeat.telemetry.record import RunRecord
 from offbeat.trainer.messages import NewAdapter, Scores
@@ -308,7 +310,9 @@ async def open_adapters(config: Config, record: RunRecord) -> AsyncIterator[Adap
     if config.model.lora.dropout:
         raise ConfigError(
             f"model.lora.dropout must be 0 to serve tenants, got {config.model.lora.dropout}; what one drops would depend on the others")
-    config = choose_threads(choose_devices(config, devices=usable_devices()), cores=usable_cores())
+    placed = choose_devices(config, devices=usable_devices())
+    device = smallest_device() if placed.train.devices_per_rank else None
+    config = choose_threads(choose_step(placed, device=device, shape=shape_of(placed)), cores=usable_cores())
     record.events.record("threads", rank=config.train.threads, engine=config.inference.threads)
     base = read_base(config)
     ends = base_ends(base)

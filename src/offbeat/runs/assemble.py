@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from offbeat.aio import both
+from offbeat.aio import both, run_beside
 from offbeat.config.root import Config
 from offbeat.controller.inputs import RunInputs, choose_canary
 from offbeat.controller.parts import Publishing, RunParts, SingleProcess
@@ -80,13 +80,14 @@ class Policy:
 
 async def open_policy(
     stack: AsyncExitStack, fleet: Fleet, inputs: RunInputs, config: Config, *, write: WriteVersion, release: Release = release_nobody,
-    holds: Callable[[Version], bool] = lambda _version: False,
+    holds: Callable[[Version], bool] = lambda _version: False, waits: bool = False,
 ) -> Policy:
     """Publish what `write` writes, whole weights or the adapter that `model.lora` asks for, under names that are new with this start.
 
     Args:
         holds: whether `write` may be called again for this version, and by this process alone.
         release: releases other ranks that wait for this process to publish.
+        waits: whether they do so until engines serve what was published, because they roll out, too.
     """
     pool, lora = fleet.pool, config.model.lora.rank > 0
     directory, incarnation = config.weights_dir.resolve(), draw_incarnation()
@@ -94,11 +95,14 @@ async def open_policy(
     broadcasts = config.weights.channel == "collective" and not lora
     channel = Channel(
         directory, keep=config.weights.keep, canary=choose_canary(inputs, config), write=write, incarnation=incarnation,
-        num_receivers=lambda: len(pool.healthy) if broadcasts else 0, holds=holds, on_rewrite=partial(fleet.record.note, "rewritten"))
+        num_receivers=lambda: len(pool.healthy) if broadcasts else 0, holds=holds, on_rewrite=partial(fleet.record.note, "rewritten"),
+        whole_every=config.weights.whole_every_versions)
     if lora:
         adapter = policy_adapter(incarnation)
         await fleet.unload_leftovers(directory)
         policy = await stack.enter_async_context(PolicyPublisher(fleet.publisher, channel, adapter=adapter, release=release))
-        return Policy(policy, partial(fleet.dispatcher.generate, adapter=adapter), fleet.watch)
-    publisher = WeightsPublisher(pool, channel, config.weights, judge=fleet.judge, release=release)
-    return Policy(publisher, fleet.dispatcher.generate, partial(fleet.watch, publisher.bring))
+        return Policy(
+            policy, partial(fleet.dispatcher.generate, adapter=adapter), lambda: run_beside(fleet.watch(), policy.watch()))
+    publisher = await stack.enter_async_context(
+        WeightsPublisher(pool, channel, config.weights, judge=fleet.judge, release=release, waits=waits))
+    return Policy(publisher, fleet.dispatcher.generate, lambda: run_beside(fleet.watch(publisher.bring), publisher.watch()))

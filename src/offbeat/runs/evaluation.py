@@ -1,61 +1,204 @@
-"""`offbeat eval`: engines that serve a model as it is, rewards, and one evaluation of each set; nothing is trained."""
+"""`offbeat eval`: answers of models as they are, with rewards and scores on each set; nothing is trained.
 
-from collections.abc import AsyncIterator, Callable, Coroutine
+Models are evaluated one after the other. One in a folder is served by engines that are started for it, and plays and samples as a run does.
+An endpoint by URL is only asked.
+"""
+
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from offbeat.aio import both, run_beside, run_interruptible
 from offbeat.config.root import Config
-from offbeat.controller.evaluate import Evaluation, make_evaluators
-from offbeat.controller.inputs import read_inputs
+from offbeat.controller.evaluate import make_evaluators, score
+from offbeat.controller.inputs import RunInputs, choose_canary, read_inputs
 from offbeat.controller.parts import SingleProcess
 from offbeat.data.dataset import PromptStream
 from offbeat.errors import ConfigError
+from offbeat.evaluation.files import RESULT_NAME
+from offbeat.evaluation.result import ModelResult, SetResult, write
+from offbeat.evaluation.samples import EvaluatedPrompt, EvaluatedSet
+from offbeat.evaluation.scores import Evaluation
 from offbeat.fleet.engine_group import EngineGroup
-from offbeat.fleet.fleet import UNPUBLISHED, open_fleet
-from offbeat.inference.client import EngineClient
+from offbeat.fleet.fleet import UNPUBLISHED, Fleet, open_fleet
+from offbeat.inference.client import EngineClient, EngineSession
+from offbeat.rollout.episode import Generate
+from offbeat.rollout.metric import Metric, check_metrics
 from offbeat.runs.devices import choose_devices, usable_devices
-from offbeat.runs.rollouts import EngineRollouts, open_user_code
+from offbeat.runs.endpoint import AskedSet, Endpoint, read_sets
+from offbeat.runs.evaluated_model import EvaluatedModel, find_models
+from offbeat.runs.rollouts import EngineRollouts, Rewards, open_rewards, open_user_code, what_judges
 from offbeat.runs.threads import choose_threads, usable_cores
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
+from offbeat.weights.adapters import adapter_name
+from offbeat.weights.channels import draw_incarnation
+from offbeat.weights.protocol import Manifest
 from offbeat.workers.worker import make_launcher
 
+KEY_ENV = "OFFBEAT_API_KEY"
+"""Environment variable with the key of endpoints, unless another one is named."""
 
-def evaluate_model(config: Config, console: Console) -> list[Evaluation]:
-    """`offbeat eval`: start engines on `model.path`, evaluate, stop them. Logs go to a run folder of their own, `NAME-eval`.
+
+@dataclass(frozen=True)
+class Progress:
+    """How far an evaluation is.
+
+    Attributes:
+        model: the model that is evaluated, as it was named.
+        set: title of the set; "" while engines start.
+        num_answered, num_prompts: prompts of the set that are scored, and all.
+        accuracy: share of right answers among them.
+    """
+
+    model: str
+    set: str = ""
+    num_answered: int = 0
+    num_prompts: int = 0
+    accuracy: float = 0.0
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def evaluate_models(
+    config: Config, models: Sequence[str] = (), *, checkpoint: str = "", key_env: str = KEY_ENV, output: Path | None = None,
+    on_progress: OnProgress = lambda _progress: None, console: Console | None = None,
+) -> list[ModelResult]:
+    """Evaluate models on the held-out prompts, if there are some, and on each evaluation set. Logs go to the folder `NAME-eval`.
+
+    Args:
+        models: each a model's folder or hub id, the folder of a LoRA adapter, a run's folder, or the URL of an OpenAI-style endpoint, with
+            its name of the model after a '#' if it has several; without any, that at `model.path`.
+        checkpoint: the export of a run that is evaluated: "last", "best", or the number of a step; "" is the last.
+        key_env: environment variable with the key of endpoints.
+        output: JSON file for the scores, beside which the answers go; by default `evaluation.json` in `NAME-eval`.
+        on_progress: called when engines start, and after each prompt.
+        console: shows notes, such as of engines that fail; by default nothing.
 
     Returns:
-        That of the held-out prompts, if there are some, and that of each evaluation set.
+        One result for each model, in their order.
 
     Raises:
-        ConfigError: there is no model, or nothing is held out.
+        UserError: there is no model, nothing to evaluate on, or a model, its data or its code cannot be used.
+        RunError: engines, endpoints or rewards failed.
+        KeyboardInterrupt: it was interrupted.
     """
     if config.run.mode != "controller":
         raise ConfigError(f"run.mode must be 'controller' for an evaluation, which is one process, got {config.run.mode!r}; leave it out")
     if not config.data.heldout_size and not config.evaluate.sets:
         raise ConfigError("data.heldout_size is 0, so there is nothing to evaluate on; set it to the number of held-out prompts")
+    found = find_models(tuple(models), config, checkpoint=checkpoint)
     run_dir = config.run_dir.with_name(f"{config.run.name}-eval")
-    with RunRecord(run_dir, trace=False, console=console) as record:
-        return run_interruptible(_evaluate_model(config, record))
+    with RunRecord(run_dir, trace=False, console=console or Console("quiet")) as record:
+        results: list[ModelResult] = []
+        for model in found:
+            on_progress(Progress(model.name))
+            evaluate = _ask_endpoint(model, config, record, key_env, on_progress) if model.url else _evaluate(
+                model, config, record, on_progress)
+            results.append(ModelResult(model.name, tuple(run_interruptible(evaluate))))
+            write(results, output or run_dir / RESULT_NAME)  # so that what is done stays if the next one fails or is interrupted
+    return results
 
 
-async def _evaluate_model(config: Config, record: RunRecord) -> list[Evaluation]:
-    async with open_rollouts(config, record) as (source, watch):
+def evaluate_model(config: Config, console: Console) -> list[Evaluation]:
+    """Evaluate the model at `model.path`; returns the scores on each set. Errors are those of `evaluate_models`."""
+    [result] = evaluate_models(config, console=console)
+    return result.evaluations
+
+
+async def _evaluate(model: EvaluatedModel, config: Config, record: RunRecord, on_progress: OnProgress) -> list[SetResult]:
+    async with open_rollouts(_configured(config, model), record, adapter=model.adapter) as (source, watch):
         rollouts = source.rollouts(PromptStream(source.inputs.train, seed=0), version=0, last_version=0)
-        evaluators = make_evaluators(rollouts, source, source.inputs, config, SingleProcess())
+        evaluators = make_evaluators(
+            rollouts, source, source.inputs, source.config, SingleProcess(), log_dir=record.log_dir)
 
-        async def run_all() -> list[Evaluation]:
-            return [await evaluator.run() for evaluator in evaluators if evaluator.due(0, last=True)]
+        async def run_all() -> list[SetResult]:
+            results = []
+            for evaluator in evaluators:
+                if evaluator.due(0, last=True):
+                    told = _Counter(model.name, evaluator.name, evaluator.num_prompts, on_progress)
+                    played = await evaluator.play(told.count)
+                    results.append(told.result(played, await evaluator.score(played)))
+            return results
 
         return await run_beside(run_all(), watch())
 
 
+async def _ask_endpoint(
+    model: EvaluatedModel, config: Config, record: RunRecord, key_env: str, on_progress: OnProgress,
+) -> list[SetResult]:
+    asked = read_sets(config)
+    async with AsyncExitStack() as stack:
+        http = await stack.enter_async_context(EngineSession())
+        endpoint = await Endpoint.connect(http.session, model, key_env=key_env)
+        await check_metrics([of_set.config for of_set in asked], log_dir=record.log_dir)
+        rewards = await _open_rewards(stack, asked, config, record)
+        results = []
+        for of_set in asked:
+            told = _Counter(model.name, of_set.name, len(of_set.rows), on_progress)
+            played = await endpoint.play(of_set, rewards[of_set.name], on_prompt=told.count)
+            results.append(told.result(played, await score(played, Metric.of(of_set.config, log_dir=record.log_dir))))
+        return results
+
+
+async def _open_rewards(stack: AsyncExitStack, asked: Sequence[AskedSet], config: Config, record: RunRecord) -> dict[str, Rewards]:
+    """Start the rewards of each set, by its name; sets that are judged alike share them."""
+    chosen = choose_devices(config, devices=usable_devices(), trains=False)
+    launcher = await stack.enter_async_context(make_launcher(chosen))
+    opened: dict[Hashable, Rewards] = {}
+    for of_set in asked:
+        if (judges := what_judges(of_set.config)) not in opened:
+            opened[judges] = await open_rewards(stack, of_set.rows[0], of_set.config, record, launcher=launcher, of_set=of_set.name)
+    return {of_set.name: opened[what_judges(of_set.config)] for of_set in asked}
+
+
+class _Counter:
+    """Counts what is answered of one set, and tells of it."""
+
+    def __init__(self, model: str, name: str, num_prompts: int, on_progress: OnProgress) -> None:
+        self._progress = Progress(model, name or "held-out", 0, num_prompts)
+        self._tell = on_progress
+        self._start = time.monotonic()
+        self._num_answers = self._num_right = 0
+        on_progress(self._progress)
+
+    def count(self, prompt: EvaluatedPrompt) -> None:
+        """Count one more prompt."""
+        self._num_answers += max(len(prompt.samples), 1)
+        self._num_right += sum(sample.is_right for sample in prompt.samples)
+        self._progress = replace(
+            self._progress, num_answered=self._progress.num_answered + 1, accuracy=self._num_right / self._num_answers)
+        self._tell(self._progress)
+
+    def result(self, played: EvaluatedSet, scores: Evaluation) -> SetResult:
+        """Return the set with its scores, and the time since this began to count."""
+        return SetResult(played, scores, time.monotonic() - self._start)
+
+
+def _configured(config: Config, model: EvaluatedModel) -> Config:
+    """Return the configuration that serves a model, whose engines must take an adapter of its rank."""
+    chosen = {"path": model.folder}
+    if not model.adapter:
+        return config.model_copy(update={"model": config.model.model_copy(update=chosen)})
+    lora = config.model.lora.model_copy(update={"rank": model.rank})
+    inference = config.inference.model_copy(update={"max_adapter_rank": max(config.inference.max_adapter_rank, model.rank)})
+    return config.model_copy(update={"model": config.model.model_copy(update=chosen | {"lora": lora}), "inference": inference})
+
+
 @asynccontextmanager
-async def open_rollouts(config: Config, record: RunRecord) -> AsyncIterator[tuple[EngineRollouts, Callable[[], Coroutine[Any, Any, None]]]]:
+async def open_rollouts(
+    config: Config, record: RunRecord, *, adapter: str = "",
+) -> AsyncIterator[tuple[EngineRollouts, Callable[[], Coroutine[Any, Any, None]]]]:
     """Start engines that serve `model.path` as it is, and rewards, to evaluate without training; also yields the watch over the engines.
+
+    Args:
+        adapter: folder of a LoRA adapter, which all samples are of; "" for the model itself.
 
     Raises:
         ConfigError: `model.path` is empty.
@@ -78,4 +221,21 @@ async def open_rollouts(config: Config, record: RunRecord) -> AsyncIterator[tupl
 
         for name in fleet.pool.states:
             fleet.pool.admit(name, await version_of(fleet.pool.client(name)))
-        yield EngineRollouts(config, record, inputs, fleet.dispatcher.generate, user_code), partial(fleet.watch, version_of)
+        generate = await _load_adapter(stack, fleet, inputs, adapter) if adapter else fleet.dispatcher.generate
+        yield EngineRollouts(config, record, inputs, generate, user_code), partial(fleet.watch, version_of)
+
+
+async def _load_adapter(stack: AsyncExitStack, fleet: Fleet, inputs: RunInputs, folder: str) -> Generate:
+    """Load an adapter on an engine, and return what samples it; other engines load it when they are asked, and must agree with the first.
+
+    Raises:
+        RefusedError: it is no adapter of this model.
+    """
+    client, timeout_s = fleet.pool.client(next(iter(fleet.pool.states))), fleet.config.weights.stage_timeout_s
+    adapter, canary = f"evaluated.{draw_incarnation()}", choose_canary(inputs, fleet.config)
+    name = adapter_name(adapter, 0)
+    await client.load_adapter(name, folder, timeout_s=timeout_s)
+    proof = await client.prove(canary, timeout_s=timeout_s, adapter=name)
+    fleet.adapters.pin(Manifest(0, folder, proof.fingerprint or "", canary, proof.canary_logprobs, adapter=adapter))
+    stack.callback(fleet.adapters.unpin, name)  # so that an engine by URL forgets it
+    return partial(fleet.dispatcher.generate, adapter=name)

@@ -59,9 +59,11 @@ class RankMemory:
     """Bytes of one train rank.
 
     Attributes:
-        weights, gradients, optimizer: what stays from step to step: float32, of which AdamW keeps two moments.
+        weights, gradients, optimizer: what stays from step to step: float32, of which AdamW keeps two moments; none of these if they are
+            offloaded.
         gathered: with shards, the whole weights of the block that computes and of the next one, and the embedding or the head.
         activations: what the forward pass of a micro-batch saves for the backward pass, without the head's chunk of logits.
+        host: moments in host memory.
     """
 
     weights: int
@@ -69,14 +71,16 @@ class RankMemory:
     optimizer: int
     gathered: int
     activations: int
+    host: int = 0
 
     @property
     def total(self) -> int:
+        """Sum of all that is on the device."""
         return self.weights + self.gradients + self.optimizer + self.gathered + self.activations
 
 
 def rank_memory(
-    shape: ModelShape, *, tokens: int, num_shards: int = 1, mixed: bool = True, checkpointing: bool = False,
+    shape: ModelShape, *, tokens: int, num_shards: int = 1, mixed: bool = True, checkpointing: bool = False, offloads: bool = False,
 ) -> RankMemory:
     """Estimate one train rank's memory; leave a tenth or two free for logits, the allocator and the collectives.
 
@@ -85,10 +89,12 @@ def rank_memory(
         num_shards: number of ranks that a model is sharded over; 1 for replicas.
         mixed: whether layers compute in bfloat16 (`train.precision`).
         checkpointing: whether activations are computed again in full.
+        offloads: whether moments are kept in host memory (`train.offload_optimizer`).
     """
     states = 4 * -(-shape.num_parameters // num_shards)
     gathered = 4 * (2 * shape.matrices_of_block + shape.vocabulary * shape.hidden) if num_shards > 1 else 0
-    return RankMemory(states, states, 2 * states, gathered, _activations(shape, tokens, mixed=mixed, checkpointing=checkpointing))
+    activations = _activations(shape, tokens, mixed=mixed, checkpointing=checkpointing)
+    return RankMemory(states, states, 0 if offloads else 2 * states, gathered, activations, host=2 * states if offloads else 0)
 
 
 def engine_weights(shape: ModelShape, *, num_devices: int = 1) -> int:

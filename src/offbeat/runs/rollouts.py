@@ -14,12 +14,13 @@ from offbeat.aio import both
 from offbeat.algorithms.experience import sft_batch
 from offbeat.config.agent import PLAYS
 from offbeat.config.root import Config
-from offbeat.controller.inputs import RunInputs, choose_reward
+from offbeat.controller.inputs import RunInputs, choose_rewards, reward_model_of
 from offbeat.controller.parts import Rollouts
 from offbeat.data.batch import Batch
 from offbeat.data.dataset import PromptStream, check_length, render
 from offbeat.data.functions import resolve
-from offbeat.data.reward_model import PREFIX
+from offbeat.data.keeping import keep_rejected_line
+from offbeat.data.pieces import Pieces
 from offbeat.data.row import Row
 from offbeat.engine.reward_options import RewardModelOptions
 from offbeat.errors import TooLongError
@@ -31,6 +32,7 @@ from offbeat.rollout.dynamic import DynamicSampling
 from offbeat.rollout.episode import Episode, Generate, Workflow
 from offbeat.rollout.executor import Accept, RolloutExecutor, Settled
 from offbeat.rollout.idle import IdleHint, limit_of_places
+from offbeat.rollout.metric import check_metrics
 from offbeat.rollout.model_reward import ModelReward
 from offbeat.rollout.reward_pool import RewardPool
 from offbeat.rollout.staleness import Gate
@@ -80,10 +82,16 @@ class EngineRollouts:
                 algorithm, batch_size=config.consumer_batch_size, num_rejected=num_flat_rejected,
                 warn=partial(record.note, "dynamic_sampling"))
 
+        pieces = Pieces(self.inputs.tokenizer)
+
         def on_rejected(settled: Settled) -> None:
             record.events.record(
                 "drawn_again" if settled.drawn_again else "rejected", prompt_id=settled.prompt_id, why=settled.kind,
                 reason=settled.rejected)
+            if settled.played is not None and self.config.telemetry.rollouts_every_steps:
+                record.reject(settled.played.num_tokens, partial(
+                    keep_rejected_line, group=settled.played, row=stream.row(settled.prompt_id), pieces=pieces, reason=settled.rejected,
+                    why=settled.kind, drawn_again=settled.drawn_again))
 
         executor = RolloutExecutor(
             gate=gate, stream=stream, workflow=self.user_code.workflow, make_episode=self._episode, config=config,
@@ -154,7 +162,7 @@ class NoEngines:
     async def publish(self, version: Version, *, on_served: OnServed) -> None:
         """See `Publishing.publish`."""
 
-    async def settle(self) -> None:
+    async def settle(self, *, behind: int = 0) -> None:
         """See `Publishing.settle`."""
 
     async def watch(self) -> None:
@@ -180,35 +188,36 @@ async def open_user_code(
 ) -> UserCode:
     """Start what runs the rewards and the workflow, of the run and of its evaluation sets; see `open_rewards` and `open_workflow`.
 
-    What a set has in common with the run, or with a set before it, is started once.
+    What a set has in common with the run, or with a set before it, is started once. Metrics of their own are tried here, too.
     """
-    def workflow_of(own: Config, folder: Path) -> Awaitable[Workflow]:
-        return open_workflow(stack, own, tokenizer=inputs.tokenizer, log_dir=folder, tell=partial(record.note, "user_code"))
+    def workflow_of(own: Config, of_set: RunInputs, folder: Path) -> Awaitable[Workflow]:
+        return open_workflow(stack, own, tokenizer=of_set.tokenizer, log_dir=folder, tell=partial(record.note, "user_code"))
 
     code = UserCode(*await both(
-        open_rewards(stack, inputs, config, record, launcher=launcher), workflow_of(config, record.log_dir)))
-    rewards, workflows = {_what_judges(config): code.rewards}, {_what_plays(config): code.workflow}
+        open_rewards(stack, inputs.train.row(0), config, record, launcher=launcher), workflow_of(config, inputs, record.log_dir)))
+    await check_metrics([config, *map(config.evaluation_set, inputs.sets)], log_dir=record.log_dir)
+    rewards, workflows = {what_judges(config): code.rewards}, {_what_plays(config): code.workflow}
     sets: dict[str, UserCode] = {}
     for name, of_set in inputs.sets.items():
         own = config.evaluation_set(name)
-        judges, plays = _what_judges(own), _what_plays(own)
+        judges, plays = what_judges(own), _what_plays(own)
         if judges not in rewards:
-            rewards[judges] = await open_rewards(stack, of_set, own, record, launcher=launcher, of_set=name)
+            rewards[judges] = await open_rewards(stack, of_set.train.row(0), own, record, launcher=launcher, of_set=name)
         if plays not in workflows:
-            workflows[plays] = await workflow_of(own, _log_dir(record, name))
+            workflows[plays] = await workflow_of(own, of_set, _log_dir(record, name))
         sets[name] = UserCode(rewards[judges], workflows[plays])
     return replace(code, sets=sets)
 
 
 def num_reward_models(config: Config) -> int:
     """Return how many processes of reward models `open_user_code` starts for the run itself."""
-    return config.rollout.reward_workers if choose_reward(config).startswith(PREFIX) else 0
+    return config.rollout.reward_workers if reward_model_of(config) else 0
 
 
 def num_set_reward_models(config: Config) -> int:
     """Return how many processes of reward models `open_user_code` starts for evaluation sets, each of which takes accelerators."""
-    sets = {_what_judges(own): own for own in map(config.evaluation_set, config.evaluate.sets)}
-    return sum(num_reward_models(own) for judges, own in sets.items() if judges != _what_judges(config))
+    sets = {what_judges(own): own for own in map(config.evaluation_set, config.evaluate.sets)}
+    return sum(num_reward_models(own) for judges, own in sets.items() if judges != what_judges(config))
 
 
 def devices_per_reward_model(config: Config) -> int:
@@ -216,16 +225,17 @@ def devices_per_reward_model(config: Config) -> int:
     return min(1, max(config.train.devices_per_rank, config.inference.devices_per_engine))
 
 
-def _what_judges(config: Config) -> Hashable:
+def what_judges(config: Config) -> Hashable:
     """Return everything that `open_rewards` reads and that may differ between a run and its evaluation sets."""
-    rollout, reward, data = config.rollout, choose_reward(config), config.data
-    prompts = (data.chat_template, data.system_prompt) if reward.startswith(PREFIX) else ()
-    return reward, rollout.reward_workers, rollout.reward_timeout_s, rollout.reward_memory_bytes, rollout.reward_env, prompts
+    rollout, data = config.rollout, config.data
+    prompts = (data.chat_template, data.system_prompt) if reward_model_of(config) else ()
+    rewards = (bool(rollout.rewards), *choose_rewards(config).items())
+    return rewards, rollout.reward_workers, rollout.reward_timeout_s, rollout.reward_memory_bytes, rollout.reward_env, prompts
 
 
 def _what_plays(config: Config) -> Hashable:
     """Return everything that `open_workflow` reads and that may differ between a run and its evaluation sets."""
-    return config.rollout.workflow, config.agent, config.data.system_prompt
+    return config.rollout.workflow, config.agent, config.data.system_prompt, tuple(config.data.chat_template_kwargs.items())
 
 
 def _log_dir(record: RunRecord, of_set: str) -> Path:
@@ -236,25 +246,26 @@ def _log_dir(record: RunRecord, of_set: str) -> Path:
 
 
 async def open_rewards(
-    stack: AsyncExitStack, inputs: RunInputs, config: Config, record: RunRecord, *, launcher: Launcher, of_set: str = "",
+    stack: AsyncExitStack, row: Row, config: Config, record: RunRecord, *, launcher: Launcher, of_set: str = "",
 ) -> Rewards:
     """Start the reward processes, which the launcher starts where they compute with a model, and try the reward on one row.
 
     Args:
+        row: its answer is scored, so that a broken reward is found before anything is played.
         of_set: name of the evaluation set that they judge; "" for the run.
     """
-    rollout, reward, log_dir = config.rollout, choose_reward(config), _log_dir(record, of_set)
-    if reward.startswith(PREFIX):
+    rollout, log_dir = config.rollout, _log_dir(record, of_set)
+    if model := reward_model_of(config):
         options = RewardModelOptions(
-            reward.removeprefix(PREFIX), config.model.dtype, config.data.system_prompt if config.data.chat_template else "",
-            config.train.max_tokens_per_microbatch)
+            model, config.model.dtype, config.data.system_prompt, config.train.max_tokens_per_microbatch)
         rewards = await stack.enter_async_context(ModelReward(
             launcher, options, num_workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s,
             start_timeout_s=config.cluster.start_timeout_s, log_dir=log_dir, threads=config.inference.threads or 1,
             num_devices=devices_per_reward_model(config), of_set=of_set))
     else:
+        weights = choose_rewards(config)
         rewards = await stack.enter_async_context(RewardPool(
-            reward, num_workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s, log_dir=log_dir,
-            memory_bytes=rollout.reward_memory_bytes, allowed=rollout.reward_env))
-    await rewards.check(inputs.train.row(0))
+            weights if rollout.rewards else next(iter(weights)), num_workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s,
+            log_dir=log_dir, memory_bytes=rollout.reward_memory_bytes, allowed=rollout.reward_env))
+    await rewards.check(row)
     return rewards

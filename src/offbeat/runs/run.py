@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -15,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from offbeat.aio import few_collections
+from offbeat.aio import few_collections, listener
 from offbeat.checkpoint.recover import none_sound
 from offbeat.config.load import dump_toml
 from offbeat.config.root import Config
@@ -33,12 +34,14 @@ from offbeat.data import wire
 from offbeat.data.identity import Identity
 from offbeat.errors import ConfigError
 from offbeat.loading import load_module
-from offbeat.machine import PROMISED_DEVICES
+from offbeat.machine import PROMISED_DEVICES, smallest_device
 from offbeat.runs.base_model import needs_base, on_base
 from offbeat.runs.devices import choose_devices, describe_devices, usable_devices
 from offbeat.runs.rank_info import RankInfo, read_rank_info, resolve_ranks
+from offbeat.runs.step_choice import choose_step, shape_of
 from offbeat.runs.threads import choose_threads, usable_cores
 from offbeat.telemetry.console import Console
+from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.log import set_up_logging
 from offbeat.telemetry.record import RunRecord, SilentRecord, lock_run
 from offbeat.telemetry.sinks import check_installed
@@ -226,14 +229,24 @@ def execute(
     """
     rank_info = read_rank_info(config)
     given, cores = resolve_ranks(config, rank_info), usable_cores()
+    if rank_info.leads:
+        console.hint(f"{config.run.name}: reading the model and the data")
     inputs = _KINDS[kind].read(given)
     devices = usable_devices()
     placed = choose_devices(given, devices=devices, rank_info=rank_info, serves=inputs.plays)
-    config = choose_threads(placed, cores=cores, rank_info=rank_info, serves=inputs.plays)
+    config = choose_threads(_with_step(placed, rank_info), cores=cores, rank_info=rank_info, serves=inputs.plays)
     with _open_record(config, rank_info, console, inputs.identity, kind=kind, fresh=fresh, debug=debug) as record:
+        record.console.open(config.run.name)
+        for reason in inputs.unusable:
+            record.events.record("unusable_row", reason=reason)
+        if inputs.unusable:
+            record.console.note(
+                f"rows that cannot be used and are left out: {len(inputs.unusable)}, with the reasons in events.jsonl; the first:"
+                f" {inputs.unusable[0]}")
         if devices:
             record.console.note(describe_devices(config, devices=devices))
-        if config != placed:
+            record.console.note(f"training steps: {config.train.computes_in}, activations computed again: {config.train.recomputes}")
+        if (config.train.threads, config.inference.threads) != (placed.train.threads, placed.inference.threads):
             users = (("train rank", config.train.threads), ("engine", config.inference.threads))
             threads = ", ".join(f"{count} for each {user}" for user, count in users if count)
             record.console.note(f"CPU threads: {threads}, of {cores} cores")
@@ -248,6 +261,12 @@ def execute(
             raise
 
 
+def _with_step(config: Config, rank_info: RankInfo) -> Config:
+    """Choose how a step computes. In SPMD mode over several machines each would see only its own, so the devices count as unknown."""
+    known = config.train.devices_per_rank and (config.run.mode != "spmd" or rank_info.local_world == rank_info.world)
+    return choose_step(config, device=smallest_device() if known else None, shape=shape_of(config))
+
+
 def _open_record(
     config: Config, rank_info: RankInfo, console: Console, identity: Identity, *, kind: str, fresh: bool, debug: bool,
 ) -> RunRecord:
@@ -259,7 +278,7 @@ def _open_record(
     check_resumption(config, identity, kind=kind)
     record = RunRecord(
         config.run_dir, trace=config.telemetry.trace, console=console, sinks=config.telemetry.sinks,
-        settings=config.model_dump(mode="json"))
+        settings=config.model_dump(mode="json"), rollouts_max_bytes=config.telemetry.rollouts_max_bytes or None)
     set_up_logging(record.log_dir / ("controller.log" if rank_info.world == 1 else "rank-0.log"), debug=debug)
     if aside is not None and not fresh:
         record.note("begun_anew", f"there was no checkpoint to resume from, so the run starts over; its old folder is kept as {aside}")
@@ -291,8 +310,9 @@ async def _with_parts(config: Config, rank_info: RankInfo, inputs: RunInputs, re
         state.asked_to_stop = True
         record.console.note(how)
 
-    loop.add_signal_handler(signal.SIGINT, interrupted, "stopping after this step; press Ctrl-C again to stop at once")
-    loop.add_signal_handler(signal.SIGTERM, interrupted, "asked to stop; this step is the last")
+    listener.get()(loop, interrupted)
+    if threading.current_thread() is threading.main_thread():  # no other can have signal handlers
+        loop.add_signal_handler(signal.SIGUSR1, record.console.show_samples)
     async with open_run(config, rank_info, inputs, record) as parts:
         begun = True
         return await body(parts, state)
@@ -316,7 +336,7 @@ def prepare_run_dir(config: Config, *, kind: str = TRAINING, fresh: bool = False
     if not any((run_dir / name).exists() for name in ("config.toml", "checkpoints")):
         return None
     if fresh:
-        return move_aside(config)
+        return move_aside(config) if got_anywhere(run_dir) else None
     if not config.run.resume:
         raise ConfigError(f"the run folder {str(run_dir)!r} exists and run.resume is false; give run.name a new name, or set run.resume")
     if done := _KINDS[kind].done(config):
@@ -326,7 +346,17 @@ def prepare_run_dir(config: Config, *, kind: str = TRAINING, fresh: bool = False
         return None
     if damages := [damage for index in indexes for damage in index.damaged()]:
         raise none_sound(damages)
-    return move_aside(config) if (run_dir / "metrics.jsonl").exists() else None
+    return move_aside(config) if got_anywhere(run_dir) else None
+
+
+def got_anywhere(run_dir: Path) -> bool:
+    """Whether a run has trained or saved anything; the folder of a start that failed before that is used again."""
+    if any((run_dir / name).exists() for name in ("checkpoints", "export", "best", "rollouts", "result.json")):
+        return True
+    metrics = run_dir / "metrics.jsonl"
+    if metrics.exists() and metrics.stat().st_size:
+        return True
+    return any(str(event.get("kind", "")).endswith("_step") for event in read_json_lines(run_dir / "events.jsonl"))
 
 
 def check_resumption(config: Config, identity: Identity, *, kind: str = TRAINING) -> None:

@@ -74,7 +74,8 @@ class Published:
 class FollowingPublisher:
     """Publishing on a rank that does not lead: it contributes its weights, and continues when rank 0 releases it.
 
-    Rank 0 does so when engines serve whole weights, or when it has written an adapter. It is waited for as long as it shows life.
+    Rank 0 does so when it has written them, or, where every rank rolls out, when engines serve them. It is waited for as long as it shows
+    life.
 
     Attributes:
         give: this rank's part in writing a version.
@@ -87,24 +88,19 @@ class FollowingPublisher:
     timeout_s: float
     on_published: Callable[[Published], None] = lambda _published: None
 
-    async def publish(self, version: Version, *, on_served: OnServed) -> PublishReport | None:
+    async def publish(self, version: Version, *, on_served: OnServed) -> None:
         """Contribute to a version and wait for rank 0; see `Publishing.publish`.
-
-        Returns:
-            The result, where rank 0 sends it.
 
         Raises:
             PeerError: rank 0 failed.
         """
         await self.give(version)
         published = await _pass_published(self.peers, None, timeout_s=self.timeout_s)
-        if published is None:
-            return None
-        self.on_published(published)
-        on_served(published.report)
-        return published.report
+        if published is not None:
+            self.on_published(published)
+            on_served(published.report)
 
-    async def settle(self) -> None:
+    async def settle(self, *, behind: int = 0) -> None:
         """Do nothing; see `Publishing.settle`. Rank 0 waits for engines, and this rank for rank 0 where it needs it."""
 
 

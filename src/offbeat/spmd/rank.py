@@ -131,7 +131,7 @@ async def _open(
         return parts(follow(trainers, inputs, config, peers, followed=followed), source, watch=followed.watch)
     fleet = await open_fleet(stack, engines, addresses, config, record, model=inputs.model)
     policy = await open_policy(
-        stack, fleet, inputs, config, write=trainers.write_weights, release=make_release(fleet.pool, config, peers))
+        stack, fleet, inputs, config, write=trainers.write_weights, release=make_release(fleet.pool, config, peers), waits=not one_loads)
     source = EngineRollouts(own, record, rows, policy.generate, user_code)
     if one_loads:
         return parts(policy.publisher, source, watch=policy.watch)

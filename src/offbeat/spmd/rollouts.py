@@ -1,6 +1,6 @@
 """Rollouts of a rank in SPMD mode: none, or its share on rank 0's engines. Rank 0 itself has a plain `EngineRollouts`. Torch-free."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -62,11 +62,17 @@ class NoRollouts:
     def advance(self, version: Version) -> None:
         """Do nothing, since nothing is admitted."""
 
+    def serve(self, version: Version) -> None:
+        """Do nothing, since nothing is admitted."""
+
     def take_stats(self) -> StatsPart:
         """Return empty statistics."""
         return StatsPart()
 
-    async def rollout_batch(self, rows: Iterable[Row], *, group_size: int, sampling: Sampling) -> list[Group]:  # noqa: ARG002
+    async def rollout_batch(
+        self, rows: Iterable[Row], *, group_size: int, sampling: Sampling,  # noqa: ARG002
+        on_group: Callable[[int, Group], None] = lambda _index, _group: None,  # noqa: ARG002
+    ) -> list[Group]:
         """Never called: rank 0 evaluates."""
         raise AssertionError("a rank without rollouts was asked to play some")
 

@@ -6,13 +6,17 @@ devices first.
 """
 
 import os
+import re
 import resource
 import sys
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
+from torch.autograd import Variable
 
 from offbeat.errors import MachineError
 from offbeat.machine import PROMISED_DEVICES, VISIBLE_DEVICES
@@ -31,6 +35,83 @@ _KINDS = {
     "xpu": _Kind("xccl", "ZE_AFFINITY_MASK"),
     "npu": _Kind("hccl", "ASCEND_RT_VISIBLE_DEVICES"),
 }
+
+
+_PEAKS = (
+    ("H100 PCIe", 756e12), ("H100 NVL", 835e12), ("H100", 989e12), ("H800", 989e12), ("H200 NVL", 835e12), ("H200", 989e12),
+    ("GH200", 989e12), ("H20", 148e12), ("B200", 2250e12), ("GB200", 2500e12), ("A100", 312e12), ("A800", 312e12), ("L40S", 362e12),
+    ("L40", 181e12), ("L4", 121e12), ("MI300X", 1307e12), ("MI325X", 1307e12), ("MI250X", 383e12))
+"""Dense bfloat16 operations per second, by words that a device's name contains, from the makers' data sheets; the first row that fits."""
+
+
+class Stopwatch(ABC):
+    """Adds up the stretches in which a device computes for this thread, without its waits for peers.
+
+    Each stretch begins with `start` and ends with the first `stop` that follows.
+    """
+
+    @abstractmethod
+    def start(self) -> None: ...
+
+    @abstractmethod
+    def stop(self) -> None: ...
+
+    @abstractmethod
+    def take_s(self) -> float:
+        """Return the seconds of all stretches so far, and forget them; waits for the device to have ended the last one."""
+
+    def stop_after_backward(self, loss: Tensor) -> None:
+        """Stop as soon as the backward pass from `loss` has computed its gradients, before it waits for those of other ranks."""
+        # What the passes of DDP and FSDP wait for at their end is queued later than this, and so comes after it.
+        loss.register_hook(lambda _gradient: Variable._execution_engine.queue_callback(self.stop))
+
+
+class _ThreadStopwatch(Stopwatch):
+    """Of a CPU: a thread that waits uses no time of its own."""
+
+    def __init__(self) -> None:
+        self._sum_s = 0.0
+        self._since_s: float | None = None
+
+    def start(self) -> None:
+        self._since_s = time.thread_time()
+
+    def stop(self) -> None:
+        if self._since_s is not None:
+            self._sum_s += time.thread_time() - self._since_s
+            self._since_s = None
+
+    def take_s(self) -> float:
+        taken, self._sum_s = self._sum_s, 0.0
+        return taken
+
+
+class _EventStopwatch(Stopwatch):
+    """Of an accelerator: events in its current stream, so that neither start nor stop waits for it."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._stretches: list[tuple[torch.Event, torch.Event]] = []
+        self._begun: torch.Event | None = None
+
+    def start(self) -> None:
+        self._begun = self._mark()
+
+    def stop(self) -> None:
+        if self._begun is not None:
+            self._stretches.append((self._begun, self._mark()))
+            self._begun = None
+
+    def take_s(self) -> float:
+        stretches, self._stretches = self._stretches, []
+        if stretches:
+            stretches[-1][1].synchronize()
+        return sum(begun.elapsed_time(ended) for begun, ended in stretches) / 1e3
+
+    def _mark(self) -> torch.Event:
+        event = torch.Event(self._device_type, enable_timing=True)
+        event.record()
+        return event
 
 
 class Platform:
@@ -85,13 +166,19 @@ class Platform:
         if not self.is_cpu:
             torch.accelerator.synchronize()
 
-    def busy_clock(self) -> float:
-        """Seconds of computation of this thread, from an arbitrary start.
+    def stopwatch(self) -> Stopwatch:
+        """Return a stopwatch for what this thread computes."""
+        return _ThreadStopwatch() if self.is_cpu else _EventStopwatch(self.device_type)
 
-        On a CPU a rank that waits for a peer uses no thread time. An accelerator's waits cannot be told from its work, so all time counts
-        there.
-        """
-        return time.thread_time() if self.is_cpu else time.perf_counter()
+    @property
+    def device_name(self) -> str:
+        """What the device's driver calls it; empty on a CPU."""
+        return "" if self.is_cpu else torch.get_device_module(self.device_type).get_device_name(self.device)
+
+    @property
+    def peak_flop_per_s(self) -> float:
+        """Dense bfloat16 operations per second that the device's maker states; 0 on a CPU, and where the table has no such device."""
+        return peak_of(self.device_name)
 
     def total_memory(self) -> int:
         """Memory of the device in bytes; it must be an accelerator."""
@@ -103,6 +190,12 @@ class Platform:
             return torch.accelerator.max_memory_allocated()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB.
+
+
+def peak_of(device_name: str) -> float:
+    """Return the dense bfloat16 operations per second of the device that a driver calls so; 0 if it is unknown, or a part of one."""
+    words = set(re.split(r"[\s-]+", device_name))
+    return 0.0 if "MIG" in words else next((peak for name, peak in _PEAKS if words.issuperset(name.split())), 0.0)
 
 
 current_platform = Platform()

@@ -1,28 +1,47 @@
 """Shows the progress of a run: a live table on a terminal, otherwise one aligned line per step, or JSON lines for programs.
 
-The controller calls `start`, then `update` once per step and `note` in between, then `finish`. A missing metric is shown as "-".
+The controller calls `open` as soon as there is something to say, `start` before the first step, then `update` once per step and `note` in
+between, then `finish`. On a terminal, the last line says at every moment what the process does and whom it waits for: it reads the phases
+that are announced with `offbeat.phase`. A missing metric is shown as "-".
 """
 
 import json
 import math
+import os
 import sys
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TextIO
 
 from rich.console import Console as RichConsole
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
+
+from offbeat.errors import describe
+from offbeat.phase import marks
+from offbeat.telemetry.pace import Pace, duration
+from offbeat.telemetry.summary import in_words
 
 Mode = Literal["live", "plain", "json", "quiet"]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _HISTORY = 24
 _HELD_OUT = "eval/accuracy"
+_STALENESS = "rollout/staleness_mean_versions"
+_LEGEND = {
+    "stale": "versions that a sampled token's weights are behind those of its step, mean and largest",
+    "gap": "log-probability of a sampled token, trainer's less engine's: staleness and numerics together, mean and largest",
+}
+"""What is not self-evident of a step's figures; shown once."""
+_SPANS = {
+    "rollout": "waiting for rollouts", "advantage": "computing advantages", "score": "scoring samples", "train": "training",
+    "publish": "publishing the weights", "evaluate": "evaluating", "checkpoint": "saving a checkpoint"}
+"""Phases that are spans of the time line, in words."""
 
 
 def choose_mode(stream: TextIO, *, as_json: bool = False, enabled: bool = True) -> Mode:
@@ -43,18 +62,20 @@ class Console:
         self._stream = stream if stream is not None else sys.stdout
         self._rich = RichConsole(file=self._stream, highlight=False)
         self._history: dict[str, deque[float]] = {}
+        self._metrics: Mapping[str, float] = {}
+        self._pace = Pace(0)
         self._total_steps = 0
         self._title = ""
         self._live: Live | None = None
+        self._explained = self._hinted = False
+        self._samples: Callable[[], str] | None = None
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
             TextColumn("{task.percentage:>3.0f} %"),
             TimeElapsedColumn(),
-            TextColumn("·"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
+            TextColumn("· {task.fields[left]}"),
             console=self._rich,
             expand=True,
         )
@@ -65,34 +86,53 @@ class Console:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def hint(self, text: str) -> None:
+        """Show on a terminal, until something else is shown, what the process does before it has anything to show."""
+        if self._mode == "live" and self._live is None:
+            self._clear_hint()
+            self._stream.write(text)
+            self._stream.flush()
+            self._hinted = True
+
+    def open(self, title: str) -> None:
+        """Show on a terminal, from now on, what the process does; `title` names the run."""
+        if self._mode == "live":
+            self._title = title
+            self._go_live()
+
     def start(self, title: str, total_steps: int) -> None:
         """Begin to show a run, or its next part, with a title and a number of steps."""
-        self.close()
-        self._title, self._total_steps = title, total_steps
+        if self._progress.task_ids:
+            self.close()
+        self._title, self._total_steps, self._metrics, self._pace = title, total_steps, {}, Pace(total_steps)
         if self._mode == "json":
             self._print_json("start", title=title, total_steps=total_steps)
         elif self._mode == "plain":
             print(title, file=self._stream, flush=True)
         elif self._mode == "live":
-            for task in self._progress.task_ids:
-                self._progress.remove_task(task)
             self._history.clear()
-            self._progress.add_task("steps", total=total_steps)
-            self._live = Live(self._view({}), console=self._rich, refresh_per_second=4)
-            self._live.start()
+            self._progress.add_task("steps", total=total_steps, left="")
+            self._go_live()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a completed step; `step` counts from 1."""
+        self._pace.step(step)
         if self._mode == "json":
             self._print_json("step", step=step, metrics={name: _json_number(value) for name, value in metrics.items()})
         elif self._mode == "plain":
-            print(plain_line(step, self._total_steps, metrics), file=self._stream, flush=True)
+            if _STALENESS in metrics and not self._explained:
+                self._explained = True
+                print(*(f"  {name}: {meaning}" for name, meaning in _LEGEND.items()), sep="\n", file=self._stream)
+            print(plain_line(step, self._total_steps, metrics, left_s=self._pace.left_s), file=self._stream, flush=True)
         elif self._live is not None:
             for name in ("reward/mean", _HELD_OUT):
                 if math.isfinite(metrics.get(name, math.nan)):
                     self._history.setdefault(name, deque(maxlen=_HISTORY)).append(metrics[name])
-            self._progress.update(self._progress.task_ids[0], completed=step)
-            self._live.update(self._view(metrics))
+            left_s = self._pace.left_s
+            self._progress.update(
+                self._progress.task_ids[0], completed=step, left="" if left_s is None else f"about {duration(left_s)} left")
+            self._metrics = metrics
+            self._live.refresh()
 
     def note(self, text: str) -> None:
         """Show one permanent line, such as "checkpoint saved"."""
@@ -101,51 +141,111 @@ class Console:
         elif self._mode == "plain":
             print(f"  {text}", file=self._stream, flush=True)
         elif self._mode == "live":
+            self._clear_hint()
             self._rich.print(Text(f"  {text}", style="dim"))
+            if self._live is not None:
+                self._live.refresh()
+
+    def offer(self, samples: Callable[[], str]) -> None:
+        """Have something to show when the user asks for samples; `samples` writes it then, in lines."""
+        self._samples = samples
+
+    def show_samples(self) -> None:
+        """Show what was offered last."""
+        try:
+            text = self._samples() if self._samples is not None else "no step is done yet, so there are no samples to show"
+        except Exception as exc:  # a person who is curious must not end a run
+            text = f"the samples cannot be shown: {describe(exc)}"
+        for line in text.splitlines():
+            self.note(line)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Stop the live display and show the result of the run, one line per entry."""
+        """Stop the live display and show the result of the run, one line per entry; programs get the names of `result.json`."""
         self.close()
         if self._mode == "json":
             self._print_json("finish", **summary)
         elif self._mode in ("plain", "live"):
-            width = max((len(name) for name in summary), default=0)
-            for name, value in summary.items():
-                shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+            lines = list(in_words(summary))
+            width = max((len(name) for name, _ in lines), default=0)
+            for name, shown in lines:
                 self._rich.print(Text(f"  {name:<{width}}  ", style="dim").append(shown, style="not dim bold"), soft_wrap=True)
 
     def close(self) -> None:
         """Stop the live display where it stands; may be called twice."""
         if self._live is not None:
-            self._live.stop()
-            self._live = None
+            live, self._live = self._live, None
+            live.stop()
+            for task in self._progress.task_ids:
+                self._progress.remove_task(task)
+        self._clear_hint()
 
     def _print_json(self, event: str, **fields: Any) -> None:
         print(json.dumps({"event": event, **fields}, ensure_ascii=False, default=str), file=self._stream, flush=True)
 
-    def _view(self, metrics: Mapping[str, float]) -> RenderableType:
-        """Return the live display: title, progress, and two columns of figures."""
-        shown = dict(metrics)
+    def _clear_hint(self) -> None:
+        if self._hinted:
+            self._stream.write("\r\x1b[2K")
+            self._stream.flush()
+            self._hinted = False
+
+    def _go_live(self) -> None:
+        self._clear_hint()
+        if self._live is None:
+            self._live = Live(get_renderable=self._view, console=self._rich, refresh_per_second=4)
+            self._live.start(refresh=True)
+        else:
+            self._live.refresh()
+
+    def _view(self) -> RenderableType:
+        """Return the live display: title, progress, two columns of figures with what they mean, and what is going on now.
+
+        Called by the display's own thread as well.
+        """
+        title = Rule(Text(self._title, style="bold"), align="left", style="cyan")
+        now = [Text(f"now  {doing()}", style="dim", no_wrap=True, overflow="ellipsis")] if self._live is not None else []
+        if not self._progress.task_ids:
+            return Group(title, *now)
+        shown = dict(self._metrics)
         if self._history.get(_HELD_OUT):
             shown[_HELD_OUT] = self._history[_HELD_OUT][-1]  # evaluated every few steps; the last value is shown until the next
         values = _figures(shown)
         table = Table.grid(padding=(0, 2))
         for style in ("dim", "bold", "cyan", "dim", "bold"):
             table.add_column(style=style)
-        left = [("reward", "reward/mean"), ("held-out", _HELD_OUT), ("tokens/s", ""), ("s/step", "")]
-        right = ["staleness", "log-prob gap", "loss", "grad norm"]
+        left = [("reward", "reward/mean"), ("held-out", _HELD_OUT), ("tokens/s", ""), ("s/step", ""), ("memory", "")]
+        right = ["staleness", "log-prob gap", "loss", "grad norm", "MFU"]
         for (label, history), other in zip(left, right, strict=True):
-            table.add_row(label, values[label], sparkline(self._history.get(history, ())), other, values[other])
-        return Group(Rule(Text(self._title, style="bold"), align="left", style="cyan"), self._progress, table)
+            table.add_row(label, values[label], sparkline(tuple(self._history.get(history, ()))), other, values[other])
+        if _STALENESS in shown:
+            self._explained = True
+        legend = [
+            Text(f"{name}: {meaning}", style="dim", no_wrap=True, overflow="ellipsis")
+            for name, meaning in zip(("staleness", "log-prob gap"), _LEGEND.values(), strict=True)] if self._explained else []
+        if now and self._samples is not None:
+            now.append(Text(f"kill -USR1 {os.getpid()} shows the best and the worst sample of the last step", style="dim", no_wrap=True))
+        return Group(title, self._progress, table, *legend, *now)
 
 
-def plain_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
-    """Format one step as a line whose columns align with the previous line's."""
+def doing() -> str:
+    """Return what this process does now, whom it waits for, and for how long it has; empty where it has not announced anything."""
+    entered = marks()
+    waits = [mark for mark in entered if mark.describe is not None] or entered[-1:]
+    if not waits:
+        return ""
+    said = " · ".join(dict.fromkeys(_SPANS.get(mark.text, mark.text) for mark in waits))
+    return f"{said} ({duration(time.monotonic() - waits[-1].since_s)})"
+
+
+def plain_line(step: int, total_steps: int, metrics: Mapping[str, float], *, left_s: float | None = None) -> str:
+    """Format one step as a line whose columns align with the previous line's; at its end, how long the rest will take."""
     widths = {"reward": 6, "held-out": 6, "staleness": 6, "tokens/s": 6, "log-prob gap": 15, "loss": 8, "grad norm": 6, "s/step": 5}
     short = {"staleness": "stale", "tokens/s": "tok/s", "log-prob gap": "gap", "grad norm": "grad"}
     figures = _figures(metrics, between="/")
+    if "train/mfu" in metrics:  # of devices whose peak is known
+        widths["MFU"] = 4
     columns = (f"{short.get(label, label)} {figures[label]:<{width}}" for label, width in widths.items())
-    return f"step {step:>{len(str(total_steps))}}/{total_steps}  {'  '.join(columns)}".rstrip()
+    left = f"  left {duration(left_s)}" if left_s is not None and step < total_steps else ""
+    return f"step {step:>{len(str(total_steps))}}/{total_steps}  {'  '.join(columns)}".rstrip() + left
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -176,6 +276,7 @@ def _figures(metrics: Mapping[str, float], *, between: str = " max ") -> dict[st
     """Return the figures shown for a step, by label; `between` separates a mean from its maximum."""
     get = metrics.get
     total_s, wait_s = get("step/total_s"), get("step/rollout_wait_s")
+    mfu, memory = get("train/mfu"), get("train/peak_memory_bytes")
     waiting = f" ({wait_s / total_s:.0%} wait)" if total_s and wait_s is not None else ""
     return {
         "reward": compact(get("reward/mean")),
@@ -186,6 +287,8 @@ def _figures(metrics: Mapping[str, float], *, between: str = " max ") -> dict[st
         "loss": compact(get("train/loss"), 4),
         "grad norm": compact(get("train/grad_norm")),
         "s/step": compact(total_s, 2) + waiting,
+        "memory": "-" if memory is None else f"{memory / 2**30:.1f} GiB peak",
+        "MFU": "-" if mfu is None else f"{mfu:.0%}",
     }
 
 

@@ -64,9 +64,13 @@ def _handlers(path: Path | None, *, debug: bool, as_json: bool) -> list[logging.
     if path is not None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab") as file:  # it can be written; but a process that says nothing leaves no file
+                is_empty = not file.tell()
+            if is_empty:
+                path.unlink()
             handlers.append(
-                RotatingFileHandler(path, maxBytes=_FILE_BYTES, backupCount=_NUM_FILES, encoding="utf-8") if as_json
-                else logging.FileHandler(path, encoding="utf-8"))
+                RotatingFileHandler(path, maxBytes=_FILE_BYTES, backupCount=_NUM_FILES, encoding="utf-8", delay=True) if as_json
+                else logging.FileHandler(path, encoding="utf-8", delay=True))
         except OSError as exc:
             raise StorageError(f"cannot write {path}: {exc.strerror}; free space or choose another folder with run.dir") from exc
     if path is None or debug:

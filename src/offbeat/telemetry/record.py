@@ -5,6 +5,7 @@ import fcntl
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Self
@@ -12,8 +13,9 @@ from typing import IO, Any, Self
 from offbeat.errors import ConfigError, StorageError
 from offbeat.telemetry.background import BackgroundSink
 from offbeat.telemetry.console import Console
+from offbeat.telemetry.evaluation_log import forget_evaluations, write_evaluation
 from offbeat.telemetry.events import EventLog
-from offbeat.telemetry.rollout_log import write_rollouts
+from offbeat.telemetry.rollout_log import RejectedLine, RolloutLog
 from offbeat.telemetry.sinks import JsonLines, check_installed, open_sink
 from offbeat.telemetry.stats import StatsLogger
 from offbeat.telemetry.trace import Tracer
@@ -26,6 +28,7 @@ class RunRecord:
 
     def __init__(
         self, run_dir: Path, *, trace: bool, console: Console, sinks: Sequence[str] = (), settings: Mapping[str, Any] | None = None,
+        rollouts_max_bytes: int | None = None,
     ) -> None:
         """Open everything below `run_dir`, creating it if necessary.
 
@@ -35,6 +38,7 @@ class RunRecord:
             console: shows progress; closed with the rest.
             sinks: destinations of metrics besides `metrics.jsonl`: "tensorboard", "wandb", "trackio".
             settings: settings of the run, displayed by sinks that support it.
+            rollouts_max_bytes: bound on the folder of rollouts; None is no bound.
 
         Raises:
             ConfigError: another process is running this run.
@@ -57,6 +61,7 @@ class RunRecord:
             *(BackgroundSink(name, partial(open_sink, name, run_dir, settings or {}), on_drop=self._sink_dropped)
               for name in dict.fromkeys(sinks))])
         self.console = console
+        self._rollout_log = RolloutLog(run_dir / "rollouts", most_bytes=rollouts_max_bytes)
         self._writer = ThreadPoolExecutor(1, "rollouts")
         self._stored: Future[Path] | None = None
         for mended in filter(None, (self.events.mended, self.tracer.mended, self._metrics.mended)):
@@ -70,23 +75,42 @@ class RunRecord:
     def resume_after(self, global_step: int) -> None:
         """Continue after this step: drop the records of later steps, which are repeated, and report how many earlier ones are missing."""
         self.stats.resume_at(global_step + 1)
+        forget_evaluations(self.run_dir, after=global_step)
+        self._rollout_log.resume_after(global_step)
         if num_lost := len(set(range(1, global_step + 1)) - self._metrics.steps):
             self.note("rows_lost", f"metrics.jsonl has no rows of {num_lost} of the {global_step} steps that are done")
 
     async def rollouts(self, step: int, lines: Iterable[bytes]) -> None:
-        """Store a sample of rollouts on a thread, as soon as the one before is stored.
+        """Store the rollouts of a step, and those rejected since the last call, on a thread, as soon as the step before is stored.
 
         Args:
             lines: JSON lines; they are made on the thread, too.
 
         Raises:
-            StorageError: the sample before could not be stored.
+            StorageError: the step before could not be stored.
         """
         await self.stored()
-        self._stored = self._writer.submit(write_rollouts, self.run_dir / "rollouts", step=step, lines=lines)
+        self._stored = self._writer.submit(self._rollout_log.write, step, lines, self._rollout_log.take_rejected())
+
+    def reject(self, num_tokens: int, line: RejectedLine) -> None:
+        """Store a group that is not trained on with the next step; see `RolloutLog.reject`."""
+        self._rollout_log.reject(num_tokens, line)
+
+    async def evaluation(self, step: int, name: str, lines: Iterable[bytes]) -> None:
+        """Store the answers to an evaluation set on a thread, as `rollouts` does.
+
+        Args:
+            name: of the set; "" for held-out prompts.
+            lines: JSON lines; they are made on the thread, too.
+
+        Raises:
+            StorageError: what was stored before could not be.
+        """
+        await self.stored()
+        self._stored = self._writer.submit(write_evaluation, self.run_dir, step=step, name=name, lines=lines)
 
     async def stored(self) -> None:
-        """Wait until all rollouts are stored.
+        """Wait until all rollouts and answers are stored.
 
         Raises:
             StorageError: they could not be.
@@ -110,6 +134,7 @@ class RunRecord:
         if self._stored is not None and (failure := self._stored.exception()) not in (None, error):
             _log.error("the last rollouts could not be stored: %s", failure)
         self.console.close()
+        remove_empty_logs(self.log_dir)
         self.tracer.close()
         self.stats.close()
         self.events.close()
@@ -136,6 +161,20 @@ class SilentRecord(RunRecord):
 
     async def rollouts(self, step: int, lines: Iterable[bytes]) -> None:
         """Store nothing."""
+
+    def reject(self, num_tokens: int, line: RejectedLine) -> None:
+        """Store nothing."""
+
+    async def evaluation(self, step: int, name: str, lines: Iterable[bytes]) -> None:
+        """Store nothing."""
+
+
+def remove_empty_logs(folder: Path) -> None:
+    """Remove the logs, in a folder and those below it, of processes that have ended and had nothing to say."""
+    for log in folder.rglob("*.log"):
+        with suppress(FileNotFoundError):
+            if not log.stat().st_size:
+                log.unlink()
 
 
 def lock_run(run_dir: Path) -> IO[str]:

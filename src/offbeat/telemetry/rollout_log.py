@@ -1,32 +1,130 @@
-"""Stores samples of the policy's output in `rollouts/step-000010.jsonl.zst`, one group per line, as encoded by the controller."""
+"""Stores rollouts as `rollouts/step-000010.jsonl.zst`, one group per line as encoded by the controller, within a bound of bytes.
 
-from collections.abc import Iterable
+Groups that were not trained on are in `rejected-000010.jsonl.zst`, where 10 is the step that was stored next.
+"""
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import zstandard
 
 from offbeat.errors import StorageError
 
+_FILE = re.compile(r"(?:step|rejected)-(\d{6,})\.jsonl\.zst")
+_MOST_REJECTED_TOKENS = 2_000_000
+"""Tokens of rejected groups that wait for the next step to be stored; older ones are dropped, since they occupy memory."""
 
-def write_rollouts(folder: Path, *, step: int, lines: Iterable[bytes]) -> Path:
-    """Write the groups of one step, replacing an existing file; a crash leaves the old file intact.
+RejectedLine = Callable[[int], bytes]
+"""Returns the JSON of a group that was rejected before this step."""
+
+
+class RolloutLog:
+    """The folder of a run's rollouts. `write` is called on one thread, `reject` on another."""
+
+    def __init__(self, folder: Path, *, most_bytes: int | None = None) -> None:
+        """Say where rollouts go; the folder is created by the first write.
+
+        Args:
+            most_bytes: older steps are thinned out where the files are larger in total; None keeps all.
+        """
+        self._folder = folder
+        self._most_bytes = most_bytes
+        self._rejected: deque[tuple[int, RejectedLine]] = deque()
+        self._rejected_tokens = 0
+
+    def reject(self, num_tokens: int, line: RejectedLine) -> None:
+        """Note a group that is not trained on.
+
+        Args:
+            num_tokens: tokens that it keeps in memory.
+            line: called on the thread that writes.
+        """
+        self._rejected.append((num_tokens, line))
+        self._rejected_tokens += num_tokens
+        while self._rejected_tokens > _MOST_REJECTED_TOKENS and len(self._rejected) > 1:
+            self._rejected_tokens -= self._rejected.popleft()[0]
+
+    def take_rejected(self) -> list[RejectedLine]:
+        """Return the groups noted since the last call."""
+        taken = [line for _, line in self._rejected]
+        self._rejected.clear()
+        self._rejected_tokens = 0
+        return taken
+
+    def write(self, step: int, lines: Iterable[bytes], rejected: Sequence[RejectedLine] = ()) -> Path:
+        """Write the groups of one step, replacing existing files; a crash leaves the old files intact.
+
+        Args:
+            step: global step, which becomes part of the file names.
+            lines: one JSON object each, without a line break.
+            rejected: of groups that were not trained on.
+
+        Raises:
+            StorageError: the folder cannot be written.
+        """
+        turned_down = self._folder / f"rejected-{step:06d}.jsonl.zst"
+        path = self._folder / f"step-{step:06d}.jsonl.zst"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if rejected:
+                _write(turned_down, (line(step) for line in rejected))
+            else:
+                turned_down.unlink(missing_ok=True)
+            _write(path, lines)
+            self._thin()
+        except OSError as exc:
+            raise StorageError(f"cannot write {path}: {exc.strerror}; free space, or set telemetry.rollouts_every_steps to 0") from exc
+        return path
+
+    def resume_after(self, step: int) -> None:
+        """Remove the files of later steps, which are repeated."""
+        for later, files in self._files().items():
+            if later > step:
+                for path in files:
+                    path.unlink(missing_ok=True)
+
+    def _thin(self) -> None:
+        if self._most_bytes is None:
+            return
+        files = self._files()
+        sizes = {step: sum(path.stat().st_size for path in own) for step, own in files.items()}
+        for step in to_thin_out(sizes, most_bytes=self._most_bytes):
+            for path in files[step]:
+                path.unlink(missing_ok=True)
+
+    def _files(self) -> dict[int, list[Path]]:
+        found: dict[int, list[Path]] = {}
+        for path in self._folder.iterdir() if self._folder.is_dir() else ():
+            if match := _FILE.fullmatch(path.name):
+                found.setdefault(int(match[1]), []).append(path)
+        return found
+
+
+def to_thin_out(sizes: Mapping[int, int], *, most_bytes: int) -> list[int]:
+    """Choose the steps to remove, so that the others are at most `most_bytes` in total, or only the newest is left.
+
+    Of the older half of the steps, every second one goes, and again until the rest fits. The older a step is, the fewer of its neighbours
+    remain; the first one remains longest.
 
     Args:
-        folder: the run's `rollouts` folder, created if missing.
-        step: global step, which becomes part of the file name.
-        lines: one JSON object each, without a line break.
-
-    Raises:
-        StorageError: the folder cannot be written.
+        sizes: bytes by step.
     """
-    path = folder / f"step-{step:06d}.jsonl.zst"
-    unfinished = folder / f".{path.name}.tmp"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("wb") as file, zstandard.ZstdCompressor().stream_writer(file) as writer:
-            for line in lines:
-                writer.write(line + b"\n")
-        unfinished.replace(path)
-    except OSError as exc:
-        raise StorageError(f"cannot write {path}: {exc.strerror}; free space, or set telemetry.rollouts_every_steps to 0") from exc
-    return path
+    left, removed = sorted(sizes), []
+    total = sum(sizes.values())
+    while total > most_bytes and len(left) > 1:
+        older = left[: max(len(left) // 2, 2)]
+        going = older[1::2] if len(left) > 2 else left[:1]
+        removed += going
+        total -= sum(sizes[step] for step in going)
+        left = [step for step in left if step not in going]
+    return removed
+
+
+def _write(path: Path, lines: Iterable[bytes]) -> None:
+    unfinished = path.with_name(f".{path.name}.tmp")
+    with unfinished.open("wb") as file, zstandard.ZstdCompressor().stream_writer(file) as writer:
+        for line in lines:
+            writer.write(line + b"\n")
+    unfinished.replace(path)

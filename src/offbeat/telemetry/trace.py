@@ -1,11 +1,13 @@
 """Timeline of a run in `trace.json`, which Perfetto (ui.perfetto.dev) and chrome://tracing open and the report draws.
 
 The controller records its own spans and those that workers report. Times are wall-clock seconds (`time.time()`), so that spans of all
-processes of a machine align. The file is a JSON array without its closing bracket, which the format allows: it is appended to line by
-line, and after a crash it can still be opened. One thread writes.
+processes of a machine align. The file is a JSON array that is appended to line by line. Its closing bracket is written at the end and
+taken off again by a run that goes on; the format allows that it is missing, so that the file can be opened during a run and after a crash.
+One thread writes.
 """
 
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +19,9 @@ from offbeat.errors import StorageError
 from offbeat.phase import phase
 from offbeat.telemetry.jsonl import parse_row
 from offbeat.telemetry.mend import mend
+
+_END = b'{"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "offbeat"}}]\n'
+"""The last line of a trace that was closed. It has no comma behind it, so that the whole file is valid JSON."""
 
 _LATEST_US = 2**53
 """The year 2255 in microseconds, and the largest integer that every reader of the format represents exactly."""
@@ -53,6 +58,7 @@ class Tracer:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            _take_off_end(path)
             self.mended = mend(path, lambda line: line == b"[" or _parse_event(line) is not None)
             self._tids = {event["args"]["name"]: event["tid"] for event in _read_events(path) if event["ph"] == "M"}
             self._file = path.open("a", encoding="utf-8")
@@ -92,8 +98,9 @@ class Tracer:
         self._write(event | ({"args": dict(args)} if args else {}))
 
     def close(self) -> None:
-        """Close the file; later spans are dropped."""
+        """Make the file valid JSON and close it; later spans are dropped."""
         if self._file is not None:
+            self._file.write(_END.decode())
             self._file.close()
             self._file = None
 
@@ -101,6 +108,17 @@ class Tracer:
         assert self._file is not None, "a tracer without a file wrote an event"
         self._file.write(json.dumps(event, default=str) + ",\n")
         self._file.flush()
+
+
+def _take_off_end(path: Path) -> None:
+    """Remove the last line that `Tracer.close` has written, if it is there."""
+    if not path.is_file():
+        return
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - len(_END)))
+        if file.read() == _END:
+            file.truncate(size - len(_END))
 
 
 def read_trace(path: Path) -> list[Span]:

@@ -31,7 +31,7 @@ def load_frozen(folder: str, *, config: TrainConfig, groups: ProcessGroups, dtyp
     def read(divide: Divide | None) -> PreTrainedModel:
         return load_policy(folder, config=unchecked, dtype=dtype, divide=divide).requires_grad_(False)
 
-    return load(read, groups=groups, precision=config.precision, trained=False, compiles=config.compile)[1]
+    return load(read, groups=groups, precision=config.computes_in, trained=False, compiles=config.compile)[1]
 
 
 class Teacher:

@@ -31,6 +31,7 @@ from offbeat.model.logprobs import token_logprobs
 from offbeat.model.lora import find_targets
 from offbeat.model.rows import RAW_ERRORS
 from offbeat.sync.mesh import ProcessGroups
+from offbeat.trainer.offload import PART_SIZE
 
 _SEQUENCE = 1024
 """Tokens of each of the sequences that the micro-batch is made of; memory depends on their sum alone."""
@@ -53,17 +54,18 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on the device of one train rank, at their peak.
+    """Bytes of one train rank, at their peak: on the device, except for the last.
 
     Attributes:
         weights: the model's own, or this rank's part of them.
         gathered: whole layers that run, in the format of the computation, where weights are in shards or float32 masters.
         gradients: kept until the optimizer's step.
-        optimizer: moments.
+        optimizer: moments, or with `train.offload_optimizer` those of one part.
         reference: frozen copy of the model, or this rank's part of it.
         critic: weights, gradients and moments of the value model.
         teacher: weights of the frozen teacher.
         activations: all else that a forward and backward pass over one micro-batch holds at once, logits included.
+        host: moments in host memory.
     """
 
     weights: int
@@ -74,11 +76,12 @@ class MemoryEstimate:
     critic: int
     teacher: int
     activations: int
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """Sum of all."""
-        return sum(asdict(self).values())
+        """Sum of all that is on the device."""
+        return sum(asdict(self).values()) - self.host
 
 
 def estimate_memory(model_config: Any, config: Config, *, num_ranks: int, on_cpu: bool = False) -> MemoryEstimate:
@@ -94,7 +97,7 @@ def estimate_memory(model_config: Any, config: Config, *, num_ranks: int, on_cpu
         on_cpu: whether the rank computes on a CPU; kernels and chunks are others there.
     """
     train, lora, parallel = config.train, config.model.lora, config.train.parallel
-    mixed, bases_half = train.precision == "bf16_mixed", lora.rank > 0 and config.model.dtype == "bfloat16"
+    mixed, bases_half = train.computes_in == "bf16_mixed", lora.rank > 0 and config.model.dtype == "bfloat16"
     # As `offbeat.trainer.strategies` chooses.
     sharded = not lora.rank and (parallel.shard > 1 or (parallel.tp > 1 and num_ranks > parallel.tp) or (mixed and num_ranks == 1))
     autocasts = mixed and not sharded and not bases_half
@@ -102,7 +105,7 @@ def estimate_memory(model_config: Any, config: Config, *, num_ranks: int, on_cpu
     model = _build(model_config, torch.bfloat16 if mixed or bases_half else torch.float32)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu" if on_cpu else "meta").tie_weights()
-        checkpoint_activations(model, train.gradient_checkpointing)
+        checkpoint_activations(model, train.recomputes)
         activations = _peak(model, -(-train.max_tokens_per_microbatch // parallel.cp)) // parallel.tp
     count = sum(parameter.numel() for parameter in model.parameters())
     if lora.rank:
@@ -111,13 +114,17 @@ def estimate_memory(model_config: Any, config: Config, *, num_ranks: int, on_cpu
     else:
         trained, weights = count, 4 * count // parts
     copies = 2 * count // parallel.tp if autocasts else 0  # of all weights, which autocast keeps for a pass
+    count_critic = _count(config.critic.path, count) // parts if config.algorithm.needs_critic else 0
+    moments = [8 * trained // parts, 8 * count_critic]
+    kept = [min(size, 8 * PART_SIZE) for size in moments] if train.offload_optimizer else moments
     algorithm, teacher = config.algorithm, config.teacher.path if config.algorithm.teacher == "model" else ""
     return MemoryEstimate(
         weights=weights, gathered=_largest_units(model) // parallel.tp if sharded else copies, gradients=4 * trained // parts,
-        optimizer=8 * trained // parts, reference=4 * count // parts if algorithm.needs_reference and not lora.rank else 0,
-        critic=16 * _count(config.critic.path, count) // parts if algorithm.needs_critic else 0,
+        optimizer=kept[0], reference=4 * count // parts if algorithm.needs_reference and not lora.rank else 0,
+        critic=8 * count_critic + kept[1],
         teacher=(2 if config.model.dtype == "bfloat16" else 4) * _count(teacher, count) // parts if teacher else 0,
-        activations=int(activations * _AUTOCAST) if autocasts else activations)
+        activations=int(activations * _AUTOCAST) if autocasts else activations,
+        host=sum(moments) if train.offload_optimizer else 0)
 
 
 def _build(model_config: Any, dtype: torch.dtype) -> PreTrainedModel:
@@ -141,7 +148,7 @@ def advise(model_config: Any, config: Config, *, num_ranks: int, available: int)
     if needed.total <= _USABLE * available:
         return ""
     train = config.train
-    changes: list[dict[str, Any]] = [] if train.precision == "bf16_mixed" else [{"precision": "bf16_mixed"}]
+    changes: list[dict[str, Any]] = [] if train.computes_in == "bf16_mixed" else [{"precision": "bf16_mixed"}]
     recompute = {"gradient_checkpointing": "full"} | ({"compile": False} if train.compile else {})  # which exclude each other
     changes += [recompute, *(
         recompute | {"max_tokens_per_microbatch": train.max_tokens_per_microbatch // part} for part in (2, 4, 8))]
@@ -149,6 +156,9 @@ def advise(model_config: Any, config: Config, *, num_ranks: int, available: int)
     if most > train.parallel.shard and not config.model.lora.rank:
         sharded = {"parallel.shard": most}
         changes += [sharded, sharded | {"precision": "bf16_mixed"} | recompute]
+    if not config.model.lora.rank:
+        offload = {"offload_optimizer": True}
+        changes += [recompute | offload, recompute | offload | {"precision": "bf16_mixed"}]
     for change in changes:
         shard = change.get("parallel.shard", train.parallel.shard)
         own = {name: value for name, value in change.items() if name in type(train).model_fields}

@@ -44,12 +44,20 @@ class Trained:
         metrics: over all ranks; see `offbeat.trainer.stats.merge`.
         start_s, end_s: time of its start and end on this rank, in seconds since the epoch.
         busy_s: seconds that this rank computed, excluding waits for its peers.
+        tokens: run through the model, prompts included, in passes with gradients; a rank that shares rows with others counts its part.
+        flops: floating-point operations of the model for all passes of the step, what is recomputed not counted again, likewise.
+        peak_flop_per_s: what the rank's device could do; 0 if unknown.
+        memory_bytes: most memory that the rank has taken so far: of its device, or resident on a CPU.
     """
 
     metrics: dict[str, float]
     start_s: float
     end_s: float
     busy_s: float
+    tokens: float = 0.0
+    flops: float = 0.0
+    peak_flop_per_s: float = 0.0
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,6 +215,7 @@ class WriteRequest:
         folder: will hold the whole model in Hugging Face's format, or an adapter in PEFT's.
         dtype: number format of a whole model; an adapter is always float32.
         name: name of the adapter; "" is everything that a run trains.
+        base: folder of the version written last, if what has changed since is enough; empty for whole weights.
     """
 
     folder: str
@@ -214,16 +223,23 @@ class WriteRequest:
     canary: tuple[int, ...]
     name: str = ""
     broadcast: BroadcastRequest | None = None
+    base: str = ""
 
 
 @dataclass(frozen=True)
 class Written:
-    """The weights that rank 0 wrote, or offers at the address `broadcast`; `fingerprint` is empty on other ranks."""
+    """The weights that rank 0 wrote, or offers at the address `broadcast`; `fingerprint` is empty on other ranks.
+
+    Attributes:
+        num_bytes: size of the tensors that were written or are offered.
+        base: folder of the version to which only the changes were written; empty if all was.
+    """
 
     fingerprint: str
     canary_logprobs: tuple[float, ...]
     broadcast: str = ""
     num_bytes: int = 0
+    base: str = ""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class ModelTrainer(Trainer):
         self._model = model
         self._model_folder = check_model_folder(folder)
         self._strategy = strategy
-        self._optimizer = build_optimizer(strategy.model)
+        self._optimizer = self._build_optimizer()
         self._reference = self._load_reference() if self._keeps_reference else None
         self._refreshed = False
         self._updates = 0
@@ -57,7 +57,7 @@ class ModelTrainer(Trainer):
         progress("load_model")
         check_model_folder(folder)
         model, strategy = load(
-            lambda divide: cls._load_model(folder, config, divide), groups=groups, precision=config.train.precision,
+            lambda divide: cls._load_model(folder, config, divide), groups=groups, precision=config.train.computes_in,
             by_parts=cls._loads_by_parts, compiles=config.train.compile)
         return cls(model, strategy, folder=folder, config=config, groups=groups)
 
@@ -118,8 +118,11 @@ class ModelTrainer(Trainer):
         self._reference.model.load_state_dict(self._strategy.model.state_dict())
         self._refreshed = True
 
+    def _build_optimizer(self) -> torch.optim.AdamW:
+        return build_optimizer(self._strategy.model, offloads=self._config.offload_optimizer)
+
     def _renew_optimizer(self) -> None:
-        self._optimizer = build_optimizer(self._strategy.model)
+        self._optimizer = self._build_optimizer()
         self._updates = 0
 
     def _check(self, names: Collection[str]) -> None:

@@ -6,13 +6,15 @@ from torch.optim.adamw import adamw
 
 from offbeat.algorithms.adam import AdamParams
 from offbeat.model.lora import doubled
+from offbeat.trainer.offload import OffloadedAdamW
 
 
-def build_optimizer(model: nn.Module) -> torch.optim.AdamW:
-    """Build a fused AdamW; `set_params` sets the parameters of its steps."""
+def build_optimizer(model: nn.Module, *, offloads: bool = False) -> torch.optim.AdamW:
+    """Build a fused AdamW, whose moments lie in host memory if it `offloads` them; `set_params` sets the parameters of its steps."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [[p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim <= 1]]
-    return torch.optim.AdamW([{"params": group} for group in groups if group], fused=True)
+    filled = [{"params": group} for group in groups if group]
+    return OffloadedAdamW(filled) if offloads else torch.optim.AdamW(filled, fused=True)
 
 
 def set_params(optimizer: torch.optim.Optimizer, params: AdamParams) -> None:

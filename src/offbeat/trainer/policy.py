@@ -60,9 +60,9 @@ def load_policy(model_folder: str, *, config: TrainConfig, dtype: str = "float32
     """
     model = load_causal_lm(model_folder, dtype=dtype, attention=None, divide=divide)
     _silence_dropout(model)
-    mixed = divide is not None and config.precision == "bf16_mixed"
+    mixed = divide is not None and config.computes_in == "bf16_mixed"
     settle_rows(model, share_prefix=config.share_prefix, computes=torch.bfloat16 if mixed else None)
-    checkpoint_activations(model, config.gradient_checkpointing)
+    checkpoint_activations(model, config.recomputes)
     return model
 
 
@@ -122,7 +122,7 @@ def canary_logprobs(model: nn.Module, tokens: Sequence[int]) -> tuple[float, ...
 
 def autocast(config: TrainConfig, module: nn.Module) -> torch.autocast:
     """Return the context of a forward pass of `module`: bfloat16 if the configuration says so and FSDP2 does not see to it."""
-    enabled = config.precision == "bf16_mixed" and not isinstance(module, FSDPModule)
+    enabled = config.computes_in == "bf16_mixed" and not isinstance(module, FSDPModule)
     return torch.autocast(current_platform.device_type, torch.bfloat16, enabled=enabled)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from offbeat.data.model_folder import check_model_folder
+from offbeat.model.changes import write_changes
 from offbeat.model.checkpoint_names import published_names
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.peft_io import Adapter, write_adapter
@@ -37,6 +38,14 @@ class Snapshot(Protocol):
 
     def write(self, folder: Path) -> None:
         """Write the files that engines load."""
+        ...
+
+    def write_changes(self, folder: Path, *, since: "Snapshot", base: Path) -> int:
+        """Write the changes since another snapshot, which is written in `base`, instead.
+
+        Returns:
+            Their size in bytes; 0 if nothing was written, because they are not smaller.
+        """
         ...
 
     def offer(self, folder: Path, *, host: str, num_receivers: int, timeout_s: float) -> WeightBroadcast | None:
@@ -79,6 +88,12 @@ class ModelSnapshot:
         """See `Snapshot.write`; writes a Hugging Face folder."""
         self._write(folder, published_names(self.model, self.state))
 
+    def write_changes(self, folder: Path, *, since: Snapshot, base: Path) -> int:
+        """See `Snapshot.write_changes`."""
+        assert isinstance(since, ModelSnapshot), "a model's changes are those of a model"
+        return write_changes(
+            published_names(self.model, self.state), folder, since=published_names(self.model, since.state), base=base)
+
     def offer(self, folder: Path, *, host: str, num_receivers: int, timeout_s: float) -> WeightBroadcast:
         """See `Snapshot.offer`."""
         state = published_names(self.model, self.state)
@@ -116,6 +131,10 @@ class AdapterSnapshot:
     def write(self, folder: Path) -> None:
         """See `Snapshot.write`; writes a PEFT folder."""
         write_adapter(self.adapter, folder, base_model=self.base, dropout=self.dropout)
+
+    def write_changes(self, folder: Path, *, since: Snapshot, base: Path) -> int:  # noqa: ARG002
+        """See `Snapshot.write_changes`; an adapter is small, and is always written whole."""
+        return 0
 
     def offer(self, folder: Path, *, host: str, num_receivers: int, timeout_s: float) -> None:  # noqa: ARG002
         """See `Snapshot.offer`; an adapter is small, and is always written to the folder."""

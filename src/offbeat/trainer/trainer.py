@@ -11,11 +11,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from offbeat.algorithms.adam import AdamParams
 from offbeat.algorithms.objectives import reads_of
@@ -27,8 +29,8 @@ from offbeat.errors import ConfigError
 from offbeat.pulse import progress
 from offbeat.sync.mesh import ProcessGroups
 from offbeat.sync.offer import WeightBroadcast
-from offbeat.sync.platform import current_platform
 from offbeat.telemetry.tracker import StatsTracker
+from offbeat.trainer.effort import Effort
 from offbeat.trainer.heap import Heap
 from offbeat.trainer.messages import (
     Dtype,
@@ -63,6 +65,8 @@ class Trainer(ABC):
         groups: this rank and its peers.
     """
 
+    _model: PreTrainedModel
+    """What is trained, or what adapters are trained on; subclasses set it."""
     _predict: Predict = staticmethod(predict_logprobs)
     _predicts = "logprobs"
     """Name of what `_predict` gives, among the columns of `TargetScores`."""
@@ -78,6 +82,8 @@ class Trainer(ABC):
         self._refresh_steps = config.algorithm.reference_refresh_steps if self._keeps_reference else 0
         self._heap = Heap()
         self._offer: WeightBroadcast | None = None
+        self._last: tuple[str, Snapshot] | None = None
+        """Where the newest version was written on rank 0, and what; kept only if the next one may be written as its changes."""
 
     # -- training ----------------------------------------------------------------------------------------------------------------------
 
@@ -88,7 +94,7 @@ class Trainer(ABC):
         Each of K minibatches holds about 1/K of the loss weights, so its loss is scaled by K. Every `algorithm.reference_refresh_steps` the
         policy becomes the reference.
         """
-        start_s, busy_before_s = time.time(), current_platform.busy_clock()
+        self._effort.begin()
         batch = request.batch
         plan = [self._rows(batch, microbatches) for microbatches in request.minibatches]
         with self.groups.sync.region("train_step"), at_step(self.step + 1):
@@ -99,8 +105,7 @@ class Trainer(ABC):
         self.step += 1
         if self._refresh_steps and self.step % self._refresh_steps == 0:
             self._refresh_reference()
-        metrics = merge(updates, lr=request.params.lr)
-        return Trained(metrics, start_s, time.time(), current_platform.busy_clock() - busy_before_s)
+        return self._effort.trained(merge(updates, lr=request.params.lr))
 
     def score(self, request: ScoreShare) -> Scored:
         """Score a batch's targets under the policy or under its reference, without gradients; collective.
@@ -176,8 +181,15 @@ class Trainer(ABC):
             return Written("", logprobs)
         folder, broadcast = Path(request.folder), request.broadcast
         if broadcast is None:
-            snapshot.write(folder)
-            return Written(snapshot.fingerprint(), logprobs, num_bytes=snapshot.num_bytes)
+            last, self._last = self._last, None
+            since = last[1] if last is not None and request.base and last[0] == request.base else None
+            num_bytes = 0 if since is None else snapshot.write_changes(folder, since=since, base=Path(request.base))
+            if not num_bytes:
+                snapshot.write(folder)
+            if self._run.weights.whole_every_versions > 1:
+                self._last = request.folder, snapshot
+            return Written(
+                snapshot.fingerprint(), logprobs, num_bytes=num_bytes or snapshot.num_bytes, base=request.base if num_bytes else "")
         progress("offer_weights")
         fingerprint = snapshot.fingerprint()
         self._offer = snapshot.offer(folder, host=broadcast.host, num_receivers=broadcast.num_receivers, timeout_s=broadcast.timeout_s)
@@ -285,6 +297,10 @@ class Trainer(ABC):
         """Factor of losses that undoes the division in the reduction over ranks."""
         return 1
 
+    @cached_property
+    def _effort(self) -> Effort:
+        return Effort(self._model.config.to_dict(), self._run, ranks_per_share=self.groups.shape.ranks_per_share)
+
     # -- passes ------------------------------------------------------------------------------------------------------------------------
 
     def _pass(self, batch: Batch, *, learn: bool) -> Scores:
@@ -312,7 +328,8 @@ class Trainer(ABC):
         temperature = self._temperature(batch)
         for row in rows:
             progress("forward")
-            with self._scoring(batch, row, of) as module, autocast(self._config, module):
+            self._effort.passes(row, learns=False)
+            with self._effort.computing(), self._scoring(batch, row, of) as module, autocast(self._config, module):
                 found, entropy = self._predict(module, row, temperature=temperature, with_entropy=with_entropy)
             columns[self._predicts][row.batch_index] = found.cpu().numpy()
             if entropy is not None:
@@ -333,7 +350,8 @@ class Trainer(ABC):
         tracker = StatsTracker()
         for number, row in enumerate(rows):
             # With DDP the last micro-batch reduces gradients over ranks; earlier ones only accumulate.
-            with self._using(batch, row, learn=True, last=number == len(rows) - 1):
+            self._effort.passes(row, learns=True)
+            with self._using(batch, row, learn=True, last=number == len(rows) - 1), self._effort.computing():
                 progress("forward")
                 with autocast(self._config, self._module):
                     scored = score_row(
@@ -346,14 +364,15 @@ class Trainer(ABC):
                 tracker.stat(scored.report.maxima, reduce="max")
                 tracker.stat(scored.report.groups)
                 progress("backward")
-                (scored.losses.sum() * (scale * self._gradient_scale)).backward()
+                self._effort.backward(scored.losses.sum() * (scale * self._gradient_scale))
         with torch.no_grad():
             norm = self._gradient_norms([WHOLE])[WHOLE]
             update = Update(tracker.export_all(self.groups.shares, point="train_stats"), grad_norm=norm)
             # Every rank has the same numbers here, so all take the same branch.
             if update.is_sound:
                 progress("optimizer")
-                self._step(WHOLE, params)
+                with self._effort.computing():
+                    self._step(WHOLE, params)
         # Here rather than before the next step: a checkpoint of an optimizer with pending gradients has no state from which to resume.
         self._clear([WHOLE])
         return update

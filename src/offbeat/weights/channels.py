@@ -24,13 +24,16 @@ def draw_incarnation() -> str:
 class WriteVersion(Protocol):
     """The trainer's part: it makes its weights available as a version, and scores the canary under them."""
 
-    def __call__(self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0) -> Awaitable[Manifest]:
+    def __call__(
+        self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "",
+    ) -> Awaitable[Manifest]:
         """Write the weights into a new folder; with receivers, offer them to that many engines by broadcast instead.
 
         An offered version's folder is written only if an engine cannot be reached otherwise.
 
         Args:
             canary: [n] token IDs; the manifest has the log-probabilities [n - 1] of canary[1:].
+            base: folder of the version written last: what has changed since may be written instead, and the manifest says so.
         """
         ...
 
@@ -39,13 +42,14 @@ class Channel:
     """Versions as folders `v00000012-3fa9c1` below one directory; on /dev/shm they never touch a disk.
 
     A name is never used twice: a run that is resumed publishes numbers again, with other weights, but under a name of its own. With
-    receivers a version is offered to them by broadcast, and the folder is written only for engines that this cannot reach.
+    receivers a version is offered to them by broadcast, and the folder is written only for engines that this cannot reach. Between versions
+    that are written whole, folders may hold what has changed since the one before; they stay as long as one that builds on them.
     """
 
     def __init__(
         self, directory: Path, *, keep: int, canary: tuple[int, ...], write: WriteVersion, incarnation: str,
         num_receivers: Callable[[], int] = lambda: 0, holds: Callable[[Version], bool] = lambda _version: False,
-        on_rewrite: Callable[[str], None] = lambda _text: None,
+        on_rewrite: Callable[[str], None] = lambda _text: None, whole_every: int = 1,
     ) -> None:
         """Write versions below `directory`.
 
@@ -56,6 +60,7 @@ class Channel:
             num_receivers: returns how many engines are about to receive a broadcast; for 0, a folder is written.
             holds: returns whether `write` would still write the weights of this version, and not newer ones.
             on_rewrite: called with a sentence when a version is written again.
+            whole_every: number of versions from one that is written whole to the next.
         """
         self._directory = directory
         self._incarnation = incarnation
@@ -65,37 +70,59 @@ class Channel:
         self._num_receivers = num_receivers
         self._holds = holds
         self._on_rewrite = on_rewrite
-        self._state = _FolderState()
+        self._whole_every = whole_every
+        self._chain: list[str] = []
+        """Folders that make up the newest version: a whole one, and those of changes since."""
+        self._bases: dict[str, str] = {}
+        self._states: dict[str, _FolderState] = {}
+        self._unfinished: Path | None = None
+        """A folder that is being written: it takes no place of one that engines may still be reading."""
 
     async def write(self, version: Version) -> Manifest:
         """Make the trainer's weights available as an immutable version, and return its manifest."""
-        return await self._make(version, num_receivers=self._num_receivers())
+        follows = 0 < len(self._chain) < self._whole_every and self._is_intact()
+        return await self._make(version, num_receivers=self._num_receivers(), base=self._chain[-1] if follows else "")
 
     async def rewrite(self, manifest: Manifest) -> Manifest | None:
-        """Write a version again if its folder is not as it was written.
+        """Write a version again, and whole, if its folder, or one that it builds on, is not as it was written.
 
         Returns:
-            The new manifest; None if the folder is as it was written, or the trainer has other weights by now.
+            The new manifest; None if all is as it was written, or the trainer has other weights by now.
         """
-        folder = Path(manifest.folder)
-        if manifest.broadcast or not self._holds(manifest.version) or _look(folder) == self._state:
+        if manifest.broadcast or not self._holds(manifest.version) or self._is_intact():
             return None
-        self._on_rewrite(f"{folder.name} is not on disk as it was written, and is written again")
+        self._on_rewrite(f"{Path(manifest.folder).name} is not on disk as it was written, and is written again")
         return await self._make(manifest.version)
 
     def prune(self) -> None:
-        """Remove the folders of all but the newest versions."""
-        for _, _, folder in self._folders()[: -self._keep]:
-            shutil.rmtree(folder)
+        """Remove the folders of all but the newest versions, and of those that they build on."""
+        folders = [str(folder) for _, _, folder in self._folders() if folder != self._unfinished]
+        kept = set(folders[-self._keep :])
+        for folder in reversed(folders):
+            if folder in kept:
+                kept.add(self._bases.get(folder, ""))
+            else:
+                shutil.rmtree(folder)
+        self._bases = {folder: base for folder, base in self._bases.items() if folder in kept}
+        self._states = {folder: state for folder, state in self._states.items() if folder in kept}
 
-    async def _make(self, version: Version, *, num_receivers: int = 0) -> Manifest:
+    def _is_intact(self) -> bool:
+        """Tell whether the folders of the newest version are as they were written."""
+        return all(_look(Path(folder)) == self._states.get(folder) for folder in self._chain)
+
+    async def _make(self, version: Version, *, num_receivers: int = 0, base: str = "") -> Manifest:
         folder = self._directory / f"v{version:08d}-{self._incarnation}"
         # Engines never load these again: they are of an earlier start, or of this one before it failed while writing this number.
         for number, incarnation, left in self._folders():
             if incarnation != self._incarnation or number >= version:
                 shutil.rmtree(left)
-        manifest = await self._write(version, folder, canary=self._canary, num_receivers=num_receivers)
-        self._state = _look(folder)
+        self._unfinished = folder
+        manifest = await self._write(version, folder, canary=self._canary, num_receivers=num_receivers, base=base)
+        self._unfinished = None
+        self._chain = [*(self._chain if manifest.base else []), str(folder)]
+        if manifest.base:
+            self._bases[str(folder)] = manifest.base
+        self._states[str(folder)] = _look(folder)
         return manifest
 
     def _folders(self) -> list[tuple[Version, str, Path]]:

@@ -23,7 +23,8 @@ class Manifest:
         broadcast: `host:port` where rank 0 offers the weights (`offbeat.sync.offer`), and the folder is written only for engines that it
             cannot reach otherwise; empty where the folder holds them.
         adapter: name of the adapter; empty for whole weights.
-        num_bytes: size of an adapter's tensors; 0 for whole weights.
+        num_bytes: size of the tensors in the folder, or in the broadcast.
+        base: folder of an earlier version, if this one's holds only what has changed since; empty if it holds everything.
     """
 
     version: Version
@@ -34,6 +35,7 @@ class Manifest:
     broadcast: str = ""
     adapter: str = ""
     num_bytes: int = 0
+    base: str = ""
 
     @property
     def name(self) -> str:

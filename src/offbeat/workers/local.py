@@ -8,6 +8,7 @@ from typing import Self
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError
 from offbeat.machine import VISIBLE_DEVICES, visible_devices
+from offbeat.phase import phase
 from offbeat.process.child import Child, ChildSpec
 from offbeat.workers.worker import FAILED_STOP_S, Worker, WorkerSpec
 
@@ -34,7 +35,8 @@ class LocalLauncher:
 
     async def __aexit__(self, error: object, *_: object) -> None:
         timeout_s = min(self._stop_timeout_s, FAILED_STOP_S) if error else self._stop_timeout_s
-        await asyncio.gather(*(child.stop(timeout_s=timeout_s) for child in self._children))
+        with phase("ending the processes"):
+            await asyncio.gather(*(child.stop(timeout_s=timeout_s) for child in self._children))
 
     async def reserve(self, specs: Sequence[WorkerSpec], *, timeout_s: float) -> None:
         """Nothing: this machine starts what it is told to."""

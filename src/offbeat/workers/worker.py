@@ -18,6 +18,7 @@ from offbeat.config.root import Config
 from offbeat.data import wire
 from offbeat.errors import PeerError, first_line
 from offbeat.machine import PROMISED_DEVICES, VISIBLE_DEVICES
+from offbeat.phase import waiting_for
 from offbeat.process.frames import Payload
 from offbeat.workers.cause import Cause, cause_of, consequences, root_cause
 
@@ -26,6 +27,12 @@ T = TypeVar("T")
 _LAUNCHERS = {"local": ("offbeat.workers.local", "LocalLauncher"), "ray": ("offbeat.workers.ray", "RayLauncher")}
 FAILED_STOP_S = 0.5
 """After a failure, what a worker gets to end by itself. Those that were told of it have said what they know."""
+
+_DOING = {
+    "join": "train ranks meet", "load_model": "train ranks load the model", "train_step": "train step",
+    "write_weights": "writing the weights", "score": "scoring", "save": "saving", "load": "loading the checkpoint",
+    "export": "exporting the model"}
+"""Calls, as people read of them while they are waited for; others are shown by their names."""
 
 _GRACE_S = 0.3
 _CAUSE_GRACE_S = 2.0
@@ -170,7 +177,10 @@ async def ask_all(
     for name, task in tasks.items():
         task.add_done_callback(lambda task, name=name: _note_failure(failures, name, task))
     try:
-        await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+        with waiting_for(_DOING.get(method, method.replace("_", " ")), tasks) as done:
+            for name, task in tasks.items():
+                task.add_done_callback(lambda _task, name=name: done(name))
+            await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
         if not failures:
             return [task.result() for task in tasks.values()]
         await asyncio.wait(tasks.values(), timeout=_GRACE_S)

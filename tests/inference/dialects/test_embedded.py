@@ -13,6 +13,7 @@ from offbeat.errors import EngineError
 from offbeat.inference.dialects.embedded import EmbeddedDialect
 from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling, ScoreRequest
 from offbeat.inference.seeds import seed_from
+from offbeat.weights.protocol import Proof
 
 
 class OneAnswer:
@@ -136,3 +137,11 @@ def test_an_engine_of_the_wanted_model_and_rank_passes() -> None:
 def test_an_engine_of_another_model_or_a_smaller_rank_is_refused(dialect: EmbeddedDialect, reason: str) -> None:
     with pytest.raises(EngineError, match=f"engine 0 {reason}"):
         asyncio.run(dialect.check(Checked({})))
+
+
+@pytest.mark.parametrize("adapter", ["", "alice@12"])
+def test_a_proof_is_one_request(adapter: str) -> None:
+    wire = OneAnswer({"version": 4, "fingerprint": "f", "logprobs": [-0.5]})
+    proof = asyncio.run(EmbeddedDialect().prove(wire, (1, 2), adapter=adapter))
+    assert proof == Proof(12 if adapter else 4, "f", (-0.5,))
+    assert wire.asked == [("POST", "/v1/weights/prove", {"tokens": (1, 2)} | ({"adapter": adapter} if adapter else {}))]

@@ -96,14 +96,9 @@ class EmbeddedDialect:
         await wire.call("POST", "/v1/weights/switch", {"version": manifest.version, "interrupt": interrupt})
 
     async def prove(self, wire: Wire, canary: tuple[int, ...], *, adapter: str) -> Proof:
-        query = f"?adapter={adapter}" if adapter else ""
-        fingerprint = await wire.call("GET", f"/v1/weights/fingerprint{query}")
-        body = {"tokens": canary, "urgent": True}  # a proof has a deadline and must not wait behind thousands of requests
-        score = await wire.call("POST", "/v1/score", body | ({"adapter": adapter} if adapter else {}))
-        if fingerprint["version"] != score["version"]:
-            raise EngineError(f"{wire.name} changed from version {fingerprint['version']} to {score['version']} during its proof")
-        version = split_adapter_name(adapter)[1] if adapter else fingerprint["version"]
-        return Proof(version, fingerprint["fingerprint"], tuple(score["logprobs"]))
+        told = await wire.call("POST", "/v1/weights/prove", {"tokens": canary} | ({"adapter": adapter} if adapter else {}))
+        version = split_adapter_name(adapter)[1] if adapter else told["version"]
+        return Proof(version, told["fingerprint"], tuple(told["logprobs"]))
 
     async def load_adapter(self, wire: Wire, name: str, folder: str) -> None:
         await wire.call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})

@@ -1,0 +1,256 @@
+"""Publishing to many engines: seconds until all serve a version, for 256 engines and for 4, and what one slow engine costs the others.
+
+Engines are paths of two servers in processes of their own. Each takes as long for a version as a real one that loads a model of some
+gigabytes: 3 s to stage it, 50 ms to switch and 50 ms to prove it, with the fingerprint that is published; nothing else of an engine is
+there. Clients, pool and `WeightsPublisher` are those of a run, over real HTTP.
+
+A second pair has one engine among 64 that takes five times as long. "Together" is the order of earlier releases: all engines switch when
+the last has staged, and prove with two requests. What is compared is the time until 63 of the 64 serve the version, and for how long an
+engine has the version without serving it, on average.
+
+    python benchmarks/publish_fleet.py [--quick] [--engines 256] [--repeats 3]
+
+Prints one JSON line for each pair.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+
+from measure import emit, note
+
+from offbeat.config.weights import WeightsConfig
+from offbeat.fleet.members import State
+from offbeat.fleet.pool import EnginePool
+from offbeat.fleet.publication import PublishReport
+from offbeat.fleet.publishers import WeightsPublisher
+from offbeat.inference.client import EngineClient, EngineSession
+from offbeat.weights.proof import Judge
+from offbeat.weights.protocol import Manifest
+
+NUM_SERVERS = 2
+FEW = 4
+NUM_BESIDE_SLOW = 64
+SLOWER = 5
+CANARY = tuple(range(64))
+LOGPROBS = tuple(-0.01 * token for token in range(1, 64))
+AIM_OF_MANY = 1 / 1.2
+TIMEOUT_S = 120.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", type=int, default=256, help="of the larger fleet (default: 256)")
+    parser.add_argument("--repeats", type=int, default=3, help="publishes of each kind; the median counts (default: 3)")
+    parser.add_argument("--stage-s", type=float, default=3.0, help="seconds in which an engine stages a version (default: 3)")
+    parser.add_argument("--quick", action="store_true", help="a smoke run: 16 engines, one publish of 0.3 s")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.quick:
+        options.engines, options.repeats, options.stage_s = 16, 1, 0.3
+    asyncio.run(serve(options.stage_s) if options.serve else measure(options))
+
+
+# -- engines -------------------------------------------------------------------------------------------------------------------------------
+
+
+class StandIn(asyncio.Protocol):
+    """One connection to a server that stands for many engines: it answers after the time that a real one would take."""
+
+    def __init__(self, stage_s: float, versions: dict[str, int]) -> None:
+        self._stage_s = stage_s
+        self._versions = versions
+        self._received = b""
+        self._answering: set[asyncio.Task[None]] = set()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport), "the server listens on a stream"
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        head, found, body = self._received.partition(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)
+        if found and len(body) >= length:
+            self._received = body[length:]
+            task = asyncio.create_task(self._answer(head.split(b" ", 2)[1].decode(), body[:length]))
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
+
+    async def _answer(self, path: str, body: bytes) -> None:
+        _, engine, _, _, what = path.split("/")
+        asked, answer = json.loads(body or b"{}"), {}
+        if what == "stage":
+            await asyncio.sleep(self._stage_s * (SLOWER if engine == "slow" else 1))
+        elif what == "switch":
+            await asyncio.sleep(0.05)
+            self._versions[engine] = asked["version"]
+        else:
+            await asyncio.sleep(0.05)
+            version = self._versions[engine]
+            answer = {"version": version, "fingerprint": f"of {version}", "logprobs": LOGPROBS}
+        data = json.dumps(answer).encode()
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(data)
+        self._transport.write(head + data)
+
+
+async def serve(stage_s: float) -> None:
+    """Be a server: print the port, and answer until stdin closes."""
+    versions: dict[str, int] = {}
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: StandIn(stage_s, versions), "127.0.0.1", 0, backlog=4096)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+
+
+@contextmanager
+def servers(stage_s: float) -> Iterator[list[str]]:
+    """Start the servers; gives their URLs."""
+    command = [sys.executable, __file__, "--serve", "--stage-s", str(stage_s)]
+    started = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(NUM_SERVERS)]
+    try:
+        yield [f"http://127.0.0.1:{int(process.stdout.readline())}" for process in started if process.stdout is not None]
+    finally:
+        for process in started:
+            process.communicate()
+
+
+# -- publishes -----------------------------------------------------------------------------------------------------------------------------
+
+
+class Written:
+    """A channel whose versions are there already."""
+
+    async def write(self, version: int) -> Manifest:
+        return Manifest(version, f"v{version}", f"of {version}", CANARY, LOGPROBS)
+
+    async def rewrite(self, manifest: Manifest) -> Manifest | None:  # noqa: ARG002
+        return None
+
+    def prune(self) -> None:
+        pass
+
+
+@dataclass
+class Times:
+    """When each engine had staged a version, and when it served it: seconds since the publish began."""
+
+    start_s: float = field(default_factory=time.perf_counter)
+    staged: dict[str, float] = field(default_factory=dict)
+    serving: dict[str, float] = field(default_factory=dict)
+
+    def now(self) -> float:
+        return time.perf_counter() - self.start_s
+
+    @property
+    def mean_wait_s(self) -> float:
+        """Mean seconds for which an engine had the version and did not serve it."""
+        return statistics.mean(self.serving[name] - at for name, at in self.staged.items())
+
+
+class Timed(EngineClient):
+    """Notes when it has staged a version."""
+
+    times: Times
+
+    async def stage(self, manifest: Manifest, *, timeout_s: float) -> None:
+        await super().stage(manifest, timeout_s=timeout_s)
+        self.times.staged[self.name] = self.times.now()
+
+
+class TimedPool(EnginePool):
+    """Notes when engines serve."""
+
+    times: Times
+
+    def admit(self, name: str, version: int) -> None:
+        super().admit(name, version)
+        self.times.serving[name] = self.times.now()
+
+
+@dataclass
+class Served:
+    """Engines in service, to which versions are published."""
+
+    pool: TimedPool
+    clients: Mapping[str, Timed]
+    publisher: WeightsPublisher
+    version: int = 0
+
+    def begin(self) -> Times:
+        self.version += 1
+        times = self.pool.times = Times()
+        for client in self.clients.values():
+            client.times = times
+        return times
+
+    async def publish(self) -> Times:
+        """As a run does it."""
+        times, reports = self.begin(), list[PublishReport]()
+        await self.publisher.publish(self.version, on_served=reports.append)
+        await self.publisher.settle()
+        assert len(reports[0].serving) == len(self.clients), f"an engine is missing: {reports[0].quarantined}"
+        return times
+
+    async def publish_together(self) -> Times:
+        """As earlier releases did it."""
+        times = self.begin()
+        manifest = await Written().write(self.version)
+        await asyncio.gather(*(client.stage(manifest, timeout_s=TIMEOUT_S) for client in self.clients.values()))
+
+        async def switch(client: Timed) -> None:
+            await client.switch(manifest, interrupt="recompute", timeout_s=TIMEOUT_S)
+            for _ in range(2):
+                await client.prove(CANARY, timeout_s=TIMEOUT_S)
+            self.pool.admit(client.name, manifest.version)
+
+        await asyncio.gather(*(switch(client) for client in self.clients.values()))
+        return times
+
+
+@asynccontextmanager
+async def serving(urls: Sequence[str], num_engines: int, *, slow: bool = False) -> AsyncIterator[Served]:
+    names = [*(["slow"] if slow else []), *(f"e{number}" for number in range(num_engines - slow))]
+    async with EngineSession() as http:
+        clients = {name: Timed(name, f"{urls[i % len(urls)]}/{name}", http.session) for i, name in enumerate(names)}
+        pool = TimedPool(clients.values())
+        publisher = WeightsPublisher(
+            pool, Written(), WeightsConfig(stage_timeout_s=TIMEOUT_S), judge=Judge(tolerance=1e-3))  # pyright: ignore[reportArgumentType]
+        async with publisher:
+            yield Served(pool, clients, publisher)
+            assert all(member.state is State.SERVING for member in pool.members.values())
+
+
+async def measure(options: argparse.Namespace) -> None:
+    with servers(options.stage_s) as urls:
+        async with serving(urls, options.engines) as many, serving(urls, FEW) as few:
+            seconds: dict[str, list[float]] = {"many": [], "few": []}
+            for number in range(options.repeats + 1):
+                for name, fleet in (("many", many), ("few", few)):
+                    times = await fleet.publish()
+                    if number:  # the first is the warm-up
+                        seconds[name].append(max(times.serving.values()))
+                        note(f"{len(fleet.clients)} engines: {seconds[name][-1]:.2f} s")
+            emit("publish_fleet", f"publish to {options.engines} engines vs {FEW}", ours=statistics.median(seconds["many"]),
+                 peer=statistics.median(seconds["few"]), unit="s", aim=AIM_OF_MANY, less_is_better=True)
+        async with serving(urls, NUM_BESIDE_SLOW, slow=True) as fleet:
+            own, together = [await fleet.publish() for _ in range(options.repeats)], []
+            for _ in range(options.repeats):
+                together.append(await fleet.publish_together())
+            beside = f"{NUM_BESIDE_SLOW - 1} engines beside one that is {SLOWER} times as slow, each at its own pace vs together"
+            nearly_all = [sorted(times.serving.values())[-2] for times in (*own, *together)]
+            emit("publish_fleet", f"publish to {beside}", ours=statistics.median(nearly_all[: len(own)]),
+                 peer=statistics.median(nearly_all[len(own) :]), unit="s", less_is_better=True)
+            emit("publish_fleet", f"staged and not serving, {beside}", ours=statistics.mean(times.mean_wait_s for times in own),
+                 peer=statistics.mean(times.mean_wait_s for times in together), unit="s", less_is_better=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Data that a program has in memory becomes a file of JSON lines, which a run reads like any other.
+
+The file is named after its contents and lies in `.data` beside the runs, since a run's own folder may be moved when a run begins anew.
+Called by `api.settings`.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from offbeat.data.row import Row
+from offbeat.errors import DataError, StorageError, shorten
+
+Rows = str | os.PathLike[str] | Iterable[Mapping[str, Any] | Row]
+"""A file, a hub id or a built-in task; or rows in memory: a list, a generator, a data frame, or an object of `datasets`."""
+
+Sets = Rows | Mapping[str, Rows]
+"""Rows, or sets of rows by their names."""
+
+FOLDER = ".data"
+
+_DIGEST_BYTES = 8
+
+
+@dataclass(frozen=True)
+class RowsFile:
+    """Rows that were written to a file.
+
+    Attributes:
+        fields: names of the first row's fields.
+    """
+
+    path: Path
+    num_rows: int
+    fields: tuple[str, ...]
+
+
+def is_named(data: Rows) -> bool:
+    """Whether the data is text or a path that names where it is, rather than rows."""
+    return isinstance(data, str | os.PathLike)
+
+
+def sets_of(data: Sets | None, *, unnamed: str) -> dict[str, Rows]:
+    """Return sets of rows by their names; rows without one are the set `unnamed`, and None is no set."""
+    if data is None:
+        return {}
+    return dict(cast(Mapping[str, Rows], data)) if isinstance(data, Mapping) else {unnamed: cast(Rows, data)}
+
+
+def write_rows(rows: Iterable[Mapping[str, Any] | Row], folder: Path, *, argument: str) -> RowsFile:
+    """Write rows in memory as JSON lines below `folder`; rows that were written before are found again.
+
+    Args:
+        argument: name of the argument that they were given as, for messages.
+
+    Raises:
+        DataError: there are none, or one is no mapping, or holds what JSON cannot; names its number.
+        StorageError: the folder cannot be written.
+    """
+    digest, num_rows, fields = hashlib.blake2b(digest_size=_DIGEST_BYTES), 0, ()
+    records = _records(rows, argument)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = folder / f".{os.getpid()}.tmp"
+        try:
+            with unfinished.open("wb") as file:
+                for num_rows, record in enumerate(records, start=1):
+                    fields = fields or tuple(record)
+                    line = _encode(record, argument, num_rows) + b"\n"
+                    digest.update(line)
+                    file.write(line)
+            if not num_rows:
+                raise DataError(f"{argument} has no rows; give at least one, such as {{'prompt': '2+2=', 'answer': '4'}}")
+            path = folder / f"{digest.hexdigest()}.jsonl"
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    except OSError as exc:
+        raise StorageError(f"cannot write the rows of {argument} to {folder}: {exc.strerror}; free space or set run.dir") from exc
+    return RowsFile(path, num_rows, fields)
+
+
+def _records(rows: Any, argument: str) -> Iterator[Mapping[str, Any]]:
+    """Yield each row as a mapping."""
+    if isinstance(rows, Mapping):
+        raise DataError(
+            f"{argument} must be rows, got a mapping of {', '.join(map(repr, list(rows)[:4]))}; give one of them, such as"
+            " dataset['train']")
+    if hasattr(rows, "iter_rows"):  # a data frame of polars
+        rows = rows.iter_rows(named=True)
+    elif hasattr(rows, "columns") and hasattr(rows, "to_dict"):  # of pandas
+        rows = rows.to_dict("records")
+    if not isinstance(rows, Iterable):
+        raise DataError(f"{argument} must be a file, a hub id, or rows as a list of dicts, got {shorten(rows)}")
+    for number, row in enumerate(rows, start=1):
+        if isinstance(row, Row):
+            yield _record_of(row)
+        elif isinstance(row, Mapping):
+            yield row
+        else:
+            raise DataError(f"{argument}, row {number}, must be a dict or an offbeat.Row, got {shorten(row)}")
+
+
+def _record_of(row: Row) -> dict[str, Any]:
+    if isinstance(row.prompt, str):
+        return {**row.extra, "prompt": row.prompt, "answer": row.answer}
+    said = [{"role": "assistant", "content": row.solution}] if row.solution else []
+    return {**row.extra, "messages": [*row.prompt, *said], "answer": row.answer}
+
+
+def _encode(record: Mapping[str, Any], argument: str, number: int) -> bytes:
+    try:
+        return msgspec.json.encode(dict(record), enc_hook=_plain)
+    except (NotImplementedError, TypeError, ValueError, msgspec.EncodeError, RecursionError) as exc:
+        raise DataError(f"{argument}, row {number}, cannot be written as JSON: {exc}; give text, numbers, lists and dicts") from exc
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of numpy, pandas or pathlib as JSON knows it."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):  # arrays and scalars of numpy
+        return value.tolist()
+    raise NotImplementedError(f"{shorten(value)} is not JSON")

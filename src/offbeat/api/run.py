@@ -1,0 +1,250 @@
+"""A run as its folder tells of it: while it goes on, when it has ended, and after a crash. Everything is read when it is asked for."""
+
+import importlib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import msgspec
+import zstandard
+
+from offbeat.dashboard.report import write_report
+from offbeat.dashboard.run_files import RunFiles, read_run
+from offbeat.data.tokenizer import Tokenizer, load_tokenizer
+from offbeat.errors import ConfigError, DataError, MissingExtraError
+
+_ROLLOUTS = re.compile(r"step-(\d+)\.jsonl\.zst")
+_ACCURACY = "eval/accuracy"
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sample that a step has trained on, or not, as `reason` says.
+
+        for rollout in offbeat.Run("runs/words").rollouts(step=10):
+            print(rollout.reward, rollout.prompt, rollout.completion)
+
+    Attributes:
+        step: the training step.
+        prompt_id: the same for all samples of a group: "epoch:index".
+        prompt: what the model was given, decoded, special tokens included.
+        completion: what follows, decoded: what the model wrote, and in episodes of several turns what it was given in between.
+        reward: of the whole episode; NaN where there is none that can be trained on.
+        reason: why it ended, "stop" or "length"; or why it is not trained on.
+        named_rewards: the rewards by name that add up to `reward`, if it has several.
+        tokens: all token ids, of prompt and completion.
+        generated: for each token, whether the model wrote it.
+        logprobs: for each token, the log-probability with which it was sampled; 0 for those that were not.
+        versions: for each token, the version of the weights that sampled it; -1 for those that were not.
+        episode: number of the episode within its group that it belongs to; None is an episode of its own.
+        agent: role of the model that wrote it, where several play an episode.
+    """
+
+    step: int
+    prompt_id: str
+    prompt: str
+    completion: str
+    reward: float
+    reason: str
+    named_rewards: Mapping[str, float] = field(repr=False)
+    tokens: Sequence[int] = field(repr=False)
+    generated: Sequence[bool] = field(repr=False)
+    logprobs: Sequence[float] = field(repr=False)
+    versions: Sequence[int] = field(repr=False)
+    episode: int | None = None
+    agent: str = ""
+
+
+class Run:
+    """A run's folder.
+
+        run = offbeat.Run("runs/words")
+        print(run.heldout_before, run.heldout_after)
+        print(run.metrics()[-1]["reward/mean"])
+
+    Attributes:
+        folder: the run's folder, as docs/run-directory.md describes it.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """Look at a run.
+
+        Raises:
+            DataError: there is no such folder, or it is not a run.
+        """
+        self.folder = Path(folder)
+        self._read()
+
+    def __repr__(self) -> str:
+        marks = ", ".join(
+            f"{name}={value:.3f}" for name in ("heldout_before", "heldout_after") if (value := getattr(self, name)) is not None)
+        return f"Run({str(self.folder)!r}, steps={self.steps}{', ' if marks else ''}{marks})"
+
+    @property
+    def name(self) -> str:
+        """The run's name, which is that of its folder."""
+        return self.folder.resolve().name
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Every setting of the run, by section; `offbeat.train(config=run.config)` takes it, and so does `offbeat train` its file."""
+        return dict(self._read().config)
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """What `result.json` says, which is written when a run ends; empty before."""
+        return dict(self._read().result)
+
+    @property
+    def steps(self) -> int:
+        """Training steps done."""
+        return max((int(row["global_step"]) for row in self.metrics() if "global_step" in row), default=0)
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether the run was asked to stop before its last step; it goes on when it is started again."""
+        return bool(self.result.get("stopped_early"))
+
+    @property
+    def heldout_before(self) -> float | None:
+        """Held-out accuracy before the first step; None where it was not measured."""
+        return next((value for step, value in self._accuracies() if step == 0), None)
+
+    @property
+    def heldout_after(self) -> float | None:
+        """Held-out accuracy at the last evaluation so far, after a step or more; None where there was none."""
+        after = [value for step, value in self._accuracies() if step > 0]
+        if after:
+            return after[-1]
+        found = self.result.get("heldout_after", self.result.get("accuracy"))
+        return float(found) if isinstance(found, int | float) else None
+
+    @property
+    def model(self) -> Path:
+        """Folder of the trained model, with its tokenizer, in Hugging Face's format.
+
+        Raises:
+            DataError: it has not been exported: the run goes on, has failed, or `checkpoint.export` is off.
+        """
+        return self._exported("export", "it is written when the run ends, unless checkpoint.export is false")
+
+    @property
+    def best_model(self) -> Path:
+        """Folder of the best model by `evaluate.keep_best`.
+
+        Raises:
+            DataError: there is none.
+        """
+        return self._exported("best", "it is written where evaluate.keep_best names a metric, and a step has raised it")
+
+    @overload
+    def metrics(self) -> list[dict[str, float]]: ...
+    @overload
+    def metrics(self, frame: Literal["pandas", "polars"]) -> Any: ...
+    def metrics(self, frame: Literal["", "pandas", "polars"] = "") -> Any:
+        """Return what was measured, one row for each step; a row of step 0 is the evaluation before the first.
+
+        Args:
+            frame: "pandas" or "polars" for a data frame of that library, with a column for each metric.
+
+        Raises:
+            MissingExtraError: that library is not installed.
+            ConfigError: it is another one.
+        """
+        rows = [dict(row) for row in self._read().metrics]
+        if not frame:
+            return rows
+        if frame not in ("pandas", "polars"):
+            raise ConfigError(f"frame must be 'pandas' or 'polars', got {frame!r}; leave it out for a list of rows")
+        try:
+            library = importlib.import_module(frame)  # as an optional library, it is imported when it is needed
+        except ImportError as exc:
+            raise MissingExtraError(f"to make a data frame of {frame}, {frame} must be installed: pip install {frame}") from exc
+        names = dict.fromkeys(name for row in rows for name in row)
+        return library.DataFrame({name: [row.get(name) for row in rows] for name in names})
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return publishes, evaluations, checkpoints, rejections and failures, in order, each with its `kind`."""
+        return [dict(event) for event in self._read().events]
+
+    @property
+    def rollout_steps(self) -> list[int]:
+        """Steps of which samples are kept: every `telemetry.rollouts_every_steps`."""
+        found = (_ROLLOUTS.fullmatch(path.name) for path in (self.folder / "rollouts").glob("*.zst"))
+        return sorted(int(match[1]) for match in found if match)
+
+    def rollouts(self, step: int | None = None) -> Iterator[Rollout]:
+        """Iterate over the samples that were kept, of one step or of all, group by group.
+
+        Raises:
+            DataError: no samples of this step are kept, or a file of them is damaged.
+            ModelError: the tokenizer that wrote them is gone.
+        """
+        steps = self.rollout_steps
+        if step is not None and step not in steps:
+            kept = ", ".join(map(str, steps[:8])) + (", …" if len(steps) > 8 else "")
+            raise DataError(
+                f"no rollouts of step {step} are kept in {self.folder}, but those of {kept or 'none'}; telemetry.rollouts_every_steps says"
+                " of which steps they are")
+        return (rollout for each in (steps if step is None else [step]) for rollout in self._rollouts_of(each))
+
+    def report(self) -> Path:
+        """Write the run's report, one HTML file that opens in any browser, and return its path."""
+        return write_report(self.folder)
+
+    def _read(self) -> RunFiles:
+        return read_run(self.folder)
+
+    def _accuracies(self) -> list[tuple[float, float]]:
+        return self._read().points(_ACCURACY)
+
+    def _exported(self, name: str, when: str) -> Path:
+        folder = self.folder / name
+        if not (folder / "config.json").is_file():
+            raise DataError(f"{self.folder} has no folder {name!r}; {when}")
+        return folder
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        """The tokenizer of the run: an export's, or that of the model with which it began."""
+        model = self.config.get("model", {})
+        places = [self.folder / "export", self.folder / "best", model.get("tokenizer"), self.folder / "model", model.get("path")]
+        found = next((place for place in places if place and (Path(place) / "tokenizer.json").is_file()), None)
+        return load_tokenizer(found or model.get("tokenizer") or model.get("path") or self.folder / "model")
+
+    def _rollouts_of(self, step: int) -> Iterator[Rollout]:
+        path = self.folder / "rollouts" / f"step-{step:06d}.jsonl.zst"
+        try:
+            for line in _lines(path):
+                group = msgspec.json.decode(line)
+                for chain in group["trajectories"]:
+                    yield self._rollout(step, group["prompt_id"], chain)
+        except (OSError, ValueError, KeyError, zstandard.ZstdError) as exc:
+            raise DataError(f"{path} is damaged, so its rollouts cannot be read: {type(exc).__name__}: {exc}") from exc
+
+    def _rollout(self, step: int, prompt_id: str, chain: Mapping[str, Any]) -> Rollout:
+        tokens, generated = chain["tokens"], chain["loss_mask"]
+        start = generated.index(True) if True in generated else len(tokens)
+        whole = all(generated[start:])  # then only the token that ends it is special
+        reward = chain.get("reward")
+        return Rollout(
+            step, prompt_id, self._tokenizer.decode(tokens[:start], skip_special_tokens=False),
+            self._tokenizer.decode(tokens[start:], skip_special_tokens=whole), float("nan") if reward is None else float(reward),
+            chain["reason"], chain.get("named_rewards") or {}, tuple(tokens), tuple(generated), tuple(chain["rollout_logprobs"]),
+            tuple(chain["versions"]), chain.get("episode"), chain.get("agent") or "")
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a compressed file; raises ValueError if it was cut off."""
+    unpacked, rest = zstandard.ZstdDecompressor().decompressobj(), b""
+    with path.open("rb") as file:
+        while packed := file.read(_READ_BYTES):
+            *lines, rest = (rest + unpacked.decompress(packed)).split(b"\n")
+            yield from lines
+    if not unpacked.eof:
+        raise ValueError("it was cut off")

@@ -1,0 +1,251 @@
+"""Runs a command's work on a thread of its own, so that it also works where an event loop runs already, as in a notebook.
+
+The calling thread waits. It calls the user's callbacks, between two of which the run goes on, and turns Ctrl-C into a request to end after
+the step. What a run changes in its process (umask, log handlers, variables of the environment) is as before when it has ended.
+
+    in_thread    consumes steps from the run's console; produces calls of callbacks; waits for a step or the end; woken by the run's thread
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TypeVar
+
+from offbeat.aio import End, listener
+from offbeat.config.root import Config
+from offbeat.errors import ConfigError
+from offbeat.telemetry.console import Console, Mode, choose_mode
+from offbeat.workers.worker import library_environment
+
+T = TypeVar("T")
+
+PRIVATE_UMASK = 0o077
+"""Keeps what is written to this user."""
+
+_INTERRUPTED = "stopping after this step; interrupt again to stop at once"
+
+_RUNNING = threading.Lock()
+"""Held while a run goes on: two in one process would share its log and its umask."""
+
+
+class Ending:
+    """Asks a run on another thread to end. `attach` is what `aio.listener` calls there, once for each part of the run."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal may come while it is held
+        self._target: tuple[asyncio.AbstractEventLoop, End] | None = None
+        self._unheard: list[str] = []
+        self._asked = False
+
+    def attach(self, loop: asyncio.AbstractEventLoop, end: End) -> None:
+        """Ask `end` from now on, and for what it was too early before."""
+        with self._lock:
+            self._target = (loop, end)
+            unheard, self._unheard = self._unheard, []
+        for how in unheard:
+            end(how)
+
+    def after_step(self, how: str) -> None:
+        """Ask the run to end after the step that it does, once however often this is called."""
+        if not self._asked:
+            self.ask(how)
+
+    def ask(self, how: str) -> None:
+        """Ask the run to end: after its step at first, and at once if it has been asked before."""
+        with self._lock:
+            self._asked = True
+            with suppress(RuntimeError):  # the loop of an earlier part is closed; the next part hears it
+                if self._target is not None:
+                    self._target[0].call_soon_threadsafe(self._target[1], how)
+                    return
+            self._unheard.append(how)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step that is done, as callbacks are told of it.
+
+        def patient(step: offbeat.Step) -> None:
+            if step.metrics.get("reward/mean", 0) > 0.95:
+                step.stop()
+
+        offbeat.train(model="models/small", data="words.jsonl", callbacks=[patient])
+
+    Attributes:
+        number: steps done, from 1.
+        total_steps: of the run, or of the part of it that is being done, such as a warm-up.
+        metrics: by the names of docs/metrics-and-sinks.md.
+        folder: of the run.
+    """
+
+    number: int
+    total_steps: int
+    metrics: Mapping[str, float]
+    folder: Path
+    _ending: Ending = field(repr=False, compare=False)
+
+    def stop(self) -> None:
+        """End the run after the step that is being done by now; it saves a checkpoint and exports the model, and can be resumed."""
+        self._ending.after_step("a callback asked to stop, so this step is the last")
+
+
+Callback = Callable[[Step], object]
+
+
+class StepConsole(Console):
+    """A console that also hands each step to another thread."""
+
+    def __init__(self, mode: Mode, inbox: "SimpleQueue[Step | None]", *, folder: Path, ending: Ending) -> None:
+        super().__init__(mode)
+        self._inbox, self._folder, self._ending = inbox, folder, ending
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `Console.update`."""
+        super().update(step, metrics)
+        self._inbox.put(Step(step, self._total_steps, dict(metrics), self._folder, self._ending))
+
+
+def run_alone(
+    work: Callable[[Console], T], config: Config, *, callbacks: Sequence[Callback] = (), progress: bool = False,
+) -> T:
+    """Do `work(console)` on a thread of its own, and return what it returns.
+
+    Args:
+        progress: whether the console shows anything; also `telemetry.console` has to be on.
+
+    Raises:
+        ConfigError: a run goes on in this process already, or `run.mode` is not "controller".
+        KeyboardInterrupt: it was interrupted before there was anything to keep, or twice.
+        Exception: whatever the work raises; or else, when the step is done and saved, what a callback raised first.
+    """
+    if config.run.mode != "controller":
+        raise ConfigError(
+            f"run.mode must be 'controller' in a Python program, got {config.run.mode!r}; SPMD mode is started by torchrun, with"
+            " -m offbeat train CONFIG")
+    if not _RUNNING.acquire(blocking=False):
+        raise ConfigError("a run goes on in this process already; wait for it, or start the other one in a process of its own")
+    try:
+        ending, inbox = Ending(), SimpleQueue[Step | None]()
+        mode = choose_mode(sys.stdout, enabled=progress and config.telemetry.console)
+        console = StepConsole(mode, inbox, folder=config.run_dir, ending=ending)
+
+        def tell(step: Step) -> None:
+            for callback in callbacks:
+                callback(step)
+
+        with _as_before(config):
+            return _in_thread(lambda: work(console), ending=ending, inbox=inbox, tell=tell)
+    finally:
+        _RUNNING.release()
+
+
+def _in_thread(
+    work: Callable[[], T], *, ending: Ending, inbox: "SimpleQueue[Step | None]", tell: Callable[[Step], None],
+) -> T:
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        listener.set(ending.attach)  # a thread has a context of its own
+        try:
+            results.append(work())
+        except BaseException as exc:
+            errors.append(exc)
+        inbox.put(None)
+
+    failed: list[Exception] = []
+    thread = threading.Thread(target=body, name="offbeat run", daemon=True)
+    with _interrupts(ending) as interruptible:
+        thread.start()
+        while (step := inbox.get()) is not None:
+            if failed:
+                continue
+            try:
+                with interruptible():
+                    tell(step)
+            except KeyboardInterrupt:
+                ending.ask(_INTERRUPTED)
+            except Exception as exc:
+                failed.append(exc)
+                ending.after_step("a callback has failed, so this step is the last")
+        thread.join()
+    if failed and not any(isinstance(exc, Exception) for exc in errors):
+        raise failed[0]
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+@contextmanager
+def _interrupts(ending: Ending) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Let SIGINT ask the run to end during the body; yields what a part of it is surrounded with that SIGINT is to interrupt itself."""
+    interruptible = False
+
+    def interrupted(_number: int, _frame: object) -> None:
+        if interruptible:
+            raise KeyboardInterrupt
+        ending.ask(_INTERRUPTED)
+
+    @contextmanager
+    def let_interrupt() -> Iterator[None]:
+        nonlocal interruptible
+        interruptible = True
+        try:
+            yield
+        finally:
+            interruptible = False
+
+    # Only the main thread has handlers, and a process in the background may ignore the signal.
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT) if is_main else None
+    if not callable(before):
+        yield let_interrupt
+        return
+    signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield let_interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def umask_of(config: Config) -> Iterator[None]:
+    """Make files that are written during the body readable by this user only, if `run.private` says so."""
+    umask = os.umask(PRIVATE_UMASK) if config.run.private else None
+    try:
+        yield
+    finally:
+        if umask is not None:
+            os.umask(umask)
+
+
+@contextmanager
+def _as_before(config: Config) -> Iterator[None]:
+    """Make files private during the body if `run.private` says so; afterwards the process is as it was."""
+    root, level = logging.getLogger(), logging.getLogger().level
+    handlers, variables = list(root.handlers), {name: os.environ.get(name) for name in library_environment(1)}
+    for handler in handlers:
+        root.removeHandler(handler)  # the run would close them
+    try:
+        with umask_of(config):
+            yield
+    finally:
+        for handler in list(root.handlers):
+            root.removeHandler(handler)
+            handler.close()
+        for handler in handlers:
+            root.addHandler(handler)
+        root.setLevel(level)
+        for name, value in variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,166 @@
+"""From the arguments of a public function to a configuration: the same that a command would load from a file and `--section.key value`.
+
+Settings come from four places, the later ones winning: the defaults, `config`, `settings` and keywords, and the arguments that have names
+of their own, such as `model`. A function given as a setting, wherever it is, is kept as an object (`data.given`) and named.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from offbeat.api.rows import FOLDER, Rows, RowsFile, is_named, write_rows
+from offbeat.config.data import DataConfig
+from offbeat.config.load import load_config
+from offbeat.config.load import settings as all_settings
+from offbeat.config.root import Config
+from offbeat.data.given import give, import_name, withdraw
+from offbeat.errors import CodeError, ConfigError
+
+Settings = Mapping[str, Any]
+"""Settings by "section.key", or sections as mappings."""
+
+Source = str | os.PathLike[str] | Settings
+"""A configuration file, or what `Run.config` gives."""
+
+_NOT_YET = "(rows)"
+_HELDOUT_SHARE = 5
+
+
+@contextmanager
+def configured(
+    config: Source | None, settings: Settings | None, keywords: Settings, *, homes: Sequence[str], given: Settings,
+    rows: Mapping[str, Rows | None],
+) -> Iterator[Config]:
+    """Yield the configuration; the functions in it are known as long as the body runs.
+
+    Args:
+        homes: sections in which a keyword is looked for first, in this order.
+        given: what arguments with names of their own set, by "section.key"; None was not given.
+        rows: data by the section that gets its path, such as "data" or "evaluate.sets.hard.data", or the setting, as "data.heldout_path".
+
+    Raises:
+        ConfigError: a setting is unknown, or its value is not allowed.
+        CodeError: a function cannot be sent to the process that calls it.
+        DataError: rows cannot be used.
+    """
+    values = _base(config)
+    values.update(settings or {})
+    values.update({_setting(name, homes): value for name, value in keywords.items()})
+    values.update({key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in given.items() if value is not None})
+    names: list[str] = []
+    try:
+        values = {key: _named(value, key, names) for key, value in values.items()}
+        path = None if config is None or isinstance(config, Mapping) else os.fspath(config)
+        for key, data in rows.items():
+            if data is not None:
+                values.update(_placed(key, data))
+        loaded = load_config(path, values=values)
+        in_memory = {key: data for key, data in rows.items() if data is not None and not is_named(data)}
+        files: dict[int, RowsFile] = {}
+        for key, data in in_memory.items():  # a generator that is given twice is read once
+            file = files[id(data)] = files.get(id(data)) or _write(key, data, loaded)
+            values.update(_layout(key, file, loaded, values))
+        yield load_config(path, values=values) if in_memory else loaded
+    finally:
+        withdraw(names)
+
+
+def _base(config: Source | None) -> dict[str, Any]:
+    if config is None or isinstance(config, str | os.PathLike):
+        return {}
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"config must be a TOML file or a mapping of settings, got {type(config).__name__}")
+    return dict(config)
+
+
+def _setting(name: str, homes: Sequence[str]) -> str:
+    """Return the setting that a keyword means: "section.key" itself, a section, or the last part of a setting's name.
+
+    Raises:
+        ConfigError: no setting has this name, or several have.
+    """
+    if "." in name or name in Config.model_fields:
+        return name
+    found = [key for key, _ in all_settings() if key.rpartition(".")[2] == name]
+    for home in homes:
+        if f"{home}.{name}" in found:
+            return f"{home}.{name}"
+    if len(found) > 1:
+        raise ConfigError(
+            f"{name} may be {' or '.join(found[:6])}; give it by its whole name, as in settings={{{found[0]!r}: ...}}")
+    if not found:
+        raise ConfigError(f"{name} is not a setting; 'offbeat config docs' lists them all")
+    return found[0]
+
+
+def _named(value: Any, key: str, names: list[str]) -> Any:
+    """Return a setting with the names of functions in their place; adds those names that must be withdrawn.
+
+    Raises:
+        CodeError: a function cannot be sent to the process that calls it.
+    """
+    if isinstance(value, Mapping):
+        return {name: _named(item, f"{key}.{name}", names) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_named(item, key, names) for item in value]
+    if not callable(value):
+        return value
+    if key == "algorithm.objective":
+        if not (name := import_name(value)):
+            raise CodeError(
+                "algorithm.objective: an objective is called in the train ranks, which import it, so it must be in a file of its own;"
+                " move it there and give it as objective = 'losses.py:mine'")
+        return name
+    name = give(value, kind=key)
+    names.append(name)
+    return name
+
+
+def _placed(key: str, data: Rows) -> dict[str, Any]:
+    """Return the settings that say where data is; of rows in memory, that they are not written yet."""
+    text = os.fspath(data) if isinstance(data, str | os.PathLike) else _NOT_YET
+    if key.endswith("_path"):
+        return {key: text}
+    task = is_task(data)
+    return {f"{key}.task": text if task else "", f"{key}.path": "" if task else text}
+
+
+def is_task(data: Rows) -> bool:
+    """Whether data is text that names a built-in task, and no file."""
+    if not isinstance(data, str):
+        return False
+    try:
+        return bool(DataConfig(task=data).task) and not Path(data).exists()
+    except ValidationError:
+        return False
+
+
+def _write(key: str, data: Any, config: Config) -> RowsFile:
+    argument = {"data": "data", "data.heldout_path": "evaluate"}.get(key) or f"evaluate[{key.split('.')[2]!r}]"
+    return write_rows(data, Path(config.run.dir) / FOLDER, argument=argument)
+
+
+def _layout(key: str, file: RowsFile, config: Config, values: Settings) -> dict[str, Any]:
+    """Return the settings that say where rows in memory are and how they are laid out, as far as `values` do not say so."""
+    path = str(file.path)
+    if key.endswith("_path"):
+        return {key: path}
+    found: dict[str, Any] = {f"{key}.path": path}
+    if "messages" in file.fields and "prompt" not in file.fields and not _has(values, f"{key}.format"):
+        found[f"{key}.format"] = "messages"
+    size = config.data.heldout_size
+    if key == "data" and not config.data.heldout_path and not _has(values, "data.heldout_size") and size == DataConfig().heldout_size:
+        found["data.heldout_size"] = min(size, file.num_rows // _HELDOUT_SHARE)
+    return found
+
+
+def _has(values: Settings, key: str) -> bool:
+    """Whether a setting was given, by its whole name or within its section."""
+    if key in values:
+        return True
+    head, _, rest = key.partition(".")
+    return bool(rest) and isinstance(below := values.get(head), Mapping) and _has(below, rest)

@@ -1,0 +1,136 @@
+"""`offbeat.train`, `sft`, `dpo` and `reward_model`: what the commands of these names do, from a Python program or a notebook."""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from offbeat.api.rows import Rows, Sets, sets_of
+from offbeat.api.run import Run
+from offbeat.api.session import Callback, run_alone
+from offbeat.api.settings import Settings, Source, configured
+from offbeat.config.root import Config
+from offbeat.dashboard.report import write_report
+from offbeat.errors import RunError
+from offbeat.runs.run import run_preference, run_reward_model, run_supervised, run_training
+from offbeat.telemetry.console import Console
+
+Code = str | Callable[..., Any]
+"""A function, or the name of one: module:function or path/to/file.py:function."""
+
+_RL_HOMES = ("run", "rollout", "train", "train.optimizer", "algorithm", "data", "model", "evaluate")
+
+
+def train(
+    *, model: str | os.PathLike[str] | None = None, data: Rows | None = None, reward: Code | None = None, workflow: Code | None = None,
+    tools: Sequence[Code] = (), evaluate: Sets | None = None, config: Source | None = None,
+    settings: Settings | None = None, callbacks: Iterable[Callback] = (), fresh: bool = False, progress: bool = True, **keywords: Any,
+) -> Run:
+    """Train a model with asynchronous reinforcement learning, as `offbeat train` does, and return the run when it has ended.
+
+        def reward(completion: str, row: offbeat.Row) -> float:
+            return float(completion.strip() == row.answer)
+
+        run = offbeat.train(model="models/small", data="words.jsonl", reward=reward, total_steps=60, lr=1e-5)
+        print(run.heldout_before, run.heldout_after, run.model)
+
+    It blocks until the run ends, also in a notebook. Ctrl-C, or interrupting the cell, ends it after its step: what was trained is saved
+    and exported, and the run is returned, with `stopped_early`. A second Ctrl-C ends it at once. The same call again goes on from there.
+
+    Args:
+        model: folder or hub id; without one, a tiny model of random weights.
+        data: a .jsonl or .parquet file, a hub id, a built-in task such as "sort_digits", or rows in memory: a list or generator of dicts or
+            of `offbeat.Row`, a data frame, or a data set of `datasets`. Rows in memory are written below `run.dir` first; unless
+            `heldout_size` says otherwise, a fifth of them, at most 256, is held out.
+        reward: `(completion, row) -> float`. Functions of a script or a notebook are sent to the processes that call them, with what they
+            refer to; without one, as docs/rewards-and-workflows.md says.
+        workflow: how an episode is played: "single_turn", "agent", "tool_loop" or "gym", or an async function `(episode) -> trajectories`.
+        tools: typed functions, or one class whose public methods are tools; the workflow is then "tool_loop".
+        evaluate: held-out rows, in any form that `data` has; or evaluation sets by name.
+        config: a configuration to begin with: a TOML file, or `Run.config`.
+        settings: any settings, as in {"train.optimizer.lr": 1e-5}.
+        callbacks: called after each step with an `offbeat.Step`, on the thread that has called this; may stop the run.
+        fresh: begin anew, and move an older run of the same name aside; otherwise a run goes on from its newest checkpoint.
+        progress: whether to show it on stdout.
+        keywords: further settings by the last part of their names, such as `name`, `total_steps`, `lr`, `group_size`, `max_new_tokens`,
+            `preset`: those of [run], [rollout], [train], [train.optimizer], [algorithm], [data], [model] and [evaluate], in this order,
+            then any name that is the only one of its kind.
+
+    Raises:
+        UserError: something that was given cannot work: a `ConfigError`, `DataError`, `ModelError` or `CodeError` says what, in a sentence.
+        RunError: the run was begun and failed.
+        KeyboardInterrupt: it was interrupted before there was anything to keep, or twice.
+        Exception: what a callback raised, when the step is done and what was trained is saved.
+    """
+    sets = sets_of(evaluate, unnamed="")
+    given = {
+        "model.path": model, "rollout.reward": reward, "rollout.workflow": "tool_loop" if tools and workflow is None else workflow,
+        "agent.tools": list(tools) or None}
+    rows = {"data": data, **{f"evaluate.sets.{name}.data" if name else "data.heldout_path": each for name, each in sets.items()}}
+    with configured(config, settings, keywords, homes=_RL_HOMES, given=given, rows=rows) as chosen:
+        return _run(run_training, chosen, callbacks=callbacks, fresh=fresh, progress=progress)
+
+
+def sft(
+    *, model: str | os.PathLike[str] | None = None, data: Rows | None = None, evaluate: Rows | None = None, config: Source | None = None,
+    settings: Settings | None = None, callbacks: Iterable[Callback] = (), fresh: bool = False, progress: bool = True, **keywords: Any,
+) -> Run:
+    """Fine-tune a model on the answers of a data set, as `offbeat sft` does; arguments and errors are those of `train`.
+
+        rows = [{"prompt": "reverse abc: ", "answer": "cba"}, {"prompt": "reverse hello: ", "answer": "olleh"}]
+        run = offbeat.sft(model="models/small", data=rows, total_steps=20, lr=1e-4)
+
+    Keywords are settings of [sft], [sft.optimizer] and [run] first.
+    """
+    return _lesson(run_supervised, "sft", model, data, evaluate, config, settings, keywords, callbacks, fresh, progress)
+
+
+def dpo(
+    *, model: str | os.PathLike[str] | None = None, data: Rows | None = None, evaluate: Rows | None = None, config: Source | None = None,
+    settings: Settings | None = None, callbacks: Iterable[Callback] = (), fresh: bool = False, progress: bool = True, **keywords: Any,
+) -> Run:
+    """Train a model on chosen and rejected answers, as `offbeat dpo` does; arguments and errors are those of `train`.
+
+        pairs = [{"prompt": "7+5=", "chosen": "12", "rejected": "13"}]
+        run = offbeat.dpo(model="models/small", data=pairs, loss="simpo", beta=2.0, total_steps=20)
+
+    Keywords are settings of [preference], [preference.optimizer] and [run] first.
+    """
+    return _lesson(run_preference, "preference", model, data, evaluate, config, settings, keywords, callbacks, fresh, progress)
+
+
+def reward_model(
+    *, model: str | os.PathLike[str] | None = None, data: Rows | None = None, evaluate: Rows | None = None, config: Source | None = None,
+    settings: Settings | None = None, callbacks: Iterable[Callback] = (), fresh: bool = False, progress: bool = True, **keywords: Any,
+) -> Run:
+    """Train a reward model on chosen and rejected answers, as `offbeat reward-model` does; arguments and errors are those of `train`.
+
+        pairs = [{"prompt": "7+5=", "chosen": "12", "rejected": "13"}]
+        judge = offbeat.reward_model(model="models/small", data=pairs, name="judge", total_steps=20)
+        run = offbeat.train(model="models/small", data="addition", reward=f"model:{judge.model}")
+
+    Keywords are settings of [reward_model], [reward_model.optimizer] and [run] first.
+    """
+    return _lesson(run_reward_model, "reward_model", model, data, evaluate, config, settings, keywords, callbacks, fresh, progress)
+
+
+def _lesson(
+    learn: Callable[..., object], section: str, model: str | os.PathLike[str] | None, data: Rows | None, evaluate: Rows | None,
+    config: Source | None, settings: Settings | None, keywords: Settings, callbacks: Iterable[Callback], fresh: bool, progress: bool,
+) -> Run:
+    homes = (section, f"{section}.optimizer", "run", "train", "data", "model")
+    with configured(
+            config, settings, keywords, homes=homes, given={"model.path": model},
+            rows={"data": data, "data.heldout_path": evaluate}) as chosen:
+        return _run(learn, chosen, callbacks=callbacks, fresh=fresh, progress=progress)
+
+
+def _run(learn: Callable[..., object], config: Config, *, callbacks: Iterable[Callback], fresh: bool, progress: bool) -> Run:
+    def work(console: Console) -> None:
+        if learn(config, console, fresh=fresh) is None:
+            raise RunError("this process does not lead the run, so it has no result")
+        report = write_report(config.run_dir)
+        if progress and config.telemetry.console:
+            print(f"report: {report}")
+
+    run_alone(work, config, callbacks=tuple(callbacks), progress=progress)
+    return Run(config.run_dir)

@@ -1,0 +1,108 @@
+"""`offbeat data show CONFIG`: what the model will see of the data, in tokens, and which rows cannot be used."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from rich.console import Console as Terminal
+from rich.text import Text as Styled
+
+from offbeat.cli.common import add_config_argument
+from offbeat.config.load import load_config
+from offbeat.controller.preview import Preview, ShownRow, Text, preview
+from offbeat.errors import ConfigError
+from offbeat.runs.check import pairs_in
+
+_KINDS = {"rl": "prompts", "sft": "sequences to imitate", "pairs": "preferences"}
+_MOST_REASONS = 10
+_OPEN, _CLOSE = "⟦", "⟧"
+"""Around what is trained on, where there are no colours."""
+
+_DESCRIPTION = """\
+Show the first rows of a configuration's data as the model will see them: the text of their tokens, with what is trained on in green (in ⟦ ⟧
+where there are no colours), how many tokens they have, and how many rows cannot be used, with the reasons.
+"""
+
+_EXAMPLES = """\
+examples:
+  offbeat data show task.toml                     prompts of reinforcement learning, or preferences if the data has them
+  offbeat data show task.toml --as sft -n 1       what `offbeat sft` trains on, and which of it
+  offbeat data show task.toml --data.prompt '{question}\\nAnswer:'
+"""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command `data` to the parser."""
+    parser = subparsers.add_parser(
+        "data", description=_DESCRIPTION, epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("show",), help="what to do")
+    add_config_argument(parser)
+    parser.add_argument("-n", type=int, default=3, metavar="ROWS", help="number of rows to show (default 3)")
+    parser.add_argument("--as", dest="kind", choices=tuple(_KINDS), help="rl, sft or pairs; by default what the rows are")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+    """Print the first rows and what there is to say of all.
+
+    Raises:
+        ConfigError: `-n` is negative, or the configuration is wrong.
+    """
+    if args.n < 0:
+        raise ConfigError(f"-n must be at least 0, got {args.n}")
+    config = load_config(args.config, overrides)
+    found = preview(config, args.kind or ("pairs" if pairs_in(config.data) else "rl"), count=args.n)
+    if args.json:
+        for row in found.rows:
+            print(json.dumps(asdict(row), ensure_ascii=False))
+        print(json.dumps({name: value for name, value in asdict(found).items() if name != "rows"}, ensure_ascii=False))
+        return 0
+    terminal = Terminal(file=sys.stdout, highlight=False, soft_wrap=True)
+    colours = terminal.is_terminal and not terminal.no_color
+    for row in found.rows:
+        terminal.print(Styled("\n").join(_row(row, colours=colours)), end="\n\n")
+    for line in _summary(found):
+        terminal.print(line, markup=False)
+    return 0
+
+
+def _row(row: ShownRow, *, colours: bool) -> Iterator[Styled]:
+    for text in row.texts:
+        trained = f", {text.num_trained} of them trained on" if text.num_trained else ""
+        title = f"{row.where}{f' · {text.title}' if text.title else ''} · {text.num_tokens} tokens{trained}"
+        yield Styled(f"── {title} ──", style="bold" if colours else "")
+        yield _coloured(text) if colours else Styled("".join(
+            f"{_OPEN}{piece}{_CLOSE}" if is_trained else piece for piece, is_trained in text.pieces))
+    if row.answer:
+        yield Styled(f"answer, for rewards: {row.answer}", style="dim" if colours else "")
+    if row.columns:
+        yield Styled(f"columns, for rewards: {', '.join(row.columns)}", style="dim" if colours else "")
+
+
+def _coloured(text: Text) -> Styled:
+    return Styled.assemble(*((piece, "green" if is_trained else "") for piece, is_trained in text.pieces))
+
+
+def _summary(found: Preview) -> Iterator[str]:
+    count = "endlessly many" if found.num_rows is None else str(found.num_rows)
+    yield f"{_KINDS[found.kind]}: {count} rows to train on, {found.num_heldout} held out"
+    if found.lengths:
+        mean = sum(found.lengths) / len(found.lengths)
+        yield f"tokens of a row: {min(found.lengths)} to {max(found.lengths)}, mean {mean:.1f}, in the first {len(found.lengths)} rows"
+    if not (found.unusable or found.refused):
+        yield "all rows can be used"
+    if found.unusable:
+        yield f"rows that cannot be read: {len(found.unusable)}, allowed are data.max_unusable_rows = {found.allowed}"
+        yield from _reasons(found.unusable)
+    if found.refused:
+        yield f"rows that a run refuses: {len(found.refused)} of the first {len(found.refused) + len(found.lengths)}"
+        yield from _reasons(found.refused)
+
+
+def _reasons(reasons: Sequence[str]) -> Iterator[str]:
+    yield from (f"  {reason}" for reason in reasons[:_MOST_REASONS])
+    if (more := len(reasons) - _MOST_REASONS) > 0:
+        yield f"  and {more} more"

@@ -1,0 +1,207 @@
+"""`offbeat rollouts RUN_DIR`: lists the rollouts of a run, filtered, or prints one as a conversation with coloured tokens."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from offbeat.dashboard.conversation import messages_of
+from offbeat.dashboard.rollout_index import ORDERS, STATUSES, Filter, Found, RolloutIndex
+from offbeat.dashboard.run_files import check_run
+from offbeat.data.kept import Address, KeptGroup, KeptTrajectory, find_group
+from offbeat.data.wire import encode_json
+from offbeat.errors import ConfigError
+
+_DESCRIPTION = """\
+Print the rollouts that a run has kept, the newest first: what the policy was asked, what it wrote, what that earned, and what was rejected
+and why. A run that still goes on can be read, too. The first call reads all files and keeps an index beside them; later ones are quick.
+"""
+
+_EXAMPLES = """\
+examples:
+  offbeat rollouts runs/my-run
+  offbeat rollouts runs/my-run --step 10 --order worst
+  offbeat rollouts runs/my-run --min-reward 1 --text "therefore the answer"
+  offbeat rollouts runs/my-run --status rejected
+  offbeat rollouts runs/my-run --show 12.3.0
+  offbeat rollouts runs/my-run --prompt 31752 --json | jq .reward
+"""
+
+_RANGES = {"step": int, "reward": float, "length": int, "version": int}
+_SCALE = ((-0.05, ""), (-0.7, "green"), (-2.3, "yellow"), (-4.6, "dark_orange"), (float("-inf"), "red"))
+"""Colour of a token by its log-probability, from this bound upwards: probability above 0.95, 0.5, 0.1, 0.01, and below."""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command `rollouts` to the parser."""
+    parser = subparsers.add_parser(
+        "rollouts", description=_DESCRIPTION, epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's folder, such as runs/my-run")
+    parser.add_argument("--show", metavar="ID", help="print this rollout as a conversation, and its group's others; IDs are in the list")
+    parser.add_argument("--step", type=int, metavar="N", help="only of this global step")
+    for name, kind in _RANGES.items():
+        for bound in ("min", "max"):
+            parser.add_argument(f"--{bound}-{name}", type=kind, metavar="X", help=_help(bound, name))
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="only prompts that contain this")
+    parser.add_argument("--text", default="", metavar="WORDS", help="only those with these words in a row; a last * is any end of a word")
+    parser.add_argument("--reason", default="", metavar="WHY", help='only those that ended so, such as stop, length, "equal rewards"')
+    parser.add_argument("--status", default="", choices=STATUSES, help="only those trained on, left out, or rejected with their group")
+    parser.add_argument("--same-prompt", metavar="ID", help="only those of the same prompt as this rollout, in all steps")
+    parser.add_argument("--order", default="newest", choices=ORDERS, help="which come first (default: newest)")
+    parser.add_argument("--limit", type=int, default=20, metavar="N", help="number of rollouts printed (default: 20)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line, with all fields; with --show the whole group")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+    """Print a list of rollouts, or one of them.
+
+    Raises:
+        ConfigError: settings were given, or a filter that cannot be asked.
+        DataError: the folder is not a run, or has no such rollout.
+    """
+    if overrides:
+        raise ConfigError(f"offbeat rollouts takes no settings, got --{overrides[0][0]}; see offbeat rollouts --help")
+    if args.limit < 1:
+        raise ConfigError(f"--limit must be at least 1, got {args.limit}")
+    check_run(args.run_dir)
+    console = Console(file=sys.stdout, highlight=False)
+    if args.show is not None:
+        address = Address.parse(args.show)
+        group = find_group(args.run_dir, address)
+        if args.json:
+            print(encode_json(group).decode())
+        else:
+            _print_group(console, group, address)
+        return 0
+    index = RolloutIndex(args.run_dir)
+    try:
+        progress = index.update()
+        wanted = _filter(args)
+        found, total = index.find(wanted, order=args.order, limit=args.limit), index.count(wanted)
+    finally:
+        index.close()
+    if args.json:
+        for each in found:
+            print(json.dumps(asdict(each), ensure_ascii=False))
+        return 0
+    for damage in progress.damage:
+        console.print(_text(damage, style="red"))
+    if not progress.num_rollouts:
+        print(f"{args.run_dir} has kept no rollouts yet; telemetry.rollouts_every_steps says how often they are written")
+        return 0
+    console.print(_table(found))
+    shown = f"the first {len(found)} of {total:,}" if total > len(found) else f"{total:,}"
+    console.print(_text(f"{shown} rollouts of {progress.num_rollouts:,}; --show ID prints one", style="dim"))
+    return 0
+
+
+def _help(bound: str, name: str) -> str:
+    what = {
+        "step": "a global step", "reward": "a reward", "length": "a number of generated tokens",
+        "version": "an oldest version of their tokens"}[name]
+    return f"only those with {what} of {'at least' if bound == 'min' else 'at most'} this"
+
+
+def _filter(args: argparse.Namespace) -> Filter:
+    bounds = {f"{bound}_{name}": getattr(args, f"{bound}_{name}") for name in _RANGES for bound in ("min", "max")}
+    if args.step is not None:
+        bounds |= {"min_step": args.step, "max_step": args.step}
+    same = None if args.same_prompt is None else Address.parse(args.same_prompt)
+    return Filter(**bounds, prompt=args.prompt, text=args.text, reason=args.reason, status=args.status, same_prompt=same)
+
+
+def _table(found: Sequence[Found]) -> Table:
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for name in ("id", "reward", "advantage", "tokens", "version"):
+        table.add_column(name, justify="left" if name == "id" else "right", no_wrap=True)
+    for name in ("ended", "prompt", "written"):
+        table.add_column(name, no_wrap=True, overflow="ellipsis", ratio={"ended": 1, "prompt": 2, "written": 4}[name])
+    for each in found:
+        style = "dim" if each.status != "trained" else ""
+        cells = (
+            each.address, _number(each.reward), _number(each.advantage, sign=True), str(each.length),
+            "" if each.version is None else str(each.version), each.reason, _one_line(each.prompt), _one_line(each.preview))
+        table.add_row(*(_text(cell) for cell in cells), style=style)
+    return table
+
+
+def _print_group(console: Console, group: KeptGroup, address: Address) -> None:
+    if group.trajectories:
+        _print_trajectory(console, group, group.trajectories[address.place], address)
+    else:
+        console.print(_text(f"prompt {group.prompt_id}: {group.prompt}"))
+    if group.rejected is not None:
+        again = "; its prompt came again" if group.drawn_again else ""
+        console.print(_text(f"\nThe group was rejected ({group.why}){again}: {group.rejected}", style="yellow"))
+    if len(group.trajectories) > 1:
+        console.print(_text("\nThe group's samples", style="bold"))
+        table = Table(box=None, header_style="dim", pad_edge=False)
+        for name in ("id", "reward", "advantage", "tokens", "ended"):
+            table.add_column(name, justify="right" if name in ("reward", "advantage", "tokens") else "left", no_wrap=True)
+        table.add_column("written", no_wrap=True, overflow="ellipsis", ratio=1)
+        for place, t in enumerate(group.trajectories):
+            here = Address(address.step, address.is_rejected, address.group, place)
+            cells = (
+                str(here), _number(t.reward), _number(t.advantage, sign=True), str(t.num_generated), t.reason.partition(": ")[0],
+                _one_line(t.completion))
+            table.add_row(*(_text(cell) for cell in cells), style="bold" if place == address.place else "")
+        console.print(table)
+
+
+def _print_trajectory(console: Console, group: KeptGroup, t: KeptTrajectory, address: Address) -> None:
+    versions = sorted({version for version, generated in zip(t.versions, t.loss_mask, strict=True) if generated})
+    facts = {
+        "step": str(group.step), "prompt": group.prompt_id, "agent": t.agent, "reward": _number(t.reward),
+        **{name: _number(value) for name, value in t.named_rewards.items()}, "advantage": _number(t.advantage, sign=True),
+        "tokens": str(t.num_generated), "versions": ", ".join(map(str, versions)), "ended": t.reason, "answer": _one_line(group.answer)}
+    head = _text(f"rollout {address}", style="bold")
+    for name, value in facts.items():
+        if value:
+            head.append(f"  {name} ", style="not bold dim").append(_visible(value), style="not bold")
+    console.print(head)
+    pieces = t.pieces
+    for message in messages_of(t):
+        title = f"turn {message.turn}" if message.role == "policy" else message.role
+        console.print(_text(f"\n── {title} ", style="bold cyan" if message.role == "policy" else "dim"))
+        text = Text()
+        for place in range(message.start, message.end):
+            text.append(_visible(pieces[place]), style=_style(t, place))
+        console.print(text)
+    legend = _text("\nprobability of a token: ", style="dim")
+    for (_, colour), label in zip(_SCALE, ("over 95 %", "over 50 %", "over 10 %", "over 1 %", "less"), strict=True):
+        legend.append(f" {label} ", style=Style(color=colour or None, dim=False))
+    console.print(legend)
+
+
+def _style(t: KeptTrajectory, place: int) -> Style:
+    if not t.loss_mask[place]:
+        return Style(dim=True)
+    logprob = t.rollout_logprobs[place]
+    colour = next((colour for bound, colour in _SCALE if logprob is not None and logprob >= bound), "")
+    return Style(color=colour or None)
+
+
+def _text(text: str, style: str = "") -> Text:
+    return Text(_visible(text), style=style)
+
+
+def _number(value: float | None, *, sign: bool = False) -> str:
+    return "" if value is None else f"{value:+.3g}" if sign and value else f"{value:.4g}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:400]
+
+
+def _visible(text: str) -> str:
+    """Return text without characters that would steer a terminal."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "·" for letter in text)

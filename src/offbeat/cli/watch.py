@@ -1,0 +1,87 @@
+"""`offbeat watch [PATH ...]`: serves the live page of runs, with their curves, time lines and rollouts."""
+
+import argparse
+import asyncio
+import secrets
+import signal
+import socket
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import uvicorn
+
+from offbeat.cli.engine import read_key
+from offbeat.dashboard.library import Library
+from offbeat.dashboard.site import make_site
+from offbeat.errors import ConfigError
+from offbeat.hosts import is_loopback
+from offbeat.listening import GuestServer, bind
+
+_DESCRIPTION = """\
+Serve a web page over runs, while they go on and after their end: curves, time line, processes, events, configuration, a comparison of runs,
+and every rollout that was kept, filtered and token by token. The page follows the files in the runs' folders and changes nothing but an
+index of the rollouts, which it keeps beside them.
+
+Only programs of this machine can open it. With another --host it demands a key: that of --key-file or $OFFBEAT_API_KEY, or else a new one,
+which is part of the address that is printed. To see a run of another machine, forward the port: ssh -L 8765:localhost:8765 MACHINE
+"""
+
+_EXAMPLES = """\
+examples:
+  offbeat watch                     all runs in runs/
+  offbeat watch runs/my-run
+  offbeat watch runs/a runs/b --port 0
+"""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command `watch` to the parser."""
+    parser = subparsers.add_parser(
+        "watch", description=_DESCRIPTION, epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", metavar="PATH", nargs="*", type=Path, help="a run's folder, or a folder of runs (default: runs)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; another one than this machine's own demands a key")
+    parser.add_argument("--port", type=int, default=8765, help="port to listen on; 0 takes a free one (default: 8765)")
+    parser.add_argument("--key-file", metavar="FILE", help="file with the key to demand (default: $OFFBEAT_API_KEY)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+    """Serve until interrupted.
+
+    Raises:
+        ConfigError: settings were given, or an option is invalid.
+        DataError: a folder does not exist.
+        PortBusyError: the port is taken.
+    """
+    if overrides:
+        raise ConfigError(f"offbeat watch takes no settings, got --{overrides[0][0]}; see offbeat watch --help")
+    if not 0 <= args.port <= 65535:
+        raise ConfigError(f"--port must be between 0 and 65535, got {args.port}")
+    is_local = is_loopback(args.host)
+    key = read_key(args.key_file) if args.key_file is not None or not is_local else ""
+    if not key and not is_local:
+        key = secrets.token_urlsafe(24)
+    with closing(Library(args.paths or [Path("runs")])) as library:
+        with closing(bind(args.host, args.port, who="offbeat watch", another="another --port")) as listener:
+            asyncio.run(_serve(library, listener, key))
+    return 0
+
+
+async def _serve(library: Library, listener: socket.socket, key: str) -> None:
+    server = GuestServer(uvicorn.Config(make_site(library, key=key), log_level="warning", access_log=False, server_header=False))
+    loop = asyncio.get_running_loop()
+    serving = loop.create_task(server.serve(sockets=[listener]))
+    for name in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(name, setattr, server, "should_exit", True)
+    await server.ready.wait()
+    print(f"watching {', '.join(library.runs()) or 'for a run to begin'} at {_url(listener, key)}; Ctrl-C ends it", flush=True)
+    await serving
+
+
+def _url(listener: socket.socket, key: str) -> str:
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/{f'?key={key}' if key else ''}"

@@ -1,0 +1,77 @@
+"""Templates that make a prompt of a record's columns, as `data.prompt = "{question}\\nAnswer:"`.
+
+A field in braces is the name of a column, whatever characters it has, and nothing else: there are no attributes, indices, conversions or
+format specifications. `{{` and `}}` stand for braces.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from offbeat.errors import DataError
+
+_PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]|[^{}]+")
+
+
+@dataclass(frozen=True)
+class Template:
+    """A parsed template.
+
+    Attributes:
+        pieces: in order, each its text and whether that is the name of a column.
+    """
+
+    pieces: tuple[tuple[str, bool], ...]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns, each once, in order."""
+        return tuple(dict.fromkeys(text for text, is_column in self.pieces if is_column))
+
+    def fill(self, record: Mapping[str, Any], where: str) -> str:
+        """Return the text for a record. Numbers are written as in Python, and lists, objects and truth values as JSON.
+
+        Raises:
+            DataError: the record `where` lacks a column, or it is null there.
+        """
+        return "".join(_written(record, text, where) if is_column else text for text, is_column in self.pieces)
+
+
+def parse_template(text: str) -> Template:
+    """Parse a template.
+
+    Raises:
+        ValueError: a brace stands alone, a field has no name, or there is no field at all.
+    """
+    pieces: list[tuple[str, bool]] = []
+    for match in _PIECE.finditer(text):
+        piece = match[0]
+        if piece in ("{", "}"):
+            raise ValueError(
+                f"it has a single {piece!r} at character {match.start()}; write {{column}} for a column, and {piece * 2!r} for the brace")
+        if match[1] is not None and not match[1].strip():
+            raise ValueError(f"it has a field without a name at character {match.start()}; write the name of a column in the braces")
+        pieces.append((match[1], True) if match[1] is not None else ({"{{": "{", "}}": "}"}.get(piece, piece), False))
+    if not any(is_column for _, is_column in pieces):
+        raise ValueError("it names no column, so that all prompts would be equal; write {column} where a column's text is to stand")
+    return Template(tuple(pieces))
+
+
+def missing_column(name: str, record: Mapping[str, Any]) -> str:
+    """Say that a record has no such column: which it has, and which is the nearest."""
+    near = get_close_matches(name, record, n=1)
+    return f"has no field {name!r}; it has {', '.join(record) or 'none'}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def _written(record: Mapping[str, Any], name: str, where: str) -> str:
+    if name not in record:
+        raise DataError(f"{where}, {missing_column(name, record)}")
+    value = record[name]
+    if value is None:
+        raise DataError(f"{where}: field {name!r}, which data.prompt names, is null")
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, bool | list | tuple | Mapping) else str(value)

@@ -1,0 +1,165 @@
+"""What a model will see of its data: rows in tokens, as training reads them, and how many cannot be used. `offbeat data show` prints it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+
+from offbeat.config.root import Config
+from offbeat.controller.inputs import Base, check_system_prompt, needs_answer, read_base
+from offbeat.data.dataset import Dataset, check_length, open_datasets, render
+from offbeat.data.pairs import PairEncoder, Preference, open_pairs
+from offbeat.data.row import Row
+from offbeat.data.supervised import Sequence as Encoded
+from offbeat.data.supervised import Supervision
+from offbeat.data.tokenizer import Tokenizer
+from offbeat.errors import DataError
+
+Kind = Literal["rl", "sft", "pairs"]
+
+_MEASURED = 1000
+"""Rows whose tokens are counted."""
+_ANY_NUMBER = 2**31
+
+
+@dataclass(frozen=True)
+class Text:
+    """A sequence that the model sees.
+
+    Attributes:
+        title: which of a row's sequences it is, such as "chosen"; empty where there is one.
+        pieces: its text in order, each piece with whether its tokens are trained on.
+    """
+
+    title: str
+    pieces: tuple[tuple[str, bool], ...]
+    num_tokens: int
+    num_trained: int
+
+
+@dataclass(frozen=True)
+class ShownRow:
+    """A row, where it comes from, its texts, and what rewards are given beside them."""
+
+    where: str
+    texts: tuple[Text, ...]
+    answer: str = ""
+    columns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Preview:
+    """The data of a run.
+
+    Attributes:
+        rows: the first ones.
+        num_rows: rows to train on; None if there is always another one.
+        lengths: tokens of the longest text of each of the first rows.
+        unusable: why each record that is no row is left out.
+        allowed: number of those that a run leaves out; more are an error.
+        refused: why each of the first rows whose tokens cannot be used is refused, such as one that is too long.
+    """
+
+    kind: Kind
+    rows: tuple[ShownRow, ...]
+    num_rows: int | None
+    num_heldout: int
+    lengths: tuple[int, ...]
+    unusable: tuple[str, ...]
+    allowed: int
+    refused: tuple[str, ...]
+
+
+def preview(config: Config, kind: Kind, *, count: int) -> Preview:
+    """Read the data of a configuration as training of a kind would, and make tokens of its first rows.
+
+    Args:
+        kind: prompts of reinforcement learning, sequences of supervised fine-tuning, or preferences.
+        count: number of rows to show.
+
+    Raises:
+        UserError: model, tokenizer or data cannot be read; rows that cannot be used are told instead.
+    """
+    base = read_base(config)
+    allowed, data = config.data.max_unusable_rows, config.data.model_copy(update={"max_unusable_rows": _ANY_NUMBER})
+    config = config.model_copy(update={"data": data})
+    unusable: list[str] = []
+    if kind == "pairs":
+        dataset, heldout = open_pairs(data, unpaired=True, refused=unusable)
+        show = _pairs(config, base)
+    else:
+        answered = needs_answer(config, supervised=kind == "sft")
+        dataset, heldout = open_datasets(data, seed=config.run.seed, needs_answer=answered, refused=unusable)
+        check_system_prompt(config, base, dataset.row(0))
+        show = _prompts(config, base) if kind == "rl" else _imitated(config, base)
+    rows, lengths, refused = _read(dataset, show, count=count)
+    return Preview(
+        kind, tuple(rows), dataset.num_rows, heldout.num_rows or 0, tuple(lengths), tuple(unusable), allowed, tuple(refused))
+
+
+def _read(
+    dataset: Dataset[Any], show: Callable[[Any, str], ShownRow], *, count: int,
+) -> tuple[list[ShownRow], list[int], list[str]]:
+    rows, lengths, refused = [], [], []
+    for index in range(_MEASURED if dataset.num_rows is None else min(dataset.num_rows, max(_MEASURED, count))):
+        try:
+            shown = show(dataset.row(index), dataset.where(index))
+        except DataError as exc:
+            refused.append(str(exc))
+            continue
+        lengths.append(max(text.num_tokens for text in shown.texts))
+        if len(rows) < count:
+            rows.append(shown)
+    return rows, lengths, refused
+
+
+def _prompts(config: Config, base: Base) -> Callable[[Row, str], ShownRow]:
+    context = min(base.context, config.inference.max_context or base.context)
+
+    def show(row: Row, where: str) -> ShownRow:
+        tokens = render(row, base.tokenizer, config.data)
+        check_length(
+            len(tokens), config.data, name=f"of {where}", context=context, max_new_tokens=config.rollout.max_new_tokens)
+        return ShownRow(where, (_text("", (np.array(tokens, np.int32), np.zeros(len(tokens), bool)), base.tokenizer),), row.answer,
+                        tuple(row.extra))
+
+    return show
+
+
+def _imitated(config: Config, base: Base) -> Callable[[Row, str], ShownRow]:
+    supervision = Supervision(
+        base.tokenizer, config.data, config.sft.model_copy(update={"too_long": "refuse"}), base.context,
+        config.train.max_tokens_per_microbatch)
+
+    def show(row: Row, where: str) -> ShownRow:
+        return ShownRow(where, tuple(_text("", sequence, base.tokenizer) for sequence in supervision.sequences(row, name=where)))
+
+    return show
+
+
+def _pairs(config: Config, base: Base) -> Callable[[Preference, str], ShownRow]:
+    encoder = PairEncoder(
+        base.tokenizer, config.data, "refuse", base.context, config.train.max_tokens_per_microbatch, config.train.share_prefix)
+
+    def show(preference: Preference, where: str) -> ShownRow:
+        pair = encoder.encode(preference, name=where)
+        assert pair is not None, "what is too long is refused"
+        titles = ["chosen" if liked else "rejected" for liked in pair.liked]
+        return ShownRow(where, tuple(
+            _text(title, sequence, base.tokenizer) for title, sequence in zip(titles, pair.sequences, strict=True)))
+
+    return show
+
+
+def _text(title: str, sequence: Encoded, tokenizer: Tokenizer) -> Text:
+    tokens, mask = sequence
+    return Text(title, tuple(_pieces(tokens, mask, tokenizer)), len(tokens), int(mask.sum()))
+
+
+def _pieces(tokens: np.ndarray, mask: np.ndarray, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
+    edges: Sequence[int] = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(tokens)]
+    for low, high in pairwise(edges):
+        if low < high:
+            yield tokenizer.decode(tokens[low:high].tolist(), skip_special_tokens=False), bool(mask[low])

@@ -1,0 +1,46 @@
+"""Writes samples of a step for a person: the loop offers them to the console, which shows them when the user asks. Torch-free."""
+
+from collections.abc import Sequence
+
+from offbeat.data.tokenizer import Tokenizer
+from offbeat.data.trajectory import Group, Trajectory, episode_reward
+
+_MOST_CHARACTERS = 1500
+"""Of a prompt's end and an answer's beginning; two of each fit on a terminal."""
+
+
+def best_and_worst(step: int, groups: Sequence[Group], tokenizer: Tokenizer) -> str:
+    """Return the samples of the largest and the smallest reward among those that a step trains on, as text of some lines.
+
+    Of an episode of several trajectories, the last is shown. Characters that would act on a terminal are written as "\\ufffd".
+    """
+    played = [(episode_reward(chains), group.prompt_id, chains) for group in groups for chains in group.usable_episodes]
+    if not played:
+        return f"step {step} had no samples that can be trained on"
+    best, worst = max(played, key=lambda one: one[0]), min(played, key=lambda one: one[0])
+    shown = [("best", best), *([("worst", worst)] if worst[0] < best[0] else [])]
+    lines = []
+    for word, (reward, prompt_id, chains) in shown:
+        lines += [
+            f"{word} of {len(played)} samples of step {step}: reward {reward:.4g}, prompt {prompt_id}, "
+            f"{len(chains[-1])} tokens, ended by {chains[-1].reason}",
+            *_text(chains[-1], tokenizer)]
+    return "\n".join(lines)
+
+
+def _text(trajectory: Trajectory, tokenizer: Tokenizer) -> list[str]:
+    """The end of what was given and the beginning of what was answered, each indented."""
+    generated = trajectory.loss_mask.argmax() if trajectory.loss_mask.any() else len(trajectory)
+    tokens = trajectory.tokens.tolist()
+    prompt, answer = (
+        tokenizer.decode(part, skip_special_tokens=False) for part in (tokens[:generated], tokens[generated:]))
+    if len(prompt) > _MOST_CHARACTERS:
+        prompt = f"… {prompt[-_MOST_CHARACTERS:]}"
+    if len(answer) > _MOST_CHARACTERS:
+        answer = f"{answer[:_MOST_CHARACTERS]} …"
+    return [*_indented("given", prompt), *_indented("wrote", answer)]
+
+
+def _indented(label: str, text: str) -> list[str]:
+    safe = "".join(char if char.isprintable() or char == "\n" else " " if char == "\t" else "\ufffd" for char in text)
+    return [f"  {label if number == 0 else '':<5} │ {line}" for number, line in enumerate(safe.split("\n"))]

@@ -1,0 +1,199 @@
+"""Cards of a run: each is a chart with the sentence below it. Drawn by the report, the live page and the comparison of runs."""
+
+import re
+from collections.abc import Sequence
+from html import escape
+
+from offbeat.dashboard.charts import Chart, Series, draw, smoothed
+from offbeat.dashboard.run_files import RunFiles
+
+Card = tuple[Chart, str]
+
+_OF_SET = re.compile(r"eval/([a-z0-9_]+)/accuracy")
+
+COMPARED = (
+    ("Held-out accuracy", "", ("eval/accuracy",), "On prompts that are never trained on."),
+    ("Reward", "", ("reward/mean",), "Mean over a step's samples, and over 8 steps."),
+    ("Response length", "tokens", ("rollout/response_mean_tokens",), "Generated per episode."),
+    ("Entropy", "nats", ("train/entropy",), "Per token."),
+    ("KL of the rollout's policy from the trainer's", "nats", ("policy/kl_rollout_to_current_k3_mean", "policy/kl_mean"), "k3 estimate."),
+    ("Staleness", "versions", ("rollout/staleness_mean_versions",), "Mean over a step's trajectories."),
+    ("Gradient norm", "", ("train/grad_norm",), "Before clipping."),
+    ("Throughput", "tokens/s", ("throughput/generated_tokens_per_s",), "Generated tokens per second."),
+    ("Time of a step", "s", ("step/total_s",), "Evaluation included."),
+)
+"""What runs are compared by: title, unit, metrics of which the first that a run has is drawn, and a sentence."""
+
+
+def main_cards(run: RunFiles) -> list[Card]:
+    """Return the charts of a run's metrics; some may have no points."""
+    bound = run.bound("rollout", "max_head_offpolicyness")
+    reward, loss = run.points("reward/mean"), run.points("train/loss")
+    return [
+        (Chart("Held-out accuracy", "", _accuracies(run), y_range=(0, 1)), "On prompts that are never trained on."),
+        (
+            Chart("Reward", "", [Series("this step", reward, style="faint"), Series("mean of 8 steps", smoothed(reward, window=8))]),
+            "Mean over a step's samples; the strong line is the mean of 8 steps.",
+        ),
+        (Chart("Rewards by name", "", _named_rewards(run)), "Mean of each named reward over a step's samples; the reward is their sum."),
+        (
+            Chart(
+                "Staleness", "versions",
+                _series(run, ("max", "rollout/staleness_max_versions", "c2"), ("mean", "rollout/staleness_mean_versions", "c1")),
+                y_range=(0, None), bound=bound, bound_label="max_head_offpolicyness"),
+            "Versions between the policy that sampled a token and the one that trains on it.",
+        ),
+        (
+            Chart(
+                "Trainer-engine log-probability gap", "nats, log scale",
+                _series(
+                    run, ("max", "policy/logprob_gap_max", "c2"), ("mean", "policy/logprob_gap_mean", "c1"),
+                    ("same weights", "policy/canary_gap", "c3")),
+                log=True),
+            "|trainer − engine|: per trained token, mostly from staleness; and of the canary under the same weights, from numerics alone.",
+        ),
+        (
+            Chart(
+                "Throughput", "tokens/s",
+                _series(
+                    run, ("generated", "throughput/generated_tokens_per_s", "c3"), ("trained", "throughput/trained_tokens_per_s", "c1")),
+                y_range=(0, None)),
+            "Tokens that engines wrote, and tokens that the trainer consumed, per second.",
+        ),
+        (
+            Chart(
+                "Where a step's time goes", "s",
+                _series(
+                    run, ("whole step", "step/total_s", "c4"), ("train", "step/train_s", "c1"),
+                    ("wait for rollouts", "step/rollout_wait_s", "c2"), ("publish", "step/publish_s", "c3")),
+                y_range=(0, None)),
+            "A short wait for rollouts means that the engines keep up.",
+        ),
+        (
+            Chart(
+                "Use of the train ranks' devices", "", _series(run, ("busy", "train/busy_share", "c1"), ("MFU", "train/mfu", "c2")),
+                y_range=(0, 1)),
+            "Share of training steps in which ranks computed; and the model's operations by what the devices could have done, where known.",
+        ),
+        (
+            Chart("Loss", "", [Series("this step", loss, style="faint"), Series("mean of 8 steps", smoothed(loss, window=8))]),
+            "The policy objective; its sign and size say little by themselves.",
+        ),
+        (Chart("Gradient norm", "", _series(run, ("norm", "train/grad_norm", "c1")), y_range=(0, None)), "Before clipping."),
+        (
+            Chart("Entropy", "nats", _series(run, ("entropy", "train/entropy", "c1")), y_range=(0, None)),
+            "Per token; a fall to zero is a policy that stopped exploring.",
+        ),
+        (
+            Chart(
+                "KL divergence", "nats",
+                _series(
+                    run, ("rollout to current", "policy/kl_rollout_to_current_k3_mean", "c1"),
+                    ("current to reference", "policy/kl_current_to_ref_k3_mean", "c2")),
+                y_range=(0, None)),
+            "k3 estimates: how far the policy is from the one that sampled, and from the reference where the loss compares with it.",
+        ),
+        (
+            Chart(
+                "Response length", "tokens",
+                _series(
+                    run, ("all", "rollout/response_mean_tokens", "c1"), ("right", "rollout/right_response_mean_tokens", "c3"),
+                    ("wrong", "rollout/wrong_response_mean_tokens", "c2")),
+                y_range=(0, None)),
+            "Generated per episode; right ones have a reward of at least 1.",
+        ),
+        (
+            Chart(
+                "Clipped and masked tokens", "share",
+                _series(
+                    run, ("clipped low", "train/clip_low_fraction", "c1"), ("clipped high", "train/clip_high_fraction", "c2"),
+                    ("masked", "policy/masked_fraction", "c3")),
+                y_range=(0, None)),
+            "Tokens whose gradient a clip removed at its lower or upper bound, and tokens that a filter dropped.",
+        ),
+        (
+            Chart(
+                "Samples that teach nothing", "share",
+                _series(
+                    run, ("truncated", "rollout/truncated_share", "c4"), ("equal rewards", "reward/zero_advantage_group_share", "c1"),
+                    ("rejected", "rollout/rejected_share", "c2"), ("left out", "rollout/unusable_share", "c3")),
+                y_range=(0, None)),
+            "Truncated samples, groups without an advantage, rejected prompts, and samples left out of their group.",
+        ),
+        (
+            Chart("Learning rate", "", _series(run, ("rate", "train/lr", "c1")), y_range=(0, None)),
+            "Peak, warm-up and decay as configured.",
+        ),
+    ]
+
+
+def episode_cards(run: RunFiles) -> list[Card]:
+    """Return where the time of episodes of several turns goes; without points for a run without turns."""
+    seconds = dict(run.points("rollout/episode_mean_s"))
+    parts = [
+        Series(label, [(step, share * seconds[step]) for step, share in run.points(f"rollout/{name}_share") if step in seconds], colour)
+        for name, label, colour in (("model", "model calls", "c3"), ("tool", "tools and environments", "c1"), ("queue", "queue", "c4"))]
+    return [
+        (
+            Chart("Where an episode's time goes", "s", parts, y_range=(0, None), stacked=True),
+            "Mean over the episodes that ended in a step: calls of the model, what lies between them, and the wait for a place to play in.",
+        ),
+        (Chart("Turns", "", [Series("turns", run.points("rollout/turns_mean"))], y_range=(0, None)), "Mean over a step's episodes."),
+    ]
+
+
+def compared_cards(runs: Sequence[RunFiles]) -> list[Card]:
+    """Return charts with a line for each run; colours repeat after four."""
+    found = []
+    for title, unit, metrics, text in COMPARED:
+        series = []
+        for number, run in enumerate(runs):
+            points = next(filter(None, map(run.points, metrics)), [])
+            colour = f"c{1 + number % 4}"
+            if metrics[0] == "reward/mean":
+                series.append(Series(f"{run.name}, each step", points, colour, "faint"))
+                points = smoothed(points, window=8)
+            series.append(Series(run.name, points, colour, "dots" if metrics[0].startswith("eval/") else "line"))
+        found.append((Chart(title, unit, series), text))
+    return found
+
+
+def cards_html(cards: Sequence[Card]) -> str:
+    """Draw the cards that have points; empty if none has."""
+    return "".join(_card(chart, text) for chart, text in cards if chart.points())
+
+
+def evaluation_sets(run: RunFiles) -> list[str]:
+    """Return the names of the evaluation sets that were evaluated."""
+    found = (_OF_SET.fullmatch(name) for row in run.metrics for name in row)
+    return list(dict.fromkeys(match[1] for match in found if match is not None))
+
+
+def _series(run: RunFiles, *lines: tuple[str, str, str]) -> list[Series]:
+    return [Series(label, run.points(metric), colour) for label, metric, colour in lines]
+
+
+def _accuracies(run: RunFiles) -> list[Series]:
+    names = evaluation_sets(run)
+    held_out = Series("held-out prompts" if names else "accuracy", run.points("eval/accuracy"), style="dots")
+    sets = (
+        Series(name, run.points(f"eval/{name}/accuracy"), f"c{1 + number % 4}", style="dots") for number, name in enumerate(names, start=1))
+    return [held_out, *sets]
+
+
+def _named_rewards(run: RunFiles) -> list[Series]:
+    names = dict.fromkeys(name for row in run.metrics for name in row if name.startswith("reward/") and name.endswith("_mean"))
+    return [
+        Series(name.removeprefix("reward/").removesuffix("_mean"), run.points(name), f"c{1 + number % 4}")
+        for number, name in enumerate(names)]
+
+
+def _card(chart: Chart, text: str) -> str:
+    strong = [series for series in chart.series if series.style != "faint" and series.points]
+    keys = [f'<span class="key"><i class="{series.colour}"></i>{escape(series.label)}</span>' for series in strong]
+    if chart.bound is not None:
+        keys.append(f'<span class="key"><i class="dash"></i>{escape(chart.bound_label)} = {chart.bound:g}</span>')
+    shown = "".join(keys) if len(keys) > 1 else ""
+    unit = f" <small>{escape(chart.unit)}</small>" if chart.unit else ""
+    head = f'<h3>{escape(chart.title)}{unit}</h3><div class="keys">{shown}</div>'
+    return f'<figure class="card">{head}{draw(chart)}<p>{escape(text)}</p></figure>'

@@ -1,0 +1,190 @@
+"""Runs that the live page shows: found by name, read again when their files have changed, with an index of each one's rollouts.
+
+Only names that were found in the given folders can be asked for, so no client can lead a path anywhere. Nothing of a run is written but the
+index of its rollouts.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from offbeat.dashboard.rollout_index import Progress, RolloutIndex
+from offbeat.dashboard.run_files import RunFiles, is_run, read_run
+from offbeat.data.kept import kept_files
+from offbeat.errors import DataError
+from offbeat.telemetry.jsonl import parse_row
+
+_FILES = ("config.toml", "metrics.jsonl", "events.jsonl", "trace.json", "result.json")
+_TAIL_BYTES = 1 << 16
+_LOOK_S = 1.0
+
+Stamp = tuple[tuple[int, int], ...]
+"""Size and time of change of each file of a run; equal stamps mean equal contents."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the list of runs says of one.
+
+    Attributes:
+        last_step: newest step of the metrics; None before the first.
+        changed_s: when one of the files last changed, in wall-clock seconds.
+        is_over: whether it has written its result since.
+    """
+
+    name: str
+    last_step: int | None
+    changed_s: float
+    is_over: bool
+
+
+class Library:
+    """The runs in some folders. Methods may be called on any thread."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        """Say where runs are.
+
+        Args:
+            folders: runs, or folders of runs; those that begin later are found, too.
+
+        Raises:
+            DataError: a folder does not exist.
+        """
+        for folder in folders:
+            if not folder.is_dir():
+                raise DataError(f"folder {folder} does not exist; give a run's folder such as runs/NAME, or a folder of runs")
+        self._folders = tuple(folders)
+        self._read: dict[Path, tuple[Stamp, RunFiles]] = {}
+        self._indexes: dict[Path, _KeptIndex] = {}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+
+    def close(self) -> None:
+        """End the building of indexes."""
+        self._stop.set()
+        for index in self._indexes.values():
+            index.close()
+
+    def runs(self) -> dict[str, Path]:
+        """Return the folders of all runs by name; of two with the same name, the second is called "name (2)"."""
+        found: dict[str, Path] = {}
+        for folder in self._folders:
+            inside = [folder] if is_run(folder) else sorted(path for path in folder.iterdir() if path.is_dir() and is_run(path))
+            for path in inside:
+                name = unique = path.resolve().name
+                number = 2
+                while unique in found:
+                    unique, number = f"{name} ({number})", number + 1
+                found[unique] = path
+        return found
+
+    def folder(self, name: str) -> Path:
+        """Return a run's folder.
+
+        Raises:
+            DataError: there is no run of this name.
+        """
+        found = self.runs()
+        if name not in found:
+            raise DataError(f"there is no run {name[:80]!r} here; there is {', '.join(found) or 'none yet'}")
+        return found[name]
+
+    def summaries(self) -> list[Summary]:
+        """Return all runs, those that changed last first."""
+        found = [_summary(name, path) for name, path in self.runs().items()]
+        return sorted(found, key=lambda each: -each.changed_s)
+
+    def stamp(self, name: str) -> str:
+        """Return a text that differs as soon as a file of the run, or of its rollouts, has changed."""
+        folder = self.folder(name)
+        files = kept_files(folder)
+        newest = files[-1].path.stat().st_mtime_ns if files and files[-1].path.exists() else 0
+        return "-".join(f"{size}.{mtime}" for size, mtime in (*_stamp(folder), (len(files), newest)))
+
+    def read(self, name: str) -> RunFiles:
+        """Return a run's records.
+
+        Raises:
+            DataError: there is no such run.
+        """
+        folder = self.folder(name)
+        stamp = _stamp(folder)
+        with self._lock:
+            known = self._read.get(folder)
+        if known is None or known[0] != stamp:
+            known = (stamp, read_run(folder))
+            with self._lock:
+                self._read[folder] = known
+        return known[1]
+
+    def rollouts(self, name: str) -> tuple[RolloutIndex, Progress]:
+        """Return the index of a run's rollouts, and how far it has been built; it is built on, beside the caller.
+
+        Raises:
+            DataError: there is no such run.
+        """
+        folder = self.folder(name)
+        with self._lock:
+            kept = self._indexes.get(folder)
+            if kept is None:
+                kept = self._indexes[folder] = _KeptIndex(folder, self._stop)
+        return kept.index, kept.look()
+
+
+class _KeptIndex:
+    """An index and the thread that builds it on. The thread consumes new files, and ends when there are none."""
+
+    def __init__(self, folder: Path, stop: threading.Event) -> None:
+        self.index = RolloutIndex(folder)
+        self._stop = stop
+        self._thread: threading.Thread | None = None
+        self._looked_s = 0.0
+        self._lock = threading.Lock()
+
+    def look(self) -> Progress:
+        """Begin to build the index on, unless that was done just now; the newest step is in it when this returns."""
+        with self._lock:
+            now = time.monotonic()
+            if (self._thread is None or not self._thread.is_alive()) and now - self._looked_s >= _LOOK_S:
+                self._looked_s = now
+                self.index.update(most_files=2, stop=self._stop)
+                self._thread = threading.Thread(target=self.index.update, kwargs={"stop": self._stop}, name="rollout-index", daemon=True)
+                self._thread.start()
+        return self.index.progress()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        self.index.close()
+
+
+def _stamp(folder: Path) -> Stamp:
+    found = []
+    for name in _FILES:
+        try:
+            stat = (folder / name).stat()
+            found.append((stat.st_size, stat.st_mtime_ns))
+        except OSError:
+            found.append((-1, 0))
+    return tuple(found)
+
+
+def _summary(name: str, folder: Path) -> Summary:
+    changed = {file: mtime_ns for file, (_, mtime_ns) in zip(_FILES, _stamp(folder), strict=True)}
+    is_over = changed["result.json"] > 0 and changed["result.json"] >= changed["metrics.jsonl"]
+    return Summary(name, _last_step(folder / "metrics.jsonl"), max(changed.values()) / 1e9, is_over)
+
+
+def _last_step(path: Path) -> int | None:
+    """Return the step of the last complete line of a run's metrics."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return None
+    rows = filter(None, map(parse_row, reversed(lines)))
+    step = next((row.get("global_step") for row in rows), None)
+    return step if isinstance(step, int) else None

@@ -1,0 +1,87 @@
+"""What each process of a run did last, and how busy it was: a table for the live page, from the time line and the events."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from offbeat.dashboard.run_files import RunFiles
+from offbeat.dashboard.timeline import label_of, rows_by_track
+from offbeat.telemetry.trace import Span
+
+_RECENT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Activity:
+    """One row of the table.
+
+    Attributes:
+        last: label of the last span that has ended.
+        ended_s: when it ended, in seconds before the newest span of the run.
+        shares: share of the last minute by label, largest first.
+        state: "in service", or what the last event about it says.
+    """
+
+    track: str
+    last: str
+    ended_s: float
+    shares: Mapping[str, float]
+    state: str
+
+
+def activities(run: RunFiles, *, recent_s: float = _RECENT_S) -> list[Activity]:
+    """Return the controller, ranks and engines, in the order of the time line; episodes are left out."""
+    if not run.spans:
+        return []
+    newest_s = max(span.end_s for span in run.spans)
+    begin_s = max(newest_s - recent_s, min(span.start_s for span in run.spans))
+    states = _states(run)
+    found = []
+    for track, spans in rows_by_track(run.spans).items():
+        if track.split()[:1] not in (["controller"], ["rank"], ["engine"]):
+            continue
+        last = max(spans, key=lambda span: span.end_s)
+        shares = _shares(spans, begin_s, newest_s)
+        found.append(Activity(track, label_of(last.name), newest_s - last.end_s, shares, states.get(track, "in service")))
+    return found
+
+
+def processes_html(run: RunFiles) -> str:
+    """Draw the table; empty without a time line."""
+    rows = "".join(_row(each) for each in activities(run))
+    if not rows:
+        return ""
+    head = "".join(f"<th>{name}</th>" for name in ("process", "state", "did last", "ended", f"the last {_RECENT_S:.0f} s"))
+    return (
+        f'<figure class="card wide"><h3>Processes</h3><table class="processes"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+        "<p>From the newest spans of the time line: what each process ended last, how long before the newest span of all, and what it spent"
+        " its time on. A rank that has waited at a sync point for long is named by the run itself, in the events.</p></figure>")
+
+
+def _row(each: Activity) -> str:
+    shares = ", ".join(f"{label} {share:.0%}" for label, share in each.shares.items() if share >= 0.005) or "idle"
+    cells = (each.track, each.state, each.last, "just now" if each.ended_s < 0.05 else f"{each.ended_s:.1f} s ago", shares)
+    return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+
+
+def _shares(spans: Sequence[Span], begin_s: float, end_s: float) -> dict[str, float]:
+    spent: dict[str, float] = {}
+    for span in spans:
+        own = min(span.end_s, end_s) - max(span.start_s, begin_s)
+        if own > 0:
+            spent[label_of(span.name)] = spent.get(label_of(span.name), 0.0) + own
+    whole = max(end_s - begin_s, 1e-9)
+    return {label: min(seconds / whole, 1.0) for label, seconds in sorted(spent.items(), key=lambda item: -item[1])}
+
+
+def _states(run: RunFiles) -> dict[str, str]:
+    """Return what the newest event says of each engine that ever left service."""
+    states: dict[str, str] = {}
+    for event in run.events:
+        engine = str(event.get("engine", ""))
+        track = engine if engine.startswith("engine") else f"engine {engine}"
+        if event.get("kind") == "quarantine":
+            states[track] = f"out of service: {event.get('reason', '')}"
+        elif event.get("kind") == "healed":
+            states[track] = "in service, healed"
+    return states

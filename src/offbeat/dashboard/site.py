@@ -1,0 +1,189 @@
+"""The live page: its files, and what it asks of the runs, over HTTP. Read-only: every route takes GET alone.
+
+Charts and tables come as HTML from the functions of the report, which escape everything; rollouts come as JSON, and the page's script puts
+them in as text.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from html import escape
+from pathlib import Path
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from offbeat.dashboard.access import Gate
+from offbeat.dashboard.cards import cards_html, compared_cards
+from offbeat.dashboard.conversation import messages_of
+from offbeat.dashboard.library import Library
+from offbeat.dashboard.processes import processes_html
+from offbeat.dashboard.report import CHARTS_SCRIPT, STYLE, details_html, overview_html, subtitle, timeline_html
+from offbeat.dashboard.rollout_index import ORDERS, STATUSES, Filter
+from offbeat.data.kept import Address, KeptGroup, KeptTrajectory, find_group
+from offbeat.errors import ConfigError, OffbeatError, UserError
+
+_FOLDER = Path(__file__).parent
+_MOST_COMPARED = 8
+_PAGE = 60
+_INTEGERS = ("min_step", "max_step", "min_length", "max_length", "min_version", "max_version")
+_NUMBERS = ("min_reward", "max_reward")
+
+T = TypeVar("T", int, float)
+
+
+def make_site(library: Library, *, key: str) -> Starlette:
+    """Create the application.
+
+    Args:
+        key: what is demanded of every request; empty if only this machine can reach the server.
+    """
+    page = (_FOLDER / "watch.html").read_text(encoding="utf-8")
+    style = STYLE + (_FOLDER / "watch.css").read_text(encoding="utf-8")
+    script = CHARTS_SCRIPT + (_FOLDER / "watch.js").read_text(encoding="utf-8")
+
+    async def index(_: Request) -> Response:
+        return HTMLResponse(page)
+
+    async def css(_: Request) -> Response:
+        return Response(style, media_type="text/css")
+
+    async def javascript(_: Request) -> Response:
+        return Response(script, media_type="text/javascript")
+
+    files = [Route("/", index, methods=["GET"]), Route("/watch.css", css, methods=["GET"]),
+             Route("/watch.js", javascript, methods=["GET"])]
+    asked = {
+        "runs": _runs, "stamp": _stamp, "overview": _overview, "timeline": _timeline, "records": _records, "compare": _compare,
+        "rollouts": _rollouts, "rollout": _rollout}
+    answers = [Route(f"/api/{name}", _answering(answer, library), methods=["GET"]) for name, answer in asked.items()]
+    return Starlette(routes=[*files, *answers], middleware=[Middleware(Gate, key=key)])
+
+
+def _answering(answer: Callable[[Library, Request], Any], library: Library) -> Callable[[Request], Any]:
+    """Make an endpoint of a function, which is called on a thread because it reads files."""
+
+    async def endpoint(http: Request) -> Response:
+        try:
+            return JSONResponse(await asyncio.to_thread(answer, library, http))
+        except UserError as exc:
+            return JSONResponse({"error": str(exc)}, 400)
+        except OffbeatError as exc:
+            return JSONResponse({"error": str(exc)}, 500)
+
+    return endpoint
+
+
+def _runs(library: Library, _: Request) -> Any:
+    return [asdict(each) for each in library.summaries()]
+
+
+def _stamp(library: Library, http: Request) -> Any:
+    return {"stamp": library.stamp(_name(http))}
+
+
+def _overview(library: Library, http: Request) -> Any:
+    run = library.read(_name(http))
+    return {"subtitle": subtitle(run), "html": overview_html(run)}
+
+
+def _timeline(library: Library, http: Request) -> Any:
+    run = library.read(_name(http))
+    return {"html": processes_html(run) + timeline_html(run)}
+
+
+def _records(library: Library, http: Request) -> Any:
+    return {"html": details_html(library.read(_name(http))) or '<p class="empty">Nothing was recorded yet.</p>'}
+
+
+def _compare(library: Library, http: Request) -> Any:
+    names = list(dict.fromkeys(http.query_params.getlist("run")))
+    if not 1 <= len(names) <= _MOST_COMPARED:
+        raise ConfigError(f"between 1 and {_MOST_COMPARED} runs can be compared, got {len(names)}")
+    cards = cards_html(compared_cards([library.read(name) for name in names]))
+    empty = f'<p class="empty">{escape(", ".join(names))}: no metrics yet.</p>'
+    return {"html": f'<div class="cards">{cards}</div>' if cards else empty}
+
+
+def _rollouts(library: Library, http: Request) -> Any:
+    """Answer with a page of rollouts, and how many there are."""
+    index, progress = library.rollouts(_name(http))
+    wanted, order = _filter(http), http.query_params.get("order", "newest")
+    if order not in ORDERS:
+        raise ConfigError(f"order must be one of {', '.join(ORDERS)}, got {order[:40]!r}")
+    offset = _number(http, "offset", int) or 0
+    found = index.find(wanted, order=order, limit=_PAGE, offset=min(max(offset, 0), 10**9))
+    return {
+        "rollouts": [asdict(each) for each in found], "total": index.count(wanted), "page": _PAGE, "progress": asdict(progress),
+        "reasons": index.reasons() if not offset else None}
+
+
+def _rollout(library: Library, http: Request) -> Any:
+    """Answer with one rollout, and the other samples of its group."""
+    address = Address.parse(http.query_params.get("id", ""))
+    group = find_group(library.folder(_name(http)), address)
+    others = [
+        {"address": str(Address(address.step, address.is_rejected, address.group, place)), "reward": t.reward, "advantage": t.advantage,
+         "reason": t.reason, "length": t.num_generated, "agent": t.agent, "episode": t.episode, "preview": t.completion[:400]}
+        for place, t in enumerate(group.trajectories)]
+    shown = _shown(group.trajectories[address.place]) if group.trajectories else None
+    return {"address": str(address), "group": _facts(group), "samples": others, "rollout": shown}
+
+
+def _facts(group: KeptGroup) -> dict[str, Any]:
+    return {
+        "step": group.step, "prompt_id": group.prompt_id, "prompt": group.prompt, "answer": group.answer, "rejected": group.rejected,
+        "why": group.why, "drawn_again": group.drawn_again, "admitted_version": group.admitted_version}
+
+
+def _shown(t: KeptTrajectory) -> dict[str, Any]:
+    """Return a trajectory with its tokens as texts; values of tokens that were given are null."""
+
+    def generated(values: list[Any]) -> list[Any]:
+        return [value if own else None for value, own in zip(values, t.loss_mask, strict=True)] if len(values) == len(t.tokens) else []
+
+    logprobs = generated(t.rollout_logprobs)
+    ratios = [
+        None if new is None or old is None else round(math.exp(min(new - old, 20.0)), 4)
+        for new, old in zip(generated(t.prox_logprobs), logprobs, strict=False)]
+    return {
+        "pieces": t.pieces, "messages": [asdict(message) for message in messages_of(t)], "ids": t.tokens, "logprobs": logprobs,
+        "advantages": generated(t.advantages), "versions": generated(t.versions), "ratios": ratios, "reward": t.reward,
+        "named_rewards": t.named_rewards, "advantage": t.advantage, "reason": t.reason, "trained": t.trained, "agent": t.agent,
+        "episode": t.episode, "length": t.num_generated, "retries": t.num_retries, "malformed_calls": t.malformed_calls,
+        "turn_rewards": [turn.reward for turn in t.turns]}
+
+
+def _filter(http: Request) -> Filter:
+    asked = http.query_params
+    bounds: dict[str, Any] = {name: _number(http, name, int) for name in _INTEGERS}
+    bounds |= {name: _number(http, name, float) for name in _NUMBERS}
+    status = asked.get("status", "")
+    if status and status not in STATUSES:
+        raise ConfigError(f"status must be one of {', '.join(STATUSES)}, got {status[:40]!r}")
+    same = asked.get("same_prompt", "")
+    return Filter(
+        **bounds, prompt=asked.get("prompt", ""), text=asked.get("text", ""), reason=asked.get("reason", ""), status=status,  # pyright: ignore[reportArgumentType]
+        same_prompt=Address.parse(same) if same else None)
+
+
+def _number(http: Request, name: str, kind: type[T]) -> T | None:
+    text = http.query_params.get(name, "")
+    if not text:
+        return None
+    try:
+        value = kind(text)
+    except ValueError as exc:
+        raise ConfigError(f"{name} must be a number, got {text[:40]!r}") from exc
+    if not -(2**53) <= value <= 2**53:
+        raise ConfigError(f"{name} must be a number within 2^53, got {text[:40]!r}")
+    return value
+
+
+def _name(http: Request) -> str:
+    return http.query_params.get("run", "")

@@ -1,0 +1,342 @@
+
+// The live page. What a model wrote is only ever put in as text (`textContent`), never as markup; HTML comes from the server alone, which
+// escapes it. The address behind # says what is shown, so that a view can be linked to.
+
+const VIEWS = { overview: "Overview", rollouts: "Rollouts", timeline: "Time line", records: "Records", compare: "Compare" };
+const POLL_MS = 2000;
+const byId = id => document.getElementById(id);
+const state = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+let runs = [], stamp = "", shown = {}, offset = 0, current = null, colour = "probability", listing = 0, reading = 0;
+
+function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "class") element.className = value;
+    else if (value !== null && value !== false) element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.filter(child => child !== null && child !== ""));
+  return element;
+}
+async function ask(what, parameters = {}) {
+  const asked = new URLSearchParams(Object.entries(parameters).filter(([, value]) => value !== "" && value !== null && value !== undefined));
+  const response = await fetch("/api/" + what + "?" + asked);
+  const answer = await response.json().catch(() => ({ error: response.statusText }));
+  if (!response.ok) throw new Error(answer.error || response.statusText);
+  return answer;
+}
+function tell(problem) {
+  byId("problem").hidden = !problem;
+  byId("problem").textContent = problem ? problem.message : "";
+}
+function remember(changes) {
+  Object.assign(state, changes);
+  for (const name of Object.keys(state)) if (state[name] === "" || state[name] === null) delete state[name];
+  history.replaceState(null, "", "#" + new URLSearchParams(state));
+}
+const number = (value, digits = 4) => value === null || value === undefined ? "–" : String(Number(value.toPrecision(digits)));
+const signed = value => value === null || value === undefined ? "" : (value > 0 ? "+" : "") + number(value, 3);
+const plural = (count, noun) => count.toLocaleString("en") + " " + noun + (count === 1 ? "" : "s");
+const line = text => text.replace(/\s+/g, " ").trim();
+function ago(seconds) {
+  if (seconds < 90) return Math.max(0, Math.round(seconds)) + " s ago";
+  return seconds < 5400 ? Math.round(seconds / 60) + " min ago" : seconds < 172800 ? Math.round(seconds / 3600) + " h ago"
+    : Math.round(seconds / 86400) + " days ago";
+}
+
+// ---- runs and views
+
+async function showRuns() {
+  runs = await ask("runs");
+  const select = byId("run"), names = runs.map(run => run.name);
+  if (!names.includes(state.run)) remember({ run: names[0] || "" });
+  if ([...select.options].map(option => option.value).join("\n") !== names.join("\n"))
+    select.replaceChildren(...names.map(name => make("option", { value: name }, name)));
+  select.value = state.run || "";
+  const run = runs.find(each => each.name === state.run), pulse = byId("pulse");
+  byId("name").textContent = run ? run.name : "no run yet";
+  document.title = (run ? run.name + " · " : "") + "offbeat watch";
+  if (!run) { pulse.textContent = "waiting for a run to begin"; return; }
+  const quiet = Date.now() / 1000 - run.changed_s, live = !run.is_over && quiet < 600;
+  pulse.className = "pulse" + (live ? " live" : "");
+  const step = run.last_step === null ? "before its first step" : "step " + run.last_step;
+  pulse.textContent = step + (run.is_over ? ", ended " : ", wrote ") + ago(quiet);
+}
+function showTabs() {
+  byId("tabs").replaceChildren(...Object.entries(VIEWS).filter(([view]) => view !== "compare" || runs.length > 1).map(([view, title]) =>
+    make("button", { type: "button", role: "tab", "aria-selected": String(view === state.view), onclick: () => openView(view) }, title)));
+}
+function openView(view) {
+  remember({ view });
+  refresh(true).catch(tell);
+}
+async function refresh(changed) {
+  showTabs();
+  for (const view of Object.keys(VIEWS)) byId(view).hidden = view !== state.view;
+  if (!state.run || (!changed && shown[state.view] === stamp)) return;
+  shown[state.view] = stamp;
+  tell(null);
+  if (state.view === "rollouts") await list(false);
+  else if (state.view === "compare") await compare();
+  else {
+    const run = state.run, view = state.view, answer = await ask(view, { run });
+    if (run !== state.run || view !== state.view) return;
+    if (answer.subtitle !== undefined) byId("subtitle").textContent = answer.subtitle;
+    const open = [...byId(view).querySelectorAll("details[open] > summary")].map(each => each.textContent.replace(/ \(\d+\)$/, ""));
+    byId(view).innerHTML = answer.html;
+    for (const summary of byId(view).querySelectorAll("details > summary"))
+      if (open.includes(summary.textContent.replace(/ \(\d+\)$/, ""))) summary.parentElement.open = true;
+    attachCharts(byId(view));
+  }
+}
+async function poll() {
+  try {
+    await showRuns();
+    if (state.run) {
+      const now = (await ask("stamp", { run: state.run })).stamp;
+      if (now !== stamp) { stamp = now; await refresh(false); }
+    }
+  } catch (error) { tell(error); }
+  setTimeout(poll, POLL_MS);
+}
+async function compare() {
+  const chosen = (state.runs ? state.runs.split("\n") : runs.slice(0, 4).map(run => run.name)).filter(name => runs.some(run => run.name === name));
+  byId("chosen").replaceChildren(...runs.map(run => {
+    const box = make("input", { type: "checkbox", onchange: () => {
+      const now = runs.map(each => each.name).filter(name => name === run.name ? box.checked : chosen.includes(name));
+      remember({ runs: now.slice(0, 8).join("\n") });
+      compare().catch(tell);
+    } });
+    box.checked = chosen.includes(run.name);
+    return make("label", {}, box, " " + run.name);
+  }));
+  if (!chosen.length) return byId("compared").replaceChildren(make("p", { class: "empty" }, "Choose the runs to compare."));
+  const asked = new URLSearchParams(chosen.map(name => ["run", name]));
+  const response = await fetch("/api/compare?" + asked), answer = await response.json();
+  if (!response.ok) throw new Error(answer.error);
+  byId("compared").innerHTML = answer.html;
+  attachCharts(byId("compared"));
+}
+
+// ---- the list of rollouts
+
+const filters = byId("filters");
+const filled = () => Object.fromEntries([...new FormData(filters)].filter(([, value]) => value !== "" && value !== "newest"));
+
+async function list(more) {
+  const turn = ++listing, run = state.run;
+  offset = more ? offset : 0;
+  const answer = await ask("rollouts", { run, offset, same_prompt: state.same_prompt, ...filled() });
+  if (turn !== listing || run !== state.run) return;
+  const items = answer.rollouts.map(item), box = byId("list");
+  box.querySelector(".more")?.remove();
+  if (more) box.append(...items); else { const top = box.scrollTop; box.replaceChildren(...items); box.scrollTop = top; }
+  offset += answer.rollouts.length;
+  if (offset < answer.total) box.append(make("div", { class: "more" }, make("button", { type: "button", onclick: () => list(true).catch(tell) },
+    "show more")));
+  if (!answer.total) box.append(make("div", { class: "more" }, answer.progress.num_rollouts ? "No rollout passes these filters."
+    : "No rollouts were kept yet."));
+  const { num_files, num_indexed, num_rollouts, damage } = answer.progress;
+  byId("count").textContent = answer.total.toLocaleString("en") + " of " + num_rollouts.toLocaleString("en") + " rollouts"
+    + (num_indexed < num_files ? ", reading step files: " + num_indexed + " of " + num_files : "")
+    + (state.same_prompt ? ", of one prompt" : "") + (damage.length ? " · " + damage[0] : "");
+  if (answer.reasons) showReasons(answer.reasons);
+  if (num_indexed < num_files) setTimeout(() => { if (turn === listing && state.view === "rollouts" && !more) list(false).catch(tell); }, 1000);
+  if (!state.rollout && answer.rollouts.length) await read(answer.rollouts[0].address, false);
+  else if (state.rollout && (!current || current.address !== state.rollout || current.run !== run)) await read(state.rollout, false);
+  mark();
+}
+function showReasons(reasons) {
+  const select = filters.elements.reason, value = select.value || state.reason || "", names = [...new Set(reasons.map(([reason]) => reason))];
+  const count = name => reasons.filter(([reason]) => reason === name).reduce((sum, each) => sum + each[2], 0);
+  select.replaceChildren(make("option", { value: "" }, "in any way"), ...names.filter(Boolean).map(name =>
+    make("option", { value: name }, name + " (" + count(name).toLocaleString("en") + ")")));
+  select.value = names.includes(value) ? value : "";
+}
+function badge(status, reason) {
+  if (status === "trained") return reason === "stop" ? "" : make("span", { class: "badge" }, reason);
+  return make("span", { class: "badge " + (status === "rejected" ? "rejected" : "out") },
+    status === "left out" && (reason === "stop" || reason === "length") ? "no advantage" : reason);
+}
+function item(each) {
+  return make("div", { class: "item" + (each.status === "trained" ? "" : " off"), role: "option", "data-id": each.address,
+    title: each.why || "", onclick: () => read(each.address, true).catch(tell) },
+    make("div", { class: "facts" }, make("b", {}, number(each.reward)), "step " + each.step, badge(each.status, each.reason),
+      make("span", { class: "right" }, plural(each.length, "token"))),
+    make("div", { class: "asked" }, line(each.prompt)), make("div", { class: "wrote" }, line(each.preview) || "—"));
+}
+function mark() {
+  for (const each of byId("list").querySelectorAll(".item")) {
+    const is = each.dataset.id === state.rollout;
+    each.setAttribute("aria-selected", String(is));
+  }
+}
+let typing = 0;
+filters.addEventListener("input", () => {
+  clearTimeout(typing);
+  typing = setTimeout(() => {
+    remember({ ...Object.fromEntries([...filters.elements].filter(each => each.name).map(each => [each.name, ""])), ...filled(), rollout: "" });
+    list(false).catch(tell).then(() => tell(null));
+  }, 180);
+});
+filters.addEventListener("submit", event => event.preventDefault());
+filters.addEventListener("reset", () => setTimeout(() => {
+  remember({ ...Object.fromEntries([...filters.elements].filter(each => each.name).map(each => [each.name, ""])), same_prompt: "" });
+  list(false).catch(tell);
+}));
+byId("list").addEventListener("keydown", event => {
+  if (event.key !== "ArrowDown" && event.key !== "ArrowUp") return;
+  event.preventDefault();
+  const items = [...byId("list").querySelectorAll(".item")], at = items.findIndex(each => each.dataset.id === state.rollout);
+  const next = items[Math.min(Math.max(at + (event.key === "ArrowDown" ? 1 : -1), 0), items.length - 1)];
+  if (next) { next.scrollIntoView({ block: "nearest" }); read(next.dataset.id, true).catch(tell); }
+});
+
+// ---- the reader
+
+async function read(address, chosen) {
+  const turn = ++reading, run = state.run, answer = await ask("rollout", { run, id: address });
+  if (turn !== reading || run !== state.run) return;
+  current = { ...answer, run };
+  remember({ rollout: chosen ? address : state.rollout || address });
+  mark();
+  show_reader();
+  const same = await ask("rollouts", { run, same_prompt: address, order: "oldest" });
+  if (turn === reading) steps(same);
+}
+function show_reader() {
+  const { group, rollout, samples, address } = current, facts = [];
+  const fact = (name, value) => { if (value !== "" && value !== "–" && value !== null) facts.push(make("span", { class: "fact" }, name, make("b", {}, value))); };
+  fact("step", String(group.step));
+  if (rollout) {
+    fact("reward", number(rollout.reward));
+    for (const [name, value] of Object.entries(rollout.named_rewards)) fact(name, number(value));
+    fact("advantage", signed(rollout.advantage));
+    fact("tokens", String(rollout.length));
+    const versions = [...new Set(rollout.versions.filter(version => version !== null))];
+    fact(versions.length > 1 ? "versions" : "version", versions.join(", "));
+    fact("agent", rollout.agent);
+    fact("ended", rollout.reason);
+    if (rollout.retries) fact("retries", String(rollout.retries));
+  }
+  fact("row", group.prompt_id);
+  fact("answer", line(group.answer).slice(0, 120));
+  const card = make("div", { class: "card" }, make("div", { class: "head" }, make("h2", {}, address), ...facts));
+  if (group.rejected !== null) card.append(make("p", { class: "warn" },
+    "The group was rejected (" + group.why + ")" + (group.drawn_again ? ", and its prompt came again" : "") + ": " + group.rejected));
+  else if (rollout && !rollout.trained) card.append(make("p", { class: "warn" }, /: /.test(rollout.reason) ? "Left out: " + rollout.reason
+    : "Not trained on: its advantage is 0, as where all rewards of a group are equal, or its tokens are masked."));
+  if (rollout) { card.append(tools(rollout), conversation(rollout)); }
+  else card.append(make("p", {}, group.prompt));
+  const others = make("div", { class: "card" }, make("h3", {}, "The group ", make("small", {}, plural(samples.length, "sample") + " of this prompt in step " + group.step)), make("div", { class: "samples" }, ...samples.map(sample)));
+  byId("reader").replaceChildren(card, ...(samples.length ? [others] : []), make("div", { class: "card", id: "steps" }, make("h3", {}, "The same prompt in other steps")));
+  paint();
+}
+function sample(each) {
+  return make("div", { class: "sample", "aria-current": String(each.address === current.address), onclick: () => read(each.address, true).catch(tell) },
+    make("div", { class: "facts" }, make("b", {}, number(each.reward)), signed(each.advantage), plural(each.length, "token"),
+      each.reason === "stop" ? "" : make("span", { class: "badge" }, each.reason.split(": ")[0]), each.agent),
+    make("p", {}, each.preview || "—"));
+}
+function steps(answer) {
+  const groups = new Map();
+  for (const each of answer.rollouts) {
+    const key = each.address.split(".").slice(0, 2).join(".");
+    if (!groups.has(key)) groups.set(key, []);
+    groups.get(key).push(each);
+  }
+  const here = current.address.split(".").slice(0, 2).join(".");
+  const mean = found => found.reduce((sum, each) => sum + (each.reward ?? 0), 0) / found.length;
+  byId("steps").append(make("div", { class: "steps" }, ...[...groups].map(([key, found]) =>
+    make("button", { type: "button", "aria-current": String(key === here), title: "mean reward of " + found.length + " samples",
+      onclick: () => read(found[0].address, true).catch(tell) }, "step " + found[0].step + " ", make("small", {}, number(mean(found), 3)))),
+    make("button", { type: "button", onclick: () => { remember({ same_prompt: current.address }); list(false).catch(tell); } }, "list them")));
+}
+const COLOURS = {
+  probability: { of: rollout => rollout.logprobs, title: "probability", steps: [0, -0.7, -2.3, -4.6, -7], labels: ["1", "", "0.1", "", "0.001"] },
+  advantage: { of: rollout => rollout.advantages, title: "advantage" },
+  ratio: { of: rollout => rollout.ratios, title: "ratio" },
+  version: { of: rollout => rollout.versions, title: "version" },
+};
+function shade(value, kind, all) {
+  if (value === null || value === undefined) return "";
+  const mix = (name, share) => "color-mix(in srgb, var(" + name + ") " + Math.round(Math.min(Math.max(share, 0), 1) * 78) + "%, transparent)";
+  if (kind === "probability") return value > -0.02 ? "" : mix("--bound", Math.pow(Math.min(-value / 6, 1), .7));
+  if (kind === "advantage") { const most = Math.max(...all.map(each => Math.abs(each ?? 0)), 1e-9); return mix(value > 0 ? "--c3" : "--bound", Math.abs(value) / most * .75); }
+  if (kind === "ratio") return mix(value > 1 ? "--c3" : "--c2", Math.abs(Math.log(Math.max(value, 1e-6))) / .5);
+  const versions = [...new Set(all.filter(each => each !== null))].sort((a, b) => b - a);
+  return mix(["--c1", "--c2", "--c3", "--evaluate", "--score", "--advantage"][versions.indexOf(value) % 6], .42);
+}
+function tools(rollout) {
+  const known = kind => COLOURS[kind].of(rollout).some(value => value !== null);
+  if (!known(colour)) colour = "probability";
+  return make("div", { class: "tools" }, "colour by", make("div", { class: "segmented", role: "group" }, ...Object.entries(COLOURS).map(([kind, { title }]) =>
+    make("button", { type: "button", "data-kind": kind, "aria-pressed": String(kind === colour), disabled: !known(kind),
+      title: known(kind) ? "" : "not known of this rollout", onclick: () => { colour = kind; paint(); } }, title))), make("span", { class: "scale", id: "scale" }));
+}
+function paint() {
+  const rollout = current.rollout;
+  if (!rollout) return;
+  for (const button of byId("reader").querySelectorAll("[data-kind]")) button.setAttribute("aria-pressed", String(button.dataset.kind === colour));
+  const values = COLOURS[colour].of(rollout), all = values.filter(value => value !== null);
+  for (const span of byId("reader").querySelectorAll("[data-at]")) span.style.backgroundColor = shade(values[span.dataset.at], colour, all);
+  const marks = colour === "probability" ? [[0, "1"], [-0.7, "½"], [-2.3, "0.1"], [-4.6, "0.01"], [-7, "less"]]
+    : colour === "version" ? [...new Set(all)].sort((a, b) => b - a).slice(0, 6).map(value => [value, String(value)])
+    : [...new Set([Math.max(...all), Math.min(...all)])].filter(Number.isFinite).map(value => [value, number(value, 3)]);
+  byId("scale").replaceChildren(...marks.flatMap(([value, label]) => {
+    const swatch = make("i");
+    swatch.style.backgroundColor = shade(value, colour, all) || "var(--row)";
+    return [swatch, label];
+  }));
+}
+function conversation(rollout) {
+  const box = make("div", { class: "conversation" });
+  for (const [index, message] of rollout.messages.entries()) {
+    const text = rollout.pieces.slice(message.start, message.end).join("");
+    // The mark that begins the policy's turn says nothing that the turn's own head does not, and neither does an empty line.
+    const begins = message.role === "assistant" && rollout.messages[index + 1]?.role === "policy" && message.end - message.start < 8;
+    if (message.role !== "policy" && (begins || !text.trim())) continue;
+    const tokens = make("div", { class: "tokens" });
+    for (let at = message.start; at < message.end; at++) {
+      const piece = rollout.pieces[at];
+      if (piece === "") continue;
+      const span = make("span", message.role === "policy" ? { "data-at": at } : {}, piece);
+      tokens.append(span);
+    }
+    const long = message.role !== "policy" && message.end - message.start > 600;
+    const reward = message.role === "policy" ? rollout.turn_rewards[message.turn - 1] : 0;
+    const element = make("div", { class: "message " + (["policy", "tool", "given"].includes(message.role) ? message.role : "given") + (long ? " folded" : "") },
+      make("div", { class: "role" }, message.role === "policy" ? "policy, turn " + message.turn : message.role === "given" ? "given" : message.role,
+        make("span", {}, plural(message.end - message.start, "token")), reward ? make("span", {}, "reward " + signed(reward)) : ""), tokens);
+    if (long) tokens.addEventListener("click", () => element.classList.remove("folded"));
+    box.append(element);
+  }
+  box.addEventListener("pointermove", event => {
+    const at = event.target.dataset?.at;
+    if (at === undefined) return hide();
+    const rows = [["token", JSON.stringify(rollout.pieces[at]) + " · " + rollout.ids[at]]];
+    const logprob = rollout.logprobs[at];
+    if (logprob !== null && logprob !== undefined) rows.push(["log-probability", number(logprob)], ["probability", number(Math.exp(logprob), 3)]);
+    if (rollout.advantages[at] !== undefined) rows.push(["advantage", signed(rollout.advantages[at])]);
+    if (rollout.ratios[at] !== undefined) rows.push(["ratio", number(rollout.ratios[at])]);
+    rows.push(["version", number(rollout.versions[at])]);
+    show(event, rows);
+  });
+  box.addEventListener("pointerleave", hide);
+  return box;
+}
+
+// ---- begin
+
+byId("run").addEventListener("change", event => {
+  current = null;
+  remember({ run: event.target.value, rollout: "", same_prompt: "" });
+  shown = {};
+  stamp = "";
+  byId("reader").replaceChildren();
+  Promise.resolve().then(showRuns).then(() => refresh(true)).catch(tell);
+});
+for (const [name, value] of Object.entries(state)) if (filters.elements[name]) filters.elements[name].value = value;
+if (!(state.view in VIEWS)) remember({ view: "overview" });
+showRuns().then(() => ask("overview", { run: state.run })).then(answer => { byId("subtitle").textContent = answer.subtitle; }).catch(() => {});
+poll();

@@ -1,0 +1,141 @@
+"""Functions that a Python program gives to a run as objects, where a configuration would name them.
+
+`give` returns the name that stands for a function in the configuration: `module:function` where the function can be imported, else
+`python:function`. As long as it is given, `data.functions.resolve` finds it by that name in this process. Child processes that call it,
+of rewards and of agents, get it over their pipe: `pack` makes the bytes in the parent, `receive` unpickles them in the child. No bytes are
+ever unpickled that come from elsewhere, so a file, such as a configuration or a checkpoint, can name a function and never carry one.
+"""
+
+import inspect
+import pickle
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from offbeat.errors import CodeError, describe, shorten
+
+PREFIX = "python:"
+"""Marks the name of a function that cannot be imported, such as one of a script or a notebook."""
+
+_MOST_BYTES = 1 << 28
+_GIVEN: dict[str, Callable[..., Any]] = {}
+"""What this process has been given, by name."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A function on its way from a process to its own child.
+
+    Attributes:
+        name: its name in the configuration.
+        pickled: the function, by reference where it can be imported, else by value.
+        search_path: `sys.path` of the parent, since the function may import what lies beside the program that gave it.
+    """
+
+    name: str
+    pickled: bytes
+    search_path: tuple[str, ...]
+
+
+def give(function: object, *, kind: str) -> str:
+    """Keep a function, class or other callable for this process and its children, and return its name for the configuration.
+
+    Args:
+        kind: its purpose ("rollout.reward"), for messages.
+
+    Raises:
+        CodeError: it cannot be called, or cannot be sent to another process.
+    """
+    if not callable(function):
+        raise CodeError(f"{kind} must be a function, or text that names one, such as 'rewards.py:mine', got {shorten(function)}")
+    name = import_name(function) or _free_name(function)
+    _pickle(name, function, kind)
+    _GIVEN[name] = function
+    return name
+
+
+def withdraw(names: Iterable[str]) -> None:
+    """Forget what was given under these names."""
+    for name in names:
+        _GIVEN.pop(name, None)
+
+
+def find(name: str) -> Callable[..., Any] | None:
+    """Return what was given under this name, or None if nothing was.
+
+    Raises:
+        CodeError: it has a name of a given function, but was given to another process.
+    """
+    if name not in _GIVEN and name.startswith(PREFIX):
+        raise CodeError(
+            f"{name!r} is a function that a Python program gave to its run, and this process has not been given it; name the file of the"
+            " function instead, path/to/file.py:function, or start the run from that program")
+    return _GIVEN.get(name)
+
+
+def source_of(name: str) -> str:
+    """Return the source text of what was given under a name that cannot be imported; empty if it is not known."""
+    try:
+        return inspect.getsource(_GIVEN[name]) if name in _GIVEN and name.startswith(PREFIX) else ""  # type: ignore[arg-type]
+    except (OSError, TypeError):
+        return ""
+
+
+def pack(names: Iterable[str]) -> tuple[Given, ...]:
+    """Return those of the named functions that were given as objects, for a child process of this one."""
+    return tuple(Given(name, _pickle(name, _GIVEN[name], name), tuple(sys.path)) for name in names if name in _GIVEN)
+
+
+def receive(given: Iterable[Given]) -> None:
+    """Take what the parent process has packed; from then on `find` finds it here.
+
+    Raises:
+        CodeError: something that a function needs is not there in this process.
+    """
+    for each in given:
+        sys.path.extend(folder for folder in each.search_path if folder not in sys.path)
+        try:
+            _GIVEN[each.name] = pickle.loads(each.pickled)  # noqa: S301 - the parent made these bytes from its own memory
+        except (Exception, SystemExit) as exc:
+            raise CodeError(f"{each.name!r} cannot be loaded in a process of its own: {describe(exc)}") from exc
+
+
+def import_name(function: Any) -> str:
+    """Return "module:function", or "path/to/file.py:function" for a module outside of the installed ones; empty if neither leads to it."""
+    module_name, name = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", "")
+    module = sys.modules.get(module_name)
+    if module is None or module_name == "__main__" or not name.isidentifier() or getattr(module, name, None) is not function:
+        return ""
+    file = getattr(module, "__file__", None) or ""
+    installed = Path(file).is_relative_to(sys.prefix) or Path(file).is_relative_to(sys.base_prefix)
+    beside = "." not in module_name and file.endswith(".py") and not installed
+    return f"{file if beside else module_name}:{name}"
+
+
+def _free_name(function: object) -> str:
+    """Return a name that no other function has that is given now."""
+    own = re.sub(r"\W", "", getattr(function, "__name__", type(function).__name__)) or "function"
+    name, number = f"{PREFIX}{own}", 1
+    while _GIVEN.get(name, function) is not function:
+        number += 1
+        name = f"{PREFIX}{own}_{number}"
+    return name
+
+
+def _pickle(name: str, function: object, kind: str) -> bytes:
+    try:
+        pickled = cloudpickle.dumps(function)
+    except Exception as exc:  # whatever the objects raise that the function refers to
+        raise CodeError(
+            f"{kind}: {name.removeprefix(PREFIX)!r} cannot be sent to the process that calls it ({describe(exc)}); make what it needs, such"
+            " as an open file or a connection, inside of it, or move it to a file of its own and import it") from exc
+    if len(pickled) > _MOST_BYTES:
+        raise CodeError(
+            f"{kind}: {name.removeprefix(PREFIX)!r} refers to {len(pickled) >> 20} MiB of data, and at most {_MOST_BYTES >> 20} are sent"
+            " to the process that calls it; let it read them from a file")
+    return pickled

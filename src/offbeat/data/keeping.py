@@ -1,0 +1,114 @@
+"""Makes what a run keeps of its rollouts from groups and the batch that was made of them. Called by the loop, on a thread of its own."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from offbeat.data import wire
+from offbeat.data.batch import Batch
+from offbeat.data.kept import KeptGroup, KeptTrajectory, Numbers
+from offbeat.data.pieces import Pieces
+from offbeat.data.row import Row
+from offbeat.data.trajectory import Group, Trajectory, parts_of
+
+_DIGITS = 5
+_KEPT_COLUMNS = ("advantages", "prox_logprobs", "ref_logprobs")
+
+Columns = Mapping[str, np.ndarray]
+"""Values of a trajectory's generated tokens, by the name of the batch's column."""
+
+
+def trained_columns(groups: Sequence[Group], batch: Batch) -> dict[tuple[int, int], Columns]:
+    """Find the trajectories of which a batch was made.
+
+    Args:
+        groups: those of which `algorithms.experience.make_batch` made the batch.
+
+    Returns:
+        The columns of each trajectory that is in the batch, by its group's position and its own position in the group.
+    """
+    found: dict[tuple[int, int], Columns] = {}
+    sequences = {int(group): np.flatnonzero(batch.group_ids == group).tolist() for group in np.unique(batch.group_ids)}
+    for position, group in enumerate(groups):
+        waiting = sequences.get(position, [])
+        places = {id(t): place for place, t in enumerate(group.trajectories)}
+        # The sequences of a group stand in this order, without those that were left out.
+        for t in (t for chains in group.usable_episodes for part in parts_of(chains) for t in part.chains):
+            if waiting and _is_of(batch, waiting[0], t):
+                own = slice(*batch.target_offsets[[waiting[0], waiting[0] + 1]].tolist())
+                found[position, places[id(t)]] = {name: batch.columns[name][own] for name in _KEPT_COLUMNS if name in batch.columns}
+                waiting = waiting[1:]
+    return found
+
+
+def keep(
+    group: Group, row: Row, pieces: Pieces, *, step: int, columns: Mapping[int, Columns], why: str = "", drawn_again: bool = False,
+) -> KeptGroup:
+    """Return what is kept of a group.
+
+    Args:
+        step: see `KeptGroup`.
+        row: of its prompt.
+        columns: those of the trajectories that are trained on, by position in the group.
+        why, drawn_again: of a group that is not trained on.
+    """
+    return KeptGroup(
+        prompt_id=group.prompt_id, admitted_version=group.admitted_version, rejected=group.rejected, prompt=_prompt_text(row),
+        answer=row.answer, why=why, drawn_again=drawn_again, step=step,
+        trajectories=tuple(_keep_trajectory(t, pieces, columns.get(place)) for place, t in enumerate(group.trajectories)))
+
+
+def keep_lines(groups: Sequence[Group], rows: Sequence[Row], batch: Batch, pieces: Pieces, *, step: int) -> Iterator[bytes]:
+    """Yield a line of JSON for each group that a step trained on, whose rows are given in the same order."""
+    columns = trained_columns(groups, batch)
+    for position, (group, row) in enumerate(zip(groups, rows, strict=True)):
+        own = {place: values for (of_group, place), values in columns.items() if of_group == position}
+        yield wire.encode_json(keep(group, row, pieces, step=step, columns=own))
+
+
+def keep_rejected_line(step: int, group: Group, row: Row, pieces: Pieces, *, reason: str, why: str, drawn_again: bool) -> bytes:
+    """Return a line of JSON for a group that is not trained on, as it was played."""
+    return wire.encode_json(keep(
+        replace(group, rejected=reason), row, pieces, step=step, columns={}, why=why, drawn_again=drawn_again))
+
+
+def _is_of(batch: Batch, sequence: int, t: Trajectory) -> bool:
+    own = slice(*batch.target_offsets[[sequence, sequence + 1]].tolist())
+    tokens = batch.tokens[batch.offsets[sequence] : batch.offsets[sequence + 1]]
+    return np.array_equal(tokens, t.tokens) and np.array_equal(
+        batch.columns["rollout_logprobs"][own], t.rollout_logprobs[t.loss_mask], equal_nan=True)
+
+
+def _keep_trajectory(t: Trajectory, pieces: Pieces, columns: Columns | None) -> KeptTrajectory:
+    texts = pieces.split(t.tokens.tolist())
+    spread = {name: _spread(values, t.loss_mask) for name, values in (columns or {}).items()}
+    return KeptTrajectory(
+        tokens=t.tokens.tolist(), loss_mask=t.loss_mask.tolist(), rollout_logprobs=_numbers(t.rollout_logprobs),
+        versions=t.versions.tolist(), reward=_number(t.reward), reason=t.reason, num_retries=t.num_retries,
+        named_rewards={name: _number(value) for name, value in t.named_rewards.items()}, episode=t.episode, agent=t.agent, turns=t.turns,
+        malformed_calls=t.malformed_calls, text="".join(texts), lengths=[len(text) for text in texts], trained=columns is not None,
+        **spread)
+
+
+def _spread(values: np.ndarray, mask: np.ndarray) -> Numbers:
+    """Return values of generated tokens as one number per token, 0 elsewhere."""
+    whole = np.zeros(len(mask))
+    whole[mask] = values
+    return _numbers(whole)
+
+
+def _numbers(values: np.ndarray) -> Numbers:
+    rounded = np.round(values.astype(np.float64), _DIGITS)
+    finite = np.isfinite(rounded)
+    return rounded.tolist() if finite.all() else [value if known else None for value, known in zip(rounded.tolist(), finite, strict=True)]
+
+
+def _number(value: float) -> float | None:
+    return value if np.isfinite(value) else None
+
+
+def _prompt_text(row: Row) -> str:
+    if isinstance(row.prompt, str):
+        return row.prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in row.prompt)

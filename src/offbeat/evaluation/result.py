@@ -1,0 +1,80 @@
+"""The result of an evaluation: scores and answers of one model on some sets, and of several models as one file. Pure but for `write`."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offbeat.errors import StorageError
+from offbeat.evaluation.files import encode_lines, samples_beside, write_samples
+from offbeat.evaluation.samples import EvaluatedSet
+from offbeat.evaluation.scores import Evaluation
+
+
+@dataclass(frozen=True)
+class SetResult:
+    """One set as a model has answered it.
+
+    Attributes:
+        played: all answers.
+        scores: what they come to.
+        wall_s: seconds that answering and scoring took.
+    """
+
+    played: EvaluatedSet
+    scores: Evaluation
+    wall_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class ModelResult:
+    """What one model has answered.
+
+    Attributes:
+        model: as it was named, such as a folder, a run or a URL.
+        sets: the held-out prompts first, if there are some, then each set.
+    """
+
+    model: str
+    sets: tuple[SetResult, ...]
+
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        """The scores on each set."""
+        return [each.scores for each in self.sets]
+
+    @property
+    def played(self) -> Mapping[str, EvaluatedSet]:
+        """The answers to each set by its name; "" are the held-out prompts."""
+        return {each.played.name: each.played for each in self.sets}
+
+    def metrics(self) -> dict[str, float]:
+        """Return all scores by the names of metrics, with the number of prompts of each set."""
+        return {
+            name: value for each in self.evaluations
+            for name, value in {**each.metrics(), f"{each.folder}/prompts": each.num_prompts}.items()}
+
+
+def write(results: Sequence[ModelResult], path: Path) -> Path:
+    """Write the scores of all models as JSON, and their answers beside it as JSON lines; returns the file of answers.
+
+    Raises:
+        StorageError: a file cannot be written.
+    """
+    samples = samples_beside(path)
+    write_samples(samples, (
+        line for result in results for played in result.played.values() for line in encode_lines(played, model=result.model)))
+    content = {"samples": samples.name, "models": [_as_json(result) for result in results]}
+    try:
+        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8", errors="backslashreplace")
+    except OSError as exc:
+        raise StorageError(f"cannot write {path}: {exc.strerror}; free space, or choose another file with --output") from exc
+    return samples
+
+
+def _as_json(result: ModelResult) -> dict[str, Any]:
+    failures = {each.scores.folder: each.scores.own_failure for each in result.sets if each.scores.own_failure}
+    return {
+        "model": result.model, "metrics": result.metrics(), "wall_s": {each.scores.folder: round(each.wall_s, 3) for each in result.sets},
+        **({"metric_failures": failures} if failures else {})}

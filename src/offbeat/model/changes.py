@@ -1,0 +1,199 @@
+"""Weights as their changes since an earlier version: written by the trainer, read by the embedded engine; lossless in any number format.
+
+A folder of changes holds one file, `changes.safetensors`, which names the folder beside it that it builds on, its *base*: a whole model,
+or changes to another one. Of a tensor that has changed it has either
+
+    at:NAME   [n] uint8, the distance in elements of each changed one from the one before; the first counts from -1
+    to:NAME   [n] what stands there now
+
+or, where that is not smaller, `whole:NAME`. A distance is at most 255: where more lies between two changes, elements that have not changed
+are named on the way. `sum:NAME` is the wrapping sum of the result's bit patterns, which changes that are applied to anything but the base
+would miss.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from offbeat.errors import ModelError, StorageError
+from offbeat.model.hf_io import read_safetensors
+from offbeat.pulse import progress
+
+FILE = "changes.safetensors"
+
+_AT, _TO, _WHOLE, _SUM = "at:", "to:", "whole:", "sum:"
+_FARTHEST = 255
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MAX_BASES = 10_000
+"""Longest chain of folders that is followed; a damaged one may lead in a circle."""
+
+
+def encode(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return the changes from one tensor to another of the same shape and number format, bit for bit.
+
+    Returns:
+        [n] uint8 distances and [n] values as described above; both empty where nothing has changed. None if they take no fewer bytes than
+        the tensor, or the tensors differ in shape or number format.
+    """
+    if old.shape != new.shape or old.dtype != new.dtype:
+        return None
+    values = new.contiguous().view(-1)
+    changed = (_bits(values) != _bits(old.contiguous().view(-1))).nonzero().view(-1)
+    if len(changed) * (1 + new.element_size()) >= new.nbytes:
+        return None
+    gaps = changed.diff(prepend=changed.new_tensor([-1]))
+    ends = ((gaps - 1) // _FARTHEST + 1).cumsum(0)
+    num_steps = int(ends[-1]) if len(ends) else 0
+    steps = torch.full((num_steps,), _FARTHEST, dtype=torch.uint8)
+    steps[ends - 1] = ((gaps - 1) % _FARTHEST + 1).to(torch.uint8)
+    if num_steps * (1 + new.element_size()) >= new.nbytes:
+        return None
+    return steps, values[_positions(steps)]
+
+
+def apply(old: Tensor, at: Tensor, to: Tensor) -> Tensor:
+    """Return a tensor with changes; see `encode`.
+
+    Raises:
+        ModelError: the changes are those of another tensor.
+    """
+    new = old.contiguous().clone()
+    positions = _positions(at)
+    if to.dtype != old.dtype or len(at) != len(to) or (len(positions) and int(positions[-1]) >= new.numel()) or bool((at == 0).any()):
+        raise ModelError(f"changes of {len(at)} elements, {to.dtype}, do not fit a tensor of {new.numel()} elements, {old.dtype}")
+    new.view(-1)[positions] = to
+    return new
+
+
+def write_changes(state: Mapping[str, Tensor], folder: Path, *, since: Mapping[str, Tensor], base: Path) -> int:
+    """Write what has changed in `state` as a new folder, which appears complete or not at all.
+
+    Args:
+        state, since: CPU tensors by their published names; `since` are those that `base` holds.
+        folder: beside `base`; must not exist.
+
+    Returns:
+        Size of the tensors in it, in bytes; 0 if nothing was written, because the changes are not smaller than the weights themselves, or
+        another tensor was added or is gone.
+
+    Raises:
+        StorageError: the disk is full or the folder cannot be written.
+    """
+    if state.keys() != since.keys():
+        return 0
+    tensors: dict[str, Tensor] = {}
+    for name, new in state.items():
+        progress("compare_weights")
+        found = encode(since[name], new)
+        if found is None:
+            tensors[_WHOLE + name] = new.contiguous()
+        elif len(found[0]):
+            tensors[_AT + name], tensors[_TO + name] = found
+            tensors[_SUM + name] = _sum(new)
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    if num_bytes >= sum(tensor.nbytes for tensor in state.values()):
+        return 0
+    part = folder.with_name(f".{folder.name}.changes")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        progress("write_weights")
+        save_file(tensors, part / FILE, metadata={"base": base.name})
+        part.rename(folder)
+    except (OSError, SafetensorError) as exc:
+        raise StorageError(f"changed weights could not be written to {folder}: {exc}; free space or choose another folder") from exc
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return max(num_bytes, 1)
+
+
+def base_of(folder: str | Path) -> Path | None:
+    """Return the folder that a folder of changes builds on; None for a folder of whole weights.
+
+    Raises:
+        ModelError: the file cannot be read, or names no folder beside it.
+    """
+    file = Path(folder) / FILE
+    if not file.is_file():
+        return None
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            base = (tensors.metadata() or {}).get("base", "")
+    except (OSError, SafetensorError) as exc:
+        raise ModelError(f"{file} cannot be read as safetensors: {exc}") from exc
+    if not base or Path(base).name != base or base in (".", "..") or base == Path(folder).name:
+        raise ModelError(f"{file} builds on {base[:120]!r}, which is no other folder beside it; publish the weights again")
+    return Path(folder).parent / base
+
+
+def read_weights(folder: str | Path, *, held: Callable[[Path], Mapping[str, Tensor] | None] = lambda _folder: None) -> dict[str, Tensor]:
+    """Read a folder of whole weights, or of changes on top of what they build on.
+
+    Args:
+        held: returns the tensors of a folder if the caller has them already; they are not modified. None if it does not.
+
+    Returns:
+        CPU tensors by their published names, or on the device of those that the caller has.
+
+    Raises:
+        ModelError: a folder is missing, damaged, or holds changes of something else.
+    """
+    layers: list[Path] = []
+    at: Path | None = Path(folder)
+    state: dict[str, Tensor] | None = None
+    while at is not None and state is None:
+        if len(layers) >= _MAX_BASES:
+            raise ModelError(f"{folder} builds on more than {_MAX_BASES} others; publish the weights again")
+        base = base_of(at)
+        if base is None:
+            state = dict(read_safetensors(at))
+        else:
+            layers.append(at)
+            if (mine := held(base)) is not None and _names(at) <= mine.keys():
+                state = dict(mine)
+        at = base
+    assert state is not None, "a chain ends with whole weights, or with what the caller has"
+    for layer in reversed(layers):
+        _change(state, layer / FILE)
+    return state
+
+
+def _names(folder: Path) -> set[str]:
+    with safe_open(folder / FILE, framework="pt") as tensors:
+        return {name.partition(":")[2] for name in tensors.keys()}  # noqa: SIM118
+
+
+def _change(state: dict[str, Tensor], file: Path) -> None:
+    """Apply the changes of a file to tensors by name."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118
+                kind, _, name = key.partition(":")
+                if kind + ":" == _WHOLE:
+                    state[name] = tensors.get_tensor(key)
+                elif kind + ":" == _AT:
+                    old = state[name]
+                    new = apply(old.cpu(), tensors.get_tensor(key), tensors.get_tensor(_TO + name))
+                    if not torch.equal(_sum(new), tensors.get_tensor(_SUM + name)):
+                        raise ModelError(f"{file} has changes of {name!r} that do not fit what they were applied to; publish again")
+                    state[name] = new.to(old.device)
+    except (OSError, SafetensorError, KeyError) as exc:
+        raise ModelError(f"{file} cannot be read as changes of these weights: {exc}") from exc
+
+
+def _positions(steps: Tensor) -> Tensor:
+    return steps.cumsum(0, dtype=torch.int64) - 1
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    """Return [1] int64, the wrapping sum of a tensor's bit patterns."""
+    return _bits(tensor.contiguous().view(-1)).sum(dtype=torch.int64).view(1)

@@ -1,0 +1,150 @@
+"""Reward functions in the forms that users write them, called in one way by the reward process.
+
+    def reward(completion: str, row: Row) -> float            called for each completion
+    async def reward(completion: str, row: Row) -> float      called for all completions of a group at the same time
+    @of_group / def reward(completions: list[str], row)       called once for a group
+    def reward(completions, **columns) -> list[float]         the same, in TRL's form
+
+Each of them may also be async. TRL's form is told by its parameter `completions`: it is given `prompts` and `completions`, and the columns
+of the data that it names, or all if it takes any; each is a list with an entry for every completion, and those of a chat are lists of one
+message. A number may be None, where the reward does not apply.
+"""
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from offbeat.data.functions import resolve
+from offbeat.data.reward import JUDGE_PREFIX, FailedReward, check_reward, is_of_group
+from offbeat.data.row import Row
+from offbeat.errors import describe, printable, shorten
+from offbeat.rollout.judges import judge_reward
+
+_LONGEST_REASON = 1000
+
+
+class RewardFunction:
+    """A reward function, loaded by its name; async ones run on an event loop that lives as long as it."""
+
+    def __init__(self, dotted: str, *, may_miss: bool = True) -> None:
+        """Load the function.
+
+        Args:
+            may_miss: whether None says that the reward does not apply, as there are others; else it is no reward.
+
+        Raises:
+            CodeError: there is none of that name.
+        """
+        self.dotted = dotted
+        self._may_miss = may_miss
+        is_judge = dotted.startswith(JUDGE_PREFIX)
+        self._function: Callable[..., Any] = judge_reward(dotted.removeprefix(JUDGE_PREFIX)) if is_judge else resolve(dotted, kind="reward")
+        parameters = _parameters(self._function)
+        self._is_of_columns = "completions" in parameters and not is_of_group(self._function) and "row" not in parameters
+        self._is_of_group = is_of_group(self._function) or "completions" in parameters
+        self._takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        self._named = [name for name, each in parameters.items() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+        self._required = [name for name in self._named if parameters[name].default is inspect.Parameter.empty]
+        self._is_async = any(map(inspect.iscoroutinefunction, (self._function, type(self._function).__call__)))
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def takes_group(self) -> bool:
+        """Whether all completions of a group are to be scored in one call."""
+        return self._is_of_group or self._is_async
+
+    def values(self, completions: Sequence[str], row: Row) -> list[float | None]:
+        """Score completions.
+
+        Returns:
+            For each a number, a `NamedReward`, a `FailedReward` that says why there is none, or None where the reward does not apply.
+
+        Raises:
+            MemoryError: memory ran out; the process must be ended.
+        """
+        if not self._is_of_group:
+            called = [self._called(completion, completion, row) for completion in completions] if not self._is_async else self._finish(
+                self._together(completions, row))
+            return [self._checked(value, completion) for value, completion in zip(called, completions, strict=True)]
+        if self._is_of_columns:
+            columns = _columns(row, completions)
+            if missing := [name for name in self._required if name not in columns]:
+                return self._failed_group(
+                    f"takes {missing[0]!r}, which no column of the data is called; there are {', '.join(sorted(columns))}", completions)
+            taken = columns if self._takes_any else {name: columns[name] for name in self._named if name in columns}
+            found = self._called(completions[0], **taken)
+        else:
+            found = self._called(completions[0], list(completions), row)
+        if isinstance(found, FailedReward):
+            return [found] * len(completions)
+        if not isinstance(found, list | tuple) or len(found) != len(completions):
+            return self._failed_group(f"must return a list of {len(completions)} rewards, returned {shorten(found)}", completions)
+        return [self._checked(value, completion) for value, completion in zip(found, completions, strict=True)]
+
+    def _called(self, shown: str, *arguments: Any, **columns: Any) -> Any:
+        """Return what the function returned, or a `FailedReward` if it raised; `shown` is the completion that is told."""
+        try:
+            found = self._function(*arguments, **columns)
+            return self._finish(found) if inspect.isawaitable(found) else found
+        except MemoryError:
+            raise
+        except BaseException as exc:  # sys.exit() too, since restarting a process takes a second
+            return self._failed(f"raised {describe(exc)}", shown)
+
+    async def _together(self, completions: Sequence[str], row: Row) -> list[Any]:
+        async def one(completion: str) -> Any:
+            try:
+                return await self._function(completion, row)
+            except MemoryError:
+                raise
+            except BaseException as exc:
+                return self._failed(f"raised {describe(exc)}", completion)
+
+        return list(await asyncio.gather(*map(one, completions)))
+
+    def _finish(self, awaitable: Any) -> Any:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+
+        async def finish() -> Any:
+            return await awaitable
+
+        return self._loop.run_until_complete(finish())
+
+    def _checked(self, value: Any, completion: str) -> float | None:
+        if (value is None and self._may_miss) or (isinstance(value, FailedReward) and value.reason.startswith(self._prefix)):
+            return value
+        reward = check_reward(value)
+        if isinstance(reward, FailedReward):
+            return self._failed(f"returned what cannot be trained on: {reward.reason}", completion)
+        return reward
+
+    @property
+    def _prefix(self) -> str:
+        return f"the reward {self.dotted} "
+
+    def _failed(self, how: str, completion: str) -> FailedReward:
+        return FailedReward(printable(f"{self._prefix}{how} (completion {completion[:60]!r})", most=_LONGEST_REASON))
+
+    def _failed_group(self, how: str, completions: Sequence[str]) -> list[float | None]:
+        return [self._failed(how, completions[0])] * len(completions)
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of native code
+        return {}
+
+
+def _columns(row: Row, completions: Sequence[str]) -> dict[str, list[Any]]:
+    """Return what a reward in TRL's form is given, by name: lists of one entry for each completion."""
+    chat = not isinstance(row.prompt, str)
+    columns: dict[str, Any] = {"answer": row.answer, **({"solution": row.solution} if row.solution else {})}
+    columns |= {name: json.loads(text) if name in row.json_fields else text for name, text in row.extra.items()}
+    shared = {**columns, "prompts": list(row.prompt) if chat else row.prompt}
+    given = {name: [value] * len(completions) for name, value in shared.items()}
+    given["completions"] = [[{"role": "assistant", "content": each}] if chat else each for each in completions]
+    return given

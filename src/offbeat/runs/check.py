@@ -1,0 +1,128 @@
+"""Tries what a configuration names before a run needs it: data, rewards and workflows. `offbeat config check` calls it. Torch-free.
+
+Of data, the first rows are read; rewards are loaded by the processes that run them, as in a run, but not called.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+from offbeat.config.agent import PLAYS
+from offbeat.config.data import DataConfig
+from offbeat.config.load import listed_errors
+from offbeat.config.root import Config
+from offbeat.controller.inputs import choose_rewards, needs_answer, reward_model_of
+from offbeat.data.dataset import open_datasets
+from offbeat.data.files import Sieve
+from offbeat.data.functions import resolve
+from offbeat.data.pairs import holds_pairs, open_pairs
+from offbeat.data.reward_model import open_reward_folder
+from offbeat.data.sources import open_source
+from offbeat.errors import ConfigError, DeadlineError, UserError, WorkerError
+from offbeat.rollout.reward_pool import RewardPool
+
+FIRST_ROWS = 100
+"""Rows of each source that are read."""
+
+
+def check_named(config: Config) -> list[str]:
+    """Try data, rewards and workflow of a run and of its evaluation sets.
+
+    Returns:
+        A line on each.
+
+    Raises:
+        ConfigError: says of everything that cannot be used, why.
+    """
+    lines: list[str] = []
+    wrong: list[str] = []
+    tried: set[str] = set()
+    for prefix, own in (("", config), *((f"evaluate.sets.{name}: ", config.evaluation_set(name)) for name in config.evaluate.sets)):
+        for what, names, check in (
+            ("data", _source_of(own.data), _check_data), ("rewards", [*_chosen(own)], _check_rewards),
+            ("workflow", [own.rollout.workflow, own.rollout.should_accept], _check_workflow),
+        ):
+            if (key := f"{what} {names}") in tried:
+                continue
+            tried.add(key)
+            try:
+                lines.extend(f"{prefix}{line}" for line in check(own))
+            except (UserError, WorkerError, DeadlineError) as exc:
+                wrong.append(f"{prefix}{exc}")
+    if wrong:
+        raise ConfigError(listed_errors(wrong))
+    return lines
+
+
+def pairs_in(config: DataConfig) -> bool:
+    """Whether the first record of `data.path` is a preference. Raises as `open_source`."""
+    if not config.path:
+        return False
+    return holds_pairs(open_source(config.path, split=config.split, sieve=Sieve(lambda _record, _where: None, limit=1)).record(0))
+
+
+def _chosen(config: Config) -> dict[str, float]:
+    """Return the rewards of a configuration; none where its task cannot be found, which is the data's fault."""
+    try:
+        return choose_rewards(config)
+    except UserError:
+        return {}
+
+
+def _source_of(data: DataConfig) -> list[Any]:
+    return [value for name, value in data.model_dump().items() if name not in ("heldout_size", "shuffle")]
+
+
+def _check_data(config: Config) -> Iterator[str]:
+    data = config.data
+    if not (data.task or data.path):
+        yield "data: data.task and data.path are both empty, and a run needs one of them"
+        return
+    refused: list[str] = []
+    if pairs_in(data):
+        train, _ = open_pairs(data, unpaired=True, limit=FIRST_ROWS, refused=refused)
+        what = "preferences"
+    else:
+        answered = needs_answer(config, supervised=False)
+        train, _ = open_datasets(data, seed=config.run.seed, needs_answer=answered, limit=FIRST_ROWS, refused=refused)
+        what = "prompts" if answered else "prompts, which need no answer"
+    train.row(0)
+    left_out = f"; {len(refused)} of them cannot be used, the first: {refused[0]}" if refused else ""
+    count = "makes its rows" if train.num_rows is None else f"the first {train.num_rows + len(refused)} rows are {what}"
+    yield f"data: {data.task or data.path}: {count}{left_out}"
+
+
+def _check_rewards(config: Config) -> Iterator[str]:
+    weights, rollout = _chosen(config), config.rollout
+    if not weights or not (rollout.reward or rollout.rewards or config.data.task or config.data.path):
+        return
+    if model := reward_model_of(config):
+        open_reward_folder(model)
+    elif own := {name: weight for name, weight in weights.items() if not name.startswith("offbeat.")}:
+        asyncio.run(_load(own, config))
+    yield f"reward: {' + '.join(_weighed(name, weight) for name, weight in weights.items())}"
+
+
+async def _load(weights: dict[str, float], config: Config) -> None:
+    rollout = config.rollout
+    async with RewardPool(
+        weights, num_workers=1, timeout_s=rollout.reward_timeout_s, log_dir=None, memory_bytes=rollout.reward_memory_bytes,
+        allowed=rollout.reward_env,
+    ):
+        pass
+
+
+def _weighed(name: str, weight: float) -> str:
+    return name if weight == 1 else f"{weight:g} * {name}"
+
+
+def _check_workflow(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    named: dict[str, str] = {"should_accept": rollout.should_accept}
+    if rollout.workflow not in PLAYS and ":" in rollout.workflow:
+        named["workflow"] = rollout.workflow
+    for kind, name in named.items():
+        if name:
+            resolve(name, kind=kind)
+            if not name.startswith("offbeat."):
+                yield f"{kind}: {name}"

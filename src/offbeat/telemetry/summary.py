@@ -1,0 +1,58 @@
+"""What a run came to, in words: names and units for the values of `result.json` that the console shows at the end."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from offbeat.telemetry.pace import duration
+
+
+def _plain(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _share(value: float) -> str:
+    return f"{value:.3f}"
+
+
+def _megabytes(value: float) -> str:
+    return f"{value / 1e6:.0f} MB"
+
+
+def _versions(value: int) -> str:
+    return f"{value} version{'' if value == 1 else 's'}"
+
+
+def _early(value: bool) -> str:
+    return "yes, on request" if value else ""
+
+
+def _hidden(_value: Any) -> str:
+    return ""
+
+
+_NAMES: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "heldout_before": ("held-out accuracy before", _share),
+    "heldout_after": ("held-out accuracy after", _share),
+    "accuracy": ("held-out accuracy", _share),
+    "warm_up_steps": ("supervised warm-up steps", _plain),
+    "steps": ("training steps", _plain),
+    "trained_tokens": ("tokens trained on", lambda value: f"{value:,}"),
+    "final_loss": ("last loss", _plain),
+    "train_wall_s": ("time to train", duration),
+    "startup_wall_s": ("time to start", duration),
+    "max_staleness_seen": ("largest staleness", _versions),
+    "max_logprob_gap": ("largest gap to the engines after a publish", _plain),
+    "seed": ("seed", _plain),
+    "torch_in_controller": ("", _hidden),
+    "controller_memory_bytes": ("memory of this process", _megabytes),
+    "stopped_early": ("stopped early", _early),
+}
+"""By name in `result.json`: what people call it, and how its value is written; what comes out empty is not shown."""
+
+
+def in_words(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield name and value of each entry of a summary, in its order; what has no value, and what only programs ask for, is left out."""
+    for key, value in summary.items():
+        name, write = _NAMES.get(key, (key.replace("_", " "), _plain))
+        if value is not None and (shown := write(value)):
+            yield name, shown

@@ -1,0 +1,62 @@
+"""What a training step takes of one rank: time of computation, tokens, operations, memory. Called by `Trainer.train_step`."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from offbeat.config.root import Config
+from offbeat.data.cost import forward_flops
+from offbeat.data.packing import PackedRow
+from offbeat.sync.platform import current_platform
+from offbeat.trainer.messages import Trained
+
+
+class Effort:
+    """Per training step: `begin`, then `computing` around everything that computes and `passes` for each row, then `trained`."""
+
+    def __init__(self, model_config: Mapping[str, Any], config: Config, *, ranks_per_share: int) -> None:
+        """Count for a model of this configuration.
+
+        Args:
+            ranks_per_share: number of ranks that run each row together; each counts as much of it.
+        """
+        self._flops_of = forward_flops(model_config)
+        self._frozen = config.model.lora.rank > 0
+        self._peak = config.telemetry.peak_tflop_per_s * 1e12 or current_platform.peak_flop_per_s
+        self._share = 1 / ranks_per_share
+        self._watch = current_platform.stopwatch()
+        self._start_s = self._tokens = self._flops = 0.0
+
+    def begin(self) -> None:
+        """Begin a step; what was counted since the one before is none's."""
+        self._watch.take_s()
+        self._start_s, self._tokens, self._flops = time.time(), 0.0, 0.0
+
+    def passes(self, row: PackedRow, *, learns: bool) -> None:
+        """Count a pass over a row, forward alone or also backward if it `learns`; one that scores nothing is no work."""
+        if len(row.target):
+            self._tokens += self._share * len(row) * learns
+            self._flops += self._share * self._flops_of.of_pass(row.work, learns=learns, frozen=self._frozen)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Count the body's time as computation."""
+        self._watch.start()
+        try:
+            yield
+        finally:
+            self._watch.stop()
+
+    def backward(self, loss: Tensor) -> None:
+        """Run a backward pass, whose wait for other ranks at its end is not counted."""
+        self._watch.stop_after_backward(loss)
+        loss.backward()
+
+    def trained(self, metrics: dict[str, float]) -> Trained:
+        """Return the answer of the step that ends now."""
+        busy_s = self._watch.take_s()
+        return Trained(
+            metrics, self._start_s, time.time(), busy_s, self._tokens, self._flops, self._peak, current_platform.memory())

@@ -1,0 +1,73 @@
+"""Rows in memory become a file of JSON lines, and what cannot is named with its number."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pytest
+from datasets import Dataset
+
+from offbeat.api.rows import is_named, sets_of, write_rows
+from offbeat.data.row import Row
+from offbeat.errors import DataError, StorageError
+
+RECORDS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("rows", [
+    RECORDS, tuple(RECORDS), (each for each in RECORDS), [Row("1+1=", "2"), Row("2+2=", "4")], pandas.DataFrame(RECORDS),
+    Dataset.from_list(RECORDS)], ids=["list", "tuple", "generator", "Row", "pandas", "datasets"])
+def test_rows_of_every_kind_become_the_same_file(rows: Any, tmp_path: Path) -> None:
+    file = write_rows(rows, tmp_path / "data", argument="data")
+    assert read(file.path) == RECORDS
+    assert (file.num_rows, file.fields) == (2, ("prompt", "answer"))
+    assert file.path == write_rows(RECORDS, tmp_path / "data", argument="data").path
+    assert [path.name for path in (tmp_path / "data").iterdir()] == [file.path.name], "nothing else is left"
+
+
+def test_a_chat_as_a_row_is_a_record_of_messages(tmp_path: Path) -> None:
+    asked = ({"role": "user", "content": "1+1"},)
+    file = write_rows([Row(asked, "2", {"level": "easy"}, solution="It is 2.")], tmp_path, argument="data")
+    assert read(file.path) == [{
+        "level": "easy", "answer": "2", "messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "It is 2."}]}]
+
+
+def test_values_of_other_libraries_are_written_as_json(tmp_path: Path) -> None:
+    file = write_rows([{"prompt": "a", "answer": np.int64(3), "weights": np.ones(2), "file": Path("b")}], tmp_path, argument="data")
+    assert read(file.path) == [{"prompt": "a", "answer": 3, "weights": [1.0, 1.0], "file": "b"}]
+
+
+@pytest.mark.parametrize(("rows", "told"), [
+    ([], "data has no rows; give at least one, such as {'prompt': '2+2=', 'answer': '4'}"),
+    ([RECORDS[0], "1+1"], "data, row 2, must be a dict or an offbeat.Row, got '1+1' (str)"),
+    ([{"prompt": "a", "answer": object}], "data, row 1, cannot be written as JSON: "),
+    ({"train": RECORDS, "x": []}, "data must be rows, got a mapping of 'train', 'x'; give one of them, such as dataset['train']"),
+    (3, "data must be a file, a hub id, or rows as a list of dicts, got 3 (int)"),
+])
+def test_what_cannot_be_a_row_is_named(rows: Any, told: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as refused:
+        write_rows(rows, tmp_path, argument="data")
+    assert str(refused.value).startswith(told)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"cannot write the rows of data to .*file: .*; free space or set run\.dir"):
+        write_rows(RECORDS, tmp_path / "file", argument="data")
+
+
+def test_text_and_paths_name_data() -> None:
+    assert is_named("org/data") and is_named(Path("a.jsonl")) and not is_named([])
+
+
+def test_sets_have_names_and_rows_alone_have_the_given_one() -> None:
+    assert sets_of({"easy": RECORDS, "hard": "hard.jsonl"}, unnamed="heldout") == {"easy": RECORDS, "hard": "hard.jsonl"}
+    assert sets_of(RECORDS, unnamed="heldout") == {"heldout": RECORDS}
+    assert sets_of(None, unnamed="heldout") == {}

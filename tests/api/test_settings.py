@@ -1,0 +1,100 @@
+"""Arguments of public functions become the configuration that a command would load."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat.api.settings import configured
+from offbeat.config.load import dump_toml, load_config
+from offbeat.config.root import Config
+from offbeat.data.functions import resolve
+from offbeat.data.given import find
+from offbeat.errors import CodeError, ConfigError
+from support import own_losses
+
+HOMES = ("run", "rollout", "train", "train.optimizer", "algorithm")
+
+
+def load(config: Any = None, settings: Any = None, given: Any = None, rows: Any = None, **keywords: Any) -> Config:
+    with configured(config, settings, keywords, homes=HOMES, given=given or {}, rows=rows or {}) as found:
+        return found
+
+
+def test_settings_come_by_their_whole_name_by_section_or_by_their_last_part() -> None:
+    found = load(settings={"train.optimizer.lr": 1e-5, "evaluate": {"every_steps": 3}}, total_steps=7, rollout={"top_k": 5}, group_size=4)
+    assert (found.train.optimizer.lr, found.evaluate.every_steps, found.run.total_steps) == (1e-5, 3, 7)
+    assert (found.rollout.top_k, found.rollout.group_size) == (5, 4)
+    assert load(lr=2e-5).train.optimizer.lr == 2e-5, "the first home that has it"
+    assert load(num_engines=3).inference.num_engines == 3, "the only one of its kind"
+    assert load(**{"sft.optimizer.lr": 3e-5}).sft.optimizer.lr == 3e-5
+
+
+def test_later_places_win_and_what_was_given_is_not_changed() -> None:
+    section = {"optimizer": {"lr": 1e-3, "warmup_steps": 2}}
+    found = load({"train": section, "run": {"name": "first"}}, {"run.name": "second"}, {"model.path": Path("a/b")}, lr=5e-4)
+    assert (found.run.name, found.train.optimizer.lr, found.train.optimizer.warmup_steps) == ("second", 5e-4, 2)
+    assert found.model.path == "a/b" and section == {"optimizer": {"lr": 1e-3, "warmup_steps": 2}}
+
+
+def test_a_configuration_that_one_prints_is_accepted_by_the_other(tmp_path: Path) -> None:
+    ours = load(settings={"rollout.stop": ("\n",), "evaluate.sets": {"hard": {"data": {"task": "addition"}}}}, total_steps=9)
+    file = tmp_path / "config.toml"
+    file.write_text(dump_toml(ours))
+    assert load_config(str(file)) == ours == load(file) == load(str(file)) == load(ours.model_dump())
+
+
+@pytest.mark.parametrize(("given", "told"), [
+    ({"learning_rate": 1}, "learning_rate is not a setting; 'offbeat config docs' lists them all"),
+    ({"beta1": 0.5, "settings": {"train.lr": 1}}, "train.lr is not a setting; did you mean train.optimizer.lr?"),
+    ({"label_smoothing": 0.1, "total_steps": 0}, "run.total_steps must be >= 1, got 0; use 1 for a single step"),
+    ({"batch_size": 4}, "batch_size may be sft.batch_size or preference.batch_size or reward_model.batch_size; give it by its whole name"),
+    ({"config": 3}, "config must be a TOML file or a mapping of settings, got int"),
+    ({"config": "gone.toml"}, "configuration file gone.toml does not exist"),
+])
+def test_a_mistake_is_told_as_on_the_command_line(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(**given)
+    assert str(refused.value).startswith(told)
+
+
+def test_functions_are_known_under_their_names_for_as_long_as_the_run() -> None:
+    def reward(completion: str, row: object) -> float:
+        return 1.0
+
+    def tool(x: int) -> int:
+        return x
+
+    given = {"rollout.reward": reward, "agent.tools": [tool, "tools.py:add"], "rollout.workflow": "tool_loop"}
+    with configured(None, {"evaluate.sets": {"own": {"rollout": {"reward": reward}}}}, {}, homes=HOMES, given=given, rows={}) as found:
+        assert found.rollout.reward == "python:reward" and found.agent.tools == ("python:tool", "tools.py:add")
+        assert found.evaluate.sets["own"]["rollout"]["reward"] == "python:reward"
+        assert resolve("python:reward", kind="reward") is reward and find("python:tool") is tool
+    with pytest.raises(CodeError, match="gave to its run"):
+        find("python:reward")
+
+
+def test_an_objective_must_be_importable_because_ranks_import_it() -> None:
+    assert load(settings={"algorithm.objective": own_losses.geometric}).algorithm.objective == "support.own_losses:geometric"
+    with pytest.raises(CodeError, match="algorithm.objective: an objective is called in the train ranks, which import it"):
+        load(settings={"algorithm.objective": lambda tokens, constants: tokens})
+
+
+def test_rows_in_memory_are_written_beside_the_runs(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}=", "answer": str(i)} for i in range(20)]
+    found = load(settings={"run.dir": tmp_path}, rows={"data": rows})
+    assert Path(found.data.path).parent == tmp_path / ".data" and found.data.heldout_size == 4
+    assert load(settings={"run.dir": tmp_path, "data.heldout_size": 7}, rows={"data": rows}).data.heldout_size == 7
+    once = iter(rows)
+    both = load(settings={"run.dir": tmp_path}, rows={"data": once, "data.heldout_path": once})
+    assert both.data.path == both.data.heldout_path == found.data.path and both.data.heldout_size == 256
+    chats = [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}]
+    sets = load(settings={"run.dir": tmp_path}, rows={"data": chats, "evaluate.sets.hard.data": rows})
+    assert sets.data.format == "messages" and sets.data.heldout_size == 0
+    assert sets.evaluate.sets["hard"]["data"] == {"task": "", "path": found.data.path}
+
+
+def test_text_names_a_task_a_file_or_a_hub_id(tmp_path: Path) -> None:
+    assert load(rows={"data": "sort_digits"}).data.task == "sort_digits"
+    assert load({"data": {"task": "addition"}}, rows={"data": tmp_path / "a.jsonl"}).data.path == str(tmp_path / "a.jsonl")
+    assert load(rows={"data": "org/sort"}).data.path == "org/sort"

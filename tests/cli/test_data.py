@@ -1,0 +1,65 @@
+"""`offbeat data`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from offbeat.cli.main import main
+from small_run import build_small_model
+
+ROWS = [{"prompt": "1+2=", "answer": "3", "level": "easy"}, {"prompt": "(2)+2=", "answer": "4"}, {"prompt": "3+2="}]
+
+
+@pytest.fixture
+def show(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "run.toml"
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    path.write_text(
+        f'[run]\ndir = "{tmp_path}"\n[data]\npath = "{rows}"\nheldout_size = 0\n[rollout]\nmax_new_tokens = 4\n'
+        f'[model]\npath = "{build_small_model(tmp_path / "model", seed=0)}"\n')
+
+    def call(*arguments: str, code: int = 0) -> list[str]:
+        assert main(["data", "show", str(path), *arguments]) == code
+        captured = capsys.readouterr()
+        return (captured.err if code else captured.out).replace(str(rows), "rows.jsonl").splitlines()
+
+    return call
+
+
+def test_prompts_are_shown_with_what_is_wrong_with_the_others(show) -> None:
+    assert show("-n", "1") == [
+        "── 'rows.jsonl', line 1 · 4 tokens ──", "1+2=", "answer, for rewards: 3", "columns, for rewards: level", "",
+        "prompts: 2 rows to train on, 0 held out", "tokens of a row: 4 to 6, mean 5.0, in the first 2 rows",
+        "rows that cannot be read: 1, allowed are data.max_unusable_rows = 0",
+        "  'rows.jsonl', line 3, has no field 'answer'; it has prompt; set data.answer_field or data.format"]
+
+
+def test_what_is_trained_on_is_marked_where_there_are_no_colours(show) -> None:
+    shown = show("--as", "sft", "-n", "2")
+    assert shown[:5] == [
+        "── 'rows.jsonl', line 1 · 6 tokens, 2 of them trained on ──", "1+2=⟦3<eos>⟧", "",
+        "── 'rows.jsonl', line 2 · 8 tokens, 2 of them trained on ──", "(2)+2=⟦4<eos>⟧"]
+
+
+def test_colours_take_the_place_of_marks_in_a_terminal(show, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    text = "\n".join(show("--as", "sft", "-n", "1"))
+    assert "1+2=\x1b[32m3<eos>\x1b[0m" in text and "⟦" not in text
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "⟦3<eos>⟧" in "\n".join(show("--as", "sft", "-n", "1"))
+
+
+def test_json_has_a_line_for_each_row_and_one_for_all(show) -> None:
+    row, all_rows = map(json.loads, show("--json", "-n", "1"))
+    assert row["texts"][0]["pieces"] == [["1+2=", False]]
+    assert (all_rows["kind"], all_rows["num_rows"], len(all_rows["unusable"])) == ("rl", 2, 1)
+
+
+def test_a_wrong_number_of_rows_and_missing_data_are_one_sentence(show) -> None:
+    assert show("-n", "-1", code=2) == ["offbeat: -n must be at least 0, got -1"]
+    [line] = show("--data.path", "none.jsonl", code=2)
+    assert line.startswith("offbeat: data file 'none.jsonl' does not exist; give ")

@@ -1,0 +1,90 @@
+"""Runs that the live page shows."""
+
+import json
+import os
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from offbeat.dashboard.library import Library
+from offbeat.dashboard.rollout_index import Filter
+from offbeat.errors import DataError
+from rollout_samples import group, write_rollouts, write_small_run
+
+
+def write_run(folder: Path, *steps: int, at: float = 1000.0) -> None:
+    folder.mkdir(parents=True)
+    path = folder / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"global_step": step, "reward/mean": 0.5}) + "\n" for step in steps))
+    os.utime(path, (at, at))
+
+
+def test_runs_are_found_in_folders_and_as_themselves_and_those_that_begin_later_too(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "a", 1)
+    write_run(tmp_path / "elsewhere" / "b", 1)
+    write_run(tmp_path / "elsewhere" / "c", 1)
+    (tmp_path / "runs" / "no-run").mkdir()
+    library = Library([tmp_path / "runs", tmp_path / "elsewhere" / "b"])
+    assert list(library.runs()) == ["a", "b"]
+    write_run(tmp_path / "runs" / "d", 1)
+    assert set(library.runs()) == {"a", "b", "d"}
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+    for parent in ("x", "y", "z"):
+        write_run(tmp_path / parent / "run", 1)
+    library = Library([tmp_path / "x", tmp_path / "y", tmp_path / "z"])
+    assert library.runs() == {
+        "run": tmp_path / "x" / "run", "run (2)": tmp_path / "y" / "run", "run (3)": tmp_path / "z" / "run"}
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc", "", ".", "..", "a/../../secret", "secret\0"])
+def test_only_names_that_were_found_can_be_asked_for(name: str, tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "a", 1)
+    write_run(tmp_path / "secret", 1)
+    library = Library([tmp_path / "runs"])
+    for ask in (library.folder, library.read, library.stamp, library.rollouts):
+        with pytest.raises(DataError, match="there is no run"):
+            ask(name)
+
+
+def test_summaries_say_how_far_runs_are_and_the_newest_comes_first(tmp_path: Path) -> None:
+    write_run(tmp_path / "old", 1, 2, 7, at=1000.0)
+    write_run(tmp_path / "new", at=2000.0)
+    with (tmp_path / "old" / "metrics.jsonl").open("a") as file:
+        file.write('{"global_step": 8, "torn')
+    os.utime(tmp_path / "old" / "metrics.jsonl", (1000.0, 1000.0))
+    first, second = Library([tmp_path]).summaries()
+    assert (first.name, first.last_step, first.changed_s, first.is_over) == ("new", None, 2000.0, False)
+    assert (second.name, second.last_step, second.is_over) == ("old", 7, False)
+    (tmp_path / "old" / "result.json").write_text("{}")
+    assert Library([tmp_path]).summaries()[0].is_over
+
+
+def test_a_run_is_read_again_when_it_has_grown_and_its_stamp_changes(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", 1)
+    library = Library([tmp_path])
+    stamp, run = library.stamp("a"), library.read("a")
+    assert library.read("a") is run and library.stamp("a") == stamp
+    with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
+        file.write('{"global_step": 2}\n')
+    assert library.stamp("a") != stamp and len(library.read("a").metrics) == 2
+    stamp = library.stamp("a")
+    write_rollouts(tmp_path / "a", 3, [group("p", ("x", 1.0))])
+    assert library.stamp("a") != stamp
+
+
+def test_the_index_is_built_on_beside_the_caller(tmp_path: Path) -> None:
+    write_small_run(tmp_path / "a")
+    library = Library([tmp_path])
+    with closing(library):
+        index, progress = library.rollouts("a")
+        assert progress.num_indexed >= 2 and index.find(Filter(), limit=1)[0].address == "3.0.0"
+        assert library.rollouts("a")[0] is index
+    assert index.progress().num_files == 4
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist; give a run's folder"):
+        Library([tmp_path / "runs"])

@@ -1,0 +1,175 @@
+"""The index of a run's rollouts."""
+
+import sqlite3
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from offbeat.dashboard.rollout_index import Filter, RolloutIndex
+from offbeat.data.kept import Address, find_group
+from offbeat.errors import ConfigError
+from rollout_samples import group, write_rollouts, write_small_run
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> RolloutIndex:
+    write_small_run(tmp_path / "run")
+    made = RolloutIndex(tmp_path / "run")
+    made.update()
+    return made
+
+
+def addresses(index: RolloutIndex, order: str = "newest", **wanted: object) -> list[str]:
+    found = [each.address for each in index.find(Filter(**wanted), order=order)]
+    assert len(found) == index.count(Filter(**wanted))
+    return found
+
+
+def test_the_newest_come_first_and_each_is_found_again_by_its_address(index: RolloutIndex) -> None:
+    found = index.find(Filter())
+    assert [each.address for each in found] == [
+        "3.0.0", "3.0.1", "2.0.0", "2.0.1", "2r.0.0", "2r.0.1", "2r.1.0", "1.0.0", "1.0.1", "1.1.0", "1.1.1"]
+    for each in found:
+        kept = find_group(index.run_dir, Address.parse(each.address))
+        assert (kept.prompt, kept.prompt_id, kept.step) == (each.prompt, each.prompt_id, each.step)
+        if kept.trajectories:
+            t = kept.trajectories[Address.parse(each.address).place]
+            assert (t.reward, t.num_generated, t.completion, t.advantage) == (each.reward, each.length, each.preview, each.advantage)
+
+
+@pytest.mark.parametrize(("wanted", "expected"), [
+    ({"min_step": 2, "max_step": 2, "status": "trained"}, ["2.0.0", "2.0.1"]),
+    ({"min_reward": 1.0}, ["3.0.0", "2.0.0", "1.0.0"]),
+    ({"min_reward": 0.25, "max_reward": 0.5}, ["3.0.1", "1.1.0"]),
+    ({"max_length": 4}, ["2r.0.0", "2r.0.1", "2r.1.0", "1.1.1"]),
+    ({"min_version": 4}, []),
+    ({"max_version": 3, "min_step": 3}, ["3.0.0", "3.0.1"]),
+    ({"prompt": "fruit"}, ["3.0.0", "3.0.1", "1.1.0", "1.1.1"]),
+    ({"prompt": "0% of it_"}, ["2r.0.0", "2r.0.1"]),
+    ({"prompt": "0_"}, []),
+    ({"text": "is 42"}, ["2.0.0", "1.0.0"]),
+    ({"text": "IT IS"}, ["1.0.0"]),
+    ({"text": "42 is"}, []),
+    ({"text": "ban*"}, ["3.0.1"]),
+    ({"text": "ban"}, []),
+    ({"text": "apfel"}, ["3.0.0"]),
+    ({"text": "alert(1)"}, ["3.0.0"]),
+    ({"text": "NOT apple OR * \" NEAR"}, []),
+    ({"reason": "too long"}, ["1.1.1"]),
+    ({"reason": "equal rewards"}, ["2r.0.0", "2r.0.1"]),
+    ({"status": "rejected"}, ["2r.0.0", "2r.0.1", "2r.1.0"]),
+    ({"status": "left out"}, ["1.1.1"]),
+    ({"same_prompt": Address(1, False, 0, 1)}, ["2.0.0", "2.0.1", "1.0.0", "1.0.1"]),
+    ({"text": "is", "prompt": "6 * 7", "min_reward": 1}, ["2.0.0", "1.0.0"]),
+])
+def test_filters(index: RolloutIndex, wanted: dict, expected: list[str]) -> None:
+    assert addresses(index, **wanted) == expected
+
+
+@pytest.mark.parametrize(("order", "first"), [
+    ("oldest", ["1.0.0", "1.0.1"]), ("best", ["3.0.0", "2.0.0"]), ("worst", ["2.0.1", "2r.0.0"]), ("longest", ["3.0.0", "1.1.0"]),
+    ("shortest", ["2r.1.0", "2r.0.0"])])
+def test_orders(index: RolloutIndex, order: str, first: list[str]) -> None:
+    assert [each.address for each in index.find(Filter(), order=order, limit=2)] == first
+    assert len(index.find(Filter(), order=order, limit=50)) == 11
+
+
+def test_pages_follow_each_other(index: RolloutIndex) -> None:
+    pages = [index.find(Filter(), limit=4, offset=offset) for offset in (0, 4, 8)]
+    assert [each for page in pages for each in page] == index.find(Filter())
+
+
+def test_reasons_are_counted_and_details_kept(index: RolloutIndex) -> None:
+    assert set(index.reasons()) == {
+        ("stop", "trained", 7), ("equal rewards", "rejected", 2), ("prompt refused", "rejected", 1), ("too long", "left out", 1)}
+    (left_out,) = index.find(Filter(status="left out"))
+    assert left_out.why == "too long: 999 tokens" and left_out.reward is None and left_out.advantage is None
+    assert index.find(Filter(reason="equal rewards"))[0].why == "all rewards are 0"
+
+
+def test_a_search_without_a_word_is_refused(index: RolloutIndex) -> None:
+    for text in ("<>", '"', "*"):
+        with pytest.raises(ConfigError, match="has none; give letters or digits"):
+            index.find(Filter(text=text))
+
+
+def test_what_a_run_adds_changes_and_removes_is_seen_by_the_next_update(index: RolloutIndex) -> None:
+    assert index.update().num_rollouts == 11
+    write_rollouts(index.run_dir, 4, [group("New? ", ("yes", 1.0))])
+    write_rollouts(index.run_dir, 1, [group("Other? ", ("rewritten", 0.0))])
+    (index.run_dir / "rollouts" / "rejected-000002.jsonl.zst").unlink()
+    progress = index.update()
+    assert (progress.num_files, progress.num_indexed, progress.num_rollouts, progress.damage) == (4, 4, 6, ())
+    assert addresses(index) == ["4.0.0", "3.0.0", "3.0.1", "2.0.0", "2.0.1", "1.0.0"]
+    assert addresses(index, text="apple") == [] and addresses(index, text="rewritten") == ["1.0.0"]
+
+
+def test_the_newest_steps_are_there_first_and_a_reader_may_stop(tmp_path: Path) -> None:
+    write_small_run(tmp_path)
+    index = RolloutIndex(tmp_path)
+    assert index.progress().num_indexed == 0 and index.find(Filter()) == []
+    assert index.update(most_files=1).num_indexed == 1 and addresses(index) == ["3.0.0", "3.0.1"]
+    stop = threading.Event()
+    stop.set()
+    assert index.update(stop=stop).num_indexed == 1
+    assert index.update().num_indexed == index.update().num_files == 4
+
+
+def test_a_damaged_file_of_rollouts_is_told_and_the_others_are_read(tmp_path: Path) -> None:
+    write_small_run(tmp_path)
+    (tmp_path / "rollouts" / "step-000002.jsonl.zst").write_bytes(b"nothing of the kind")
+    write_rollouts(tmp_path, 3, [{"prompt_id": 7}])
+    index = RolloutIndex(tmp_path)
+    progress = index.update()
+    assert len(progress.damage) == 2 and "step-000002" in progress.damage[0] and "no rollouts" in progress.damage[1]
+    assert progress.num_rollouts == 4 + 3 and index.update().damage == progress.damage
+
+
+@pytest.mark.parametrize("damage", [b"", b"SQLite format 3\0" + b"x" * 5000, b"rubbish" * 1000])
+def test_a_damaged_index_is_made_again(tmp_path: Path, damage: bytes) -> None:
+    write_small_run(tmp_path)
+    (tmp_path / "rollouts" / "index.sqlite").write_bytes(damage)
+    index = RolloutIndex(tmp_path)
+    assert index.update().num_rollouts == 11
+
+
+def test_an_index_of_another_version_is_made_again(tmp_path: Path) -> None:
+    write_small_run(tmp_path)
+    with sqlite3.connect(tmp_path / "rollouts" / "index.sqlite") as db:
+        db.execute("CREATE TABLE files (x)")
+    assert RolloutIndex(tmp_path).update().num_rollouts == 11
+
+
+def test_where_the_run_cannot_be_written_the_index_is_elsewhere_and_goes_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_small_run(tmp_path / "run")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "elsewhere"))
+    (tmp_path / "run" / "rollouts" / "index.sqlite").mkdir()  # no file can be there, whoever asks
+    index = RolloutIndex(tmp_path / "run")
+    assert index.update().num_rollouts == 11
+    (folder,) = (tmp_path / "elsewhere").iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    index.close()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_two_readers_may_build_at_the_same_time(tmp_path: Path) -> None:
+    write_small_run(tmp_path)
+    readers = [RolloutIndex(tmp_path) for _ in range(3)]
+    threads = [threading.Thread(target=reader.update) for reader in readers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [reader.count(Filter()) for reader in readers] == [11] * 3
+
+
+def test_a_run_without_rollouts_has_an_empty_index(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    index = RolloutIndex(tmp_path)
+    assert index.update().num_files == 0 and index.find(Filter()) == []
+    index.close()

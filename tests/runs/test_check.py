@@ -1,0 +1,57 @@
+"""What a configuration names, tried before a run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from offbeat.config.load import load_config
+from offbeat.errors import ConfigError
+from offbeat.runs.check import check_named, pairs_in
+
+REWARDS = Path(__file__).parents[1] / "support" / "rewards.py"
+
+
+def write(path: Path, records: list[dict]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def test_what_is_there_is_told(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", [{"prompt": "p"}, {"no": 1}, *({"prompt": "p"} for _ in range(200))])
+    settings = {
+        "data.path": rows, "data.max_unusable_rows": "3", "rollout.rewards": f'{{"{REWARDS}:equal" = 1.0, "{REWARDS}:right" = 0.5}}',
+        "rollout.workflow": "offbeat.rollout.workflows.single_turn:single_turn"}
+    data, reward = check_named(load_config(None, list(settings.items())))
+    assert data == (
+        f"data: {rows}: the first 100 rows are prompts, which need no answer; 1 of them cannot be used, the first: '{rows}', line 2, has no"
+        " field 'prompt'; it has no; set data.prompt, data.prompt_field or data.format")
+    assert reward == f"reward: {REWARDS}:equal + 0.5 * {REWARDS}:right"
+
+
+def test_a_task_and_its_own_reward_are_told_without_a_process() -> None:
+    data, reward = check_named(load_config(None, [("data.task", "countdown")]))
+    assert (data, reward) == ("data: countdown: makes its rows", "reward: offbeat.rollout.rewards.countdown:countdown")
+
+
+def test_all_that_is_wrong_is_told_together(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", [{"question": "q", "answer": "a"}])
+    settings = {
+        "data.path": rows, "rollout.reward": f"{REWARDS}:equals", "rollout.workflow": "no_such_module:play",
+        "evaluate.sets": f"{{far = {{data = {{path = '{tmp_path / 'none.csv'}'}}}}}}"}
+    with pytest.raises(ConfigError) as caught:
+        check_named(load_config(None, list(settings.items())))
+    count, data, reward, workflow, far = str(caught.value).splitlines()
+    assert count == "4 things are wrong:"
+    assert data.startswith(f"  '{rows}', line 1, has no field 'prompt'; it has question, answer; set data.prompt")
+    assert "has no function 'equals'; did you mean 'equal'?" in reward
+    assert "workflow module 'no_such_module' was not found" in workflow
+    assert far.startswith(f"  evaluate.sets.far: data file '{tmp_path / 'none.csv'}' does not exist; give .jsonl")
+
+
+def test_preferences_are_known_by_their_fields(tmp_path: Path) -> None:
+    pairs = write(tmp_path / "pairs.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "b"}] * 3)
+    config = load_config(None, [("data.path", pairs), ("data.heldout_size", "1")])
+    assert pairs_in(config.data)
+    assert check_named(config)[0] == f"data: {pairs}: the first 2 rows are preferences"
+    assert not pairs_in(load_config(None, [("data.task", "addition")]).data)

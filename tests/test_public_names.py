@@ -1,0 +1,40 @@
+"""`import offbeat` gives exactly these names, quickly, without torch, and typed."""
+
+import subprocess
+import sys
+from importlib.resources import files
+from inspect import getdoc
+
+import pytest
+
+import offbeat
+
+NAMES = [
+    "Completion", "Engine", "Evaluation", "Rollout", "Row", "Run", "Service", "Step",
+    "dpo", "evaluate", "of_group", "open_tenants", "reward_model", "serve", "sft", "train",
+]
+_MOST_MODULES = 30
+
+
+def test_the_public_names_are_these_and_no_others() -> None:
+    assert offbeat.__all__ == NAMES
+    assert set(NAMES) <= set(dir(offbeat))
+    assert files("offbeat").joinpath("py.typed").is_file()
+    with pytest.raises(AttributeError, match="module 'offbeat' has no attribute 'trian'"):
+        _ = offbeat.trian  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_name_is_there_and_says_what_it_does_by_an_example(name: str) -> None:
+    text = getdoc(getattr(offbeat, name)) or ""
+    assert text and (name in ("Evaluation", "Row", "of_group") or "offbeat." in text), f"{name} has no example"
+
+
+def test_importing_is_quick_and_brings_no_torch() -> None:
+    code = (
+        "import sys; before = set(sys.modules); import offbeat; new = set(sys.modules) - before;"
+        "assert not {'torch', 'numpy', 'pydantic', 'transformers'} & new, new;"
+        "print(len(new)); offbeat.train, offbeat.evaluate, offbeat.Engine, offbeat.open_tenants;"
+        "assert 'torch' not in sys.modules")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < _MOST_MODULES, "what takes time is what is imported"
