@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 from offbeat.dashboard.rollout_index import Filter, RolloutIndex
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-_SIZES = {"rollouts": (1320, 960), "overview": (1320, 960), "timeline": (1320, 900)}
+_SIZES = {"rollouts": (1320, 960), "timeline": (1320, 900)}
 
 
 def main() -> int:

@@ -234,7 +234,8 @@ function show_reader() {
 }
 function sample(each) {
   return make("div", { class: "sample", "aria-current": String(each.address === current.address), onclick: () => read(each.address, true).catch(tell) },
-    make("div", { class: "facts" }, make("b", {}, number(each.reward)), signed(each.advantage), plural(each.length, "token"),
+    make("div", { class: "facts" }, make("b", {}, number(each.reward)), make("span", {}, signed(each.advantage)),
+      make("span", {}, plural(each.length, "token")),
       each.reason === "stop" ? "" : make("span", { class: "badge" }, each.reason.split(": ")[0]), each.agent),
     make("p", {}, each.preview || "—"));
 }
@@ -294,12 +295,12 @@ function conversation(rollout) {
   for (const [index, message] of rollout.messages.entries()) {
     const text = rollout.pieces.slice(message.start, message.end).join("");
     // The mark that begins the policy's turn says nothing that the turn's own head does not, and neither does an empty line.
-    const begins = message.role === "assistant" && rollout.messages[index + 1]?.role === "policy" && message.end - message.start < 8;
+    const begins = rollout.messages[index + 1]?.role === "policy" && /^\s*(<[^>]*>\s*)?(assistant|model)\W*(<[^>]*>)?\s*$/.test(text);
     if (message.role !== "policy" && (begins || !text.trim())) continue;
     const tokens = make("div", { class: "tokens" });
     for (let at = message.start; at < message.end; at++) {
       const piece = rollout.pieces[at];
-      if (piece === "") continue;
+      if (piece === "" || (message.role !== "policy" && !tokens.firstChild && !piece.trim())) continue;
       const span = make("span", message.role === "policy" ? { "data-at": at } : {}, piece);
       tokens.append(span);
     }
