@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 from faults.workshop import Workshop
-from small_run import REWARDS, SmallRun
+from offbeat.controller.inputs import read_inputs
+from small_run import REWARDS, SmallRun, small_config
 
 
 def printed(run: SmallRun) -> list[dict]:
@@ -69,3 +70,44 @@ def test_a_table_of_ones_own_with_a_template_and_several_rewards_is_trained_on_a
     refused = shop.train(run, run__total_steps="4", **(other | {"data__prompt": "{digits}="}))
     assert refused.code == 2 and 'other data: the rows to train on, or their order, are not those' in refused.error
     assert "data.prompt = " in refused.error
+
+
+OWN_GAME = """
+from dataclasses import replace
+from offbeat.rollout.workflows.single_turn import single_turn
+
+async def play(episode):
+    assert episode.row.of_set == "digits" and episode.tokenizer.decode(episode.prompt).startswith("user: ")
+    return [replace(each, reason="played") for each in await single_turn(episode)]
+
+def quarter(completion, row):
+    assert row.of_set == "digits"
+    return 0.25
+"""
+
+
+def test_data_sets_are_mixed_and_each_is_played_and_judged_by_its_own(shop: Workshop, tmp_path: Path, model_dir: str) -> None:
+    (tmp_path / "own.py").write_text(OWN_GAME)
+    (tmp_path / "digits.csv").write_text("question,answer\n" + "".join(f"{number},{number}\n" for number in range(20)))
+    run = SmallRun(tmp_path, model_dir)
+    settings = {
+        "data__task": "", "data__task_size": "8", "data__heldout_size": "2", "data__sets": (
+            "{sums = {task = 'addition', task_size = 1, weight = 2},"
+            f" digits = {{path = '{tmp_path}/digits.csv', prompt = '{{question}}', chat_template = true,"
+            f" rollout = {{reward = '{tmp_path}/own.py:quarter', workflow = '{tmp_path}/own.py:play'}}}}}}"),
+        "rollout__reward": f"{REWARDS}:right", "rollout__consumer_batch_size": "4"}
+    done = shop.train(run, **settings)
+    assert (done.code, done.error) == (0, "")
+    resumed = shop.train(run, run__total_steps="4", **settings)
+    assert resumed.code == 0 and not any("data.sets" in line for line in resumed.said)
+    mixture = read_inputs(small_config(tmp_path, model_dir, **settings)).train
+    groups = [group for step in range(1, 5) for group in run.groups(step)]
+    names = [mixture.row(int(group["prompt_id"].partition(":")[2])).of_set for group in groups]
+    assert set(names) == {"sums", "digits"}
+    assert len({group["prompt_id"] for group in groups}) == 16
+    for group, name in zip(groups, names, strict=True):
+        for each in group["trajectories"]:
+            assert (each["reward"], each["reason"] == "played") == ((0.25, True) if name == "digits" else (1.0, False))
+    settings["data__sets"] = settings["data__sets"].replace("weight = 2", "weight = 3")
+    refused = shop.train(run, run__total_steps="5", **settings)
+    assert refused.code == 2 and "other data: the rows to train on, or their order" in refused.error

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from offbeat.config.load import load_config
-from offbeat.controller.inputs import base_ends, choose_canary, choose_rewards, read_base, read_inputs
+from offbeat.controller.inputs import RunInputs, base_ends, choose_canary, choose_rewards, read_base, read_inputs
 from offbeat.data.functions import resolve
+from offbeat.data.mixture import Mixture
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.errors import ConfigError, DataError, ModelError
 from small_run import build_small_model, small_config
@@ -135,3 +136,22 @@ def test_limits_that_a_long_answer_would_break_are_refused_before_anything_start
         read_inputs(small_config(tmp_path, model_dir, train__max_tokens_per_microbatch="23", data__max_prompt_tokens="20"))
     with pytest.raises(ConfigError, match="data.max_prompt_tokens = 60 and rollout.max_new_tokens = 5 are together more than the context"):
         read_inputs(small_config(tmp_path, model_dir, data__max_prompt_tokens="60"))
+
+
+def test_several_data_sets_are_a_mixture_with_held_out_rows_of_each(tmp_path: Path, model_dir: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1>", "answer": "1"}\n' * 5 + "no JSON\n")
+    def read(sets: str) -> RunInputs:
+        settings = {"data__task": "", "data__task_size": "8", "data__heldout_size": "3", "rollout__reward": "exact_match"}
+        return read_inputs(small_config(tmp_path, model_dir, data__sets=sets, **settings))
+
+    sets = f"{{a = {{path = '{path}', max_unusable_rows = 1, heldout_size = 1}}, b = {{task = 'addition', task_size = 1, weight = 3}}}}"
+    inputs = read(sets)
+    assert isinstance(inputs.train, Mixture) and inputs.train.num_rows is None
+    assert [inputs.heldout.row(index).of_set for index in range(inputs.heldout.num_rows or 0)] == ["a", "b", "b", "b"]
+    assert len(inputs.unusable) == 1
+    assert inputs.train.weights == {"a": 1.0, "b": 3.0}
+    with pytest.raises(DataError, match=r"^data.sets.a: .*line 6, is not JSON"):
+        read(sets.replace("max_unusable_rows = 1", "max_unusable_rows = 0"))
+    with pytest.raises(ConfigError, match=r"^data.sets.a: data.system_prompt would not be seen"):
+        read(sets.replace("heldout_size", "system_prompt = 's', heldout_size"))

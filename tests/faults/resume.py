@@ -95,7 +95,8 @@ ELSEWHERE = {
     **{key: "needs episodes of several turns" for key in CHANGES if key.startswith("agent.")},
     "curriculum.pools": "needs rows that come again", "curriculum.leave_at": "needs rows that come again",
     **{key: "stands in docs/scaling.md" for key in CHANGES if key.startswith("train.parallel.")},
-    "data.heldout_path": "stands below", "data.split": "is for hub ids", "data.heldout_split": "is for hub ids",
+    "data.sets": "stands for other data", "data.heldout_path": "stands below",
+    "data.split": "is for hub ids", "data.heldout_split": "is for hub ids",
 }
 """Settings without a row of their own, and why."""
 

@@ -1,6 +1,6 @@
 """[data]: prompts for training and evaluation."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import field_validator, model_validator
 
@@ -43,6 +43,9 @@ class DataConfig(Section):
         {}, "What the chat template is given besides messages and tools, such as {enable_thinking = false}.")
     system_prompt: str = field(
         "", "System message put before a chat that has none of its own; plain prompts are chats with `chat_template` alone.")
+    sets: dict[str, dict[str, Any]] = field(
+        {}, "Data sets that are mixed, instead of one: a table [data.sets.NAME] with a weight and settings of this section, and tables"
+        " rollout and agent that say how its rows are judged and played.")
     shuffle: bool = field(True, "Visit rows in a new seeded order each epoch.")
     max_prompt_tokens: int = field(0, "Longest prompt allowed, in tokens; 0 allows the model's context less max_new_tokens.", ge=0)
     heldout_path: str = field("", "File of held-out rows; empty takes them from the end of `path`, which are then not trained on.")

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from offbeat.config.agent import AgentConfig
 from offbeat.config.controller import EvaluateConfig
+from offbeat.config.data_sets import setting_of_set
 
 _PLAYED = ("program", "command", "environment", "tools")
 _TABLES: dict[str, tuple[str, ...]] = {
@@ -34,9 +35,12 @@ _OF_SET = re.compile(r"evaluate\.sets\.[^.]+\.(.+)", re.DOTALL)
 
 
 def setting_of(key: str) -> str:
-    """Return the setting that a key of a set stands for, data.path for evaluate.sets.NAME.data.path; any other key as it is."""
-    match = _OF_SET.fullmatch(key)
-    return key if match is None else match[1] if "." in match[1] else f"evaluate.{match[1]}"
+    """Return the setting that a key of a set stands for, data.path for evaluate.sets.NAME.data.path; any other key as it is.
+
+    Keys of data sets stand for settings, too; see `config.data_sets`.
+    """
+    match = _OF_SET.fullmatch(setting_of_set(key))
+    return setting_of_set(key) if match is None else match[1] if "." in match[1] else f"evaluate.{match[1]}"
 
 
 def values_of_set(name: str, table: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,7 +144,7 @@ def _replace_what_excludes(own: dict[str, dict[str, Any]], run: Mapping[str, Any
     """Empty what a set does not give and cannot have beside what it gives: another source of rows, another thing to play."""
     data, rollout, agent = own["data"], own["rollout"], own["agent"]
     if "task" in data or "path" in data:
-        own["data"] = {"task": "", "path": "", "task_options": (), "heldout_path": "", "heldout_split": "", **data}
+        own["data"] = {"task": "", "path": "", "task_options": (), "heldout_path": "", "heldout_split": "", "sets": {}, **data}
         if data.get("task"):
             own["data"] = {**dict.fromkeys(_OF_RECORDS, ""), **own["data"]}
     elif "split" in data:

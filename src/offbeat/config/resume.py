@@ -62,7 +62,7 @@ _TABLE: dict[Change, list[str]] = {
     Change.TOLD: [
         "run.total_steps",
         *_of("model", "dtype lora.dropout"),
-        *_of("data", "chat_template chat_template_kwargs system_prompt max_prompt_tokens"),
+        *_of("data", "chat_template chat_template_kwargs system_prompt max_prompt_tokens sets"),
         *(key for key, _ in settings() if key.startswith(("algorithm.", "critic.", "curriculum.")) and key not in _ALGORITHM_CODE),
         "train.precision", *(f"train.optimizer.{name}" for name in _OPTIMIZER),
         *_of("sft", "total_steps batch_size assistant_turns too_long stop_at_accuracy"), *(f"sft.optimizer.{name}" for name in _OPTIMIZER),

@@ -14,6 +14,7 @@ from offbeat.config.controller import EvaluateConfig
 from offbeat.config.critic import CriticConfig
 from offbeat.config.curriculum import CurriculumConfig
 from offbeat.config.data import DataConfig
+from offbeat.config.data_sets import check_sets, errors_in_data_set, values_of_data_set
 from offbeat.config.dist import DistConfig
 from offbeat.config.evaluation_sets import check_best, errors_in_set, values_of_set
 from offbeat.config.inference import InferenceConfig
@@ -88,6 +89,10 @@ class Config(Section):
         """The configuration of the evaluation set `name`: this one, but with what [evaluate.sets.NAME] gives; it has no sets itself."""
         return type(self).model_validate(values_of_set(name, self.evaluate.sets[name], self.model_dump()))
 
+    def data_set(self, name: str) -> "Config":
+        """The configuration for rows of the data set `name`: this one, but with what [data.sets.NAME] gives; it has no sets itself."""
+        return type(self).model_validate(values_of_data_set(name, self.data.sets[name], self.model_dump()))
+
     @model_validator(mode="after")
     def _check_across_sections(self) -> Self:
         name, num_engines = ("urls", len(self.inference.urls)) if self.inference.urls else ("num_engines", self.inference.num_engines)
@@ -155,6 +160,13 @@ class Config(Section):
         self._check_preference()
         if self.data.task and self.data.path:
             raise ValueError(f"data.task and data.path exclude each other, got {self.data.task!r} and {self.data.path!r}; give one")
+        if self.data.sets:
+            check_sets(self.data)
+        for name in self.data.sets:
+            try:
+                self.data_set(name)
+            except ValidationError as exc:
+                raise errors_in_data_set(name, exc) from exc
         for name in self.evaluate.sets:
             try:
                 self.evaluation_set(name)
@@ -169,6 +181,11 @@ class Config(Section):
             raise ValueError(
                 "algorithm.dynamic_sampling must be false with rollout.group_size = 1, got true; the rewards of a single sample are always"
                 " equal")
+        if curriculum.is_on and self.data.sets:
+            name, value = ("pools", "true") if curriculum.pools else ("leave_at", f"{curriculum.leave_at:g}")
+            raise ValueError(
+                f"curriculum.{name} must be {'false' if curriculum.pools else '0'} with data.sets, got {value}; sets are drawn by their"
+                " weights")
         if curriculum.is_on and self.data.task:
             name, value = ("pools", "true") if curriculum.pools else ("leave_at", f"{curriculum.leave_at:g}")
             raise ValueError(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.config.agent import PLAYS
+from offbeat.config.data_sets import weight_of
 from offbeat.config.resume import remembered
 from offbeat.config.rollout import REWARDS
 from offbeat.config.root import Config
@@ -14,6 +15,7 @@ from offbeat.data.dataset import Dataset, ListDataset, PromptDataset, check_leng
 from offbeat.data.ends import Ends, find_ends
 from offbeat.data.evaluation_set import open_set
 from offbeat.data.identity import Identity, code_digest, command_digest, digest_of, model_digest
+from offbeat.data.mixture import Mixture, RowsOfSet
 from offbeat.data.model_folder import check_model_folder, read_context_length, read_end_token_ids, read_vocab_size
 from offbeat.data.pairs import PairEncoder, Preference, open_pairs
 from offbeat.data.reward_model import PREFIX, JudgedPairEncoder, choose_padding, open_reward_folder, plain, reads_chats
@@ -115,10 +117,7 @@ def read_inputs(config: Config, *, trains: bool = True, supervised: bool = False
     context = min(base.context, config.inference.max_context or base.context)
     sampling = _choose_sampling(base, config)
     refused: list[str] = []
-    train, heldout = open_datasets(
-        config.data, seed=config.run.seed, needs_answer=needs_answer(config, supervised=supervised), refused=refused)
-    if supervised or config.rollout.workflow not in PLAYS:
-        check_system_prompt(config, base, train.row(0))
+    train, heldout = open_mixed(config, base, supervised=supervised, refused=refused)
     longest = max(
         check_lengths(rows, base.tokenizer, config.data, context=context, max_new_tokens=sampling.max_new_tokens)
         for rows in ((heldout,) if supervised else (train, heldout)))
@@ -132,6 +131,41 @@ def read_inputs(config: Config, *, trains: bool = True, supervised: bool = False
         _identify(config, base, train))
     sets = {} if supervised else {name: _read_set(name, config, base, inputs) for name in config.evaluate.sets}
     return replace(inputs, sets=sets, unusable=(*refused, *(reason for of_set in sets.values() for reason in of_set.unusable)))
+
+
+def open_mixed(
+    config: Config, base: Base, *, supervised: bool, refused: list[str], limit: int | None = None,
+) -> tuple[PromptDataset, PromptDataset]:
+    """Open the prompts of a run: those that [data] names, or its sets as a mixture.
+
+    Args:
+        refused, limit: as in `open_datasets`.
+
+    Returns:
+        Rows to train on, and held-out ones; those of sets follow each other in the sets' order.
+
+    Raises:
+        DataError, MissingExtraError: as `open_datasets`; of a set, with its name.
+        ConfigError, ModelError: as `check_system_prompt`.
+    """
+    if not config.data.sets:
+        opened = open_datasets(
+            config.data, seed=config.run.seed, needs_answer=needs_answer(config, supervised=supervised), limit=limit, refused=refused)
+        if supervised or config.rollout.workflow not in PLAYS:
+            check_system_prompt(config, base, opened[0].row(0))
+        return opened
+    train: dict[str, PromptDataset] = {}
+    heldout: list[Row] = []
+    for name in config.data.sets:
+        own = config.data_set(name)
+        try:
+            of_set = open_mixed(own, base, supervised=supervised, refused=refused, limit=limit)
+        except (ConfigError, DataError, ModelError) as exc:
+            raise type(exc)(f"data.sets.{name}: {exc}") from exc
+        train[name], held = (RowsOfSet(each, name, own.data) for each in of_set)
+        heldout.extend(held.row(index) for index in range(held.num_rows or 0))
+    weights = {name: weight_of(name, table) for name, table in config.data.sets.items()}
+    return Mixture(train, weights, config.run.seed, config.data.shuffle), ListDataset(tuple(heldout))
 
 
 def needs_answer(config: Config, *, supervised: bool) -> bool:
@@ -225,6 +259,8 @@ def _identify(config: Config, base: Base, train: Dataset[Any]) -> Identity:
     digests = {setting: _digest_of_code(name) for setting, name in code.items()}
     several = [[_digest_of_code(name), weight] for name, weight in rewards.items()] if config.rollout.rewards else []
     digests["rollout.rewards"] = digest_of(several) if several else ""
+    sets = [choose_rewards(own) | {own.rollout.workflow: 0.0} for own in map(config.data_set, config.data.sets)]
+    digests["data.sets"] = digest_of([_digest_of_code(name) for name in names] for names in sets) if sets else ""
     digests["agent.command"] = command_digest(config.agent.command)
     digests["agent.tools"] = digest_of([_digest_of_tool(tool) for tool in config.agent.tools]) if config.agent.tools else ""
     return Identity(

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import numpy as np
 
 from offbeat.config.root import Config
-from offbeat.controller.inputs import Base, check_system_prompt, needs_answer, read_base
-from offbeat.data.dataset import Dataset, check_length, open_datasets, render
+from offbeat.controller.inputs import Base, open_mixed, read_base
+from offbeat.data.dataset import Dataset, check_length, render
 from offbeat.data.pairs import PairEncoder, Preference, open_pairs
 from offbeat.data.row import Row
 from offbeat.data.supervised import Sequence as Encoded
@@ -83,16 +83,16 @@ def preview(config: Config, kind: Kind, *, count: int) -> Preview:
         UserError: model, tokenizer or data cannot be read; rows that cannot be used are told instead.
     """
     base = read_base(config)
-    allowed, data = config.data.max_unusable_rows, config.data.model_copy(update={"max_unusable_rows": _ANY_NUMBER})
+    allowed = config.data.max_unusable_rows
+    sets = {name: {**table, "max_unusable_rows": _ANY_NUMBER} for name, table in config.data.sets.items()}
+    data = config.data.model_copy(update={"sets": sets} if sets else {"max_unusable_rows": _ANY_NUMBER})
     config = config.model_copy(update={"data": data})
     unusable: list[str] = []
     if kind == "pairs":
         dataset, heldout = open_pairs(data, unpaired=True, refused=unusable)
         show = _pairs(config, base)
     else:
-        answered = needs_answer(config, supervised=kind == "sft")
-        dataset, heldout = open_datasets(data, seed=config.run.seed, needs_answer=answered, refused=unusable)
-        check_system_prompt(config, base, dataset.row(0))
+        dataset, heldout = open_mixed(config, base, supervised=kind == "sft", refused=unusable)
         show = _prompts(config, base) if kind == "rl" else _imitated(config, base)
     rows, lengths, refused = _read(dataset, show, count=count)
     return Preview(

@@ -376,7 +376,7 @@ def render(row: Row, tokenizer: Tokenizer, config: DataConfig) -> list[int]:
         ModelError: a chat is needed and the tokenizer has no template for it.
     """
     messages = messages_of(row, config)
-    return tokenizer.prompt(str(row.prompt)) if messages is None else tokenizer.chat(messages, tools=row.tools)
+    return tokenizer.prompt(str(row.prompt)) if messages is None else tokenizer.giving(row.template_kwargs).chat(messages, tools=row.tools)
 
 
 def messages_of(row: Row, config: DataConfig) -> tuple[Message, ...] | None:

@@ -4,7 +4,7 @@ from offbeat.config.data import DataConfig
 from offbeat.data.dataset import ListDataset, PromptDataset, open_datasets
 from offbeat.errors import DataError
 
-_SOURCE = ("task", "task_size", "task_options", "path", "split")
+_SOURCE = ("task", "task_size", "task_options", "path", "split", "sets")
 """Settings that say which rows there are."""
 _FIELDS = ("format", "prompt", "prompt_field", "answer_field", "system_field", "max_unusable_rows")
 """Settings that say how a record becomes a row."""

@@ -87,6 +87,8 @@ def open_pairs(
         raise DataError(
             f"data.task = {config.task!r} makes prompts without preferences; give data.path, a data file or a hub id with"
             " chosen and rejected answers")
+    if config.sets:
+        raise DataError("data.sets cannot hold preferences; give data.path, a pattern or a folder of files if there are several")
     if not config.path:
         raise DataError("data.path is empty; name a data file or folder, or a hub id, with chosen and rejected answers")
 

@@ -37,6 +37,8 @@ class Row:
         tools: descriptions of functions that the assistant of a chat may call, for chat templates that write them.
         said: the assistant's last message, where it has tool calls or reasoning beside its text; else None.
         json_fields: names of the extra fields that were not text, and are JSON.
+        of_set: name of the data set that it comes from, where several are mixed.
+        template_kwargs: what the chat template is given for this row besides messages and tools.
     """
 
     prompt: Prompt
@@ -46,6 +48,8 @@ class Row:
     tools: tuple[Tool, ...] = ()
     said: Message | None = None
     json_fields: tuple[str, ...] = ()
+    of_set: str = ""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     @property
     def imitated(self) -> Message:

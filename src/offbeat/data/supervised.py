@@ -103,7 +103,8 @@ class Supervision:
         if messages is None:
             return None
         try:
-            return mark_answers((*messages, row.imitated), self.tokenizer, turns=self.sft.assistant_turns, tools=row.tools)
+            tokenizer = self.tokenizer.giving(row.template_kwargs)
+            return mark_answers((*messages, row.imitated), tokenizer, turns=self.sft.assistant_turns, tools=row.tools)
         except (DataError, ModelError) as exc:
             raise type(exc)(f"{name} cannot be imitated: {exc}") from exc
 

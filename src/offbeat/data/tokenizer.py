@@ -6,7 +6,7 @@
 
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -73,6 +73,10 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self.hf.chat_template)
+
+    def giving(self, template_kwargs: Mapping[str, Any]) -> "Tokenizer":
+        """Return this tokenizer with more that its chat template is given."""
+        return replace(self, template_kwargs={**self.template_kwargs, **template_kwargs}) if template_kwargs else self
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of `text`. Special tokens spelled out in it, such as `<eos>`, are recognised."""

@@ -37,7 +37,9 @@ def check_named(config: Config) -> list[str]:
     lines: list[str] = []
     wrong: list[str] = []
     tried: set[str] = set()
-    for prefix, own in (("", config), *((f"evaluate.sets.{name}: ", config.evaluation_set(name)) for name in config.evaluate.sets)):
+    data_sets = [(f"data.sets.{name}: ", config.data_set(name)) for name in config.data.sets]
+    evaluated = [(f"evaluate.sets.{name}: ", config.evaluation_set(name)) for name in config.evaluate.sets]
+    for prefix, own in (*(data_sets or [("", config)]), *evaluated):
         for what, names, check in (
             ("data", _source_of(own.data), _check_data), ("rewards", [*_chosen(own)], _check_rewards),
             ("workflow", [own.rollout.workflow, own.rollout.should_accept], _check_workflow),
@@ -75,6 +77,8 @@ def _source_of(data: DataConfig) -> list[Any]:
 
 def _check_data(config: Config) -> Iterator[str]:
     data = config.data
+    if data.sets:  # of an evaluation set, whose rows are the run's
+        return
     if not (data.task or data.path):
         yield "data: data.task and data.path are both empty, and a run needs one of them"
         return

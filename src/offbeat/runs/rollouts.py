@@ -3,7 +3,7 @@
 Opened by the controller, by rank 0 in SPMD mode, and by every other rank that rolls out on rank 0's engines.
 """
 
-from collections.abc import Awaitable, Hashable, Mapping
+from collections.abc import Awaitable, Hashable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,8 +20,10 @@ from offbeat.data.batch import Batch
 from offbeat.data.dataset import PromptStream, check_length, render
 from offbeat.data.functions import resolve
 from offbeat.data.keeping import keep_rejected_line
+from offbeat.data.mixture import first_rows
 from offbeat.data.pieces import Pieces
 from offbeat.data.row import Row
+from offbeat.data.trajectory import Trajectory
 from offbeat.engine.reward_options import RewardModelOptions
 from offbeat.errors import TooLongError
 from offbeat.fleet.publishers import OnServed
@@ -34,7 +36,7 @@ from offbeat.rollout.executor import Accept, RolloutExecutor, Settled
 from offbeat.rollout.idle import IdleHint, limit_of_places
 from offbeat.rollout.metric import check_metrics
 from offbeat.rollout.model_reward import ModelReward
-from offbeat.rollout.reward_pool import RewardPool
+from offbeat.rollout.reward_pool import RewardPool, check_call
 from offbeat.rollout.staleness import Gate
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
@@ -44,10 +46,22 @@ Rewards = RewardPool | ModelReward
 
 
 @dataclass(frozen=True)
+class MixedRewards:
+    """The rewards of several data sets, by name; each row is judged by those of its own."""
+
+    of_sets: Mapping[str, "RewardPool | ModelReward"]
+
+    async def score(self, completions: Sequence[str], row: Row) -> list[float]:
+        """See `RewardPool.score`."""
+        check_call(completions, row)
+        return await self.of_sets[row.of_set].score(completions, row)
+
+
+@dataclass(frozen=True)
 class UserCode:
     """What plays an episode and what judges it, with the processes that they need; and those of the evaluation sets, by name."""
 
-    rewards: Rewards
+    rewards: "Rewards | MixedRewards"
     workflow: Workflow
     sets: Mapping[str, "UserCode"] = field(default_factory=dict)
 
@@ -193,8 +207,11 @@ async def open_user_code(
     def workflow_of(own: Config, of_set: RunInputs, folder: Path) -> Awaitable[Workflow]:
         return open_workflow(stack, own, tokenizer=of_set.tokenizer, log_dir=folder, tell=partial(record.note, "user_code"))
 
-    code = UserCode(*await both(
-        open_rewards(stack, inputs.train.row(0), config, record, launcher=launcher), workflow_of(config, inputs, record.log_dir)))
+    if config.data.sets:
+        code = await _open_mixed(stack, inputs, config, record, launcher=launcher)
+    else:
+        code = UserCode(*await both(
+            open_rewards(stack, inputs.train.row(0), config, record, launcher=launcher), workflow_of(config, inputs, record.log_dir)))
     await check_metrics([config, *map(config.evaluation_set, inputs.sets)], log_dir=record.log_dir)
     rewards, workflows = {what_judges(config): code.rewards}, {_what_plays(config): code.workflow}
     sets: dict[str, UserCode] = {}
@@ -209,8 +226,35 @@ async def open_user_code(
     return replace(code, sets=sets)
 
 
+async def _open_mixed(
+    stack: AsyncExitStack, inputs: RunInputs, config: Config, record: RunRecord, *, launcher: Launcher,
+) -> UserCode:
+    """Start what judges and plays the rows of each data set. What a set has in common with one before it is started once."""
+    rewards: dict[Hashable, Rewards] = {}
+    workflows: dict[Hashable, Workflow] = {}
+    judges: dict[str, Rewards] = {}
+    plays: dict[str, Workflow] = {}
+    for name, row in first_rows(inputs.train).items():
+        own, folder = config.data_set(name), f"data-{name}"
+        judging, playing = what_judges(own), _what_plays(own)
+        if judging not in rewards:
+            rewards[judging] = await open_rewards(stack, row, own, record, launcher=launcher, of_set=folder)
+        if playing not in workflows:
+            tokenizer = inputs.tokenizer.giving(own.data.chat_template_kwargs)
+            workflows[playing] = await open_workflow(
+                stack, own, tokenizer=tokenizer, log_dir=_log_dir(record, folder), tell=partial(record.note, "user_code"))
+        judges[name], plays[name] = rewards[judging], workflows[playing]
+
+    async def play(episode: Episode) -> Sequence[Trajectory]:
+        return await plays[episode.row.of_set](episode)
+
+    return UserCode(MixedRewards(judges), play)
+
+
 def num_reward_models(config: Config) -> int:
     """Return how many processes of reward models `open_user_code` starts for the run itself."""
+    if config.data.sets:
+        return sum(map(num_reward_models, {what_judges(own): own for own in map(config.data_set, config.data.sets)}.values()))
     return config.rollout.reward_workers if reward_model_of(config) else 0
 
 
@@ -229,13 +273,14 @@ def what_judges(config: Config) -> Hashable:
     """Return everything that `open_rewards` reads and that may differ between a run and its evaluation sets."""
     rollout, data = config.rollout, config.data
     prompts = (data.chat_template, data.system_prompt) if reward_model_of(config) else ()
-    rewards = (bool(rollout.rewards), *choose_rewards(config).items())
+    rewards = (bool(data.sets), bool(rollout.rewards), *choose_rewards(config).items())
     return rewards, rollout.reward_workers, rollout.reward_timeout_s, rollout.reward_memory_bytes, rollout.reward_env, prompts
 
 
 def _what_plays(config: Config) -> Hashable:
     """Return everything that `open_workflow` reads and that may differ between a run and its evaluation sets."""
-    return config.rollout.workflow, config.agent, config.data.system_prompt, tuple(config.data.chat_template_kwargs.items())
+    data = config.data
+    return bool(data.sets), config.rollout.workflow, config.agent, data.system_prompt, tuple(data.chat_template_kwargs.items())
 
 
 def _log_dir(record: RunRecord, of_set: str) -> Path:

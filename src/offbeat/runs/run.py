@@ -444,6 +444,7 @@ def move_aside(config: Config) -> Path:
     """
     read = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer, "data.path": config.data.path,
             "teacher.path": config.teacher.path,
+            **{f"data.sets.{name}.path": config.data_set(name).data.path for name in config.data.sets},
             **{f"evaluate.sets.{name}.data.path": config.evaluation_set(name).data.path for name in config.evaluate.sets}}
     for name, path in read.items():
         if path and Path(path).resolve().is_relative_to(config.run_dir.resolve()):
