@@ -142,7 +142,7 @@ class _Training:
             # Groups for this step can only be there when no engine is further behind the version that it trains.
             await self._parts.publisher.settle(behind=config.rollout.max_head_offpolicyness)
             gate_s = clock.lap()
-            groups = await rollouts.prepare_batch()
+            groups = await run_beside(rollouts.prepare_batch(), self._parts.publisher.watch())
         waited_s = clock.lap()
         with span("advantage", "controller"):
             batch, own = await asyncio.to_thread(self._flatten, groups, algorithm, step)
