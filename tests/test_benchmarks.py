@@ -20,9 +20,9 @@ def test_the_controllers_benchmark_plays_its_groups_and_prints_one_line(kind: st
     assert {"longest_callback_ms", "longest_late_ms", "rss_growth_mb"} <= figures.keys()
 
 
-def test_the_benchmark_of_publishing_to_many_engines_says_its_three_ratios() -> None:
+def test_the_benchmark_of_publishing_to_many_engines_says_its_ratios() -> None:
     command = [sys.executable, str(BENCHMARKS / "publish_fleet.py"), "--quick", "--engines", "8"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    many, beside, idle = map(json.loads, done.stdout.splitlines())
-    assert many["case"] == "publish to 16 engines vs 4" and many["aim"] == pytest.approx(1 / 1.2)
+    many, cpu, beside, idle = map(json.loads, done.stdout.splitlines())
+    assert many["case"] == "publish to 16 engines vs 4" and many["aim"] == pytest.approx(1 / 1.2) and cpu["ours"] > 0
     assert beside["ours"] < beside["peer"] and idle["ours"] < idle["peer"], "a slow engine held up the others"

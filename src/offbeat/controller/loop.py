@@ -164,7 +164,7 @@ class _Training:
             await self._parts.publisher.settle(behind=config.rollout.max_head_offpolicyness)
             gate_s = clock.lap()
             ahead = await self._settle_ahead(rollouts)
-            groups = await rollouts.prepare_batch()
+            groups = await run_beside(rollouts.prepare_batch(), self._parts.publisher.watch())
         waited_s = clock.lap()
         with span("advantage", "controller"):
             made = await (ahead if ahead is not None else self._make(groups, algorithm, step))

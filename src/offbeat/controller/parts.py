@@ -44,6 +44,10 @@ class Publishing(Protocol):
         """
         ...
 
+    async def watch(self) -> None:
+        """Raise as soon as a publish that is on its way fails; for waits that would last for ever then."""
+        ...
+
 
 class Rollouts(Protocol):
     """Asynchronous rollouts over one prompt stream; see `offbeat.rollout.executor.RolloutExecutor`."""

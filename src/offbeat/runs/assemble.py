@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from offbeat.aio import both, run_beside
+from offbeat.aio import both
 from offbeat.config.root import Config
 from offbeat.controller.inputs import RunInputs, choose_canary
 from offbeat.controller.parts import Publishing, RunParts, SingleProcess
@@ -101,8 +101,7 @@ async def open_policy(
         adapter = policy_adapter(incarnation)
         await fleet.unload_leftovers(directory)
         policy = await stack.enter_async_context(PolicyPublisher(fleet.publisher, channel, adapter=adapter, release=release))
-        return Policy(
-            policy, partial(fleet.dispatcher.generate, adapter=adapter), lambda: run_beside(fleet.watch(), policy.watch()))
+        return Policy(policy, partial(fleet.dispatcher.generate, adapter=adapter), fleet.watch)
     publisher = await stack.enter_async_context(
         WeightsPublisher(pool, channel, config.weights, judge=fleet.judge, release=release, waits=waits))
-    return Policy(publisher, fleet.dispatcher.generate, lambda: run_beside(fleet.watch(publisher.bring), publisher.watch()))
+    return Policy(publisher, fleet.dispatcher.generate, partial(fleet.watch, publisher.bring))

@@ -180,7 +180,7 @@ class NoEngines:
         """See `Publishing.settle`."""
 
     async def watch(self) -> None:
-        """Watch nothing."""
+        """Watch nothing; see `Publishing.watch`."""
 
     def rollouts(
         self, stream: PromptStream, *, version: Version, last_version: Version, num_flat_rejected: int = 0,  # noqa: ARG002

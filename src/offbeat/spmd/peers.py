@@ -103,6 +103,9 @@ class FollowingPublisher:
     async def settle(self, *, behind: int = 0) -> None:
         """Do nothing; see `Publishing.settle`. Rank 0 waits for engines, and this rank for rank 0 where it needs it."""
 
+    async def watch(self) -> None:
+        """Do nothing, for the same reason; see `Publishing.watch`."""
+
 
 def make_release(pool: EnginePool, config: Config, peers: RankPeers) -> Release:
     """Return the function by which rank 0, which brings weights to the pool's engines, releases the other ranks."""
