@@ -83,8 +83,10 @@ class Trainers:
         """
         prepared, self._prepared = self._prepared, None
         step, self._step = self._step, self._step + 1  # at once: the next step may be prepared while this one is spread
-        known = prepared is not None and prepared[0] is batch
-        shares = prepared[1] if known else await self._spread(batch, step, num_minibatches=num_minibatches)
+        if prepared is not None and prepared[0] is batch:
+            shares = prepared[1]
+        else:
+            shares = await self._spread(batch, step, num_minibatches=num_minibatches)
         self._held = None
         answers = await self._ranks.call(self._name("train_step"), shares, Trained, timeout_s=self._config.train.step_timeout_s)
         for rank, answer in enumerate(answers):

@@ -123,4 +123,4 @@ def _zeros_on_host(parameter: Tensor) -> Tensor:
 
 
 def _local(tensor: Any) -> Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
