@@ -6,7 +6,7 @@ tests/test_commands_page.py compares the page with what this would write.
 import argparse
 from collections.abc import Iterator
 
-from offbeat.cli.main import build_parser
+from offbeat.cli.main import COMMANDS, build_parser
 
 _HEAD = """\
 # Commands
@@ -23,14 +23,16 @@ tracebacks and logs in detail. The exit code is 0 when all went well, 1 when a r
 
 def render() -> str:
     """Render Markdown: for every command its text, its arguments and its examples."""
-    return _HEAD + "\n".join(_commands(build_parser(""), "offbeat"))
+    sections = (section for command in COMMANDS for section in _commands(build_parser(command), "offbeat", only=command))
+    return _HEAD + "\n".join(sections)
 
 
-def _commands(parser: argparse.ArgumentParser, name: str) -> Iterator[str]:
+def _commands(parser: argparse.ArgumentParser, name: str, *, only: str = "") -> Iterator[str]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for word, nested in action.choices.items():
-                yield from _command(nested, f"{name} {word}")
+                if only in ("", word):
+                    yield from _command(nested, f"{name} {word}")
 
 
 def _command(parser: argparse.ArgumentParser, name: str) -> Iterator[str]:

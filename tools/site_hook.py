@@ -1,8 +1,8 @@
 """Makes the site of what the repository holds beside docs/; mkdocs loads this file as a hook (mkdocs.yml).
 
 Pages link to files outside docs/ by relative paths, which work where the repository is read. The site has no repository beside it, so every
-file that a page links to becomes a page of its own under source/, and the links are rewritten. CHANGELOG.md and CONTRIBUTING.md are also
-pages of the site. mkdocs checks all links, rewritten ones included.
+file that a page links to becomes a page of its own under source/, and the links are rewritten. README.md, CHANGELOG.md and
+CONTRIBUTING.md are also pages of the site. mkdocs checks all links, rewritten ones included.
 """
 
 import os
@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOT_PAGES = {"CHANGELOG.md": "changes.md", "CONTRIBUTING.md": "contributing.md", "README.md": "index.md"}
+ROOT_PAGES = {"README.md": "readme.md", "CHANGELOG.md": "changes.md", "CONTRIBUTING.md": "contributing.md"}
 """Files at the root of the repository, and the pages of the site that stand for them."""
 
 _LINK = re.compile(r"(?<=\]\()(?!#|[a-z]+:)([^)#\s]+)(#[^)\s]*)?(?=\))")
@@ -26,9 +26,9 @@ _LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", ".json": "json", 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add a page for every file outside docs/ that a page links to."""
     documents = {Path(file.abs_src_path): file for file in files.documentation_pages()}
-    for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
-        files.append(File.generated(config, ROOT_PAGES[name], content=(ROOT / name).read_text(encoding="utf-8")))
-        documents[ROOT / name] = files.src_uris[ROOT_PAGES[name]]
+    for name, uri in ROOT_PAGES.items():
+        files.append(File.generated(config, uri, content=(ROOT / name).read_text(encoding="utf-8")))
+        documents[ROOT / name] = files.src_uris[uri]
     linked = {target for path in documents for target in _links_outside(path)}
     for target in sorted(linked):
         files.append(File.generated(config, _source_page(target), content=_listing(target)))
@@ -40,7 +40,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     uri = page.file.src_uri
     if uri.startswith("source/"):
         return markdown
-    origin = next((ROOT / name for name, at in ROOT_PAGES.items() if at == uri and name != "README.md"), ROOT / "docs" / uri)
+    origin = next((ROOT / name for name, at in ROOT_PAGES.items() if at == uri), ROOT / "docs" / uri)
 
     def at_site(match: re.Match[str]) -> str:
         target = _resolve(origin, match[1])

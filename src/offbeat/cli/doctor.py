@@ -234,7 +234,7 @@ def _print_table(checks: Sequence[Check]) -> None:
     console.print(table)
     failed, warned = (sum(check.status == status for check in checks) for status in ("fail", "warn"))
     if failed:
-        console.print(f"\n{failed} of {len(checks)} checks failed; no run will start before they are mended.", style="bold red")
+        console.print(f"\n{failed} of {len(checks)} checks failed; no run will start until they are fixed.", style="bold red")
     else:
         remarks = f", with {warned} remark{'' if warned == 1 else 's'}" if warned else ""
         console.print(f"\nReady{remarks}. Try: offbeat quickstart", style="bold")
