@@ -46,16 +46,17 @@ class RunFiles:
         return value if _finite(value) else None
 
 
-def read_run(run_dir: Path) -> RunFiles:
-    """Read a run's folder.
-
-    Raises:
-        DataError: there is no such folder, or it contains neither `config.toml` nor `metrics.jsonl`.
-    """
+def check_run_dir(run_dir: Path) -> None:
+    """Raise DataError if there is no such folder, or it contains neither `config.toml` nor `metrics.jsonl`."""
     if not run_dir.is_dir():
         raise DataError(f"run folder {run_dir} does not exist; give a folder such as runs/NAME")
     if not (run_dir / "config.toml").is_file() and not (run_dir / "metrics.jsonl").is_file():
         raise DataError(f"{run_dir} is no run: it holds neither config.toml nor metrics.jsonl; give a folder such as runs/NAME")
+
+
+def read_run(run_dir: Path) -> RunFiles:
+    """Read a run's folder; raises DataError as `check_run_dir` does."""
+    check_run_dir(run_dir)
     config_text = _text(run_dir / "config.toml")
     return RunFiles(
         name=run_dir.resolve().name,
