@@ -67,6 +67,7 @@ def test_arguments_become_settings_of_the_run(tmp_path: Path, model_dir: str, mo
     assert (config.algorithm.preset, config.data.task) == ("dapo", "sort_digits")
 
 
+@pytest.mark.whole_run
 @pytest.mark.parametrize(("learn", "section", "data"), [
     (offbeat.sft, "sft", ROWS), (offbeat.dpo, "preference", PAIRS), (offbeat.reward_model, "reward_model", PAIRS)],
     ids=["sft", "dpo", "reward_model"])

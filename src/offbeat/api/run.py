@@ -1,8 +1,10 @@
 """A run as its folder tells of it: while it goes on, when it has ended, and after a crash. Everything is read when it is asked for."""
 
 import importlib
+import json
 import os
 import re
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,9 +15,10 @@ import msgspec
 import zstandard
 
 from offbeat.dashboard.report import write_report
-from offbeat.dashboard.run_files import RunFiles, read_run
+from offbeat.dashboard.run_files import check_run
 from offbeat.data.tokenizer import Tokenizer, load_tokenizer
 from offbeat.errors import ConfigError, DataError, MissingExtraError
+from offbeat.telemetry.jsonl import read_json_lines
 
 _ROLLOUTS = re.compile(r"step-(\d+)\.jsonl\.zst")
 _ACCURACY = "eval/accuracy"
@@ -78,7 +81,7 @@ class Run:
             DataError: there is no such folder, or it is not a run.
         """
         self.folder = Path(folder)
-        self._read()
+        check_run(self.folder)
 
     def __repr__(self) -> str:
         marks = ", ".join(
@@ -93,12 +96,14 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """Every setting of the run, by section; `offbeat.train(config=run.config)` takes it, and so does `offbeat train` its file."""
-        return dict(self._read().config)
+        file = self.folder / "config.toml"
+        return tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
     @property
     def result(self) -> dict[str, Any]:
         """What `result.json` says, which is written when a run ends; empty before."""
-        return dict(self._read().result)
+        file = self.folder / "result.json"
+        return json.loads(file.read_bytes()) if file.is_file() else {}
 
     @property
     def steps(self) -> int:
@@ -156,7 +161,9 @@ class Run:
             MissingExtraError: that library is not installed.
             ConfigError: it is another one.
         """
-        rows = [dict(row) for row in self._read().metrics]
+        rows = [
+            {name: value for name, value in row.items() if isinstance(value, int | float)}
+            for row in read_json_lines(self.folder / "metrics.jsonl")]
         if not frame:
             return rows
         if frame not in ("pandas", "polars"):
@@ -170,7 +177,7 @@ class Run:
 
     def events(self) -> list[dict[str, Any]]:
         """Return publishes, evaluations, checkpoints, rejections and failures, in order, each with its `kind`."""
-        return [dict(event) for event in self._read().events]
+        return [dict(event) for event in read_json_lines(self.folder / "events.jsonl")]
 
     @property
     def rollout_steps(self) -> list[int]:
@@ -197,11 +204,8 @@ class Run:
         """Write the run's report, one HTML file that opens in any browser, and return its path."""
         return write_report(self.folder)
 
-    def _read(self) -> RunFiles:
-        return read_run(self.folder)
-
     def _accuracies(self) -> list[tuple[float, float]]:
-        return self._read().points(_ACCURACY)
+        return [(row["global_step"], row[_ACCURACY]) for row in self.metrics() if {"global_step", _ACCURACY} <= row.keys()]
 
     def _exported(self, name: str, when: str) -> Path:
         folder = self.folder / name

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from offbeat.api.rows import Rows, Sets, sets_of
@@ -81,7 +82,8 @@ def sft(
 
     Keywords are settings of [sft], [sft.optimizer] and [run] first.
     """
-    return _lesson(run_supervised, "sft", model, data, evaluate, config, settings, keywords, callbacks, fresh, progress)
+    given = _Lesson(model, data, evaluate, config, settings, keywords)
+    return given.run(run_supervised, "sft", callbacks=callbacks, fresh=fresh, progress=progress)
 
 
 def dpo(
@@ -95,7 +97,8 @@ def dpo(
 
     Keywords are settings of [preference], [preference.optimizer] and [run] first.
     """
-    return _lesson(run_preference, "preference", model, data, evaluate, config, settings, keywords, callbacks, fresh, progress)
+    given = _Lesson(model, data, evaluate, config, settings, keywords)
+    return given.run(run_preference, "preference", callbacks=callbacks, fresh=fresh, progress=progress)
 
 
 def reward_model(
@@ -110,18 +113,28 @@ def reward_model(
 
     Keywords are settings of [reward_model], [reward_model.optimizer] and [run] first.
     """
-    return _lesson(run_reward_model, "reward_model", model, data, evaluate, config, settings, keywords, callbacks, fresh, progress)
+    given = _Lesson(model, data, evaluate, config, settings, keywords)
+    return given.run(run_reward_model, "reward_model", callbacks=callbacks, fresh=fresh, progress=progress)
 
 
-def _lesson(
-    learn: Callable[..., object], section: str, model: str | os.PathLike[str] | None, data: Rows | None, evaluate: Rows | None,
-    config: Source | None, settings: Settings | None, keywords: Settings, callbacks: Iterable[Callback], fresh: bool, progress: bool,
-) -> Run:
-    homes = (section, f"{section}.optimizer", "run", "train", "data", "model")
-    with configured(
-            config, settings, keywords, homes=homes, given={"model.path": model},
-            rows={"data": data, "data.heldout_path": evaluate}) as chosen:
-        return _run(learn, chosen, callbacks=callbacks, fresh=fresh, progress=progress)
+@dataclass(frozen=True)
+class _Lesson:
+    """What a function that trains on examples was given; names are those of its arguments."""
+
+    model: str | os.PathLike[str] | None
+    data: Rows | None
+    evaluate: Rows | None
+    config: Source | None
+    settings: Settings | None
+    keywords: Settings
+
+    def run(self, learn: Callable[..., object], section: str, *, callbacks: Iterable[Callback], fresh: bool, progress: bool) -> Run:
+        """Train, with keywords that are looked for in `section` first."""
+        homes = (section, f"{section}.optimizer", "run", "train", "data", "model")
+        rows = {"data": self.data, "data.heldout_path": self.evaluate}
+        with configured(
+                self.config, self.settings, self.keywords, homes=homes, given={"model.path": self.model}, rows=rows) as chosen:
+            return _run(learn, chosen, callbacks=callbacks, fresh=fresh, progress=progress)
 
 
 def _run(learn: Callable[..., object], config: Config, *, callbacks: Iterable[Callback], fresh: bool, progress: bool) -> Run:
