@@ -35,16 +35,18 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_it_trains(tmp_path: Path, model_dir: str) -> None:
-    """With a smaller model and fewer samples, so that the test is short; everything else is as it is written."""
+def test_it_trains(tmp_path: Path) -> None:
+    """With fewer samples and steps, so that the test is short; everything else is as it is written, the warm-up and the model included."""
     folder = tmp_path / "mine"
     assert main(["init", str(folder)]) == 0
     small = {name: value for name, value in SETTINGS.items() if name.startswith(("rollout.group", "rollout.consumer", "rollout.max_con"))}
     given = {
-        **small, "run.total_steps": "2", "run.warm_up": "false", "model.path": model_dir, "data.path": str(folder / "data.jsonl"),
+        **small, "run.total_steps": "2", "sft.total_steps": "2", "sft.batch_size": "8", "sft.evaluate_every_steps": "0",
+        "data.path": str(folder / "data.jsonl"),
         "rollout.reward": f"{folder / 'reward.py'}:digits_in_place", "run.dir": str(tmp_path / "runs"), "data.heldout_size": "4",
         "train.threads": "1", "inference.threads": "1", "cluster.stop_timeout_s": "3"}
     done = offbeat(
         "train", str(folder / "task.toml"), *(word for name, value in given.items() for word in (f"--{name}", value)), "--json")
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "runs" / "my-task" / "result.json").read_text())["steps"] == 2
+    result = json.loads((tmp_path / "runs" / "my-task" / "result.json").read_text())
+    assert (result["steps"], result["warm_up_steps"]) == (2, 2)

@@ -3,7 +3,7 @@
 import argparse
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from offbeat.cli.main import COMMANDS, build_parser
@@ -71,7 +71,7 @@ class Words:
 
     options: tuple[Option, ...] = ()
     choices: tuple[str, ...] = ()
-    settings: bool = field(default=False)
+    settings: bool = False
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import random
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -133,7 +134,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as exc:
         raise StorageError(f"{folder} cannot be written: {exc.strerror}; give another folder") from exc
-    print(f"wrote {', '.join(files)} into {folder}\ntry: cd {folder} && offbeat train task.toml")
+    print(f"wrote {', '.join(files)} into {folder}\ntry: cd {shlex.quote(str(folder))} && offbeat train task.toml")
     return 0
 
 
