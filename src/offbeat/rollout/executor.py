@@ -214,13 +214,12 @@ class RolloutExecutor:
         return combine([self._outcomes.take(), dynamic, self._stream.stats(), self._accounts.take()])
 
     async def rollout_batch(
-        self, rows: Iterable[Row], *, group_size: int, sampling: Sampling,
-        on_group: Callable[[int, Group], None] = lambda _index, _group: None,
+        self, rows: Iterable[Row], *, group_size: int, sampling: Sampling, on_group: Callable[[Group], None] = lambda _group: None,
     ) -> list[Group]:
         """Play the given rows now, bypassing the gate, and wait for all, for evaluation and debugging. Groups are in the rows' order.
 
         Args:
-            on_group: called with the place of each row and its group as soon as that has ended.
+            on_group: called with each group as soon as it has ended.
         """
         slots = asyncio.Semaphore(self._config.max_concurrent_rollouts)
 
@@ -229,7 +228,7 @@ class RolloutExecutor:
                 for tries in itertools.count(1):
                     group, failure = screen(*await self._settle(f"batch:{index}", row, group_size, sampling, Accounts()), fewest=1)
                     if failure is None or not failure.is_ours or tries > self._config.max_retries:
-                        on_group(index, group)
+                        on_group(group)
                         return group
                 raise AssertionError("a count has no end")
 
