@@ -218,6 +218,8 @@ class RolloutExecutor:
     ) -> list[Group]:
         """Play the given rows now, bypassing the gate, and wait for all, for evaluation and debugging. Groups are in the rows' order.
 
+        Also groups of which nothing can be used have the trajectories that were played, so that it can be seen what they were.
+
         Args:
             on_group: called with each group as soon as it has ended.
         """
@@ -226,10 +228,12 @@ class RolloutExecutor:
         async def play(index: int, row: Row) -> Group:
             async with slots:
                 for tries in itertools.count(1):
-                    group, failure = screen(*await self._settle(f"batch:{index}", row, group_size, sampling, Accounts()), fewest=1)
+                    played, failure = await self._settle(f"batch:{index}", row, group_size, sampling, Accounts())
+                    group, failure = screen(played, failure, fewest=1)
                     if failure is None or not failure.is_ours or tries > self._config.max_retries:
-                        on_group(group)
-                        return group
+                        whole = replace(group, trajectories=played.trajectories)
+                        on_group(whole)
+                        return whole
                 raise AssertionError("a count has no end")
 
         with self._holdups.on():
