@@ -17,7 +17,7 @@ from offbeat.controller.evaluate import Evaluator, check_known
 from offbeat.controller.parts import SingleProcess
 from offbeat.data import wire
 from offbeat.data.dataset import ListDataset
-from offbeat.data.row import Prompt, Row
+from offbeat.data.row import Row
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.data.trajectory import Group, Trajectory
 from offbeat.errors import CodeError, ConfigError, DeadlineError, RolloutError
@@ -42,13 +42,13 @@ class Rollouts:
         self.sampling = Sampling(6, temperature=1.0, top_p=0.9, stop=("\n",))
 
     async def rollout_batch(
-        self, rows: Iterable[Row], *, group_size: int, sampling: Sampling, on_group: Callable[[int, Group], None],
+        self, rows: Iterable[Row], *, group_size: int, sampling: Sampling, on_group: Callable[[Group], None],
     ) -> list[Group]:
         self.asked = (list(rows), group_size, sampling)
         await asyncio.sleep(self.delay_s)
         groups = [self._group(i, self.rewards[i]) for i in range(len(self.asked[0]))]
-        for index, group in enumerate(groups):
-            on_group(index, group)
+        for group in groups:
+            on_group(group)
         return groups
 
     def _group(self, index: int, reward: float | list[float] | None) -> Group:
@@ -130,15 +130,15 @@ def test_a_set_with_a_name_has_metrics_of_its_own() -> None:
 
 def test_each_group_is_told_of_and_all_answers_can_be_kept() -> None:
     kept: list[EvaluatedSet] = []
-    told: list[Prompt] = []
+    told: list[tuple[int, int]] = []
 
     async def keep(played: EvaluatedSet) -> None:
         kept.append(played)
 
     rollouts = Rollouts([1.0, None, 0.5, 1.0, 0.0])
     asyncio.run(evaluator(rollouts).run(keep))
-    assert asyncio.run(evaluator(rollouts).play(lambda prompt: told.append(prompt.row.prompt))) == kept[0]
-    assert told == [f"{i}>" for i in range(5)]
+    assert asyncio.run(evaluator(rollouts).play(lambda *counts: told.append(counts))) == kept[0]
+    assert told == [(1, 1), (0, 0), (0, 1), (1, 1), (0, 1)]
     [played] = kept
     assert [[sample.reward for sample in prompt.samples] for prompt in played.prompts] == [[1.0], [], [0.5], [1.0], [0.0]]
     assert played.prompts[1].failure == "CodeError: no number" and played.prompts[2].row == ROWS.row(2)

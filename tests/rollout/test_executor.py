@@ -896,6 +896,7 @@ def test_an_evaluation_plays_again_what_failed_for_a_reason_of_ours_and_counts_a
         assert [group.rejected for group in groups] == [
             None, None, "EngineError: unlucky", "1 of 1 samples cannot be trained on; the first: reward failed: it hangs", None]
         assert (tries["1"], tries["2"], tries["3"]) == (2, 2, 1)
+        assert [t.reason for t in groups[3].trajectories] == ["reward failed: it hangs"], "its answer can be read"
 
     run(body)
 

@@ -19,7 +19,7 @@ from offbeat.config.root import Config
 from offbeat.data.reward import FailedReward, NamedReward
 from offbeat.data.row import Row
 from offbeat.errors import ConfigError, EngineError, RolloutError
-from offbeat.evaluation.samples import EvaluatedPrompt, EvaluatedSample, EvaluatedSet
+from offbeat.evaluation.samples import EvaluatedSample, EvaluatedSet
 from offbeat.runs.endpoint import AskedSet, Endpoint, read_sets
 from offbeat.runs.evaluated_model import EvaluatedModel
 from small_run import REWARDS, small_config
@@ -68,11 +68,11 @@ def configured(tmp_path: Path, **changes: str) -> Config:
 def play(scripted: Scripted, config: Config, *rows: Row, served: str = "") -> EvaluatedSet:
     """The set of these rows, asked for over HTTP."""
     async def main(endpoint: Endpoint) -> EvaluatedSet:
-        return await endpoint.play(AskedSet("", config, rows), Rewards(), on_prompt=told.append)
+        return await endpoint.play(AskedSet("", config, rows), Rewards(), on_prompt=lambda *counts: told.append(counts))
 
-    told: list[EvaluatedPrompt] = []
+    told: list[tuple[int, int]] = []
     answered = connected(scripted, main, served=served)
-    assert len(told) == len(rows)
+    assert sorted(told) == sorted((sum(each.is_right for each in own.samples), len(own.samples)) for own in answered.prompts)
     return answered
 
 

@@ -4,7 +4,8 @@ The run's held-out prompts are a set without a name, and are played and judged a
 and sampling of its own (`config.evaluation_sets`).
 """
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from offbeat.config.root import Config
 from offbeat.controller.inputs import RunInputs
 from offbeat.controller.parts import Peers, Rollouts, RolloutSource
 from offbeat.data.dataset import PromptDataset
+from offbeat.data.reward import RIGHT
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.data.trajectory import Group
 from offbeat.errors import ConfigError, OffbeatError
@@ -23,6 +25,8 @@ from offbeat.evaluation.scores import Evaluation, score_set
 from offbeat.rollout.metric import Metric
 
 Keep = Callable[[EvaluatedSet], Awaitable[None]]
+OnPrompt = Callable[[int, int], None]
+"""Called when a prompt is scored, with the numbers of its right answers and of all."""
 
 
 class Evaluator:
@@ -83,24 +87,26 @@ class Evaluator:
         """Return the scores of what `play` returned."""
         return await score(played, self._metric)
 
-    async def play(self, on_prompt: Callable[[EvaluatedPrompt], None] = lambda _prompt: None) -> EvaluatedSet:
+    async def play(self, on_prompt: OnPrompt = lambda _num_right, _num_answers: None) -> EvaluatedSet:
         """Complete and score every prompt in this process; errors are those of `run`.
 
         Args:
-            on_prompt: called with each prompt as soon as it is scored.
+            on_prompt: called when a prompt is scored, with the numbers of its right answers and of all.
         """
         config, name = self._config, self.name
-        prompts: dict[int, EvaluatedPrompt] = {}
 
-        def settled(index: int, group: Group) -> None:
-            prompts[index] = read_group(self._rows[index], group, self._tokenizer)
-            on_prompt(prompts[index])
+        def settled(group: Group) -> None:
+            on_prompt(int((group.rewards >= RIGHT).sum()), len(group.episodes))
 
         async with deadline(f"evaluation of {name}" if name else "evaluation", config.timeout_s):
-            await self._rollouts.rollout_batch(
+            groups = await self._rollouts.rollout_batch(
                 self._rows, group_size=config.samples_per_prompt, sampling=self._sampling, on_group=settled)
-        in_order = tuple(prompts[index] for index in range(len(self._rows)))
-        return check_answered(EvaluatedSet(name, config.samples_per_prompt, in_order, config.pass_at))
+        # On a thread, as the texts of long answers would hold up the rollouts beside.
+        prompts = await asyncio.to_thread(self._read, groups)
+        return check_answered(EvaluatedSet(name, config.samples_per_prompt, prompts, config.pass_at))
+
+    def _read(self, groups: Sequence[Group]) -> tuple[EvaluatedPrompt, ...]:
+        return tuple(read_group(row, group, self._tokenizer) for row, group in zip(self._rows, groups, strict=True))
 
 
 async def score(played: EvaluatedSet, metric: Metric | None) -> Evaluation:

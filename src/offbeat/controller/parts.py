@@ -79,7 +79,7 @@ class Rollouts(Protocol):
     def take_stats(self) -> StatsPart: ...
 
     async def rollout_batch(
-        self, rows: Iterable[Row], *, group_size: int, sampling: Sampling, on_group: Callable[[int, Group], None] = ...,
+        self, rows: Iterable[Row], *, group_size: int, sampling: Sampling, on_group: Callable[[Group], None] = ...,
     ) -> list[Group]: ...
 
 

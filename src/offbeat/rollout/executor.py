@@ -240,23 +240,26 @@ class RolloutExecutor:
         return combine([self._outcomes.take(), dynamic, self._stream.stats(), self._accounts.take()])
 
     async def rollout_batch(
-        self, rows: Iterable[Row], *, group_size: int, sampling: Sampling,
-        on_group: Callable[[int, Group], None] = lambda _index, _group: None,
+        self, rows: Iterable[Row], *, group_size: int, sampling: Sampling, on_group: Callable[[Group], None] = lambda _group: None,
     ) -> list[Group]:
         """Play the given rows now, bypassing the gate, and wait for all, for evaluation and debugging. Groups are in the rows' order.
 
+        Also groups of which nothing can be used have the trajectories that were played, so that it can be seen what they were.
+
         Args:
-            on_group: called with the place of each row and its group as soon as that has ended.
+            on_group: called with each group as soon as it has ended.
         """
         slots = asyncio.Semaphore(self._config.max_concurrent_rollouts)
 
         async def play(index: int, row: Row) -> Group:
             async with slots:
                 for tries in itertools.count(1):
-                    group, failure = screen(*await self._settle(f"batch:{index}", row, group_size, sampling, Accounts()), fewest=1)
+                    played, failure = await self._settle(f"batch:{index}", row, group_size, sampling, Accounts())
+                    group, failure = screen(played, failure, fewest=1)
                     if failure is None or not failure.is_ours or tries > self._config.max_retries:
-                        on_group(index, group)
-                        return group
+                        whole = replace(group, trajectories=played.trajectories)
+                        on_group(whole)
+                        return whole
                 raise AssertionError("a count has no end")
 
         with self._holdups.on():

@@ -6,7 +6,7 @@ tokenizer is needed, and nothing of it can be trained on.
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +16,7 @@ import msgspec
 
 from offbeat.aio import deadline, gather_all
 from offbeat.config.root import Config
+from offbeat.controller.evaluate import OnPrompt
 from offbeat.data.dataset import PromptDataset, messages_of, open_datasets
 from offbeat.data.evaluation_set import open_set
 from offbeat.data.reward import FailedReward, NamedReward
@@ -108,11 +109,11 @@ class Endpoint:
             endpoint.model = names[0]
         return endpoint
 
-    async def play(self, asked: AskedSet, rewards: Rewards, *, on_prompt: Callable[[EvaluatedPrompt], None]) -> EvaluatedSet:
+    async def play(self, asked: AskedSet, rewards: Rewards, *, on_prompt: OnPrompt) -> EvaluatedSet:
         """Ask all prompts of a set and score the answers.
 
         Args:
-            on_prompt: called with each prompt as soon as it is scored.
+            on_prompt: called when a prompt is scored, with the numbers of its right answers and of all.
 
         Raises:
             DeadlineError: it took longer than `evaluate.timeout_s`.
@@ -124,7 +125,7 @@ class Endpoint:
         async def play(row: Row) -> EvaluatedPrompt:
             async with slots:
                 prompt = await self._prompt(row, config, rewards)
-            on_prompt(prompt)
+            on_prompt(sum(sample.is_right for sample in prompt.samples), len(prompt.samples))
             return prompt
 
         async with deadline(f"evaluation of {asked.name}" if asked.name else "evaluation", config.timed_evaluate.timeout_s):

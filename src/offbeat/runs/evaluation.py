@@ -21,7 +21,7 @@ from offbeat.data.dataset import PromptStream
 from offbeat.errors import ConfigError
 from offbeat.evaluation.files import RESULT_NAME
 from offbeat.evaluation.result import ModelResult, SetResult, write
-from offbeat.evaluation.samples import EvaluatedPrompt, EvaluatedSet
+from offbeat.evaluation.samples import EvaluatedSet
 from offbeat.evaluation.scores import Evaluation
 from offbeat.fleet.engine_group import EngineGroup
 from offbeat.fleet.fleet import UNPUBLISHED, Fleet, open_fleet
@@ -168,10 +168,10 @@ class _Counter:
         self._num_answers = self._num_right = 0
         on_progress(self._progress)
 
-    def count(self, prompt: EvaluatedPrompt) -> None:
-        """Count one more prompt."""
-        self._num_answers += max(len(prompt.samples), 1)
-        self._num_right += sum(sample.is_right for sample in prompt.samples)
+    def count(self, num_right: int, num_answers: int) -> None:
+        """Count one more prompt; without an answer it is wrong."""
+        self._num_answers += max(num_answers, 1)
+        self._num_right += num_right
         self._progress = replace(
             self._progress, num_answered=self._progress.num_answered + 1, accuracy=self._num_right / self._num_answers)
         self._tell(self._progress)

@@ -76,7 +76,7 @@ class NoRollouts:
 
     async def rollout_batch(
         self, rows: Iterable[Row], *, group_size: int, sampling: Sampling,  # noqa: ARG002
-        on_group: Callable[[int, Group], None] = lambda _index, _group: None,  # noqa: ARG002
+        on_group: Callable[[Group], None] = lambda _group: None,  # noqa: ARG002
     ) -> list[Group]:
         """Never called: rank 0 evaluates."""
         raise AssertionError("a rank without rollouts was asked to play some")
