@@ -3,6 +3,8 @@
 import sqlite3
 import stat
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -159,13 +161,25 @@ def test_where_the_run_cannot_be_written_the_index_is_elsewhere_and_goes_at_the_
 
 def test_two_readers_may_build_at_the_same_time(tmp_path: Path) -> None:
     write_small_run(tmp_path)
-    readers = [RolloutIndex(tmp_path) for _ in range(3)]
-    threads = [threading.Thread(target=reader.update) for reader in readers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        readers = list(pool.map(RolloutIndex, [tmp_path] * 3))
+        list(pool.map(RolloutIndex.update, readers))
     assert [reader.count(Filter()) for reader in readers] == [11] * 3
+    with sqlite3.connect(tmp_path / "rollouts" / "index.sqlite") as db:
+        assert db.execute("SELECT count(*) FROM samples").fetchone() == (11,)
+
+
+def test_an_index_that_somebody_else_holds_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_small_run(tmp_path)
+    RolloutIndex(tmp_path).update()
+    monkeypatch.setattr("offbeat.dashboard.rollout_index._BUSY_S", 0.01)
+    with closing(sqlite3.connect(tmp_path / "rollouts" / "index.sqlite", isolation_level=None)) as holder:
+        holder.execute("BEGIN EXCLUSIVE")
+        index = RolloutIndex(tmp_path)
+        assert index.update().num_rollouts == 11
+        index.close()
+        holder.execute("ROLLBACK")
+    assert RolloutIndex(tmp_path).count(Filter()) == 11
 
 
 def test_a_run_without_rollouts_has_an_empty_index(tmp_path: Path) -> None:

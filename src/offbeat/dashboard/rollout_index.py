@@ -175,15 +175,17 @@ class RolloutIndex:
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._path = run_dir / FOLDER / "index.sqlite"
         try:
-            self._prepare()
-        except (sqlite3.DatabaseError, OSError):
             try:
+                self._prepare()
+            except sqlite3.OperationalError:
+                raise  # it cannot be opened or written, or somebody else holds it
+            except sqlite3.DatabaseError:
                 self._path.unlink(missing_ok=True)  # damaged, or of another layout
                 self._prepare()
-            except (sqlite3.DatabaseError, OSError):
-                self._temporary = tempfile.TemporaryDirectory(prefix="offbeat-rollouts-")
-                self._path = Path(self._temporary.name) / "index.sqlite"
-                self._prepare()
+        except (sqlite3.DatabaseError, OSError):
+            self._temporary = tempfile.TemporaryDirectory(prefix="offbeat-rollouts-")
+            self._path = Path(self._temporary.name) / "index.sqlite"
+            self._prepare()
 
     def close(self) -> None:
         """Remove the index if it is temporary."""
@@ -256,13 +258,12 @@ class RolloutIndex:
             return self._counted(db).reasons
 
     def _prepare(self) -> None:
-        with self._open() as db:
+        with self._open() as db, _transaction(db):  # of two readers that begin at once, the second finds the tables
             if db.execute("PRAGMA user_version").fetchone()[0] == _LAYOUT:
                 db.execute("SELECT count(*) FROM files")
-                return
-            if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            elif db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
                 raise sqlite3.DatabaseError("the index has another layout")
-            with _transaction(db):
+            else:
                 for statement in _TABLES.strip().split(";\n"):
                     db.execute(statement.rstrip(";"))
                 db.execute(f"PRAGMA user_version = {_LAYOUT}")
