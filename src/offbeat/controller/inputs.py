@@ -134,12 +134,12 @@ def read_inputs(config: Config, *, trains: bool = True, supervised: bool = False
 
 
 def open_mixed(
-    config: Config, base: Base, *, supervised: bool, refused: list[str], limit: int | None = None,
+    config: Config, base: Base, *, supervised: bool, refused: list[str],
 ) -> tuple[PromptDataset, PromptDataset]:
     """Open the prompts of a run: those that [data] names, or its sets as a mixture.
 
     Args:
-        refused, limit: as in `open_datasets`.
+        refused: as in `open_datasets`.
 
     Returns:
         Rows to train on, and held-out ones; those of sets follow each other in the sets' order.
@@ -150,7 +150,7 @@ def open_mixed(
     """
     if not config.data.sets:
         opened = open_datasets(
-            config.data, seed=config.run.seed, needs_answer=needs_answer(config, supervised=supervised), limit=limit, refused=refused)
+            config.data, seed=config.run.seed, needs_answer=needs_answer(config, supervised=supervised), refused=refused)
         if supervised or config.rollout.workflow not in PLAYS:
             check_system_prompt(config, base, opened[0].row(0))
         return opened
@@ -159,7 +159,7 @@ def open_mixed(
     for name in config.data.sets:
         own = config.data_set(name)
         try:
-            of_set = open_mixed(own, base, supervised=supervised, refused=refused, limit=limit)
+            of_set = open_mixed(own, base, supervised=supervised, refused=refused)
         except (ConfigError, DataError, ModelError) as exc:
             raise type(exc)(f"data.sets.{name}: {exc}") from exc
         train[name], held = (RowsOfSet(each, name, own.data) for each in of_set)
