@@ -204,3 +204,14 @@ def test_a_setting_that_was_replaced_names_those_that_took_its_place(tmp_path):
         load_config(str(file))
     with pytest.raises(ConfigError, match=said):
         split_overrides(["--cluster.devices_per_worker", "1"])
+
+
+def test_values_of_a_program_come_after_the_file_and_the_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[train]\nthreads = 2\n[train.optimizer]\nlr = 0.1\n")
+    values = {"train.optimizer.lr": 0.3, "data.path": Path("a.jsonl"), "rollout.stop": ("\n",)}
+    config = load_config(str(path), [("train.optimizer.lr", "0.2"), ("run.name", "x")], values=values)
+    assert (config.train.threads, config.train.optimizer.lr, config.run.name) == (2, 0.3, "x")
+    assert (config.data.path, config.rollout.stop) == ("a.jsonl", ("\n",))
+    with pytest.raises(ConfigError, match="run.total_steps must be an integer, got 'many'"):
+        load_config(None, values={"run.total_steps": "many"})
