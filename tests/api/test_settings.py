@@ -34,6 +34,8 @@ def test_later_places_win_and_what_was_given_is_not_changed() -> None:
     section = {"optimizer": {"lr": 1e-3, "warmup_steps": 2}}
     found = load({"train": section, "run": {"name": "first"}}, {"run.name": "second"}, {"model.path": Path("a/b")}, lr=5e-4)
     assert (found.run.name, found.train.optimizer.lr, found.train.optimizer.warmup_steps) == ("second", 5e-4, 2)
+    more = load(found.model_dump(), {"train": {"threads": 3}}, evaluate={"every_steps": 4})
+    assert (more.train.optimizer.lr, more.train.threads, more.evaluate.every_steps) == (5e-4, 3, 4), "a section gives what it names"
     assert found.model.path == "a/b" and section == {"optimizer": {"lr": 1e-3, "warmup_steps": 2}}
 
 

@@ -232,3 +232,14 @@ def _both(folder: Path, section: str, old: str, name: str) -> Path:
     path = folder / "both.toml"
     path.write_text(f"[{section}]\n{old} = 3\n{name.rpartition('.')[2]} = 3\n")
     return path
+
+
+def test_values_of_a_program_come_after_the_file_and_the_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[train]\nthreads = 2\n[train.optimizer]\nlr = 0.1\n")
+    values = {"train.optimizer.lr": 0.3, "data.path": Path("a.jsonl"), "rollout.stop": ("\n",)}
+    config = load_config(str(path), [("train.optimizer.lr", "0.2"), ("run.name", "x")], values=values)
+    assert (config.train.threads, config.train.optimizer.lr, config.run.name) == (2, 0.3, "x")
+    assert (config.data.path, config.rollout.stop) == ("a.jsonl", ("\n",))
+    with pytest.raises(ConfigError, match="run.total_steps must be an integer, got 'many'"):
+        load_config(None, values={"run.total_steps": "many"})

@@ -47,9 +47,9 @@ def configured(
         CodeError: a function cannot be sent to the process that calls it.
         DataError: rows cannot be used.
     """
-    values = _base(config)
-    values.update(settings or {})
-    values.update({_setting(name, homes): value for name, value in keywords.items()})
+    values = dict(_flat(_base(config)))
+    values.update(_flat(settings or {}))
+    values.update(_flat({_setting(name, homes): value for name, value in keywords.items()}))
     values.update({key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in given.items() if value is not None})
     names: list[str] = []
     try:
@@ -75,6 +75,15 @@ def _base(config: Source | None) -> dict[str, Any]:
     if not isinstance(config, Mapping):
         raise ConfigError(f"config must be a TOML file or a mapping of settings, got {type(config).__name__}")
     return dict(config)
+
+
+def _flat(values: Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield settings by their whole names, so that a section which gives one setting leaves its others as they are."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _setting(name: str, homes: Sequence[str]) -> str:
@@ -103,8 +112,6 @@ def _named(value: Any, key: str, names: list[str]) -> Any:
     Raises:
         CodeError: a function cannot be sent to the process that calls it.
     """
-    if isinstance(value, Mapping):
-        return {name: _named(item, f"{key}.{name}", names) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_named(item, key, names) for item in value]
     if not callable(value):
@@ -150,17 +157,9 @@ def _layout(key: str, file: RowsFile, config: Config, values: Settings) -> dict[
     if key.endswith("_path"):
         return {key: path}
     found: dict[str, Any] = {f"{key}.path": path}
-    if "messages" in file.fields and "prompt" not in file.fields and not _has(values, f"{key}.format"):
+    if "messages" in file.fields and "prompt" not in file.fields and f"{key}.format" not in values:
         found[f"{key}.format"] = "messages"
     size = config.data.heldout_size
-    if key == "data" and not config.data.heldout_path and not _has(values, "data.heldout_size") and size == DataConfig().heldout_size:
+    if key == "data" and not config.data.heldout_path and "data.heldout_size" not in values and size == DataConfig().heldout_size:
         found["data.heldout_size"] = min(size, file.num_rows // _HELDOUT_SHARE)
     return found
-
-
-def _has(values: Settings, key: str) -> bool:
-    """Whether a setting was given, by its whole name or within its section."""
-    if key in values:
-        return True
-    head, _, rest = key.partition(".")
-    return bool(rest) and isinstance(below := values.get(head), Mapping) and _has(below, rest)

@@ -68,7 +68,7 @@ def load_config(path: str | None, overrides: Sequence[Override] = (), *, values:
     Args:
         path: a TOML file; None starts from the defaults.
         overrides: ("section.key", value) as typed. A value is parsed as TOML; if that fails, or the setting is text, it is used as is.
-        values: settings as Python values, each by "section.key", or a whole section as a mapping.
+        values: settings as Python values, each by "section.key".
 
     Raises:
         ConfigError: the file cannot be read, or settings are unknown, of the wrong type or out of range, and it names all of them, a line
