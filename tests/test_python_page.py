@@ -21,7 +21,7 @@ import offbeat
 from offbeat.config.load import dump_toml
 from offbeat.config.root import Config
 from offbeat.controller.evaluate import Evaluation
-from offbeat.controller.inputs import choose_reward
+from offbeat.controller.inputs import choose_rewards
 from offbeat.data.dataset import open_datasets
 from offbeat.data.functions import resolve
 from offbeat.data.pairs import open_pairs
@@ -54,7 +54,7 @@ def place(
     def trained(read: Callable[[Config], Row | None]) -> Callable[..., object]:
         def train(config: Config, console: Console, *, fresh: bool) -> object:
             if (row := read(config)) is not None and not config.rollout.reward.startswith("model:"):
-                reward = resolve(choose_reward(config), kind="reward")
+                reward = resolve(next(iter(choose_rewards(config))), kind="reward")
                 assert 0 <= reward(row.answer, row) <= 1
             TRAINED.append(config)
             shutil.copytree(finished_run.folder, config.run_dir, dirs_exist_ok=True)

@@ -203,7 +203,7 @@ def test_a_run_killed_while_it_fine_tunes_goes_on_and_then_says_that_it_is_finis
     [resumed] = run.events("sft_resumed")
     assert resumed["step"] >= rows - 3
     assert json.loads(done.stdout.splitlines()[-1])["steps"] == 30
-    with pytest.raises(ConfigError, match=r"is already complete \(30 supervised steps\); raise sft.total_steps to continue, or give run.name"):
+    with pytest.raises(ConfigError, match=r"is already complete \(30 supervised steps\); raise sft.total_steps to continue, or"):
         prepare_run_dir(config, kind="sft")
     prepare_run_dir(small_config(tmp_path, model_dir, **changes | {"sft__total_steps": "31"}), kind="sft")
     assert run.folder.exists(), "a run with more to do goes on in its folder"
