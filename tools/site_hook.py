@@ -25,7 +25,7 @@ _LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", ".json": "json", 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add a page for every file outside docs/ that a page links to."""
-    documents = {Path(file.abs_src_path): file for file in files.documentation_pages()}
+    documents = {Path(file.abs_src_path): file for file in files.documentation_pages() if file.abs_src_path}
     for name, uri in ROOT_PAGES.items():
         files.append(File.generated(config, uri, content=(ROOT / name).read_text(encoding="utf-8")))
         documents[ROOT / name] = files.src_uris[uri]
