@@ -52,10 +52,13 @@ def play_pairs(groups, config: Config, inputs, learn, *, crash_at: int = 0):
             thread.close()
 
 
+_MEASURED = ("_s", "_s_per_device", "busy_share", "mfu", "_memory_bytes")
+
+
 def rows_of(config: Config) -> list[dict]:
-    """What metrics.jsonl says of the steps, but for the time they took."""
+    """What metrics.jsonl says of the steps, but for the time and the memory they took."""
     rows = read_json_lines(config.run_dir / "metrics.jsonl")
-    return [{name: value for name, value in row.items() if not name.endswith("_s") and not name.startswith("balance/")} for row in rows]
+    return [{name: value for name, value in row.items() if not name.endswith(_MEASURED) and not name.startswith("balance/")} for row in rows]
 
 
 def whole_and_cut(groups, argument: dict, play) -> list[list[dict]] | None:

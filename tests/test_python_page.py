@@ -84,7 +84,8 @@ def place(
     def evaluated(config: Config, _console: Console) -> list[Evaluation]:
         num_rows = open_datasets(config.data, seed=0)[1].num_rows
         assert num_rows
-        return [Evaluation(0.5, 0.5, min(num_rows, config.evaluate.num_prompts), 0)]
+        num_prompts = min(num_rows, config.evaluate.num_prompts)
+        return [Evaluation(0.5, 0.5, num_prompts, 0, intervals={"accuracy": (0.4, 0.6)})]
 
     monkeypatch.setattr("offbeat.api.evaluation.evaluate_model", evaluated)
 

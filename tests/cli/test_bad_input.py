@@ -93,8 +93,8 @@ def test_a_reward_that_breaks_later_ends_the_run_in_one_sentence(shop: Workshop,
 def test_a_full_disk_loses_no_checkpoint(shop: Workshop, tmp_path: Path, model_dir: str) -> None:
     """A disk that takes the first checkpoint and not the second: a file stands where its folder would go, as a stand-in for no space."""
     run = SmallRun(tmp_path, model_dir)
+    assert shop.train(run, checkpoint__every_steps="1", run__total_steps="1").code == 0
     blocked = run.folder / "checkpoints" / "step-00000002"
-    blocked.parent.mkdir(parents=True)
     blocked.write_text("")
     failed = shop.train(run, checkpoint__every_steps="1")
     assert failed.code == 2 and "step-00000002" in failed.error and len(failed.error.splitlines()) == 1

@@ -150,7 +150,7 @@ def test_where_no_turns_are_given_each_run_of_generated_tokens_is_one() -> None:
     assert replace(ONE, loss_mask=[False, True, True, False, True, False]).calls == (TurnEnd(3), TurnEnd(5))
 
 
-@pytest.mark.parametrize("reward", [None, float("nan"), "much", {"a": 1, "b": None}])
+@pytest.mark.parametrize("reward", [None, float("nan"), "much", {"a": 1, "b": "much"}, {"a": None}])
 def test_a_turn_without_a_reward_that_is_a_number_costs_the_trajectory(reward) -> None:
     failed = replace(CHAIN, turns=[TurnEnd(4), TurnEnd(6, reward)])
     assert failed.unusable == "reward failed" and failed.reason.startswith("reward failed: turn 1: "), failed.reason

@@ -1,6 +1,6 @@
 """Many small runs in a row with the real command, on train ranks, an engine and a reward process that are started once.
 
-All else is each run's own: its folder, its checks, its checkpoints, its publisher, and a reward process if it has another reward. So a
+All else is each run's own: its folder, its checks, its checkpoints, its fleet and publisher, and a reward process if it has another reward. So a
 row of the tables of damaged files and of changed settings takes a second and not ten.
 """
 
@@ -72,8 +72,8 @@ class Workshop:
                 open_user_code(self._stack, inputs, config, record, launcher=launcher)))
         self._code = _code(config)
         self._trainers = Trainers(ranks, config)
-        urls = await engines.serve(model=inputs.model, tokenizer=inputs.tokenizer_folder, version=UNPUBLISHED)
-        self._serving = await open_fleet(self._stack, engines, urls, config, record, model=inputs.model)
+        self._engines = engines
+        self._addresses = await engines.serve(model=inputs.model, tokenizer=inputs.tokenizer_folder, version=UNPUBLISHED)
 
     def close(self) -> None:
         """End all processes."""
@@ -107,7 +107,8 @@ class Workshop:
             return manifest
 
         async with AsyncExitStack() as stack:
-            policy = await open_policy(stack, self._serving, inputs, config, write=write)
+            fleet = await open_fleet(stack, self._engines, self._addresses, config, record, model=inputs.model)
+            policy = await open_policy(stack, fleet, inputs, config, write=write)
             own = _code(config) != self._code
             user_code = await open_user_code(stack, inputs, config, record, launcher=self._launcher) if own else self._user_code
             source = EngineRollouts(config, record, inputs, policy.generate, user_code)
