@@ -58,7 +58,7 @@ _MEASURED = ("_s", "_s_per_device", "busy_share", "mfu", "_memory_bytes")
 def rows_of(config: Config) -> list[dict]:
     """What metrics.jsonl says of the steps, but for the time and the memory they took."""
     rows = read_json_lines(config.run_dir / "metrics.jsonl")
-    return [{name: value for name, value in row.items() if not name.endswith(_MEASURED) and not name.startswith("balance/")} for row in rows]
+    return [{n: value for n, value in row.items() if not n.endswith(_MEASURED) and not n.startswith("balance/")} for row in rows]
 
 
 def whole_and_cut(groups, argument: dict, play) -> list[list[dict]] | None:

@@ -82,6 +82,7 @@ def test_configurations_are_checked_and_runs_are_read_without_torch(programs: Pa
     (tmp_path / "run.toml").write_text('[data]\ntask = "sort_digits"\n')
     checked = run(programs / "offbeat", "config", "check", "run.toml", cwd=tmp_path)
     assert checked.stdout.startswith("run.toml is valid")
+    assert "data, rewards and workflow were not tried, which needs torch, " in checked.stdout
     (tmp_path / "past").mkdir()
     (tmp_path / "past" / "metrics.jsonl").write_text(json.dumps({"global_step": 1, "reward/mean": 0.5}) + "\n")
     assert run(programs / "offbeat", "report", "past", cwd=tmp_path).stdout == "past/report.html\n"

@@ -20,7 +20,13 @@ def require(extra: str, modules: Sequence[str], *, wanted_by: str) -> None:
     Raises:
         MissingExtraError: names the modules that are missing, and the command that installs them.
     """
+    if missing := missing_modules(modules):
+        raise MissingExtraError(f"{wanted_by} needs {missing} not installed; run pip install 'offbeat[{extra}]'")
+
+
+def missing_modules(modules: Sequence[str]) -> str:
+    """Return those of these top-level modules that are not installed, as "torch, which is" or "torch and ray, which are"; "" if all are."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
-        names = f"{', '.join(missing[:-1])} and {missing[-1]}, which are" if len(missing) > 1 else f"{missing[0]}, which is"
-        raise MissingExtraError(f"{wanted_by} needs {names} not installed; run pip install 'offbeat[{extra}]'")
+    if len(missing) > 1:
+        return f"{', '.join(missing[:-1])} and {missing[-1]}, which are"
+    return f"{missing[0]}, which is" if missing else ""

@@ -78,8 +78,11 @@ def has_devices(dev: Path = Path("/dev")) -> bool:
 
 
 def torch_is_for_cpus() -> bool:
-    """Whether the installed torch was built without accelerators, by its version."""
-    return importlib.metadata.version("torch").endswith("+cpu")
+    """Whether the installed torch was built without accelerators, by its version; False if there is none."""
+    try:
+        return importlib.metadata.version("torch").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def _ask_driver() -> int:

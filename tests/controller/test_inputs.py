@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from offbeat.config.load import load_config
-from offbeat.controller.inputs import RunInputs, base_ends, choose_canary, choose_rewards, read_base, read_inputs
+from offbeat.controller.inputs import RunInputs, base_ends, choose_canary, read_base, read_inputs
+from offbeat.controller.judges import choose_rewards
 from offbeat.data.functions import resolve
 from offbeat.data.mixture import Mixture
 from offbeat.data.tokenizer import character_tokenizer

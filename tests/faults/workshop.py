@@ -1,7 +1,7 @@
 """Many small runs in a row with the real command, on train ranks, an engine and a reward process that are started once.
 
-All else is each run's own: its folder, its checks, its checkpoints, its fleet and publisher, and a reward process if it has another reward. So a
-row of the tables of damaged files and of changed settings takes a second and not ten.
+All else is each run's own: its folder, its checks, its checkpoints, its fleet, its publisher, and a reward process if it has another
+reward. So a row of the tables of damaged files and of changed settings takes a second and not ten.
 """
 
 import asyncio
@@ -19,7 +19,8 @@ from unittest.mock import patch
 from offbeat.aio import both
 from offbeat.cli.main import main
 from offbeat.config.root import Config
-from offbeat.controller.inputs import RunInputs, choose_rewards, read_inputs
+from offbeat.controller.inputs import RunInputs, read_inputs
+from offbeat.controller.judges import choose_rewards
 from offbeat.controller.parts import RunParts, SingleProcess
 from offbeat.fleet.engine_group import EngineGroup
 from offbeat.fleet.fleet import UNPUBLISHED, open_fleet

@@ -11,6 +11,7 @@ import pytest
 
 from offbeat.config.root import Config
 from offbeat.controller.inputs import read_inputs
+from offbeat.controller.judges import devices_per_reward_model, num_set_reward_models
 from offbeat.data.dataset import PromptStream
 from offbeat.data.functions import resolve
 from offbeat.data.kept import read_rollouts
@@ -23,7 +24,7 @@ from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.sampling import Sample
 from offbeat.rollout.idle import IdleHint, limit_of_running
 from offbeat.rollout.workflows.single_turn import single_turn
-from offbeat.runs.rollouts import EngineRollouts, UserCode, devices_per_reward_model, num_set_reward_models, open_rewards
+from offbeat.runs.rollouts import EngineRollouts, UserCode, open_rewards
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.record import RunRecord

@@ -10,11 +10,9 @@ from offbeat.config.docs import render_docs
 from offbeat.config.load import dump_toml, load_config
 from offbeat.config.presets import PRESETS
 from offbeat.config.root import Config
-from offbeat.controller.own_code import check_own_code
 from offbeat.errors import ConfigError
-from offbeat.extras import TRAIN, require
+from offbeat.extras import TRAIN, missing_modules, require
 from offbeat.machine import smallest_device
-from offbeat.runs.check import check_named
 from offbeat.runs.devices import choose_devices, describe_devices, usable_devices
 from offbeat.runs.step_choice import shape_of, step_choices
 
@@ -68,11 +66,21 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     if args.action == "show":
         print(dump_toml(config), end="")
     else:
-        tried = [*check_named(config), *check_own_code(config)]
+        tried = _try(config)
         changed = f" with {len(overrides)} override{'' if len(overrides) == 1 else 's'}" if overrides else ""
         print(f"{args.config or 'the default configuration'}{changed} is valid; its run goes to {config.run_dir}")
         print("\n".join([*_about(config), *tried, *_here(config), *(_memory(config) if args.memory else [])]))
     return 0
+
+
+def _try(config: Config) -> list[str]:
+    """Try data, rewards, workflows, objective and credit, where what loads them is installed. Raises as `run`; returns a line on each."""
+    if missing := missing_modules(TRAIN):
+        return [f"note: data, rewards and workflow were not tried, which needs {missing} not installed; run pip install 'offbeat[train]'"]
+    from offbeat.controller.own_code import check_own_code  # noqa: PLC0415 - needs what may be missing
+    from offbeat.runs.check import check_named  # noqa: PLC0415
+
+    return [*check_named(config), *check_own_code(config)]
 
 
 def _about(config: Config) -> Iterator[str]:

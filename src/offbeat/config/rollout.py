@@ -18,6 +18,9 @@ REWARDS = {
 }
 """Dotted names of the rewards that have short ones."""
 
+REWARD_MODEL = "model:"
+"""What the name of a reward begins with that is a model: the rest is its folder or hub id."""
+
 
 class RolloutConfig(Section):
     """Asynchronous rollouts. Counts are of groups (prompts) unless they say samples."""
@@ -96,7 +99,7 @@ class RolloutConfig(Section):
     @classmethod
     def _check_rewards(cls, weights: dict[str, float]) -> dict[str, float]:
         names = Counter(reward_name(_known_reward(name)) for name in weights)
-        if wrong := next((name for name in weights if name.startswith("model:")), None):
+        if wrong := next((name for name in weights if name.startswith(REWARD_MODEL)), None):
             raise ValueError(f"a reward model cannot be one of several rewards, got {wrong!r}; give it as rollout.reward")
         if twice := next((name for name, count in names.items() if count > 1), None):
             raise ValueError(f"metrics are named after functions, and two are called {twice!r}; rename one of them")

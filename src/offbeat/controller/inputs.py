@@ -9,8 +9,9 @@ from typing import Any
 from offbeat.config.agent import PLAYS
 from offbeat.config.data_sets import weight_of
 from offbeat.config.resume import remembered
-from offbeat.config.rollout import REWARDS
+from offbeat.config.rollout import REWARD_MODEL, REWARDS
 from offbeat.config.root import Config
+from offbeat.controller.judges import choose_rewards
 from offbeat.data.dataset import Dataset, ListDataset, PromptDataset, check_lengths, messages_of, open_datasets, sft_sequence
 from offbeat.data.ends import Ends, find_ends
 from offbeat.data.evaluation_set import open_set
@@ -18,10 +19,9 @@ from offbeat.data.identity import Identity, code_digest, command_digest, digest_
 from offbeat.data.mixture import Mixture, RowsOfSet
 from offbeat.data.model_folder import check_model_folder, read_context_length, read_end_token_ids, read_vocab_size
 from offbeat.data.pairs import PairEncoder, Preference, open_pairs
-from offbeat.data.reward_model import PREFIX, JudgedPairEncoder, choose_padding, open_reward_folder, plain, reads_chats
+from offbeat.data.reward_model import JudgedPairEncoder, choose_padding, open_reward_folder, plain, reads_chats
 from offbeat.data.row import Row
 from offbeat.data.supervised import Supervision
-from offbeat.data.tasks import find_task
 from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
 from offbeat.errors import ConfigError, DataError, ModelError
 from offbeat.inference.sampling import Sampling
@@ -281,7 +281,7 @@ def _digest_of_tool(name: str) -> str:
 
 def _digest_of_code(name: str) -> str:
     """Return the digest of a user's function, or of the reward model that a reward names."""
-    return model_digest(open_reward_folder(name.removeprefix(PREFIX)).path) if name.startswith(PREFIX) else code_digest(name)
+    return model_digest(open_reward_folder(name.removeprefix(REWARD_MODEL)).path) if name.startswith(REWARD_MODEL) else code_digest(name)
 
 
 def _choose_sampling(base: Base, config: Config) -> Sampling:
@@ -350,25 +350,6 @@ def read_base(config: Config) -> Base:
 
 def _rendering(tokenizer: Tokenizer, config: Config) -> Tokenizer:
     return replace(tokenizer, template_kwargs=config.data.chat_template_kwargs)
-
-
-def choose_rewards(config: Config) -> dict[str, float]:
-    """Return the configured rewards, each with its weight: by dotted name, the folder of a model or the file of a judge.
-
-    It is the one that suits the data if none is configured.
-    """
-    rollout = config.rollout
-    if rollout.rewards or rollout.reward:
-        return {REWARDS.get(name, name): weight for name, weight in (rollout.rewards or {rollout.reward: 1.0}).items()}
-    if config.data.task:
-        return {find_task(config.data).reward: 1.0}
-    return {REWARDS["math" if config.data.format == "gsm8k" else "exact_match"]: 1.0}
-
-
-def reward_model_of(config: Config) -> str:
-    """Return the folder or hub id of the reward model that judges; empty if functions do."""
-    name = next(iter(choose_rewards(config)))
-    return name.removeprefix(PREFIX) if name.startswith(PREFIX) else ""
 
 
 def choose_canary(inputs: RunInputs, config: Config) -> tuple[int, ...]:

@@ -9,10 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
-
 from offbeat.errors import ModelError
+from offbeat.extras import missing_modules
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
@@ -133,6 +131,11 @@ def _fetch(path: str, *, file: str | None = None) -> str:
     """Return the path of a hub model's snapshot, or of one file of it."""
     if not _HUB_ID.fullmatch(path):
         raise ModelError(f"model folder {path!r} does not exist; give an existing folder or a hub id such as 'Qwen/Qwen3-0.6B'")
+    if missing := missing_modules(["huggingface_hub"]):
+        raise ModelError(f"model {path!r} is fetched by {missing} not installed; run pip install 'offbeat[train]', or give a local folder")
+    from huggingface_hub import hf_hub_download, snapshot_download  # noqa: PLC0415 - needs what may be missing
+    from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
+
     try:
         return hf_hub_download(path, file) if file else snapshot_download(path, allow_patterns=_HUB_FILES)
     except (HfHubHTTPError, OSError, ValueError) as exc:

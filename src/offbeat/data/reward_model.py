@@ -22,9 +22,6 @@ from offbeat.data.row import Prompt
 from offbeat.data.tokenizer import Tokenizer, load_tokenizer
 from offbeat.errors import DataError, ModelError
 
-PREFIX = "model:"
-"""What `rollout.reward` begins with where the rest of it names a reward model."""
-
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt")
 
 

@@ -11,7 +11,8 @@ from offbeat.config.agent import PLAYS
 from offbeat.config.data import DataConfig
 from offbeat.config.load import listed_errors
 from offbeat.config.root import Config
-from offbeat.controller.inputs import choose_rewards, needs_answer, reward_model_of
+from offbeat.controller.inputs import needs_answer
+from offbeat.controller.judges import choose_rewards, reward_model_of
 from offbeat.data.dataset import open_datasets
 from offbeat.data.files import Sieve
 from offbeat.data.functions import resolve

@@ -16,6 +16,7 @@ from offbeat.aio import both, run_beside, run_interruptible
 from offbeat.config.root import Config
 from offbeat.controller.evaluate import make_evaluators, score
 from offbeat.controller.inputs import RunInputs, choose_canary, read_inputs
+from offbeat.controller.judges import what_judges
 from offbeat.controller.parts import SingleProcess
 from offbeat.data.dataset import PromptStream
 from offbeat.errors import ConfigError
@@ -31,7 +32,7 @@ from offbeat.rollout.metric import Metric, check_metrics
 from offbeat.runs.devices import choose_devices, usable_devices
 from offbeat.runs.endpoint import AskedSet, Endpoint, read_sets
 from offbeat.runs.evaluated_model import EvaluatedModel, find_models
-from offbeat.runs.rollouts import EngineRollouts, Rewards, open_rewards, open_user_code, what_judges
+from offbeat.runs.rollouts import EngineRollouts, Rewards, open_rewards, open_user_code
 from offbeat.runs.threads import choose_threads, usable_cores
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.record import RunRecord

@@ -14,7 +14,8 @@ from offbeat.aio import both
 from offbeat.algorithms.experience import sft_batch
 from offbeat.config.agent import PLAYS
 from offbeat.config.root import Config
-from offbeat.controller.inputs import RunInputs, choose_rewards, reward_model_of
+from offbeat.controller.inputs import RunInputs
+from offbeat.controller.judges import choose_rewards, devices_per_reward_model, reward_model_of, what_judges
 from offbeat.controller.parts import Rollouts
 from offbeat.data.batch import Batch
 from offbeat.data.dataset import PromptStream, check_length, render
@@ -249,32 +250,6 @@ async def _open_mixed(
         return await plays[episode.row.of_set](episode)
 
     return UserCode(MixedRewards(judges), play)
-
-
-def num_reward_models(config: Config) -> int:
-    """Return how many processes of reward models `open_user_code` starts for the run itself."""
-    if config.data.sets:
-        return sum(map(num_reward_models, {what_judges(own): own for own in map(config.data_set, config.data.sets)}.values()))
-    return config.rollout.reward_workers if reward_model_of(config) else 0
-
-
-def num_set_reward_models(config: Config) -> int:
-    """Return how many processes of reward models `open_user_code` starts for evaluation sets, each of which takes accelerators."""
-    sets = {what_judges(own): own for own in map(config.evaluation_set, config.evaluate.sets)}
-    return sum(num_reward_models(own) for judges, own in sets.items() if judges != what_judges(config))
-
-
-def devices_per_reward_model(config: Config) -> int:
-    """Return the number of accelerators of a reward model's process: one where ranks or engines have any, else it is on the CPU."""
-    return min(1, max(config.train.devices_per_rank, config.inference.devices_per_engine))
-
-
-def what_judges(config: Config) -> Hashable:
-    """Return everything that `open_rewards` reads and that may differ between a run and its evaluation sets."""
-    rollout, data = config.rollout, config.data
-    prompts = (data.chat_template, data.system_prompt) if reward_model_of(config) else ()
-    rewards = (bool(data.sets), bool(rollout.rewards), *choose_rewards(config).items())
-    return rewards, rollout.reward_workers, rollout.reward_timeout_s, rollout.reward_memory_bytes, rollout.reward_env, prompts
 
 
 def _what_plays(config: Config) -> Hashable:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from offbeat.config.load import Override
 from offbeat.config.root import Config
+from offbeat.controller.judges import num_reward_models, num_set_reward_models
 from offbeat.errors import ConfigError
-from offbeat.runs.rollouts import num_reward_models, num_set_reward_models
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,:@+-]*")
 _DIRECTIVE = re.compile(r"--[a-z][a-z-]*(=[A-Za-z0-9_.,:@+/%\[\]-]+)?")

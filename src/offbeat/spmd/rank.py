@@ -21,6 +21,7 @@ import torch
 from offbeat.aio import SideThread, beside, both, run_beside
 from offbeat.config.root import Config
 from offbeat.controller.inputs import RunInputs
+from offbeat.controller.judges import devices_per_reward_model, num_reward_models, num_set_reward_models
 from offbeat.controller.parts import RunParts
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.fleet.engine_group import EngineAddresses, EngineGroup
@@ -30,15 +31,7 @@ from offbeat.ranks.sharding import Sharder
 from offbeat.ranks.trainers import Trainers
 from offbeat.runs.assemble import make_critic, open_policy
 from offbeat.runs.rank_info import RankInfo
-from offbeat.runs.rollouts import (
-    EngineRollouts,
-    NoEngines,
-    UserCode,
-    devices_per_reward_model,
-    num_reward_models,
-    num_set_reward_models,
-    open_user_code,
-)
+from offbeat.runs.rollouts import EngineRollouts, NoEngines, UserCode, open_user_code
 from offbeat.runs.teacher import open_teacher
 from offbeat.spmd.peers import EngineNews, Followed, RankPeers, follow, make_release
 from offbeat.spmd.ranks import HeadsLoad, OneRankLoads, OwnRank
