@@ -4,6 +4,7 @@ import asyncio
 from contextlib import AsyncExitStack
 
 import pytest
+from pydantic import ValidationError
 
 from chats import CHATML, words
 from offbeat.agents.opening import open_workflow
@@ -26,7 +27,7 @@ def open_named(workflow: str, tokenizer=None, **agent):
 
 def test_short_and_dotted_names_lead_to_workflows() -> None:
     assert open_named("single_turn") is single_turn is open_named("offbeat.rollout.workflows.single_turn:single_turn")
-    with pytest.raises(CodeError, match="workflow must be 'module:function'"):
+    with pytest.raises(ValidationError, match="there is no workflow 'single_tern'; .* did you mean 'single_turn'"):
         open_named("single_tern")
     played = open_named("gym", environment="reasoning-gym:chain_sum", options=["tries=2"])
     assert isinstance(played, PlayedWorkflow) and played.pool.tools == ()

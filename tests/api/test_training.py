@@ -51,7 +51,7 @@ def test_a_program_with_a_running_loop_trains_with_a_function_and_rows_of_its_ow
     # The command knows the run that the interface has made, and the interface its configuration; both want the function's name.
     file = str(run.folder / "config.toml")
     assert cli.main(["train", file]) == 2
-    with pytest.raises(ConfigError, match=r"has done its 2 steps; raise run\.total_steps to go on, or give run\.name a new name"):
+    with pytest.raises(ConfigError, match=r"is already complete \(2 steps\); raise run\.total_steps to continue, or"):
         offbeat.train(config=run.config, reward=reward)
     more = offbeat.train(config=file, reward=reward, total_steps=3, progress=False)
     assert more.steps == 3 and [event["global_step"] for event in more.events() if event["kind"] == "resumed"] == [2]

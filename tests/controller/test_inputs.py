@@ -5,10 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.config.load import load_config
 from offbeat.controller.inputs import RunInputs, base_ends, choose_canary, read_base, read_inputs
-from offbeat.controller.judges import choose_rewards
-from offbeat.data.functions import resolve
 from offbeat.data.mixture import Mixture
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.errors import ConfigError, DataError, ModelError
@@ -84,19 +81,6 @@ def test_each_set_has_its_own_variables_of_the_chat_template(tmp_path: Path, mod
     inputs = read_inputs(small_config(tmp_path, model_dir, evaluate__sets=sets, data__chat_template_kwargs="{quiet = 1}"))
     assert inputs.tokenizer.template_kwargs == {"quiet": 1}
     assert inputs.sets["loud"].tokenizer.template_kwargs == {"loud": True}
-
-
-@pytest.mark.parametrize(("settings", "name"), [
-    ({"data.task": "countdown"}, "countdown"), ({"data.task": "addition"}, "exact_match"), ({"data.path": "a.jsonl"}, "exact_match"),
-    ({"data.path": "a.jsonl", "data.format": "gsm8k"}, "math_reward"),
-])
-def test_the_reward_suits_the_data_unless_one_is_given(settings: dict[str, str], name: str) -> None:
-    [(chosen, weight)] = choose_rewards(load_config(None, list(settings.items()))).items()
-    assert chosen.endswith(f":{name}") and weight == 1.0
-    assert callable(resolve(chosen, kind="reward"))
-    assert choose_rewards(load_config(None, [*settings.items(), ("rollout.reward", "mine:score")])) == {"mine:score": 1.0}
-    several = load_config(None, [*settings.items(), ("rollout.rewards", '{math = 1.0, "my.py:short" = 0.2}')])
-    assert choose_rewards(several) == {"offbeat.rollout.rewards.math:math_reward": 1.0, "my.py:short": 0.2}
 
 
 def test_the_canary_is_a_prompt_with_its_answer(tmp_path: Path, model_dir: str) -> None:

@@ -95,8 +95,8 @@ PLACES = (
     Point("offer_weights", 1, everywhere=True, inside=True, rank=0, settings={"weights.channel": "collective"}),
     Point("write_checkpoint", everywhere=True, inside=True),
 )
-OTHER_PLACES = ("write_adapter", "load_teacher")
-"""As `write_weights`, in runs that train an adapter; and as `load_model`, in runs with a teacher."""
+OTHER_PLACES = ("write_adapter", "compare_weights", "load_teacher")
+"""As `write_weights`, in runs that train an adapter, or that write what has changed; and as `load_model`, in runs with a teacher."""
 
 OTHER_POINTS = ("teach", "reference_found", "reference_written", "evaluate_pairs", "device_memory")
 """As `score`, in runs with a teacher; where ranks of `offbeat dpo` wait for rank 0, as at `recover` and `evaluate_fn`; and before

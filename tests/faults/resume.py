@@ -96,7 +96,7 @@ ELSEWHERE = {
     "curriculum.pools": "needs rows that come again", "curriculum.leave_at": "needs rows that come again",
     **{key: "stands in docs/scaling.md" for key in CHANGES if key.startswith("train.parallel.")},
     "data.sets": "stands for other data", "data.heldout_path": "stands below",
-    "data.split": "is for hub ids", "data.heldout_split": "is for hub ids",
+    "data.system_field": "is for rows of files", "data.split": "is for hub ids", "data.heldout_split": "is for hub ids",
 }
 """Settings without a row of their own, and why."""
 

@@ -94,7 +94,7 @@ class Workshop:
             try:
                 code = main(arguments)
             finally:  # as the end of a loop of its own would
-                for number in (signal.SIGINT, signal.SIGTERM):
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                     self._loop.remove_signal_handler(number)
         lines = [_line(line) for line in out.getvalue().splitlines()]
         said = tuple(line["text"] for line in lines if line.get("event") == "note")

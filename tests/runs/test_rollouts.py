@@ -11,7 +11,6 @@ import pytest
 
 from offbeat.config.root import Config
 from offbeat.controller.inputs import read_inputs
-from offbeat.controller.judges import devices_per_reward_model, num_set_reward_models
 from offbeat.data.dataset import PromptStream
 from offbeat.data.functions import resolve
 from offbeat.data.kept import read_rollouts
@@ -185,18 +184,3 @@ def test_samples_end_at_every_end_token_of_the_model_and_hold_it(tmp_path: Path)
     stopped = [sample for sample in samples if sample.finish_reason == "stop"]
     assert {sample.token_ids[-1] for sample in stopped} == ends
     assert all(not ends & set(sample.token_ids[:-1]) for sample in samples)
-
-
-def test_only_reward_models_that_the_run_does_not_have_take_accelerators_for_evaluation_sets(tmp_path: Path) -> None:
-    config = small_config(
-        tmp_path, rollout__reward="model:ours", evaluate__sets__same__num_prompts="2", evaluate__sets__own__rollout__reward="own.py:reward",
-        evaluate__sets__other__rollout__reward="model:other", evaluate__sets__other__rollout__reward_workers="3",
-        evaluate__sets__again__rollout__reward="model:other", evaluate__sets__again__rollout__reward_workers="3")
-    assert num_set_reward_models(config) == 3
-    assert num_set_reward_models(small_config(tmp_path)) == 0
-
-
-def test_a_reward_model_has_a_device_where_ranks_or_engines_have_one(tmp_path: Path) -> None:
-    assert devices_per_reward_model(small_config(tmp_path)) == 0
-    assert devices_per_reward_model(small_config(tmp_path, train__devices_per_rank="1", inference__urls='["http://there:1"]')) == 1
-    assert devices_per_reward_model(small_config(tmp_path, inference__engine="vllm", inference__devices_per_engine="2")) == 1

@@ -389,7 +389,9 @@ def test_a_manifest_with_the_mean_of_the_canary_alone_is_still_read(tmp_path: Pa
         folder = await world.make(CheckpointPath(RUN, "sampler", "one"))
         (file,) = world.checkpoints.path(folder).glob("*.json")
         manifest = msgspec.json.decode(file.read_bytes())
-        assert manifest["adapter"].keys() == {"tenant", "version", "folder", "fingerprint", "canary", "canary_logprobs", "num_bytes"}
+        assert manifest["adapter"].keys() == {
+            "tenant", "version", "folder", "fingerprint", "canary", "canary_logprobs", "num_bytes", "base"}
+        del manifest["adapter"]["base"]
         manifest["adapter"] |= {"canary_logprob": manifest["adapter"].pop("canary_logprobs")[0], "canary_before": None}
         file.write_bytes(msgspec.json.encode(manifest))
         assert replace(await world.checkpoints.adapter(folder), folder=ADAPTER.folder) == ADAPTER
