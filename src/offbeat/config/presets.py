@@ -31,58 +31,63 @@ _BEHAVIOUR = {"anchor": "rollout", "weight": "none"}  # one ratio, current to be
 
 PRESETS: Mapping[str, Preset] = MappingProxyType({
     "grpo": Preset(
-        "2402.03300", "The default, robust with any rewards: GRPO's advantages in the token-mean form without a KL term that the field now"
-        " means by the name; the paper's own is loss_aggregation = \"sequence_mean\" with kl_loss = \"k3\".", {}),
+        "2402.03300", "The default, which is robust with any rewards. These are GRPO's advantages in the token-mean form without a KL"
+        " term, which is what the field now means by the name; the paper's own form is loss_aggregation = \"sequence_mean\" with kl_loss"
+        " = \"k3\".", {}),
     "dr_grpo": Preset(
-        "2503.20783", "When answers must not grow or shrink because of how the loss is normalised: no division by the deviation or by an"
-        " answer's length.", {**_UNSCALED, "loss_aggregation": "fixed_length"}),
+        "2503.20783", "When answers must not grow or shrink because of how the loss is normalised: it divides neither by the deviation"
+        " nor by an answer's length.", {**_UNSCALED, "loss_aggregation": "fixed_length"}),
     "rloo": Preset(
         "2402.14740", "When an unbiased baseline matters more than a scale that is equal for all prompts, as with few samples per prompt.",
         {**_UNSCALED, "centre": "leave_one_out"}),
     "reinforce_pp": Preset(
-        "2501.03262", "When each prompt has few samples or one: the whole batch is the baseline, and the reference policy holds the"
-        " policy back through the reward.", {**_FREE, **_UNSCALED, "centre": "none", "whiten": "tokens", "reward_kl": 0.01}),
+        "2501.03262", "When each prompt has few samples or only one: the whole batch is the baseline, and a KL penalty in the reward"
+        " keeps the policy near the reference.", {**_FREE, **_UNSCALED, "centre": "none", "whiten": "tokens", "reward_kl": 0.01}),
     "reinforce_pp_baseline": Preset(
         "2501.03262", "When prompts differ in difficulty but a group's deviation is too noisy a scale: centred by group, scaled by batch.",
         {**_FREE, **_UNSCALED, "whiten": "tokens", "kl_loss": "k2", "kl_coefficient": 0.01}),
     "dapo": Preset(
-        "2503.14476", "For long reasoning from verifiable rewards: clips less upwards, so that entropy lasts, is gentle on answers that are"
-        " cut off, and draws other prompts for those whose rewards are all equal.",
+        "2503.14476", "For long reasoning with verifiable rewards: it clips less upwards, so that entropy lasts, is lenient with answers"
+        " that are cut off, and replaces prompts whose rewards are all equal.",
         {**_FREE, "clip_high": 0.28, "overlong_buffer_share": 0.2, "mask_truncated": True, "dynamic_sampling": True}),
     "ppo": Preset(
-        "1707.06347", "With one sample per prompt, long episodes or rewards that come on the way: a critic says of every token what it was"
-        " worth; costs a second model of the policy's size.", {**_UNSCALED, "centre": "critic"}),
+        "1707.06347", "With one sample per prompt, long episodes or intermediate rewards: a critic estimates the value of every token; it"
+        " costs a second model of the policy's size.", {**_UNSCALED, "centre": "critic"}),
     "vapo": Preset(
-        "2504.05118", "As ppo, for long reasoning from verifiable rewards; set critic.warmup_steps, so that values mean something before"
+        "2504.05118", "As ppo, for long reasoning with verifiable rewards; set critic.warmup_steps, so that values are meaningful before"
         " the policy follows them.",
         {**_UNSCALED, "centre": "critic", "clip_high": 0.28, "gae_length_alpha": 0.05, "imitation_coefficient": 0.1}),
     "lite_ppo": Preset(
-        "2508.08221", "When many groups have nearly equal rewards, whose own deviation would blow up small differences.",
+        "2508.08221", "When many groups have nearly equal rewards, so that dividing by a group's own deviation would amplify small"
+        " differences.",
         {**_FREE, "scale": "batch_std"}),
     "max_rl": Preset(
-        "2602.02710", "When hard prompts should count most: rewards of at least 0, a prompt weighs about 1 / its pass rate.",
+        "2602.02710", "When hard prompts should count most: rewards must be at least 0, and a prompt is weighted by about 1 / its pass"
+        " rate.",
         {**_FREE, "scale": "group_mean"}),
     "opo": Preset(
-        "2505.23585", "For exactly on-policy runs (rollout.max_head_offpolicyness = 0): the baseline of least variance if a gradient grows"
-        " with its answer's length.", {**_UNSCALED, "centre": "length_weighted"}),
+        "2505.23585", "For strictly on-policy runs (rollout.max_head_offpolicyness = 0): the minimum-variance baseline if a gradient"
+        " grows with its answer's length.", {**_UNSCALED, "centre": "length_weighted"}),
     "gdpo": Preset(
-        "2601.05242", "With several rewards by name (such as correct and format), none of which is to drown the others.",
+        "2601.05242", "With several named rewards (such as correct and format), none of which should dominate the others.",
         {"separate_rewards": True, "whiten": "sequences"}),
     "gigpo": Preset(
-        "2505.10978", "For agents whose episodes pass through the same states again, such as shops, games and websites: what a turn led to"
+        "2505.10978", "For agents whose episodes pass through the same states again, such as shops, games and websites: a turn's return"
         " is also compared with other turns in the same state; workflows have to name states.",
         {"turn_credit": "state", "turn_gamma": 0.95}),
     "gspo": Preset(
-        "2507.18071", "For mixtures of experts and long answers, where ratios of single tokens are noise: one ratio for a sequence.",
+        "2507.18071", "For mixtures of experts and long answers, where ratios of single tokens are noisy: there is one ratio per"
+        " sequence.",
         {**_FREE, "objective": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "loss_aggregation": "sequence_mean"}),
     "luspo": Preset(
-        "2602.05261", "As gspo, where its answers become shorter than they should: long answers weigh by their length.",
+        "2602.05261", "As gspo, where its answers become shorter than they should: long answers are weighted by their length.",
         {**_FREE, "objective": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "loss_aggregation": "sequence_sum"}),
     "cispo": Preset(
-        "2506.13585", "When rare but decisive tokens are clipped away by PPO: the weight is clipped, and every token keeps its gradient.",
+        "2506.13585", "When PPO clips away rare but decisive tokens: the weight is clipped, and every token keeps its gradient.",
         {**_FREE, "objective": "cispo", "clip_low": 1.0, "clip_high": 4.0}),
     "scale_rl": Preset(
-        "2510.13786", "For long, large and asynchronous runs: CISPO against the policy that sampled, and each prompt counts alike.",
+        "2510.13786", "For long, large and asynchronous runs: CISPO with its ratio taken to the policy that sampled, and the same weight"
+        " for each prompt.",
         {**_BEHAVIOUR, "scale": "batch_std", "objective": "cispo", "clip_low": 1.0, "clip_high": 4.0, "loss_aggregation": "prompt_mean"}),
     "sapo": Preset(
         "2511.20347", "When PPO's clip switches tokens off too abruptly: a smooth gate, tighter for negative advantages.",
@@ -97,38 +102,42 @@ PRESETS: Mapping[str, Preset] = MappingProxyType({
         "2510.18855", "When engine and trainer differ much on some tokens, as with mixtures of experts: those tokens are dropped.",
         {"weight_low": 0.5}),
     "mis": Preset(
-        "TRL", "When answers are short and a mismatch anywhere in one spoils all of it: whole answers are dropped.",
+        "TRL", "When answers are short and a mismatch at one token spoils the whole answer: whole answers are dropped.",
         {"weight_level": "sequence", "weight_low": 0.5, "weight_high": 2.0}),
     "kpop": Preset(
         "2606.15079", "As icepop, where likely and unlikely tokens should be judged by how much they change the distribution.",
         {**_FREE, "filters": ({"metric": "binary_kl", "high": 2.0},)}),
     "dppo": Preset(
-        "2602.04879", "When ratios of rare tokens trip the clip although probabilities hardly move: the trust region is on probabilities.",
+        "2602.04879", "When ratios of rare tokens trigger the clip although probabilities hardly move: the trust region is on"
+        " probabilities.",
         {**_BEHAVIOUR, **_UNSCALED, "objective": "dppo"}),
     "prime_rl": Preset(
-        "prime-rl", "For asynchronous runs as in prime-rl: dppo with a small pull back to the policy that sampled.",
+        "prime-rl", "For asynchronous runs as in prime-rl: dppo with a small penalty on the distance from the policy that sampled.",
         {**_BEHAVIOUR, **_UNSCALED, "objective": "dppo", "drift_coefficient": 1e-3}),
     "aipo": Preset(
-        "2505.24034", "For strongly asynchronous runs: truncated importance weights to the policy that sampled.",
+        "2505.24034", "For strongly asynchronous runs: truncated importance weights relative to the policy that sampled.",
         {**_BEHAVIOUR, **_UNSCALED, "objective": "cispo", "clip_low": 1.0, "clip_high": 3.0}),
     "m2po": Preset(
-        "2510.01161", "For samples that are many versions old: only as many harmful tokens are dropped as bring the second moment down.",
+        "2510.01161", "For samples that are many versions old: it drops only as many harmful tokens as are needed to bring the second"
+        " moment down.",
         {**_BEHAVIOUR, "objective": "importance_sampling", "filters": ({"metric": "m2", "high": 0.04},)}),
     "deepseek_v32": Preset(
-        "2512.02556", "When the policy must stay near the reference: an unbiased KL term, and stale answers that failed are dropped.",
+        "2512.02556", "When the policy must stay near the reference: it has an unbiased KL term, and drops stale answers with a negative"
+        " advantage.",
         {**_FREE, **_UNSCALED, "filters": ({"metric": "opsm", "level": "sequence", "high": 0.5},), "kl_loss": "ratio_k3"}),
     "opd": Preset(
-        "2306.13649", "To bring what a larger model can do into a smaller one, on the smaller one's own answers: every token has a signal;"
-        " set teacher.path or teacher.url.", {
+        "2306.13649", "To distil a larger model into a smaller one on the smaller one's own answers: every token has a signal; set"
+        " teacher.path or teacher.url.", {
             **_BEHAVIOUR, **_UNSCALED, "centre": "none", "objective": "importance_sampling",
             "filters": ({"metric": "tv", "low": -0.2},), "teacher": "model"}),
     "sdft": Preset(
-        "2601.19897", "To learn from answers of a dataset without forgetting much else: the policy, shown the answer, teaches itself on its"
-        " own samples.", {
+        "2601.19897", "To learn from the answers of a dataset without forgetting much else: the policy, shown the answer, teaches itself"
+        " on its own samples.", {
             **_BEHAVIOUR, **_UNSCALED, "centre": "none", "objective": "importance_sampling",
             "filters": ({"metric": "tv", "low": -0.2},), "teacher": "reference"}),
     "raft": Preset(
-        "2304.06767", "As a simple and stable baseline: imitate the answers whose reward is above `imitate_above`, ignore the others.",
+        "2304.06767", "As a simple and stable baseline: it imitates the answers whose reward is above `imitate_above`, and ignores the"
+        " others.",
         {**_FREE, **_UNSCALED, "centre": "none", "objective": "cross_entropy"}),
 })
 """All presets by name."""
