@@ -96,7 +96,10 @@ async function poll() {
       const now = (await ask("stamp", { run: state.run })).stamp;
       if (now !== stamp) { stamp = now; await refresh(false); }
     }
-  } catch (error) { tell(error); stamp = ""; shown = {}; }  // so that all is asked for again once the server answers
+  } catch (error) {
+    tell(error);
+    if (error instanceof TypeError) { stamp = ""; shown = {}; }  // no server: all is asked for again once it answers
+  }
   setTimeout(poll, POLL_MS);
 }
 async function compare() {
