@@ -10,7 +10,8 @@ import pytest
 from datasets import Dataset
 
 from offbeat.api.rows import is_named, sets_of, write_rows
-from offbeat.data.row import Row
+from offbeat.config.data import DataConfig
+from offbeat.data.row import Row, parse_record
 from offbeat.errors import DataError, StorageError
 
 RECORDS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
@@ -36,6 +37,30 @@ def test_a_chat_as_a_row_is_a_record_of_messages(tmp_path: Path) -> None:
     file = write_rows([Row(asked, "2", {"level": "easy"}, solution="It is 2.")], tmp_path, argument="data")
     assert read(file.path) == [{
         "level": "easy", "answer": "2", "messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "It is 2."}]}]
+
+
+@pytest.mark.parametrize("record", [
+    {"prompt": "1+1=", "answer": "2", "level": 3, "tests": ["a", {"b": None}], "hint": "[1]"},
+    {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "It is 2."}], "answer": "2", "tests": [1]},
+    {"messages": [{"role": "user", "content": "Time?"}, {"role": "assistant", "content": "", "tool_calls": [
+        {"type": "function", "function": {"name": "clock", "arguments": {"zone": "UTC"}}}]}],
+     "tools": [{"type": "function", "function": {"name": "clock", "parameters": {}}}]},
+    {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2", "reasoning_content": "one more"}]},
+], ids=["text", "chat", "tools", "reasoning"])
+def test_a_row_loses_nothing_on_its_way(record: dict[str, Any], tmp_path: Path) -> None:
+    row = parse_record(record, DataConfig(), where="here")
+    file = write_rows([row], tmp_path, argument="data")
+    again = parse_record(read(file.path)[0], DataConfig(), where="there")
+    assert (again.prompt, again.answer, again.tools, again.imitated) == (row.prompt, row.answer, row.tools, row.imitated)
+    assert {name: again.extra[name] for name in row.extra} == row.extra and set(row.json_fields) <= set(again.json_fields)
+
+
+@pytest.mark.parametrize("row", [
+    Row("1+1=", "2", solution="One more than one is 2."), Row("1+1=", "2", tools=({"type": "function"},)),
+    Row(({"role": "user", "content": "1+1"},), "2", template_kwargs={"enable_thinking": False})])
+def test_a_row_with_something_that_has_no_place_is_refused(row: Row, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data, row 2, has .* no place for; "):
+        write_rows([RECORDS[0], row], tmp_path, argument="data")
 
 
 def test_values_of_other_libraries_are_written_as_json(tmp_path: Path) -> None:

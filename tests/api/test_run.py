@@ -11,7 +11,7 @@ import pytest
 
 import offbeat
 from offbeat.config.load import load_config
-from offbeat.errors import ConfigError, DataError, MissingExtraError
+from offbeat.errors import ConfigError, DataError, MissingExtraError, ModelError
 from small_run import SmallRun
 from support.rewards import random_looking
 
@@ -74,6 +74,17 @@ def test_a_run_that_goes_on_or_was_cut_off_is_shown_as_far_as_it_got(finished_ru
     with pytest.raises(DataError, match="is damaged, so its rollouts cannot be read"):
         list(cut.rollouts(step=1))
     assert cut.report() == folder / "report.html" and "<html" in cut.report().read_text()
+
+
+def test_rollouts_whose_tokenizer_is_gone_are_not_called_damaged(finished_run: SmallRun, tmp_path: Path) -> None:
+    folder = tmp_path / "bare"
+    shutil.copytree(finished_run.folder, folder)
+    for name in ("export", "model"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / "config.toml").write_text('[model]\ntokenizer = "/nowhere/gone"\n')
+    with pytest.raises(ModelError) as refused:
+        list(offbeat.Run(folder).rollouts(step=1))
+    assert "damaged" not in str(refused.value)
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

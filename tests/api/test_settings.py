@@ -46,8 +46,37 @@ def test_a_configuration_that_one_prints_is_accepted_by_the_other(tmp_path: Path
     assert load_config(str(file)) == ours == load(file) == load(str(file)) == load(ours.model_dump())
 
 
+def test_rewards_with_weights_are_one_setting_however_their_names_look() -> None:
+    weights = {"exact_match": 1.0, "my.py:short": 0.2}
+    ours = load(settings={"rollout.rewards": weights, "evaluate.sets.hard": {"num_prompts": 3, "rollout": {"rewards": {"a.b:c": 2.0}}}})
+    assert ours.rollout.rewards == load(rewards=weights).rollout.rewards == load(rollout={"rewards": weights}).rollout.rewards == weights
+    assert ours.evaluation_set("hard").rollout.rewards == {"a.b:c": 2.0}
+    assert load(ours.model_dump()) == ours
+    assert load(ours.model_dump(), rewards={"math": 1.0}).rollout.rewards == {"math": 1.0}, "others replace them"
+    template = {"enable_thinking": False, "a.b": 1}
+    assert load(chat_template_kwargs=template).data.chat_template_kwargs == template
+
+
+def test_functions_with_weights_are_named_and_known() -> None:
+    with configured(None, {"rollout.rewards": {(lambda completion, row: 1.0): 0.5, own_losses.squared: 1.0}}, {}, homes=HOMES, given={},
+                    rows={}) as found:
+        (first, weight), (second, _) = found.rollout.rewards.items()
+        assert first.startswith("python:") and weight == 0.5 and second.endswith(":squared")
+        assert callable(find(first)) and find(second) is own_losses.squared
+    assert find(second) is None
+
+
+def test_a_keyword_may_be_the_name_that_other_projects_have() -> None:
+    assert load(learning_rate=1e-4, num_generations=3, max_staleness=2) == load(lr=1e-4, group_size=3, max_head_offpolicyness=2)
+    with configured(None, None, {"learning_rate": 0.5}, homes=("sft", "sft.optimizer"), given={}, rows={}) as found:
+        assert found.sft.optimizer.lr == 0.5 != found.train.optimizer.lr
+    assert load(load(group_size=8).model_dump(), {"rollout.num_generations": 3}, group_size=5).rollout.group_size == 5, "keywords win"
+
+
 @pytest.mark.parametrize(("given", "told"), [
-    ({"learning_rate": 1}, "learning_rate is not a setting; 'offbeat config docs' lists them all"),
+    ({"learnt_rate": 1}, "learnt_rate is not a setting; 'offbeat config docs' lists them all"),
+    ({"lr": 1, "learning_rate": 2}, "lr and learning_rate are two names of one setting, train.optimizer.lr; give one of them"),
+    ({"total_steps": 1, "run.total_steps": 2}, "total_steps and run.total_steps are two names of one setting, run.total_steps"),
     ({"beta1": 0.5, "settings": {"train.lr": 1}}, "train.lr is not a setting; did you mean train.optimizer.lr?"),
     ({"label_smoothing": 0.1, "total_steps": 0}, "run.total_steps must be >= 1, got 0; use 1 for a single step"),
     ({"batch_size": 4}, "batch_size may be sft.batch_size or preference.batch_size or reward_model.batch_size; give it by its whole name"),

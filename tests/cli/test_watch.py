@@ -72,6 +72,15 @@ def test_a_key_of_one_s_own_is_demanded_even_of_this_machine(tmp_path: Path) -> 
         assert get(url.partition("?")[0])[0] == 401
 
 
+def test_a_key_of_any_characters_is_whole_in_the_printed_address(tmp_path: Path) -> None:
+    write_small_run(tmp_path / "mine")
+    (tmp_path / "key").write_text("a+b/c&d#e==\n")
+    with watching(str(tmp_path / "mine"), "--key-file", str(tmp_path / "key")) as url:
+        opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        with opener.open(url, timeout=30) as page:
+            assert page.status == 200 and "offbeat watch" in page.read().decode()
+
+
 @pytest.mark.parametrize(("argv", "said"), [
     (["nowhere"], "folder nowhere does not exist"), (["--port", "99999"], "--port must be between 0 and 65535"),
     (["--key-file", "nowhere"], "--key-file nowhere cannot be read"), (["--run.name", "x"], "takes no settings, got --run.name")])
@@ -114,6 +123,7 @@ def test_a_browser_shows_the_rollouts_as_text_and_runs_nothing_that_a_model_wrot
         filtered = rendered(f"{url}#run=mine&view=rollouts&text=is+42&order=oldest&rollout=1.0.0", tmp_path / "profile")
         assert re.findall(r'class="item[^"]*" role="option" data-id="([^"]*)"', filtered) == ["1.0.0", "2.0.0"]
         assert "2 of 13 rollouts" in filtered and re.search(r">step 2 <small>", filtered), "the same prompt in a later step"
+        assert "0 of 13 rollouts" in rendered(f"{url}#run=mine&view=rollouts&text=newest", tmp_path / "profile"), "a word like any other"
         records = rendered(f"{url}#run=mine&view=records", tmp_path / "profile")
         assert "Events (1)" in records and "<img" not in records and "<title>mine" in records
         overview = rendered(f"{url}#run=mine&view=overview", tmp_path / "profile")

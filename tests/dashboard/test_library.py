@@ -88,3 +88,22 @@ def test_the_index_is_built_on_beside_the_caller(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist; give a run's folder"):
         Library([tmp_path / "runs"])
+
+
+def test_a_folder_that_is_gone_has_no_runs(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "a", 1)
+    library = Library([tmp_path / "runs"])
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    assert library.summaries() == []
+    with pytest.raises(DataError, match="there is no run 'a' here; there is none yet"):
+        library.stamp("a")
+
+
+def test_a_run_that_begins_anew_is_shown_without_its_older_rollouts(tmp_path: Path) -> None:
+    write_small_run(tmp_path / "run")
+    with closing(Library([tmp_path])) as library:
+        index, _ = library.rollouts("run")
+        index.update()
+        (tmp_path / "run").rename(tmp_path / "moved")
+        write_rollouts(tmp_path / "run", 1, [group("Anew? ", ("yes", 1.0))])
+        assert library.rollouts("run")[0].update().num_rollouts == 1

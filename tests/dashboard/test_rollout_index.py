@@ -187,3 +187,24 @@ def test_a_run_without_rollouts_has_an_empty_index(tmp_path: Path) -> None:
     index = RolloutIndex(tmp_path)
     assert index.update().num_files == 0 and index.find(Filter()) == []
     index.close()
+
+
+def test_an_index_that_goes_away_while_it_is_read_is_made_again(index: RolloutIndex) -> None:
+    (index.run_dir / "rollouts" / "index.sqlite").unlink()
+    assert index.find(Filter()) == [] and index.update().num_rollouts == 11
+    index.run_dir.rename(index.run_dir.with_name("older"))  # as a run that begins anew does
+    write_rollouts(index.run_dir, 1, [group("Anew? ", ("yes", 1.0))])
+    assert index.progress().num_rollouts == 0
+    assert index.update().num_rollouts == 1 and addresses(index) == ["1.0.0"]
+    assert (index.run_dir / "rollouts" / "index.sqlite").is_file()
+
+
+def test_a_prompt_is_found_in_any_case_of_its_letters(tmp_path: Path) -> None:
+    write_rollouts(tmp_path, 1, [group("Größe der Äpfel? ", ("12", 1.0))])
+    index = RolloutIndex(tmp_path)
+    index.update()
+    assert addresses(index, prompt="GRÖSSE der äPFEL") == ["1.0.0"] and addresses(index, prompt="x" * 60_000) == []
+
+
+def test_a_search_with_a_nul_character_is_one_for_the_words_around_it(index: RolloutIndex) -> None:
+    assert addresses(index, text="is\x0042") == ["2.0.0", "1.0.0"]

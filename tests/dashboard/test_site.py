@@ -150,3 +150,8 @@ def test_a_key_guards_everything(root: Path) -> None:
     for path in ("/", "/watch.js", "/watch.css", "/api/runs", "/api/rollout?run=a&id=1.0.0"):
         assert http.get(path).status_code == 401
         assert http.get(path, headers={"authorization": "Bearer a-key"}).status_code == 200
+
+
+def test_half_a_surrogate_pair_in_a_run_is_shown_as_its_escape(root: Path, http: TestClient) -> None:
+    (root / "a" / "events.jsonl").write_text('{"kind": "broken \\ud800 text", "time_s": 1.0}\n')
+    assert "broken \ud800 text" in ask(http, "records")["html"]

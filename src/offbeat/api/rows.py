@@ -5,6 +5,7 @@ Called by `api.settings`.
 """
 
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -99,18 +100,25 @@ def _records(rows: Any, argument: str) -> Iterator[Mapping[str, Any]]:
         raise DataError(f"{argument} must be a file, a hub id, or rows as a list of dicts, got {shorten(rows)}")
     for number, row in enumerate(rows, start=1):
         if isinstance(row, Row):
-            yield _record_of(row)
+            yield _record_of(row, f"{argument}, row {number},")
         elif isinstance(row, Mapping):
             yield row
         else:
             raise DataError(f"{argument}, row {number}, must be a dict or an offbeat.Row, got {shorten(row)}")
 
 
-def _record_of(row: Row) -> dict[str, Any]:
+def _record_of(row: Row, where: str) -> dict[str, Any]:
+    if row.template_kwargs:
+        raise DataError(f"{where} has template_kwargs, which rows in memory have no place for; set data.chat_template_kwargs")
+    extra = {name: json.loads(text) if name in row.json_fields else text for name, text in row.extra.items()}
     if isinstance(row.prompt, str):
-        return {**row.extra, "prompt": row.prompt, "answer": row.answer}
-    said = [{"role": "assistant", "content": row.solution}] if row.solution else []
-    return {**row.extra, "messages": [*row.prompt, *said], "answer": row.answer}
+        if row.solution or row.said or row.tools:
+            raise DataError(
+                f"{where} has a solution, a message or tools, which a prompt that is text has no place for; give the solution as the"
+                " answer, or a prompt that is a list of messages")
+        return {**extra, "prompt": row.prompt, "answer": row.answer}
+    said = [row.imitated] if row.said or row.solution else []
+    return {**extra, **({"tools": row.tools} if row.tools else {}), "messages": [*row.prompt, *said], "answer": row.answer}
 
 
 def _encode(record: Mapping[str, Any], argument: str, number: int) -> bytes:

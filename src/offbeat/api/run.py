@@ -222,25 +222,26 @@ class Run:
         return load_tokenizer(found or model.get("tokenizer") or model.get("path") or self.folder / "model")
 
     def _rollouts_of(self, step: int) -> Iterator[Rollout]:
-        path = self.folder / "rollouts" / f"step-{step:06d}.jsonl.zst"
+        path, tokenizer = self.folder / "rollouts" / f"step-{step:06d}.jsonl.zst", self._tokenizer
         try:
             for line in _lines(path):
                 group = msgspec.json.decode(line)
                 for chain in group["trajectories"]:
-                    yield self._rollout(step, group["prompt_id"], chain)
+                    yield _rollout(step, group["prompt_id"], chain, tokenizer)
         except (OSError, ValueError, KeyError, zstandard.ZstdError) as exc:
             raise DataError(f"{path} is damaged, so its rollouts cannot be read: {type(exc).__name__}: {exc}") from exc
 
-    def _rollout(self, step: int, prompt_id: str, chain: Mapping[str, Any]) -> Rollout:
-        tokens, generated = chain["tokens"], chain["loss_mask"]
-        start = generated.index(True) if True in generated else len(tokens)
-        whole = all(generated[start:])  # then only the token that ends it is special
-        reward = chain.get("reward")
-        return Rollout(
-            step, prompt_id, self._tokenizer.decode(tokens[:start], skip_special_tokens=False),
-            self._tokenizer.decode(tokens[start:], skip_special_tokens=whole), float("nan") if reward is None else float(reward),
-            chain["reason"], chain.get("named_rewards") or {}, tuple(tokens), tuple(generated), tuple(chain["rollout_logprobs"]),
-            tuple(chain["versions"]), chain.get("episode"), chain.get("agent") or "")
+
+def _rollout(step: int, prompt_id: str, chain: Mapping[str, Any], tokenizer: Tokenizer) -> Rollout:
+    tokens, generated = chain["tokens"], chain["loss_mask"]
+    start = generated.index(True) if True in generated else len(tokens)
+    whole = all(generated[start:])  # then only the token that ends it is special
+    reward = chain.get("reward")
+    return Rollout(
+        step, prompt_id, tokenizer.decode(tokens[:start], skip_special_tokens=False),
+        tokenizer.decode(tokens[start:], skip_special_tokens=whole), float("nan") if reward is None else float(reward),
+        chain["reason"], chain.get("named_rewards") or {}, tuple(tokens), tuple(generated), tuple(chain["rollout_logprobs"]),
+        tuple(chain["versions"]), chain.get("episode"), chain.get("agent") or "")
 
 
 def _lines(path: Path) -> Iterator[bytes]:

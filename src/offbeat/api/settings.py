@@ -7,6 +7,7 @@ of their own, such as `model`. A function given as a setting, wherever it is, is
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from pydantic import ValidationError
 
 from offbeat.api.rows import FOLDER, Rows, RowsFile, is_named, write_rows
 from offbeat.config.data import DataConfig
-from offbeat.config.load import load_config
+from offbeat.config.evaluation_sets import setting_of
+from offbeat.config.load import ALIASES, load_config
 from offbeat.config.load import settings as all_settings
 from offbeat.config.root import Config
 from offbeat.data.given import give, import_name, withdraw
@@ -49,7 +51,7 @@ def configured(
     """
     values = dict(_flat(_base(config)))
     values.update(_flat(settings or {}))
-    values.update(_flat({_setting(name, homes): value for name, value in keywords.items()}))
+    values.update(_flat(_by_setting(keywords, homes)))
     values.update({key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in given.items() if value is not None})
     names: list[str] = []
     try:
@@ -80,20 +82,43 @@ def _base(config: Source | None) -> dict[str, Any]:
 def _flat(values: Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield settings by their whole names, so that a section which gives one setting leaves its others as they are."""
     for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and setting_of(key) not in _tables():
+            yield from _flat(value, f"{key}.")
         else:
-            yield f"{prefix}{name}", value
+            yield ALIASES.get(key, key), value
+
+
+@cache
+def _tables() -> frozenset[str]:
+    """Return the settings that are tables as a whole, such as the weights of rewards, whose names have dots."""
+    return frozenset(key for key, _ in all_settings()) - {"data.sets", "evaluate.sets"}
+
+
+def _by_setting(keywords: Settings, homes: Sequence[str]) -> dict[str, Any]:
+    """Return keywords by the settings that they mean.
+
+    Raises:
+        ConfigError: one means no setting or several, or two mean the same.
+    """
+    found: dict[str, str] = {}
+    for name in keywords:
+        key = _setting(name, homes)
+        if key in found:
+            raise ConfigError(f"{found[key]} and {name} are two names of one setting, {key}; give one of them")
+        found[key] = name
+    return {key: keywords[name] for key, name in found.items()}
 
 
 def _setting(name: str, homes: Sequence[str]) -> str:
-    """Return the setting that a keyword means: "section.key" itself, a section, or the last part of a setting's name.
+    """Return the setting that a keyword means: "section.key" itself, a section, or the last part of a setting's name or alias.
 
     Raises:
         ConfigError: no setting has this name, or several have.
     """
     if "." in name or name in Config.model_fields:
-        return name
+        return ALIASES.get(name, name)
+    name = next((key.rpartition(".")[2] for alias, key in ALIASES.items() if alias.rpartition(".")[2] == name), name)
     found = [key for key, _ in all_settings() if key.rpartition(".")[2] == name]
     for home in homes:
         if f"{home}.{name}" in found:
@@ -114,6 +139,8 @@ def _named(value: Any, key: str, names: list[str]) -> Any:
     """
     if isinstance(value, list | tuple):
         return [_named(item, key, names) for item in value]
+    if isinstance(value, Mapping):  # rewards with their weights
+        return {_named(name, key, names): _named(item, key, names) for name, item in value.items()}
     if not callable(value):
         return value
     if key == "algorithm.objective":

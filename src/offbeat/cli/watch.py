@@ -8,6 +8,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from urllib.parse import quote
 
 import uvicorn
 
@@ -84,4 +85,5 @@ def _url(listener: socket.socket, key: str) -> str:
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/{f'?key={key}' if key else ''}"
+    query = f"?key={quote(key, safe='')}" if key else ""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/{query}"

@@ -4,9 +4,11 @@ Only names that were found in the given folders can be asked for, so no client c
 index of its rollouts.
 """
 
+import sqlite3
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,8 +73,7 @@ class Library:
         """Return the folders of all runs by name; of two with the same name, the second is called "name (2)"."""
         found: dict[str, Path] = {}
         for folder in self._folders:
-            inside = [folder] if is_run(folder) else sorted(path for path in folder.iterdir() if path.is_dir() and is_run(path))
-            for path in inside:
+            for path in _runs_in(folder):
                 name = unique = path.resolve().name
                 number = 2
                 while unique in found:
@@ -100,7 +101,7 @@ class Library:
         """Return a text that differs as soon as a file of the run, or of its rollouts, has changed."""
         folder = self.folder(name)
         files = kept_files(folder)
-        newest = files[-1].path.stat().st_mtime_ns if files and files[-1].path.exists() else 0
+        newest = _size_and_time(files[-1].path)[1] if files else 0
         return "-".join(f"{size}.{mtime}" for size, mtime in (*_stamp(folder), (len(files), newest)))
 
     def read(self, name: str) -> RunFiles:
@@ -150,9 +151,13 @@ class _KeptIndex:
             if (self._thread is None or not self._thread.is_alive()) and now - self._looked_s >= _LOOK_S:
                 self._looked_s = now
                 self.index.update(most_files=2, stop=self._stop)
-                self._thread = threading.Thread(target=self.index.update, kwargs={"stop": self._stop}, name="rollout-index", daemon=True)
+                self._thread = threading.Thread(target=self._build, name="rollout-index", daemon=True)
                 self._thread.start()
         return self.index.progress()
+
+    def _build(self) -> None:
+        with suppress(sqlite3.OperationalError, OSError):  # the run was moved aside meanwhile; the next look begins again
+            self.index.update(stop=self._stop)
 
     def close(self) -> None:
         if self._thread is not None:
@@ -160,15 +165,25 @@ class _KeptIndex:
         self.index.close()
 
 
+def _runs_in(folder: Path) -> list[Path]:
+    """Return the folder if it is a run, or else the runs in it; none if it is gone or cannot be read."""
+    try:
+        return [folder] if is_run(folder) else sorted(path for path in folder.iterdir() if path.is_dir() and is_run(path))
+    except OSError:
+        return []
+
+
 def _stamp(folder: Path) -> Stamp:
-    found = []
-    for name in _FILES:
-        try:
-            stat = (folder / name).stat()
-            found.append((stat.st_size, stat.st_mtime_ns))
-        except OSError:
-            found.append((-1, 0))
-    return tuple(found)
+    return tuple(_size_and_time(folder / name) for name in _FILES)
+
+
+def _size_and_time(path: Path) -> tuple[int, int]:
+    """Return size and time of change of a file; (-1, 0) if it is not there."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return -1, 0
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _summary(name: str, folder: Path) -> Summary:

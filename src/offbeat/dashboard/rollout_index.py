@@ -110,8 +110,8 @@ class Filter:
                     parts.append(f"{column} {sign} ?")
                     values.append(value)
         if self.prompt:
-            parts.append("prompt IN (SELECT id FROM prompts WHERE text LIKE ? ESCAPE '\\')")
-            values.append("%" + "".join(f"\\{letter}" if letter in "%_\\" else letter for letter in self.prompt) + "%")
+            parts.append("prompt IN (SELECT id FROM prompts WHERE instr(folded(text), ?))")
+            values.append(self.prompt.casefold())
         if self.text:
             parts.append("samples.id IN (SELECT rowid FROM words WHERE words MATCH ?)")
             values.append(_phrase(self.text))
@@ -171,21 +171,11 @@ class RolloutIndex:
         """Open the index, or create an empty one; in a temporary folder where the run's cannot be written."""
         self.run_dir = run_dir
         self._updating = threading.Lock()
+        self._placing = threading.Lock()
         self._totals: _Counted | None = None
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._path = run_dir / FOLDER / "index.sqlite"
-        try:
-            try:
-                self._prepare()
-            except sqlite3.OperationalError:
-                raise  # it cannot be opened or written, or somebody else holds it
-            except sqlite3.DatabaseError:
-                self._path.unlink(missing_ok=True)  # damaged, or of another layout
-                self._prepare()
-        except (sqlite3.DatabaseError, OSError):
-            self._temporary = tempfile.TemporaryDirectory(prefix="offbeat-rollouts-")
-            self._path = Path(self._temporary.name) / "index.sqlite"
-            self._prepare()
+        self._place()
 
     def close(self) -> None:
         """Remove the index if it is temporary."""
@@ -257,8 +247,32 @@ class RolloutIndex:
         with self._open() as db:
             return self._counted(db).reasons
 
+    def _place(self) -> None:
+        """Find or create the index in the run's folder, or else in a temporary one."""
+        self.close()
+        self._totals, self._temporary, self._path = None, None, self.run_dir / FOLDER / "index.sqlite"
+        try:
+            try:
+                self._prepare()
+            except sqlite3.OperationalError:
+                raise  # it cannot be opened or written, or somebody else holds it
+            except sqlite3.DatabaseError:
+                self._path.unlink(missing_ok=True)  # damaged, or of another layout
+                self._prepare()
+        except (sqlite3.DatabaseError, OSError):
+            self._temporary = tempfile.TemporaryDirectory(prefix="offbeat-rollouts-")
+            self._path = Path(self._temporary.name) / "index.sqlite"
+            self._prepare()
+
+    def _is_gone(self) -> bool:
+        """Whether the index was deleted, as it may be at any time, or moved aside with a run that begins anew."""
+        try:
+            return not self._path.stat().st_size  # connecting to a file that is not there creates an empty one
+        except OSError:
+            return True
+
     def _prepare(self) -> None:
-        with self._open() as db, _transaction(db):  # of two readers that begin at once, the second finds the tables
+        with self._connect() as db, _transaction(db):  # of two readers that begin at once, the second finds the tables
             if db.execute("PRAGMA user_version").fetchone()[0] == _LAYOUT:
                 db.execute("SELECT count(*) FROM files")
             elif db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
@@ -270,9 +284,18 @@ class RolloutIndex:
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
+        with self._placing:
+            if self._is_gone():
+                self._place()
+        with self._connect() as db:
+            yield db
+
+    @contextmanager
+    def _connect(self) -> Iterator[sqlite3.Connection]:
         with closing(sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None)) as db:
             db.execute("PRAGMA synchronous = OFF")  # what a power cut damages is made again
             db.execute("PRAGMA mmap_size = 1073741824")
+            db.create_function("folded", 1, str.casefold, deterministic=True)
             yield db
 
     def _add(self, db: sqlite3.Connection, file: KeptFile, size: int, mtime_ns: int) -> None:
@@ -376,7 +399,7 @@ def _texts(t: _Trajectory) -> tuple[str, str]:
 
 def _phrase(text: str) -> str:
     """Return a query for words that follow each other."""
-    words = text.rstrip("*").replace('"', " ").strip()
+    words = text.rstrip("*").replace('"', " ").replace("\0", " ").strip()  # with a NUL the query would end
     if not any(letter.isalnum() for letter in words):
         raise ConfigError(f"rollouts are searched for words, and {text[:40]!r} has none; give letters or digits")
     return f'"{words}"{"*" if text.endswith("*") else ""}'

@@ -5,6 +5,7 @@ them in as text.
 """
 
 import asyncio
+import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict
@@ -65,16 +66,24 @@ def make_site(library: Library, *, key: str) -> Starlette:
     return Starlette(routes=[*files, *answers], middleware=[Middleware(Gate, key=key)])
 
 
+class _Json(JSONResponse):
+    """JSON in which a lone surrogate, which UTF-8 has no bytes for and a damaged file may hold, is the escape that JSON has for it."""
+
+    def render(self, content: Any) -> bytes:
+        """See `JSONResponse.render`."""
+        return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="backslashreplace")
+
+
 def _answering(answer: Callable[[Library, Request], Any], library: Library) -> Callable[[Request], Any]:
     """Make an endpoint of a function, which is called on a thread because it reads files."""
 
     async def endpoint(http: Request) -> Response:
         try:
-            return JSONResponse(await asyncio.to_thread(answer, library, http))
+            return _Json(await asyncio.to_thread(answer, library, http))
         except UserError as exc:
-            return JSONResponse({"error": str(exc)}, 400)
+            return _Json({"error": str(exc)}, 400)
         except OffbeatError as exc:
-            return JSONResponse({"error": str(exc)}, 500)
+            return _Json({"error": str(exc)}, 500)
 
     return endpoint
 

@@ -96,7 +96,10 @@ async function poll() {
       const now = (await ask("stamp", { run: state.run })).stamp;
       if (now !== stamp) { stamp = now; await refresh(false); }
     }
-  } catch (error) { tell(error); }
+  } catch (error) {
+    tell(error);
+    if (error instanceof TypeError) { stamp = ""; shown = {}; }  // no server: all is asked for again once it answers
+  }
   setTimeout(poll, POLL_MS);
 }
 async function compare() {
@@ -121,7 +124,7 @@ async function compare() {
 // ---- the list of rollouts
 
 const filters = byId("filters");
-const filled = () => Object.fromEntries([...new FormData(filters)].filter(([, value]) => value !== "" && value !== "newest"));
+const filled = () => Object.fromEntries([...new FormData(filters)].filter(([name, value]) => value !== "" && (name !== "order" || value !== "newest")));
 
 async function list(more) {
   const turn = ++listing, run = state.run;
