@@ -66,6 +66,7 @@ def test_a_csv_file_may_have_line_breaks_and_separators_in_quotes(tmp_path):
     ("d.jsonl.xz", b"no xz", "cannot be read: "),
     ("d.jsonl.zst", b"no zstd", "cannot be read: "),
     ("d.jsonl.gz", gzip.compress(b"{}\n" * 999, mtime=0)[:-10], "cannot be read: "),
+    ("d.jsonl.gz", gzip.compress(b"{}\n", mtime=0)[:10] + b"\xff" * 20, "cannot be read: "),
     ("d.parquet.gz", b"", "must end in .jsonl"),
 ])
 def test_a_file_that_cannot_be_read_says_where_and_why(tmp_path, name, data, sentence):

@@ -77,6 +77,13 @@ def test_sets_are_compared_prompt_by_prompt_however_they_are_ordered() -> None:
     assert compared.mismatch == "" and compared.title == "held-out"
 
 
+def test_the_same_rewards_in_another_order_are_no_change() -> None:
+    compared = compare_sets(played([[0.1, 0.2, 0.3]] * 12 + [[0.5] * 3]), played([[0.3, 0.2, 0.1]] * 12 + [[0.75] * 3]))
+    reward = compared.differences[-1]
+    assert (reward.score, reward.num_better, reward.num_worse, reward.p_value) == ("mean reward", 1, 0, 1.0)
+    assert [change.prompt for change in compared.changes] == ["12>"]
+
+
 def test_several_answers_are_also_compared_by_pass_at_k() -> None:
     first, second = played([[1.0, 0.0, 0.0], [0.0] * 3], pass_at=(2,)), played([[0.0] * 4, [1.0, 1.0, 0.0, 0.0]])
     found = {each.score: each for each in compare_sets(first, second).differences}

@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from evaluation.played import played
+from offbeat.data.given import give, withdraw
 from offbeat.errors import CodeError
 from offbeat.rollout.metric import Metric, check_metrics
 from small_run import small_config
@@ -26,6 +27,17 @@ def test_all_answers_go_to_a_process_and_numbers_come_back_by_name(monkeypatch: 
         return [await metric(name).measure(ANSWERED) for name in ("mean_length", "several", "secret")]
 
     assert asyncio.run(main()) == [{"mean_length": 8.0}, {"right": 2.0, "failed@1": 1.0}, {"seen": 0.0}]
+
+
+def test_a_function_that_was_given_as_an_object_is_sent_to_the_process() -> None:
+    weight = 2.0
+    name = give(lambda samples: {"weighted": weight * len(samples)}, kind="evaluate.metric")
+    try:
+        sent = Metric(name, timeout_s=60.0, log=None)
+        asyncio.run(sent.check())
+        assert asyncio.run(sent.measure(ANSWERED)) == {"weighted": 2.0 * len(ANSWERED.samples)}
+    finally:
+        withdraw([name])
 
 
 @pytest.mark.parametrize(("name", "why"), [

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from http_serving import serving
+from offbeat.config.load import load_config
 from offbeat.config.root import Config
 from offbeat.data.reward import FailedReward, NamedReward
 from offbeat.data.row import Row
@@ -155,3 +156,34 @@ def test_sets_are_read_without_a_tokenizer_and_only_single_turns_can_be_asked(tm
     playing = config.model_copy(update={"rollout": config.rollout.model_copy(update={"workflow": "mine:play"})})
     with pytest.raises(ConfigError, match=r"rollout\.workflow must be left out to evaluate a model by URL, got 'mine:play'"):
         read_sets(playing)
+
+
+def test_what_only_a_chat_template_here_could_write_is_refused(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    chat = {"messages": list(CHAT), "answer": "7", "tools": [{"type": "function", "function": {"name": "add"}}]}
+    rows.write_text("".join(json.dumps(chat) + "\n" for _ in range(3)))
+    config = configured(tmp_path, evaluate__sets__own__data__path=str(rows))
+    with pytest.raises(ConfigError, match=r"the column 'tools' of evaluate\.sets\.own\.data\.path cannot be given to a model by URL"):
+        read_sets(config)
+    with pytest.raises(ConfigError, match=r"^data\.chat_template_kwargs cannot be given to a model by URL"):
+        read_sets(configured(tmp_path, data__chat_template_kwargs="{enable_thinking = false}", data__chat_template="true"))
+    assert read_sets(configured(tmp_path, data__chat_template_kwargs="{enable_thinking = false}")), "plain prompts need no template"
+
+
+def test_several_data_sets_are_refused_and_evaluation_sets_of_their_own_are_not(tmp_path: Path) -> None:
+    config = load_config(None, values={
+        "data": {"sets": {"a": {"task": "addition"}}}, "evaluate.sets.own.data.task": "sort_digits", "evaluate.sets.own.num_prompts": 2})
+    with pytest.raises(ConfigError, match=r"data\.sets cannot be evaluated by URL"):
+        read_sets(config)
+    with_none = load_config(None, values=config.model_dump() | {"data": config.data.model_dump() | {"heldout_size": 0}})
+    assert [(each.name, len(each.rows)) for each in read_sets(with_none)] == [("own", 2)]
+
+
+def test_an_answer_that_is_no_text_fails_its_prompt_alone(tmp_path: Path) -> None:
+    class Rubbish(Scripted):
+        async def answer(self, request: Request) -> Response:
+            body = await request.json()
+            return Response(b'{"choices": "\xff"}') if body["prompt"] == "bad" else await super().answer(request)
+
+    answered = play(Rubbish(), configured(tmp_path), Row("bad", ""), Row("good", ""))
+    assert "something that is not JSON" in answered.prompts[0].failure and not answered.prompts[1].failed

@@ -9,6 +9,7 @@ import gzip
 import importlib
 import io
 import lzma
+import zlib
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -192,7 +193,7 @@ def open_file(path: Path, sieve: Sieve) -> Source:
         raise DataError(f"data file {str(path)!r} must end in {', '.join(_READERS)}; all but .parquet also with {', '.join(_PACKED)}")
     try:
         return reader(path, sieve)
-    except (OSError, EOFError, lzma.LZMAError, zstandard.ZstdError) as exc:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError) as exc:
         raise DataError(f"data file {str(path)!r} cannot be read: {first_line(exc)}") from exc
 
 

@@ -143,10 +143,15 @@ def _pairs(first: Sequence[EvaluatedPrompt], second: Sequence[EvaluatedPrompt]) 
 
 
 def _difference(score: str, first: np.ndarray, second: np.ndarray) -> Difference:
-    changes = second - first
+    changes = np.where(_are_equal(first, second), 0.0, second - first)
     return Difference(
         score, float(first.mean()), float(second.mean()), difference_interval(first, second), sign_flip_test(changes),
         int((changes > 0).sum()), int((changes < 0).sum()))
+
+
+def _are_equal(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Return for each pair whether it differs by no more than rounding, as sums of the same rewards in another order may."""
+    return np.isclose(first, second, rtol=1e-9, atol=1e-12)
 
 
 def difference_interval(first: np.ndarray, second: np.ndarray) -> Interval:
@@ -206,8 +211,8 @@ def _largest_changes(first: EvaluatedSet, second: EvaluatedSet, pairs: Sequence[
     changes = [
         Change(prompt.row.prompt, prompt.row.answer, float(first.rewards[i]), float(second.rewards[j]), _text(prompt),
                _text(second.prompts[j]))
-        for i, j in pairs for prompt in [first.prompts[i]]]
-    ranked = sorted((change for change in changes if change.difference), key=lambda change: -abs(change.difference))
+        for i, j in pairs for prompt in [first.prompts[i]] if not _are_equal(first.rewards[i], second.rewards[j])]
+    ranked = sorted(changes, key=lambda change: -abs(change.difference))
     return tuple(ranked[:most])
 
 

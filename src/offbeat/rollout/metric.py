@@ -10,6 +10,7 @@ from pathlib import Path
 
 from offbeat.config.root import Config
 from offbeat.data import wire
+from offbeat.data.given import pack
 from offbeat.errors import CodeError, DeadlineError, WorkerError
 from offbeat.evaluation.samples import EvaluatedSet
 from offbeat.process.child import Child, ChildSpec
@@ -28,7 +29,7 @@ class Metric:
         """Prepare it; nothing is started.
 
         Args:
-            dotted: "module:function".
+            dotted: "module:function", or the name of a function that this process has been given as an object.
             timeout_s: limit for one call, with the start of its process.
             log: file that receives what it prints.
             memory_bytes: memory limit of its process; 0 for none.
@@ -37,6 +38,7 @@ class Metric:
         self.dotted = dotted
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
+        self._given = pack([dotted])
         hidden = secret_variables(os.environ, allowed=frozenset(allowed))
         env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         self._spec = ChildSpec("the metric", "offbeat.rollout.metric_worker:MetricWorker", env, log, without=hidden)
@@ -57,7 +59,7 @@ class Metric:
         Raises:
             CodeError: it cannot be loaded.
         """
-        await self._call("load", MetricRequest(self.dotted, self._memory_bytes))
+        await self._call("load", MetricRequest(self.dotted, self._memory_bytes, self._given))
 
     async def measure(self, played: EvaluatedSet) -> dict[str, float]:
         """Return what the metric finds in the answers to a set, by name; a number alone has the name of the function.
@@ -65,7 +67,7 @@ class Metric:
         Raises:
             CodeError: it raised, was late, ended its process, or returned what is no metric.
         """
-        request = MetricRequest(self.dotted, self._memory_bytes, played.samples)
+        request = MetricRequest(self.dotted, self._memory_bytes, self._given, played.samples)
         return wire.decode(MetricValues, await self._call("measure", request)).values
 
     async def _call(self, method: str, request: MetricRequest) -> bytes:

@@ -11,6 +11,7 @@ from typing import Any
 
 from offbeat.data import wire
 from offbeat.data.functions import resolve
+from offbeat.data.given import Given, receive
 from offbeat.data.reward import FailedReward, NamedReward, check_reward
 from offbeat.errors import CodeError, describe, printable, shorten
 from offbeat.evaluation.samples import MetricSample
@@ -22,10 +23,18 @@ _TAKEN = re.compile(r"(accuracy|reward_mean|pass_at_\d+)(_low|_high)?|failed_pro
 
 @dataclass(frozen=True)
 class MetricRequest:
-    """A metric by name, the memory limit of its process (0 for none), and the answers that it is called with."""
+    """What a metric's process runs.
+
+    Attributes:
+        metric: name of the function.
+        memory_bytes: memory limit of the process; 0 for none.
+        given: the function, where a Python program gave it as an object.
+        samples: the answers that it is called with.
+    """
 
     metric: str
     memory_bytes: int = 0
+    given: tuple[Given, ...] = ()
     samples: tuple[MetricSample, ...] = ()
 
 
@@ -43,6 +52,7 @@ class MetricWorker:
         request = wire.decode(MetricRequest, payload)
         if request.memory_bytes:
             resource.setrlimit(resource.RLIMIT_DATA, (request.memory_bytes, request.memory_bytes))
+        receive(request.given)
         function = resolve(request.metric, kind="metric")
         if method == "load":
             return b""

@@ -17,7 +17,7 @@ import msgspec
 from offbeat.aio import deadline, gather_all
 from offbeat.config.root import Config
 from offbeat.controller.evaluate import OnPrompt
-from offbeat.data.dataset import PromptDataset, messages_of, open_datasets
+from offbeat.data.dataset import ListDataset, PromptDataset, messages_of, open_datasets
 from offbeat.data.evaluation_set import open_set
 from offbeat.data.reward import FailedReward, NamedReward
 from offbeat.data.row import Row
@@ -51,22 +51,38 @@ def read_sets(config: Config) -> list[AskedSet]:
     """Read the held-out prompts, if there are some, and those of each evaluation set.
 
     Raises:
-        ConfigError: a set is played in several turns, which text cannot record.
+        ConfigError: a set is played in several turns, which text cannot record; or its prompts have something that only a chat template
+            here could write, or belong to several data sets.
         DataError: the data cannot be used.
     """
-    _, heldout = open_datasets(config.data, seed=config.run.seed)
+    if config.data.sets and config.data.heldout_size:
+        raise ConfigError(
+            "data.sets cannot be evaluated by URL, since each of its sets is asked and judged in a way of its own; give the model's folder,"
+            " or set data.heldout_size to 0 and name evaluation sets (evaluate.sets) with a data.path of their own")
+    heldout: PromptDataset = ListDataset(()) if config.data.sets else open_datasets(config.data, seed=config.run.seed)[1]
     found = [AskedSet("", config, _first(heldout, config.evaluate.num_prompts))] if heldout.num_rows else []
     for name in config.evaluate.sets:
         own = config.evaluation_set(name)
         rows = open_set(own.data, of_run=config.data, heldout=heldout, most=own.evaluate.num_prompts, seed=config.run.seed)
         found.append(AskedSet(name, own, _first(rows, own.evaluate.num_prompts)))
     for each in found:
-        if each.config.rollout.workflow != SINGLE_TURN:
-            where = f"evaluate.sets.{each.name}.rollout" if each.name else "rollout"
-            raise ConfigError(
-                f"{where}.workflow must be left out to evaluate a model by URL, got {each.config.rollout.workflow!r}; an endpoint answers"
-                " single prompts. Give the model's folder, or --inference.urls if it is an engine that gives token ids")
+        _check_askable(each)
     return found
+
+
+def _check_askable(asked: AskedSet) -> None:
+    """Refuse a set that an endpoint would be asked otherwise than engines are."""
+    where, data, workflow = f"evaluate.sets.{asked.name}." if asked.name else "", asked.config.data, asked.config.rollout.workflow
+    as_chats = any(messages_of(row, data) is not None for row in asked.rows)
+    if any(row.tools for row in asked.rows) or (data.chat_template_kwargs and as_chats):
+        what = f"{where}data.chat_template_kwargs" if data.chat_template_kwargs else f"the column 'tools' of {where}data.path"
+        raise ConfigError(
+            f"{what} cannot be given to a model by URL, whose own server writes its chats; give the model's folder, or --inference.urls if"
+            " it is an engine that takes token ids")
+    if workflow != SINGLE_TURN:
+        raise ConfigError(
+            f"{where}rollout.workflow must be left out to evaluate a model by URL, got {workflow!r}; an endpoint answers single prompts."
+            " Give the model's folder, or --inference.urls if it is an engine that gives token ids")
 
 
 def _first(rows: PromptDataset, most: int) -> tuple[Row, ...]:
@@ -182,7 +198,7 @@ class Endpoint:
             raise failure
         try:
             told = msgspec.json.decode(data)
-        except msgspec.DecodeError as exc:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
             raise EngineError(f"{self._url}{path} answered with something that is not JSON") from exc
         return told if isinstance(told, dict) else {}
 
