@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 
+from offbeat.algorithms.distillation import TeacherScores, with_teacher
 from offbeat.algorithms.experience import make_batch
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.data import wire
@@ -47,6 +48,18 @@ def test_equal_texts_are_told_apart_by_their_log_probabilities() -> None:
     group = Group("0:0", 0, (trajectory("13", 0.5, logprob=-1.0), trajectory("13", 0.0), trajectory("13", 1.0, logprob=-2.0)))
     found = columns([group])
     assert sorted(found) == [(0, 1), (0, 2)], "the one with the mean reward has no advantage"
+
+
+def test_trajectories_are_found_in_a_batch_of_a_teachers_tokens_which_has_nothing_to_keep_of_theirs() -> None:
+    group = Group("0:0", 4, (trajectory("13", 1.0), trajectory("9", 0.0, reason="too long: 9 tokens"), trajectory("31", 0.0)))
+    config = AlgorithmConfig(preset="opd", objective="forward_kl", filters=[])
+    batch = make_batch([group], config=config, max_new_tokens=8)
+    tops = np.stack([batch.targets, batch.targets + 1], axis=1)
+    logs = np.log(np.full(tops.shape, 0.5, np.float32))
+    scores = TeacherScores(logs[:, 0], np.zeros(2, bool), tops, logs)
+    taught = with_teacher(batch, scores, config)
+    assert taught.num_targets == 2 * batch.num_targets
+    assert trained_columns([group], taught) == {(0, 0): {}, (0, 2): {}}
 
 
 def test_a_line_has_the_text_the_rewards_and_what_the_step_computed() -> None:

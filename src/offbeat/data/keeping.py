@@ -26,8 +26,10 @@ def trained_columns(groups: Sequence[Group], batch: Batch) -> dict[tuple[int, in
         groups: those of which `algorithms.experience.make_batch` made the batch.
 
     Returns:
-        The columns of each trajectory that is in the batch, by its group's position and its own position in the group.
+        The columns of each trajectory that is in the batch, by its group's position and its own position in the group. They are empty
+        where the batch's targets are a teacher's likeliest tokens instead of the generated ones.
     """
+    names = [name for name in _KEPT_COLUMNS if name in batch.columns] if "rollout_logprobs" in batch.columns else []
     found: dict[tuple[int, int], Columns] = {}
     sequences = {int(group): np.flatnonzero(batch.group_ids == group).tolist() for group in np.unique(batch.group_ids)}
     for position, group in enumerate(groups):
@@ -37,7 +39,7 @@ def trained_columns(groups: Sequence[Group], batch: Batch) -> dict[tuple[int, in
         for t in (t for chains in group.usable_episodes for part in parts_of(chains) for t in part.chains):
             if waiting and _is_of(batch, waiting[0], t):
                 own = slice(*batch.target_offsets[[waiting[0], waiting[0] + 1]].tolist())
-                found[position, places[id(t)]] = {name: batch.columns[name][own] for name in _KEPT_COLUMNS if name in batch.columns}
+                found[position, places[id(t)]] = {name: batch.columns[name][own] for name in names}
                 waiting = waiting[1:]
     return found
 
@@ -75,9 +77,9 @@ def keep_rejected_line(step: int, group: Group, row: Row, pieces: Pieces, *, rea
 
 def _is_of(batch: Batch, sequence: int, t: Trajectory) -> bool:
     own = slice(*batch.target_offsets[[sequence, sequence + 1]].tolist())
-    tokens = batch.tokens[batch.offsets[sequence] : batch.offsets[sequence + 1]]
-    return np.array_equal(tokens, t.tokens) and np.array_equal(
-        batch.columns["rollout_logprobs"][own], t.rollout_logprobs[t.loss_mask], equal_nan=True)
+    tokens, logprobs = batch.tokens[batch.offsets[sequence] : batch.offsets[sequence + 1]], batch.columns.get("rollout_logprobs")
+    return np.array_equal(tokens, t.tokens) and (
+        logprobs is None or np.array_equal(logprobs[own], t.rollout_logprobs[t.loss_mask], equal_nan=True))
 
 
 def _keep_trajectory(t: Trajectory, pieces: Pieces, columns: Columns | None) -> KeptTrajectory:
