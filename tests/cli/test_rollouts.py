@@ -78,7 +78,9 @@ def test_what_a_policy_wrote_cannot_steer_the_terminal(
 @pytest.mark.parametrize(("argv", "said"), [
     (["--show", "../../etc"], "a rollout is named by step, group and sample"), (["--show", "9.0.0"], "has no rollout 9.0.0"),
     (["--show", "1.0.7"], "has no rollout 1.0.7"),
-    (["--text", "<>"], "give letters or digits"), (["--limit", "0"], "must be at least 1, got 0"),
+    (["--text", "<>"], "give letters or digits"), (["--limit", "0"], "must be at least 1 and at most 2^53, got 0"),
+    (["--limit", "9" * 20], "must be at least 1 and at most 2^53, got 9"), (["--step", "9" * 20], "--step must be a number within 2^53"),
+    (["--min-length", "9" * 20], "--min-length must be a number within 2^53"), (["--max-reward", "nan"], "--max-reward must be a number"),
     (["--run.name", "x"], "takes no settings, got --run.name")])
 def test_what_cannot_be_asked_is_one_sentence(argv: list[str], said: str, run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rollouts", run_dir, *argv]) == 2

@@ -1,6 +1,7 @@
 """What is kept of a step's rollouts."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 
@@ -9,11 +10,12 @@ from offbeat.algorithms.experience import make_batch
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.data import wire
 from offbeat.data.keeping import keep, keep_lines, keep_rejected_line, trained_columns
-from offbeat.data.kept import KeptGroup
+from offbeat.data.kept import KeptGroup, KeptTurn
 from offbeat.data.pieces import Pieces
+from offbeat.data.reward import FailedReward
 from offbeat.data.row import Row
 from offbeat.data.tokenizer import character_tokenizer
-from offbeat.data.trajectory import Group, Trajectory
+from offbeat.data.trajectory import Group, Trajectory, TurnEnd
 
 TOKENIZER = character_tokenizer()
 PIECES = Pieces(TOKENIZER)
@@ -87,6 +89,15 @@ def test_a_rejected_group_has_its_samples_and_the_reason() -> None:
     assert (kept.rejected, kept.why, kept.step, kept.drawn_again) == ("all rewards are 1", "equal rewards", 9, False)
     assert kept.trajectories[0].rollout_logprobs == [0, 0, 0, None, None, None]
     assert not any(t.trained for t in kept.trajectories)
+
+
+def test_a_turn_whose_reward_failed_is_kept_without_one_and_the_line_can_be_read() -> None:
+    turns = (TurnEnd(4, 0.5, "start"), TurnEnd(6, FailedReward("the judge was away"), order=1))
+    group = Group("0:3", 1, (replace(trajectory("13", 1.0), turns=turns), trajectory("13", 1.0)))
+    assert group.trajectories[0].unusable is not None
+    line = keep_rejected_line(1, group, ROW, PIECES, reason="one sample is left", why="reward failed", drawn_again=True)
+    first, _ = wire.decode_json(KeptGroup, line).trajectories
+    assert first.turns == (KeptTurn(4, 0.5, "start"), KeptTurn(6, None, order=1)) and "the judge was away" in first.reason
 
 
 def test_a_chat_is_kept_as_text() -> None:

@@ -96,3 +96,14 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"telemetry\.trace"):
         Tracer(tmp_path / "file" / "trace.json")
+
+
+def test_a_full_disk_does_not_keep_a_trace_from_being_closed(tmp_path):
+    tracer = Tracer(tmp_path / "trace.json")
+    tracer.add("train", "controller", 1.0, 2.0)
+    file, tracer._file = tracer._file, open("/dev/full", "w", encoding="utf-8")  # noqa: PTH123, SIM115 - what is written there fails
+    assert file is not None
+    file.close()
+    tracer.close()
+    tracer.close()
+    assert [span.name for span in read_trace(tmp_path / "trace.json")] == ["train"]

@@ -33,7 +33,8 @@ def evaluate(
         model: folder or hub id.
         data: rows to answer, in any form that `train` takes; or evaluation sets by name. Without it, what `config` holds out.
         reward, workflow, config, settings: as of `train`.
-        keywords: further settings by the last part of their names, those of [evaluate] and [rollout] first.
+        keywords: further settings by the last part of their names, those of [evaluate] and [rollout] first. Of each set the first
+            `num_prompts` rows are asked, 256 by default.
 
     Returns:
         An evaluation for each set by its name, "heldout" for rows that have none: `accuracy`, `interval` (95 %), `reward_mean`, `pass_at`.

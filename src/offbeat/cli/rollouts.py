@@ -35,6 +35,8 @@ examples:
 """
 
 _RANGES = {"step": int, "reward": float, "length": int, "version": int}
+_LARGEST = 2**53
+"""Bound of numbers in filters, which the index compares."""
 _SCALE = ((-0.05, ""), (-0.7, "green"), (-2.3, "yellow"), (-4.6, "dark_orange"), (float("-inf"), "red"))
 """Colour of a token by its log-probability, from this bound upwards: probability above 0.95, 0.5, 0.1, 0.01, and below."""
 
@@ -70,8 +72,8 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     """
     if overrides:
         raise ConfigError(f"offbeat rollouts takes no settings, got --{overrides[0][0]}; see offbeat rollouts --help")
-    if args.limit < 1:
-        raise ConfigError(f"--limit must be at least 1, got {args.limit}")
+    if not 1 <= args.limit <= _LARGEST:
+        raise ConfigError(f"--limit must be at least 1 and at most 2^53, got {args.limit}")
     check_run(args.run_dir)
     console = Console(file=sys.stdout, highlight=False)
     if args.show is not None:
@@ -115,6 +117,9 @@ def _filter(args: argparse.Namespace) -> Filter:
     bounds = {f"{bound}_{name}": getattr(args, f"{bound}_{name}") for name in _RANGES for bound in ("min", "max")}
     if args.step is not None:
         bounds |= {"min_step": args.step, "max_step": args.step}
+    if wrong := next((name for name, value in bounds.items() if value is not None and not abs(value) <= _LARGEST), None):  # also NaN
+        option = "step" if args.step is not None and wrong.endswith("_step") else wrong.replace("_", "-")
+        raise ConfigError(f"--{option} must be a number within 2^53, got {bounds[wrong]}")
     same = None if args.same_prompt is None else Address.parse(args.same_prompt)
     return Filter(**bounds, prompt=args.prompt, text=args.text, reason=args.reason, status=args.status, same_prompt=same)
 

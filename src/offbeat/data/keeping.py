@@ -7,7 +7,7 @@ import numpy as np
 
 from offbeat.data import wire
 from offbeat.data.batch import Batch
-from offbeat.data.kept import KeptGroup, KeptTrajectory, Numbers
+from offbeat.data.kept import KeptGroup, KeptTrajectory, KeptTurn, Numbers
 from offbeat.data.pieces import Pieces
 from offbeat.data.row import Row
 from offbeat.data.trajectory import Group, Trajectory, parts_of
@@ -88,7 +88,8 @@ def _keep_trajectory(t: Trajectory, pieces: Pieces, columns: Columns | None) -> 
     return KeptTrajectory(
         tokens=t.tokens.tolist(), loss_mask=t.loss_mask.tolist(), rollout_logprobs=_numbers(t.rollout_logprobs),
         versions=t.versions.tolist(), reward=_number(t.reward), reason=t.reason, num_retries=t.num_retries,
-        named_rewards={name: _number(value) for name, value in t.named_rewards.items()}, episode=t.episode, agent=t.agent, turns=t.turns,
+        named_rewards={name: _number(value) for name, value in t.named_rewards.items()}, episode=t.episode, agent=t.agent,
+        turns=tuple(KeptTurn(turn.end, _number(turn.reward), turn.state, turn.order) for turn in t.turns),
         malformed_calls=t.malformed_calls, text="".join(texts), lengths=[len(text) for text in texts], trained=columns is not None,
         **spread)
 

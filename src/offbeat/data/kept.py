@@ -13,7 +13,6 @@ from pathlib import Path
 import msgspec
 import zstandard
 
-from offbeat.data.trajectory import TurnEnd
 from offbeat.errors import DataError
 
 FOLDER = "rollouts"
@@ -23,6 +22,16 @@ _CHUNK_BYTES = 1 << 20
 
 Numbers = list[float | None]
 """One number per token; None where there is none that is finite."""
+
+
+@dataclass(frozen=True)
+class KeptTurn:
+    """Where a turn ends; see `TurnEnd`. The reward is None where it has none that is finite, for which the trajectory was left out."""
+
+    end: int
+    reward: float | None = 0.0
+    state: str = ""
+    order: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class KeptTrajectory:
     named_rewards: dict[str, float | None] = field(default_factory=dict)
     episode: int | None = None
     agent: str = ""
-    turns: tuple[TurnEnd, ...] = ()
+    turns: tuple[KeptTurn, ...] = ()
     malformed_calls: int = 0
     text: str = ""
     lengths: list[int] = field(default_factory=list)

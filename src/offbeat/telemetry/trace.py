@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,9 +100,9 @@ class Tracer:
     def close(self) -> None:
         """Make the file valid JSON and close it; later spans are dropped."""
         if self._file is not None:
-            self._file.write(_END.decode())
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            with suppress(OSError), file:  # on a full disk the bracket is missing, which the format allows
+                file.write(_END.decode())
 
     def _write(self, event: Mapping[str, Any]) -> None:
         assert self._file is not None, "a tracer without a file wrote an event"
