@@ -88,3 +88,15 @@ def test_the_index_is_built_on_beside_the_caller(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist; give a run's folder"):
         Library([tmp_path / "runs"])
+
+
+def test_a_run_that_begins_anew_under_its_name_shows_none_of_the_older_one_s_rollouts(tmp_path: Path) -> None:
+    write_small_run(tmp_path / "run")
+    with closing(Library([tmp_path])) as library:
+        index, _ = library.rollouts("run")
+        assert index.count(Filter()) > 1
+        (tmp_path / "run").rename(tmp_path / "run.1")
+        write_run(tmp_path / "run", 1)
+        write_rollouts(tmp_path / "run", 1, [group("What?", ("yes", 1.0))])
+        index, _ = library.rollouts("run")
+        assert index.count(Filter()) == 1

@@ -57,7 +57,7 @@ class Library:
                 raise DataError(f"folder {folder} does not exist; give a run's folder such as runs/NAME, or a folder of runs")
         self._folders = tuple(folders)
         self._read: dict[Path, tuple[Stamp, RunFiles]] = {}
-        self._indexes: dict[Path, _KeptIndex] = {}
+        self._indexes: dict[tuple[Path, int], _KeptIndex] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
 
@@ -126,10 +126,11 @@ class Library:
             DataError: there is no such run.
         """
         folder = self.folder(name)
+        key = folder, folder.stat().st_ino  # a run that begins anew has another folder of the same name
         with self._lock:
-            kept = self._indexes.get(folder)
+            kept = self._indexes.get(key)
             if kept is None:
-                kept = self._indexes[folder] = _KeptIndex(folder, self._stop)
+                kept = self._indexes[key] = _KeptIndex(folder, self._stop)
         return kept.index, kept.look()
 
 
