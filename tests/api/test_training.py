@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,18 +27,27 @@ ROWS = [{"prompt": f"{a}{b}>", "answer": f"{b}{a}", "level": a} for a in range(1
 PAIRS = [{"prompt": f"{i}=", "chosen": f"{i % 7}", "rejected": f"a{i % 7}b"} for i in range(20)]
 
 
-def test_a_program_with_a_running_loop_trains_with_a_function_and_rows_of_its_own(tmp_path: Path, model_dir: str) -> None:
-    weights, steps = {"1": 0.25, "2": 0.5}, []
+def test_a_program_with_a_running_loop_trains_with_a_function_and_rows_of_its_own(
+    tmp_path: Path, model_dir: str, capsys: pytest.CaptureFixture[str],
+) -> None:
+    weights, steps, told, watched = {"1": 0.25, "2": 0.5}, [], [], []
 
     def reward(completion: str, row: offbeat.Row) -> float:
         return sum(weights.get(each, 0.125) for each in completion) + float(row.extra["level"])
 
+    def watch(_step: offbeat.Step) -> None:
+        wait_until(lambda: told.append(capsys.readouterr().out) or "\n" in "".join(told), timeout_s=60)
+        url = "".join(told).removeprefix("watch this run at ").strip()
+        with urllib.request.urlopen(f"{url}api/runs", timeout=30) as answer:
+            watched.append([each["name"] for each in json.load(answer)])
+
     async def cell() -> offbeat.Run:
         return offbeat.train(
             model=model_dir, data=(row for row in ROWS), reward=reward, settings=SMALL | {"run.dir": tmp_path}, total_steps=2, lr=1e-3,
-            evaluate={"own": ROWS[:3]}, callbacks=[steps.append], progress=False, heldout_size=4)
+            evaluate={"own": ROWS[:3]}, callbacks=[steps.append, watch], progress=False, dashboard=True, heldout_size=4)
 
     run = asyncio.run(cell())
+    assert watched == [["small"], ["small"]]
     assert (run.folder, run.steps, run.stopped_early) == (tmp_path / "small", 2, False)
     assert run.heldout_before is not None and run.heldout_after is not None and (run.model / "config.json").is_file()
     assert [(step.number, step.total_steps) for step in steps] == [(1, 2), (2, 2)]

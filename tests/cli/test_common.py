@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.cli.common import add_config_argument, given_words, keep_private, make_console, report_line, telling_how_to_go_on
+from offbeat.cli import common
+from offbeat.cli.common import add_config_argument, given_words, keep_private, make_console, report_line, run_console, telling_how_to_go_on
+from offbeat.cli.main import build_parser
 from offbeat.errors import DataError
+from offbeat.telemetry.console import Console
 from small_run import small_config
 
 
@@ -17,6 +20,11 @@ def parse(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_config_argument(parser)
     return parser.parse_args(words)
+
+
+def parse_command(command: str, *words: str) -> argparse.Namespace:
+    config = [] if command == "quickstart" else ["a.toml"]
+    return build_parser(command).parse_args([command, *config, *words])
 
 
 def shown(tmp_path: Path, *words: str, **changes: str) -> str:
@@ -84,3 +92,32 @@ def test_the_report_is_written_and_its_place_is_told_unless_programs_read(tmp_pa
     assert capsys.readouterr().out == f"report: {config.run_dir / 'report.html'}\n"
     report_line(config, parse("a.toml", "--json"))
     assert capsys.readouterr().out == ""
+
+
+def test_the_live_page_is_there_for_a_run_whose_command_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Page:
+        def __init__(self, run_dir: Path) -> None:
+            self.run_dir = run_dir
+
+        def __enter__(self) -> "Page":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            print("closed")
+
+        def open(self, console: Console) -> None:
+            console.announce(f"page of {self.run_dir.name}")
+
+    monkeypatch.setattr(common, "LivePage", Page)
+    for words, shown in ((["--dashboard"], "  page of small\n  reading\nclosed\n"), ([], "  reading\nclosed\n")):
+        with run_console(small_config(tmp_path), parse_command("train", *words)) as console:
+            console.open("small")
+            console.note("reading")
+        assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "dpo", "reward-model", "quickstart"])
+def test_commands_that_train_take_the_wish_for_a_live_page(command: str) -> None:
+    assert parse_command(command, "--dashboard").dashboard and not parse_command(command).dashboard

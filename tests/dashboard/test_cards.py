@@ -25,6 +25,22 @@ def test_divergence_lengths_clip_shares_and_lost_samples_have_cards() -> None:
         "KL divergence", "Response length", "Clipped and masked tokens", "Samples that teach nothing"]
 
 
+def test_pairs_have_cards_whether_they_teach_a_policy_or_a_reward_model() -> None:
+    preferences = run(
+        preference__accuracy=0.5, preference__margin_mean=0.5, eval__margin_mean=0.25, preference__chosen_logratio_mean=-0.5,
+        preference__rejected_logratio_mean=-1.0)
+    assert titles(cards_html(main_cards(preferences))) == ["Pairs ranked rightly", "Log-ratio of answers", "Margin"]
+    rewards = run(reward_model__accuracy=0.5, reward_model__margin_mean=0.5)
+    assert titles(cards_html(main_cards(rewards))) == ["Pairs ranked rightly", "Margin"]
+
+
+def test_each_k_and_set_has_a_line_among_those_of_pass_at_k() -> None:
+    passes = {"eval/pass_at_4": 0.5, "eval/pass_at_16": 0.75, "eval/hard/pass_at_4": 0.25, "eval/pass_at_4_low": 0.25}
+    page = html.unescape(cards_html(main_cards(RunFiles("a", "", {}, [{"global_step": 0} | passes], [], [], {}))))
+    assert titles(page) == ["Pass at K"]
+    assert re.findall(r'"label":"([^"]*)"', page) == ["pass@4", "pass@16", "pass@4 on hard"]
+
+
 def test_a_card_without_points_is_left_out() -> None:
     assert cards_html(main_cards(run())) == "" and cards_html(episode_cards(run())) == ""
 

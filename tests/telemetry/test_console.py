@@ -203,3 +203,12 @@ def test_sparklines_span_the_heights():
 
 def test_a_step_without_metrics_is_all_dashes():
     assert re.sub(r"\s+", " ", plain_line(3, 7, {})).startswith("step 3/7 reward - held-out - stale -/-")
+
+
+def test_whoever_waits_for_the_run_s_folder_is_called_with_the_console_and_what_it_announces_is_always_shown() -> None:
+    for mode, shown in (("quiet", "here\n"), ("plain", "  here\n"), ("json", '{"event": "note", "text": "here"}\n')):
+        stream = io.StringIO()
+        console = Console(mode, stream=stream, on_open=lambda console: console.announce("here"))
+        assert not stream.getvalue()
+        console.open("run")
+        assert stream.getvalue() == shown

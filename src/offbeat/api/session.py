@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from offbeat.aio import End, listener
 from offbeat.config.root import Config
+from offbeat.dashboard.beside import LivePage
 from offbeat.errors import ConfigError
 from offbeat.telemetry.console import Console, Mode, choose_mode
 from offbeat.workers.worker import library_environment
@@ -103,8 +104,11 @@ Callback = Callable[[Step], object]
 class StepConsole(Console):
     """A console that also hands each step to another thread."""
 
-    def __init__(self, mode: Mode, inbox: "SimpleQueue[Step | None]", *, folder: Path, ending: Ending) -> None:
-        super().__init__(mode)
+    def __init__(
+        self, mode: Mode, inbox: "SimpleQueue[Step | None]", *, folder: Path, ending: Ending,
+        on_open: Callable[[Console], object] | None = None,
+    ) -> None:
+        super().__init__(mode, on_open=on_open)
         self._inbox, self._folder, self._ending = inbox, folder, ending
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -114,12 +118,13 @@ class StepConsole(Console):
 
 
 def run_alone(
-    work: Callable[[Console], T], config: Config, *, callbacks: Sequence[Callback] = (), progress: bool = False,
+    work: Callable[[Console], T], config: Config, *, callbacks: Sequence[Callback] = (), progress: bool = False, dashboard: bool = False,
 ) -> T:
     """Do `work(console)` on a thread of its own, and return what it returns.
 
     Args:
         progress: whether the console shows anything; also `telemetry.console` has to be on.
+        dashboard: whether the run's live page is served beside it.
 
     Raises:
         ConfigError: a run goes on in this process already, or `run.mode` is not "controller".
@@ -135,13 +140,13 @@ def run_alone(
     try:
         ending, inbox = Ending(), SimpleQueue[Step | None]()
         mode = choose_mode(sys.stdout, enabled=progress and config.telemetry.console)
-        console = StepConsole(mode, inbox, folder=config.run_dir, ending=ending)
 
         def tell(step: Step) -> None:
             for callback in callbacks:
                 callback(step)
 
-        with _as_before(config):
+        with _as_before(config), LivePage(config.run_dir) as page:
+            console = StepConsole(mode, inbox, folder=config.run_dir, ending=ending, on_open=page.open if dashboard else None)
             return _in_thread(lambda: work(console), ending=ending, inbox=inbox, tell=tell)
     finally:
         _RUNNING.release()

@@ -24,7 +24,8 @@ _RL_HOMES = ("run", "rollout", "train", "train.optimizer", "algorithm", "data", 
 def train(
     *, model: str | os.PathLike[str] | None = None, data: Rows | None = None, reward: Code | None = None, workflow: Code | None = None,
     tools: Sequence[Code] = (), evaluate: Sets | None = None, config: Source | None = None,
-    settings: Settings | None = None, callbacks: Iterable[Callback] = (), fresh: bool = False, progress: bool = True, **keywords: Any,
+    settings: Settings | None = None, callbacks: Iterable[Callback] = (), fresh: bool = False, progress: bool = True,
+    dashboard: bool = False, **keywords: Any,
 ) -> Run:
     """Train a model with asynchronous reinforcement learning, as `offbeat train` does, and return the run when it has ended.
 
@@ -52,6 +53,7 @@ def train(
         callbacks: called after each step with an `offbeat.Step`, on the thread that has called this; may stop the run.
         fresh: begin anew, and move an older run of the same name aside; otherwise a run goes on from its newest checkpoint.
         progress: whether to show it on stdout.
+        dashboard: whether to serve the run's live page on this machine while it goes on; its address is printed.
         keywords: further settings by the last part of their names, such as `name`, `total_steps`, `lr`, `group_size`, `max_new_tokens`,
             `preset`: those of [run], [rollout], [train], [train.optimizer], [algorithm], [data], [model] and [evaluate], in this order,
             then any name that is the only one of its kind.
@@ -68,12 +70,13 @@ def train(
         "agent.tools": list(tools) or None}
     rows = {"data": data, **{f"evaluate.sets.{name}.data" if name else "data.heldout_path": each for name, each in sets.items()}}
     with configured(config, settings, keywords, homes=_RL_HOMES, given=given, rows=rows) as chosen:
-        return _run(run_training, chosen, callbacks=callbacks, fresh=fresh, progress=progress)
+        return _run(run_training, chosen, callbacks=callbacks, fresh=fresh, progress=progress, dashboard=dashboard)
 
 
 def sft(
     *, model: str | os.PathLike[str] | None = None, data: Rows | None = None, evaluate: Rows | None = None, config: Source | None = None,
-    settings: Settings | None = None, callbacks: Iterable[Callback] = (), fresh: bool = False, progress: bool = True, **keywords: Any,
+    settings: Settings | None = None, callbacks: Iterable[Callback] = (), fresh: bool = False, progress: bool = True,
+    dashboard: bool = False, **keywords: Any,
 ) -> Run:
     """Fine-tune a model on the answers of a data set, as `offbeat sft` does; arguments and errors are those of `train`.
 
@@ -83,12 +86,13 @@ def sft(
     Keywords are settings of [sft], [sft.optimizer] and [run] first.
     """
     given = _Lesson(model, data, evaluate, config, settings, keywords)
-    return given.run(run_supervised, "sft", callbacks=callbacks, fresh=fresh, progress=progress)
+    return given.run(run_supervised, "sft", callbacks=callbacks, fresh=fresh, progress=progress, dashboard=dashboard)
 
 
 def dpo(
     *, model: str | os.PathLike[str] | None = None, data: Rows | None = None, evaluate: Rows | None = None, config: Source | None = None,
-    settings: Settings | None = None, callbacks: Iterable[Callback] = (), fresh: bool = False, progress: bool = True, **keywords: Any,
+    settings: Settings | None = None, callbacks: Iterable[Callback] = (), fresh: bool = False, progress: bool = True,
+    dashboard: bool = False, **keywords: Any,
 ) -> Run:
     """Train a model on chosen and rejected answers, as `offbeat dpo` does; arguments and errors are those of `train`.
 
@@ -98,12 +102,13 @@ def dpo(
     Keywords are settings of [preference], [preference.optimizer] and [run] first.
     """
     given = _Lesson(model, data, evaluate, config, settings, keywords)
-    return given.run(run_preference, "preference", callbacks=callbacks, fresh=fresh, progress=progress)
+    return given.run(run_preference, "preference", callbacks=callbacks, fresh=fresh, progress=progress, dashboard=dashboard)
 
 
 def reward_model(
     *, model: str | os.PathLike[str] | None = None, data: Rows | None = None, evaluate: Rows | None = None, config: Source | None = None,
-    settings: Settings | None = None, callbacks: Iterable[Callback] = (), fresh: bool = False, progress: bool = True, **keywords: Any,
+    settings: Settings | None = None, callbacks: Iterable[Callback] = (), fresh: bool = False, progress: bool = True,
+    dashboard: bool = False, **keywords: Any,
 ) -> Run:
     """Train a reward model on chosen and rejected answers, as `offbeat reward-model` does; arguments and errors are those of `train`.
 
@@ -114,7 +119,7 @@ def reward_model(
     Keywords are settings of [reward_model], [reward_model.optimizer] and [run] first.
     """
     given = _Lesson(model, data, evaluate, config, settings, keywords)
-    return given.run(run_reward_model, "reward_model", callbacks=callbacks, fresh=fresh, progress=progress)
+    return given.run(run_reward_model, "reward_model", callbacks=callbacks, fresh=fresh, progress=progress, dashboard=dashboard)
 
 
 @dataclass(frozen=True)
@@ -128,16 +133,20 @@ class _Lesson:
     settings: Settings | None
     keywords: Settings
 
-    def run(self, learn: Callable[..., object], section: str, *, callbacks: Iterable[Callback], fresh: bool, progress: bool) -> Run:
+    def run(
+        self, learn: Callable[..., object], section: str, *, callbacks: Iterable[Callback], fresh: bool, progress: bool, dashboard: bool,
+    ) -> Run:
         """Train, with keywords that are looked for in `section` first."""
         homes = (section, f"{section}.optimizer", "run", "train", "data", "model")
         rows = {"data": self.data, "data.heldout_path": self.evaluate}
         with configured(
                 self.config, self.settings, self.keywords, homes=homes, given={"model.path": self.model}, rows=rows) as chosen:
-            return _run(learn, chosen, callbacks=callbacks, fresh=fresh, progress=progress)
+            return _run(learn, chosen, callbacks=callbacks, fresh=fresh, progress=progress, dashboard=dashboard)
 
 
-def _run(learn: Callable[..., object], config: Config, *, callbacks: Iterable[Callback], fresh: bool, progress: bool) -> Run:
+def _run(
+    learn: Callable[..., object], config: Config, *, callbacks: Iterable[Callback], fresh: bool, progress: bool, dashboard: bool,
+) -> Run:
     def work(console: Console) -> None:
         if learn(config, console, fresh=fresh) is None:
             raise RunError("this process does not lead the run, so it has no result")
@@ -145,5 +154,5 @@ def _run(learn: Callable[..., object], config: Config, *, callbacks: Iterable[Ca
         if progress and config.telemetry.console:
             print(f"report: {report}")
 
-    run_alone(work, config, callbacks=tuple(callbacks), progress=progress)
+    run_alone(work, config, callbacks=tuple(callbacks), progress=progress, dashboard=dashboard)
     return Run(config.run_dir)

@@ -14,6 +14,7 @@ from typing import Protocol, TextIO
 from offbeat.api.session import PRIVATE_UMASK
 from offbeat.config.load import load_config
 from offbeat.config.root import Config
+from offbeat.dashboard.beside import LivePage
 from offbeat.dashboard.report import write_report
 from offbeat.telemetry.console import Console, choose_mode
 
@@ -38,6 +39,7 @@ def add_training_command(
     parser = subparsers.add_parser(
         name, description=description, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_config_argument(parser)
+    add_dashboard_argument(parser)
     parser.set_defaults(run=partial(_train, train))
 
 
@@ -45,7 +47,7 @@ def _train(train: Callable[..., Result | None], args: argparse.Namespace, overri
     """Train, and print where the report is; return 130 if stopped before the end, like any interrupted command."""
     config = load_config(args.config, overrides)
     keep_private(config)
-    with telling_how_to_go_on(config, args, given_words()) as stopped, make_console(config, args, sys.stdout) as console:
+    with telling_how_to_go_on(config, args, given_words()) as stopped, run_console(config, args) as console:
         result = train(config, console, debug=args.debug)
         if result is None:  # the leader reports for all
             return 0
@@ -103,9 +105,25 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of tables")
 
 
-def make_console(config: Config, args: argparse.Namespace, stream: TextIO) -> Console:
-    """Create the console that the arguments and [telemetry] ask for."""
-    return Console(choose_mode(stream, as_json=args.json, enabled=config.telemetry.console), stream=stream)
+def add_dashboard_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--dashboard`."""
+    parser.add_argument(
+        "--dashboard", action="store_true",
+        help="serve the live page of this run on this machine while it goes on, and print its address; see offbeat watch")
+
+
+@contextmanager
+def run_console(config: Config, args: argparse.Namespace) -> Iterator[Console]:
+    """Open the console of a run on stdout; with `--dashboard`, the live page is there from the beginning of the run until the body ends."""
+    with LivePage(config.run_dir) as page, make_console(config, args, sys.stdout, on_open=page.open if args.dashboard else None) as console:
+        yield console
+
+
+def make_console(
+    config: Config, args: argparse.Namespace, stream: TextIO, *, on_open: Callable[[Console], object] | None = None,
+) -> Console:
+    """Create the console that the arguments and [telemetry] ask for; for `on_open` see there."""
+    return Console(choose_mode(stream, as_json=args.json, enabled=config.telemetry.console), stream=stream, on_open=on_open)
 
 
 def report_line(config: Config, args: argparse.Namespace) -> None:

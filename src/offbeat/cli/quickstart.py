@@ -1,11 +1,18 @@
 """`offbeat quickstart`: from random weights to a model that sorts digits in about a minute, with the same processes as any run."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from offbeat.cli.common import add_json_argument, given_words, keep_private, make_console, report_line, telling_how_to_go_on
+from offbeat.cli.common import (
+    add_dashboard_argument,
+    add_json_argument,
+    given_words,
+    keep_private,
+    report_line,
+    run_console,
+    telling_how_to_go_on,
+)
 from offbeat.config.load import load_config
 from offbeat.errors import NotLearnedError
 from offbeat.runs.run import run_training
@@ -27,6 +34,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "quickstart", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and sampling (default: 0)")
     add_json_argument(parser)
+    add_dashboard_argument(parser)
     parser.set_defaults(run=run)
 
 
@@ -40,7 +48,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     keep_private(config)
     # The quick start itself begins anew each time.
     again = given_words("train", str(config.run_dir / "config.toml"))
-    with telling_how_to_go_on(config, args, again) as stopped, make_console(config, args, sys.stdout) as console:
+    with telling_how_to_go_on(config, args, again) as stopped, run_console(config, args) as console:
         result = run_training(config, console, debug=args.debug, fresh=True)
         if result is None:  # a rank in SPMD mode; the leader reports for all
             return 0

@@ -3,26 +3,21 @@
 import argparse
 import asyncio
 import secrets
-import signal
-import socket
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from urllib.parse import quote
-
-import uvicorn
 
 from offbeat.cli.engine import read_key
 from offbeat.dashboard.library import Library
-from offbeat.dashboard.site import make_site
+from offbeat.dashboard.serving import PORT, serve, url_of
 from offbeat.errors import ConfigError
 from offbeat.hosts import is_loopback
-from offbeat.listening import GuestServer, bind
+from offbeat.listening import bind
 
 _DESCRIPTION = """\
 Serve a web page over runs, while they go on and after their end: curves, time line, processes, events, configuration, a comparison of runs,
 and every rollout that was kept, filtered and token by token. The page follows the files in the runs' folders and changes nothing but an
-index of the rollouts, which it keeps beside them.
+index of the rollouts, which it keeps beside them. A command that trains serves the page of its own run with --dashboard.
 
 Only programs of this machine can open it. With another --host it demands a key: that of --key-file or $OFFBEAT_API_KEY, or else a new one,
 which is part of the address that is printed. To see a run of another machine, forward the port: ssh -L 8765:localhost:8765 MACHINE
@@ -43,7 +38,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", metavar="PATH", nargs="*", type=Path, help="a run's folder, or a folder of runs (default: runs)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; another one than this machine's own demands a key")
-    parser.add_argument("--port", type=int, default=8765, help="port to listen on; 0 takes a free one (default: 8765)")
+    parser.add_argument("--port", type=int, default=PORT, help=f"port to listen on; 0 takes a free one (default: {PORT})")
     parser.add_argument("--key-file", metavar="FILE", help="file with the key to demand (default: $OFFBEAT_API_KEY)")
     parser.set_defaults(run=run)
 
@@ -66,24 +61,10 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         key = secrets.token_urlsafe(24)
     with closing(Library(args.paths or [Path("runs")])) as library:
         with closing(bind(args.host, args.port, who="offbeat watch", another="another --port")) as listener:
-            asyncio.run(_serve(library, listener, key))
+
+            def tell() -> None:
+                url = url_of(listener, key=key)
+                print(f"watching {', '.join(library.runs()) or 'for a run to begin'} at {url}; Ctrl-C ends it", flush=True)
+
+            asyncio.run(serve(library, listener, key=key, ready=tell))
     return 0
-
-
-async def _serve(library: Library, listener: socket.socket, key: str) -> None:
-    server = GuestServer(uvicorn.Config(make_site(library, key=key), log_level="warning", access_log=False, server_header=False))
-    loop = asyncio.get_running_loop()
-    serving = loop.create_task(server.serve(sockets=[listener]))
-    for name in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(name, setattr, server, "should_exit", True)
-    await server.ready.wait()
-    print(f"watching {', '.join(library.runs()) or 'for a run to begin'} at {_url(listener, key)}; Ctrl-C ends it", flush=True)
-    await serving
-
-
-def _url(listener: socket.socket, key: str) -> str:
-    host, port = listener.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):
-        host = socket.gethostname()
-    query = f"?key={quote(key, safe='')}" if key else ""
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/{query}"

@@ -10,6 +10,7 @@ from offbeat.dashboard.run_files import RunFiles
 Card = tuple[Chart, str]
 
 _OF_SET = re.compile(r"eval/([a-z0-9_]+)/accuracy")
+_PASS = re.compile(r"eval/(?:([a-z0-9_]+)/)?pass_at_(\d+)")
 
 COMPARED = (
     ("Held-out accuracy", "", ("eval/accuracy",), "On prompts that are never trained on."),
@@ -31,6 +32,10 @@ def main_cards(run: RunFiles) -> list[Card]:
     reward, loss = run.points("reward/mean"), run.points("train/loss")
     return [
         (Chart("Held-out accuracy", "", _accuracies(run), y_range=(0, 1)), "On prompts that are never trained on."),
+        (
+            Chart("Pass at K", "share", _passes(run), y_range=(0, 1)),
+            "Held-out prompts of which one of K answers is right; an estimate from all answers, without bias.",
+        ),
         (
             Chart("Reward", "", [Series("this step", reward, style="faint"), Series("mean of 8 steps", smoothed(reward, window=8))]),
             "Mean over a step's samples; the strong line is the mean of 8 steps.",
@@ -121,6 +126,29 @@ def main_cards(run: RunFiles) -> list[Card]:
             "Truncated samples, groups without an advantage, rejected prompts, and samples left out of their group.",
         ),
         (
+            Chart(
+                "Pairs ranked rightly", "share",
+                _series(run, ("preferences", "preference/accuracy", "c1"), ("reward model", "reward_model/accuracy", "c1")),
+                y_range=(0, 1)),
+            "Pairs of a step, before its update; between this and the accuracy on held-out pairs is overfitting.",
+        ),
+        (
+            Chart(
+                "Log-ratio of answers", "nats",
+                _series(
+                    run, ("chosen", "preference/chosen_logratio_mean", "c3"), ("rejected", "preference/rejected_logratio_mean", "c2"),
+                    ("chosen, by token", "preference/chosen_logprob_mean", "c3"),
+                    ("rejected, by token", "preference/rejected_logprob_mean", "c2"))),
+            "Against the reference, or without one the log-probability itself; where both fall, chosen answers become less likely, too.",
+        ),
+        (
+            Chart(
+                "Margin", "",
+                _series(run, ("preferences", "preference/margin_mean", "c1"), ("reward model", "reward_model/margin_mean", "c1"),
+                        ("held out", "eval/margin_mean", "c3"))),
+            "By how much the chosen answer leads.",
+        ),
+        (
             Chart("Learning rate", "", _series(run, ("rate", "train/lr", "c1")), y_range=(0, None)),
             "Peak, warm-up and decay as configured.",
         ),
@@ -179,6 +207,16 @@ def _accuracies(run: RunFiles) -> list[Series]:
     sets = (
         Series(name, run.points(f"eval/{name}/accuracy"), f"c{1 + number % 4}", style="dots") for number, name in enumerate(names, start=1))
     return [held_out, *sets]
+
+
+def _passes(run: RunFiles) -> list[Series]:
+    names = sorted({name for row in run.metrics for name in row if _PASS.fullmatch(name)}, key=lambda name: (len(name), name))
+    found = []
+    for number, (name, match) in enumerate((name, _PASS.fullmatch(name)) for name in names):
+        assert match is not None, "names are those that match"
+        label = f"pass@{match[2]}{f' on {match[1]}' if match[1] else ''}"
+        found.append(Series(label, run.points(name), f"c{1 + number % 4}", style="dots"))
+    return found
 
 
 def _named_rewards(run: RunFiles) -> list[Series]:

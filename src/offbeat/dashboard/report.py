@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from offbeat.config.root import Config
 from offbeat.dashboard import timeline
 from offbeat.dashboard.cards import cards_html, episode_cards, evaluation_sets, main_cards
+from offbeat.dashboard.evaluations import evaluations_html
 from offbeat.dashboard.run_files import RunFiles, read_run
 from offbeat.dashboard.samples import samples_html
 from offbeat.errors import StorageError
@@ -59,6 +60,7 @@ def render_report(run: RunFiles) -> str:
         figures=figures_html(run),
         advice=escape(_advice(run)),
         charts=_charts_html(run),
+        evaluations=evaluations_html(run),
         episodes=_episodes_html(run),
         samples=samples_html(run.groups),
         timeline=timeline_html(run),
@@ -70,7 +72,7 @@ def overview_html(run: RunFiles) -> str:
     """Draw key figures, advice and curves, for the live page."""
     return (
         f'<dl class="figures">{figures_html(run)}</dl><p class="advice">{escape(_advice(run))}</p>'
-        f"<section><h2>Curves</h2>{_charts_html(run)}</section>{_episodes_html(run)}")
+        f"<section><h2>Curves</h2>{_charts_html(run)}</section>{evaluations_html(run)}{_episodes_html(run)}")
 
 
 def figures_html(run: RunFiles) -> str:

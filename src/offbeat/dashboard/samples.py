@@ -1,29 +1,35 @@
 """A few rollouts of a run's newest step for the report: what the policy was asked, what it wrote, and what that earned."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 
+from offbeat.dashboard.conversation import messages_of
 from offbeat.data.kept import KeptGroup, KeptTrajectory
 
 _MOST_PROMPT, _MOST_WRITTEN = 600, 1500
+_NUM_EACH = 3
 
 Sample = tuple[str, KeptGroup, KeptTrajectory]
 
 
 def choose_samples(groups: Sequence[KeptGroup]) -> list[Sample]:
-    """Return the rollouts with the highest and the lowest reward, the longest and one that was left out, each with its name.
+    """Return up to three of the best and of the worst rollouts by reward, the longest and one that was left out, each with its name.
 
-    A rollout is not shown twice, and of a step of equal rewards only one is.
+    Best and worst take turns, and each comes from another prompt. A rollout is not shown twice, and of a step of equal rewards only one is.
     """
     everyone = [(group, t) for group in groups for t in group.trajectories]
-    scored = [(group, t) for group, t in everyone if t.reward is not None]
+    scored = sorted(((t.reward, group, t) for group, t in everyone if t.reward is not None), key=lambda each: -each[0])
     found: list[Sample] = []
     if scored:
-        found.append(("highest reward", *max(scored, key=lambda each: each[1].reward or 0.0)))
-        worst = min(scored, key=lambda each: each[1].reward or 0.0)
-        if worst[1].reward != found[0][2].reward:
-            found.append(("lowest reward", *worst))
-        found.append(("longest", *max(scored, key=lambda each: each[1].num_generated)))
+        highest, lowest = scored[0][0], scored[-1][0]
+        best = _of_other_prompts([(group, t) for reward, group, t in scored if reward > lowest or highest == lowest])
+        worst = _of_other_prompts([(group, t) for reward, group, t in reversed(scored) if reward < highest])
+        if highest == lowest:
+            del best[1:]
+        for place in range(_NUM_EACH):
+            found += [("best" if place == 0 else "another of the best", *each) for each in best[place : place + 1]]
+            found += [("worst" if place == 0 else "another of the worst", *each) for each in worst[place : place + 1]]
+        found.append(("longest", *max(((group, t) for _, group, t in scored), key=lambda each: each[1].num_generated)))
     found += [("left out", group, t) for group, t in everyone if ": " in t.reason][:1]
     shown: list[Sample] = []
     for name, group, t in found:
@@ -38,15 +44,37 @@ def samples_html(groups: Sequence[KeptGroup]) -> str:
     return f'<section><h2>Rollouts of step {groups[0].step}</h2><div class="cards">{cards}</div></section>' if cards else ""
 
 
+def _of_other_prompts(rollouts: Sequence[tuple[KeptGroup, KeptTrajectory]]) -> list[tuple[KeptGroup, KeptTrajectory]]:
+    """Return the first rollout of each prompt, the first few of them."""
+    first: dict[str, tuple[KeptGroup, KeptTrajectory]] = {}
+    for group, t in rollouts:
+        first.setdefault(group.prompt_id, (group, t))
+    return list(first.values())[:_NUM_EACH]
+
+
 def _card(name: str, group: KeptGroup, t: KeptTrajectory) -> str:
+    named = [f"{part} {value:.4g}" for part, value in t.named_rewards.items() if value is not None] if len(t.named_rewards) > 1 else []
     facts = [
-        f"reward {t.reward:.4g}" if t.reward is not None else "no reward",
+        f"reward {t.reward:.4g}" if t.reward is not None else "no reward", *named,
         f"advantage {t.advantage:+.3g}" if t.advantage else "",
         f"{t.num_generated} token{'' if t.num_generated == 1 else 's'}", "" if t.reason == "stop" else t.reason, f"row {group.prompt_id}"]
     head = f"<h3>{escape(name.capitalize())} <small>{escape(' · '.join(filter(None, facts)))}</small></h3>"
+    answer = f'<div class="expected">answer: {escape(_cut(group.answer, _MOST_PROMPT))}</div>' if group.answer else ""
+    played = "".join(f'<div class="{css}">{escape(text)}</div>' for css, text in _played(t))
     return (
         f'<figure class="card rollout">{head}<div class="asked">{escape(_cut(group.prompt, _MOST_PROMPT))}</div>'
-        f'<div class="written">{escape(_cut(t.completion, _MOST_WRITTEN))}</div></figure>')
+        f'<div class="played">{played}</div>{answer}</figure>')
+
+
+def _played(t: KeptTrajectory) -> Iterator[tuple[str, str]]:
+    """Yield what the policy wrote, and what it was given between its turns, with the class of each."""
+    pieces, left = t.pieces, _MOST_WRITTEN
+    for message in messages_of(t):
+        if message.turn == 0 or left <= 0:  # the prompt, or too much
+            continue
+        text = "".join(pieces[message.start : message.end])
+        yield ("written" if message.role == "policy" else "given", _cut(text, left))
+        left -= len(text)
 
 
 def _cut(text: str, most: int) -> str:

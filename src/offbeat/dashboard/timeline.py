@@ -12,7 +12,7 @@ from html import escape
 from offbeat.dashboard.charts import linear_ticks
 from offbeat.telemetry.trace import Span
 
-WIDTH, LEFT, RIGHT, TOP, ROW, BAR = 1136, 92, 8, 22, 30, 20
+WIDTH, LEFT, RIGHT, TOP, ROW, BAR = 1136, 112, 8, 22, 30, 20
 
 # Activities in the order of the legend: (name of the span, CSS class, label).
 KINDS = (
@@ -122,7 +122,7 @@ def rows_by_track(spans: Iterable[Span]) -> dict[str, list[Span]]:
 
     def key(track: str) -> tuple[int, int, str]:
         number = re.search(r"\d+$", track)
-        return order.get(track.split()[0] if track else "", 3), int(number.group()) if number else 0, track
+        return order.get(track.split()[0].rstrip(",") if track else "", 3), int(number.group()) if number else 0, track
 
     return {track: rows[track] for track in sorted(rows, key=key)}
 

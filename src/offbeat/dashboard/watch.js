@@ -18,9 +18,14 @@ function make(tag, attributes = {}, ...children) {
   element.append(...children.filter(child => child !== null && child !== ""));
   return element;
 }
+function get(address) {
+  return fetch(address).catch(() => {
+    throw new Error("The server of this page has ended, as it does with the run that started it; offbeat watch serves the page again.");
+  });
+}
 async function ask(what, parameters = {}) {
   const asked = new URLSearchParams(Object.entries(parameters).filter(([, value]) => value !== "" && value !== null && value !== undefined));
-  const response = await fetch("/api/" + what + "?" + asked);
+  const response = await get("/api/" + what + "?" + asked);
   const answer = await response.json().catch(() => ({ error: response.statusText }));
   if (!response.ok) throw new Error(answer.error || response.statusText);
   return answer;
@@ -115,7 +120,7 @@ async function compare() {
   }));
   if (!chosen.length) return byId("compared").replaceChildren(make("p", { class: "empty" }, "Choose the runs to compare."));
   const asked = new URLSearchParams(chosen.map(name => ["run", name]));
-  const response = await fetch("/api/compare?" + asked), answer = await response.json();
+  const response = await get("/api/compare?" + asked), answer = await response.json();
   if (!response.ok) throw new Error(answer.error);
   byId("compared").innerHTML = answer.html;
   attachCharts(byId("compared"));

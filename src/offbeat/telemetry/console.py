@@ -56,9 +56,14 @@ def choose_mode(stream: TextIO, *, as_json: bool = False, enabled: bool = True) 
 class Console:
     """Shows one run. Use as a context manager, so that an interrupted run leaves the terminal in order."""
 
-    def __init__(self, mode: Mode, *, stream: TextIO | None = None) -> None:
-        """Show the run on `stream`, by default stdout."""
+    def __init__(self, mode: Mode, *, stream: TextIO | None = None, on_open: "Callable[[Console], object] | None" = None) -> None:
+        """Show the run on `stream`, by default stdout.
+
+        Args:
+            on_open: called with this console each time it is opened, when the run's folder is there.
+        """
         self._mode = mode
+        self._on_open = on_open
         self._stream = stream if stream is not None else sys.stdout
         self._rich = RichConsole(file=self._stream, highlight=False)
         self._history: dict[str, deque[float]] = {}
@@ -99,6 +104,8 @@ class Console:
         if self._mode == "live":
             self._title = title
             self._go_live()
+        if self._on_open is not None:
+            self._on_open(self)
 
     def start(self, title: str, total_steps: int) -> None:
         """Begin to show a run, or its next part, with a title and a number of steps."""
@@ -145,6 +152,13 @@ class Console:
             self._rich.print(Text(f"  {text}", style="dim"))
             if self._live is not None:
                 self._live.refresh()
+
+    def announce(self, text: str) -> None:
+        """Show one permanent line that the user has asked for, also where the run shows nothing else. May be called on any thread."""
+        if self._mode == "quiet":
+            print(text, file=self._stream, flush=True)
+        else:
+            self.note(text)
 
     def offer(self, samples: Callable[[], str]) -> None:
         """Have something to show when the user asks for samples; `samples` writes it then, in lines."""

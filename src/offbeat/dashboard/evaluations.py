@@ -1,0 +1,69 @@
+"""The table of a run's evaluations: each figure's first, highest and last value, with 95 % intervals where there are some.
+
+Drawn by the report and the live page.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+
+from offbeat.dashboard.run_files import RunFiles
+
+_METRIC = re.compile(r"eval/(.+)")
+_END = re.compile(r"(.+)_(?:low|high)")
+_NOT_SHOWN = "failed_prompts"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of one set of held-out prompts.
+
+    Attributes:
+        values: by global step, in their order.
+        ends: of the interval, by global step; a step without one is left out.
+    """
+
+    name: str
+    values: dict[int, float]
+    ends: dict[int, tuple[float, float]]
+
+    def at(self, step: int) -> str:
+        """Write the value after a step: "0.512 (0.47 to 0.55)"."""
+        ends = self.ends.get(step)
+        return f"{self.values[step]:.3g}" + (f" ({ends[0]:.3g} to {ends[1]:.3g})" if ends else "")
+
+
+def figures_of(run: RunFiles) -> list[Figure]:
+    """Return what evaluations have found, in the order of `metrics.jsonl`; ends of intervals and numbers of failures are no figures."""
+    names = dict.fromkeys(name for row in run.metrics for name in row if _METRIC.fullmatch(name) and not name.endswith(_NOT_SHOWN))
+    found = []
+    for name in names:
+        end = _END.fullmatch(name)
+        if end is not None and end[1] in names:
+            continue
+        values, low, high = ({int(step): value for step, value in run.points(f"{name}{which}")} for which in ("", "_low", "_high"))
+        if values:
+            ends = {step: (low[step], high[step]) for step in values if step in low and step in high}
+            found.append(Figure(name.removeprefix("eval/"), values, ends))
+    return found
+
+
+def evaluations_html(run: RunFiles) -> str:
+    """Draw the table; empty for a run whose evaluations found no more than one figure, which is drawn as a curve."""
+    figures = figures_of(run)
+    if len(figures) < 2:
+        return ""
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(figure))}</tr>" for figure in figures)
+    head = "".join(f"<th>{name}</th>" for name in ("figure", "first", "highest", "last"))
+    return (
+        f'<section><h2>Evaluations</h2><figure class="card wide"><table class="evaluations"><thead><tr>{head}</tr></thead><tbody>{rows}'
+        "</tbody></table><p>Of held-out prompts, and of sets by their names; in brackets 95 % intervals.</p></figure></section>")
+
+
+def _cells(figure: Figure) -> Iterator[str]:
+    steps = sorted(figure.values)
+    highest = max(steps, key=lambda step: figure.values[step])
+    yield figure.name.replace("pass_at_", "pass@").replace("_", " ").replace("/", ": ")
+    for step in (steps[0], highest, steps[-1]):
+        yield f"{figure.at(step)}, step {step}"

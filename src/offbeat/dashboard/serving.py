@@ -1,0 +1,42 @@
+"""Serves the live page until a signal ends it. Used by `offbeat watch`, and by the process beside a run that `beside.LivePage` starts."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable
+from urllib.parse import quote
+
+import uvicorn
+
+from offbeat.dashboard.library import Library
+from offbeat.dashboard.site import make_site
+from offbeat.listening import GuestServer
+
+PORT = 8765
+"""Where the page is, unless somebody says otherwise."""
+
+
+async def serve(library: Library, listener: socket.socket, *, key: str = "", ready: Callable[[], object]) -> None:
+    """Serve the page on a bound socket until SIGINT or SIGTERM.
+
+    Args:
+        key: what is demanded of every request; empty if only this machine can reach the server.
+        ready: called once requests are answered.
+    """
+    server = GuestServer(uvicorn.Config(make_site(library, key=key), log_level="warning", access_log=False, server_header=False))
+    loop = asyncio.get_running_loop()
+    serving = loop.create_task(server.serve(sockets=[listener]))
+    for name in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(name, setattr, server, "should_exit", True)
+    await server.ready.wait()
+    ready()
+    await serving
+
+
+def url_of(listener: socket.socket, *, key: str = "") -> str:
+    """Return the address of the page for a browser, with the key where there is one."""
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    query = f"?key={quote(key, safe='')}" if key else ""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/{query}"
