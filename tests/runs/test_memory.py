@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from offbeat.runs.memory import _MODELS, ModelShape, cache_bytes_per_token, engine_weights, memory_table, rank_memory
+from offbeat.runs.memory import _MODELS, ModelShape, adapter_table, cache_bytes_per_token, engine_weights, memory_table, rank_memory
 
 PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
 GIB = 2**30
@@ -45,6 +45,17 @@ def test_states_are_sixteen_bytes_a_parameter_and_divided_among_shards() -> None
     assert sharded.gathered == 4 * (2 * block + 151936 * 4096)
 
 
+def test_an_adapter_has_states_of_its_own_and_the_model_under_it_none() -> None:
+    shape = _MODELS["Qwen3-1.7B"]
+    # q, k, v, o, gate, up and down, of each the inputs and the outputs.
+    widths = [(2048, 2048), (2048, 1024), (2048, 1024), (2048, 2048), (2048, 6144), (2048, 6144), (6144, 2048)]
+    adapter = 28 * 16 * sum(map(sum, widths))
+    plain, half = (rank_memory(shape, tokens=0, num_shards=4, adapter_rank=16, half=half) for half in (False, True))
+    assert (plain.weights, plain.gradients, plain.optimizer) == (shape.num_parameters + 4 * adapter, 4 * adapter, 8 * adapter)
+    assert plain.weights - half.weights == shape.num_parameters // 2 and plain.gathered == 2 * half.gathered
+    assert rank_memory(shape, tokens=0, half=True) == rank_memory(shape, tokens=0), "weights that are trained are float32"
+
+
 def test_an_engine_holds_two_bytes_a_parameter_and_keys_and_values_of_every_layer() -> None:
     shape = _MODELS["Qwen3-32B"]
     assert engine_weights(shape, num_devices=4) * 4 == pytest.approx(2 * shape.num_parameters, abs=8)
@@ -53,3 +64,4 @@ def test_an_engine_holds_two_bytes_a_parameter_and_keys_and_values_of_every_laye
 
 def test_the_table_in_the_docs_is_what_the_formulas_say() -> None:
     assert memory_table() in PAGE.read_text(), "put the output of offbeat.runs.memory.memory_table() into docs/scaling.md"
+    assert adapter_table() in PAGE.read_text(), "put the output of offbeat.runs.memory.adapter_table() into docs/scaling.md"

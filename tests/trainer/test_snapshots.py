@@ -35,7 +35,7 @@ def trained(tmp_path_factory):
         snapshot.write(folder / "published")
         assert snapshot.offer(folder / "offered", host="127.0.0.1", num_receivers=1, timeout_s=5) is None
         for dtype in ("float32", "bfloat16"):
-            trainer.snapshot(dtype).export(folder / dtype, tokenizer_folder=Path(base))
+            trainer.snapshot(dtype, merges=True).export(folder / dtype, tokenizer_folder=Path(base))
         with pytest.raises(StorageError, match="a version is written once"):
             snapshot.write(folder / "published")
         assert snapshot.num_bytes == 4 * sum(tensor.numel() for tensor in snapshot.adapter.named_tensors().values())

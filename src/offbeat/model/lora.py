@@ -68,6 +68,7 @@ class AdapterBank(nn.Module):
 
     def __init__(
         self, model: nn.Module, *, rank: int, targets: Sequence[str] = (ALL_LINEAR,), dropout: float = 0.0, seed: tuple[int, ...] = (0,),
+        computes: torch.dtype = torch.float32,
     ) -> None:
         """Hook into `model`, on its device.
 
@@ -76,6 +77,7 @@ class AdapterBank(nn.Module):
             targets: names of the layers to adapt; see `find_targets`.
             dropout: share of each adapted layer's inputs that is hidden from the adapters in a pass with dropout.
             seed: seed of the dropout; differs between ranks.
+            computes: format in which adapters compute where autocast names none.
 
         Raises:
             ModelError: a target matches no linear layer; the message lists the layers.
@@ -84,6 +86,7 @@ class AdapterBank(nn.Module):
         self.rank = rank
         self._dropout = dropout
         self._seed = seed
+        self._computes = computes
         self._layers: list[_Layer] = []
         self._slots: list[_Slot | None] = [None]
         self._pass: _Pass | None = None
@@ -280,7 +283,7 @@ class _Delta(torch.autograd.Function):
         that changes a view for that view.
         """
         device_type = x.device.type
-        ctx.dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else torch.float32
+        ctx.dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else bank._computes
         ctx.bank, ctx.layer, ctx.route = bank, layer, route
         a, b = bank._parts(bank.weights.detach(), layer)
         narrow = route.multiply(x.flatten(0, -2).to(ctx.dtype), a).mul_(route.scaling)

@@ -302,7 +302,7 @@ async def open_adapters(config: Config, record: RunRecord) -> AsyncIterator[Adap
     """Start `train.num_ranks` ranks and the engines on one base model; all of them end with the body.
 
     Raises:
-        ConfigError: `model.lora.rank` is 0, or `model.lora.dropout` is not.
+        ConfigError: `model.lora.rank` is 0, `model.lora.dropout` is not, or the ranks are to divide the model among them.
         ModelError: the folder holds no model or tokenizer.
     """
     if not config.model.lora.rank:
@@ -310,6 +310,11 @@ async def open_adapters(config: Config, record: RunRecord) -> AsyncIterator[Adap
     if config.model.lora.dropout:
         raise ConfigError(
             f"model.lora.dropout must be 0 to serve tenants, got {config.model.lora.dropout}; what one drops would depend on the others")
+    for name in ("shard", "tp"):
+        if (given := getattr(config.train.parallel, name)) > 1:
+            raise ConfigError(
+                f"train.parallel.{name} must be 1 to serve tenants, got {given}; each rank passes its rows at its own pace and holds the"
+                " whole model, so leave it out")
     placed = choose_devices(config, devices=usable_devices())
     device = smallest_device() if placed.train.devices_per_rank else None
     config = choose_threads(choose_step(placed, device=device, shape=shape_of(placed)), cores=usable_cores())

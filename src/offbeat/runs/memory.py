@@ -48,6 +48,11 @@ class ModelShape:
         return 2 * self.hidden * (self.queries + self.keys) + 3 * self.hidden * self.intermediate
 
     @property
+    def width_of_adapters(self) -> int:
+        """Weights of an adapter of rank 1 on all linear layers: their inputs and outputs, L·(7·H + 2·Q + 2·K + 3·I)."""
+        return self.layers * (7 * self.hidden + 2 * (self.queries + self.keys) + 3 * self.intermediate)
+
+    @property
     def num_parameters(self) -> int:
         """N = V·H·(1 or 2) + L·(2·H·Q + 2·H·K + 3·H·I + 2·H) + H; norms of heads and biases, a millionth of it, are left out."""
         block = self.matrices_of_block + 2 * self.hidden
@@ -60,7 +65,7 @@ class RankMemory:
 
     Attributes:
         weights, gradients, optimizer: what stays from step to step: float32, of which AdamW keeps two moments; none of these if they are
-            offloaded.
+            offloaded. A frozen model has weights alone, in its own format, to which those of its adapter are added.
         gathered: with shards, the whole weights of the block that computes and of the next one, and the embedding or the head.
         activations: what the forward pass of a micro-batch saves for the backward pass, without the head's chunk of logits.
         host: moments in host memory.
@@ -81,6 +86,7 @@ class RankMemory:
 
 def rank_memory(
     shape: ModelShape, *, tokens: int, num_shards: int = 1, mixed: bool = True, checkpointing: bool = False, offloads: bool = False,
+    adapter_rank: int = 0, half: bool = False,
 ) -> RankMemory:
     """Estimate one train rank's memory; leave a tenth or two free for logits, the allocator and the collectives.
 
@@ -90,11 +96,17 @@ def rank_memory(
         mixed: whether layers compute in bfloat16 (`train.precision`).
         checkpointing: whether activations are computed again in full.
         offloads: whether moments are kept in host memory (`train.offload_optimizer`).
+        adapter_rank: `model.lora.rank` of an adapter on all linear layers, of which every rank holds all; 0 trains the model's weights.
+        half: whether the frozen weights under an adapter are bfloat16 (`model.dtype`).
     """
-    states = 4 * -(-shape.num_parameters // num_shards)
-    gathered = 4 * (2 * shape.matrices_of_block + shape.vocabulary * shape.hidden) if num_shards > 1 else 0
+    each = 2 if adapter_rank and half else 4
+    weights = each * -(-shape.num_parameters // num_shards)
+    adapter = 4 * adapter_rank * shape.width_of_adapters
+    trained = adapter or weights
+    gathered = each * (2 * shape.matrices_of_block + shape.vocabulary * shape.hidden) if num_shards > 1 else 0
     activations = _activations(shape, tokens, mixed=mixed, checkpointing=checkpointing)
-    return RankMemory(states, states, 0 if offloads else 2 * states, gathered, activations, host=2 * states if offloads else 0)
+    moments = 2 * trained
+    return RankMemory(weights + adapter, trained, 0 if offloads else moments, gathered, activations, host=moments if offloads else 0)
 
 
 def engine_weights(shape: ModelShape, *, num_devices: int = 1) -> int:
@@ -136,7 +148,7 @@ _MODELS = {
 
 
 def memory_table(*, tokens: int = 16384, shards: tuple[int, ...] = (8, 32)) -> str:
-    """Return the table of docs/scaling.md: GiB by model, with activations of `tokens` tokens in mixed precision."""
+    """Return a table of docs/scaling.md: GiB by model, with activations of `tokens` tokens in mixed precision."""
     heads = ["Model", "Parameters", "Weights", "Gradients", "Optimizer", "Together", *(f"Over {count} ranks" for count in shards),
              "Activations", "with checkpointing", "Engine", "Cache of 100k tokens"]
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)]]
@@ -147,4 +159,20 @@ def memory_table(*, tokens: int = 16384, shards: tuple[int, ...] = (8, 32)) -> s
         sizes = [whole.weights, whole.gradients, whole.optimizer, whole.total - whole.activations, *states, whole.activations, saved,
                  engine_weights(shape), 100_000 * cache_bytes_per_token(shape)]
         lines.append([name, f"{shape.num_parameters / 1e9:.2f}B", *(f"{size / _GIB:.1f}" for size in sizes)])
+    return _rows(lines)
+
+
+def adapter_table(*, rank: int = 16, shards: tuple[int, ...] = (8, 32)) -> str:
+    """Return the table of docs/scaling.md for adapters of a rank: GiB by model and `model.dtype`, without activations."""
+    heads = ["Model", f"Adapter of rank {rank}", *(
+        f"{dtype}{places}" for dtype in ("float32", "bfloat16") for places in ("", *(f" over {count}" for count in shards)))]
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)]]
+    for name, shape in _MODELS.items():
+        sizes = [rank_memory(shape, tokens=0, num_shards=count, adapter_rank=rank, half=half).total
+                 for half in (False, True) for count in (1, *shards)]
+        lines.append([name, *(f"{size / _GIB:.1f}" for size in (16 * rank * shape.width_of_adapters, *sizes))])
+    return _rows(lines)
+
+
+def _rows(lines: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)

@@ -104,11 +104,13 @@ def _recomputation(config: Config, device: Device | None, shape: ModelShape | No
     elif device is None or shape is None:
         value, why = "full", f"the {'size of the model' if shape is None else 'memory of the devices'} is not known, so little is kept"
     else:
-        tokens = -(-train.max_tokens_per_microbatch // train.parallel.cp)
+        tokens, num_shards = -(-train.max_tokens_per_microbatch // train.parallel.cp), train.parallel.shard * train.parallel.tp
         found = rank_memory(
-            shape, tokens=tokens, num_shards=train.parallel.shard * train.parallel.tp, mixed=mixed, offloads=train.offload_optimizer)
-        states = found.weights if lora else found.total - found.activations  # of a frozen model there are no gradients and moments
-        states += found.weights * (config.algorithm.needs_reference and not lora) + 4 * found.weights * config.algorithm.needs_critic
+            shape, tokens=tokens, num_shards=num_shards, mixed=mixed, offloads=train.offload_optimizer, adapter_rank=lora,
+            half=config.model.dtype == "bfloat16")
+        another = rank_memory(shape, tokens=0, num_shards=num_shards).weights
+        states = found.total - found.activations
+        states += another * (config.algorithm.needs_reference and not lora) + 4 * another * config.algorithm.needs_critic
         room = _USABLE * device.total_bytes * (_BESIDE_ENGINES if config.cluster.share_devices else 1) - states
         kept = found.activations // train.parallel.tp
         fits = {"off": kept, **({} if lora else {"selective": int(_SELECTIVE * kept)})}

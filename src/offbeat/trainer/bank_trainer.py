@@ -1,7 +1,8 @@
 """The trainer of adapters on one frozen model: each trains at its own pace, and any of them train together in one pass.
 
 A run with `model.lora` has a single adapter, whose name is "". A service adds and removes adapters as it likes: gradients accumulate in
-each adapter until `optim_step`, which leaves weights, moments and step count of all others unchanged, to the bit.
+each adapter until `optim_step`, which leaves weights, moments and step count of all others unchanged, to the bit. Every rank holds all of
+every adapter, also where the model is divided among them: what a rank adds to its gradients is its own part of their sum over all ranks.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from offbeat.algorithms.adam import AdamParams
@@ -22,20 +24,21 @@ from offbeat.config.root import Config
 from offbeat.data.batch import Batch
 from offbeat.data.packing import PackedRow, plan_microbatches
 from offbeat.errors import ConfigError, ModelError, StorageError, UserError
-from offbeat.model.context import ContextGroup, share_of
+from offbeat.model.context import share_of
+from offbeat.model.load import Divide
 from offbeat.model.logprobs import dummy_row, packs_rows
 from offbeat.model.lora import AdapterBank
 from offbeat.model.peft_io import Adapter, read_adapter
-from offbeat.model.rows import spread_rows
 from offbeat.pulse import progress
 from offbeat.sync.mesh import ProcessGroups
-from offbeat.sync.platform import current_platform
 from offbeat.trainer import shards
 from offbeat.trainer.adapter_files import AdapterState, read_adapter_state, write_adapter_state
 from offbeat.trainer.messages import Canary, CanaryScores, Dtype, Folder, Loaded, Names, NewAdapter
 from offbeat.trainer.optim import RowAdam
 from offbeat.trainer.policy import canary_logprobs, load_policy, row_of
 from offbeat.trainer.snapshots import AdapterSnapshot
+from offbeat.trainer.state import full_state
+from offbeat.trainer.strategies import Strategy, load
 from offbeat.trainer.trainer import WHOLE, Trainer
 from offbeat.weights.adapters import check_adapter
 
@@ -45,14 +48,16 @@ T = TypeVar("T")
 class BankTrainer(Trainer):
     """A frozen model, a bank of named adapters, and an optimizer for each of them."""
 
-    def __init__(self, model: PreTrainedModel, *, base: str, config: Config, groups: ProcessGroups) -> None:
-        """`base` names the model in the folders of its adapters."""
+    def __init__(self, model: PreTrainedModel, strategy: Strategy, *, base: str, config: Config, groups: ProcessGroups) -> None:
+        """`strategy` distributes `model` over the ranks, and `base` names it in the folders of its adapters."""
         lora = config.model.lora
-        super().__init__(model.to(current_platform.device), config, groups)  # pyright: ignore[reportArgumentType]
-        if groups.shape.cp > 1:
-            spread_rows(model, ContextGroup(groups.mesh.get_group("cp")))
+        super().__init__(strategy.forward, config, groups)
         self._model = model
-        self._bank = AdapterBank(model, rank=lora.rank, targets=lora.targets, dropout=lora.dropout, seed=(config.run.seed, groups.rank))
+        self._strategy = strategy
+        self._is_sharded = isinstance(strategy.forward, FSDPModule)
+        self._bank = AdapterBank(
+            model, rank=lora.rank, targets=lora.targets, dropout=lora.dropout, seed=(config.run.seed, groups.rank),
+            computes=torch.bfloat16 if self._is_sharded and config.train.computes_in == "bf16_mixed" else torch.float32)
         self._adam = RowAdam(self._bank.weights.detach())
         self._base = base
         self._slots: dict[str, int] = {}
@@ -61,29 +66,29 @@ class BankTrainer(Trainer):
 
     @classmethod
     def build(cls, folder: str, *, config: Config, groups: ProcessGroups) -> Self:
-        """Load the model for a run that trains one adapter.
+        """Load the model for a run that trains one adapter, and distribute it over the ranks; collective.
 
         Args:
             folder: Hugging Face folder or hub id, the same on all ranks.
 
         Raises:
-            ModelError: there is no such model, or a target matches none of its layers.
+            ModelError: there is no such model, a target matches none of its layers, or it cannot be divided as `choose` says.
         """
         progress("load_model")
         lora = config.model.lora
-        trainer = cls(load_policy(folder, config=config.train, dtype=config.model.dtype), base=folder, config=config, groups=groups)
+        trainer = cls(*_load_base(folder, config, groups), base=folder, config=config, groups=groups)
         trainer._enter(WHOLE, trainer._bank.add(rank=lora.rank, scaling=lora.alpha / lora.rank, seed=config.run.seed))
         return trainer
 
     @classmethod
     def build_empty(cls, folder: str, *, config: Config, groups: ProcessGroups) -> Self:
-        """Load the model for adapters that come and go.
+        """Load the model for adapters that come and go; each rank holds all of it.
 
         Args:
             config: `model.lora.rank` is the largest rank of any adapter; targets apply to all adapters, and each has its own alpha.
 
         Raises:
-            ConfigError: model.lora.rank is 0, or model.lora.dropout is not.
+            ConfigError: model.lora.rank is 0, model.lora.dropout is not, or the ranks are to divide the model among them.
             ModelError: there is no such model, it cannot pack its rows, or it has none of the targets.
         """
         lora = config.model.lora
@@ -92,10 +97,15 @@ class BankTrainer(Trainer):
         if lora.dropout:
             raise ConfigError(
                 f"model.lora.dropout must be 0 to train many adapters, got {lora.dropout}; what one drops would depend on the others")
-        model = load_policy(folder, config=config.train, dtype=config.model.dtype)
+        for name in ("shard", "tp"):
+            if (given := getattr(groups.shape, name)) > 1:
+                raise ConfigError(
+                    f"train.parallel.{name} must be 1 to train many adapters, got {given}; each rank passes its rows at its own pace, so"
+                    " give it the whole model, or train a single adapter in a run of its own")
+        model, strategy = _load_base(folder, config, groups)
         if not packs_rows(model):
             raise ModelError(f"{type(model).__name__} cannot pack its rows, which many adapters in one pass need; train one at a time")
-        return cls(model, base=folder, config=config, groups=groups)
+        return cls(model, strategy, base=folder, config=config, groups=groups)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -145,14 +155,15 @@ class BankTrainer(Trainer):
 
     def score_base(self, request: Canary) -> CanaryScores:
         """Score tokens under the base model alone, at temperature 1; equal on all ranks, and collective where they share rows."""
-        with self.groups.sync.region("canary") if self._shares_rows else nullcontext(), torch.no_grad():
+        with self.groups.sync.region("canary") if self._shares_rows else nullcontext(), self._strategy.scoring():
             return CanaryScores(canary_logprobs(self._module, request.tokens))
 
     # -- weights -----------------------------------------------------------------------------------------------------------------------
 
-    def snapshot(self, dtype: Dtype, *, name: str = WHOLE) -> AdapterSnapshot:
-        """See `Trainer.snapshot`; complete on every rank, as an adapter is small."""
-        return AdapterSnapshot(self._bank.adapter(self._slot(name)), self._model, self._base, self._run.model.lora.dropout, dtype)
+    def snapshot(self, dtype: Dtype, *, name: str = WHOLE, merges: bool = False) -> AdapterSnapshot:
+        """See `Trainer.snapshot`; the adapter is complete on every rank, as it is small, and what it is merged into on rank 0."""
+        state = full_state(self._model, dtype="float32", keep=self.groups.rank == 0) if merges else {}
+        return AdapterSnapshot(self._bank.adapter(self._slot(name)), self._model, self._base, self._run.model.lora.dropout, dtype, state)
 
     def save(self, request: Folder) -> None:
         """See `Trainer.save`; all ranks write a run's state together, rank 0 alone writes a named adapter."""
@@ -229,7 +240,7 @@ class BankTrainer(Trainer):
     @contextmanager
     def _referring(self) -> Iterator[nn.Module]:
         adapted = nullcontext() if self._frozen is None else self._bank.using(self._bank.route_all(self._frozen))
-        with adapted, torch.no_grad():
+        with adapted, self._strategy.scoring():
             yield self._module
 
     def _refresh_reference(self) -> None:
@@ -253,7 +264,10 @@ class BankTrainer(Trainer):
         plan = plan_microbatches(
             apart, num_ranks=1, max_tokens=self._config.max_tokens_per_microbatch, share_prefix=self._config.share_prefix)
         rows = [row for row in self._packed(apart, slots, plan.microbatches[0]) if len(row)]
-        if self._shares_rows:
+        if self._is_sharded:
+            most = self.groups.sync.max_scalars("forward_rows", {"rows": len(rows)})["rows"]
+            rows += [dummy_row()] * (int(most) - len(rows))
+        elif self._shares_rows:
             self.groups.sync.arrive("forward_rows")
         return rows
 
@@ -266,18 +280,18 @@ class BankTrainer(Trainer):
         return (row_of(apart, indices, share_prefix=self._config.share_prefix, families=slots) for indices in microbatches)
 
     @contextmanager
-    def _using(self, batch: Batch, row: PackedRow, *, learn: bool, last: bool = True) -> Iterator[None]:  # noqa: ARG002
+    def _using(self, batch: Batch, row: PackedRow, *, learn: bool, last: bool = True) -> Iterator[None]:
         share = share_of(self._model, row)
         route = (
             self._bank.route(share.row, self._slots_of(batch), here=share.here) if len(row.target)
             else self._bank.route_all(min(self._slots.values())))
         drops = learn and any(objective_of(loss.name).drops_inputs for loss in batch.losses)
-        with self._bank.using(route, drops=drops), nullcontext() if learn else torch.no_grad():
+        with self._bank.using(route, drops=drops), self._strategy.accumulate(last=last) if learn else self._strategy.scoring():
             yield
 
     @contextmanager
     def _published(self, name: str, dtype: Dtype) -> Iterator[None]:  # noqa: ARG002
-        with torch.no_grad(), self._bank.using(self._bank.route_all(self._slot(name))):
+        with self._bank.using(self._bank.route_all(self._slot(name))), self._strategy.scoring():
             yield
 
     def _gradient_norms(self, names: Sequence[str]) -> dict[str, float]:
@@ -334,6 +348,17 @@ class BankTrainer(Trainer):
             raise StorageError(
                 f"{num_failed} of {self.groups.world} ranks could not read {folder}; it must lie on a disk that all ranks see")
         return result  # pyright: ignore[reportReturnType]
+
+
+def _load_base(folder: str, config: Config, groups: ProcessGroups) -> tuple[PreTrainedModel, Strategy]:
+    """Load the frozen model, or what `load` says of it, and distribute it over the ranks; collective."""
+
+    def read(divide: Divide | None) -> PreTrainedModel:
+        return load_policy(folder, config=config.train, dtype=config.model.dtype, divide=divide).requires_grad_(False)
+
+    divided = groups.shape.shard > 1 or groups.shape.tp > 1
+    # A model that is whole on its rank computes under autocast, also on a single one.
+    return load(read, groups=groups, precision=config.train.computes_in if divided else "float32", trained=False)
 
 
 def _apart(batch: Batch, slots: np.ndarray) -> Batch:

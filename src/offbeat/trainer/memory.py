@@ -99,7 +99,7 @@ def estimate_memory(model_config: Any, config: Config, *, num_ranks: int, on_cpu
     train, lora, parallel = config.train, config.model.lora, config.train.parallel
     mixed, bases_half = train.computes_in == "bf16_mixed", lora.rank > 0 and config.model.dtype == "bfloat16"
     # As `offbeat.trainer.strategies` chooses.
-    sharded = not lora.rank and (parallel.shard > 1 or (parallel.tp > 1 and num_ranks > parallel.tp) or (mixed and num_ranks == 1))
+    sharded = parallel.shard > 1 or (parallel.tp > 1 and num_ranks > parallel.tp) or (mixed and num_ranks == 1 and not lora.rank)
     autocasts = mixed and not sharded and not bases_half
     parts = parallel.tp * (parallel.shard * parallel.cp if sharded else 1)
     model = _build(model_config, torch.bfloat16 if mixed or bases_half else torch.float32)
@@ -108,18 +108,18 @@ def estimate_memory(model_config: Any, config: Config, *, num_ranks: int, on_cpu
         checkpoint_activations(model, train.recomputes)
         activations = _peak(model, -(-train.max_tokens_per_microbatch // parallel.cp)) // parallel.tp
     count = sum(parameter.numel() for parameter in model.parameters())
-    if lora.rank:
+    if lora.rank:  # each rank holds all of the adapter
         trained = sum(lora.rank * (layer.in_features + layer.out_features) for layer in find_targets(model, lora.targets).values())
-        weights = (2 if bases_half else 4) * count + 4 * trained
+        weights = (2 if bases_half else 4) * count // parts + 4 * trained
     else:
-        trained, weights = count, 4 * count // parts
+        trained, weights = count // parts, 4 * count // parts
     copies = 2 * count // parallel.tp if autocasts else 0  # of all weights, which autocast keeps for a pass
     count_critic = _count(config.critic.path, count) // parts if config.algorithm.needs_critic else 0
-    moments = [8 * trained // parts, 8 * count_critic]
+    moments = [8 * trained, 8 * count_critic]
     kept = [min(size, 8 * PART_SIZE) for size in moments] if train.offload_optimizer else moments
     algorithm, teacher = config.algorithm, config.teacher.path if config.algorithm.teacher == "model" else ""
     return MemoryEstimate(
-        weights=weights, gathered=_largest_units(model) // parallel.tp if sharded else copies, gradients=4 * trained // parts,
+        weights=weights, gathered=_largest_units(model) // parallel.tp if sharded else copies, gradients=4 * trained,
         optimizer=kept[0], reference=4 * count // parts if algorithm.needs_reference and not lora.rank else 0,
         critic=8 * count_critic + kept[1],
         teacher=(2 if config.model.dtype == "bfloat16" else 4) * _count(teacher, count) // parts if teacher else 0,
@@ -153,7 +153,7 @@ def advise(model_config: Any, config: Config, *, num_ranks: int, available: int)
     changes += [recompute, *(
         recompute | {"max_tokens_per_microbatch": train.max_tokens_per_microbatch // part} for part in (2, 4, 8))]
     most = num_ranks // train.parallel.ranks_per_share
-    if most > train.parallel.shard and not config.model.lora.rank:
+    if most > train.parallel.shard:
         sharded = {"parallel.shard": most}
         changes += [sharded, sharded | {"precision": "bf16_mixed"} | recompute]
     if not config.model.lora.rank:

@@ -73,7 +73,7 @@ class ModelTrainer(Trainer):
     def _load_model(cls, folder: str, config: Config, divide: Divide | None) -> PreTrainedModel:
         return load_policy(folder, config=config.train, divide=divide)
 
-    def snapshot(self, dtype: Dtype, *, name: str = WHOLE) -> ModelSnapshot:
+    def snapshot(self, dtype: Dtype, *, name: str = WHOLE, merges: bool = False) -> ModelSnapshot:  # noqa: ARG002
         """See `Trainer.snapshot`."""
         self._check([name])
         return ModelSnapshot(self._model, self._model_folder, full_state(self._model, dtype=dtype, keep=self.groups.rank == 0), dtype)

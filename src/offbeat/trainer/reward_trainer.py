@@ -40,7 +40,7 @@ class RewardTrainer(ValueTrainer):
         Classifier(model)
         return model
 
-    def snapshot(self, dtype: Dtype, *, name: str = WHOLE) -> "RewardSnapshot":
+    def snapshot(self, dtype: Dtype, *, name: str = WHOLE, merges: bool = False) -> "RewardSnapshot":  # noqa: ARG002
         """See `Trainer.snapshot`."""
         self._check([name])
         return RewardSnapshot(self._model, self._model_folder, full_state(self._model, dtype=dtype, keep=self.groups.rank == 0), dtype)

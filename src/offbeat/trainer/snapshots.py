@@ -21,7 +21,7 @@ from offbeat.model.peft_io import Adapter, write_adapter
 from offbeat.sync.offer import WeightBroadcast
 from offbeat.trainer.export import export_folder
 from offbeat.trainer.messages import Dtype
-from offbeat.trainer.state import as_dtype, full_state, parameter_bytes
+from offbeat.trainer.state import as_dtype, parameter_bytes
 
 
 class Snapshot(Protocol):
@@ -111,13 +111,18 @@ class ModelSnapshot:
 
 @dataclass(frozen=True, eq=False)
 class AdapterSnapshot:
-    """An adapter, always in float32, with its frozen model, which the adapter's folder names `base`."""
+    """An adapter, always in float32, with its frozen model, which the adapter's folder names `base`.
+
+    Attributes:
+        state: the frozen model's weights in float32, as `ModelSnapshot` has them, for `export`; else empty.
+    """
 
     adapter: Adapter
     model: PreTrainedModel
     base: str
     dropout: float
     dtype: Dtype
+    state: dict[str, Tensor]
 
     @property
     def num_bytes(self) -> int:
@@ -141,19 +146,21 @@ class AdapterSnapshot:
         self.write(folder)
 
     def export(self, folder: Path, *, tokenizer_folder: Path) -> None:
-        """See `Snapshot.export`; writes the model with the adapter merged into it, and the adapter itself to `adapter` inside."""
+        """See `Snapshot.export`; writes the model with the adapter merged into it, and the adapter itself to `adapter` inside.
+
+        It is the last use of the snapshot, whose `state` it overwrites.
+        """
 
         def add_adapter(part: Path) -> None:
             self.write(part / "adapter")
 
         export_folder(
-            self.merged_state(), folder, model_folder=check_model_folder(self.base), tokenizer_folder=tokenizer_folder, dtype=self.dtype,
+            self._merged(), folder, model_folder=check_model_folder(self.base), tokenizer_folder=tokenizer_folder, dtype=self.dtype,
             add=add_adapter)
 
     @torch.no_grad()
-    def merged_state(self) -> dict[str, Tensor]:
+    def _merged(self) -> dict[str, Tensor]:
         """Return the weights of a plain model that computes the same; sums are in float32 and rounded once."""
-        state = full_state(self.model, dtype="float32", keep=True)
         for layer, (a, b) in self.adapter.pairs.items():
-            state[f"{layer}.weight"].addmm_(b, a, alpha=self.adapter.scaling)
-        return as_dtype(published_names(self.model, state), self.dtype)
+            self.state[f"{layer}.weight"].addmm_(b, a, alpha=self.adapter.scaling)
+        return as_dtype(published_names(self.model, self.state), self.dtype)

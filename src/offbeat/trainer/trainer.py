@@ -201,7 +201,7 @@ class Trainer(ABC):
         An adapter is merged into the model, and also written separately, as `adapter` in the folder.
         """
         with self.groups.sync.region("save_hf"):
-            snapshot = self.snapshot(request.dtype)
+            snapshot = self.snapshot(request.dtype, merges=True)
         if self.groups.rank == 0:
             snapshot.export(Path(request.path), tokenizer_folder=Path(request.tokenizer))
 
@@ -215,8 +215,12 @@ class Trainer(ABC):
             return canary_logprobs(self._module, tokens)
 
     @abstractmethod
-    def snapshot(self, dtype: Dtype, *, name: str = WHOLE) -> Snapshot:
-        """Return a snapshot of what is trained; only rank 0's is complete. Collective."""
+    def snapshot(self, dtype: Dtype, *, name: str = WHOLE, merges: bool = False) -> Snapshot:
+        """Return a snapshot of what is trained; only rank 0's is complete. Collective.
+
+        Args:
+            merges: whether it will be exported, for which an adapter needs the weights of its model.
+        """
 
     def restart_optimizer(self, request: None = None) -> None:  # noqa: ARG002
         """Start over with a fresh optimizer, at training step 0; the weights stay, and are the reference if they have been trained."""
