@@ -100,6 +100,14 @@ def test_a_turn_whose_reward_failed_is_kept_without_one_and_the_line_can_be_read
     assert first.turns == (KeptTurn(4, 0.5, "start"), KeptTurn(6, None, order=1)) and "the judge was away" in first.reason
 
 
+def test_half_a_surrogate_pair_of_user_code_is_kept_as_its_escape() -> None:
+    half = "x\ud800"
+    played = replace(trajectory("13", 1.0), agent=half, turns=(TurnEnd(6, 0.0, half),))
+    line = keep_rejected_line(1, Group("0:3", 1, (played,)), Row(half, half), PIECES, reason="no", why="not accepted", drawn_again=False)
+    kept = wire.decode_json(KeptGroup, line)
+    assert kept.prompt == kept.answer == kept.trajectories[0].agent == kept.trajectories[0].turns[0].state == "x\\ud800"
+
+
 def test_a_chat_is_kept_as_text() -> None:
     row = Row(({"role": "system", "content": "be brief"}, {"role": "user", "content": "3+4"}), "7")
     assert keep(Group("0:0", 0), row, PIECES, step=1, columns={}).prompt == "system: be brief\nuser: 3+4"

@@ -56,8 +56,8 @@ def keep(
         why, drawn_again: of a group that is not trained on.
     """
     return KeptGroup(
-        prompt_id=group.prompt_id, admitted_version=group.admitted_version, rejected=group.rejected, prompt=_prompt_text(row),
-        answer=row.answer, why=why, drawn_again=drawn_again, step=step,
+        prompt_id=group.prompt_id, admitted_version=group.admitted_version, rejected=group.rejected, prompt=_whole(_prompt_text(row)),
+        answer=_whole(row.answer), why=why, drawn_again=drawn_again, step=step,
         trajectories=tuple(_keep_trajectory(t, pieces, columns.get(place)) for place, t in enumerate(group.trajectories)))
 
 
@@ -88,8 +88,8 @@ def _keep_trajectory(t: Trajectory, pieces: Pieces, columns: Columns | None) -> 
     return KeptTrajectory(
         tokens=t.tokens.tolist(), loss_mask=t.loss_mask.tolist(), rollout_logprobs=_numbers(t.rollout_logprobs),
         versions=t.versions.tolist(), reward=_number(t.reward), reason=t.reason, num_retries=t.num_retries,
-        named_rewards={name: _number(value) for name, value in t.named_rewards.items()}, episode=t.episode, agent=t.agent,
-        turns=tuple(KeptTurn(turn.end, _number(turn.reward), turn.state, turn.order) for turn in t.turns),
+        named_rewards={name: _number(value) for name, value in t.named_rewards.items()}, episode=t.episode,
+        agent=_whole(t.agent), turns=tuple(KeptTurn(turn.end, _number(turn.reward), _whole(turn.state), turn.order) for turn in t.turns),
         malformed_calls=t.malformed_calls, text="".join(texts), lengths=[len(text) for text in texts], trained=columns is not None,
         **spread)
 
@@ -109,6 +109,11 @@ def _numbers(values: np.ndarray) -> Numbers:
 
 def _number(value: float) -> float | None:
     return value if np.isfinite(value) else None
+
+
+def _whole(text: str) -> str:
+    """Return text of user code with escapes for lone surrogates, which no file can hold."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _prompt_text(row: Row) -> str:
