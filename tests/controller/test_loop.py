@@ -1,11 +1,16 @@
 """What the loop does, read from the records of real runs."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
+from offbeat.data.batch import Batch
 from offbeat.data.kept import read_rollouts
-from offbeat.errors import PublishError
+from offbeat.data.trajectory import Group
+from offbeat.errors import PublishError, RolloutError
+from offbeat.ranks.trainers import Trainers
+from offbeat.rollout.executor import RolloutExecutor
 from offbeat.runs.run import run_training
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.trace import read_trace
@@ -81,3 +86,40 @@ def test_batches_are_made_while_the_step_before_trains(stopped_run: SmallRun) ->
     for step, span in ahead.items():
         assert span.start_s >= trains[step - 1].start_s
         assert step not in trains or span.end_s <= trains[step].start_s
+
+
+def test_a_batch_that_is_being_made_ahead_is_given_up_before_rollouts_end_when_the_wait_for_them_fails(
+    tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[str] = []
+    begun = asyncio.Event()
+    train_step, leave, prepare_batch = Trainers.train_step, RolloutExecutor.__aexit__, RolloutExecutor.prepare_batch
+
+    async def prepare(_self: Trainers, _batch: Batch, *, num_minibatches: int) -> None:
+        assert num_minibatches == 1
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("made ahead")
+
+    async def train_after(self: Trainers, batch: Batch, *, num_minibatches: int = 1) -> dict[str, float]:
+        await begun.wait()
+        return await train_step(self, batch, num_minibatches=num_minibatches)
+
+    async def fail_if_ahead(self: RolloutExecutor) -> list[Group]:
+        if self.has_ahead:
+            raise RolloutError("engines keep failing")
+        return await prepare_batch(self)
+
+    async def note(self: RolloutExecutor, *exc: object) -> None:
+        ended.append("rollouts")
+        await leave(self, *exc)
+
+    monkeypatch.setattr(Trainers, "prepare", prepare)
+    monkeypatch.setattr(Trainers, "train_step", train_after)
+    monkeypatch.setattr(RolloutExecutor, "prepare_batch", fail_if_ahead)
+    monkeypatch.setattr(RolloutExecutor, "__aexit__", note)
+    with pytest.raises(RolloutError, match="engines keep failing"):
+        run_training(small_config(tmp_path, model_dir), Console("quiet"))
+    assert ended == ["made ahead", "rollouts"]

@@ -172,6 +172,24 @@ def test_what_waits_ahead_in_vain_can_be_cancelled_and_takes_nothing() -> None:
     run(body)
 
 
+def test_what_still_waits_ahead_when_its_step_was_trained_takes_nothing_of_what_comes_then() -> None:
+    async def body() -> None:
+        play = make(eta=0)
+        async with play.executor() as executor:
+            await executor.prepare_batch()
+            ahead = asyncio.create_task(executor.take_ahead())
+            await asyncio.sleep(0)
+            await play.advance(executor, 1)
+            await until(lambda: len(play.gate.ready) == 3)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not ahead.done() and not executor.has_ahead
+            await cancelled(ahead)
+            assert len(await executor.prepare_batch()) == 3
+
+    run(body)
+
+
 def test_the_time_of_episodes_that_are_trained_on_is_accounted_for() -> None:
     async def body() -> None:
         play = make()

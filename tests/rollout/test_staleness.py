@@ -65,6 +65,19 @@ def test_a_step_ahead_waits_for_what_is_due_when_it_trains() -> None:
     assert gate.take_ahead() == [4, 5]
 
 
+def test_nothing_is_taken_ahead_of_a_step_that_has_been_trained() -> None:
+    gate = Gate(batch_size=2, max_running=10, eta=1)
+    fill(gate)  # four groups, all due at version 1
+    for key in (0, 1):
+        gate.finish(key)
+    assert gate.take() == [0, 1] and gate.take_ahead() is None
+    gate.advance(1)
+    for key in (2, 3):
+        gate.finish(key)
+    assert gate.take_ahead() is None  # they are for the step that begins next
+    assert gate.take() == [2, 3]
+
+
 def test_nothing_is_taken_ahead_in_synchronous_training() -> None:
     gate = Gate(batch_size=2, max_running=10, eta=0)
     for key in fill(gate):

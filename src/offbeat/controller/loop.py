@@ -205,7 +205,7 @@ class _Training:
 
     def _begin_ahead(self, step: Step, rollouts: Rollouts) -> None:
         """Begin to make the batch of the step after this one, which is about to train, unless its coefficients depend on this one."""
-        algorithm = self._config.algorithm
+        self._ahead, algorithm = None, self._config.algorithm
         if step.global_step < self._state.total_steps and not (algorithm.kl_target or algorithm.entropy_target):
             following = Step(step.global_step + 1, step.next_version, step.next_version + 1)
             self._ahead = asyncio.create_task(self._make_ahead(following, rollouts), name="make_ahead")
@@ -222,11 +222,10 @@ class _Training:
 
     async def _settle_ahead(self, rollouts: Rollouts) -> asyncio.Task[_Made] | None:
         """Return the task that makes the batch of the step that begins now, if groups were released for it; it must not wait any more."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and not rollouts.has_ahead:
-            await cancelled(ahead)
-            return None
-        return ahead
+        if self._ahead is not None and not rollouts.has_ahead:
+            await cancelled(self._ahead)
+            self._ahead = None
+        return self._ahead
 
     @asynccontextmanager
     async def _ending_ahead(self) -> AsyncIterator[None]:

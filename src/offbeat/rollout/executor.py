@@ -3,6 +3,8 @@
     _admit         consumes capacity and prompts; produces running groups; waits for nothing; called after every event that frees capacity
     _play          consumes engines and rewards; produces one settled group; waits for both under the episode's deadline
     prepare_batch  consumes ready groups; produces a step's batch; woken by every settled group
+    take_ahead     consumes ready groups while a step trains; produces those of the step after it; woken by every settled group, or
+                   cancelled before `prepare_batch` is called
 
 There is no producer loop that could miss a wake-up: the code that frees capacity also admits. Results of user code are checked, and a
 sample (an episode) that cannot be trained on is left out alone. A group that failed, or has fewer than two samples left, is drawn again at
@@ -168,7 +170,7 @@ class RolloutExecutor:
     async def take_ahead(self) -> list[Group]:
         """Return the groups of the step after the one in training as soon as the gate releases them, which may be never.
 
-        They count as in flight until `prepare_batch` returns them. It may be cancelled, and is to be before `prepare_batch` is called.
+        Once that step has been trained, none are released any more. They count as in flight until `prepare_batch` returns them. It may be cancelled, and is to be before `prepare_batch` is called.
         With dynamic sampling, which counts what it rejects by the batch that is being filled, none are released.
         """
         while self._dynamic is not None or (keys := self._gate.take_ahead()) is None:
@@ -226,7 +228,7 @@ class RolloutExecutor:
                 f" {self._num_rejected} were rejected in this run, events.jsonl says why") from exc
 
     def advance(self, version: Version) -> None:
-        """Note that the step whose groups were taken last has made `version`: the next step may take groups."""
+        """Note that the step in training has made `version`: the next step may take groups."""
         self._gate.advance(version)
 
     def serve(self, version: Version) -> None:

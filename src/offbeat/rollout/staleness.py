@@ -101,8 +101,13 @@ class Gate:
         return chosen
 
     def take_ahead(self) -> list[Key] | None:
-        """Take the B groups of the step after the one in training; None while that has to wait. They are in training after `advance`."""
-        assert self.training and not self.ahead, "the step after the one in training is taken once"
+        """Take the B groups of the step after the one in training; None while that has to wait, or while no step is in training.
+
+        They are in training after `advance`.
+        """
+        assert not self.ahead, "the step after the one in training is taken once"
+        if not self.training:
+            return None
         chosen = self._pick(self.version + 1)
         self.ahead = len(chosen or ())
         return chosen
