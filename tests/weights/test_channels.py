@@ -56,7 +56,7 @@ def names(directory: Path) -> list[str]:
 
 def publish(to: Channel, version: int) -> Manifest:
     manifest = asyncio.run(to.write(version))
-    to.prune()
+    to.prune(version)
     return manifest
 
 
@@ -65,6 +65,16 @@ def test_each_version_has_a_folder_and_the_newest_stay(tmp_path: Path) -> None:
     manifests = [publish(disk, version) for version in range(4)]
     assert manifests[3] == Manifest(3, str(tmp_path / "weights" / "v00000003-a"), "f", (1, 2), (-1.0,))
     assert names(tmp_path / "weights") == ["v00000002-a", "v00000003-a"]
+
+
+def test_versions_stay_as_long_as_an_engine_may_be_reading_them(tmp_path: Path) -> None:
+    disk = channel(tmp_path, keep=1)
+    for version in (1, 2, 3, 4):
+        asyncio.run(disk.write(version))
+    disk.prune(2)  # engines that serve 2 or 3 may be at work on 3 or 4
+    assert names(tmp_path) == ["v00000003-a", "v00000004-a"]
+    disk.prune(4)
+    assert names(tmp_path) == ["v00000004-a"]
 
 
 def test_a_resumed_run_publishes_under_names_that_were_never_used_and_removes_what_it_has_left(tmp_path: Path) -> None:
@@ -105,14 +115,14 @@ def test_a_version_that_is_being_written_takes_the_place_of_none_that_engines_re
     async def write(version: int, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "") -> Manifest:
         folder.mkdir(parents=True)
         (folder / "weights").touch()
-        disk.prune()  # as the publish of an earlier version does when it ends meanwhile
+        disk.prune(version - 1)  # as the publish of an earlier version does when it ends meanwhile
         return Manifest(version, str(folder), "f", canary, (-1.0,), base=base)
 
     disk = Channel(tmp_path, keep=1, canary=(1, 2), write=write, incarnation="a", whole_every=whole_every)
     for version in (1, 2, 3):
         asyncio.run(disk.write(version))
         assert f"v{max(version - 1, 1):08d}-a" in names(tmp_path)
-    disk.prune()
+    disk.prune(3)
     assert len(names(tmp_path)) == (1 if whole_every == 1 else 3)
 
 
@@ -128,6 +138,16 @@ def test_a_version_is_written_whole_if_what_it_would_build_on_is_damaged(tmp_pat
     again = asyncio.run(disk.rewrite(fourth))
     assert again is not None and (again.base, again.folder) == ("", fourth.folder)
     assert notes == ["v00000004-a is not on disk as it was written, and is written again"]
+
+
+def test_what_a_version_was_built_on_goes_when_it_was_written_again_whole(tmp_path: Path) -> None:
+    disk = channel(tmp_path, whole_every=9, keep=1, held=2)
+    asyncio.run(disk.write(1))
+    second = asyncio.run(disk.write(2))
+    (Path(second.folder) / "weights").write_text("")
+    assert asyncio.run(disk.rewrite(second)) is not None
+    disk.prune(2)
+    assert names(tmp_path) == ["v00000002-a"]
 
 
 def test_what_is_no_folder_among_the_versions_is_left_alone(tmp_path: Path) -> None:
@@ -156,7 +176,7 @@ def test_a_broadcast_is_for_as_many_engines_as_are_healthy_and_a_folder_where_no
     healthy[0] = 0
     assert asyncio.run(collective.write(1)).broadcast == ""
     asyncio.run(collective.write(2))
-    collective.prune()
+    collective.prune(2)
     assert names(tmp_path) == ["v00000002-a"]
 
 

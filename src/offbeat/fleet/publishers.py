@@ -143,7 +143,7 @@ class WeightsPublisher(Fanouts):
         """Write the trainer's weights as `version`; every healthy engine comes to it, and `on_served` hears when all of them have.
 
         Raises:
-            PublishError: too few engines serve the version before; or this one, if it `waits`. Gives each engine's reason.
+            PublishError: it `waits`, and too few engines serve the version; gives each engine's reason. Otherwise `settle` raises it.
         """
         start = time.monotonic()
         async with self._writing:
@@ -194,7 +194,7 @@ class WeightsPublisher(Fanouts):
         serving: Collection[str] = publication.serving
         if len(serving) < self._pool.min_engines:
             serving = await self._wait_for_more(publication)
-        self._channel.prune()
+        self._channel.prune(manifest.version)
         return PublishReport(
             manifest.version, total_s=time.monotonic() - start_s, write_s=written_s - start_s, stage_s=publication.stage_s,
             switch_s=publication.switch_s, canary_gap=publication.largest_gap, serving=tuple(serving),

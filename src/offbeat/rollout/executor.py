@@ -170,8 +170,9 @@ class RolloutExecutor:
     async def take_ahead(self) -> list[Group]:
         """Return the groups of the step after the one in training as soon as the gate releases them, which may be never.
 
-        Once that step has been trained, none are released any more. They count as in flight until `prepare_batch` returns them. It may be cancelled, and is to be before `prepare_batch` is called.
-        With dynamic sampling, which counts what it rejects by the batch that is being filled, none are released.
+        None are released once that step has been trained, nor with dynamic sampling, which counts what it rejects by the batch that is
+        being filled. Groups count as in flight until `prepare_batch` returns them. This may be cancelled, and is to be before
+        `prepare_batch` is called.
         """
         while self._dynamic is not None or (keys := self._gate.take_ahead()) is None:
             self._changed.clear()

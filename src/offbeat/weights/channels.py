@@ -54,7 +54,7 @@ class Channel:
         """Write versions below `directory`.
 
         Args:
-            keep: number of versions that stay; engines hold their own copy, so nobody needs older ones.
+            keep: number of versions that stay; engines hold their own copy, so nobody needs older ones that all of them have.
             canary: [n] token IDs that prove each version.
             incarnation: last part of the folders' names; see `draw_incarnation`.
             num_receivers: returns how many engines are about to receive a broadcast; for 0, a folder is written.
@@ -94,10 +94,15 @@ class Channel:
         self._on_rewrite(f"{Path(manifest.folder).name} is not on disk as it was written, and is written again")
         return await self._make(manifest.version)
 
-    def prune(self) -> None:
-        """Remove the folders of all but the newest versions, and of those that they build on."""
-        folders = [str(folder) for _, _, folder in self._folders() if folder != self._unfinished]
-        kept = set(folders[-self._keep :])
+    def prune(self, served: Version) -> None:
+        """Remove the folders of versions that nobody needs: those stay that are among the newest, or that another one builds on.
+
+        Args:
+            served: every engine in service serves this version or a newer one, and may be reading any that is newer; those stay, too.
+        """
+        versions = {str(folder): version for version, _, folder in self._folders() if folder != self._unfinished}
+        folders = list(versions)
+        kept = {*folders[-self._keep :], *(folder for folder, version in versions.items() if version > served)}
         for folder in reversed(folders):
             if folder in kept:
                 kept.add(self._bases.get(folder, ""))
@@ -120,6 +125,7 @@ class Channel:
         manifest = await self._write(version, folder, canary=self._canary, num_receivers=num_receivers, base=base)
         self._unfinished = None
         self._chain = [*(self._chain if manifest.base else []), str(folder)]
+        self._bases.pop(str(folder), None)  # it may have been changes, and is written again
         if manifest.base:
             self._bases[str(folder)] = manifest.base
         self._states[str(folder)] = _look(folder)
