@@ -7,8 +7,8 @@ draw the same prompts, --batch per step with 8 samples each; they differ in `rol
 twice as many: what counts is what it has learnt when, not in how many steps.
 
 Figures: episodes that were trained on per second, without the first and the last steps, in which the pipeline fills and empties;
-held-out accuracy after all steps, by `offbeat eval`, and the seconds that they took; the share of time in which an engine had a request; and the mean age of what was
-trained on, in versions, against the most that is allowed.
+held-out accuracy after all steps, by `offbeat eval`, and the seconds that they took; the share of time in which an engine had a request;
+and the mean age of what was trained on, in versions, against the most that is allowed.
 
     python benchmarks/async_env.py [--quick] [--steps 40] [--batch 32] [--wait 1.0]
 """

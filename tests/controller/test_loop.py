@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.checkpoint.recover import CheckpointIndex
+from offbeat.controller.state import SavedState
 from offbeat.data.batch import Batch
 from offbeat.data.kept import read_rollouts
 from offbeat.data.trajectory import Group
+from offbeat.data.wire import decode_json
 from offbeat.errors import PublishError, RolloutError
 from offbeat.ranks.trainers import Trainers
 from offbeat.rollout.executor import RolloutExecutor
@@ -44,6 +47,13 @@ def test_rollouts_are_kept_from_the_first_step_on_with_their_texts_and_advantage
         assert all(t.trained == (len(rewards) > 1) for t in group.trajectories)
     (better, worse), = [sorted(group.trajectories, key=lambda t: -(t.reward or 0)) for group in groups if group.trajectories[0].trained][:1]
     assert better.advantage is not None and worse.advantage is not None and better.advantage > 0 > worse.advantage
+
+
+def test_a_checkpoint_remembers_what_was_chosen_where_the_configuration_leaves_it_open(finished_run: SmallRun) -> None:
+    newest = CheckpointIndex(finished_run.folder / "checkpoints").newest()
+    assert newest is not None
+    identity = decode_json(SavedState, newest.payload).identity
+    assert identity is not None and identity.settings["train.precision"] == "float32"
 
 
 def test_staleness_stays_within_the_bound_over_many_steps(stopped_run: SmallRun) -> None:

@@ -70,16 +70,18 @@ def test_parquet_gives_the_same_records(tmp_path):
 def test_a_folder_gives_the_files_of_a_split_in_the_order_of_their_names(tmp_path):
     folder = tmp_path / "data"
     (folder / "test").mkdir(parents=True)
+    (folder / "train").mkdir()
     write_lines(folder / "test" / "b.jsonl", [json.dumps(r) for r in RECORDS[3:]])
     write_lines(folder / "test" / "a.jsonl", [json.dumps(r) for r in RECORDS[:3]])
     write_lines(folder / "my_train-0.csv", ["prompt,answer", "p,a"])
     write_lines(folder / "README.md", ["no data"])
     write_lines(folder / "dataset_info.json", ["{}"])
+    write_lines(folder / "train" / "test_cases.jsonl", [json.dumps({"prompt": "q", "answer": "b"})])
     source = open_any(folder, split="test")
     assert records_of(source) == RECORDS
     assert source.where(3) == f"{str(folder / 'test' / 'b.jsonl')!r}, line 1"
-    assert records_of(open_any(folder)) == [{"prompt": "p", "answer": "a"}]
-    with pytest.raises(DataError, match=r"has no files of split 'val'; it has my_train-0.csv, test/a.jsonl, test/b.jsonl. Name files"):
+    assert records_of(open_any(folder)) == [{"prompt": "p", "answer": "a"}, {"prompt": "q", "answer": "b"}]
+    with pytest.raises(DataError, match=r"has no files of split 'val'; it has my_train-0.csv, test/a.jsonl, test/b.jsonl, train/test_cases.jsonl\. Name"):
         open_any(folder, split="val")
 
 

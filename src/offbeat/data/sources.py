@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from glob import glob, has_magic
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +127,10 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
 
 
 def _names(path: Path, words: Sequence[str]) -> bool:
-    """Whether one of the words stands in a path by itself."""
-    return any(re.search(rf"(?<![a-z0-9]){re.escape(word.lower())}(?![a-z0-9])", str(path).lower()) for word in words)
+    """Whether the first word of a path that names a split is one of these, so that `train/test_cases.jsonl` is of one split alone."""
+    known = "|".join(re.escape(word.lower()) for word in {*words, *chain.from_iterable(_SPLITS)})
+    first = re.search(rf"(?<![a-z0-9])({known})(?![a-z0-9])", str(path).lower())
+    return first is not None and first[1] in [word.lower() for word in words]
 
 
 def _open_saved(path: str, *, split: str, sieve: Sieve) -> Source:

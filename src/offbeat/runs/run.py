@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +19,7 @@ from typing import TypeVar
 from offbeat.aio import few_collections, listener
 from offbeat.checkpoint.recover import none_sound
 from offbeat.config.load import dump_toml
+from offbeat.config.resume import remembered
 from offbeat.config.root import Config
 from offbeat.controller.checkpoints import FINE_TUNING, PREFERENCE, REWARD_MODEL, TRAINING, WARM_UP, index_of, part_of
 from offbeat.controller.inputs import RunInputs, read_inputs, read_pair_inputs
@@ -235,6 +236,8 @@ def execute(
     devices = usable_devices()
     placed = choose_devices(given, devices=devices, rank_info=rank_info, serves=inputs.plays)
     config = choose_threads(_with_step(placed, rank_info), cores=cores, rank_info=rank_info, serves=inputs.plays)
+    # Checkpoints hold what "auto" came to, since it may come to something else where the run is resumed.
+    inputs = replace(inputs, identity=replace(inputs.identity, settings=remembered(config)))
     with _open_record(config, rank_info, console, inputs.identity, kind=kind, fresh=fresh, debug=debug) as record:
         record.console.open(config.run.name)
         for reason in inputs.unusable:
