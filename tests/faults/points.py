@@ -82,8 +82,8 @@ POINTS = (
     Point("leave", 1),
 )
 
-# Inside: where the work of a step, a publish, a checkpoint and an export is done. Only rank 0 writes weights, while the others wait for it
-# at a point of SPMD mode, or have answered the controller.
+# Inside: where the work of a step, a publish, a checkpoint and an export is done. Only rank 0 writes weights that each rank has, while the
+# others wait for it at a point of SPMD mode, or have answered the controller.
 PLACES = (
     Point("load_model", 1, everywhere=True, inside=True),
     Point("read_checkpoint", 1, everywhere=True, inside=True),
@@ -98,9 +98,11 @@ PLACES = (
 OTHER_PLACES = ("write_adapter", "compare_weights", "load_teacher")
 """As `write_weights`, in runs that train an adapter, or that write what has changed; and as `load_model`, in runs with a teacher."""
 
-OTHER_POINTS = ("teach", "reference_found", "reference_written", "evaluate_pairs", "device_memory")
-"""As `score`, in runs with a teacher; where ranks of `offbeat dpo` wait for rank 0, as at `recover` and `evaluate_fn`; and before
-`load_policy` loads, on accelerators."""
+OTHER_POINTS = (
+    "teach", "reference_found", "reference_written", "evaluate_pairs", "device_memory",
+    "publish_folder", "publish_layout", "publish_writers", "publish_changes", "publish_written")
+"""As `score`, in runs with a teacher; where ranks of `offbeat dpo` wait for rank 0, as at `recover` and `evaluate_fn`; before `load_policy`
+loads, on accelerators; and around `publish`, where weights are in shards (tests/trainer/test_parts.py)."""
 
 # No rank of `offbeat train` comes to these, so they are no rows of the table; a failure of ranks of tenants is drilled in
 # tests/ranks/test_trainers.py.

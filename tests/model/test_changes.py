@@ -10,7 +10,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from offbeat.errors import ModelError, StorageError
-from offbeat.model.changes import FILE, apply, base_of, encode, read_weights, write_changes
+from offbeat.model.changes import (
+    FILE,
+    apply,
+    base_of,
+    changes_file,
+    encode,
+    find_changes,
+    read_weights,
+    save_changes,
+    write_changes,
+)
 
 SPECIAL = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-30]
 
@@ -141,6 +151,24 @@ def test_a_version_is_written_once_and_leaves_nothing_half_written(tmp_path: Pat
     with pytest.raises(StorageError, match="could not be written to .*v1"):
         write_changes(old, tmp_path / "v1", since=old, base=tmp_path / "v0")
     assert [path.name for path in tmp_path.rglob("*")] == ["v1", "here"]
+
+
+def test_changes_may_be_in_several_files_none_of_which_may_be_missing(tmp_path: Path) -> None:
+    found = states()
+    folders = write_all(tmp_path, found)
+    (folders[1] / FILE).unlink()
+    for number, names in enumerate((("few",), ("all", "none")), start=1):
+        parts = [{name: state[name] for name in names} for state in found[:2]]
+        changes = find_changes(parts[1], since=parts[0])
+        assert changes is not None
+        save_changes(changes, folders[1] / changes_file(number, 2), base=folders[0])
+    assert same(read_weights(folders[2]), found[2]) and same(read_weights(folders[1], held={folders[0]: found[0]}.get), found[1])
+    (folders[1] / changes_file(2, 2)).unlink()
+    with pytest.raises(ModelError, match=r"v1 has 1 files of changes, and changes-00001-of-00002\.safetensors tells of others"):
+        read_weights(folders[2])
+    save_changes({}, folders[1] / changes_file(2, 2), base=folders[2])
+    with pytest.raises(ModelError, match="which is no other folder beside it"):
+        read_weights(folders[1])
 
 
 @pytest.mark.parametrize("base", ["../v0", "", "..", "v1", "/etc"])

@@ -5,21 +5,19 @@ import socket
 import pytest
 import torch
 
-from offbeat.sync import broadcast
 from offbeat.sync.broadcast import Spec, cut, receive
 
 CPU = torch.device("cpu")
 
 
-def test_tensors_of_all_types_and_shapes_are_cut_into_buckets_and_put_together_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broadcast, "BUCKET_BYTES", 50)
+def test_tensors_of_all_types_and_shapes_are_cut_into_buckets_and_put_together_again() -> None:
     state = [
         torch.randn(7, 3), torch.randn(()), torch.randn(5).bfloat16(), torch.tensor([True, False, True]), torch.arange(3),
         torch.zeros(0, 4), torch.randn(25)]
-    sent = [torch.cat(parts) for parts in cut(state)]
+    sent = [torch.cat(parts) for parts in cut(state, bucket_bytes=50)]
     assert [len(bucket) for bucket in sent[:-1]] == [50] * (len(sent) - 1) and 0 < len(sent[-1]) <= 50
     received = [torch.empty_like(tensor) for tensor in state]
-    for parts, bucket in zip(cut(received), sent, strict=True):
+    for parts, bucket in zip(cut(received, bucket_bytes=50), sent, strict=True):
         for part, data in zip(parts, bucket.split([len(part) for part in parts]), strict=True):
             part.copy_(data)
     assert all(torch.equal(*pair) for pair in zip(state, received, strict=True))

@@ -1,7 +1,8 @@
 """Weights as their changes since an earlier version: written by the trainer, read by the embedded engine; lossless in any number format.
 
-A folder of changes holds one file, `changes.safetensors`, which names the folder beside it that it builds on, its *base*: a whole model,
-or changes to another one. Of a tensor that has changed it has either
+A folder of changes holds one file, `changes.safetensors`, or one of each rank that wrote it, `changes-00001-of-00008.safetensors`. They
+name the folder beside it that it builds on, its *base*: a whole model, or changes to another one. Of a tensor that has changed they have
+either
 
     at:NAME   [n] uint8, the distance in elements of each changed one from the one before; the first counts from -1
     to:NAME   [n] what stands there now
@@ -11,6 +12,7 @@ are named on the way. `sum:NAME` is the wrapping sum of the result's bit pattern
 would miss.
 """
 
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,6 +27,7 @@ from offbeat.model.hf_io import read_safetensors
 from offbeat.pulse import progress
 
 FILE = "changes.safetensors"
+_FILES = re.compile(r"changes(?:-\d{5}-of-(\d{5}))?\.safetensors")
 
 _AT, _TO, _WHOLE, _SUM = "at:", "to:", "whole:", "sum:"
 _FARTHEST = 255
@@ -70,6 +73,37 @@ def apply(old: Tensor, at: Tensor, to: Tensor) -> Tensor:
     return new
 
 
+def find_changes(state: Mapping[str, Tensor], *, since: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """Return what has changed between two states, CPU tensors by their published names.
+
+    Returns:
+        Tensors by the keys that they have in a file of changes; None if another tensor was added or is gone.
+    """
+    if state.keys() != since.keys():
+        return None
+    tensors: dict[str, Tensor] = {}
+    for name, new in state.items():
+        progress("compare_weights")
+        found = encode(since[name], new)
+        if found is None:
+            tensors[_WHOLE + name] = new.contiguous()
+        elif len(found[0]):
+            tensors[_AT + name], tensors[_TO + name] = found
+            tensors[_SUM + name] = _sum(new)
+    return tensors
+
+
+def save_changes(tensors: Mapping[str, Tensor], file: Path, *, base: Path) -> None:
+    """Write what `find_changes` has found to a file. Raises OSError or SafetensorError."""
+    progress("write_weights")
+    save_file(dict(tensors), file, metadata={"base": base.name})
+
+
+def changes_file(number: int, count: int) -> str:
+    """Return the name of the file of a folder with `count` files of changes that is counted `number`, from 1 on."""
+    return FILE if count == 1 else f"changes-{number:05d}-of-{count:05d}.safetensors"
+
+
 def write_changes(state: Mapping[str, Tensor], folder: Path, *, since: Mapping[str, Tensor], base: Path) -> int:
     """Write what has changed in `state` as a new folder, which appears complete or not at all.
 
@@ -84,26 +118,15 @@ def write_changes(state: Mapping[str, Tensor], folder: Path, *, since: Mapping[s
     Raises:
         StorageError: the disk is full or the folder cannot be written.
     """
-    if state.keys() != since.keys():
-        return 0
-    tensors: dict[str, Tensor] = {}
-    for name, new in state.items():
-        progress("compare_weights")
-        found = encode(since[name], new)
-        if found is None:
-            tensors[_WHOLE + name] = new.contiguous()
-        elif len(found[0]):
-            tensors[_AT + name], tensors[_TO + name] = found
-            tensors[_SUM + name] = _sum(new)
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    if num_bytes >= sum(tensor.nbytes for tensor in state.values()):
+    tensors = find_changes(state, since=since)
+    num_bytes = 0 if tensors is None else sum(tensor.nbytes for tensor in tensors.values())
+    if tensors is None or num_bytes >= sum(tensor.nbytes for tensor in state.values()):
         return 0
     part = folder.with_name(f".{folder.name}.changes")
     try:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        progress("write_weights")
-        save_file(tensors, part / FILE, metadata={"base": base.name})
+        save_changes(tensors, part / FILE, base=base)
         part.rename(folder)
     except (OSError, SafetensorError) as exc:
         raise StorageError(f"changed weights could not be written to {folder}: {exc}; free space or choose another folder") from exc
@@ -116,19 +139,31 @@ def base_of(folder: str | Path) -> Path | None:
     """Return the folder that a folder of changes builds on; None for a folder of whole weights.
 
     Raises:
-        ModelError: the file cannot be read, or names no folder beside it.
+        ModelError: a file is missing or cannot be read, or they name no folder beside it.
     """
-    file = Path(folder) / FILE
-    if not file.is_file():
+    files = _files(folder)
+    if not files:
         return None
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            base = (tensors.metadata() or {}).get("base", "")
-    except (OSError, SafetensorError) as exc:
-        raise ModelError(f"{file} cannot be read as safetensors: {exc}") from exc
-    if not base or Path(base).name != base or base in (".", "..") or base == Path(folder).name:
-        raise ModelError(f"{file} builds on {base[:120]!r}, which is no other folder beside it; publish the weights again")
+    bases = set()
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                bases.add((tensors.metadata() or {}).get("base", ""))
+        except (OSError, SafetensorError) as exc:
+            raise ModelError(f"{file} cannot be read as safetensors: {exc}") from exc
+    base, *others = sorted(bases)
+    if others or not base or Path(base).name != base or base in (".", "..") or base == Path(folder).name:
+        raise ModelError(f"{files[0]} builds on {base[:120]!r}, which is no other folder beside it; publish the weights again")
     return Path(folder).parent / base
+
+
+def _files(folder: str | Path) -> list[Path]:
+    """Return a folder's files of changes."""
+    found = {path: match for path in sorted(Path(folder).glob("changes*")) if (match := _FILES.fullmatch(path.name))}
+    for path, match in found.items():
+        if len(found) != int(match[1] or 1):
+            raise ModelError(f"{path.parent} has {len(found)} files of changes, and {path.name} tells of others; publish the weights again")
+    return list(found)
 
 
 def read_weights(folder: str | Path, *, held: Callable[[Path], Mapping[str, Tensor] | None] = lambda _folder: None) -> dict[str, Tensor]:
@@ -159,13 +194,17 @@ def read_weights(folder: str | Path, *, held: Callable[[Path], Mapping[str, Tens
         at = base
     assert state is not None, "a chain ends with whole weights, or with what the caller has"
     for layer in reversed(layers):
-        _change(state, layer / FILE)
+        for file in _files(layer):
+            _change(state, file)
     return state
 
 
 def _names(folder: Path) -> set[str]:
-    with safe_open(folder / FILE, framework="pt") as tensors:
-        return {name.partition(":")[2] for name in tensors.keys()}  # noqa: SIM118
+    names: set[str] = set()
+    for file in _files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            names |= {name.partition(":")[2] for name in tensors.keys()}  # noqa: SIM118
+    return names
 
 
 def _change(state: dict[str, Tensor], file: Path) -> None:

@@ -37,6 +37,16 @@ def published_names(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict
     }
 
 
+def published_together(model: PreTrainedModel, names: Iterable[str]) -> list[list[str]]:
+    """Group names of `model.state_dict()` by what `published_names` fuses into one weight; each name is in one group."""
+    converters, _ = _by_kind([transform.reverse_transform() for transform in reversed(_transforms(model))])
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        target, _ = apply_converters(name, converters)
+        groups.setdefault(target, []).append(name)
+    return list(groups.values())
+
+
 def module_names(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Invert `published_names`; a weight that already has a module's name keeps it."""
     transforms = _transforms(model)

@@ -4,7 +4,7 @@ Called on both sides of a publish: with it the engine proves that it serves the 
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -27,13 +27,23 @@ def fingerprint(items: Iterable[tuple[str, np.ndarray]]) -> str:
     Raises:
         ValueError: an array is not one-dimensional uint8, or a name occurs twice.
     """
-    digests: dict[str, bytes] = {}
+    return combine(digests(items))
+
+
+def digests(items: Iterable[tuple[str, np.ndarray]]) -> dict[str, bytes]:
+    """Hash each weight by itself, as the first half of `fingerprint`, with its arguments and errors; returns [32] bytes by name."""
+    found: dict[str, bytes] = {}
     for name, data in items:
         if data.dtype != np.uint8 or data.ndim != 1:
             raise ValueError(f"fingerprint takes one-dimensional uint8 arrays, got {data.dtype} of shape {data.shape} for {name!r}")
-        if name in digests:
+        if name in found:
             raise ValueError(f"fingerprint got {name!r} twice")
-        digests[name] = _digest(name, data)
+        found[name] = _digest(name, data)
+    return found
+
+
+def combine(digests: Mapping[str, bytes]) -> str:
+    """Return the fingerprint of all weights whose digests these are, whoever has computed them."""
     return hashlib.blake2b(b"".join(digests[name] for name in sorted(digests)), digest_size=16).hexdigest()
 
 

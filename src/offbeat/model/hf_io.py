@@ -45,8 +45,8 @@ def write_safetensors(
     staging = folder.parent / f".{folder.name}.{os.getpid()}.partial"
     try:
         staging.mkdir(parents=True)
-        _write_companions(staging, config_from)
-        _write_shards(_without_tied(state, config_from), staging, max_shard_bytes)
+        write_companions(staging, config_from)
+        _write_shards(without_tied(state, config_from), staging, max_shard_bytes)
         _move_into_place(staging, folder)
     except (OSError, SafetensorError) as exc:
         raise StorageError(f"the model could not be written to {folder}: {exc}; free space or choose another folder") from exc
@@ -69,7 +69,8 @@ def read_safetensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
             raise ModelError(f"{file} cannot be read as safetensors: {exc}") from exc
 
 
-def _without_tied(state: Mapping[str, Tensor], config_from: PreTrainedModel | str | Path) -> dict[str, Tensor]:
+def without_tied(state: Mapping[str, Tensor], config_from: PreTrainedModel | str | Path) -> dict[str, Tensor]:
+    """Return the weights but those that are tied to others, as `write_safetensors` writes them."""
     if isinstance(config_from, PreTrainedModel):
         tied = set(config_from.all_tied_weights_keys)
     else:
@@ -77,7 +78,8 @@ def _without_tied(state: Mapping[str, Tensor], config_from: PreTrainedModel | st
     return {name: tensor.detach() for name, tensor in state.items() if name not in tied}
 
 
-def _write_companions(staging: Path, config_from: PreTrainedModel | str | Path) -> None:
+def write_companions(staging: Path, config_from: PreTrainedModel | str | Path) -> None:
+    """Write to a folder what it needs beside its weights; see `write_safetensors`."""
     if isinstance(config_from, PreTrainedModel):
         config_from.config.save_pretrained(staging)
         if config_from.generation_config is not None:
@@ -91,19 +93,39 @@ def _write_companions(staging: Path, config_from: PreTrainedModel | str | Path) 
 
 def _write_shards(state: dict[str, Tensor], staging: Path, max_shard_bytes: int) -> None:
     total = sum(tensor.nbytes for tensor in state.values())
-    if total > (free := shutil.disk_usage(staging).free):
-        raise StorageError(f"the model needs {total} bytes in {staging.parent}, where {free} are free; free space or choose another folder")
+    check_room(staging, total)
     shards = _split(state, max_shard_bytes)
-    if len(shards) == 1:
-        _save(state, list(state), staging / _SINGLE_FILE)
-        return
     weight_map = {}
     for number, names in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _save(state, names, staging / file)
+        file = weight_file(number, len(shards))
+        save_weights({name: state[name] for name in names}, staging / file)
         weight_map.update(dict.fromkeys(names, file))
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (staging / _INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    if len(shards) > 1:
+        write_index(staging, weight_map, num_bytes=total)
+
+
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Check that a model fits into what is free where `folder` is. Raises StorageError if it does not."""
+    if num_bytes > (free := shutil.disk_usage(folder).free):
+        raise StorageError(
+            f"the model needs {num_bytes} bytes in {folder.parent}, where {free} are free; free space or choose another folder")
+
+
+def weight_file(number: int, count: int) -> str:
+    """Return the name of the file of a folder with `count` files of weights that is counted `number`, from 1 on."""
+    return _SINGLE_FILE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def save_weights(state: Mapping[str, Tensor], file: Path) -> None:
+    """Write one file of weights, from any device. Raises OSError or SafetensorError."""
+    progress("write_weights")
+    save_file({name: tensor.cpu().contiguous() for name, tensor in state.items()}, file, metadata={"format": "pt"})
+
+
+def write_index(folder: Path, weight_map: Mapping[str, str], *, num_bytes: int) -> None:
+    """Write which file of a folder holds each weight."""
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(weight_map)}
+    (folder / _INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _split(state: dict[str, Tensor], max_shard_bytes: int) -> list[list[str]]:
@@ -116,11 +138,6 @@ def _split(state: dict[str, Tensor], max_shard_bytes: int) -> list[list[str]]:
         shards[-1].append(name)
         size += tensor.nbytes
     return shards
-
-
-def _save(state: dict[str, Tensor], names: list[str], file: Path) -> None:
-    progress("write_weights")
-    save_file({name: state[name].cpu().contiguous() for name in names}, file, metadata={"format": "pt"})
 
 
 def _move_into_place(staging: Path, folder: Path) -> None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
+from math import prod
 from typing import Any, Self
 
 import torch
@@ -51,11 +52,16 @@ class Spec:
             raise ValueError(f"{self.name!r} was offered as {self.dtype!r}, which is no type of torch's")
         return dtype
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor. Raises as `torch_dtype`."""
+        return prod(self.shape) * self.torch_dtype.itemsize
 
-def cut(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Cut the bytes of contiguous tensors, in order, into lists of [bytes] uint8 views, `BUCKET_BYTES` each but the last."""
+
+def cut(tensors: Iterable[Tensor], *, bucket_bytes: int) -> Iterator[list[Tensor]]:
+    """Cut the bytes of contiguous tensors, in order, into lists of [bytes] uint8 views, `bucket_bytes` each but the last."""
     bucket: list[Tensor] = []
-    room = BUCKET_BYTES
+    room = bucket_bytes
     for tensor in tensors:
         rest = tensor.view(-1).view(torch.uint8)
         while len(rest):
@@ -64,7 +70,7 @@ def cut(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
             room -= len(part)
             if not room:
                 yield bucket
-                bucket, room = [], BUCKET_BYTES
+                bucket, room = [], bucket_bytes
     if bucket:
         yield bucket
 
@@ -113,7 +119,7 @@ class Group:
         Raises:
             RuntimeError: a member died, or a bucket was not broadcast in time.
         """
-        for parts in cut(tensors):
+        for parts in cut(tensors, bucket_bytes=BUCKET_BYTES):
             if self._rank == 0:
                 self._broadcast(torch.cat(parts).to(device))
             else:

@@ -1,6 +1,6 @@
 """A Hugging Face folder of a trained model, which any tool can load: a run's export, and each published version.
 
-Called on rank 0 with the whole weights. The folder appears complete or not at all.
+Called on rank 0, with the whole weights, or when each rank has written its part of them. The folder appears complete or not at all.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from offbeat.errors import StorageError
-from offbeat.model.hf_io import write_safetensors
+from offbeat.model.hf_io import write_companions, write_index, write_safetensors
 
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt",
@@ -45,13 +45,33 @@ def export_folder(
             _copy_tokenizer(tokenizer_folder, part)
         if add is not None:
             add(part)
-        _put_in_place(part, folder)
+        put_in_place(part, folder)
     except OSError as exc:
         if isinstance(exc, StorageError):
             raise
         raise StorageError(f"the model could not be written to {folder}: {exc}; free space or choose another folder") from exc
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def complete_folder(
+    part: Path, folder: Path, *, weight_map: Mapping[str, str], num_bytes: int, model_folder: Path, dtype: Literal["float32", "bfloat16"],
+) -> None:
+    """Make a model folder of `part`, in which all files of weights are, and let it take the place of `folder`.
+
+    Args:
+        weight_map: file of each weight, by its Hugging Face name.
+        num_bytes: size of all weights.
+        model_folder, dtype: as for `export_folder`.
+
+    Raises:
+        OSError, StorageError: it cannot be written.
+    """
+    write_companions(part, model_folder)
+    if len(set(weight_map.values())) > 1:
+        write_index(part, weight_map, num_bytes=num_bytes)
+    _note_dtype(part, dtype)
+    put_in_place(part, folder)
 
 
 def change_config(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -76,7 +96,8 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
-def _put_in_place(part: Path, folder: Path) -> None:
+def put_in_place(part: Path, folder: Path) -> None:
+    """Let a complete folder take the place of another, which may exist."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

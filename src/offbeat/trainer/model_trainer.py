@@ -22,9 +22,11 @@ from offbeat.model.logprobs import dummy_row
 from offbeat.pulse import progress
 from offbeat.sync.mesh import ProcessGroups
 from offbeat.trainer import shards
+from offbeat.trainer.dealt import Dealer
 from offbeat.trainer.frozen import load_frozen
-from offbeat.trainer.messages import Dtype, Folder, Loaded
+from offbeat.trainer.messages import Dtype, Folder, Loaded, WriteRequest, Written
 from offbeat.trainer.optim import build_optimizer, set_params
+from offbeat.trainer.parts import PartWriter
 from offbeat.trainer.policy import load_policy, row_of
 from offbeat.trainer.snapshots import ModelSnapshot
 from offbeat.trainer.state import full_state, rounded
@@ -41,11 +43,15 @@ class ModelTrainer(Trainer):
         self._model = model
         self._model_folder = check_model_folder(folder)
         self._strategy = strategy
+        self._dealer = Dealer.of(model, groups)
         self._optimizer = self._build_optimizer()
         self._reference = self._load_reference() if self._keeps_reference else None
         self._refreshed = False
         self._updates = 0
         self._norm: Tensor = torch.zeros(())
+        self._parts = None if self._dealer is None else PartWriter(
+            ModelSnapshot(model, self._model_folder, {}, "float32"), self._dealer, groups, timeout_s=config.weights.stage_timeout_s,
+            keeps_last=config.weights.whole_every_versions > 1)
 
     @classmethod
     def build(cls, folder: str, *, config: Config, groups: ProcessGroups) -> Self:
@@ -76,7 +82,18 @@ class ModelTrainer(Trainer):
     def snapshot(self, dtype: Dtype, *, name: str = WHOLE, merges: bool = False) -> ModelSnapshot:  # noqa: ARG002
         """See `Trainer.snapshot`."""
         self._check([name])
-        return ModelSnapshot(self._model, self._model_folder, full_state(self._model, dtype=dtype, keep=self.groups.rank == 0), dtype)
+        return ModelSnapshot(self._model, self._model_folder, self._whole_state(dtype), dtype)
+
+    def _whole_state(self, dtype: Dtype) -> dict[str, Tensor]:
+        """Return all weights on rank 0, and none on others; collective, for the inside of a region."""
+        if self._dealer is not None:
+            return self._dealer.state(dtype, [0])
+        return full_state(self._model, dtype=dtype, keep=self.groups.rank == 0)
+
+    def _write(self, request: WriteRequest) -> Written:
+        """See `Trainer.write_weights`. Of a model in shards, each rank writes a part, unless rank 0 offers it."""
+        written = None if self._parts is None else self._parts.write(request)
+        return super()._write(request) if written is None else written
 
     def save(self, request: Folder) -> None:
         """See `Trainer.save`."""

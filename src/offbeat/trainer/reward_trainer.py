@@ -14,7 +14,6 @@ from offbeat.model.reward_model import Classifier
 from offbeat.trainer.export import change_config, export_folder
 from offbeat.trainer.messages import Dtype
 from offbeat.trainer.snapshots import ModelSnapshot
-from offbeat.trainer.state import full_state
 from offbeat.trainer.trainer import WHOLE
 from offbeat.trainer.value_trainer import ValueTrainer
 
@@ -43,7 +42,7 @@ class RewardTrainer(ValueTrainer):
     def snapshot(self, dtype: Dtype, *, name: str = WHOLE, merges: bool = False) -> "RewardSnapshot":  # noqa: ARG002
         """See `Trainer.snapshot`."""
         self._check([name])
-        return RewardSnapshot(self._model, self._model_folder, full_state(self._model, dtype=dtype, keep=self.groups.rank == 0), dtype)
+        return RewardSnapshot(self._model, self._model_folder, self._whole_state(dtype), dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """Snapshots of what is trained: consistent copies of the whole model, or of an adapter, to be published or exported.
 
-All ranks take a snapshot together; afterwards rank 0 writes it, so that no peer waits in a collective for a disk.
+All ranks take a snapshot together; afterwards rank 0 writes it, or each rank its part (`parts`), so that no peer waits in a collective for
+a disk.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from offbeat.data.model_folder import check_model_folder
 from offbeat.model.changes import write_changes
 from offbeat.model.checkpoint_names import published_names
-from offbeat.model.fingerprint import fingerprint
+from offbeat.model.fingerprint import combine, digests
 from offbeat.model.peft_io import Adapter, write_adapter
 from offbeat.sync.offer import WeightBroadcast
 from offbeat.trainer.export import export_folder
@@ -64,10 +65,10 @@ class Snapshot(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ModelSnapshot:
-    """A whole model.
+    """A whole model, or a part of it: some whole tensors.
 
     Attributes:
-        state: all weights as CPU tensors, by the names of their modules, tied ones once; empty on ranks that do not keep them.
+        state: weights as CPU tensors, by the names of their modules, tied ones once; empty on ranks that do not keep any.
     """
 
     model: PreTrainedModel
@@ -82,28 +83,33 @@ class ModelSnapshot:
 
     def fingerprint(self) -> str:
         """See `Snapshot.fingerprint`."""
-        return fingerprint(parameter_bytes(self.model, self.state))
+        return combine(self.digests())
+
+    def digests(self) -> dict[str, bytes]:
+        """Return what the fingerprint is made of, by published name; that of the whole model is made of those of all parts."""
+        return digests(parameter_bytes(self.model, self.state))
+
+    def published(self) -> dict[str, Tensor]:
+        """Return the weights by their published names."""
+        return published_names(self.model, self.state)
 
     def write(self, folder: Path) -> None:
         """See `Snapshot.write`; writes a Hugging Face folder."""
-        self._write(folder, published_names(self.model, self.state))
+        self._write(folder, self.published())
 
     def write_changes(self, folder: Path, *, since: Snapshot, base: Path) -> int:
         """See `Snapshot.write_changes`."""
         assert isinstance(since, ModelSnapshot), "a model's changes are those of a model"
-        return write_changes(
-            published_names(self.model, self.state), folder, since=published_names(self.model, since.state), base=base)
+        return write_changes(self.published(), folder, since=since.published(), base=base)
 
     def offer(self, folder: Path, *, host: str, num_receivers: int, timeout_s: float) -> WeightBroadcast:
         """See `Snapshot.offer`."""
-        state = published_names(self.model, self.state)
         return WeightBroadcast(
-            state, host=host, num_receivers=num_receivers, timeout_s=timeout_s, write_folder=partial(self._write, folder))
+            self.published(), host=host, num_receivers=num_receivers, timeout_s=timeout_s, write_folder=partial(self._write, folder))
 
     def export(self, folder: Path, *, tokenizer_folder: Path) -> None:
         """See `Snapshot.export`."""
-        state = published_names(self.model, self.state)
-        export_folder(state, folder, model_folder=self.model_folder, tokenizer_folder=tokenizer_folder, dtype=self.dtype)
+        export_folder(self.published(), folder, model_folder=self.model_folder, tokenizer_folder=tokenizer_folder, dtype=self.dtype)
 
     def _write(self, folder: Path, state: Mapping[str, Tensor]) -> None:
         export_folder(state, folder, model_folder=self.model_folder, dtype=self.dtype)

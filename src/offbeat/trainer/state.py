@@ -1,4 +1,4 @@
-"""Gathers a model's whole weights on rank 0, in the number format in which they are published."""
+"""A model's whole weights, in the number format in which they are published. `dealt` has those of a model in shards."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,18 +29,22 @@ def full_state(model: nn.Module, *, dtype: Dtype, keep: bool) -> dict[str, Tenso
         Parameters, tied ones once, and the buffers that a checkpoint holds, by their names in `model.state_dict()`.
     """
     state = {}
-    for name, tensor in _owned(model):
+    for name, tensor in owned(model):
         progress("copy_weights")
         full = whole(tensor.detach())
         if keep:
-            target = _DTYPES[dtype] if full.is_floating_point() else full.dtype
-            state[name] = full.to("cpu", target, copy=True)
+            state[name] = full.to("cpu", target_dtype(full, dtype), copy=True)
     return state
 
 
 def as_dtype(state: Mapping[str, Tensor], dtype: Dtype) -> dict[str, Tensor]:
     """Convert the floating-point tensors of `state` to `dtype`."""
-    return {name: tensor.to(_DTYPES[dtype]) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+    return {name: tensor.to(target_dtype(tensor, dtype)) for name, tensor in state.items()}
+
+
+def target_dtype(tensor: Tensor, dtype: Dtype) -> torch.dtype:
+    """Return the number format in which a tensor is published: `dtype`, or its own if it holds no fractions."""
+    return _DTYPES[dtype] if tensor.is_floating_point() else tensor.dtype
 
 
 @contextmanager
@@ -66,11 +70,12 @@ def rounded(model: nn.Module, dtype: Dtype) -> Iterator[None]:
 
 def parameter_bytes(model: PreTrainedModel, state: Mapping[str, Tensor]) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (published name, [bytes] uint8) of each parameter in `state`; an engine finds the same in the files that it loads."""
-    for name, tensor in published_names(model, {name: state[name] for name, _ in model.named_parameters()}).items():
+    for name, tensor in published_names(model, {name: state[name] for name, _ in model.named_parameters() if name in state}).items():
         yield name, tensor.contiguous().view(-1).view(torch.uint8).numpy()
 
 
-def _owned(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def owned(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what `full_state` copies, as this rank holds it."""
     yield from model.named_parameters()
     parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     yield from ((name, tensor) for name, tensor in model.state_dict().items() if name not in parameter_names)

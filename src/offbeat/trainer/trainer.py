@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -163,7 +164,7 @@ class Trainer(ABC):
     # -- weights -----------------------------------------------------------------------------------------------------------------------
 
     def write_weights(self, request: WriteRequest) -> Written:
-        """Score the canary, then write or offer the weights on rank 0, after all collectives, so that no peer waits for a disk; collective.
+        """Score the canary, then write or offer the weights; collective. Ranks write after all collectives but the last.
 
         An offer stands until the next weights are written.
 
@@ -175,10 +176,14 @@ class Trainer(ABC):
         if self._offer is not None:
             self._offer.close()
         logprobs = self.canary(request.canary, dtype=request.dtype, name=request.name)
+        return replace(self._write(request), canary_logprobs=logprobs)
+
+    def _write(self, request: WriteRequest) -> Written:
+        """Write or offer the weights on rank 0; the answer lacks the canary."""
         with self.groups.sync.region("publish"):
             snapshot = self.snapshot(request.dtype, name=request.name)
         if self.groups.rank != 0:
-            return Written("", logprobs)
+            return Written("", ())
         folder, broadcast = Path(request.folder), request.broadcast
         if broadcast is None:
             last, self._last = self._last, None
@@ -188,12 +193,11 @@ class Trainer(ABC):
                 snapshot.write(folder)
             if self._run.weights.whole_every_versions > 1:
                 self._last = request.folder, snapshot
-            return Written(
-                snapshot.fingerprint(), logprobs, num_bytes=num_bytes or snapshot.num_bytes, base=request.base if num_bytes else "")
+            return Written(snapshot.fingerprint(), (), num_bytes=num_bytes or snapshot.num_bytes, base=request.base if num_bytes else "")
         progress("offer_weights")
         fingerprint = snapshot.fingerprint()
         self._offer = snapshot.offer(folder, host=broadcast.host, num_receivers=broadcast.num_receivers, timeout_s=broadcast.timeout_s)
-        return Written(fingerprint, logprobs, self._offer.address if self._offer else "", snapshot.num_bytes)
+        return Written(fingerprint, (), self._offer.address if self._offer else "", snapshot.num_bytes)
 
     def export(self, request: ExportRequest) -> None:
         """Write a Hugging Face folder for other programs on rank 0, including the tokenizer; collective. Raises as `write_weights`.
