@@ -79,5 +79,5 @@ def test_a_run_that_goes_on_or_was_cut_off_is_shown_as_far_as_it_got(finished_ru
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="run folder .*gone does not exist; give a folder such as runs/NAME"):
         offbeat.Run(tmp_path / "gone")
-    with pytest.raises(DataError, match="is no run: it holds neither config.toml nor metrics.jsonl"):
+    with pytest.raises(DataError, match="is not a run's folder: it has neither config.toml nor metrics.jsonl"):
         offbeat.Run(tmp_path)

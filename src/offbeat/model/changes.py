@@ -127,7 +127,7 @@ def base_of(folder: str | Path) -> Path | None:
     except (OSError, SafetensorError) as exc:
         raise ModelError(f"{file} cannot be read as safetensors: {exc}") from exc
     if not base or Path(base).name != base or base in (".", "..") or base == Path(folder).name:
-        raise ModelError(f"{file} builds on {base[:120]!r}, which is no other folder beside it; publish the weights again")
+        raise ModelError(f"{file} builds on {base[:120]!r}, which is not another folder beside it; publish the weights again")
     return Path(folder).parent / base
 
 
