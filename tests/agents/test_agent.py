@@ -46,7 +46,7 @@ def test_an_episode_whose_process_ends_is_played_once_more_and_then_fails() -> N
 
 
 def test_an_agent_that_asks_nothing_or_gives_no_reward_is_told() -> None:
-    with pytest.raises(CodeError, match="ended without an answer of the model"):
+    with pytest.raises(CodeError, match="ended without calling the model"):
         play_agent(Row("hi", "nothing"), program=f"{CODE}:misbehave")
 
 

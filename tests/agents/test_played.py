@@ -138,7 +138,7 @@ def test_an_episode_that_fails_costs_only_itself_and_a_group_of_failures_is_one(
 def test_an_environment_that_says_nothing_is_told(tmp_path: Path) -> None:
     code = tmp_path / "mute.py"
     code.write_text("class Mute:\n    def reset(self, row, seed): return 'go'\n    def step(self, text): return None, 0.0, False\n")
-    with pytest.raises(CodeError, match="has to say something to whoever plays next"):
+    with pytest.raises(CodeError, match="must return a message for the next player"):
         play(lambda _: "x", Row("", ""), environment=f"{code}:Mute")
 
 

@@ -62,7 +62,7 @@ def test_what_user_code_raises_or_returns_wrongly_is_told_with_its_line_and_cost
         other = asyncio.create_task(play(pool, "wait", timeout_s=2))
         with pytest.raises(CodeError, match=r"misbehave raised ValueError: no idea at .*playing.py, line \d+$"):
             await play(pool, "raise")
-        assert (await play(pool, "text")).failure.endswith("returned 'much' (str), which is no reward: 'much' (str) is not a number")
+        assert (await play(pool, "text")).failure.endswith("returned 'much' (str), which is not a reward: 'much' (str) is not a number")
         assert (await play(pool, "2")).outcome == 2.0
         assert not other.done()
         with pytest.raises(DeadlineError):

@@ -36,7 +36,7 @@ def test_rewards_are_numbers_or_mappings_or_left_to_the_run() -> None:
     named = played({"right": 1, "form": 0.5}, of="f").outcome
     assert isinstance(named, NamedReward) and named == 1.5
     failed = played(float("nan"), of="f").outcome
-    assert isinstance(failed, FailedReward) and failed.reason.startswith("f returned nan (float), which is no reward")
+    assert isinstance(failed, FailedReward) and failed.reason.startswith("f returned nan (float), which is not a reward")
 
 
 @pytest.mark.parametrize(("returned", "outcome"), [

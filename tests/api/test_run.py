@@ -90,5 +90,5 @@ def test_rollouts_whose_tokenizer_is_gone_are_not_called_damaged(finished_run: S
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="run folder .*gone does not exist; give a folder such as runs/NAME"):
         offbeat.Run(tmp_path / "gone")
-    with pytest.raises(DataError, match="is no run: it holds neither config.toml nor metrics.jsonl"):
+    with pytest.raises(DataError, match="is not a run's folder: it has neither config.toml nor metrics.jsonl"):
         offbeat.Run(tmp_path)

@@ -154,7 +154,7 @@ def test_two_runs_in_one_process_and_other_modes_are_refused() -> None:
     def inner(console: Console) -> None:
         run_alone(lambda console: None, CONFIG)
 
-    with pytest.raises(ConfigError, match="a run goes on in this process already"):
+    with pytest.raises(ConfigError, match="a run is already in progress in this process"):
         run_alone(inner, CONFIG)
     with pytest.raises(ConfigError, match=r"run\.mode must be 'controller' in a Python program, got 'spmd'"):
         run_alone(lambda console: None, load_config(None, values={"run.mode": "spmd"}))

@@ -74,8 +74,8 @@ TOOLS = {"tools": [{"type": "function", "function": FUNCTION}]}
 
 
 @pytest.mark.parametrize(("body", "told"), [
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format 'json_schema' cannot be kept"),
-    ({"response_format": {"type": "json_object"}}, "response_format 'json_object' cannot be kept"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format 'json_schema' cannot be honoured"),
+    ({"response_format": {"type": "json_object"}}, "response_format 'json_object' cannot be honoured"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, r"messages\[0\].content has a"),
     ({"messages": [{"role": "oracle", "content": "x"}]}, r"messages\[0\].role must be one of system, .*got 'oracle'"),
     ({"messages": []}, "messages is empty"),
@@ -93,7 +93,7 @@ TOOLS = {"tools": [{"type": "function", "function": FUNCTION}]}
     ({"modalities": ["text", "audio"]}, "modalities is not offered"),
     ({"n": 0}, "n must be >= 1, got 0"),
     ({"temperature": "hot"}, r"Expected `float \| null`, got `str` - at `\$.temperature`"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "add", "arguments": "{"}}]}]}, "are no JSON"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "add", "arguments": "{"}}]}]}, "are not JSON"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "add", "arguments": "3"}}]}]}, "a JSON object"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "type": "custom"}]}]}, "call of type 'custom'"),
 ])

@@ -120,7 +120,7 @@ def test_a_format_can_be_named() -> None:
 
 
 def test_a_past_call_with_broken_arguments_is_refused() -> None:
-    with pytest.raises(RefusedError, match="no JSON"):
+    with pytest.raises(RefusedError, match="not JSON"):
         arguments_of(ToolCall("c", "add", "{"))
     with pytest.raises(RefusedError, match=r"must be a JSON object, got .\[1\]"):
         arguments_of(ToolCall("c", "add", "[1]"))

@@ -75,7 +75,7 @@ def test_what_was_answered_can_be_sent_back() -> None:
     ({"conversation": {"id": "c"}}, "conversation is not offered"),
     ({"background": True}, "background is not offered"),
     ({"tools": [{"type": "web_search"}]}, "tools has one of type 'web_search', and none is built in"),
-    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format 'json_schema' cannot be kept"),
+    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format 'json_schema' cannot be honoured"),
     ({"items": []}, "input is empty"),
     ({"items": [{"type": "item_reference", "id": "x"}]}, r"input\[0\] has the type 'item_reference'"),
     ({"items": [{"role": "user", "content": [{"type": "input_image"}]}]}, "part of type 'input_image'"),

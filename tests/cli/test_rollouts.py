@@ -89,6 +89,6 @@ def test_what_cannot_be_asked_is_one_sentence(argv: list[str], said: str, run_di
 
 
 def test_a_folder_that_is_no_run_and_one_without_rollouts_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rollouts", str(tmp_path)]) == 2 and "is no run" in capsys.readouterr().err
+    assert main(["rollouts", str(tmp_path)]) == 2 and "is not a run's folder" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").touch()
     assert main(["rollouts", str(tmp_path)]) == 0 and "has kept no rollouts yet" in capsys.readouterr().out

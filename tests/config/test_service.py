@@ -15,7 +15,7 @@ def test_nobody_but_this_machine_is_served_unless_asked_for() -> None:
 
 @pytest.mark.parametrize("url", ["postgresql://alice:hunter2@db/offbeat", "postgresql://db/offbeat?user=alice&password=hunter2"])
 def test_a_password_in_the_databases_url_is_refused_and_not_repeated(url: str) -> None:
-    with pytest.raises(ConfigError, match="serve.database: the database's URL must hold no password, .* set PGPASSWORD") as told:
+    with pytest.raises(ConfigError, match="serve.database: the database's URL must not contain a password, .* set PGPASSWORD") as told:
         load_config(None, [("serve.database", url)])
     assert "hunter2" not in str(told.value)
 

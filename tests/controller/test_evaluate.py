@@ -215,7 +215,7 @@ def test_a_run_evaluates_each_set_as_it_asks_and_goes_on_with_them(shop: Worksho
     assert "eval/file/accuracy" in run.metrics()[0] and "eval/many/accuracy" not in run.metrics()[0]
     assert last["eval/many/pass_at_2_low"] < 0.9 and last["eval/many/pass_at_2_high"] == pytest.approx(1)
     assert last["eval/file/mean_length"] > 0
-    assert len(run.events("metric_failed")) == 2 and "accuracy on many has no metric of its own: the metric" in "\n".join(done.said)
+    assert len(run.events("metric_failed")) == 2 and "accuracy on many: evaluate.metric failed: the metric" in "\n".join(done.said)
     files = newest_evaluation(run.folder)
     assert {name: path.name for name, path in files.items()} == {
         "": "step-000002.jsonl.zst", "file": "step-000002-file.jsonl.zst", "many": "step-000002-many.jsonl.zst"}

@@ -187,5 +187,5 @@ def test_writing_again_replaces_the_report_and_leaves_nothing_else(tmp_path):
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(DataError, match="is no run"):
+    with pytest.raises(DataError, match="is not a run's folder"):
         write_report(tmp_path)

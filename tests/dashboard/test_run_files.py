@@ -10,7 +10,7 @@ from offbeat.errors import DataError
 def test_a_folder_that_is_missing_or_no_run_is_refused(tmp_path):
     with pytest.raises(DataError, match="does not exist; give a folder such as runs/NAME"):
         read_run(tmp_path / "none")
-    with pytest.raises(DataError, match="is no run: it holds neither"):
+    with pytest.raises(DataError, match="is not a run's folder: it has neither"):
         read_run(tmp_path)
 
 

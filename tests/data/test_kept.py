@@ -61,7 +61,7 @@ def test_damage_is_told_with_the_file_and_a_file_that_is_gone_is_empty(tmp_path:
     with pytest.raises(DataError, match=r"step-000001.*remove the file"):
         list(read_groups(step))
     RolloutLog(tmp_path / "rollouts").write(2, [line("0:1"), b'{"prompt_id": 3}'])
-    with pytest.raises(DataError, match="line 2 is no group of rollouts"):
+    with pytest.raises(DataError, match="line 2 is not a group of rollouts"):
         list(read_groups(twice))
     twice.path.unlink()
     assert list(read_groups(twice)) == [] and group_at(twice, 0) is None

@@ -58,7 +58,7 @@ def test_held_out_questions_are_not_trained_on_and_too_few_of_them_are_said():
     ("reasoning_gym:chain_sum", ("max_terms=2",), "must be FAMILY.OPTION=VALUE"),
     ("reasoning_gym:chain_sum", ("count_bits.n=2",), "with a family of data.task"),
     ("reasoning_gym:chain_sum", ("chain_sum.seed=2",), "must not set seed"),
-    ("reasoning_gym:chain_sum", ("chain_sum.max_terms=two",), "is no TOML"),
+    ("reasoning_gym:chain_sum", ("chain_sum.max_terms=two",), "is not TOML"),
     ("reasoning_gym:chain_sum", ("chain_sum.min_terms=9",), "max_terms must be >= min_terms"),
     ("reasoning_gym:chain_sum", ("chain_sum.colour=1",), "unexpected keyword argument 'colour'"),
 ])

@@ -144,7 +144,7 @@ def test_an_unreachable_hub_is_one_clear_sentence():
         "try: load_tokenizer('offbeat-tests/absent')\nexcept ModelError as exc: print(exc)"
     )
     done = run_python(code, HF_HUB_OFFLINE="1")
-    assert "tokenizer 'offbeat-tests/absent' is no folder here and could not be fetched from the hub" in done.stdout, done.stderr
+    assert "tokenizer 'offbeat-tests/absent' is not a folder here and could not be fetched from the hub" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("alphabet", ["", "aba"])

@@ -143,7 +143,7 @@ def test_waiting_and_running_requests_hold_their_adapter(make_engine, adapter_fo
         engine.adapters.unload(name)
         with pytest.raises(UnknownAdapterError):
             submit(engine, "late", name, PROMPTS[0])
-    with pytest.raises(EngineError, match="finds no room"):
+    with pytest.raises(EngineError, match="there is no room for adapter"):
         load(engine, "t2@0", folders["t2@0"])
     outputs = drain(engine)
     for name in ("t0@0", "t1@0"):

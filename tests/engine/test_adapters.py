@@ -56,7 +56,7 @@ def test_the_least_recently_used_adapter_that_is_idle_makes_room(adapters, used)
     add(adapters, "d")
     assert set(adapters.names) == {"a", "b", "d"} and adapters.num_evicted == 1
     used.update("ad")
-    with pytest.raises(BusyError, match="e finds no room: requests use all 3 adapters"):
+    with pytest.raises(BusyError, match="no room for adapter e: requests use all 3 adapters"):
         add(adapters, "e")
     used.clear()
     add(adapters, "e")
@@ -119,7 +119,7 @@ def test_live_weights_are_copies_of_what_serves(adapters):
     ("rank", "module", "shape", "message"),
     [
         (9, "layers.0.out", (3, 4), "rank 9; this engine takes at most max_adapter_rank = 8"),
-        (2, "layers.1.out", (3, 4), "adapts 'layers.1.out', which is no linear layer of this model's decoder"),
+        (2, "layers.1.out", (3, 4), "adapts 'layers.1.out', which is not a linear layer of this model's decoder"),
         (2, "layers.0.out", (3, 5), "maps 3 to 5 numbers beside 'layers.0.out', which maps 3 to 4"),
     ],
 )

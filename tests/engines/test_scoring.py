@@ -58,7 +58,7 @@ def test_targets_that_are_not_in_the_text_are_scored_or_refused(untied: Engine, 
 
 def test_scores_of_adapters_and_the_model_run_beside_samples(engine: Engine, models: Models) -> None:
     if engine.kind == "vllm":
-        with pytest.raises(RefusedError, match="vLLM on CPUs that takes adapters cannot tell log-probabilities of prompts"):
+        with pytest.raises(RefusedError, match="vLLM on CPUs with adapters cannot return log-probabilities of prompts"):
             engine.run(lambda client: client.score(TOKENS, timeout_s=TIMEOUT_S))
         return
     engine.serve(models.folder())

@@ -114,7 +114,7 @@ def test_a_server_that_was_promised_a_device_is_not_started_on_a_machine_without
     if has_devices():
         pytest.skip("this machine has an accelerator")
     monkeypatch.setenv(PROMISED_DEVICES, "2")
-    with pytest.raises(MachineError, match="promised inference.devices_per_engine = 2, and this machine has no accelerator"):
+    with pytest.raises(MachineError, match="assigned inference.devices_per_engine = 2, and this machine has no accelerator"):
         ServerWorker().start(ServerStart(("/no/python",), {}, "127.0.0.1", 1))
 
 

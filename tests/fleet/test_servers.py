@@ -79,7 +79,7 @@ def test_sglang_is_started_on_the_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "advice"), [("vllm", "run `make vllm`, or set inference.python"), ("sglang", "set inference.python")])
 def test_an_environment_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, advice: str) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=f"{tmp_path}/.venv-{kind}/bin/python is not there; {advice}"):
+    with pytest.raises(ConfigError, match=f"{tmp_path}/.venv-{kind}/bin/python does not exist; {advice}"):
         engine_python(small_config(tmp_path, inference__engine=kind))
 
 
@@ -87,7 +87,7 @@ def test_an_environment_that_is_not_there_is_told(tmp_path: Path, monkeypatch: p
     (sys.executable, "ended with exit code 1 when asked for it"), ("/bin/false", "exit code 1"), ("pyproject.toml", "Permission denied"),
 ])
 def test_a_python_without_the_package_is_told(tmp_path: Path, program: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=f"needs a Python with sglang in it, and .*{program} is none: .*{reason}.*; set inference.python"):
+    with pytest.raises(ConfigError, match=f"needs a Python with sglang in it.*{program} is not one: .*{reason}.*; set inference.python"):
         engine_python(small_config(tmp_path, inference__engine="sglang", inference__python=program))
 
 

@@ -34,9 +34,9 @@ def test_an_objective_that_works_is_found_right(function, settings) -> None:
     ("endless_slope", "has a gradient that is not finite at a token whose values are finite"),
     ("without_gradient", "has no gradient: compute its losses from tokens.logprobs"),
     ("squared", "has a gradient at tokens of advantage 0, and algorithm.drop_zero_advantage = true leaves sequences of those out; set it"),
-    ("over_the_batch", "gives other losses when a batch is split in halves"),
-    ("random", "gives other losses when only masked tokens change, or when it is called again with the same"),
-    ("counts_calls", "gives other losses when only masked tokens change, or when it is called again with the same"),
+    ("over_the_batch", "returns different losses when a batch is split in halves"),
+    ("random", "returns different losses when only masked tokens change, or when it is called again with the same"),
+    ("counts_calls", "returns different losses when only masked tokens change, or when it is called again with the same"),
     ("cliped", "did you mean 'clipped'?"),
 ])
 def test_what_cannot_work_is_refused_in_one_sentence(function, sentence) -> None:

@@ -175,7 +175,7 @@ def test_changes_may_be_in_several_files_none_of_which_may_be_missing(tmp_path: 
 def test_a_base_is_another_folder_beside_it(tmp_path: Path, base: str) -> None:
     (tmp_path / "v1").mkdir()
     save_file({"at:a": torch.zeros(1)}, tmp_path / "v1" / FILE, metadata={"base": base})
-    with pytest.raises(ModelError, match="which is no other folder beside it"):
+    with pytest.raises(ModelError, match="which is not another folder beside it"):
         read_weights(tmp_path / "v1")
 
 

@@ -144,7 +144,7 @@ def test_a_password_of_the_database_does_not_get_onto_a_command_line_that_runs(s
         "postgresql://alice:hunter2@127.0.0.1:1/offbeat"]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 2 and "hunter2" not in done.stdout + done.stderr
-    assert "the database's URL must hold no password" in done.stderr and "PGPASSWORD" in done.stderr
+    assert "the database's URL must not contain a password" in done.stderr and "PGPASSWORD" in done.stderr
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])

@@ -77,7 +77,7 @@ def test_memory_that_a_request_may_take_is_refused_before_it_is_there(tight: Ser
         mallory, alice = client.of(MALLORY), client.of(ALICE)
         model = await model_of(mallory, await session_of(mallory), base_model=MODEL_NAME)
         refused = await mallory.post("forward_backward", pass_body(model, 1, [wide(10, 1024)] * 10), headers=PROTOBUF)
-        assert refused.status == 413 and "bytes of memory, where you may have 400000 under way" in refused.detail
+        assert refused.status == 413 and "bytes of memory, but you may have at most 400000 under way" in refused.detail
         sampler = await base_sampler(mallory, base_model=MODEL_NAME)
         refused = await mallory.post("asample", sample_body(sampler, 1, [5], max_tokens=200) | {"topk_sample_logprobs": 256})
         assert refused.status == 413 and "ask for fewer likeliest tokens" in refused.detail

@@ -121,9 +121,9 @@ def test_the_last_score_counts(text: str, score: float | None) -> None:
 
 @pytest.mark.parametrize(("answer", "why"), [
     ("I cannot say.", "there is no score in 'I cannot say.'"), ("Score: 11", "the score 11 is not from 0 to 10"),
-    ("", "its answer is empty"), ((401, b"no such key", {}), "status 401: no such key"), ((200, b"<html>", {}), "is no chat completion"),
+    ("", "its answer is empty"), ((401, b"no such key", {}), "status 401: no such key"), ((200, b"<html>", {}), "is not a chat completion"),
     ((200, completion("Score: 4", "length"), {}), "was cut at max_tokens"),
-    ((200, b'{"choices": []}', {}), "is no chat completion"), ((500, b"oh", {}), "status 500: oh, after 2 attempts"),
+    ((200, b'{"choices": []}', {}), "is not a chat completion"), ((500, b"oh", {}), "status 500: oh, after 2 attempts"),
 ])
 def test_what_is_no_judgement_is_a_missing_reward_and_never_0(serve, answer: Answer, why: str) -> None:
     endpoint = serve(lambda _: answer)

@@ -38,6 +38,6 @@ def test_the_number_of_names_of_a_run_is_bounded() -> None:
     for number in range(1000):
         measures.add({f"name_{number}": 1.0})
     assert list(measures.take().means) == [f"rollout/metrics/name_{number}" for number in range(MOST_NAMES)]
-    assert told == [f"the metric 'name_{MOST_NAMES}' of an episode is left out, as a run keeps 64 names (this is told once)"]
+    assert told == [f"the metric 'name_{MOST_NAMES}' of an episode is left out, as a run keeps 64 names (this is shown once)"]
     measures.add({"name_1": 3.0, "name_999": 1.0})
     assert measures.take().values() == {"rollout/metrics/name_1": 3.0}

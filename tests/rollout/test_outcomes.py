@@ -43,7 +43,7 @@ def test_each_kind_that_takes_more_than_a_twentieth_of_the_prompts_is_told_once(
     outcomes.settled("0:1", "timed out", "first")  # 1 of 19: too few to say
     outcomes.settled("0:2", "timed out", "second")
     outcomes.settled("0:3", "timed out", "third")
-    assert told == ["2 of 20 prompts were rejected: timed out (10%); what is learnt is biased against them. The first, 0:1: first"]
+    assert told == ["2 of 20 prompts were rejected: timed out (10%); training is biased against them. The first, 0:1: first"]
     outcomes.settled("0:4", "engine failed", "fourth")  # 1 of 22 is below 5 %
     outcomes.settled("0:5", "engine failed", "fifth")
     assert len(told) == 2 and "2 of 23 prompts were rejected: engine failed (9%)" in told[1]
@@ -63,7 +63,7 @@ def test_samples_that_are_lost_inside_groups_are_told_of_once() -> None:
     outcomes = Outcomes(told.append)
     outcomes.played("0:7", samples(*[None] * 19, "too long", "reward failed", "reward failed", "reward failed"))
     assert told == [
-        "2 of 22 samples cannot be trained on: reward failed (9%); what is learnt is biased against them."
+        "2 of 22 samples cannot be trained on: reward failed (9%); training is biased against them."
         " The first, of prompt 0:7: reward failed: why"]
 
 

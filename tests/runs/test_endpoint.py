@@ -133,7 +133,7 @@ def test_the_model_is_the_only_one_or_it_is_named(tmp_path: Path) -> None:
     assert connected(Scripted(models=("a", "b")), model, served="b") == "b"
     with pytest.raises(ConfigError, match=r"has 'a', 'b'; name one of them after a '#', as http://.*#MODEL"):
         connected(Scripted(models=("a", "b")), model)
-    with pytest.raises(ConfigError, match="is no URL of an endpoint"):
+    with pytest.raises(ConfigError, match="is not the URL of an endpoint"):
         asyncio.run(Endpoint.connect(None, EvaluatedModel("x", url="http://"), key_env=""))
 
     async def nobody() -> None:

@@ -39,7 +39,7 @@ def test_the_resolved_configuration_has_the_ranks_that_were_started(tmp_path: Pa
     ({"run__mode": "spmd"}, TORCHRUN | {"RANK": "one"}, "RANK must be a whole number, got 'one'"),
     ({"run__mode": "spmd"}, TORCHRUN | {"RANK": "2"}, "RANK must be 0 to WORLD_SIZE - 1 = 1, got 2"),
     ({"run__mode": "spmd", "train__num_ranks": "3"}, TORCHRUN, "train.num_ranks = 3 and torchrun's WORLD_SIZE = 2 differ"),
-    ({}, TORCHRUN, "torchrun started 2 processes, but run.mode = 'controller' wants one"),
+    ({}, TORCHRUN, "torchrun started 2 processes, but run.mode = 'controller' needs a single one"),
 ])
 def test_a_place_that_cannot_be_is_refused(tmp_path: Path, changes: dict[str, str], environ: dict[str, str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):

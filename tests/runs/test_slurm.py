@@ -94,7 +94,7 @@ def test_what_would_break_a_directive_is_refused(options: dict[str, object], sai
     (SlurmJob(nodes=1), {"train__num_ranks": "8"}, "8 train ranks and 1 engines of 1 GPUs need 2 nodes of 8 GPUs, but --nodes is 1"),
     (SlurmJob(gpus_per_node=4), {"inference__engine": "vllm", "inference__devices_per_engine": "8"}, "an engine lies on one machine"),
     (SlurmJob(nodes=2), {"run__mode": "spmd", "train__num_ranks": "5"}, "must be a multiple of the 2 nodes"),
-    (SlurmJob(nodes=2), {"run__mode": "spmd", "train__num_ranks": "14", "inference__num_engines": "2"}, "lie on the first node"),
+    (SlurmJob(nodes=2), {"run__mode": "spmd", "train__num_ranks": "14", "inference__num_engines": "2"}, "run on the first node"),
 ])
 def test_machines_that_are_too_few_are_refused(job: SlurmJob, changes: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):

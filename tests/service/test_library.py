@@ -36,7 +36,7 @@ def test_files_are_those_of_the_kind_of_checkpoint_that_is_asked_for(cluster: Sm
             assert isinstance(saved, CheckpointSaved) and isinstance(exported, CheckpointSaved)
             assert library.adapter_files(ALICE, exported.path) == (library.external_files(ALICE, exported.path), BASE)
             assert Path(library.external_folder(ALICE, exported.path)).name
-            with pytest.raises(RequestError, match="which is no adapter to download"):
+            with pytest.raises(RequestError, match="which cannot be downloaded as an adapter"):
                 library.adapter_files(ALICE, saved.path)
             with pytest.raises(RequestError, match="training checkpoint, where one that is external"):
                 library.external_files(ALICE, saved.path)

@@ -46,7 +46,7 @@ def test_what_will_never_fit_is_refused_for_good() -> None:
 
 def test_memory_is_budgeted_beside_tokens() -> None:
     usage = Usage(lambda owner: Limits(max_queued_bytes=1000))
-    with pytest.raises(TooLargeError, match="may take 1001 bytes of memory, where you may have 1000 under way; send fewer datums"):
+    with pytest.raises(TooLargeError, match="may take 1001 bytes of memory, but you may have at most 1000 under way; send fewer datums"):
         usage.charge("alice", queued_tokens=1, queued_bytes=1001)
     usage.charge("alice", queued_tokens=1, queued_bytes=700)
     with pytest.raises(OverLimitError, match="may take 700 bytes of memory and 1000 are allowed"):

@@ -163,7 +163,7 @@ def test_an_owner_with_too_much_under_way_is_told_to_wait_and_others_are_not(clu
     async def body() -> None:
         async with cluster.open(tmp_path, limits=Limits(max_queued_tokens=50), settings=ServiceSettings(patience_s=100)) as running:
             model, other = await running.model(), await running.model(BOB)
-            with pytest.raises(TooLargeError, match="the request costs 64 tokens, where you may have 50"):
+            with pytest.raises(TooLargeError, match="the request costs 64 tokens, but you may have at most 50"):
                 await model.learn(training_data(1, num=8))
             running.service.skip(ALICE, model.model_id, 1)
             model.seq = 2

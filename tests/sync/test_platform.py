@@ -157,7 +157,7 @@ def test_a_promised_device_that_is_not_there_is_an_error_and_not_the_cpu(monkeyp
         return
     monkeypatch.setenv("OFFBEAT_NUM_DEVICES", "2")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with pytest.raises(MachineError, match=r"promised 2 accelerators, and torch \S+ finds none, where CUDA_VISIBLE_DEVICES = '0,1'"):
+    with pytest.raises(MachineError, match=r"assigned 2 accelerators, and torch \S+ finds none, where CUDA_VISIBLE_DEVICES = '0,1'"):
         _ = Platform().device
     monkeypatch.setenv("OFFBEAT_NUM_DEVICES", "0")
     assert Platform().is_cpu

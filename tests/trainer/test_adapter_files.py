@@ -59,5 +59,5 @@ def test_folders_that_are_no_checkpoints_are_refused(tmp_path):
             (tmp_path / name / FILE).write_text(tensors)
         elif tensors is not None:
             save_file(tensors, tmp_path / name / FILE, metadata=about)
-        with pytest.raises(StorageError, match=f"{name} is no checkpoint of an adapter, or a damaged one"):
+        with pytest.raises(StorageError, match=f"{name} is not a checkpoint of an adapter, or it is damaged"):
             read_adapter_state(tmp_path / name)

@@ -348,7 +348,7 @@ def test_requests_that_cannot_be_served_say_why_and_change_nothing(folder, tmp_p
             (ModelError, r"rank must be in 1\.\.4, got 5", lambda: add(trainer, "dave", rank=5, alpha=1.0, seed=0)),
             (ModelError, r"rank must be in 1\.\.4, got 0", lambda: add(trainer, "dave", rank=0, alpha=1.0, seed=0)),
             (ModelError, "is no adapter", lambda: add(trainer, "dave", rank=1, alpha=1.0, seed=0, folder=tmp_path)),
-            (StorageError, "is no checkpoint of an adapter", lambda: trainer.load(Folder(str(tmp_path), "bob"))),
+            (StorageError, "is not a checkpoint of an adapter", lambda: trainer.load(Folder(str(tmp_path), "bob"))),
             (ConfigError, "there is no adapter 'dave' here, only alice, bob, carol", lambda: trainer.remove(Names(("dave",)))),
             (ConfigError, "there is no adapter 'dave' here", lambda: updated(trainer, {"alice": ADAM, "dave": ADAM})),
             (ConfigError, "there is no adapter 'dave' here", lambda: run(["alice", "dave"])),

@@ -57,7 +57,7 @@ def test_a_description_that_would_run_code_is_refused_and_runs_none(folder: Path
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     metadata.planner_data = Bomb(tmp_path / "ran")
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert "is no description of a checkpoint" in (said := refusal(folder))
+    assert "is not a description of a checkpoint" in (said := refusal(folder))
     assert "it names pathlib.Path.touch, which is in no checkpoint; nothing in it was executed" in said
     assert not (tmp_path / "ran").exists()
 
@@ -85,4 +85,4 @@ def test_a_description_does_not_lead_out_of_its_folder(folder: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"rubbish", pickle.dumps({"a": 1})])
 def test_what_is_no_description_is_told_in_a_sentence(folder: Path, content: bytes) -> None:
     (folder / ".metadata").write_bytes(content)
-    assert "is no description of a checkpoint, or a damaged one" in refusal(folder)
+    assert "is not a description of a checkpoint, or it is damaged" in refusal(folder)

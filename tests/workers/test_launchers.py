@@ -130,7 +130,7 @@ def test_failures_are_told_by_their_root_cause_and_stuck_workers_are_not_waited_
         error, notes = await act(workers[:2], Order("break", 0.1), Order("nothing", 3.0))
         assert isinstance(error, PeerError)
         assert str(error) == (
-            "rank 1 did not get on in act, so that a collective of the others broke"
+            "rank 1 made no progress in act, so that a collective of the others broke"
             " (rank 0 failed in act: RuntimeError: [gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 40000ms)")
         assert any("time.sleep(order.after_s)" in note for note in error.__notes__)
 
@@ -200,7 +200,7 @@ def test_a_rank_that_was_promised_a_device_and_has_none_says_so(tmp_path: Path, 
         async with LocalLauncher(stop_timeout_s=1) as launcher:
             await start_ranks(launcher, config, model=model_dir, build=None, log_dir=tmp_path)
 
-    with pytest.raises(MachineError, match="promised 1 accelerator, and torch .* finds none, where CUDA_VISIBLE_DEVICES = '0'") as caught:
+    with pytest.raises(MachineError, match="assigned 1 accelerator, and torch .* finds none, where CUDA_VISIBLE_DEVICES = '0'") as caught:
         asyncio.run(main())
     assert caught.value.exit_code == 2 and caught.value.__notes__[-1] == "rank 0 raised it in join"
 

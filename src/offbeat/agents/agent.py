@@ -81,7 +81,7 @@ class AgentWorkflow:
             [reward] = await episode.score([last_answer(session.chains(0.0, episode=index), episode.tokenizer)], episode.row)
         chains = session.chains(reward, episode=index)
         if not chains:
-            raise CodeError("the agent ended without an answer of the model; it has to call the base URL that it is given")
+            raise CodeError("the agent ended without calling the model; it must call the base URL that it is given")
         return chains
 
 

@@ -85,7 +85,7 @@ class PlayedWorkflow:
                 first = [Message("system", self.system_prompt)] if self.system_prompt and not has_system else []
                 player = players[view.player] = _Player(self.make_recorder(episode), first)
             if not view.messages:
-                raise CodeError("an environment that is not over has to say something to whoever plays next; it returned no message")
+                raise CodeError("an environment that has not ended must return a message for the next player; it returned none")
             player.messages += [self._shortened(message) for message in view.messages]
             reply = await self._answer(episode, player, order, view.state, session=f"{session}-{view.player}")
             if reply is None:

@@ -98,7 +98,7 @@ def played(returned: Any, *, of: str) -> Played:
         return Played(metrics=metrics or {})
     reward = check_reward(returned)
     if isinstance(reward, FailedReward):
-        failure = f"{of} returned {shorten(returned)}, which is no reward: {reward.reason}"
+        failure = f"{of} returned {shorten(returned)}, which is not a reward: {reward.reason}"
         return Played(math.nan, failure=failure, metrics=metrics or {})
     return Played(float(reward), reward.parts if isinstance(reward, NamedReward) else {}, metrics=metrics or {})
 

@@ -95,7 +95,8 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
         [t.tokens for t in used], [t.loss_mask for t in used], columns={
             "advantages": advantages if keep.all() else take_ranges(advantages, offsets, kept),
             "loss_weights": over_ranges(weights[kept].astype(np.float32), bounds(num_trained[kept]))},
-        of_tokens={"rollout_logprobs": [t.rollout_logprobs for t in used]}, losses=(policy_loss(config),), group_ids=group_ids[kept], prefix_lens=prefix_lens[kept], denominator=denominator)
+        of_tokens={"rollout_logprobs": [t.rollout_logprobs for t in used]}, losses=(policy_loss(config),), group_ids=group_ids[kept],
+        prefix_lens=prefix_lens[kept], denominator=denominator)
     if config.needs_critic:
         batch = replace(batch, sequences=batch.sequences | {"truncated": truncated[kept].astype(np.int64)})
     if config.imitation_coefficient:

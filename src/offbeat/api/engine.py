@@ -216,7 +216,7 @@ class Engine:
         loop = self._loop
         if loop is None:
             work.close()
-            raise EngineError("the engine has been closed while it was asked")
+            raise EngineError("the engine was closed during a request")
         future = asyncio.run_coroutine_threadsafe(work, loop)
         try:
             return future.result()

@@ -136,7 +136,7 @@ def run_alone(
             f"run.mode must be 'controller' in a Python program, got {config.run.mode!r}; SPMD mode is started by torchrun, with"
             " -m offbeat train CONFIG")
     if not _RUNNING.acquire(blocking=False):
-        raise ConfigError("a run goes on in this process already; wait for it, or start the other one in a process of its own")
+        raise ConfigError("a run is already in progress in this process; wait for it, or start the other one in a separate process")
     try:
         ending, inbox = Ending(), SimpleQueue[Step | None]()
         mode = choose_mode(sys.stdout, enabled=progress and config.telemetry.console)

@@ -118,7 +118,7 @@ def call_of(call_id: str, name: str, arguments: str | Mapping[str, Any] | None, 
     try:
         read = msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, RecursionError) as exc:
-        raise RefusedError(f"{where}: the arguments of the call of {name!r} are no JSON: {first_line(exc)}") from exc
+        raise RefusedError(f"{where}: the arguments of the call of {name!r} are not JSON: {first_line(exc)}") from exc
     if not isinstance(read, dict):
         raise RefusedError(f"{where}: the arguments of the call of {name!r} must be a JSON object, got {text[:80]!r}")
     return ToolCall(call_id, name, text or "{}")
@@ -162,7 +162,7 @@ def refuse_format(field: str, kind: str) -> None:
     """Refuse a format of answers other than text."""
     if kind not in ("", "text"):
         raise RefusedError(
-            f"{field} {kind!r} cannot be kept, because nothing holds the model to a grammar here; leave it out, and ask for JSON in the"
+            f"{field} {kind!r} cannot be honoured, because no grammar constrains the model here; leave it out, and ask for JSON in the"
             " prompt or offer a tool with these parameters")
 
 

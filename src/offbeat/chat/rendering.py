@@ -236,7 +236,7 @@ def arguments_of(call: ToolCall) -> dict[str, Any]:
     try:
         arguments = json.loads(call.arguments or "{}")
     except (ValueError, RecursionError) as exc:
-        raise RefusedError(f"the arguments of the call {call.id!r} of {call.name!r} are no JSON: {exc}") from exc
+        raise RefusedError(f"the arguments of the call {call.id!r} of {call.name!r} are not JSON: {exc}") from exc
     if not isinstance(arguments, dict):
         raise RefusedError(f"the arguments of the call {call.id!r} of {call.name!r} must be a JSON object, got {call.arguments[:80]!r}")
     return arguments

@@ -21,10 +21,10 @@ _MEMORY_TIMEOUT_S = 300
 _DESCRIPTION = """\
 Show, check or explain configurations.
 
-  show   print every setting that a run would have, defaults included, as TOML
+  show   print every setting of a run, defaults included, as TOML
   check  say whether a file and its overrides are valid, what a step of its algorithm computes, and what a run would choose on this
-         machine; exit 2 if it is not. The data is opened and its first rows are read, rewards and workflow are loaded, and an objective
-         or a credit of your own is called on made-up samples
+         machine; exit 2 if it is not valid. The first rows of the data are read, rewards and workflow are loaded, and an objective or a
+         credit of your own is called on synthetic samples
   docs   print the reference of all settings as Markdown
 """
 

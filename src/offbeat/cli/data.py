@@ -21,14 +21,14 @@ _OPEN, _CLOSE = "⟦", "⟧"
 """Around what is trained on, where there are no colours."""
 
 _DESCRIPTION = """\
-Show the first rows of a configuration's data as the model will see them: the text of their tokens, with what is trained on in green (in ⟦ ⟧
-where there are no colours), how many tokens they have, and how many rows cannot be used, with the reasons.
+Show the first rows of a configuration's data as the model will see them: the text of their tokens, with the trained tokens in green (in ⟦ ⟧
+without colours), the number of tokens, and the number of rows that cannot be used, with the reasons.
 """
 
 _EXAMPLES = """\
 examples:
   offbeat data show task.toml                     prompts of reinforcement learning, or preferences if the data has them
-  offbeat data show task.toml --as sft -n 1       what `offbeat sft` trains on, and which of it
+  offbeat data show task.toml --as sft -n 1       rows of `offbeat sft`, with the tokens that it trains on
   offbeat data show task.toml --data.prompt '{question}\\nAnswer:'
 """
 

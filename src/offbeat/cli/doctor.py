@@ -50,9 +50,8 @@ print(json.dumps({"version": torch.__version__, "type": accelerator.type if acce
 """
 
 _DESCRIPTION = """\
-Look at Python, torch, devices, cores, memory, disk and optional parts, and say what to do about what is missing; and what a run would
-choose by default here.
-Exit 1 if something is missing that every run needs.
+Check Python, torch, devices, cores, memory, disk and optional packages, say how to fix what is missing, and show the defaults that a run
+would choose on this machine. The exit code is 1 if something is missing that every run needs.
 """
 
 _EXAMPLES = """\
@@ -159,7 +158,7 @@ def check_memory() -> Check:
         total, available = min(total, int(limit)), min(available, int(limit) - int(used))
     found = f"{available / _GIB:.1f} GiB free of {total / _GIB:.1f}"
     if available < _LOW_MEMORY_GIB * _GIB:
-        return Check("memory", "warn", found, f"close other programs; a small run wants {_LOW_MEMORY_GIB} GiB")
+        return Check("memory", "warn", found, f"close other programs; a small run needs {_LOW_MEMORY_GIB} GiB")
     return Check("memory", "ok", found)
 
 
@@ -190,7 +189,7 @@ def check_defaults() -> list[Check]:
     found = [Check("devices", "ok", placed or "none that torch can use: train ranks and engines compute on the CPU")]
     for choice in step_choices(config, device=device, shape=None):
         by_model = device is not None and choice.setting == "train.gradient_checkpointing"
-        told = "as much as there is room for, by the size of the model; offbeat config check CONFIG says it"
+        told = "depends on the size of the model; see offbeat config check CONFIG"
         found.append(Check(choice.setting, "ok", told if by_model else f"{choice.value}: {choice.why}"))
     return found
 

@@ -20,7 +20,7 @@ _DESCRIPTION = """\
 Serve a Hugging Face causal language model: /v1/completions and /v1/chat/completions with streaming, token ids, log-probabilities and weight
 versions, chats with tools also as /v1/responses and /v1/messages, continuous batching, /health and Prometheus /metrics. Runs until Ctrl-C.
 
-Without a key it answers to programs of this machine alone. A key, in $OFFBEAT_API_KEY or a file, is wanted of every request.
+Without a key it answers programs of this machine only. A key in $OFFBEAT_API_KEY or a file is required in every request.
 
 Log-probabilities are those of the distribution that was sampled: after temperature, top-k and top-p; at temperature 0, of temperature 1.
 """
@@ -38,8 +38,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "engine", description=_DESCRIPTION, epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, metavar="PATH", help="folder or hub id of the model, its tokenizer included")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; another one than this machine's own needs a key")
-    parser.add_argument("--port", type=int, default=8001, help="port to listen on; 0 takes a free one (default: 8001)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; one that other machines can reach needs a key")
+    parser.add_argument("--port", type=int, default=8001, help="port to listen on; 0 chooses a free one (default: 8001)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="number format (default: float32)")
     parser.add_argument("--forward", choices=("auto", "direct", "hf"), default="auto", help="own fast path, or Hugging Face's modules")
     parser.add_argument("--max-running", type=int, default=256, help="samples decoded together (default: 256)")
@@ -53,7 +53,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--max-adapter-rank", type=int, default=64, help="largest rank of an adapter (default: 64)")
     parser.add_argument("--threads", type=int, default=usable_cores(), help="CPU threads (default: one for each core that it may use)")
     parser.add_argument("--device", type=int, default=None, help="accelerator to use, by number (default: the CPU)")
-    parser.add_argument("--key-file", metavar="FILE", help="file with the bearer token to demand (default: $OFFBEAT_API_KEY)")
+    parser.add_argument("--key-file", metavar="FILE", help="file with the required bearer token (default: $OFFBEAT_API_KEY)")
     parser.set_defaults(run=run)
 
 

@@ -32,11 +32,11 @@ _OF_ONE_PROCESS = (("run.mode", "controller"), ("rollout.single_rank_load", "tru
 
 _DESCRIPTION = """\
 Evaluate models on the configured held-out prompts and evaluation sets. CONFIG is a TOML file, or the folder of a run, whose settings are
-taken and whose export is evaluated. Each MODEL is a model's folder or hub id, the folder of a LoRA adapter (its base is --model.path, or
-the one that it names), a run's folder, or the URL of an OpenAI-style endpoint (URL#NAME if it has several models). Without any, it is
-that at model.path. Of several, the others are compared with the first, prompt by prompt.
+used and whose export is evaluated. Each MODEL is a model's folder or hub id, the folder of a LoRA adapter (its base is --model.path, or
+the one that it names), a run's folder, or the URL of an OpenAI-style endpoint (URL#NAME if it has several models). Without a MODEL, the
+model at model.path is evaluated. Given several, each is compared with the first, prompt by prompt.
 
-Scores are written as JSON and answers with their texts as JSON lines beside it, to FILE or to evaluation.json in the folder NAME-eval.
+Scores are written as JSON to FILE, or to evaluation.json in the folder NAME-eval, and answers with their texts as JSON lines beside it.
 """
 
 _EXAMPLES = """\
@@ -106,7 +106,7 @@ def _print(results: Sequence[ModelResult]) -> None:
     for result in results:
         for each in result.evaluations:
             if each.own_failure:
-                print(f"{each.title} has no metric of its own: {each.own_failure}")
+                print(f"{each.title}: evaluate.metric failed: {each.own_failure}")
 
 
 def print_table(results: Sequence[ModelResult]) -> None:

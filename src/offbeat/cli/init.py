@@ -13,8 +13,8 @@ _NUM_ROWS = 4000
 _NUM_DIGITS = 8
 
 _DESCRIPTION = """\
-Write a folder with a task to begin with: data.jsonl, reward.py, task.toml and README.md. As they are, they train a small model from random
-weights to sort digits, in about a minute; each is meant to be replaced by your own. No file is overwritten.
+Write a folder with a task to start from: data.jsonl, reward.py, task.toml and README.md. As written, they train a small model from random
+weights to sort digits, in about a minute; replace each file by your own. No existing file is overwritten.
 """
 
 _EXAMPLES = """\

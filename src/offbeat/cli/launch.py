@@ -10,12 +10,12 @@ from offbeat.errors import StorageError
 from offbeat.runs.slurm import SlurmJob, slurm_script
 
 _DESCRIPTION = """\
-Write a batch script for Slurm that runs CONFIG, to the terminal or into a file, and start nothing.
+Write a Slurm batch script that runs CONFIG, to the terminal or into a file, without starting anything.
 
-On one node, the script starts the run, which starts its train ranks and engines itself and deals the node's GPUs out to them. On several,
-it makes them a Ray cluster and starts the controller on the first node; with run.mode = "spmd" it calls torchrun on every node instead.
-What the script assumes, such as a disk that all nodes share, stands at its beginning. The configuration is checked now, and settings given
-here are passed on.
+On one node, the script starts the run, which starts its train ranks and engines and assigns the node's GPUs to them. On several nodes, the
+script starts a Ray cluster on them and the controller on the first node; with run.mode = "spmd" it calls torchrun on every node instead.
+The beginning of the script states its assumptions, such as a disk that all nodes share. The configuration is checked now, and settings
+given here are passed on.
 """
 
 _EXAMPLES = """\
@@ -43,8 +43,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--time", default="24:00:00", help="limit of the job (default: 24:00:00)")
     parser.add_argument("--partition", default="", help="partition of the cluster (default: the cluster's)")
     parser.add_argument("--account", default="", help="account that pays (default: yours)")
-    parser.add_argument("--sbatch", action="append", default=[], metavar="DIRECTIVE", help="further directive; may be given several times")
-    parser.add_argument("--setup", action="append", default=[], metavar="COMMAND", help="shell command that comes first; several times")
+    parser.add_argument("--sbatch", action="append", default=[], metavar="DIRECTIVE", help="another directive; may be given repeatedly")
+    parser.add_argument("--setup", action="append", default=[], metavar="COMMAND", help="shell command to run first; may be repeated")
     parser.add_argument("--python", default=sys.executable, metavar="PATH", help="Python that has Offbeat (default: this one)")
     parser.add_argument(
         "--command", choices=("train", "sft", "dpo", "reward-model", "eval"), default="train", help="what is run (default: train)")

@@ -9,7 +9,7 @@ from offbeat.errors import ConfigError
 
 _DESCRIPTION = """\
 Write RUN_DIR/report.html: key figures, curves, a time line of trainer and engines, the configuration and the events.
-The file needs nothing else and opens in any browser. A run that still goes on, or has crashed, is shown as far as it got.
+The file is self-contained and opens in any browser. A run that is still in progress, or has crashed, is shown as far as it got.
 """
 
 _EXAMPLES = """\

@@ -20,8 +20,8 @@ from offbeat.data.wire import encode_json
 from offbeat.errors import ConfigError
 
 _DESCRIPTION = """\
-Print the rollouts that a run has kept, the newest first: what the policy was asked, what it wrote, what that earned, and what was rejected
-and why. A run that still goes on can be read, too. The first call reads all files and keeps an index beside them; later ones are quick.
+Print the rollouts that a run has kept, the newest first: prompts, completions and rewards, and which rollouts were rejected and why. Runs
+in progress can be read, too. The first call reads all files and keeps an index beside them; later calls are quick.
 """
 
 _EXAMPLES = """\
@@ -53,11 +53,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         for bound in ("min", "max"):
             parser.add_argument(f"--{bound}-{name}", type=kind, metavar="X", help=_help(bound, name))
     parser.add_argument("--prompt", default="", metavar="TEXT", help="only prompts that contain this")
-    parser.add_argument("--text", default="", metavar="WORDS", help="only those with these words in a row; a last * is any end of a word")
-    parser.add_argument("--reason", default="", metavar="WHY", help='only those that ended so, such as stop, length, "equal rewards"')
+    parser.add_argument("--text", default="", metavar="WORDS", help="only those with these words in a row; a final * matches any ending")
+    parser.add_argument("--reason", default="", metavar="WHY", help='only those with this end, such as stop, length, "equal rewards"')
     parser.add_argument("--status", default="", choices=STATUSES, help="only those trained on, left out, or rejected with their group")
     parser.add_argument("--same-prompt", metavar="ID", help="only those of the same prompt as this rollout, in all steps")
-    parser.add_argument("--order", default="newest", choices=ORDERS, help="which come first (default: newest)")
+    parser.add_argument("--order", default="newest", choices=ORDERS, help="order of the list (default: newest)")
     parser.add_argument("--limit", type=int, default=20, metavar="N", help="number of rollouts printed (default: 20)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line, with all fields; with --show the whole group")
     parser.set_defaults(run=run)

@@ -8,18 +8,18 @@ from offbeat.config.load import Override, load_config
 from offbeat.service.serve import run_service
 
 _DESCRIPTION = """\
-Serve one base model to many clients of the public `tinker` SDK: each trains LoRA adapters of its own and samples from them, all on the same
-trainers and engines. Models, checkpoints and results are kept in the data folder and are there again after a restart.
+Serve one base model to many clients of the public `tinker` SDK: each trains LoRA adapters of its own and samples from them, and all share
+the same trainers and engines. Models, checkpoints and results are kept in the data folder and survive a restart.
 
-The server answers to this machine only. To let others in, give it an address and a file of keys:
+The server answers this machine only. To let others in, give it an address and a file of keys:
 
   [owners.alice]
   key = "tml-3f9c2e7b51d84a06"         # at least 16 random characters; what alice sets as TINKER_API_KEY
-  max_models = 8                       # and, where they should differ: max_queued_tokens, max_disk_bytes
+  max_models = 8                       # optional limits, such as max_queued_tokens and max_disk_bytes
 
-Without the file any key that begins with tml- will do, and each is an owner of its own. A status page is at /, metrics are at /metrics.
-Ctrl-C ends the server and saves every model; a second one ends it at once. Any setting of docs/configuration.md can be given as well, such
-as --inference.engine vllm or --serve.session_timeout_s 3600.
+Without the file, any key that begins with tml- is accepted, and each key is an owner of its own. The status page is at /, metrics are at
+/metrics. Ctrl-C ends the server and saves every model; a second Ctrl-C ends it at once. Any setting of docs/configuration.md can be given
+as well, such as --inference.engine vllm or --serve.session_timeout_s 3600.
 """
 
 _EXAMPLES = """\
@@ -50,9 +50,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--model", required=True, metavar="PATH", help="folder or hub id of the base model, its tokenizer included")
     parser.add_argument(
         "--model-name", metavar="NAME", help="what clients call it and load its tokenizer by, such as org/model (default: the folder's)")
-    parser.add_argument("--host", help="address to listen on; another one than this machine's own needs --keys (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, help="port to listen on; 0 takes a free one (default: 8000)")
-    parser.add_argument("--data-dir", metavar="DIR", help="folder for all that is kept (default: offbeat-data)")
+    parser.add_argument("--host", help="address to listen on; one that other machines can reach needs --keys (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port to listen on; 0 chooses a free one (default: 8000)")
+    parser.add_argument("--data-dir", metavar="DIR", help="folder for models, checkpoints and results (default: offbeat-data)")
     parser.add_argument(
         "--database", metavar="URL",
         help="postgresql://USER@HOST/NAME, with the password in $PGPASSWORD (default: SQLite in the data folder)")

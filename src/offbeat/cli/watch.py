@@ -15,12 +15,12 @@ from offbeat.hosts import is_loopback
 from offbeat.listening import bind
 
 _DESCRIPTION = """\
-Serve a web page over runs, while they go on and after their end: curves, time line, processes, events, configuration, a comparison of runs,
-and every rollout that was kept, filtered and token by token. The page follows the files in the runs' folders and changes nothing but an
-index of the rollouts, which it keeps beside them. A command that trains serves the page of its own run with --dashboard.
+Serve a web page about runs, during and after training: curves, time line, processes, events, configuration, a comparison of runs, and every
+rollout that was kept, with filters and token by token. The page follows the files in the runs' folders and writes nothing except an index
+of the rollouts, which it keeps beside them. A command that trains serves the page of its own run with --dashboard.
 
-Only programs of this machine can open it. With another --host it demands a key: that of --key-file or $OFFBEAT_API_KEY, or else a new one,
-which is part of the address that is printed. To see a run of another machine, forward the port: ssh -L 8765:localhost:8765 MACHINE
+Only programs of this machine can open it. With another --host it requires a key: that of --key-file or $OFFBEAT_API_KEY, or else a new one,
+which is part of the printed address. To see a run of another machine, forward the port: ssh -L 8765:localhost:8765 MACHINE
 """
 
 _EXAMPLES = """\
@@ -37,9 +37,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "watch", description=_DESCRIPTION, epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", metavar="PATH", nargs="*", type=Path, help="a run's folder, or a folder of runs (default: runs)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; another one than this machine's own demands a key")
-    parser.add_argument("--port", type=int, default=PORT, help=f"port to listen on; 0 takes a free one (default: {PORT})")
-    parser.add_argument("--key-file", metavar="FILE", help="file with the key to demand (default: $OFFBEAT_API_KEY)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; one that other machines can reach needs a key")
+    parser.add_argument("--port", type=int, default=PORT, help=f"port to listen on; 0 chooses a free one (default: {PORT})")
+    parser.add_argument("--key-file", metavar="FILE", help="file with the required key (default: $OFFBEAT_API_KEY)")
     parser.set_defaults(run=run)
 
 

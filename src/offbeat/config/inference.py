@@ -53,5 +53,5 @@ class InferenceConfig(Section):
     def _refuse_key(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
         """Refuse keys in arguments, because every user of the machine can read command lines."""
         if any(argument.partition("=")[0] == "--api-key" for argument in arguments):
-            raise ValueError("a server's arguments must not hold --api-key; leave it out, for the run gives its servers a key of its own")
+            raise ValueError("a server's arguments must not hold --api-key; leave it out, because the run gives its servers a key")
         return arguments

@@ -98,6 +98,6 @@ class ServeConfig(Section):
             return url
         if has_password:
             raise ValueError(
-                "the database's URL must hold no password, for it stands on the command line; leave it out, and set PGPASSWORD or write it "
-                "to ~/.pgpass")
+                "the database's URL must not contain a password, which is visible on the command line; leave it out, and set PGPASSWORD or"
+                " write it to ~/.pgpass")
         return url

@@ -282,7 +282,7 @@ class _Training:
             if (value := evaluation.metrics().get(self._config.evaluate.keep_best)) is not None:
                 self._highlights = self._highlights.measured(self._config.evaluate.keep_best, value, global_step=global_step)
             if evaluation.own_failure:
-                self._record.note("metric_failed", f"{evaluation.title} has no metric of its own: {evaluation.own_failure}")
+                self._record.note("metric_failed", f"{evaluation.title}: evaluate.metric failed: {evaluation.own_failure}")
             stats |= evaluation.metrics()
         best = self._highlights.best
         if best is not None and best.is_final(self._config.evaluate) and not last:

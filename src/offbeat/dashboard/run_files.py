@@ -79,7 +79,7 @@ def check_run(run_dir: Path) -> None:
     if not run_dir.is_dir():
         raise DataError(f"run folder {run_dir} does not exist; give a folder such as runs/NAME")
     if not is_run(run_dir):
-        raise DataError(f"{run_dir} is no run: it holds neither config.toml nor metrics.jsonl; give a folder such as runs/NAME")
+        raise DataError(f"{run_dir} is not a run's folder: it has neither config.toml nor metrics.jsonl; give a folder such as runs/NAME")
 
 
 def is_run(folder: Path) -> bool:

@@ -38,7 +38,7 @@ def resolve(dotted: str, *, kind: str) -> Callable[..., Any]:
     if module_name.endswith(".py"):
         path = Path(module_name).resolve()
         if not path.is_file():
-            raise CodeError(f"{kind} {dotted!r}: there is no file {str(path)!r}; a path is taken from the working directory")
+            raise CodeError(f"{kind} {dotted!r}: there is no file {str(path)!r}; a path is relative to the working directory")
         module = _load_file(path)
     else:
         module = _import(module_name, kind)

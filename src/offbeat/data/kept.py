@@ -235,7 +235,7 @@ def parse_group(line: bytes, file: KeptFile, position: int) -> KeptGroup:
     try:
         return replace(_DECODER.decode(line), step=file.step)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise DataError(f"{file.path}: line {position + 1} is no group of rollouts: {exc}; remove the file") from exc
+        raise DataError(f"{file.path}: line {position + 1} is not a group of rollouts: {exc}; remove the file") from exc
 
 
 def read_lines(file: KeptFile) -> Iterator[bytes]:

@@ -126,7 +126,7 @@ def _parse_option(option: str, names: Mapping[str, float]) -> tuple[str, str, An
     try:
         return name, key, tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError as exc:
-        raise DataError(f"the value in data.task_options {option!r} is no TOML; write text in quotes, as {name}.{key}=\"text\"") from exc
+        raise DataError(f"the value in data.task_options {option!r} is not TOML; write text in quotes, as {name}.{key}=\"text\"") from exc
 
 
 def _check(family: Family) -> None:

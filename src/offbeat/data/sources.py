@@ -85,7 +85,7 @@ def _open(path: str, *, split: str, sieve: Sieve) -> Source:
         names = glob(path, recursive=True)  # noqa: PTH207 - `Path.glob` takes no absolute pattern
         files = sorted(Path(name) for name in names if Path(name).is_file())
         if not files:
-            raise DataError(f"no data file matches the pattern {path!r}; a pattern is taken from the working directory")
+            raise DataError(f"no data file matches the pattern {path!r}; a pattern is relative to the working directory")
         return _open_files(files, sieve)
     if not has_splits(path) or not _HUB_ID.fullmatch(path):
         raise DataError(f"data file {path!r} does not exist; give {_SOURCES}")

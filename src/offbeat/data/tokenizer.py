@@ -187,7 +187,7 @@ def _download(hub_id: str) -> Path:
         return Path(snapshot_download(hub_id, allow_patterns=list(_WANTED)))
     except (OSError, ValueError) as exc:
         raise ModelError(
-            f"tokenizer {hub_id!r} is no folder here and could not be fetched from the hub ({type(exc).__name__});"
+            f"tokenizer {hub_id!r} is not a folder here and could not be fetched from the hub ({type(exc).__name__});"
             " check the name and the connection, or give a folder") from exc
 
 

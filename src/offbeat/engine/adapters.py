@@ -96,7 +96,7 @@ class Adapters:
         for module, (a, b) in adapter.pairs.items():
             linear = self._linears.get(module)
             if linear is None:
-                raise RefusedError(f"the adapter in {folder} adapts {module!r}, which is no linear layer of this model's decoder")
+                raise RefusedError(f"the adapter in {folder} adapts {module!r}, which is not a linear layer of this model's decoder")
             if (a.shape[1], b.shape[0]) != (linear.inputs, linear.outputs):
                 raise RefusedError(
                     f"the adapter in {folder} maps {a.shape[1]} to {b.shape[0]} numbers beside {module!r}, which maps {linear.inputs} to "
@@ -118,7 +118,7 @@ class Adapters:
             idle = next((other for other in self._held if other not in used), None)
             if idle is None:
                 raise BusyError(
-                    f"adapter {name} finds no room: requests use all {len(self._held)} adapters, as many as max_adapters allows; "
+                    f"there is no room for adapter {name}: requests use all {len(self._held)} adapters, as many as max_adapters allows; "
                     "try again later"
                 )
             del self._held[idle]

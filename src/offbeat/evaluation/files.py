@@ -94,7 +94,7 @@ def read_samples(path: Path) -> dict[str, dict[str, EvaluatedSet]]:
         try:
             line = msgspec.convert(json.loads(text), _Line)
         except (ValueError, RecursionError) as exc:
-            raise DataError(f"{path}, line {number}, is no prompt of an evaluation: {exc}") from exc
+            raise DataError(f"{path}, line {number}, is not a prompt of an evaluation: {exc}") from exc
         lines.setdefault((line.model, line.set), []).append(line)
     found: dict[str, dict[str, EvaluatedSet]] = {}
     for (model, name), of_set in lines.items():

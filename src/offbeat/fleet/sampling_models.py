@@ -109,4 +109,4 @@ async def _context_of(client: EngineClient, *, timeout_s: float) -> int:
     try:
         return int(answer["data"][0]["max_model_len"])
     except (LookupError, TypeError, ValueError) as exc:
-        raise EngineError(f"it does not tell max_model_len in /v1/models; use `offbeat engine` or vLLM ({exc!r})") from exc
+        raise EngineError(f"it does not report max_model_len in /v1/models; use `offbeat engine` or vLLM ({exc!r})") from exc

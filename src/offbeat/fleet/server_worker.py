@@ -56,7 +56,7 @@ class ServerWorker(Service):
         """
         if (promised := os.environ.get(PROMISED_DEVICES, "0")) != "0" and not has_devices():
             raise MachineError(
-                f"the server was promised inference.devices_per_engine = {promised}, and this machine has no accelerator; nvidia-smi says"
+                f"the server was assigned inference.devices_per_engine = {promised}, and this machine has no accelerator; nvidia-smi says"
                 " whether the driver works, and 0 serves on the CPU")
         address = f"{request.host}:{_free_port(request.host)}"
         self._launch(request, address)

@@ -56,7 +56,7 @@ def engine_python(config: Config) -> Path:
         reason = str(exc)
     if reason:
         raise ConfigError(
-            f"inference.engine = {kind!r} needs a Python with {kind} in it, and {python} is none: {reason}; "
+            f"inference.engine = {kind!r} needs a Python with {kind} in it, and {python} is not one: {reason}; "
             "set inference.python to the Python of an environment that has it")
     return python
 
@@ -68,7 +68,7 @@ def _find_python(config: Config) -> Path:
     if not python.is_file():
         make = "run `make vllm`, or " if kind == "vllm" else ""
         raise ConfigError(
-            f"inference.engine = {kind!r} needs a Python with {kind} in it, and {python} is not there; "
+            f"inference.engine = {kind!r} needs a Python with {kind} in it, and {python} does not exist; "
             f"{make}set inference.python to the Python of an environment that has it")
     return python
 

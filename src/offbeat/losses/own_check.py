@@ -51,13 +51,13 @@ def check_objective(loss: LossSpec, *, name: str, drops: bool) -> None:
             raise CodeError(f"algorithm.objective = {name!r} {fault}")
         if not _alike(whole, _evaluate(_with_junk(batch, counts), everything), counts):
             raise CodeError(
-                f"algorithm.objective = {name!r} gives other losses when only masked tokens change, or when it is called again with the"
-                " same; a loss must depend on nothing but its tokens")
+                f"algorithm.objective = {name!r} returns different losses when only masked tokens change, or when it is called again with"
+                " the same; a loss must depend on nothing but its tokens")
         half = batch.target_offsets[len(batch) // 2]
         halves = [_evaluate(batch, part) for part in (everything[:half], everything[half:])]
         if not _alike(whole, [torch.cat(parts) for parts in zip(*halves, strict=True)], counts):
             raise CodeError(
-                f"algorithm.objective = {name!r} gives other losses when a batch is split in halves, as it is over micro-batches and"
+                f"algorithm.objective = {name!r} returns different losses when a batch is split in halves, as it is over micro-batches and"
                 " ranks; a loss may depend on the tokens of its own sequence alone, so use no mean over all tokens")
     except OwnCodeError as exc:
         raise CodeError(f"algorithm.objective: {exc}, when it was tried out on made-up tokens") from exc

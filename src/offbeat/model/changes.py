@@ -153,7 +153,7 @@ def base_of(folder: str | Path) -> Path | None:
             raise ModelError(f"{file} cannot be read as safetensors: {exc}") from exc
     base, *others = sorted(bases)
     if others or not base or Path(base).name != base or base in (".", "..") or base == Path(folder).name:
-        raise ModelError(f"{files[0]} builds on {base[:120]!r}, which is no other folder beside it; publish the weights again")
+        raise ModelError(f"{files[0]} builds on {base[:120]!r}, which is not another folder beside it; publish the weights again")
     return Path(folder).parent / base
 
 

@@ -322,7 +322,7 @@ def find_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linea
     for target in targets:
         if not any(_is_named(name, target) for name in linear):
             there = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-            raise ModelError(f"model.lora.targets has {target!r}, which is no linear layer of the decoder; use {there} or {ALL_LINEAR}")
+            raise ModelError(f"model.lora.targets has {target!r}, which is not a linear layer of the decoder; use {there} or {ALL_LINEAR}")
     return {name: module for name, module in linear.items() if any(_is_named(name, target) for target in targets)}
 
 

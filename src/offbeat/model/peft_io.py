@@ -128,7 +128,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as exc:
         raise ModelError(f"{folder} is no adapter: its {CONFIG_FILE} cannot be read; give a folder in PEFT's format") from exc
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        raise ModelError(f"{folder} is no LoRA adapter: its peft_type is not LORA")
+        raise ModelError(f"{folder} is not a LoRA adapter: its peft_type is not LORA")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not (isinstance(rank, int) and rank >= 1 and isinstance(alpha, int | float) and math.isfinite(alpha)):
         raise ModelError(f"{folder} is damaged: its {CONFIG_FILE} has r = {rank!r} and lora_alpha = {alpha!r}")

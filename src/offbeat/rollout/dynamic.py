@@ -66,5 +66,5 @@ class DynamicSampling:
             self._has_warned = True
             self._warn(
                 f"{self.num_rejected} groups of equal rewards were rejected for one step, as many as algorithm.max_draw_batches ="
-                f" {self._config.max_draw_batches:g} allows; its batch is filled with what comes (sampling/kept_flat_groups counts, this is"
+                f" {self._config.max_draw_batches:g} allows; its batch is filled with any groups (sampling/kept_flat_groups counts, this is"
                 " told once)")

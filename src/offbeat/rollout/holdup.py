@@ -86,7 +86,7 @@ class HoldupGuard:
             raise CodeError(f"it held up the whole process for {held_s:.1f} s at {where}; await there, or use asyncio.to_thread")
         if held_s > _TELL_AFTER_S and not self._told:
             self._told = True
-            self._tell(f"nothing goes on since {held_s:.0f} s, because user code does not await at {where}; use asyncio.to_thread there")
+            self._tell(f"nothing has happened for {held_s:.0f} s, because user code does not await at {where}; use asyncio.to_thread there")
 
 
 def _user_frame(frame: FrameType | None, callers: tuple[CodeType, ...]) -> FrameType | None:

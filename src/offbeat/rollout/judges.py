@@ -344,7 +344,7 @@ def _answer(content: bytes) -> str:
         choice = json.loads(content)["choices"][0]
         text, why = choice["message"]["content"], choice.get("finish_reason")
     except (ValueError, LookupError, TypeError, AttributeError) as exc:
-        raise JudgeError(f"its answer is no chat completion: {printable(content[:200].decode(errors='replace'))}") from exc
+        raise JudgeError(f"its answer is not a chat completion: {printable(content[:200].decode(errors='replace'))}") from exc
     if why == "length":
         raise JudgeError("its answer was cut at max_tokens")
     if not isinstance(text, str) or not text.strip():

@@ -56,5 +56,5 @@ class Measures:
             why = (
                 f"a run keeps {MOST_NAMES} names" if _NAME.fullmatch(name)
                 else "a name has 1 to 60 letters, digits, underscores, dots, slashes and hyphens, and begins with one of the first three")
-            self._tell(f"the metric {name[:60]!r} of an episode is left out, as {why} (this is told once)")
+            self._tell(f"the metric {name[:60]!r} of an episode is left out, as {why} (this is shown once)")
         return False

@@ -127,7 +127,7 @@ class Outcomes:
         if counted.total >= _FEWEST and share > WARN_SHARE and f"{what} {kind}" not in self._warned:
             self._warned.add(f"{what} {kind}")
             self._warn(
-                f"{counted.lost[kind]} of {counted.total} {what}: {kind} ({share:.0%}); what is learnt is biased against them. The first,"
+                f"{counted.lost[kind]} of {counted.total} {what}: {kind} ({share:.0%}); training is biased against them. The first,"
                 f" {counted.examples[kind]:.300}")
 
 

@@ -112,7 +112,7 @@ class Endpoint:
         """
         parts = urlsplit(evaluated.url)
         if not parts.hostname:
-            raise ConfigError(f"{evaluated.url!r} is no URL of an endpoint; give one such as http://localhost:8001/v1")
+            raise ConfigError(f"{evaluated.url!r} is not the URL of an endpoint; give one such as http://localhost:8001/v1")
         url = evaluated.url.rstrip("/") if parts.path.strip("/") else f"{evaluated.url.rstrip('/')}/v1"
         endpoint = cls(session, url, model=evaluated.served, key=os.environ.get(key_env, ""))
         if not evaluated.served:

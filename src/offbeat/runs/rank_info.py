@@ -57,8 +57,8 @@ def read_rank_info(config: Config, environ: Mapping[str, str] = os.environ) -> R
         return _read_torchrun(config, environ)
     if "TORCHELASTIC_RUN_ID" in environ and environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(
-            f"torchrun started {environ['WORLD_SIZE']} processes, but run.mode = 'controller' wants one, which starts its ranks itself;"
-            " add --run.mode spmd, or start it as offbeat train CONFIG --train.num_ranks N")
+            f"torchrun started {environ['WORLD_SIZE']} processes, but run.mode = 'controller' needs a single one, which starts its ranks"
+            " itself; add --run.mode spmd, or start it as offbeat train CONFIG --train.num_ranks N")
     return RankInfo()
 
 

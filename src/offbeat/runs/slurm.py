@@ -141,7 +141,7 @@ def _check_spmd(config: Config, job: SlurmJob, nodes: int, *, engine_gpus: int) 
             " each; change it, or --nodes")
     if job.gpus_per_node and ranks // nodes + engine_gpus > job.gpus_per_node:
         raise ConfigError(
-            f"{ranks // nodes} ranks and all engines, {engine_gpus} GPUs, lie on the first node with run.mode = 'spmd', which has"
+            f"{ranks // nodes} ranks and all engines, {engine_gpus} GPUs, run on the first node with run.mode = 'spmd', which has"
             f" {job.gpus_per_node}; use more nodes, fewer engines, or run.mode = 'controller'")
 
 

@@ -60,7 +60,7 @@ def session_of(some_id: str) -> str:
         BadRequestError: the text is not such an ID.
     """
     if (match := _ANY_ID.fullmatch(some_id)) is None:
-        raise BadRequestError(f"{some_id[:100]!r} is not an id that this server gives out; use one from an answer of its")
+        raise BadRequestError(f"{some_id[:100]!r} is not an id that this server gives out; use one from its answers")
     return match[1]
 
 

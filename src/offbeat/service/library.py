@@ -95,7 +95,7 @@ class Library:
         row = self._checkpoints.readable(caller, CheckpointPath.parse(path))
         if row.kind == "training":
             raise RequestError(
-                f"{path} holds a state to train on from, which is no adapter to download; save one with save_weights_for_sampler")
+                f"{path} holds a state to train on from, which cannot be downloaded as an adapter; save one with save_weights_for_sampler")
         return self._checkpoints.files(row), row.base_model
 
     async def copy_weights(self, caller: Caller, *, path: str, session_id: str, model_seq_id: int, ttl_s: float | None) -> str:

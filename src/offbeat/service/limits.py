@@ -89,7 +89,7 @@ class Usage:
 
 def _check_tokens(used: int, more: int, most: int) -> None:
     if more > most:
-        raise TooLargeError(f"the request costs {more} tokens, where you may have {most} under way; send smaller ones")
+        raise TooLargeError(f"the request costs {more} tokens, but you may have at most {most} under way; send smaller ones")
     if used + more > most:
         raise OverLimitError(f"you have {used} tokens under way and may have {most}; the request will be taken later")
 
@@ -97,8 +97,8 @@ def _check_tokens(used: int, more: int, most: int) -> None:
 def _check_memory(used: int, more: int, most: int) -> None:
     if more > most:
         raise TooLargeError(
-            f"the request may take {more} bytes of memory, where you may have {most} under way; send fewer datums, targets or samples at "
-            "once, or ask for fewer likeliest tokens")
+            f"the request may take {more} bytes of memory, but you may have at most {most} under way; send fewer datums, targets or samples"
+            " at once, or ask for fewer likeliest tokens")
     if used + more > most:
         raise OverLimitError(f"your requests may take {used} bytes of memory and {most} are allowed; the request will be taken later")
 

@@ -49,7 +49,7 @@ class Spec:
         """
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{self.name!r} was offered as {self.dtype!r}, which is no type of torch's")
+            raise ValueError(f"{self.name!r} was offered as {self.dtype!r}, which is not a torch type")
         return dtype
 
     @property

@@ -122,7 +122,7 @@ class Platform:
         """torch's name of the device type; "cpu" when there is no accelerator, one that is not in the table, or a promise of none.
 
         Raises:
-            MachineError: this process was promised a device, and there is none, or not as many.
+            MachineError: this process was assigned a device, and there is none, or not as many.
         """
         promised = os.environ.get(PROMISED_DEVICES, "")
         accelerator = torch.accelerator.current_accelerator(check_available=True) if promised != "0" else None
@@ -132,7 +132,7 @@ class Platform:
             shown = os.environ.get(VISIBLE_DEVICES)
             where = "" if shown is None else f", where {VISIBLE_DEVICES} = {shown!r}"
             raise MachineError(
-                f"this process was promised {promised} accelerator{'' if promised == '1' else 's'}, and torch {torch.__version__} finds"
+                f"this process was assigned {promised} accelerator{'' if promised == '1' else 's'}, and torch {torch.__version__} finds"
                 f" {count or 'none'}{where}; nvidia-smi says whether the driver works, and train.devices_per_rank = 0 and"
                 f" inference.devices_per_engine = 0 with {VISIBLE_DEVICES}= (empty) compute on the CPU")
         return kind

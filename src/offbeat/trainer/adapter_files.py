@@ -82,7 +82,7 @@ def read_adapter_state(folder: Path) -> AdapterState:
         _check_shapes(weights, exp_avg, exp_avg_sq)
         return AdapterState(int(about["step"]), weights, exp_avg, exp_avg_sq)
     except (OSError, SafetensorError, ValueError, KeyError) as exc:
-        raise StorageError(f"{folder} is no checkpoint of an adapter, or a damaged one: {exc}") from exc
+        raise StorageError(f"{folder} is not a checkpoint of an adapter, or it is damaged: {exc}") from exc
 
 
 def _check_shapes(*parts: Adapter) -> None:

@@ -59,7 +59,7 @@ class SafeReader(FileSystemReader):
         except OSError:
             raise
         except Exception as exc:  # a damaged pickle can raise anything
-            raise StorageError(f"{path} is no description of a checkpoint, or a damaged one: {exc}; nothing in it was executed") from exc
+            raise StorageError(f"{path} is not a description of a checkpoint, or it is damaged: {exc}; nothing in it was executed") from exc
         metadata.storage_meta = metadata.storage_meta or _metadata.StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

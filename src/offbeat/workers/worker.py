@@ -207,7 +207,7 @@ async def _explained(failures: Mapping[str, Exception], method: str, unanswered:
     if cause is Cause.LOST_PEER and not isinstance(error, PeerError) and unanswered:
         # All that is known is that a collective broke, of which whoever is not in it any more is a victim.
         names = " and ".join(worker.name for worker in unanswered)
-        error = PeerError(f"{names} did not get on in {method}, so that a collective of the others broke ({first_line(error)})")
+        error = PeerError(f"{names} made no progress in {method}, so that a collective of the others broke ({first_line(error)})")
         notes = await asyncio.gather(*(worker.stack() for worker in unanswered))
     if cause is Cause.LATE:
         notes = [note for name, other in failures.items() if name != root for note in getattr(other, "__notes__", ())]

@@ -48,5 +48,5 @@ def test_weights_of_another_model_and_files_that_are_cut_are_refused(tmp_path: P
     save_file({"a": torch.zeros(2, 3)}, other)
     files.check_weights([other], "v1", str(tmp_path / "model"), tied=True)
     other.write_bytes(other.read_bytes()[:-4])
-    with pytest.raises(files.RefusedError, match="is no whole safetensors file"):
+    with pytest.raises(files.RefusedError, match="is not a complete safetensors file"):
         files.check_weights([other], "v1", str(tmp_path / "model"), tied=True)

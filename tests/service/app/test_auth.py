@@ -23,7 +23,7 @@ def test_a_key_is_an_owner_and_no_key_is_nobody():
         assert authenticate(request({"authorization": bearer}), keys) == caller
     assert authenticate(request({"x-api-key": "tml-a", "authorization": "Bearer tml-b"}), keys) == caller
     for headers in ({}, {"authorization": "Basic tml-a"}, {"authorization": "tml-a"}, {"authorization": "Bearer "}):
-        with pytest.raises(UnknownKeyError, match="wants an API key; set TINKER_API_KEY"):
+        with pytest.raises(UnknownKeyError, match="requires an API key; set TINKER_API_KEY"):
             authenticate(request(headers), keys)
     with pytest.raises(UnknownKeyError):
         authenticate(request({"x-api-key": "sk-a"}), keys)

@@ -222,7 +222,7 @@ def test_streams_are_whole_and_show_life_while_they_wait(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(("path", "change", "status", "told"), [
-    ("/v1/chat/completions", {"response_format": {"type": "json_schema"}}, 400, "response_format 'json_schema' cannot be kept"),
+    ("/v1/chat/completions", {"response_format": {"type": "json_schema"}}, 400, "response_format 'json_schema' cannot be honoured"),
     ("/v1/chat/completions", {"ignore_eos": True}, 400, "ignore_eos is not offered here"),
     ("/v1/chat/completions", {"messages": []}, 400, "messages is empty"),
     ("/v1/chat/completions", {"n": 5000}, 422, "n must be"),
@@ -273,7 +273,7 @@ def test_engines_that_fail_and_queues_that_are_full_are_told_so_that_clients_com
             answer = await world.ask(path, stream=True, max_tokens=9, max_output_tokens=9)
             assert answer.status == 503 and "secret" not in error_of(answer) and answer.headers["content-type"] == "application/json"
         full = await world.ask("/v1/chat/completions", max_tokens=4000)
-        assert full.status == 413 and "where you may have 3000 under way" in error_of(full)
+        assert full.status == 413 and "you may have at most 3000 under way" in error_of(full)
         world.engines.error = None
         world.engines.gate.clear()
         waiting = asyncio.create_task(world.ask("/v1/messages", max_tokens=2900))

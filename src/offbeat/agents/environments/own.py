@@ -70,7 +70,7 @@ class _Own:
         shown, reward, done = returned
         given = check_reward(reward)
         if isinstance(given, FailedReward):
-            raise CodeError(f"step of {self._name} returned a reward that is none: {given.reason}")
+            raise CodeError(f"step of {self._name} returned something that is not a reward: {given.reason}")
         named = given.parts if isinstance(given, NamedReward) else {}
         if not done:
             return View(self._messages(shown, "step"), reward=float(given))

@@ -107,7 +107,7 @@ class _ToolEpisode:
             return View(done=True)
         given = check_reward(await call(reward) if callable(reward) else reward)
         if isinstance(given, FailedReward):
-            raise CodeError(f"the attribute reward of {type(self._instance).__name__} is no reward: {given.reason}")
+            raise CodeError(f"the attribute reward of {type(self._instance).__name__} is not a reward: {given.reason}")
         return View(done=True, outcome={"": float(given)}, named=given.parts if isinstance(given, NamedReward) else {})
 
     async def close(self) -> None:

@@ -65,7 +65,7 @@ class TextIndex:
         """
         self._folder = Path(folder)
         if not self._folder.is_dir():
-            raise DataError(f"there is no folder {str(folder)!r} to search in; a path is taken from the working directory")
+            raise DataError(f"there is no folder {str(folder)!r} to search in; a path is relative to the working directory")
         self._num_hits = num_hits
         files = sorted(path for path in self._folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
         cache = Path(cache) if cache else self._folder.absolute().parent / f".{self._folder.absolute().name}-index"

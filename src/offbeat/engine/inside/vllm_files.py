@@ -92,7 +92,7 @@ def read_shapes(files: list[Path]) -> dict[str, list[int]]:
                 raise ValueError("its end is missing")
             shapes |= {name: entry["shape"] for name, entry in header.items()}
         except (OSError, ValueError, KeyError, TypeError, struct.error) as exc:
-            raise RefusedError(f"{path} is no whole safetensors file: {exc}") from exc
+            raise RefusedError(f"{path} is not a complete safetensors file: {exc}") from exc
     return shapes
 
 

@@ -372,13 +372,13 @@ def read_body(body: bytes, **fields: Any) -> list[Any]:
     try:
         given = json.loads(body)
     except ValueError as exc:
-        raise RefusedError(f"the request is no JSON: {exc}") from exc
+        raise RefusedError(f"the request is not JSON: {exc}") from exc
     values = []
     for name, wanted in fields.items():
         kind = wanted if isinstance(wanted, type) else type(wanted)
         value = given.get(name, wanted) if isinstance(given, dict) else None
         if type(value) is not kind:
-            raise RefusedError(f"the request wants a JSON object with {name}, a {kind.__name__}, got {str(given)[:200]}")
+            raise RefusedError(f"the request must be a JSON object with {name}, a {kind.__name__}, got {str(given)[:200]}")
         values.append(value)
     return values
 

@@ -178,7 +178,7 @@ def _sample(wire: Wire, data: bytes, *, adapter: str, num_top: int) -> Sample:
     else:
         spans = meta.weight_versions
         if [span.start for span in spans] != [0, *(span.end for span in spans[:-1])]:
-            raise EngineError(f"{wire.name} told versions of its tokens with gaps: {msgspec.to_builtins(spans)}")
+            raise EngineError(f"{wire.name} returned versions of its tokens with gaps: {msgspec.to_builtins(spans)}")
         versions = np.repeat(
             np.array([_version(span.version) for span in spans], np.int32), [span.end - span.start for span in spans])
     top = tuple(map(_top_tokens, meta.output_top_logprobs)) if num_top else ()

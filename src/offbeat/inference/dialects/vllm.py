@@ -57,7 +57,7 @@ class VllmDialect(EmbeddedDialect):
     async def generate(self, wire: Wire, prompt: tuple[int, ...], sampling: Sampling, *, n: int, adapter: str) -> list[Sample]:
         if sampling.scaled_logprobs and sampling.is_restricted:
             raise RefusedError(
-                "vLLM gives log-probabilities among the tokens that top_k and top_p leave; leave out both, or use the embedded engine")
+                "vLLM returns log-probabilities only over the tokens that top_k and top_p keep; leave out both, or use the embedded engine")
         if sampling.temperature == 0 and n > 1:  # vLLM refuses n > 1 at temperature 0, where all samples would be equal
             return await self.generate(wire, prompt, sampling, n=1, adapter=adapter) * n
         return await super().generate(wire, prompt, sampling, n=n, adapter=adapter)
@@ -71,8 +71,8 @@ class VllmDialect(EmbeddedDialect):
     async def score(self, wire: Wire, request: ScoreRequest, *, adapter: str) -> PromptScore:
         if not self._scores_prompts:
             raise RefusedError(
-                "vLLM on CPUs that takes adapters cannot tell log-probabilities of prompts, they end it; use the embedded engine, or give"
-                " inference.devices_per_engine if it has accelerators")
+                "vLLM on CPUs with adapters cannot return log-probabilities of prompts, which would end it; use the embedded engine, or"
+                " give inference.devices_per_engine if it has accelerators")
         if request.draws is not None:
             raise RefusedError("vLLM cannot draw alternatives to the tokens of a prompt; leave them out, or use the embedded engine")
         answer = await wire.call("POST", "/v1/completions", {
@@ -189,6 +189,6 @@ def _target_logprobs(request: ScoreRequest, rows: Sequence[Mapping[int, float]])
     if missing is not None:
         position, token = missing
         raise RefusedError(
-            f"vLLM tells log-probabilities of a prompt's own tokens and of its top_k = {request.top_k} likeliest, and token {token} is "
+            f"vLLM returns log-probabilities of a prompt's own tokens and of its top_k = {request.top_k} likeliest, and token {token} is "
             f"neither at position {position}; use the embedded engine")
     return ((math.nan,) * len(request.targets[0]), *(tuple(row[t] for t in ts) for row, ts in zip(rows, request.targets[1:], strict=True)))

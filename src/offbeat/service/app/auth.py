@@ -27,7 +27,7 @@ def authenticate(http: Request, keys: Keys) -> Caller:
     key = http.headers.get(_HEADER) or (bearer.strip() if scheme.lower() == "bearer" else "")
     if not key:
         raise UnknownKeyError(
-            "this server wants an API key; set TINKER_API_KEY, or send the key as X-API-Key or 'Authorization: Bearer KEY'")
+            "this server requires an API key; set TINKER_API_KEY, or send the key as X-API-Key or 'Authorization: Bearer KEY'")
     return keys.caller(key)
 
 

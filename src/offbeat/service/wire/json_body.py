@@ -60,7 +60,7 @@ def read_json(kind: type[B], data: bytes) -> B:
             a model, the error carries the model and the number of the request if they could be read.
     """
     if len(data) > (most := getattr(kind, "max_bytes", MAX_JSON_BYTES)):
-        raise TooLargeError(f"the body has {len(data)} bytes, where this kind of JSON may have {most}; send less at once")
+        raise TooLargeError(f"the body has {len(data)} bytes, but this kind of JSON may have at most {most}; send less at once")
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
