@@ -1,6 +1,7 @@
 """Every mistake a user can make gives one clear sentence and exit code 2, and loses nothing. The real command on real processes."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -102,6 +103,21 @@ def test_a_full_disk_loses_no_checkpoint(shop: Workshop, tmp_path: Path, model_d
     blocked.unlink()
     assert shop.train(run, checkpoint__every_steps="1").code == 0
     assert json.loads((run.folder / "result.json").read_text())["steps"] == 2
+
+
+def test_a_run_whose_model_could_not_be_exported_goes_on_until_it_is(shop: Workshop, tmp_path: Path, model_dir: str) -> None:
+    run = SmallRun(tmp_path, model_dir)
+    assert shop.train(run, checkpoint__every_steps="1", run__total_steps="1").code == 0
+    export, staging = run.folder / "export", run.folder / ".export.export"  # a file where the model is put together takes nothing
+    shutil.rmtree(export)
+    staging.write_text("")
+    failed = shop.train(run, checkpoint__every_steps="1")
+    assert failed.code == 2 and "export" in failed.error and len(failed.error.splitlines()) == 1
+    staging.unlink()
+    done = shop.train(run, checkpoint__every_steps="1")
+    assert (done.code, done.error) == (0, "") and (export / "config.json").exists()
+    again = shop.train(run)
+    assert again.code == 2 and "is already complete (2 steps)" in again.error
 
 
 def test_a_run_that_another_process_holds_is_refused(fails: Callable[..., str], tmp_path: Path) -> None:

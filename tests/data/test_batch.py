@@ -1,6 +1,7 @@
 """Batches: what they refuse, and that selecting, concatenating and sending keep every sequence whole."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -104,7 +105,7 @@ def test_ranges_are_read_and_filled_as_their_indices_would_be() -> None:
         spread, some = over_ranges(each, offsets), any_in_ranges(values > 0.5, offsets)
         np.testing.assert_array_equal(spread, np.repeat(each, lengths))
         assert spread.dtype == each.dtype and some.tolist() == [
-            bool((values[start:end] > 0.5).any()) for start, end in zip(offsets[:-1], offsets[1:], strict=True)]
+            bool((values[start:end] > 0.5).any()) for start, end in pairwise(offsets)]
 
 
 def test_arrays_get_their_types() -> None:

@@ -81,7 +81,7 @@ def test_a_folder_gives_the_files_of_a_split_in_the_order_of_their_names(tmp_pat
     assert records_of(source) == RECORDS
     assert source.where(3) == f"{str(folder / 'test' / 'b.jsonl')!r}, line 1"
     assert records_of(open_any(folder)) == [{"prompt": "p", "answer": "a"}, {"prompt": "q", "answer": "b"}]
-    with pytest.raises(DataError, match=r"has no files of split 'val'; it has my_train-0.csv, test/a.jsonl, test/b.jsonl, train/test_cases.jsonl\. Name"):
+    with pytest.raises(DataError, match=r"split 'val'; it has my_train-0.csv, test/a.jsonl, test/b.jsonl, train/test_cases.jsonl\. Name"):
         open_any(folder, split="val")
 
 

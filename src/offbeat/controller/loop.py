@@ -146,11 +146,14 @@ class _Training:
                 await self._commit(step, groups, batch, stats, time.monotonic() - start)
                 await parts.peers.meet("commit_stats")
                 await self._checkpoints.export_step(step.global_step)
+                if last:
+                    await self._export(is_best=is_best)  # before the last checkpoint, which says that all is done
                 if self._checkpoints.due(step.global_step, last=last or state.stopping or is_best):
                     await self._save(step, rollouts)
-                if is_best:
+                if is_best and not last:
                     await self._checkpoints.export_best()  # after the checkpoint: a resumed run never stands before its best step
-        await self._checkpoints.export()
+        if state.global_step < state.total_steps:
+            await self._export(is_best=False)
         await self._record.stored()
         return TrainResult(state.global_step, self._highlights, state.stopped_early)
 
@@ -298,6 +301,11 @@ class _Training:
         """Whether the model after this step is the best one so far; the initial model is not exported."""
         best = self._highlights.best
         return best is not None and best.metric == self._config.evaluate.keep_best and best.global_step == global_step > 0
+
+    async def _export(self, *, is_best: bool) -> None:
+        if is_best:
+            await self._checkpoints.export_best()
+        await self._checkpoints.export()
 
     async def _save(self, step: Step, rollouts: Rollouts) -> None:
         await self._record.stored()  # a run that goes on from here never writes the rollouts of this step again
