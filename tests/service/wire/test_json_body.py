@@ -81,9 +81,9 @@ def test_a_body_that_cannot_be_read_says_why(data: bytes, says: str) -> None:
 
 
 def test_a_body_of_many_bytes_is_refused_unread() -> None:
-    with pytest.raises(TooLargeError, match="this kind of JSON may have 1048576"):
+    with pytest.raises(TooLargeError, match="this kind of JSON may have at most 1048576"):
         read_json(Whole, b" " * (MAX_JSON_BYTES + 1))
-    with pytest.raises(TooLargeError, match="this kind of JSON may have 4194304"):
+    with pytest.raises(TooLargeError, match="this kind of JSON may have at most 4194304"):
         read_json(SampleBody, b" " * (MAX_SAMPLE_BYTES + 1))
 
 
