@@ -20,10 +20,10 @@ def test_values_without_meaning_are_refused(values):
 
 @pytest.mark.parametrize("section, values, told", [
     ("model", {"lora": {"rank": 4}}, "model.lora.rank = 4"), ("inference", {"engine": "vllm"}, "inference.engine = 'vllm'"),
-    ("weights", {"channel": "collective"}, "weights.channel = 'collective'"),
 ])
-def test_changed_weights_are_for_whole_models_in_folders_of_the_embedded_engine(section, values, told):
-    weights = {"whole_every_versions": 5} | (values if section == "weights" else {})
-    assert Config.model_validate({"weights": {"whole_every_versions": 5}}).weights.whole_every_versions == 5
+def test_changed_weights_are_for_whole_models_in_the_embedded_engine(section, values, told):
+    weights = {"whole_every_versions": 5}
+    for channel in ("disk", "collective"):
+        assert Config.model_validate({"weights": weights | {"channel": channel}}).weights.whole_every_versions == 5
     with pytest.raises(ValidationError, match=rf"weights.whole_every_versions must be 1 with {told}, got 5; only the embedded engine"):
-        Config.model_validate({section: values} | {"weights": weights})
+        Config.model_validate({section: values, "weights": weights})

@@ -9,9 +9,10 @@ from offbeat.engine.receive import receive_weights
 from offbeat.engine.server import EngineServer
 from offbeat.engine.versions import Source, fingerprint_tensors
 from offbeat.errors import EngineError
+from offbeat.model.changes import smaller_changes
 from offbeat.model.hf_io import read_safetensors
 from offbeat.sync import broadcast
-from offbeat.sync.offer import WeightBroadcast
+from offbeat.sync.offer import Changes, WeightBroadcast
 from small_run import build_small_model
 
 CPU = torch.device("cpu")
@@ -32,6 +33,61 @@ def test_a_version_that_was_offered_is_served(start_engine, tmp_path: Path, monk
         server._loop.call(lambda: server._engine.switch(1, "recompute")).result(10).result(10)
         assert fingerprint_tensors(server._engine.weights()[1]) == wanted
         server._loop.stage(1, Source(str(folder)), "127.0.0.1:1")  # once it is there, it is not received again
+    finally:
+        offer.close()
+
+
+@pytest.mark.parametrize("is_at_base", [True, False])
+def test_an_engine_at_the_version_before_receives_no_more_than_what_has_changed(
+    start_engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_at_base: bool,
+) -> None:
+    server: EngineServer = start_engine()[0]
+    versions = [dict(read_safetensors(build_small_model(tmp_path / f"v{seed}", seed=seed))) for seed in (1, 2)]
+    versions[1] |= {name: tensor for name, tensor in versions[0].items() if not name.endswith("q_proj.weight")}
+    for name, tensor in versions[1].items():
+        if name.endswith("q_proj.weight"):
+            versions[1][name] = versions[0][name].clone()
+            versions[1][name][1, 2] = tensor[1, 2]
+    received: list[int] = []
+    original = broadcast.Group.broadcast
+
+    def counting(group: broadcast.Group, tensors: list[torch.Tensor], *, device: torch.device) -> None:
+        received.append(sum(tensor.nbytes for tensor in tensors))
+        original(group, tensors, device=device)
+
+    monkeypatch.setattr(broadcast.Group, "broadcast", counting)
+    base = tmp_path / "base"
+    (tmp_path / "v1").rename(base)
+    server._loop.stage(0, Source(str(base)))
+    server._loop.call(lambda: server._engine.switch(0, "recompute")).result(10).result(10)
+    found = smaller_changes(versions[1], since=versions[0])
+    assert found is not None
+    offer = WeightBroadcast(
+        versions[1], host="127.0.0.1", num_receivers=1, timeout_s=20, write_folder=lambda _: None,
+        changes=Changes(str(base if is_at_base else tmp_path / "other"), found))
+    try:
+        server._loop.stage(1, Source(str(tmp_path / "v2")), offer.address)
+        server._loop.call(lambda: server._engine.switch(1, "recompute")).result(10).result(10)
+        assert fingerprint_tensors(server._engine.weights()[1]) == fingerprint_tensors(versions[1])
+        whole = sum(tensor.nbytes for tensor in versions[1].values())
+        assert received == [offer.changes_bytes if is_at_base else whole] * 2, "both ends are in this process"
+    finally:
+        offer.close()
+
+
+def test_weights_that_are_not_what_changes_are_to_are_received_whole() -> None:
+    state = {"a": torch.arange(100.0)}
+    found = smaller_changes(state, since={"a": torch.arange(100.0).clamp(max=98)})
+    assert found is not None
+    offer = WeightBroadcast(
+        state, host="127.0.0.1", num_receivers=1, timeout_s=20, write_folder=lambda _: None, changes=Changes("base", found))
+    try:
+        for live in ({"a": torch.arange(100.0).clamp(max=98)}, {"a": torch.zeros(100)}, {"a": torch.zeros(3)}, {}):
+            before = {name: tensor.clone() for name, tensor in live.items()}
+            received = receive_weights(offer.address, device=CPU, live="base", tensors=lambda live=live: live)
+            assert received is not None and torch.equal(received["a"], state["a"])
+            assert all(torch.equal(live[name], tensor) for name, tensor in before.items())
+        assert offer._num_rounds == 7
     finally:
         offer.close()
 

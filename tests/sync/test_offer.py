@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat.sync import broadcast
-from offbeat.sync.broadcast import receive
-from offbeat.sync.offer import WeightBroadcast
+from offbeat.sync.broadcast import Held, receive
+from offbeat.sync.offer import Changes, WeightBroadcast
 from small_run import ENVIRONMENT
 from waiting import wait_until
 
@@ -47,9 +47,10 @@ def offer(monkeypatch: pytest.MonkeyPatch):
 
     def make(
         num_receivers: int, *, timeout_s: float = 40, write_folder: Callable[[dict[str, Tensor]], None] = lambda _: None,
+        changes: Changes | None = None,
     ) -> WeightBroadcast:
         offers.append(WeightBroadcast(
-            make_state(), host="127.0.0.1", num_receivers=num_receivers, timeout_s=timeout_s, write_folder=write_folder))
+            make_state(), host="127.0.0.1", num_receivers=num_receivers, timeout_s=timeout_s, write_folder=write_folder, changes=changes))
         return offers[-1]
 
     yield make
@@ -80,6 +81,35 @@ def test_all_who_are_expected_share_one_round_and_others_get_their_own(offer, mo
 
 def test_one_who_never_comes_is_not_waited_for(offer) -> None:
     assert same(receive(offer(3).address, device=CPU))
+
+
+CHANGES = Changes("v6", {"at:a": torch.tensor([3], dtype=torch.uint8), "to:a": torch.ones(1)})
+
+
+def holding(name: str, *, fits: bool = True, seen: list[dict[str, Tensor]] | None = None) -> Held:
+    def change(changes: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        if seen is not None:
+            seen.append(changes)
+        return make_state() if fits else None
+
+    return Held(name, change)
+
+
+def test_who_has_the_version_before_gets_what_has_changed_and_others_the_whole(offer) -> None:
+    made, seen = offer(3, changes=CHANGES), list[dict[str, Tensor]]()
+    assert made.changes_bytes == 5 and offer(1).changes_bytes == 0 and offer(1, changes=Changes("v6", {})).changes_bytes == 1
+    held = [holding("v6", seen=seen), holding("v6", seen=seen), holding("v5", seen=seen)]
+    with ThreadPoolExecutor(3) as pool:
+        received = list(pool.map(lambda one: receive(made.address, device=CPU, held=one), held))
+    assert all(map(same, received)) and made._num_rounds == 2
+    assert len(seen) == 2 and all(changes.keys() == CHANGES.tensors.keys() for changes in seen)
+    assert all(torch.equal(changes[name], tensor) for changes in seen for name, tensor in CHANGES.tensors.items())
+
+
+def test_changes_that_do_not_fit_are_followed_by_the_whole(offer) -> None:
+    made = offer(1, changes=CHANGES)
+    assert same(receive(made.address, device=CPU, held=holding("v6", fits=False))) and made._num_rounds == 2
+    assert same(receive(offer(1, changes=Changes("v6", {})).address, device=CPU, held=holding("v6")))
 
 
 def test_a_receiver_that_dies_in_the_middle_leaves_the_others_served(offer) -> None:

@@ -39,7 +39,7 @@ def channel(
     """`large` versions are written whole, because their changes are not smaller."""
     async def write(version: int, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "") -> Manifest:
         if num_receivers:
-            return Manifest(version, str(folder), "f", canary, (-1.0,), f"host:{num_receivers}")
+            return Manifest(version, str(folder), "f", canary, (-1.0,), f"host:{num_receivers}", base=base)
         folder.mkdir(parents=True)
         (folder / "weights").write_text(f"new {version}")
         return Manifest(version, str(folder), "f", canary, (-1.0,), base="" if version in large else base)
@@ -180,6 +180,14 @@ def test_a_broadcast_is_for_as_many_engines_as_are_healthy_and_a_folder_where_no
     assert names(tmp_path) == ["v00000002-a"]
 
 
+def test_changes_are_offered_to_whoever_has_the_version_before_but_written_only_onto_folders(tmp_path: Path) -> None:
+    healthy = iter([1, 1, 0, 0, 1, 1, 0])
+    collective = channel(tmp_path, keep=9, num_receivers=lambda: next(healthy), whole_every=3)
+    bases = [Path(publish(collective, version).base).name for version in range(7)]
+    assert bases == ["", "v00000000-a", "", "v00000002-a", "v00000003-a", "", ""]
+    assert names(tmp_path) == ["v00000002-a", "v00000003-a", "v00000006-a"]
+
+
 @asynccontextmanager
 async def cast(root: Path, config: Config, model: str) -> AsyncIterator[tuple[Trainers, dict[str, EngineClient], EngineGroup]]:
     """One trainer and two engines, in processes of their own."""
@@ -222,9 +230,10 @@ def test_an_engine_that_heals_finds_a_damaged_version_whole_again(tmp_path: Path
     assert notes == [f"v0000000{version}-a is not on disk as it was written, and is written again" for version in (0, 1)]
 
 
-def test_an_engine_takes_changes_of_what_it_serves_and_one_that_was_away_reads_the_chain(tmp_path: Path, model_dir: str) -> None:
+@pytest.mark.parametrize("way", ["disk", "collective"])
+def test_an_engine_takes_changes_of_what_it_serves_and_one_that_was_away_all_of_it(tmp_path: Path, model_dir: str, way: str) -> None:
     config = small_config(
-        tmp_path, model_dir, inference__num_engines="2", model__dtype="bfloat16", weights__whole_every_versions="4",
+        tmp_path, model_dir, inference__num_engines="2", model__dtype="bfloat16", weights__whole_every_versions="4", weights__channel=way,
         train__optimizer__lr="1e-6")
 
     async def main() -> None:
@@ -236,7 +245,8 @@ def test_an_engine_takes_changes_of_what_it_serves_and_one_that_was_away_reads_t
                 return written[-1]
 
             disk = Channel(
-                config.weights_dir, keep=1, canary=CANARY, write=write, incarnation="a", whole_every=config.weights.whole_every_versions)
+                config.weights_dir, keep=1, canary=CANARY, write=write, incarnation="a", whole_every=config.weights.whole_every_versions,
+                num_receivers=lambda: int(way == "collective"))
             steady, away = clients.values()
             async with WeightsPublisher(EnginePool([steady]), disk, config.weights, judge=Judge(tolerance=0.5)) as publisher:
                 for version in range(6):
@@ -253,7 +263,10 @@ def test_an_engine_takes_changes_of_what_it_serves_and_one_that_was_away_reads_t
                 "", "v00000000-a", "v00000001-a", "v00000002-a", "", "v00000004-a"]
             assert len({manifest.fingerprint for manifest in written}) == 6
             assert all(manifest.num_bytes < written[0].num_bytes for manifest in written if manifest.base)
-            assert names(config.weights_dir) == ["v00000004-a", "v00000005-a"]
+            if way == "disk":
+                assert names(config.weights_dir) == ["v00000004-a", "v00000005-a"]
+            else:
+                assert not config.weights_dir.exists(), "nothing is written"
 
     asyncio.run(main())
 

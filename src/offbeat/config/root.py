@@ -115,13 +115,12 @@ class Config(Section):
                 "train.compile must be false with model.lora.rank > 0, got true; layers with adapters cannot be compiled, so leave it out")
         if self.weights.whole_every_versions > 1:
             for name, value, wanted in (
-                ("model.lora.rank", self.model.lora.rank, 0), ("weights.channel", self.weights.channel, "disk"),
-                ("inference.engine", self.inference.engine, "embedded"),
+                ("model.lora.rank", self.model.lora.rank, 0), ("inference.engine", self.inference.engine, "embedded"),
             ):
                 if value != wanted:
                     raise ValueError(
                         f"weights.whole_every_versions must be 1 with {name} = {_shown(value)}, got {self.weights.whole_every_versions};"
-                        " only the embedded engine reads changed weights, and from folders")
+                        " only the embedded engine takes changed weights, and adapters are small")
         if self.weights.channel == "collective" and self.inference.engine == "sglang":
             raise ValueError(
                 "weights.channel must be 'disk' with inference.engine = 'sglang', got 'collective'; a folder in /dev/shm (weights.dir) is"

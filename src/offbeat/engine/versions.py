@@ -44,7 +44,7 @@ def read_version(forward: Forward, folder: str, broadcast: str = "", *, live: st
     Args:
         folder: where the weights are written, or their changes.
         broadcast: `host:port` where they are offered instead; then the folder is read only if the sender says so.
-        live: folder of the weights in use, which are not read again where a folder of changes builds on them.
+        live: folder of the weights in use, which are not read or received again where changes to them are enough.
 
     Raises:
         ModelError: the folder, or the broadcast, does not hold this model's weights.
@@ -53,7 +53,7 @@ def read_version(forward: Forward, folder: str, broadcast: str = "", *, live: st
     def held(base: Path) -> Mapping[str, Tensor] | None:
         return forward.tensors() if str(base) == live else None
 
-    state = receive_weights(broadcast, device=forward.device) if broadcast else None
+    state = receive_weights(broadcast, device=forward.device, live=live, tensors=forward.tensors) if broadcast else None
     if state is None:
         try:
             state = read_weights(folder, held=held)

@@ -14,7 +14,7 @@ would miss.
 
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -93,6 +93,14 @@ def find_changes(state: Mapping[str, Tensor], *, since: Mapping[str, Tensor]) ->
     return tensors
 
 
+def smaller_changes(state: Mapping[str, Tensor], *, since: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """Return what `find_changes` finds; None, too, if that is not smaller than the weights themselves."""
+    found = find_changes(state, since=since)
+    if found is None or sum(tensor.nbytes for tensor in found.values()) >= sum(tensor.nbytes for tensor in state.values()):
+        return None
+    return found
+
+
 def save_changes(tensors: Mapping[str, Tensor], file: Path, *, base: Path) -> None:
     """Write what `find_changes` has found to a file. Raises OSError or SafetensorError."""
     progress("write_weights")
@@ -118,9 +126,8 @@ def write_changes(state: Mapping[str, Tensor], folder: Path, *, since: Mapping[s
     Raises:
         StorageError: the disk is full or the folder cannot be written.
     """
-    tensors = find_changes(state, since=since)
-    num_bytes = 0 if tensors is None else sum(tensor.nbytes for tensor in tensors.values())
-    if tensors is None or num_bytes >= sum(tensor.nbytes for tensor in state.values()):
+    tensors = smaller_changes(state, since=since)
+    if tensors is None:
         return 0
     part = folder.with_name(f".{folder.name}.changes")
     try:
@@ -132,7 +139,7 @@ def write_changes(state: Mapping[str, Tensor], folder: Path, *, since: Mapping[s
         raise StorageError(f"changed weights could not be written to {folder}: {exc}; free space or choose another folder") from exc
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    return max(num_bytes, 1)
+    return max(sum(tensor.nbytes for tensor in tensors.values()), 1)
 
 
 def base_of(folder: str | Path) -> Path | None:
@@ -195,7 +202,7 @@ def read_weights(folder: str | Path, *, held: Callable[[Path], Mapping[str, Tens
     assert state is not None, "a chain ends with whole weights, or with what the caller has"
     for layer in reversed(layers):
         for file in _files(layer):
-            _change(state, file)
+            _change_by_file(state, file)
     return state
 
 
@@ -207,22 +214,38 @@ def _names(folder: Path) -> set[str]:
     return names
 
 
-def _change(state: dict[str, Tensor], file: Path) -> None:
-    """Apply the changes of a file to tensors by name."""
+def apply_changes(state: dict[str, Tensor], changes: Mapping[str, Tensor]) -> None:
+    """Apply what `find_changes` has found to tensors by their published names, which are replaced, not modified.
+
+    Raises:
+        ModelError: these are changes of something else.
+    """
+    _change(state, changes, changes.__getitem__, source="what was received")
+
+
+def _change_by_file(state: dict[str, Tensor], file: Path) -> None:
     try:
         with safe_open(file, framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118
-                kind, _, name = key.partition(":")
-                if kind + ":" == _WHOLE:
-                    state[name] = tensors.get_tensor(key)
-                elif kind + ":" == _AT:
-                    old = state[name]
-                    new = apply(old.cpu(), tensors.get_tensor(key), tensors.get_tensor(_TO + name))
-                    if not torch.equal(_sum(new), tensors.get_tensor(_SUM + name)):
-                        raise ModelError(f"{file} has changes of {name!r} that do not fit what they were applied to; publish again")
-                    state[name] = new.to(old.device)
-    except (OSError, SafetensorError, KeyError) as exc:
+            _change(state, tensors.keys(), tensors.get_tensor, source=str(file))
+    except (OSError, SafetensorError) as exc:
         raise ModelError(f"{file} cannot be read as changes of these weights: {exc}") from exc
+
+
+def _change(state: dict[str, Tensor], keys: Iterable[str], get: Callable[[str], Tensor], *, source: str) -> None:
+    """Apply changes that `get` returns one after the other."""
+    try:
+        for key in keys:
+            kind, _, name = key.partition(":")
+            if kind + ":" == _WHOLE:
+                state[name] = get(key)
+            elif kind + ":" == _AT:
+                old = state[name]
+                new = apply(old.cpu(), get(key).cpu(), get(_TO + name).cpu())
+                if not torch.equal(_sum(new), get(_SUM + name).cpu()):
+                    raise ModelError(f"{source} has changes of {name!r} that do not fit what they were applied to; publish again")
+                state[name] = new.to(old.device)
+    except KeyError as exc:
+        raise ModelError(f"{source} has changes of a tensor that is not there: {exc}") from exc
 
 
 def _positions(steps: Tensor) -> Tensor:

@@ -2,15 +2,15 @@
 
 Called by engines, on any thread; needs only torch and the standard library, so that it also runs inside another engine's process.
 Receivers arrive at the sender's store and get a ticket: a place in a process group for one round of broadcasts, or the instruction to read
-the version's folder instead. When a round breaks, because a member died or hangs, all members drop it and the remaining ones arrive again.
-Every wait has a deadline.
+the version's folder instead. One that has the version before may take part in a round of what has changed since. When a round breaks,
+because a member died or hangs, all members drop it and the remaining ones arrive again. Every wait has a deadline.
 """
 
 import json
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -157,8 +157,24 @@ def _errors_left_to_us() -> Iterator[None]:
             os.environ[_NCCL_ERRORS] = before
 
 
-def receive(address: str, *, device: torch.device) -> dict[str, Tensor] | None:
+@dataclass(frozen=True)
+class Held:
+    """A version that a receiver has already.
+
+    Attributes:
+        name: its folder.
+        change: returns the tensors that follow from changes to it, as the sender has them; None if they do not fit.
+    """
+
+    name: str
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor] | None]
+
+
+def receive(address: str, *, device: torch.device, held: Held | None = None) -> dict[str, Tensor] | None:
     """Receive the tensors offered at `host:port`, on `device` or the CPU; None where they are to be read from the version's folder.
+
+    Args:
+        held: no more is received than what has changed since, if that is offered, and fits.
 
     Raises:
         OSError, RuntimeError: nobody offers them there any more, no ticket came in time, or the sender could not write the folder.
@@ -168,23 +184,30 @@ def receive(address: str, *, device: torch.device) -> dict[str, Tensor] | None:
     store = dist.TCPStore(
         host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_TIMEOUT_S))
     offer = json.loads(store.get("offer"))
-    specs = [Spec(name, dtype, tuple(shape)) for name, dtype, shape in offer["tensors"]]
+    if held is not None and held.name != offer["base"]:
+        held = None
     for attempt in count():
-        ticket = _arrive(store, attempt, device, timeout_s=offer["timeout_s"])
+        ticket = _arrive(store, attempt, device, timeout_s=offer["timeout_s"], changes=held is not None)
         if "error" in ticket:
             raise RuntimeError(ticket["error"])
         if "rank" not in ticket:
             return None
+        specs = [Spec(name, dtype, tuple(shape)) for name, dtype, shape in offer["tensors" if held is None else "changes"]]
         try:
-            return _take_part(store, ticket, specs, device)
+            received = _take_part(store, ticket, specs, device)
         except RuntimeError:  # the group broke; if the store is gone, the next arrival raises
             continue
+        if held is None:
+            return received
+        if (changed := held.change(received)) is not None:
+            return changed
+        held = None
     raise AssertionError("attempts are counted for ever")
 
 
-def _arrive(store: dist.Store, attempt: int, device: torch.device, *, timeout_s: float) -> dict[str, Any]:
+def _arrive(store: dist.Store, attempt: int, device: torch.device, *, timeout_s: float, changes: bool) -> dict[str, Any]:
     number = store.add("arrivals", 1)
-    store.set(f"arrival/{number}", json.dumps({"attempt": attempt, "device": device_name(device)}))
+    store.set(f"arrival/{number}", json.dumps({"attempt": attempt, "device": device_name(device), "changes": changes}))
     store.wait([f"ticket/{number}"], timedelta(seconds=timeout_s))
     return json.loads(store.get(f"ticket/{number}"))
 

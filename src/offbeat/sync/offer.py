@@ -2,7 +2,8 @@
 
 A `WeightBroadcast` serves a store at an address and runs one thread, which
     consumes   arrivals of receivers in the store
-    produces   rounds: a new process group of the sender and all who have arrived, one broadcast of the whole version, and the group's end
+    produces   rounds: a new process group of the sender and all who have arrived, one broadcast of the whole version, and the group's end;
+               those who have the version before share a round of what has changed since
     waits for  as many receivers as are expected, or until none has come for a moment; then for one round, under a deadline
     woken by   its own clock
 A member that dies or hangs breaks its round for all members; the others arrive again and share the next. A receiver that has failed twice
@@ -37,11 +38,27 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Arrival:
-    """A receiver that waits for its ticket: its number, the number of rounds it has failed, and its accelerator, if any."""
+    """A receiver that waits for its ticket.
+
+    Attributes:
+        number: its number.
+        attempt: number of rounds it has failed.
+        device: name of its accelerator, if any.
+        changes: whether it has the version before, and wants what has changed since.
+    """
 
     number: int
     attempt: int
     device: str
+    changes: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Changes:
+    """What has changed since an earlier version: the folder by which receivers know that one, and CPU tensors by keys of their own."""
+
+    base: str
+    tensors: dict[str, Tensor]
 
 
 class WeightBroadcast:
@@ -49,11 +66,12 @@ class WeightBroadcast:
 
     Attributes:
         address: `host:port`, for `dist.broadcast.receive`.
+        changes_bytes: size of the changes that are offered beside the whole version, at least 1; 0 if there are none.
     """
 
     def __init__(
         self, state: dict[str, Tensor], *, host: str, num_receivers: int, timeout_s: float,
-        write_folder: Callable[[dict[str, Tensor]], None],
+        write_folder: Callable[[dict[str, Tensor]], None], changes: Changes | None = None,
     ) -> None:
         """Start to serve receivers in the background; returns at once.
 
@@ -63,11 +81,14 @@ class WeightBroadcast:
             num_receivers: number of receivers expected for the first round.
             timeout_s: time for one receiver to get the version.
             write_folder: writes the version's folder, for receivers that broadcasts do not reach.
+            changes: offered to receivers that have the version to which they are.
 
         Raises:
             PortBusyError: no store can be served there.
         """
         self._state = {name: tensor.contiguous() for name, tensor in state.items()}
+        self._changed = {} if changes is None else {name: tensor.contiguous() for name, tensor in changes.tensors.items()}
+        self.changes_bytes = 0 if changes is None else max(sum(tensor.nbytes for tensor in self._changed.values()), 1)
         self._device = current_platform.device  # read here, since another thread would not know it
         self._expected = num_receivers
         self._round_timeout_s = timeout_s / _ROUNDS_PER_TIMEOUT
@@ -78,7 +99,8 @@ class WeightBroadcast:
         self._closed = threading.Event()
         self._store = host_store(timeout_s, host=host)
         self._store.set("offer", json.dumps({
-            "timeout_s": timeout_s, "tensors": [astuple(Spec.of(name, tensor)) for name, tensor in self._state.items()]}))
+            "timeout_s": timeout_s, "tensors": _specs(self._state), "base": "" if changes is None else changes.base,
+            "changes": _specs(self._changed)}))
         self.address = f"{host}:{self._store.port}"
         self._thread = threading.Thread(target=self._serve, name="offer", daemon=True)
         self._thread.start()
@@ -94,10 +116,14 @@ class WeightBroadcast:
                 for one in by_folder:
                     self._answer(one, self._by_folder())
                 members = [one for one in arrived if one not in by_folder]
-                whole = not members or self._round(members)
-                self._expected = 0 if whole else len(members)
+                self._expected = 0
+                for tensors, alike in (
+                    (self._changed, [one for one in members if one.changes]), (self._state, [one for one in members if not one.changes]),
+                ):
+                    if alike and not self._round(alike, list(tensors.values())):
+                        self._expected += len(alike)
         finally:
-            del self._store, self._state  # waiting receivers learn that the store is gone
+            del self._store, self._state, self._changed  # waiting receivers learn that the store is gone
 
     def _gather(self) -> list[Arrival]:
         """Return the receivers that wait for a ticket: all expected ones, or those present when none came for a moment; [] once closed."""
@@ -131,8 +157,8 @@ class WeightBroadcast:
                 self._folder_ticket = {"error": f"the broadcast broke {_MAX_ROUNDS} times, and then {type(exc).__name__}: {exc}"}
         return self._folder_ticket
 
-    def _round(self, members: Sequence[Arrival]) -> bool:
-        """Broadcast to these receivers; returns whether that succeeded as far as the sender can tell."""
+    def _round(self, members: Sequence[Arrival], tensors: Sequence[Tensor]) -> bool:
+        """Broadcast tensors to these receivers; returns whether that succeeded as far as the sender can tell."""
         self._num_rounds += 1
         name, world, timeout_s = f"round-{self._num_rounds}", len(members) + 1, self._round_timeout_s
         device = self._meeting_device([one.device for one in members])
@@ -141,7 +167,7 @@ class WeightBroadcast:
             self._answer(one, {"round": name, "backend": backend, "rank": rank, "world": world, "timeout_s": timeout_s})
         try:
             with Group(backend, dist.PrefixStore(name, self._store), rank=0, world=world, timeout_s=timeout_s) as group:
-                group.broadcast(list(self._state.values()), device=device)
+                group.broadcast(tensors, device=device)
                 # Data may still be in flight, and would be lost with the connection.
                 self._store.wait([f"{name}/left/{rank}" for rank in range(1, world)], timedelta(seconds=timeout_s))
         except RuntimeError as exc:
@@ -153,3 +179,7 @@ class WeightBroadcast:
         """Choose where this process and the owners of these accelerators communicate: on them if each has one of its own, else on CPUs."""
         everyones = [device_name(self._device), *names]
         return self._device if all(everyones) and len(set(everyones)) == len(everyones) else torch.device("cpu")
+
+
+def _specs(tensors: dict[str, Tensor]) -> list[tuple[str, str, tuple[int, ...]]]:
+    return [astuple(Spec.of(name, tensor)) for name, tensor in tensors.items()]

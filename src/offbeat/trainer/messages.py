@@ -231,8 +231,8 @@ class Written:
     """The weights that rank 0 wrote, or offers at the address `broadcast`; `fingerprint` is empty on other ranks.
 
     Attributes:
-        num_bytes: size of the tensors that were written or are offered.
-        base: folder of the version to which only the changes were written; empty if all was.
+        num_bytes: size of the tensors that were written or are offered; of changes, where there are any.
+        base: folder of the version to which only the changes were written, or are offered beside the whole; empty if there are none.
     """
 
     fingerprint: str

@@ -93,7 +93,10 @@ class ModelTrainer(Trainer):
     def _write(self, request: WriteRequest) -> Written:
         """See `Trainer.write_weights`. Of a model in shards, each rank writes a part, unless rank 0 offers it."""
         written = None if self._parts is None else self._parts.write(request)
-        return super()._write(request) if written is None else written
+        if written is None:
+            return super()._write(request)
+        self._last = None
+        return written
 
     def save(self, request: Folder) -> None:
         """See `Trainer.save`."""

@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from offbeat.data.model_folder import check_model_folder
-from offbeat.model.changes import write_changes
+from offbeat.model.changes import smaller_changes, write_changes
 from offbeat.model.checkpoint_names import published_names
 from offbeat.model.fingerprint import combine, digests
 from offbeat.model.peft_io import Adapter, write_adapter
-from offbeat.sync.offer import WeightBroadcast
+from offbeat.sync.offer import Changes, WeightBroadcast
 from offbeat.trainer.export import export_folder
 from offbeat.trainer.messages import Dtype
 from offbeat.trainer.state import as_dtype, parameter_bytes
@@ -49,12 +49,16 @@ class Snapshot(Protocol):
         """
         ...
 
-    def offer(self, folder: Path, *, host: str, num_receivers: int, timeout_s: float) -> WeightBroadcast | None:
-        """Offer the snapshot to engines by broadcast, as the last use of it; returns None if it was written to `folder` instead.
+    def offer(
+        self, folder: Path, *, host: str, num_receivers: int, timeout_s: float, since: "Snapshot | None" = None, base: str = "",
+    ) -> WeightBroadcast | None:
+        """Offer the snapshot to engines by broadcast; returns None if it was written to `folder` instead.
 
         Args:
             folder: written for engines that cannot be reached otherwise.
             host, num_receivers, timeout_s: see `WeightBroadcast`, which may also raise.
+            since: an earlier snapshot, which engines know by the folder `base`: those that have it are offered what has changed since,
+                where that is smaller.
         """
         ...
 
@@ -102,10 +106,16 @@ class ModelSnapshot:
         assert isinstance(since, ModelSnapshot), "a model's changes are those of a model"
         return write_changes(self.published(), folder, since=since.published(), base=base)
 
-    def offer(self, folder: Path, *, host: str, num_receivers: int, timeout_s: float) -> WeightBroadcast:
+    def offer(
+        self, folder: Path, *, host: str, num_receivers: int, timeout_s: float, since: Snapshot | None = None, base: str = "",
+    ) -> WeightBroadcast:
         """See `Snapshot.offer`."""
+        assert since is None or isinstance(since, ModelSnapshot), "a model's changes are those of a model"
+        state = self.published()
+        found = None if since is None else smaller_changes(state, since=since.published())
         return WeightBroadcast(
-            self.published(), host=host, num_receivers=num_receivers, timeout_s=timeout_s, write_folder=partial(self._write, folder))
+            state, host=host, num_receivers=num_receivers, timeout_s=timeout_s, write_folder=partial(self._write, folder),
+            changes=None if found is None else Changes(base, found))
 
     def export(self, folder: Path, *, tokenizer_folder: Path) -> None:
         """See `Snapshot.export`."""
@@ -147,7 +157,9 @@ class AdapterSnapshot:
         """See `Snapshot.write_changes`; an adapter is small, and is always written whole."""
         return 0
 
-    def offer(self, folder: Path, *, host: str, num_receivers: int, timeout_s: float) -> None:  # noqa: ARG002
+    def offer(
+        self, folder: Path, *, host: str, num_receivers: int, timeout_s: float, since: Snapshot | None = None, base: str = "",  # noqa: ARG002
+    ) -> None:
         """See `Snapshot.offer`; an adapter is small, and is always written to the folder."""
         self.write(folder)
 

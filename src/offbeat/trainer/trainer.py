@@ -185,19 +185,23 @@ class Trainer(ABC):
         if self.groups.rank != 0:
             return Written("", ())
         folder, broadcast = Path(request.folder), request.broadcast
+        last, self._last = self._last, None
+        since = last[1] if last is not None and request.base and last[0] == request.base else None
+        fingerprint, address, num_bytes = snapshot.fingerprint(), "", 0
         if broadcast is None:
-            last, self._last = self._last, None
-            since = last[1] if last is not None and request.base and last[0] == request.base else None
             num_bytes = 0 if since is None else snapshot.write_changes(folder, since=since, base=Path(request.base))
             if not num_bytes:
                 snapshot.write(folder)
-            if self._run.weights.whole_every_versions > 1:
-                self._last = request.folder, snapshot
-            return Written(snapshot.fingerprint(), (), num_bytes=num_bytes or snapshot.num_bytes, base=request.base if num_bytes else "")
-        progress("offer_weights")
-        fingerprint = snapshot.fingerprint()
-        self._offer = snapshot.offer(folder, host=broadcast.host, num_receivers=broadcast.num_receivers, timeout_s=broadcast.timeout_s)
-        return Written(fingerprint, (), self._offer.address if self._offer else "", snapshot.num_bytes)
+        else:
+            progress("offer_weights")
+            self._offer = snapshot.offer(
+                folder, host=broadcast.host, num_receivers=broadcast.num_receivers, timeout_s=broadcast.timeout_s, since=since,
+                base=request.base)
+            if self._offer is not None:
+                address, num_bytes = self._offer.address, self._offer.changes_bytes
+        if self._run.weights.whole_every_versions > 1:
+            self._last = request.folder, snapshot
+        return Written(fingerprint, (), address, num_bytes or snapshot.num_bytes, base=request.base if num_bytes else "")
 
     def export(self, request: ExportRequest) -> None:
         """Write a Hugging Face folder for other programs on rank 0, including the tokenizer; collective. Raises as `write_weights`.

@@ -33,7 +33,8 @@ class WriteVersion(Protocol):
 
         Args:
             canary: [n] token IDs; the manifest has the log-probabilities [n - 1] of canary[1:].
-            base: folder of the version written last: what has changed since may be written instead, and the manifest says so.
+            base: folder of the version written last: what has changed since may be written instead, or be offered to receivers that have
+                that version, and the manifest says so.
         """
         ...
 
@@ -43,7 +44,8 @@ class Channel:
 
     A name is never used twice: a run that is resumed publishes numbers again, with other weights, but under a name of its own. With
     receivers a version is offered to them by broadcast, and the folder is written only for engines that this cannot reach. Between versions
-    that are written whole, folders may hold what has changed since the one before; they stay as long as one that builds on them.
+    that are written whole, folders may hold what has changed since the one before; they stay as long as one that builds on them. What has
+    changed is offered by broadcast, too, to engines that have the version before, however it came to them.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Channel:
         self._on_rewrite = on_rewrite
         self._whole_every = whole_every
         self._chain: list[str] = []
-        """Folders that make up the newest version: a whole one, and those of changes since."""
+        """Folders that make up the newest version: a whole one, and those of changes since; those of broadcast versions are not there."""
         self._bases: dict[str, str] = {}
         self._states: dict[str, _FolderState] = {}
         self._unfinished: Path | None = None
@@ -80,8 +82,10 @@ class Channel:
 
     async def write(self, version: Version) -> Manifest:
         """Make the trainer's weights available as an immutable version, and return its manifest."""
-        follows = 0 < len(self._chain) < self._whole_every and self._is_intact()
-        return await self._make(version, num_receivers=self._num_receivers(), base=self._chain[-1] if follows else "")
+        num_receivers = self._num_receivers()
+        # Whoever receives changes has what they are to, but a folder of changes is read with those that it builds on.
+        follows = 0 < len(self._chain) < self._whole_every and (num_receivers > 0 or self._is_intact())
+        return await self._make(version, num_receivers=num_receivers, base=self._chain[-1] if follows else "")
 
     async def rewrite(self, manifest: Manifest) -> Manifest | None:
         """Write a version again, and whole, if its folder, or one that it builds on, is not as it was written.
@@ -112,8 +116,8 @@ class Channel:
         self._states = {folder: state for folder, state in self._states.items() if folder in kept}
 
     def _is_intact(self) -> bool:
-        """Tell whether the folders of the newest version are as they were written."""
-        return all(_look(Path(folder)) == self._states.get(folder) for folder in self._chain)
+        """Tell whether all folders of the newest version were written, and are as they were written."""
+        return all((state := _look(Path(folder))) and state == self._states.get(folder) for folder in self._chain)
 
     async def _make(self, version: Version, *, num_receivers: int = 0, base: str = "") -> Manifest:
         folder = self._directory / f"v{version:08d}-{self._incarnation}"

@@ -23,8 +23,9 @@ class Manifest:
         broadcast: `host:port` where rank 0 offers the weights (`offbeat.sync.offer`), and the folder is written only for engines that it
             cannot reach otherwise; empty where the folder holds them.
         adapter: name of the adapter; empty for whole weights.
-        num_bytes: size of the tensors in the folder, or in the broadcast.
-        base: folder of an earlier version, if this one's holds only what has changed since; empty if it holds everything.
+        num_bytes: size of the tensors in the folder, or in the broadcast to engines that have `base`.
+        base: folder of an earlier version, if this one's holds only what has changed since, or if that is broadcast to engines that have
+            the earlier one; empty if there is nothing but the whole.
     """
 
     version: Version
