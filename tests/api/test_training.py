@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
 
 import offbeat
 from offbeat.cli import main as cli
@@ -43,7 +45,8 @@ def test_a_program_with_a_running_loop_trains_with_a_function_and_rows_of_its_ow
 
     async def cell() -> offbeat.Run:
         return offbeat.train(
-            model=model_dir, data=(row for row in ROWS), reward=reward, settings=SMALL | {"run.dir": tmp_path}, total_steps=2, lr=1e-3,
+            model=model_dir, data=(row for row in ROWS), reward=reward, total_steps=2, lr=1e-3,
+            settings=SMALL | {"run.dir": tmp_path, "telemetry.sinks": ["tensorboard"], "telemetry.sample_tables_every_steps": 2},
             evaluate={"own": ROWS[:3]}, callbacks=[steps.append, watch], progress=False, dashboard=True, heldout_size=4)
 
     run = asyncio.run(cell())
@@ -55,6 +58,12 @@ def test_a_program_with_a_running_loop_trains_with_a_function_and_rows_of_its_ow
     for rollout in run.rollouts(step=2):
         row = next(row for row in ROWS if row["prompt"] == rollout.prompt)
         assert rollout.reward == pytest.approx(sum(weights.get(each, 0.125) for each in rollout.completion) + row["level"])
+    accumulator = EventAccumulator(str(run.folder / "tensorboard"))
+    accumulator.Reload()
+    [table] = accumulator.Tensors("samples")
+    head, *shown = make_ndarray(table.tensor_proto).tolist()
+    rewards = sorted((rollout.reward for rollout in run.rollouts(step=2)), reverse=True)
+    assert table.step == 2 and head[0] == b"reward" and [float(row[0].decode().strip()) for row in shown] == pytest.approx(rewards)
     assert run.config["rollout"]["reward"] == "python:reward" and "own" in run.result["sets"]
     assert (run.folder / "report.html").exists()
 

@@ -1,8 +1,12 @@
 """The best and the worst sample of a step, for a person."""
 
+import math
+
 import numpy as np
 
-from offbeat.controller.samples import best_and_worst
+from offbeat.controller.samples import best_and_worst, sample_table
+from offbeat.data.pieces import Pieces
+from offbeat.data.row import Row
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.data.trajectory import Group, Trajectory
 
@@ -36,6 +40,22 @@ def test_long_texts_are_cut_and_each_line_is_indented():
     lines = best_and_worst(1, [Group("0:0", 0, (sample("12\n" * 1000, "3\n4" * 900, 1.0),))], TOKENIZER).splitlines()
     assert lines[1].startswith("  given │ … ") and lines[-1].endswith(" …") and all(line[8] == "│" for line in lines[1:])
     assert 3000 < len("".join(lines)) < 20_000
+
+
+def test_a_table_has_samples_from_the_largest_reward_to_the_smallest_whichever_prompts_they_answer() -> None:
+    groups = [Group("0:0", 0, tuple(sample("31>", "13", i / 64) for i in range(40))), Group("0:1", 0, (sample("2>", "2", 0.75),))]
+    rows = [Row(prompt="31>", answer="13"), Row(prompt="2>", answer="2")]
+    table = sample_table(groups, rows, Pieces(TOKENIZER)).rows
+    assert len(table) == 16 and table[0] == (0.75, "2>", "2", "2", "stop", 1, "0:1")
+    rewards = [row[0] for row in table]
+    assert rewards == sorted(rewards, reverse=True) and (rewards[1], rewards[-1]) == (37 / 64, 0.0)
+
+
+def test_a_table_of_few_samples_has_them_all_and_those_without_a_reward_last() -> None:
+    failed = sample("31>", "4" * 5000, math.nan, reason="reward failed: x")
+    table = sample_table([Group("0:0", 0, (failed, sample("31>", "", -1.0)))], [Row(prompt="31>", answer="13")], Pieces(TOKENIZER)).rows
+    assert [(row[0], row[4]) for row in table] == [(-1.0, "stop"), (None, "reward failed: x")] and len(table[1][2]) == 4000
+    assert sample_table([], [], Pieces(TOKENIZER)).rows == []
 
 
 def test_what_would_act_on_a_terminal_is_replaced(monkeypatch):

@@ -28,6 +28,9 @@ class Kept:
             raise OSError("no space left")
         self.calls.append(row["global_step"])
 
+    def write_samples(self, global_step, make):
+        self.calls.append((global_step, make()))
+
     def resume_at(self, global_step):
         self.calls.append(("resume_at", global_step))
 

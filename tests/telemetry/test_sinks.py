@@ -38,6 +38,12 @@ def test_the_place_in_the_run_is_no_metric():
 
 
 def test_a_missing_package_is_told_with_its_extra():
-    check_installed(["tensorboard", "wandb", "trackio"])
+    check_installed(["tensorboard", "wandb", "trackio", "mlflow"])
     with pytest.raises(MissingExtraError, match=r"has 'abacus', which is not installed; run pip install 'offbeat\[abacus\]'"):
         check_installed(["tensorboard", "abacus"])
+
+
+def test_mlflow_needs_what_makes_its_local_database(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "alembic" else name)
+    with pytest.raises(MissingExtraError, match=r"pip install 'offbeat\[mlflow\]'"):
+        check_installed(["mlflow"])

@@ -9,6 +9,7 @@ CODE = """
 import json, sys
 from pathlib import Path
 from trackio.sqlite_storage import SQLiteStorage
+from offbeat.telemetry.sample_table import SampleTable
 from offbeat.telemetry.stats import StatsLogger
 from offbeat.telemetry.trackio_sink import open_sink
 logger = StatsLogger([open_sink(Path("runs/sort"), {"train": {"lr": 0.5}})])
@@ -16,6 +17,7 @@ first = int(sys.argv[1])
 logger.resume_at(first)
 for step in (first, first + 1):
     logger.commit(0, step, step, {"train/loss": 1.0 / step, "rollout/generated_tokens": 7})
+    logger.write_samples(step, lambda: SampleTable([(1.0, "2+3=", "5", "5", "stop", 1, "0:7")]))
 logger.close()
 print(json.dumps([SQLiteStorage.get_run_records("offbeat"), SQLiteStorage.get_logs("offbeat", "sort")]))
 """
@@ -30,5 +32,11 @@ def test_every_process_of_a_run_is_a_trackio_run_on_this_machine(tmp_path):
         runs, rows = json.loads(shown.stdout)  # trackio itself prints nothing
         assert shown.stderr == ""
         assert [run["name"] for run in runs] == ["sort"] * num_runs
-        assert [(row["step"], row["train/loss"], row["rollout/generated_tokens"], row["epoch"]) for row in rows] == [
+        metrics = [row for row in rows if "train/loss" in row]
+        assert [(row["step"], row["train/loss"], row["rollout/generated_tokens"], row["epoch"]) for row in metrics] == [
             (step, 1.0 / step, 7, 0) for step in (first, first + 1)]
+        tables = [(row["step"], row["samples"]) for row in rows if "samples" in row]
+        assert [step for step, _ in tables] == [first, first + 1]
+        assert all(table["_type"] == "trackio.table" and table["_value"] == [
+            {"reward": 1.0, "prompt": "2+3=", "completion": "5", "answer": "5", "ended by": "stop", "tokens": 1, "row": "0:7"}]
+            for _, table in tables)

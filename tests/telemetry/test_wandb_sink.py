@@ -9,6 +9,7 @@ import sys
 import psutil
 from wandb.proto.wandb_internal_pb2 import Record
 
+from offbeat.telemetry.sample_table import COLUMNS, SampleTable
 from offbeat.telemetry.stats import StatsLogger
 from offbeat.telemetry.wandb_sink import open_sink
 
@@ -43,11 +44,13 @@ def read(folder):
 def test_every_process_of_a_run_writes_an_offline_run_in_the_group_of_its_name(tmp_path, capfd):
     folder = tmp_path / "sort"
     folder.mkdir()
+    table = SampleTable([(1.0, "2+3=", "5", "5", "stop", 1, "0:7"), (None, "p", "", "", "length", 2, "0:8")])
     for first in (1, 3):
         logger = StatsLogger([open_sink(folder, {"train": {"lr": 0.5}})])
         logger.resume_at(first)
         for step in (first, first + 1):
             logger.commit(0, step, step, {"train/loss": 1.0 / step, "rollout/generated_tokens": 7})
+        logger.write_samples(first + 1, lambda: table)
         logger.close()
     runs = list(read(folder))
     assert len(runs) == 2
@@ -55,6 +58,10 @@ def test_every_process_of_a_run_writes_an_offline_run_in_the_group_of_its_name(t
         assert (run.project, run.display_name, run.run_group) == ("offbeat", "sort", "sort")
         assert json.loads(next(item.value_json for item in run.config.update if item.key == "train")) == {"lr": 0.5}
         assert [row["_step"] for row in rows] == [first, first + 1]
+        [file] = folder.glob(f"wandb/offline-run-*/files/{rows[1]['samples/path']}")
+        shown = json.loads(file.read_text())
+        assert rows[1]["samples/_type"] == "table-file" and shown["columns"] == list(COLUMNS)
+        assert shown["data"] == [[1.0, "2+3=", "5", "5", "stop", 1, "0:7"], [None, "p", "", "", "length", 2, "0:8"]]
         assert rows[0]["train/loss"] == 1.0 / first and rows[0]["rollout/generated_tokens"] == 7 and rows[0]["epoch"] == 0
     assert capfd.readouterr() == ("", "")
     assert not [child for child in psutil.Process().children() if "wandb" in child.name()]

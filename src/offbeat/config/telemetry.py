@@ -18,5 +18,7 @@ class TelemetryConfig(Section):
     peak_tflop_per_s: float = field(
         0.0, "What a train rank's device can do at most, in 10^12 dense bfloat16 operations per second, by which `train/mfu` is measured; 0"
         " takes it from a table of devices, and where that has no entry, as for CPUs, there is no `train/mfu`.", ge=0)
-    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = field(
+    sinks: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = field(
         (), "Where metrics go besides `metrics.jsonl`, which is always written; each needs the extra of its name, `offbeat[tensorboard]`.")
+    sample_tables_every_steps: int = field(
+        10, "Steps between those of which `sinks` get a table of 16 samples, from the largest reward to the smallest; 0 sends none.", ge=0)

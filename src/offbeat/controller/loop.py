@@ -47,7 +47,7 @@ from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.controller.checkpoints import Checkpoints
 from offbeat.controller.evaluate import Evaluator, check_known, make_evaluators
 from offbeat.controller.parts import Rollouts, RunParts
-from offbeat.controller.samples import best_and_worst
+from offbeat.controller.samples import best_and_worst, sample_table
 from offbeat.controller.scoring import score_batch
 from offbeat.controller.state import HeadState, Highlights, RunState, SavedState, Step
 from offbeat.data.batch import Batch
@@ -343,9 +343,13 @@ class _Training:
         self._record.console.offer(partial(best_and_worst, step.global_step, groups, self._parts.inputs.tokenizer))
         if advice := self._advice.look(stats):
             self._record.console.note(advice)
-        every = self._config.telemetry.rollouts_every_steps
-        if every and step.global_step % every == 0:
-            rows = [self._stream.row(group.prompt_id) for group in groups]
+        is_kept, is_shown = (
+            every and step.global_step % every == 0
+            for every in (self._config.telemetry.rollouts_every_steps, self._config.telemetry.sample_tables_every_steps))
+        rows = [self._stream.row(group.prompt_id) for group in groups] if is_kept or is_shown else []
+        if is_shown:
+            self._record.stats.write_samples(step.global_step, partial(sample_table, groups, rows, self._pieces))
+        if is_kept:
             await self._record.rollouts(step.global_step, keep_lines(groups, rows, batch, self._pieces, step=step.global_step))
 
 

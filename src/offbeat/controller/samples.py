@@ -1,12 +1,20 @@
-"""Writes samples of a step for a person: the loop offers them to the console, which shows them when the user asks. Torch-free."""
+"""Writes samples of a step for a person: for the console, which shows them when the user asks, and as a table for sinks. Torch-free."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
+from offbeat.data.keeping import keep
+from offbeat.data.pieces import Pieces
+from offbeat.data.row import Row
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.data.trajectory import Group, Trajectory, episode_reward
+from offbeat.telemetry.sample_table import SampleTable
 
 _MOST_CHARACTERS = 1500
 """Of a prompt's end and an answer's beginning; two of each fit on a terminal."""
+_MOST_IN_TABLE = 16
+_MOST_CELL_CHARACTERS = 4000
 
 
 def best_and_worst(step: int, groups: Sequence[Group], tokenizer: Tokenizer) -> str:
@@ -26,6 +34,27 @@ def best_and_worst(step: int, groups: Sequence[Group], tokenizer: Tokenizer) -> 
             f"{len(chains[-1])} tokens, ended by {chains[-1].reason}",
             *_text(chains[-1], tokenizer)]
     return "\n".join(lines)
+
+
+def sample_table(groups: Sequence[Group], rows: Sequence[Row], pieces: Pieces) -> SampleTable:
+    """Return 16 samples of a step, or all if there are fewer: the one with the largest reward, the one with the smallest, and others evenly
+    between them, in this order; those without a reward come last.
+
+    Args:
+        groups: those that the step trains on.
+        rows: of their prompts.
+    """
+    played = [(group, row, t) for group, row in zip(groups, rows, strict=True) for t in group.trajectories]
+    played.sort(key=lambda one: one[2].reward if math.isfinite(one[2].reward) else -math.inf, reverse=True)
+    count = min(len(played), _MOST_IN_TABLE)
+    places = [round(place * (len(played) - 1) / max(count - 1, 1)) for place in range(count)]
+    found = []
+    for group, row, t in (played[place] for place in places):
+        kept = keep(replace(group, trajectories=(t,)), row, pieces, step=0, columns={})
+        [own] = kept.trajectories
+        texts = (kept.prompt, own.completion, kept.answer)
+        found.append((own.reward, *(text[:_MOST_CELL_CHARACTERS] for text in texts), own.reason, own.num_generated, kept.prompt_id))
+    return SampleTable(found)
 
 
 def _text(trajectory: Trajectory, tokenizer: Tokenizer) -> list[str]:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from offbeat.telemetry.sample_table import MakeTable
 from offbeat.telemetry.sinks import Sink
 
 _LOG = logging.getLogger(__name__)
@@ -44,6 +45,10 @@ class BackgroundSink:
     def write(self, row: Mapping[str, Any]) -> None:
         """Queue one row for the sink's thread."""
         self._put(lambda sink: sink.write(row))
+
+    def write_samples(self, global_step: int, make: MakeTable) -> None:
+        """Queue one table for the sink's thread, which makes it, too."""
+        self._put(lambda sink: sink.write_samples(global_step, make))
 
     def resume_at(self, global_step: int) -> None:
         """Queue the step from which the run continues."""

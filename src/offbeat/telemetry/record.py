@@ -36,7 +36,7 @@ class RunRecord:
             run_dir: the run's folder.
             trace: whether to record a timeline.
             console: shows progress; closed with the rest.
-            sinks: destinations of metrics besides `metrics.jsonl`: "tensorboard", "wandb", "trackio".
+            sinks: destinations of metrics besides `metrics.jsonl`: "tensorboard", "wandb", "trackio", "mlflow".
             settings: settings of the run, displayed by sinks that support it.
             rollouts_max_bytes: bound on the folder of rollouts; None is no bound.
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from offbeat.errors import MissingExtraError
 from offbeat.telemetry.jsonl import JsonLinesFile
+from offbeat.telemetry.sample_table import MakeTable
 
 _PLACE = frozenset({"step", "global_step", "time_s"})
 
@@ -20,6 +21,9 @@ class Sink(Protocol):
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Write one row: epoch, step, global_step, time_s, and the statistics by name."""
+
+    def write_samples(self, global_step: int, make: MakeTable) -> None:
+        """Write a table of samples of a step, whose row has just been written; `make` makes it."""
 
     def resume_at(self, global_step: int) -> None:
         """Drop rows of this global step and later ones, because the run is about to write them again."""
@@ -46,6 +50,9 @@ class JsonLines:
         """Append one row as a line and flush it."""
         self._file.write(row)
 
+    def write_samples(self, global_step: int, make: MakeTable) -> None:
+        """Do nothing: the folder `rollouts` beside this file has all samples."""
+
     def resume_at(self, global_step: int) -> None:
         """Drop rows of this global step and later ones."""
         kept: set[int] = set()
@@ -69,6 +76,9 @@ def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in row.items() if name not in _PLACE}
 
 
+_PACKAGES = {"mlflow": ("mlflow", "alembic")}  # the second of which a local database needs
+
+
 def check_installed(names: Sequence[str]) -> None:
     """Refuse sinks whose package is missing, before a run begins.
 
@@ -76,7 +86,7 @@ def check_installed(names: Sequence[str]) -> None:
         MissingExtraError: a package is missing; the message names the extra.
     """
     for name in names:
-        if importlib.util.find_spec(name) is None:
+        if any(importlib.util.find_spec(package) is None for package in _PACKAGES.get(name, (name,))):
             raise MissingExtraError(f"telemetry.sinks has {name!r}, which is not installed; run pip install 'offbeat[{name}]'")
 
 
@@ -84,7 +94,7 @@ def open_sink(name: str, run_dir: Path, settings: Mapping[str, Any]) -> Sink:
     """Open a sink of another project.
 
     Args:
-        name: "tensorboard", "wandb" or "trackio".
+        name: "tensorboard", "wandb", "trackio" or "mlflow".
         run_dir: the run's folder, which is named after the run.
         settings: settings of the run, displayed by sinks that support it.
     """

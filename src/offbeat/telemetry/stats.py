@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 
+from offbeat.telemetry.sample_table import MakeTable
 from offbeat.telemetry.sinks import Sink
 
 
@@ -25,6 +26,11 @@ class StatsLogger:
         row |= {name: value if isinstance(value, int) else float(value) for name, value in stats.items()}
         for sink in self._sinks:
             sink.write(row)
+
+    def write_samples(self, global_step: int, make: MakeTable) -> None:
+        """Write a table of samples of the step that was committed last to every sink that has tables; each calls `make`."""
+        for sink in self._sinks:
+            sink.write_samples(global_step, make)
 
     def resume_at(self, global_step: int) -> None:
         """Make every sink drop rows of this global step and all later ones."""

@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]: made at import
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from offbeat.telemetry.sample_table import COLUMNS, TAG, Cell, MakeTable
 from offbeat.telemetry.sinks import metrics_of
 
 
@@ -32,6 +35,11 @@ class TensorBoardSink:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics_of(row).items()]
         self._write(Event(wall_time=row["time_s"], step=row["global_step"], summary=Summary(value=values)))
 
+    def write_samples(self, global_step: int, make: MakeTable) -> None:
+        """Append a table of texts, which TensorBoard shows under *Text*."""
+        rows = [COLUMNS, *(tuple(map(_literal, row)) for row in make().rows)]
+        self._write(Event(wall_time=time.time(), step=global_step, summary=text_pb(TAG, np.array(rows, dtype=object))))
+
     def resume_at(self, global_step: int) -> None:
         """Have TensorBoard purge older files' records of this step and later ones."""
         self._write(Event(wall_time=time.time(), step=global_step, session_log=SessionLog(status=SessionLog.START)))
@@ -43,6 +51,11 @@ class TensorBoardSink:
     def _write(self, event: Event) -> None:
         self._writer.write(event.SerializeToString())
         self._file.flush()
+
+
+def _literal(cell: Cell) -> str:
+    """Write a value as a block of code in Markdown, which TensorBoard would otherwise read out of what a model wrote."""
+    return "\n".join(f"    {line}" for line in str("" if cell is None else cell).splitlines())
 
 
 def open_sink(run_dir: Path, settings: Mapping[str, Any]) -> TensorBoardSink:

@@ -11,6 +11,7 @@ from typing import Any
 import trackio
 import trackio.run
 
+from offbeat.telemetry.sample_table import COLUMNS, TAG, MakeTable
 from offbeat.telemetry.sinks import metrics_of
 
 _LOG = logging.getLogger(__name__)
@@ -29,6 +30,10 @@ class TrackioSink:
     def write(self, row: Mapping[str, Any]) -> None:
         """Log at the row's global step."""
         self._run.log(metrics_of(row), step=row["global_step"])
+
+    def write_samples(self, global_step: int, make: MakeTable) -> None:
+        """Log a table at the global step."""
+        self._run.log({TAG: trackio.Table(columns=list(COLUMNS), data=[list(row) for row in make().rows])}, step=global_step)
 
     def resume_at(self, global_step: int) -> None:
         """Do nothing: the rows of earlier processes belong to other trackio runs."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import wandb
 
+from offbeat.telemetry.sample_table import COLUMNS, TAG, MakeTable
 from offbeat.telemetry.sinks import metrics_of
 
 
@@ -27,6 +28,10 @@ class WandbSink:
     def write(self, row: Mapping[str, Any]) -> None:
         """Log at the row's global step."""
         self._run.log(metrics_of(row), step=row["global_step"])
+
+    def write_samples(self, global_step: int, make: MakeTable) -> None:
+        """Log a table at the global step, which W&B shows with a slider over the steps."""
+        self._run.log({TAG: wandb.Table(columns=list(COLUMNS), data=[list(row) for row in make().rows])}, step=global_step)
 
     def resume_at(self, global_step: int) -> None:
         """Do nothing: the rows of earlier processes belong to other W&B runs."""
