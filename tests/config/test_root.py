@@ -23,8 +23,6 @@ def test_folders_follow_from_names():
         ({"inference": {"num_engines": 2, "min_engines": 3}}, "inference.min_engines must be <= the 2 of inference.num_engines, got 3"),
         ({"model": {"tiny": {"num_heads": 6, "num_kv_heads": 4}}}, "model.tiny.num_kv_heads must divide num_heads = 6, got 4"),
         ({"algorithm": {"dual_clip": 0.5}}, r"algorithm.dual_clip must be 0 \(off\) or > 1, got 0.5"),
-        ({"model": {"lora": {"rank": 4}}, "train": {"num_ranks": 2, "parallel": {"tp": 2}}},
-         "train.parallel.tp must be 1 with model.lora.rank > 0, got 2; .* so set train.parallel.shard"),
         ({"train": {"num_ranks": 6, "parallel": {"shard": 2, "cp": 2}}},
          r"train.num_ranks must be a multiple of train.parallel's shard \* tp \* cp = 4, got 6; start as many"),
         ({"run": {"mode": "spmd"}, "train": {"num_ranks": 2, "parallel": {"cp": 2}}, "rollout": {"single_rank_load": False}},

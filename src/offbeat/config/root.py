@@ -68,7 +68,8 @@ class Config(Section):
     @property
     def canary_dtype(self) -> Literal["float32", "bfloat16"]:
         """Coarser one of the number formats in which engines and the trainer compute the canary; mixed precision trains in bfloat16."""
-        mixed = self.train.computes_in == "bf16_mixed" and (not self.model.lora.rank or self.train.parallel.shard > 1)
+        divided = self.train.parallel.shard > 1 or self.train.parallel.tp > 1
+        mixed = self.train.computes_in == "bf16_mixed" and (not self.model.lora.rank or divided)
         return "bfloat16" if mixed else self.model.dtype
 
     @property
@@ -440,10 +441,6 @@ class Config(Section):
             raise ValueError(
                 f"train.compile must be false with train.parallel.tp = {parallel.tp}, got true; layers that ranks compute together have not"
                 " been compiled so far, so leave it out")
-        if self.model.lora.rank and parallel.tp > 1:
-            raise ValueError(
-                f"train.parallel.tp must be 1 with model.lora.rank > 0, got {parallel.tp}; layers that ranks compute together have no place"
-                " for an adapter, so set train.parallel.shard, which divides the frozen model, too")
         if parallel.ranks_per_share > 1 and not self.rollout.single_rank_load:
             raise ValueError(
                 "rollout.single_rank_load must be true with train.parallel.tp or train.parallel.cp above 1, got false; the ranks of such a"

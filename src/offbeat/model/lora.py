@@ -4,6 +4,9 @@ Used by the trainer. All parameters of an adapter are one row of a flat matrix, 
 optimizer, reduction over ranks and saving work on rows; each adapted linear layer views its part of them as A [N, in, R] and B [N, R,
 out]. An adapter of a lower rank than the bank's, or with fewer layers, is padded with zeros, which stay zero: there the gradient of A is a
 product with zeros of B, and vice versa. The model's own names, weights and state_dict stay unchanged; hooks add the adapters' output.
+
+The model may be divided over ranks, of which each holds all of every adapter: see `layer_slices`. The gradient of an adapter is then the
+sum of the gradients of all ranks.
 """
 
 import math
@@ -20,6 +23,7 @@ from torch import Tensor, nn
 
 from offbeat.data.packing import PackedRow
 from offbeat.errors import ModelError
+from offbeat.model.layer_slices import LayerSlice, slice_of
 from offbeat.model.lora_routes import EqualRoute, OneRoute, Route, SpanRoute
 from offbeat.model.peft_io import Adapter
 
@@ -32,12 +36,13 @@ _FEED_FORWARD = re.compile(r"\.(\w*mlp|feed_?forward|ffn|\w*experts?|\w*moe|fc\d
 
 @dataclass(frozen=True)
 class _Layer:
-    """An adapted linear layer, and the offset of its numbers in an adapter's row: A, then B."""
+    """An adapted linear layer, what of it is computed here, and the offset of its numbers in an adapter's row: A, then B."""
 
     name: str
     num_in: int
     num_out: int
     start: int
+    here: LayerSlice
 
 
 @dataclass(frozen=True)
@@ -76,11 +81,12 @@ class AdapterBank(nn.Module):
             rank: largest rank of an adapter.
             targets: names of the layers to adapt; see `find_targets`.
             dropout: share of each adapted layer's inputs that is hidden from the adapters in a pass with dropout.
-            seed: seed of the dropout; differs between ranks.
+            seed: seed of the dropout; differs between ranks, except those that compute layers together.
             computes: format in which adapters compute where autocast names none.
 
         Raises:
-            ModelError: a target matches no linear layer; the message lists the layers.
+            ModelError: a target matches no linear layer, and the message lists the layers; or one that is divided over ranks in a way of
+                its own.
         """
         super().__init__()
         self.rank = rank
@@ -93,7 +99,7 @@ class AdapterBank(nn.Module):
         model.requires_grad_(False)
         size = 0
         for index, (name, layer) in enumerate(find_targets(model, targets).items()):
-            self._layers.append(_Layer(name, layer.in_features, layer.out_features, size))
+            self._layers.append(_Layer(name, layer.in_features, layer.out_features, size, slice_of(model, name)))
             size += rank * (layer.in_features + layer.out_features)
             layer.register_forward_hook(partial(self._add_delta, index))
         self.weights = nn.Parameter(torch.zeros(1, size, device=next(model.parameters()).device))
@@ -257,19 +263,27 @@ class AdapterBank(nn.Module):
         a = flat[:, layer.start : middle].unflatten(1, (layer.num_in, self.rank))
         return a, flat[:, middle : middle + self.rank * layer.num_out].unflatten(1, (self.rank, layer.num_out))
 
+    def _parts_here(self, flat: Tensor, layer: _Layer) -> tuple[Tensor, Tensor]:
+        """Return of these views A [N, inputs here, R] and B [N, R, outputs here]."""
+        a, b = self._parts(flat, layer)
+        return a[:, layer.here.inputs], b[:, :, layer.here.outputs]
+
     def _add_delta(self, index: int, _module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         if self._pass is None:
             return output
-        x = args[0]
+        x, layer = args[0], self._layers[index]
         if self._pass.dropout_seed:
-            x = x * self._keep_mask(x, (*self._pass.dropout_seed, index))
-        return _Delta.apply(output, x, self.weights, self, self._layers[index], self._pass.route)
+            x = x * self._keep_mask(x, layer, (*self._pass.dropout_seed, index))
+        if layer.here.group is not None:
+            output = output.clone()  # what leaves a tensor group is a view that must not be changed in place
+        return _Delta.apply(output, x, self.weights, self, layer, self._pass.route)
 
-    def _keep_mask(self, x: Tensor, seed: tuple[int, ...]) -> Tensor:
+    def _keep_mask(self, x: Tensor, layer: _Layer, seed: tuple[int, ...]) -> Tensor:
         # Seeded separately, not from the global state, so that a layer that is recomputed in the backward pass draws the same mask.
         state = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
         generator = torch.Generator(x.device).manual_seed(state % 2**63)
-        kept = torch.rand(x.shape, generator=generator, device=x.device) >= self._dropout
+        drawn = torch.rand((*x.shape[:-1], layer.num_in), generator=generator, device=x.device)
+        kept = drawn[..., layer.here.inputs] >= self._dropout
         return kept.to(x.dtype) / (1.0 - self._dropout)
 
 
@@ -285,9 +299,9 @@ class _Delta(torch.autograd.Function):
         device_type = x.device.type
         ctx.dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else bank._computes
         ctx.bank, ctx.layer, ctx.route = bank, layer, route
-        a, b = bank._parts(bank.weights.detach(), layer)
+        a, b = bank._parts_here(bank.weights.detach(), layer)
         narrow = route.multiply(x.flatten(0, -2).to(ctx.dtype), a).mul_(route.scaling)
-        route.add_product(output.view(-1, layer.num_out), narrow, b)
+        route.add_product(output.view(-1, output.shape[-1]), layer.here.sum_inputs(narrow), b)
         ctx.save_for_backward(x, narrow)
         ctx.mark_dirty(output)  # the backward pass of a linear layer does not need its output
         return output
@@ -297,13 +311,17 @@ class _Delta(torch.autograd.Function):
         """Return the gradients of output [..., out] and x [..., in]; that of the bank's weights is added to `bank.gradients`."""
         (grad,) = grads
         x, narrow = ctx.saved_tensors
-        a, b = ctx.bank._parts(ctx.bank.weights.detach(), ctx.layer)
-        grad_a, grad_b = ctx.bank._parts(ctx.bank.gradients, ctx.layer)
+        here: LayerSlice = ctx.layer.here
+        a, b = ctx.bank._parts_here(ctx.bank.weights.detach(), ctx.layer)
+        grad_a, grad_b = ctx.bank._parts_here(ctx.bank.gradients, ctx.layer)
         g = grad.flatten(0, -2).to(ctx.dtype)
         grad_narrow = ctx.route.multiply(g, b.mT).mul_(ctx.route.scaling)
-        ctx.route.add_outer(grad_b, narrow, g)
-        ctx.route.add_outer(grad_a, x.flatten(0, -2).to(ctx.dtype), grad_narrow)
-        grad_x = ctx.route.multiply(grad_narrow, a.mT).to(x.dtype).view_as(x) if ctx.needs_input_grad[1] else None
+        if here.counts:
+            ctx.route.add_outer(grad_b, narrow, g)
+            ctx.route.add_outer(grad_a, x.flatten(0, -2).to(ctx.dtype), grad_narrow)
+        grad_x = None
+        if ctx.needs_input_grad[1]:
+            grad_x = ctx.route.multiply(here.sum_outputs(grad_narrow), a.mT).to(x.dtype).view_as(x)
         return grad, grad_x, None, None, None, None
 
 

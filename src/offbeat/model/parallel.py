@@ -23,6 +23,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_
 
 from offbeat.errors import ModelError, first_line
 from offbeat.model.head import local_part
+from offbeat.model.layer_slices import note_division
 from offbeat.model.rows import RAW_ERRORS, check_rows, score_rows, score_states
 
 _PARTIAL = "replicated_with_grad_allreduce"
@@ -69,6 +70,7 @@ def divide(model: PreTrainedModel, mesh: DeviceMesh, *, experts: bool) -> None:
         for module in model.modules():  # parameters are on the mesh's device by now
             module._buffers.update({name: buffer.to(mesh.device_type) for name, buffer in module._buffers.items() if buffer is not None})
         check_rows(model, _probe(model), expected, what=f"over {mesh.size()} ranks")
+        note_division(model, mesh, plan | expert_plan)
     except ModelError:
         raise
     except RAW_ERRORS as exc:

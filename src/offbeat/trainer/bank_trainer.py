@@ -56,7 +56,7 @@ class BankTrainer(Trainer):
         self._strategy = strategy
         self._is_sharded = isinstance(strategy.forward, FSDPModule)
         self._bank = AdapterBank(
-            model, rank=lora.rank, targets=lora.targets, dropout=lora.dropout, seed=(config.run.seed, groups.rank),
+            model, rank=lora.rank, targets=lora.targets, dropout=lora.dropout, seed=(config.run.seed, groups.rank // groups.shape.tp),
             computes=torch.bfloat16 if self._is_sharded and config.train.computes_in == "bf16_mixed" else torch.float32)
         self._adam = RowAdam(self._bank.weights.detach())
         self._base = base
@@ -299,7 +299,7 @@ class BankTrainer(Trainer):
         gradients = [self._bank.gradients[slot] for slot in slots]
         if self.groups.world > 1 and names:
             summed = torch.stack(gradients)
-            dist.all_reduce(summed, group=self.groups.gradient_mesh.get_group())
+            dist.all_reduce(summed)
             self._bank.gradients[slots] = summed
             gradients = list(summed)
         norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).tolist() if names else []
