@@ -6,7 +6,6 @@ ranks and micro-batches, or on rows that are dropped.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from offbeat.algorithms.own_credit import own_advantages, sample_groups
 from offbeat.algorithms.shaping import shaped_rewards
 from offbeat.algorithms.turns import reward_range, turn_advantages
 from offbeat.config.algorithms import AlgorithmConfig
-from offbeat.data.batch import Batch, bounds, gather_ranges
+from offbeat.data.batch import Batch, any_in_ranges, bounds, over_ranges, take_ranges
 from offbeat.data.reward import RIGHT
 from offbeat.data.trajectory import Group, Trajectory, episode_reward, parts_of
 from offbeat.errors import DataError, printable
@@ -58,7 +57,7 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
     episodes = Episodes.of(groups)
     trajectories, group_ids, part_ids = episodes.trajectories, episodes.group_ids, episodes.part_ids
     for position, t in zip(group_ids, trajectories, strict=True):
-        if t.loss_mask[:1].any():
+        if len(t) and t.loss_mask[0]:
             raise DataError(
                 f"a trajectory of prompt {groups[position].prompt_id} begins with a generated token; a prompt needs at least one token")
     num_generated = np.array([t.num_generated for t in trajectories], dtype=np.int64)
@@ -87,17 +86,17 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
     advantages = advantages.astype(np.float32, copy=False)
     keep = num_trained > 0
     if config.drop_zero_advantage or config.objective == "cross_entropy":  # which imitates whatever it is given
-        keep &= np.bincount(np.repeat(np.arange(len(trajectories)), num_trained), advantages != 0, minlength=len(trajectories)) > 0
+        keep &= any_in_ranges(advantages != 0, offsets)
     kept = np.flatnonzero(keep)
     weights, denominator = _token_weights(num_trained, group_ids, episodes.episode_ids, config.loss_aggregation, max_new_tokens)
     prefix_lens = np.array([_shared_prompt_len(group.usable) for group in groups], np.int64)[group_ids]
     used = [trajectories[i] for i in kept]
     batch = Batch.of_sequences(
         [t.tokens for t in used], [t.loss_mask for t in used], columns={
-            "rollout_logprobs": _concatenate([t.rollout_logprobs[t.loss_mask] for t in used], np.float32),
-            "advantages": advantages if keep.all() else advantages[gather_ranges(offsets, kept)],
-            "loss_weights": np.repeat(weights[kept].astype(np.float32), num_trained[kept])},
-        losses=(policy_loss(config),), group_ids=group_ids[kept], prefix_lens=prefix_lens[kept], denominator=denominator)
+            "advantages": advantages if keep.all() else take_ranges(advantages, offsets, kept),
+            "loss_weights": over_ranges(weights[kept].astype(np.float32), bounds(num_trained[kept]))},
+        of_tokens={"rollout_logprobs": [t.rollout_logprobs for t in used]}, losses=(policy_loss(config),), group_ids=group_ids[kept],
+        prefix_lens=prefix_lens[kept], denominator=denominator)
     if config.needs_critic:
         batch = replace(batch, sequences=batch.sequences | {"truncated": truncated[kept].astype(np.int64)})
     if config.imitation_coefficient:
@@ -302,7 +301,7 @@ def _earned_elsewhere(episodes: Episodes) -> np.ndarray:
 def _token_advantages(outcomes: np.ndarray, offsets: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
     """Return [M] float64 or float32, the advantages of all trained tokens, without what needs scores."""
     if config.reward_kl or (config.gamma == 1.0 and config.whiten != "tokens"):
-        return np.repeat(outcomes.astype(np.float32), np.diff(offsets))
+        return over_ranges(outcomes.astype(np.float32), offsets)
     return _spread(outcomes, offsets, config)
 
 
@@ -350,8 +349,7 @@ def _shared_prompt_len(trajectories: Sequence[Trajectory]) -> int:
     if len(lengths) != 1:
         return 0
     length = lengths.pop()
-    same = all(np.array_equal(a.tokens[:length], b.tokens[:length]) for a, b in pairwise(trajectories))
-    return length if same else 0
+    return length if len({t.tokens[:length].tobytes() for t in trajectories}) == 1 else 0
 
 
 def _concatenate(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:

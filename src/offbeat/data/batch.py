@@ -191,7 +191,8 @@ class Batch:
     @classmethod
     def of_sequences(
         cls, tokens: Sequence[np.ndarray], trained: Sequence[np.ndarray], *, columns: Mapping[str, np.ndarray],
-        losses: tuple[LossSpec, ...], group_ids: np.ndarray | None = None, prefix_lens: np.ndarray | None = None, denominator: float = 1.0,
+        losses: tuple[LossSpec, ...], of_tokens: Mapping[str, Sequence[np.ndarray]] | None = None, group_ids: np.ndarray | None = None,
+        prefix_lens: np.ndarray | None = None, denominator: float = 1.0,
     ) -> Self:
         """Make the batch of `of_next_tokens` from sequences that lie apart.
 
@@ -199,6 +200,7 @@ class Batch:
             tokens: N sequences, [L] int32 each.
             trained: N masks, [L] bool each.
             columns: [M] each, by name, one value for each target.
+            of_tokens: further columns by name, N arrays [L] float32 each, of which only values at trained tokens are used.
 
         Raises:
             DataError: as `of_next_tokens`.
@@ -208,15 +210,24 @@ class Batch:
         offsets = bounds([len(sequence) for sequence in tokens])
         ends = bounds([int(np.count_nonzero(mask)) for mask in trained])
         whole, positions, targets = np.empty(offsets[-1], np.int32), np.empty(ends[-1], np.int64), np.empty(ends[-1], np.int32)
+        gathered = [(np.empty(ends[-1], np.float32), arrays) for arrays in (of_tokens or {}).values()]
+        starts, first_targets = offsets.tolist(), ends.tolist()
         # One sequence at a time: what is computed on the way stays in the processor's cache.
         for i, (sequence, mask) in enumerate(zip(tokens, trained, strict=True)):
-            index, own = np.flatnonzero(mask), slice(ends[i], ends[i + 1])
-            whole[offsets[i] : offsets[i + 1]] = _vector("tokens", sequence, np.int32)
-            targets[own] = whole[offsets[i] : offsets[i + 1]][index]
-            np.add(index, offsets[i] - 1, out=positions[own])
+            start, own = starts[i], slice(first_targets[i], first_targets[i + 1])
+            index = mask.nonzero()[0]
+            whole[start : starts[i + 1]] = _vector("tokens", sequence, np.int32)
+            at: slice | np.ndarray = index
+            if len(index) and index[-1] - index[0] + 1 == len(index):  # a single answer, as most have, is copied as one piece
+                at = slice(int(index[0]), int(index[-1]) + 1)
+            targets[own] = whole[start : starts[i + 1]][at]
+            for column, arrays in gathered:
+                column[own] = arrays[i][at]
+            np.add(index, start - 1, out=positions[own])
         num = len(tokens)
         return cls(
-            tokens=whole, offsets=offsets, positions=positions, targets=targets, columns=dict(columns),
+            tokens=whole, offsets=offsets, positions=positions, targets=targets,
+            columns={**{name: column for name, (column, _) in zip(of_tokens or {}, gathered, strict=True)}, **columns},
             sequences={
                 "group_ids": np.arange(num) if group_ids is None else group_ids,
                 "prefix_lens": np.zeros(num, np.int64) if prefix_lens is None else prefix_lens},
@@ -265,7 +276,7 @@ class Batch:
     def select(self, indices: Sequence[int] | np.ndarray) -> "Batch":
         """Select sequences in the given order; loss weights do not change. An empty selection gives a batch without sequences."""
         indices = np.asarray(indices, dtype=np.int64)
-        first = np.flatnonzero(np.diff(indices, prepend=-2) != 1)  # of each run of consecutive indices, which is copied as one piece
+        first = _run_starts(indices)
         tokens, targets = (_pieces(ends, indices, first) for ends in (self.offsets, self.target_offsets))
         offsets, positions = bounds(self.lengths[indices]), _joined(self.positions, targets)
         moved = offsets[first] - self.offsets[indices[first]]
@@ -315,6 +326,34 @@ def gather_ranges(offsets: np.ndarray, indices: np.ndarray) -> np.ndarray:
     return np.repeat(offsets[indices] - starts, lengths) + np.arange(lengths.sum())
 
 
+def take_ranges(values: np.ndarray, offsets: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """Return values at `gather_ranges(offsets, indices)`, copied in as few pieces as there are runs of consecutive indices."""
+    return _joined(values, _pieces(offsets, indices, _run_starts(indices)))
+
+
+def over_ranges(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Return [offsets[-1]], for each of the ranges offsets[i]:offsets[i + 1] its value.
+
+    This is `np.repeat`, which holds the interpreter's lock throughout, so that an event loop stands still for as long.
+    """
+    spread = np.empty(offsets[-1], values.dtype)
+    for value, start, end in zip(values.tolist(), offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        spread[start:end] = value
+    return spread
+
+
+def any_in_ranges(flags: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Return [N] bool, whether one of the flags [M] bool is set in each of the ranges offsets[i]:offsets[i + 1], which cover all."""
+    found, some = np.zeros(len(offsets) - 1, np.bool_), np.diff(offsets) > 0
+    found[some] = np.logical_or.reduceat(flags, offsets[:-1][some])
+    return found
+
+
+def _run_starts(indices: np.ndarray) -> np.ndarray:
+    """Return the entries at which runs of consecutive indices begin, each of which is copied as one piece."""
+    return np.flatnonzero(np.diff(indices, prepend=-2) != 1)
+
+
 def _pieces(offsets: np.ndarray, indices: np.ndarray, first: np.ndarray) -> list[slice]:
     """Return what `gather_ranges` gathers as one slice for each run of consecutive indices; runs begin at the entries `first`."""
     last = np.append(first, len(indices))[1:] - 1
@@ -347,6 +386,8 @@ def _merged(pools: Sequence[tuple[Any, ...]], ids: Sequence[np.ndarray]) -> tupl
 
 def _vector(name: str, values: Any, dtype: Any) -> np.ndarray:
     given = np.asarray(values)
+    if given.dtype == dtype and given.ndim == 1:
+        return given
     with np.errstate(over="ignore", invalid="ignore"):
         array = given.astype(dtype, copy=False)
     if array.ndim != 1:
