@@ -6,11 +6,11 @@ to its end, less the median gap; "quiet" is the same over a second without a pub
 /dev/shm or on disk. Requests go on with their cache recomputed under the new weights, or with the old one kept.
 
 The second part has a trainer and an embedded engine as a run has them, bfloat16 and a learning rate of 3e-6, and publishes after every
-step: whole weights and changes in turns, to folders in /dev/shm. The loop is held until `WeightsPublisher.publish` returns, where the next
-step may begin beside the rest; earlier releases held it until engines served the version.
+step: whole weights and changes in turns, to folders in /dev/shm or by broadcast. The loop is held until `WeightsPublisher.publish` returns,
+where the next step may begin beside the rest; earlier releases held it until engines served the version.
 
     python benchmarks/publish.py [--quick] [--models tiny 27M] [--engines embedded vllm] [--interrupts recompute keep] [--publishes 8]
-                                 [--parts pauses loop]
+                                 [--parts pauses loop] [--channels disk collective]
 
 vLLM takes part where `.venv-vllm` is.
 """
@@ -79,6 +79,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=["embedded", "vllm"], default=["embedded", "vllm"])
     parser.add_argument("--interrupts", nargs="+", choices=["recompute", "keep"], default=["recompute", "keep"])
     parser.add_argument("--parts", nargs="+", choices=["pauses", "loop"], default=["pauses", "loop"])
+    parser.add_argument("--channels", nargs="+", choices=["disk", "collective"], default=["disk", "collective"], help="of the second part")
     parser.add_argument("--publishes", type=int, default=8, help="of each kind (default: 8)")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -87,8 +88,8 @@ def main() -> None:
     if "vllm" in args.engines and not VLLM_PYTHON.exists():
         note(f"there is no {VLLM_PYTHON}, so vLLM does not take part")
         args.engines.remove("vllm")
-    for model in args.models if "loop" in args.parts else []:
-        asyncio.run(measure_loop(model, num_publishes=args.publishes))
+    for model, channel in itertools.product(args.models, args.channels) if "loop" in args.parts else []:
+        asyncio.run(measure_loop(model, channel, num_publishes=args.publishes))
     for model in args.models if "pauses" in args.parts else []:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as shm, tempfile.TemporaryDirectory(dir=WORK) as disk:
             places = {"/dev/shm": versions(model, Path(shm)), "disk": versions(model, Path(disk))}
@@ -163,13 +164,13 @@ class Held:
     num_bytes: int
 
 
-async def measure_loop(model: str, *, num_publishes: int) -> None:
+async def measure_loop(model: str, way: str, *, num_publishes: int) -> None:
     """Whole weights and changes in turns, after training steps."""
     folder, held = str(build(model)), {"whole weights": list[Held](), "changes": list[Held]()}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as shm:
         config = Config.model_validate({
             "run": {"dir": shm, "name": "publish"}, "model": {"path": folder, "dtype": "bfloat16"}, "inference": {"threads": 1},
-            "train": {"threads": 1, "optimizer": {"lr": 3e-6, "warmup_steps": 0}}, "weights": {"whole_every_versions": 2}})
+            "train": {"threads": 1, "optimizer": {"lr": 3e-6, "warmup_steps": 0}}, "weights": {"channel": way, "whole_every_versions": 2}})
         async with LocalLauncher(stop_timeout_s=5) as launcher, EngineSession() as http:
             ranks, group = await both(
                 WorkerRanks.start(launcher, config, model=folder, build=None, log_dir=WORK),
@@ -178,7 +179,7 @@ async def measure_loop(model: str, *, num_publishes: int) -> None:
             pool, trainers = EnginePool([EngineClient(name, url, http.session, api_key=group.key)]), Trainers(ranks, config)
             channel = Channel(
                 config.weights_dir, keep=2, canary=CANARY, write=trainers.write_weights, incarnation="a",
-                whole_every=config.weights.whole_every_versions)
+                whole_every=config.weights.whole_every_versions, num_receivers=lambda: int(way == "collective"))
             async with WeightsPublisher(pool, channel, config.weights, judge=Judge.of(0.0, "bfloat16")) as publisher:
                 for version in range(2 * num_publishes + 2):
                     await trainers.train_step(train_batch(MODELS[model][1], seed=version))
@@ -187,11 +188,11 @@ async def measure_loop(model: str, *, num_publishes: int) -> None:
                     held_s = time.perf_counter() - start
                     await publisher.settle()
                     one = Held(held_s, time.perf_counter() - start, reports[0].num_bytes)
-                    way = "changes" if publisher.current is not None and publisher.current.base else "whole weights"
-                    note(f"{model} {way}: held {one.held_s:.3f} s, served after {one.served_s:.3f} s, {one.num_bytes / 1e6:.2f} MB")
+                    what = "changes" if publisher.current is not None and publisher.current.base else "whole weights"
+                    note(f"{model} {way} {what}: held {one.held_s:.3f} s, served after {one.served_s:.3f} s, {one.num_bytes / 1e6:.2f} MB")
                     if version > 1:  # the first of each way is the warm-up
-                        held[way].append(one)
-    report_loop(model, **{way.replace(" ", "_"): each for way, each in held.items()})
+                        held[what].append(one)
+    report_loop(f"{model} {way}", **{what.replace(" ", "_"): each for what, each in held.items()})
 
 
 def report_loop(model: str, *, whole_weights: list[Held], changes: list[Held]) -> None:
