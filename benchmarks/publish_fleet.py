@@ -135,7 +135,7 @@ class Written:
     async def rewrite(self, manifest: Manifest) -> Manifest | None:  # noqa: ARG002
         return None
 
-    def prune(self) -> None:
+    def prune(self, served: int) -> None:
         pass
 
 

@@ -220,7 +220,7 @@ def test_a_run_evaluates_each_set_as_it_asks_and_goes_on_with_them(shop: Worksho
     assert {name: path.name for name, path in files.items()} == {
         "": "step-000002.jsonl.zst", "file": "step-000002-file.jsonl.zst", "many": "step-000002-many.jsonl.zst"}
     many = read_samples(files["many"])[""]["many"]
-    assert many.accuracies.mean() == 1 and many.num_samples == 2 and all(prompt.samples[0].text for prompt in many.prompts)
+    assert many.accuracies.mean() == 1 and many.num_samples == 2 and all(prompt.samples[0].num_tokens for prompt in many.prompts)
     assert "accuracy on many 1.000 after step 2 (4 prompts), pass@1 1.000, pass@2 1.000" in done.said
     result = json.loads((run.folder / "result.json").read_text())
     assert result["sets"]["many"] == {"before": 1, "after": 1} and result["sets"].keys() == {"file", "many"}

@@ -96,7 +96,7 @@ def test_an_adapter_that_is_not_loaded_is_answered_404(url, adapter_folder):
         ("a@1", "nowhere", "nowhere is no adapter"),
         ("a@1", "large", "has rank 8; this engine takes at most max_adapter_rank = 4"),
         ("a@1", "foreign", "was trained on another model"),
-        ("a@1", "strange", "is no linear layer of this model's decoder"),
+        ("a@1", "strange", "is not a linear layer of this model's decoder"),
         ("a@1", "damaged", "cannot be read as safetensors"),
     ],
 )

@@ -80,7 +80,7 @@ class Versions:
     async def rewrite(self, manifest: Manifest) -> Manifest | None:
         return None
 
-    def prune(self) -> None:
+    def prune(self, served: int) -> None:
         """All stay."""
 
 

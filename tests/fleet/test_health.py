@@ -230,7 +230,7 @@ class Channel:
     async def rewrite(self, manifest: Manifest) -> Manifest | None:
         return None
 
-    def prune(self) -> None:
+    def prune(self, served: int) -> None:
         pass
 
 

@@ -167,7 +167,7 @@ def test_changes_may_be_in_several_files_none_of_which_may_be_missing(tmp_path: 
     with pytest.raises(ModelError, match=r"v1 has 1 files of changes, and changes-00001-of-00002\.safetensors tells of others"):
         read_weights(folders[2])
     save_changes({}, folders[1] / changes_file(2, 2), base=folders[2])
-    with pytest.raises(ModelError, match="which is no other folder beside it"):
+    with pytest.raises(ModelError, match="which is not another folder beside it"):
         read_weights(folders[1])
 
 

@@ -23,10 +23,10 @@ def test_a_number_has_the_functions_name_and_a_mapping_its_own() -> None:
     ("taken", "that evaluations do not have already, got 'accuracy_low'"), ("slashed", "got 'a/b'"), ("exits", "raised SystemExit: 3")])
 def test_what_is_no_metric_is_told(name: str, why: str) -> None:
     with pytest.raises(CodeError, match=why):
-        MetricWorker().handle("measure", wire.encode(MetricRequest(f"{METRICS}:{name}", 0, played([[1.0]]).samples)))
+        MetricWorker().handle("measure", wire.encode(MetricRequest(f"{METRICS}:{name}", samples=played([[1.0]]).samples)))
 
 
 def test_it_is_loaded_and_called_with_all_answers() -> None:
-    request = wire.encode(MetricRequest(f"{METRICS}:several", 0, played([[1.0, 0.0], [None, 1.0]]).samples))
+    request = wire.encode(MetricRequest(f"{METRICS}:several", samples=played([[1.0, 0.0], [None, 1.0]]).samples))
     assert MetricWorker().handle("load", request) == b""
     assert wire.decode(MetricValues, MetricWorker().handle("measure", request)).values == {"right": 2.0, "failed@1": 1.0}

@@ -413,7 +413,7 @@ def test_two_ranks_train_all_adapters_as_one_does(tmp_path):
         assert first[name] == second[name]
     assert first["canary"] == first["restored"] == pytest.approx(alone["canary"], abs=1e-5)
     assert "1 of 2 ranks could not read" in first["errors"][0]
-    assert "nothing is no checkpoint" in second["errors"][0]
+    assert "nothing is not a checkpoint" in second["errors"][0]
 
 
 def _train_rows_together(groups, folder):
