@@ -44,7 +44,8 @@ def test_a_file_may_hold_several_models_and_sets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "why"), [
-    ("", "holds no answers"), ("[1]", "line 1, is not a prompt"), ('{"set": "a"}', "line 1, is not a prompt"), ("{", "line 1, is not a prompt")])
+    ("", "holds no answers"), ("[1]", "line 1, is not a prompt"), ('{"set": "a"}', "line 1, is not a prompt"),
+    ("{", "line 1, is not a prompt")])
 def test_what_is_no_file_of_answers_is_told(tmp_path: Path, text: str, why: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(text)
