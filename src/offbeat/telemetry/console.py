@@ -65,7 +65,7 @@ class Console:
         self._mode = mode
         self._on_open = on_open
         self._stream = stream if stream is not None else sys.stdout
-        self._rich = RichConsole(file=self._stream, highlight=False)
+        self._rich = RichConsole(file=self._stream, highlight=False, force_jupyter=False)  # a notebook shows lines of text
         self._history: dict[str, deque[float]] = {}
         self._metrics: Mapping[str, float] = {}
         self._pace = Pace(0)
