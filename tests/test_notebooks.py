@@ -63,7 +63,9 @@ def test_a_run_shows_its_progress_beside_the_kernel_s_loop_and_what_it_made_is_t
     executed: tuple[Path, list[Any]],
 ) -> None:
     folder, cells = executed
-    assert "step 24/24" in text_of(cells[3]) and "held-out accuracy after " in text_of(cells[3]) and "\x1b" not in text_of(cells[3]) and "Run('runs/notebook'" in text_of(cells[3])
+    assert "step 24/24" in text_of(cells[3]) and "held-out accuracy after " in text_of(cells[3])
+    assert {each.output_type for each in cells[3].outputs} == {"stream", "execute_result"}, "lines of text, and the run"
+    assert "Run('runs/notebook'" in text_of(cells[3])
     assert re.search(r"held-out accuracy: 0\.\d\d before reinforcement learning, \d\.\d\d after", text_of(cells[4]))
     assert "reward/mean" in text_of(cells[6]) and "report.html" in text_of(cells[7]) and (folder / "runs/notebook/report.html").is_file()
     answers = ast.literal_eval(text_of(cells[8]))
