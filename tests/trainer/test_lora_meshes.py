@@ -1,6 +1,7 @@
 """A run that trains one adapter on a model that ranks divide among them: as on one rank, and on from a checkpoint of any other mesh."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from offbeat.algorithms.adam import AdamParams
-from offbeat.data.batch import Batch
+from offbeat.data.batch import Batch, LossSpec
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.errors import ConfigError
 from offbeat.model.load import load_causal_lm
@@ -16,6 +17,7 @@ from offbeat.model.peft_io import read_adapter
 from offbeat.trainer.bank_trainer import BankTrainer
 from offbeat.trainer.messages import ExportRequest, Folder, OptimStep, WriteRequest
 from offbeat.trainer.state import full_state
+from offbeat.trainer.worker import build_trainers
 from ranks import run_alone, run_ranks
 from train_samples import (
     OPTIMIZER,
@@ -210,6 +212,31 @@ def test_ranks_with_unequal_numbers_of_rows_wait_for_each_other(tmp_path):
     for rank, (own_losses, own_norm, num) in enumerate(run_ranks(_pass_unequal_rows, world=2, argument=folder)):
         np.testing.assert_allclose(own_losses, losses, atol=1e-5)
         assert own_norm == pytest.approx(norm, rel=1e-5) and num == 1 - rank
+
+
+def _learn_beside_a_critic(groups, folder):
+    """By mesh, steps of an adapter and of the critic beside it."""
+    found, rng = {}, np.random.default_rng(3)
+    batch = make_batch(3, 2)
+    batch = replace(batch, losses=(LossSpec("value", {"clip": 0.0}),)).with_columns(
+        returns=rng.standard_normal(batch.num_targets), values=np.zeros(batch.num_targets))
+    for mesh in PAIRS if groups.world > 1 else ("ddp",):
+        config = configure(folder, lora=LORA, algorithm={"preset": "ppo"}, precision="float32")
+        parts = build_trainers(folder, config, arranged(groups, mesh))
+        share, micros = own_share(parts["critic"], batch)
+        critic = [take_step(parts["critic"], share, [micros], optimizer=STEADY)["train/loss"] for _ in range(3)]
+        found[mesh] = [critic, steps_of(parts[""], range(2))]
+    return found
+
+
+def test_a_critic_beside_an_adapter_learns_as_on_one_rank(tmp_path):
+    folder = build_model(tmp_path / "model")
+    expected = run_alone(_learn_beside_a_critic, argument=folder)["ddp"]
+    assert expected[0][2] < expected[0][0]
+    for found in run_ranks(_learn_beside_a_critic, world=2, argument=folder):
+        for mesh in PAIRS:
+            for own, wanted in zip(found[mesh], expected, strict=True):
+                assert_close(own, wanted, mesh)
 
 
 def _hold(groups, folder):
