@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 from offbeat.errors import DeadlineError
 
-_COLLECTED_AT = 2_500, 5, 1_000  # thresholds of the generations: about 12,500 young objects at once, and all of them hardly ever
+_COLLECTED_AT = 700, 2, 10_000  # thresholds of the generations: about 2,000 young objects at once, and all of them hardly ever
 
 T = TypeVar("T")
 U = TypeVar("U")

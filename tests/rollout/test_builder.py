@@ -61,6 +61,8 @@ def test_a_sample_without_tokens_is_a_trajectory_without_loss() -> None:
     (TrajectoryBuilder(([3, 4], [5, 6])).generated(FIRST).finish(1.0), "malformed: Trajectory.tokens must hold numbers"),  # pyright: ignore
     (TrajectoryBuilder(([3], [5, 6])).generated(FIRST).finish(1.0), "malformed: Trajectory.tokens must hold numbers"),  # pyright: ignore
     (TrajectoryBuilder((3.5,)).generated(FIRST).finish(1.0), "malformed: Trajectory.tokens must hold numbers of type int32, got 3.5"),
+    (TrajectoryBuilder((3, 2**31)).generated(FIRST).finish(1.0), "malformed: Trajectory.tokens must hold numbers of type int32, got 21474"),
+    (TrajectoryBuilder((3, -2**63)).generated(FIRST).finish(1.0), "malformed: Trajectory.tokens must hold numbers of type int32, got -92"),
     (TrajectoryBuilder((3,)).generated(Sample((1, 2), (-0.1,), (4, 4), "", "stop")).finish(1.0), "malformed: Trajectory.rollout_logprobs"),
     (TrajectoryBuilder((3,)).generated(FIRST).finish(FailedReward("it hangs")), "reward failed: it hangs"),
     (TrajectoryBuilder((3,)).generated(FIRST).reward(FailedReward("no judge")).finish(1.0), "reward failed: turn 0: no judge"),

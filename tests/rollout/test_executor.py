@@ -136,6 +136,27 @@ def run(body: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
+def test_room_for_a_thousand_groups_is_filled_by_several_callbacks_of_the_loop() -> None:
+    def waiting() -> Play:
+        return make(batch=1000, running=1000, engine=Engine(slow=frozenset(str(row.prompt) for row in ROWS)))
+
+    async def fill() -> None:
+        play = waiting()
+        async with play.executor():
+            assert 0 < len(play.gate.running) < 500, "one callback admits only some"
+            await until(lambda: len(play.gate.running) == 1000)
+
+    async def leave() -> None:
+        play = waiting()
+        async with play.executor():
+            admitted = len(play.gate.running)
+        await asyncio.sleep(0)
+        assert len(play.gate.running) == admitted, "nothing is admitted any more once the executor was left"
+
+    run(fill)
+    run(leave)
+
+
 def test_the_groups_of_the_next_step_are_released_ahead_and_stay_in_flight_until_it_begins() -> None:
     async def body() -> None:
         play = make(last=4)

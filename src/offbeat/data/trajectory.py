@@ -224,10 +224,13 @@ def _vector(value: Any, dtype: type) -> np.ndarray:
         raise _VectorError(f"must have one dimension, got {shorten(value) if given.ndim == 0 else given.shape}")
     if given.size and given.dtype.kind not in "biuf":
         raise _VectorError(f"must hold numbers, got {shorten(next(x for x in given.tolist() if type(x) not in (bool, int, float)))}")
-    with np.errstate(all="ignore"):  # overflow is reported below, or becomes inf
-        vector = given.astype(dtype, copy=True)
-    if dtype is not np.float32 and (changed := vector != given).any():
-        raise _VectorError(f"must hold numbers of type {dtype.__name__}, got {given[changed][0]}")
+    if given.dtype == dtype:
+        vector = given.copy()
+    else:
+        with np.errstate(all="ignore"):  # overflow is reported below, or becomes inf
+            vector = given.astype(dtype, copy=True)
+        if dtype is not np.float32 and (changed := vector != given).any():
+            raise _VectorError(f"must hold numbers of type {dtype.__name__}, got {given[changed][0]}")
     vector.setflags(write=False)
     return vector
 

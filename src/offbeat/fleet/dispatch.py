@@ -149,21 +149,21 @@ class Dispatcher:
 
     def _choose(self, cost: int, session: str, wanted: Manifest | None, failed: "Failures") -> Member | None:
         """Choose the engine for a request; None when it has to wait. Raises the request's last error when waiting cannot help."""
-        members, num_healthy = self.pool.members, 0
-        able: dict[str, Member] = {}
-        for name, member in members.items():  # one pass, as there may be a thousand
-            if member.healthy:
+        members, serving, unproven, num_healthy = self.pool.members, State.SERVING, State.UNPROVEN, 0
+        able: dict[str, int] = {}  # outstanding tokens of those that may take it
+        for name, member in members.items():  # one pass, as there may be a thousand, for every request
+            state = member.state
+            if state is serving or state is unproven:
                 num_healthy += 1
-                if member.stint not in failed.stints and (wanted is not None or member.state is State.SERVING):
-                    able[name] = member
+                if (wanted is not None or state is serving) and member.stint not in failed.stints:
+                    able[name] = member.outstanding_tokens
         if failed.error is not None and (failed.count >= failed.limit or (not able and num_healthy == len(members))):
             raise failed.error
         if num_healthy < self.pool.min_engines or not able:
             return None
         holders = self._cache.holders(wanted.name) if wanted is not None else ()
-        candidates = {name: able[name].outstanding_tokens for name in able if name in holders} if holders else {}
-        candidates = candidates or {name: member.outstanding_tokens for name, member in able.items()}
-        return able[self._router.choose(candidates, cost=cost, session=session)]
+        candidates = {name: load for name, load in able.items() if name in holders} if holders else {}
+        return members[self._router.choose(candidates or able, cost=cost, session=session)]
 
     @property
     def _cache(self) -> AdapterCache:

@@ -15,6 +15,7 @@ from offbeat.data.trajectory import DTYPES, Trajectory, TurnEnd
 from offbeat.inference.sampling import Sample
 from offbeat.types import PROMPT_VERSION
 
+_TOKENS_END = 2**31
 _NOTHING = tuple(np.zeros(0, dtype) for dtype in DTYPES.values())
 
 
@@ -102,10 +103,16 @@ class TrajectoryBuilder:
 
 
 def _flat(ids: Iterable[int] | np.ndarray) -> np.ndarray:
-    """Return [L], of objects where it is no row of numbers that was given: the trajectory then says what is wrong."""
+    """Return [L], of objects where it is no row of numbers that was given: the trajectory then says what is wrong.
+
+    Tokens are int32, as those of engines are, unless one does not fit.
+    """
     listed = ids if isinstance(ids, np.ndarray) else list(ids)
     try:
         array = np.asarray(listed)
     except ValueError:  # lists of different lengths
         array = np.zeros((0, 0))
-    return array if array.ndim == 1 else np.fromiter(listed, object, len(listed))
+    if array.ndim != 1:
+        return np.fromiter(listed, object, len(listed))
+    fits = array.dtype.kind == "i" and array.size > 0 and array.min() >= -_TOKENS_END and array.max() < _TOKENS_END
+    return array.astype(DTYPES["tokens"], copy=False) if fits else array

@@ -102,16 +102,19 @@ class Door:
             return "malformed", "it has no tokens"
         if t.loss_mask[0]:
             return "malformed", "it begins with a generated token; put its prompt first"
-        if (outside := (t.tokens < 0) | (t.tokens >= self.vocab_size)).any():
-            at = np.argmax(outside)
+        # Extremes of whole arrays, which are found at once, acquit nearly all; where they do not, each token is looked at.
+        if t.tokens.min() < 0 or t.tokens.max() >= self.vocab_size:
+            at = np.argmax((t.tokens < 0) | (t.tokens >= self.vocab_size))
             return "wrong tokens", f"token {at} has the id {t.tokens[at]}, which is not in the vocabulary of {self.vocab_size} tokens"
         logprobs, versions = t.rollout_logprobs, t.versions
-        if (wrong := t.loss_mask & ~((logprobs >= LEAST_LOGPROB) & (logprobs <= MOST_LOGPROB))).any():  # also NaN
+        within = logprobs.min() >= LEAST_LOGPROB and logprobs.max() <= MOST_LOGPROB  # not if one is NaN
+        if not within and (wrong := t.loss_mask & ~((logprobs >= LEAST_LOGPROB) & (logprobs <= MOST_LOGPROB))).any():
             at = np.argmax(wrong)
             return "wrong logprobs", (
                 f"generated token {at} has the log-probability {logprobs[at]:g}, where a sampled one has {LEAST_LOGPROB:g} to 0; take what"
                 " the engine gave for it")
-        if (wrong := t.loss_mask & ((versions < oldest) | (versions > newest))).any():
+        within = t.head_version >= oldest and versions.max() <= newest
+        if not within and (wrong := t.loss_mask & ((versions < oldest) | (versions > newest))).any():
             at = np.argmax(wrong)
             return "wrong versions", (
                 f"generated token {at} is of version {versions[at]}, where engines served {oldest} to {newest} while its group was played;"
@@ -134,7 +137,7 @@ def _false_certainties(group: Sequence[Trajectory]) -> list[tuple[int, str]]:
     even for a whole answer. But then no other sample can have drawn a different token with any probability after the same tokens and under
     the same version.
     """
-    certain = [i for i, t in enumerate(group) if not t.unusable and t.loss_mask.any() and (t.rollout_logprobs[t.loss_mask] >= 0).all()]
+    certain = [i for i, t in enumerate(group) if not t.unusable and _is_certain(t)]
     if not certain:
         return []
     different = {t.tokens.tobytes(): t for t in group if not t.unusable}
@@ -145,6 +148,12 @@ def _false_certainties(group: Sequence[Trajectory]) -> list[tuple[int, str]]:
                 found.append((index, why))
                 break
     return found
+
+
+def _is_certain(t: Trajectory) -> bool:
+    """Whether something was generated, and all of it with a log-probability of 0."""
+    first = t.prompt_len
+    return first < len(t) and t.rollout_logprobs[first] >= 0 and bool((t.rollout_logprobs[t.loss_mask] >= 0).all())
 
 
 def _contradiction(certain: Trajectory, other: Trajectory) -> str:

@@ -50,6 +50,9 @@ from offbeat.rollout.staleness import Gate
 from offbeat.telemetry.tracker import StatsPart, combine
 from offbeat.types import Version
 
+_ADMITTED_AT_ONCE = 128
+"""Groups that one callback of the event loop admits: thousands, for which a new version may make room, would hold it up."""
+
 MakeEpisode = Callable[[Row, int, Sampling], Episode]
 Accept = Callable[[Group], bool]
 
@@ -271,11 +274,15 @@ class RolloutExecutor:
         return [task.result() for task in playing]
 
     def _admit(self) -> None:
-        while self._gate.capacity and not self._left:
+        for _ in range(_ADMITTED_AT_ONCE):
+            if not self._gate.capacity or self._left:
+                break
             prompt_id, row = self._stream.next()
             self._gate.admit(prompt_id)
             task = self._tasks[prompt_id] = asyncio.create_task(self._play(prompt_id, row), name=f"group {prompt_id}")
             task.add_done_callback(self._notice_crash)
+        else:
+            asyncio.get_running_loop().call_soon(self._admit)  # those that are left
         self.idle.look()
 
     def _notice_crash(self, task: asyncio.Task[None]) -> None:
