@@ -74,7 +74,10 @@ def test_a_keyword_may_be_the_name_that_other_projects_have() -> None:
 
 
 @pytest.mark.parametrize(("given", "told"), [
-    ({"learnt_rate": 1}, "learnt_rate is not a setting; 'offbeat config docs' lists them all"),
+    ({"colour": 1}, "colour is not a setting; 'offbeat config docs' lists them all"),
+    ({"learnt_rate": 1}, "learnt_rate is not a setting; did you mean train.optimizer.lr?"),
+    ({"max_completion_length": 8}, "max_completion_length is not a setting; did you mean rollout.max_new_tokens?"),
+    ({"grup_size": 8}, "grup_size is not a setting; did you mean rollout.group_size?"),
     ({"lr": 1, "learning_rate": 2}, "lr and learning_rate are two names of one setting, train.optimizer.lr; give one of them"),
     ({"total_steps": 1, "run.total_steps": 2}, "total_steps and run.total_steps are two names of one setting, run.total_steps"),
     ({"beta1": 0.5, "settings": {"train.lr": 1}}, "train.lr is not a setting; did you mean train.optimizer.lr?"),

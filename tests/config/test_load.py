@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.config.load import ALIASES, HINTS, dump_toml, load_config, settings, split_overrides, toml_value
+from offbeat.config.load import ALIASES, COUNTERPARTS, HINTS, dump_toml, load_config, settings, split_overrides, toml_value
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError
 
@@ -66,6 +66,7 @@ def test_override_values_are_read_as_toml_or_taken_as_they_stand(key, text, valu
             "rollout.max_head_offpolicynes is not a setting; did you mean rollout.max_head_offpolicyness?",
         ),
         ("rollout.lr", "1", "rollout.lr is not a setting; did you mean train.optimizer.lr?"),
+        ("train.output_dir", "out", "train.output_dir is not a setting; did you mean run.dir?"),
         ("rolout.group_size", "1", "rolout is not a setting; did you mean rollout?"),
         ("zzz.qqq", "1", "zzz is not a setting; 'offbeat config docs' lists them all"),
         ("rollout.group_size", "eight", "rollout.group_size must be an integer, got 'eight'"),
@@ -243,3 +244,10 @@ def test_values_of_a_program_come_after_the_file_and_the_overrides(tmp_path: Pat
     assert (config.data.path, config.rollout.stop) == ("a.jsonl", ("\n",))
     with pytest.raises(ConfigError, match="run.total_steps must be an integer, got 'many'"):
         load_config(None, values={"run.total_steps": "many"})
+
+
+def test_every_counterpart_of_another_projects_argument_is_a_setting() -> None:
+    assert set(COUNTERPARTS.values()) <= {key for key, _ in settings()}
+    page = (Path(__file__).parents[2] / "docs" / "comparison.md").read_text()
+    for name, key in COUNTERPARTS.items():
+        assert any(line.startswith("|") and f"`{name}`" in line and f"`{key}`" in line for line in page.splitlines()), f"docs: {name}"

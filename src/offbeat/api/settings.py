@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from offbeat.api.rows import FOLDER, Rows, RowsFile, is_named, write_rows
 from offbeat.config.data import DataConfig
 from offbeat.config.evaluation_sets import setting_of
-from offbeat.config.load import ALIASES, load_config
+from offbeat.config.load import ALIASES, load_config, near_settings
 from offbeat.config.load import settings as all_settings
 from offbeat.config.root import Config
 from offbeat.data.given import give, import_name, withdraw
@@ -30,6 +30,7 @@ Source = str | os.PathLike[str] | Settings
 
 _NOT_YET = "(rows)"
 _HELDOUT_SHARE = 5
+_MOST_NAMED = 6
 
 
 @contextmanager
@@ -125,9 +126,11 @@ def _setting(name: str, homes: Sequence[str]) -> str:
             return f"{home}.{name}"
     if len(found) > 1:
         raise ConfigError(
-            f"{name} may be {' or '.join(found[:6])}; give it by its whole name, as in settings={{{found[0]!r}: ...}}")
+            f"{name} may be {' or '.join(found[:_MOST_NAMED])}; give it by its whole name, as in settings={{{found[0]!r}: ...}}")
     if not found:
-        raise ConfigError(f"{name} is not a setting; 'offbeat config docs' lists them all")
+        near = near_settings(name)
+        advice = f"did you mean {' or '.join(near[:_MOST_NAMED])}?" if near else "'offbeat config docs' lists them all"
+        raise ConfigError(f"{name} is not a setting; {advice}")
     return found[0]
 
 

@@ -9,11 +9,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.metadata import version
 from typing import Any
 
-from offbeat.config.load import split_overrides
-from offbeat.errors import OffbeatError
+from offbeat.config.load import near_settings, split_overrides
+from offbeat.errors import ConfigError, OffbeatError
 from offbeat.extras import TRAIN, require
 from offbeat.loading import load_module
 
@@ -54,6 +55,8 @@ COMMANDS = {
     "completion": Command("completion", "print a script that completes commands and settings in a shell"),
 }
 
+_MOST_NAMED = 4
+
 _DESCRIPTION = """\
 Asynchronous reinforcement-learning post-training for language models.
 
@@ -68,7 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in argv
     try:
         overrides, rest = split_overrides([word for word in argv if word != "--debug"])
-        args = build_parser(rest[0] if rest else "").parse_args(rest)
+        command = rest[0] if rest else ""
+        parser = build_parser(command)
+        if not command:
+            parser.print_help(sys.stderr)
+            return ConfigError.exit_code
+        if not (command in COMMANDS or command.startswith("-")):
+            raise ConfigError(_no_command(command))
+        args, unknown = parser.parse_known_args(rest)
+        if unknown:
+            raise ConfigError(_no_argument(unknown[0], command))
         args.debug = debug
         return args.run(args, overrides)
     except OffbeatError as exc:
@@ -110,6 +122,23 @@ def build_parser(command: str) -> argparse.ArgumentParser:
     with _loading_hint(command):
         load_module(f"offbeat.cli.{COMMANDS[command].module}").add_parser(commands)
     return parser
+
+
+def _no_command(name: str) -> str:
+    near = get_close_matches(name, COMMANDS, n=1)
+    return f"{name} is not a command; " + (f"did you mean {near[0]}?" if near else "'offbeat --help' lists them")
+
+
+def _no_argument(word: str, command: str) -> str:
+    """Say what to do about a word that the command does not understand, such as a setting without its section."""
+    if not word.startswith("-"):
+        return f"'offbeat {command}' has no use for {word!r}; 'offbeat {command} --help' shows what it takes"
+    name = word.partition("=")[0]
+    near = near_settings(name.lstrip("-"))
+    advice = (
+        f"did you mean {' or '.join(f'--{key}' for key in near[:_MOST_NAMED])}?" if near else
+        f"'offbeat {command} --help' lists them, and any setting can be given as --section.key value")
+    return f"{name} is not an option of 'offbeat {command}'; {advice}"
 
 
 @contextmanager

@@ -59,6 +59,40 @@ ALIASES = {
 }
 """Names under which other projects have a setting, and its name here, which is the one that is documented and written."""
 
+COUNTERPARTS = {
+    "beta": "algorithm.kl_coefficient",
+    "epsilon": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "eval_dataset": "data.heldout_path",
+    "eval_steps": "evaluate.every_steps",
+    "learning_rate": "train.optimizer.lr",
+    "lora_alpha": "model.lora.alpha",
+    "lora_r": "model.lora.rank",
+    "loss_type": "algorithm.preset",
+    "lr_scheduler_type": "train.optimizer.schedule",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_grad_norm": "train.optimizer.clip_norm",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_staleness": "rollout.max_head_offpolicyness",
+    "max_steps": "run.total_steps",
+    "model_name_or_path": "model.path",
+    "num_generations": "rollout.group_size",
+    "num_train_epochs": "run.total_steps",
+    "output_dir": "run.dir",
+    "per_device_train_batch_size": "rollout.consumer_batch_size",
+    "report_to": "telemetry.sinks",
+    "resume_from_checkpoint": "run.resume",
+    "reward_funcs": "rollout.reward",
+    "reward_weights": "rollout.rewards",
+    "run_name": "run.name",
+    "save_steps": "checkpoint.every_steps",
+    "save_total_limit": "checkpoint.keep",
+    "scale_rewards": "algorithm.scale",
+    "train_dataset": "data.path",
+    "use_vllm": "inference.engine",
+}
+"""Arguments of TRL's trainers, and the setting here that is nearest to each. They are suggested and not accepted, because values differ."""
+
 _TYPES = {"bool": "true or false", "int": "an integer", "float": "a number", "string": "text", "tuple": 'a list, such as ["a", "b"]'}
 _BOUNDS = {"greater_than_equal": (">=", "ge"), "greater_than": (">", "gt"), "less_than_equal": ("<=", "le"), "less_than": ("<", "lt")}
 
@@ -273,6 +307,20 @@ def _explain(error: Any) -> str:
     return f"{key} must be {expected}, got {got!r}" if expected else f"{key}: {error['msg']}, got {got!r}"
 
 
+def near_settings(name: str) -> list[str]:
+    """Return the settings that a name without its section may mean; empty if none is near.
+
+    They are those whose last part it is, the counterpart of an argument of TRL, or those whose last part or counterpart is spelt nearly so.
+    """
+    known = [key for key, _ in settings()]
+    name = name.replace("-", "_")
+    named = {key.rpartition(".")[2] for key in known}
+    if name not in named | COUNTERPARTS.keys():
+        name = next(iter(get_close_matches(name, sorted(named | COUNTERPARTS.keys()), n=1, cutoff=0.8)), name)
+    found = [key for key in known if key.rpartition(".")[2] == name]
+    return found or ([COUNTERPARTS[name]] if name in COUNTERPARTS else [])
+
+
 def _unknown(key: str) -> str:
     """Say what has replaced a setting, or suggest the nearest: in its section, then the same name elsewhere, then the nearest of all."""
     if key in REPLACED:
@@ -286,7 +334,8 @@ def _unknown(key: str) -> str:
     else:
         siblings = [k.removeprefix(f"{section}.") for k in known if k.startswith(f"{section}.")]
         near = [f"{section}.{k}" for k in get_close_matches(name, siblings, n=1)]
-    near = near or [k for k in known if k.rpartition(".")[2] == name] or get_close_matches(key, known, n=1, cutoff=0.75)
+    near = near or [k for k in known if k.rpartition(".")[2] == name]
+    near = near or ([COUNTERPARTS[name]] if name in COUNTERPARTS else get_close_matches(key, known, n=1, cutoff=0.75))
     advice = f"did you mean {near[0]}?" if near else "'offbeat config docs' lists them all"
     return f"{key} is not a setting; {advice}"
 
