@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -153,8 +154,17 @@ def test_room_for_a_thousand_groups_is_filled_by_several_callbacks_of_the_loop()
         await asyncio.sleep(0)
         assert len(play.gate.running) == admitted, "nothing is admitted any more once the executor was left"
 
+    async def fail() -> None:
+        play = waiting()
+        rows = play.stream.next
+        with patch.object(play.stream, "next", lambda: rows() if len(play.gate.running) < 200 else 1 / 0):
+            async with play.executor() as executor:
+                with pytest.raises(ZeroDivisionError):
+                    await executor.prepare_batch()
+
     run(fill)
     run(leave)
+    run(fail)
 
 
 def test_the_groups_of_the_next_step_are_released_ahead_and_stay_in_flight_until_it_begins() -> None:

@@ -282,8 +282,15 @@ class RolloutExecutor:
             task = self._tasks[prompt_id] = asyncio.create_task(self._play(prompt_id, row), name=f"group {prompt_id}")
             task.add_done_callback(self._notice_crash)
         else:
-            asyncio.get_running_loop().call_soon(self._admit)  # those that are left
+            asyncio.get_running_loop().call_soon(self._admit_rest)
         self.idle.look()
+
+    def _admit_rest(self) -> None:
+        try:
+            self._admit()
+        except Exception as exc:  # a callback of the loop has nobody to raise to
+            self._crash = exc
+            self._changed.set()
 
     def _notice_crash(self, task: asyncio.Task[None]) -> None:
         """Let the next batch raise an unexpected exception.
