@@ -15,7 +15,7 @@ counts that, too. `rss_growth_mb` compares the end with a third of the way.
 `between_s` is the median time from the end of one training step to the ranks' having their shares of the next one, of which `wait_s` is
 spent on groups: ranks pretend to train for `--train-s` seconds, while the next batch is made, or with `--no-ahead` is not.
 
-A million groups, in five minutes: `--groups 1000000 --batch 4096 --samples 1 --tokens 8`.
+A million groups: `--groups 1000000 --batch 4096 --samples 2 --tokens 8`.
 """
 
 import argparse
@@ -278,7 +278,7 @@ async def play(options: argparse.Namespace, urls: Sequence[str], http: EngineSes
                 groups = await executor.prepare_batch()
                 wait_s.append(time.monotonic() - ended)
                 batch = await (ahead if ahead is not None else asyncio.to_thread(flatten, groups, config, version=version))
-                num_tokens += batch.num_targets
+                num_tokens += sum(t.num_generated for group in groups for t in group.trajectories)
                 ahead = None if options.no_ahead or version + 1 == num_steps else asyncio.create_task(make_ahead(version + 1))
                 await trainers.train_step(batch)
                 between_s.append(Sink.given_at - ended)
