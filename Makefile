@@ -27,6 +27,7 @@ help:  ## show this help
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "offbeat needs Python 3.11 or later; set PYTHON=/path/to/python")'
 	$(PYTHON) -m venv $(VENV)
+	@echo 'installing torch and what else is needed into $(VENV); this takes minutes, in which nothing is shown'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train]'
 	touch $(STAMP)

@@ -120,7 +120,8 @@ def test_rows_cross_processes(row):
 
 
 @pytest.mark.parametrize(("record", "config", "sentence"), [
-    ({"prompt": "p", "label": 1}, {}, "line 3, has no field 'answer'; it has prompt, label; set data.answer_field or data.format"),
+    ({"prompt": "p", "label": 1}, {},
+     "line 3, has no field 'answer'; it has prompt, label; set data.answer_field or data.format; an answer is needed where"),
     ({}, {}, "has no field 'prompt'; it has none"),
     ({"prompt": 3, "answer": "a"}, {}, "field 'prompt' must be text, got int"),
     ({"prompt": "p", "answer": None}, {}, "field 'answer' must be text or a number, got null"),

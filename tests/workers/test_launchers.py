@@ -49,6 +49,16 @@ def check(kind: str, tmp_path: Path, body: Callable[[Launcher, Callable[[str, st
         assert not [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
+def test_a_start_that_takes_too_long_names_the_setting(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with LocalLauncher(stop_timeout_s=30) as launcher:
+            await launcher.start(WorkerSpec("slow", "handlers:Echo", tmp_path / "slow.log", threads=1), timeout_s=0.001)
+
+    with pytest.raises(DeadlineError, match="slow to start passed its deadline") as late:
+        asyncio.run(main())
+    assert any("cluster.start_timeout_s" in note for note in late.value.__notes__)
+
+
 @pytest.mark.parametrize("kind", LAUNCHERS)
 def test_what_workers_write_is_as_private_as_what_the_controller_writes(kind: str, tmp_path: Path) -> None:
     async def body(_: Launcher, start: Callable[[str, str], Awaitable[Worker]]) -> None:

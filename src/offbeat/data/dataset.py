@@ -408,11 +408,15 @@ def check_length(num_tokens: int, config: DataConfig, *, name: str, context: int
         raise TooLongError(
             f"prompt {name} has {num_tokens} tokens, allowed are data.max_prompt_tokens = {config.max_prompt_tokens};"
             " raise it, or remove the row")
+    if max_new_tokens >= context:
+        raise TooLongError(
+            f"rollout.max_new_tokens = {max_new_tokens} leaves no room for prompt {name} of {num_tokens} tokens in a context of {context};"
+            " lower it to what an answer needs")
     if num_tokens > context - max_new_tokens:
         raise TooLongError(
-            f"prompt {name} has {num_tokens} tokens, allowed are {max(context - max_new_tokens, 0)} (a context of {context} less"
-            f" rollout.max_new_tokens = {max_new_tokens}); lower rollout.max_new_tokens, or remove the rows that are longer than the"
-            " data.max_prompt_tokens you want")
+            f"prompt {name} has {num_tokens} tokens, allowed are {context - max_new_tokens} (a context of {context} less"
+            f" rollout.max_new_tokens = {max_new_tokens}); lower rollout.max_new_tokens, raise inference.max_context where it is set, or"
+            " remove rows that are so long")
 
 
 def check_lengths(

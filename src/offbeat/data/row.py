@@ -114,11 +114,16 @@ def system_of(record: Mapping[str, Any], config: DataConfig, where: str) -> str:
     return "" if value is None else _text(value, config.system_field, where)
 
 
+_WHEN_NEEDED = (
+    "an answer is needed where it is imitated (run.warm_up, offbeat sft), shown to a teacher, or compared with by exact_match or math")
+
+
 def _answer(record: Mapping[str, Any], name: str, where: str, config: DataConfig, *, needs_answer: bool) -> str:
     if name not in record:
         if not needs_answer and not config.answer_field:
             return ""
-        raise DataError(f"{where}, {missing_column(name, record)}; set data.answer_field or data.format")
+        why = "" if config.answer_field else f"; {_WHEN_NEEDED}"
+        raise DataError(f"{where}, {missing_column(name, record)}; set data.answer_field or data.format{why}")
     if record[name] is None and not needs_answer:
         return ""
     return _text(record[name], name, where)

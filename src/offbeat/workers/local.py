@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from offbeat.config.root import Config
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, DeadlineError
 from offbeat.machine import VISIBLE_DEVICES, visible_devices
 from offbeat.phase import phase
 from offbeat.process.child import Child, ChildSpec
@@ -48,7 +48,11 @@ class LocalLauncher:
             if spec.name not in self._devices:
                 self._devices[spec.name] = self._deal(spec.num_devices)
             env[VISIBLE_DEVICES] = ",".join(self._devices[spec.name])
-        child = await Child.start(ChildSpec(spec.name, spec.target, env, spec.log), timeout_s=timeout_s)
+        try:
+            child = await Child.start(ChildSpec(spec.name, spec.target, env, spec.log), timeout_s=timeout_s)
+        except DeadlineError as exc:
+            exc.add_note("if the machine is busy, raise cluster.start_timeout_s, or inference.start_timeout_s for an engine")
+            raise
         self._children.append(child)
         return child
 
