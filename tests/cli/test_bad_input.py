@@ -68,7 +68,7 @@ def test_a_wrong_setting_or_reward_is_one_sentence(fails: Callable[..., str], ar
 @pytest.mark.parametrize(("lines", "sentence"), [
     ([], "'rows.jsonl' has no rows"),
     ([{"prompt": "1>", "answer": "1"}, {"prompt": "2>"}], "'rows.jsonl', line 2, has no field 'answer'"),
-    ([{"prompt": "1" * 300 + ">", "answer": "1"}] * 3, "prompt of 'rows.jsonl', line 1 has 301 tokens, allowed are 246"),
+    ([{"prompt": "1" * 600 + ">", "answer": "1"}] * 3, "prompt of 'rows.jsonl', line 1 has 601 tokens, allowed are 502"),
 ])
 def test_a_wrong_dataset_is_one_sentence(fails: Callable[..., str], tmp_path: Path, lines: list[dict], sentence: str) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -14,7 +14,7 @@ class TinyConfig(Section):
     num_kv_heads: int = field(2, "Key and value heads; divides num_heads.", ge=1)
     head_dim: int = field(32, "Width of one head.", ge=4)
     intermediate_size: int = field(256, "Width of the feed-forward layer.", ge=8)
-    max_positions: int = field(256, "Context length in tokens.", ge=8)
+    max_positions: int = field(512, "Context length in tokens.", ge=8)
 
 
 class LoraConfig(Section):
