@@ -1,108 +1,137 @@
-"""What ranks with weights in shards take up while they publish: the version written by all of them, against rank 0 writing all of it.
+"""What ranks with weights in shards take up when they publish: each gets the tensors that it writes, against rank 0 getting all of them.
 
-R ranks hold a model in R shards, as a run with `train.parallel.shard = R` has them, and publish it in bfloat16 to a folder. Of each rank it
-says the bytes of the file that it wrote, and by how much its memory rose above what it had before, as the system counts it (VmHWM). The
-peer is an export of the same weights, which rank 0 writes alone. That an exchange moves no more than a rank's share is counted in
-tests/trainer/test_parts.py.
+R processes hold a model in R shards over gloo, as a run with `train.parallel.shard = R` has them, and bring the weights in bfloat16 to who
+writes them, in three ways:
 
-    python benchmarks/publish_ranks.py [--quick] [--model FOLDER] [--ranks 4] [--publishes 3]
+    dealt     each rank gets whole tensors, about 1/R of the bytes (`offbeat.trainer.dealt`), as publishes do
+    rank 0    rank 0 is dealt all of them, as for exports and broadcasts
+    gathered  every rank gathers each tensor in float32, and rank 0 keeps a copy of all, as releases did before
 
-Needs Linux. The model is SmolLM2-135M of `make smollm2`, or the 27M of random weights where that is not there.
+Of each it says the most bytes of tensors that live on a rank meanwhile, beside its shards, and the time of the slowest rank. Memory is
+counted, and does not depend on what else the machine does; times do.
+
+    python benchmarks/publish_ranks.py [--quick] [--model FOLDER] [--ranks 4] [--repeats 3]
+
+The model is SmolLM2-135M of `make smollm2`, or the 27M of random weights where that is not there.
 """
 
 import argparse
-import asyncio
+import multiprocessing
+import os
 import statistics
-import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
-from measure import ROOT, WORK, emit, note
+from measure import ROOT, emit, note
+from torch.distributed.tensor import DTensor
 
 from engine import build
+from offbeat.config.dist import DistConfig
 from offbeat.config.root import Config
-from offbeat.process.child import Child
-from offbeat.ranks.ranks import WorkerRanks
-from offbeat.ranks.trainers import Trainers
-from offbeat.workers.local import LocalLauncher
+from offbeat.process.serving import die_with_parent
+from offbeat.sync.mesh import MeshShape, connect_store, host_store, join, leave
+from offbeat.trainer.dealt import Dealer
+from offbeat.trainer.memory import LiveBytes
+from offbeat.trainer.model_trainer import ModelTrainer
+from offbeat.trainer.state import full_state
 
 SMOLLM2 = ROOT / ".models" / "smollm2-135m-instruct"
-CANARY = tuple(range(3, 19))
+WAYS = ("dealt", "rank 0", "gathered")
+
+Costs = dict[str, list[tuple[int, float]]]
+"""Bytes and seconds of each time that a rank went each way."""
 
 
-@dataclass(frozen=True)
-class Cost:
-    """One write of all weights: seconds, and bytes by which each rank's memory rose."""
+class OwnBytes(LiveBytes):
+    """Tensors of this rank alone; one in shards looks as large as the whole."""
 
-    seconds: float
-    rises: tuple[int, ...]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a smoke run: the tiny model on two ranks, one publish")
+    parser.add_argument("--quick", action="store_true", help="a smoke run: the tiny model on two ranks, once")
     parser.add_argument("--model", default="", help="a model folder")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--publishes", type=int, default=3, help="of each kind, after one that warms up (default: 3)")
+    parser.add_argument("--repeats", type=int, default=3, help="of each way, after one that warms up (default: 3)")
     options = parser.parse_args()
     if options.quick:
-        options.model, options.ranks, options.publishes = str(build("tiny")), 2, 1
+        options.model, options.ranks, options.repeats = str(build("tiny")), 2, 1
     model = options.model or str(SMOLLM2 if SMOLLM2.exists() else build("27M"))
-    asyncio.run(measure(model, num_ranks=options.ranks, num_publishes=options.publishes))
+    found, total = run(model, options.ranks, options.repeats)
+    case = f"{Path(model).name} of {total / 1e6:.0f} MB, {options.ranks} ranks"
+    ours = [figures(found, way) for way in WAYS]
+    for way, (size, seconds) in zip(WAYS[1:], ours[1:], strict=True):
+        emit("publish_ranks", f"{case}: memory of the rank with most, dealt vs {way}", ours=ours[0][0], peer=size, unit="bytes",
+             less_is_better=True)
+        emit("publish_ranks", f"{case}: time, dealt vs {way}", ours=ours[0][1], peer=seconds, unit="s", less_is_better=True)
 
 
-async def measure(model: str, *, num_ranks: int, num_publishes: int) -> None:
-    """Publish and export in turns."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as shm:
-        config = Config.model_validate({
-            "run": {"dir": shm, "name": "publish"}, "model": {"path": model, "dtype": "bfloat16"},
-            "train": {"num_ranks": num_ranks, "threads": 1, "parallel": {"shard": num_ranks}},
-            "weights": {"stage_timeout_s": 300}, "dist": {"sync_timeout_s": 300}, "cluster": {"start_timeout_s": 400}})
-        async with LocalLauncher(stop_timeout_s=5) as launcher:
-            ranks = await WorkerRanks.start(launcher, config, model=model, build=None, log_dir=WORK)
-            trainers = Trainers(ranks, config)
-            processes = [worker.pid for worker in ranks.workers if isinstance(worker, Child)]
-            together, alone, sizes, total = list[Cost](), list[Cost](), [0], 0
-            for version in range(num_publishes + 1):
-                folder = config.weights_dir / f"v{version:08d}"
-                written = await cost(processes, lambda: trainers.write_weights(version, folder, canary=CANARY))  # noqa: B023
-                exported = await cost(processes, lambda: trainers.export(folder.with_name("export"), tokenizer=model))  # noqa: B023
-                sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
-                total = sum(file.stat().st_size for file in folder.with_name("export").glob("*.safetensors"))
-                if version:
-                    together.append(written)
-                    alone.append(exported)
-                    note(f"by all {written}, by rank 0 {exported}, files {sizes}")
-    case = f"{Path(model).name}, {num_ranks} ranks"
-    emit("publish_ranks", f"{case}: largest file, by all vs rank 0", ours=max(sizes), peer=total, unit="bytes", less_is_better=True)
-    emit("publish_ranks", f"{case}: rise of memory, of the rank with most, by all vs rank 0", ours=highest(together), peer=highest(alone),
-         unit="bytes", less_is_better=True)
-    emit("publish_ranks", f"{case}: time, by all vs rank 0", ours=statistics.median(one.seconds for one in together),
-         peer=statistics.median(one.seconds for one in alone), unit="s", less_is_better=True)
+def figures(found: list[Costs], way: str) -> tuple[int, float]:
+    """The most bytes of any rank, and the median of the slowest rank's seconds."""
+    rounds = list(zip(*(costs[way] for costs in found), strict=True))
+    note(f"{way}: " + "; ".join(", ".join(f"{size / 1e6:.1f} MB {seconds:.2f} s" for size, seconds in ranks) for ranks in rounds))
+    return max(size for ranks in rounds for size, _ in ranks), statistics.median(max(seconds for _, seconds in ranks) for ranks in rounds)
 
 
-def highest(costs: Sequence[Cost]) -> float:
-    """The median over publishes of what the rank with the largest rise took."""
-    return statistics.median(max(cost.rises) for cost in costs)
+def run(model: str, num_ranks: int, num_repeats: int) -> tuple[list[Costs], int]:
+    """What every rank saw, and the size of all weights as they are published."""
+    context = multiprocessing.get_context("fork")  # a rank begins with what has been imported here
+    ends = [context.Pipe() for _ in range(num_ranks)]
+    processes = [
+        context.Process(target=be_rank, args=(rank, num_ranks, model, num_repeats, theirs)) for rank, (_, theirs) in enumerate(ends)]
+    for process in processes:
+        process.start()
+    store = host_store(300)
+    for ours, _ in ends:
+        ours.send(store.port)
+    answers = [ours.recv() for ours, _ in ends]
+    for process in processes:
+        process.join()
+    return [costs for costs, _ in answers], answers[0][1]
 
 
-async def cost(processes: Sequence[int], act: Callable[[], Awaitable[object]]) -> Cost:
-    """Let the ranks do something, and look at their memory."""
-    for pid in processes:
-        Path(f"/proc/{pid}/clear_refs").write_text("5")  # the high-water mark begins anew
-    before = [resident(pid, "VmRSS") for pid in processes]
+def be_rank(rank: int, num_ranks: int, model: str, num_repeats: int, parent: Connection) -> None:
+    """Go all ways in turns."""
+    die_with_parent(os.getppid())
+    store = connect_store("127.0.0.1", parent.recv(), timeout_s=300)
+    groups = join(
+        rank=rank, world=num_ranks, store=store, config=DistConfig(init_timeout_s=300, sync_timeout_s=300),
+        shape=MeshShape(1, shard=num_ranks))
+    config = Config.model_validate({"model": {"path": model}, "train": {"num_ranks": num_ranks, "parallel": {"shard": num_ranks}}})
+    trainer = ModelTrainer.build(model, config=config, groups=groups)
+    dealer = Dealer.of(trainer.model, groups)  # pyright: ignore[reportArgumentType]
+    assert dealer is not None, "the weights are in shards"
+    ways: dict[str, Callable[[], object]] = {
+        "dealt": lambda: dealer.state("bfloat16", range(num_ranks)), "rank 0": lambda: dealer.state("bfloat16", [0]),
+        "gathered": lambda: full_state(trainer.model, dtype="bfloat16", keep=rank == 0)}
+    costs: Costs = {way: [] for way in WAYS}
+    for number in range(num_repeats + 1):
+        for way, act in ways.items():
+            with groups.sync.region("publish"):
+                cost = measured(trainer, act)
+            if number:
+                costs[way].append(cost)
+    parent.send((costs, dealer.num_bytes("bfloat16")))
+    leave()
+
+
+def measured(trainer: ModelTrainer, act: Callable[[], object]) -> tuple[int, float]:
+    """Bytes and seconds of one time."""
+    live = OwnBytes()
+    for parameter in trainer.model.parameters():
+        assert isinstance(parameter, DTensor), "every weight is in shards"
+        live.ignore(parameter.detach().to_local())
     start = time.perf_counter()
-    await act()
-    seconds = time.perf_counter() - start
-    return Cost(seconds, tuple(resident(pid, "VmHWM") - had for pid, had in zip(processes, before, strict=True)))
-
-
-def resident(pid: int, name: str) -> int:
-    """Bytes that /proc says of a process."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+    with live:
+        act()
+    return live.peak, time.perf_counter() - start
 
 
 if __name__ == "__main__":

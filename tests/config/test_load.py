@@ -76,7 +76,8 @@ def test_override_values_are_read_as_toml_or_taken_as_they_stand(key, text, valu
         ("telemetry.trace", "maybe", "telemetry.trace must be true or false, got 'maybe'"),
         ("rollout.stop", "END", "rollout.stop must be a list, such as [\"a\", \"b\"], got 'END'"),
         ("telemetry.sinks", '["wandb", "tensorbord"]',
-         "each of telemetry.sinks must be one of 'tensorboard', 'wandb', 'trackio', 'mlflow', got 'tensorbord'; did you mean 'tensorboard'?"),
+         "each of telemetry.sinks must be one of 'tensorboard', 'wandb', 'trackio', 'mlflow', got 'tensorbord'; did you mean"
+        " 'tensorboard'?"),
         (
             "rollout.max_head_offpolicyness",
             "-1",

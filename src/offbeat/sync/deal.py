@@ -18,7 +18,7 @@ from offbeat.pulse import progress
 from offbeat.sync.broadcast import Spec, cut
 from offbeat.sync.platform import current_platform
 
-BUCKET_BYTES = 64 << 20
+BUCKET_BYTES = 32 << 20
 """Most that a rank sends, and receives, in one exchange."""
 _LEAST_BYTES = 1 << 16
 
@@ -135,7 +135,7 @@ class Deal:
         Returns:
             CPU tensors that this rank is dealt, by name.
         """
-        device, limit = current_platform.device, max(BUCKET_BYTES // self.world, _LEAST_BYTES)
+        limit = max(BUCKET_BYTES // self.world, _LEAST_BYTES)
         dealt = {name: torch.empty(self.specs[name].shape, dtype=self.specs[name].torch_dtype) for name in self.names(rank)}
         for parcel in self.parcels.get((rank, rank), ()):
             progress("copy_weights")
@@ -146,17 +146,22 @@ class Deal:
         inboxes = {other: _Inbox(parcel.box.of(dealt[parcel.name]) for parcel in self.parcels.get((other, rank), ())) for other in others}
         for number in range(-(-max(away.values(), default=0) // limit)):
             progress("copy_weights")
-            parts = [next(streams[other], []) if other != rank else [] for other in range(self.world)]
-            given = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *chain.from_iterable(parts)])
-            sent = [sum(map(len, part)) for part in parts]
-            del parts
             lengths = [min(max(away.get((other, rank), 0) - number * limit, 0), limit) for other in range(self.world)]
-            got = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
-            dist.all_to_all_single(got, given, output_split_sizes=lengths, input_split_sizes=sent)
-            for other, part in enumerate(got.split(lengths)):
-                if other != rank:
-                    inboxes[other].take(part)
+            self._exchange([next(streams[other], []) if other != rank else [] for other in range(self.world)], lengths, inboxes)
         return dealt
+
+    def _exchange(self, parts: Sequence[list[Tensor]], lengths: Sequence[int], inboxes: "Mapping[int, _Inbox]") -> None:
+        """Send each rank its bytes, which are dropped as soon as they are copied, and take as many from each as `lengths` says."""
+        device = current_platform.device
+        given = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *chain.from_iterable(parts)])
+        sent = [sum(map(len, part)) for part in parts]
+        for part in parts:
+            part.clear()  # whoever cut them has the same lists
+        got = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
+        dist.all_to_all_single(got, given, output_split_sizes=list(lengths), input_split_sizes=sent)
+        pieces = got.split(lengths)
+        for other, inbox in inboxes.items():
+            inbox.take(pieces[other])
 
     def _outgoing(self, parcels: Sequence[Parcel], tensors: Mapping[str, Tensor], limit: int) -> Iterator[list[Tensor]]:
         return cut((self._converted(parcel.name, tensors).contiguous() for parcel in parcels), bucket_bytes=limit)

@@ -112,12 +112,13 @@ class PartWriter:
             self._last = target.folder, snapshot
         if rank != 0:
             return Written("", ())
-        return self._complete(target, shares, snapshot, by_changes=changes is not None)
+        written = self._complete(target, shares, snapshot, by_changes=changes is not None)
+        return written if changes is None else replace(written, base=request.base)
 
     def _open(self, request: WriteRequest) -> Target:
         if request.broadcast is not None:
             return Target()
-        target = Target(str(Path(request.folder).absolute()), request.base)
+        target = Target(str(Path(request.folder).absolute()), str(Path(request.base).absolute()) if request.base else "")
         try:
             shutil.rmtree(target.staging, ignore_errors=True)
             target.staging.mkdir(parents=True)
@@ -155,7 +156,7 @@ class PartWriter:
         return share
 
     def _complete(self, target: Target, shares: Sequence[Share], snapshot: ModelSnapshot, *, by_changes: bool) -> Written:
-        """Put the version in place, on rank 0."""
+        """Put the version in place, on rank 0; the answer lacks its base."""
         num_bytes = sum(share.num_bytes for share in shares)
         try:
             if errors := "; ".join(f"rank {rank}: {share.error}" for rank, share in enumerate(shares) if share.error):
@@ -171,7 +172,7 @@ class PartWriter:
         finally:
             shutil.rmtree(target.staging, ignore_errors=True)
         fingerprint = combine({name: digest for share in shares for name, digest in share.digests.items()})
-        return Written(fingerprint, (), num_bytes=max(num_bytes, 1), base=target.base if by_changes else "")
+        return Written(fingerprint, (), num_bytes=max(num_bytes, 1))
 
     def _failed(self, error: str) -> Written:
         if self._groups.rank == 0:
