@@ -126,8 +126,9 @@ def measured(trainer: ModelTrainer, act: Callable[[], object]) -> tuple[int, flo
     """Bytes and seconds of one time."""
     live = OwnBytes()
     for parameter in trainer.model.parameters():
-        assert isinstance(parameter, DTensor), "every weight is in shards"
-        live.ignore(parameter.detach().to_local())
+        held = parameter.detach()
+        assert isinstance(held, DTensor), "every weight is in shards"
+        live.ignore(held.to_local())
     start = time.perf_counter()
     with live:
         act()
