@@ -181,6 +181,7 @@ def test_a_fine_tuning_is_finished_by_its_steps_or_its_accuracy(steps: int, accu
     assert is_finished(SftConfig(total_steps=10, stop_at_accuracy=0.5), steps=steps, accuracy=accuracy) is finished
 
 
+@pytest.mark.whole_run
 def test_a_run_killed_while_it_fine_tunes_goes_on_and_then_says_that_it_is_finished(
     tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -34,7 +34,8 @@ def processes_of(run: SmallRun) -> list[psutil.Process]:
     return [process for process in psutil.process_iter(["cmdline"]) if str(run.root) in " ".join(process.info["cmdline"] or ())]
 
 
-@pytest.mark.parametrize("changes", [{}, HEADS], ids=["one rank loads", "heads load"])
+@pytest.mark.parametrize("changes", [
+    pytest.param({}, id="one rank loads"), pytest.param(HEADS, id="heads load", marks=pytest.mark.whole_run)])
 def test_ranks_under_torchrun_train_save_and_go_on(changes: dict[str, str], tmp_path: Path, model_dir: str) -> None:
     run = SmallRun(tmp_path, model_dir)
     changes = changes | {"evaluate__sets__right__rollout__reward": f"{REWARDS}:right"}

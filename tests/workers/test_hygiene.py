@@ -16,6 +16,7 @@ from small_run import REWARDS, SmallRun, start_offbeat
 from waiting import wait_until
 
 LAUNCHERS = ["local", pytest.param("ray", marks=pytest.mark.ray)]
+WHOLE_RUNS = [pytest.param("local", marks=pytest.mark.whole_run), pytest.param("ray", marks=pytest.mark.ray)]
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -54,7 +55,7 @@ def ranks_of(tree: list[psutil.Process]) -> list[psutil.Process]:
     return [process for process in tree if "trainer.worker" in " ".join(process.cmdline())]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", WHOLE_RUNS)
 def test_nothing_is_left_when_the_controller_is_killed_while_a_rank_is_stopped(launcher: str, tmp_path: Path, model_dir: str) -> None:
     with training(tmp_path, model_dir, cluster__launcher=launcher, train__num_ranks="2") as (_, controller, tree):
         assert len(tree) >= 4  # two ranks, an engine and a reward process; under Ray also its own
@@ -68,7 +69,7 @@ def test_nothing_is_left_when_the_controller_is_killed_while_a_rank_is_stopped(l
     assert not [path for path in held if path.exists()]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", WHOLE_RUNS)
 def test_nothing_is_left_after_two_interrupts(launcher: str, tmp_path: Path, model_dir: str) -> None:
     with training(tmp_path, model_dir, cluster__launcher=launcher, rollout__reward=f"{REWARDS}:slow") as (_, controller, tree):
         held = shared_memory(tree)
