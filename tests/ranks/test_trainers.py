@@ -70,6 +70,7 @@ async def two_steps(config: Config, folder: Path, model: str) -> Outcome:
     return Outcome(stats, scores, {name: tensor.numpy() for name, tensor in read_safetensors(folder / "v7")}, spans)
 
 
+@pytest.mark.whole_run
 def test_two_ranks_train_as_one_does(tmp_path: Path, model_dir: str) -> None:
     async def main() -> list:
         folders = [tmp_path / "one", tmp_path / "two", tmp_path / "dealt"]
@@ -180,8 +181,11 @@ def test_a_rank_that_fails_is_named_and_its_peers_hear_of_it_at_once(
 
 @pytest.mark.parametrize(("rank", "fault", "text"), [
     (1, "point=backward,kind=hang", r"^rank 1 hangs in 'train_step' \(backward\): for \d+\.\d s it .* in strike: time\.sleep"),
-    (0, "point=forward,kind=stop", r"rank 0 is stopped by a signal \(SIGSTOP or a debugger\)"),
-    (0, "point=write_weights,kind=hang", r"^rank 0 hangs in 'write_weights' \(write_weights\): for \d+\.\d s it "),
+    pytest.param(
+        0, "point=forward,kind=stop", r"rank 0 is stopped by a signal \(SIGSTOP or a debugger\)", marks=pytest.mark.whole_run),
+    pytest.param(
+        0, "point=write_weights,kind=hang", r"^rank 0 hangs in 'write_weights' \(write_weights\): for \d+\.\d s it ",
+        marks=pytest.mark.whole_run),
 ])
 def test_a_rank_that_hangs_or_is_stopped_inside_a_region_is_named_and_no_victim(
     rank: int, fault: str, text: str, tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
@@ -253,6 +257,7 @@ async def train(num_ranks: int, folder: Path, model: str) -> tuple[Scores, Score
         return learnt, scores, norms, passed
 
 
+@pytest.mark.whole_run
 def test_two_ranks_train_adapters_as_one_does(tmp_path: Path, model_dir: str) -> None:
     async def main() -> list:
         folders = [tmp_path / "one", tmp_path / "two"]

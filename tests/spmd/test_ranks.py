@@ -119,11 +119,11 @@ async def with_workers(config: Config, num_groups: int, folder: Path) -> list[li
         return figures([*stats, await group.train_step(batch_of([], config))])
 
 
-@pytest.mark.parametrize(("world", "num_groups", "aggregation", "launchers"), [
-    (2, 6, "sequence_mean", ()), (4, 7, "token_mean", ("local", pytest.param("ray", marks=pytest.mark.ray))),
+@pytest.mark.parametrize(("world", "num_groups", "aggregation", "launcher"), [
+    (2, 6, "sequence_mean", ""), (4, 7, "token_mean", "local"), pytest.param(2, 7, "token_mean", "ray", marks=pytest.mark.ray),
 ])
 def test_every_mode_gives_the_same_loss_and_gradient(
-    world: int, num_groups: int, aggregation: str, launchers: tuple, tmp_path: Path, model_dir: str,
+    world: int, num_groups: int, aggregation: str, launcher: str, tmp_path: Path, model_dir: str,
 ) -> None:
     argument = {"folder": str(tmp_path), "model": model_dir, "num_groups": num_groups, "aggregation": aggregation}
     alone, alone_again = run_alone(on_a_rank, argument=argument)
@@ -131,8 +131,7 @@ def test_every_mode_gives_the_same_loss_and_gradient(
     for one_loads, heads_load in run_ranks(on_a_rank, world=world, argument=argument):
         np.testing.assert_allclose(one_loads, alone, atol=1e-5)
         np.testing.assert_allclose(heads_load, alone, atol=1e-5)
-    for launcher in ("local", "ray") if launchers else ():
-        config, _ = settings(argument)
+    if launcher:
         changes = CHANGES | {"algorithm__loss_aggregation": aggregation, "train__num_ranks": str(world), "cluster__launcher": launcher}
         config = small_config(tmp_path, model_dir, **changes)
         np.testing.assert_allclose(asyncio.run(with_workers(config, num_groups, tmp_path)), alone, atol=1e-5)
