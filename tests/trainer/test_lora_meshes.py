@@ -115,6 +115,7 @@ def trained(tmp_path_factory):
     return folder, run_alone(_train_in_meshes, argument=[str(folder), "alone"])
 
 
+@pytest.mark.whole_run
 @pytest.mark.parametrize("kind", ["shards", "slices"])
 def test_four_ranks_train_an_adapter_in_every_mesh_as_one_does_and_each_goes_on_from_the_other(trained, kind):
     folder, alone = trained
