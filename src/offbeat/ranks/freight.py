@@ -66,7 +66,7 @@ class Freight:
 
     def __init__(self, *, shared: Path | None) -> None:
         """`shared` is a folder that all machines see under this path, if there is one."""
-        self._shared = None if shared is None else shared.absolute()
+        self._shared = None if shared is None else shared.resolve()
 
     @asynccontextmanager
     async def around(
@@ -117,7 +117,7 @@ class Freight:
             raise StorageError(f"no train rank has written {folder}, though all were asked to; see their logs")
 
     def _is_shared(self, folder: Path) -> bool:
-        return self._shared is not None and folder.absolute().is_relative_to(self._shared)
+        return self._shared is not None and folder.resolve().is_relative_to(self._shared)
 
     def _placed(self, request: Any, disk: Far | None, *, keeps: bool) -> Any:
         """Return a request as a rank gets it; `keeps` is whether it is the first of those that see the same disk."""

@@ -194,12 +194,14 @@ class RayWorker:
         except (TimeoutError, RayError) as exc:
             return f"{self.name} does not answer, nor does its Ray actor: {_last_line(exc)}"
 
-    async def stop(self, *, timeout_s: float) -> None:
-        """See `Worker.stop`."""
+    async def stop(self, *, timeout_s: float, clears: bool = False) -> None:
+        """See `Worker.stop`; `clears` removes what this launcher's workers have on that machine's disk, too."""
         with suppress(OSError, RayError):  # a missed timeout is an OSError, and so is a full disk, which must not keep it alive
             async with asyncio.timeout(timeout_s + _MARGIN_S):
                 await self._actor.stop.remote(timeout_s)
                 await self.finish_log()
+                if clears:
+                    await self.clear_disk()
         self.kill()
 
     def kill(self) -> None:
@@ -334,13 +336,13 @@ class RayLauncher:
             ) from exc
 
     async def __aexit__(self, error: object, *_: object) -> None:
-        await asyncio.gather(*(worker.clear_disk() for worker in self._workers if worker.alive), return_exceptions=True)
         if error:
             await asyncio.gather(*(worker.finish_log() for worker in self._workers), return_exceptions=True)
+            await asyncio.gather(*(worker.clear_disk() for worker in self._workers), return_exceptions=True)
             for worker in self._workers:
                 worker.kill()
         else:
-            stops = (worker.stop(timeout_s=self._stop_timeout_s) for worker in self._workers)
+            stops = (worker.stop(timeout_s=self._stop_timeout_s, clears=True) for worker in self._workers)
             await asyncio.gather(*stops, return_exceptions=True)  # what is left is ended below
         for process in self._own:
             with suppress(psutil.NoSuchProcess):
