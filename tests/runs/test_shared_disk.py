@@ -1,4 +1,4 @@
-"""Workers that do not see the run's folder: engines get weights by broadcast, and ranks are refused."""
+"""Workers that do not see the run's folder: whole weights are broadcast, and everything else travels."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -6,35 +6,39 @@ from types import SimpleNamespace
 import pytest
 
 from offbeat.errors import ConfigError
-from offbeat.runs.shared_disk import apart, without_shared_disk
+from offbeat.runs.shared_disk import apart, note_apart, without_shared_disk
 from small_run import small_config
 
 
-def test_those_apart_are_named_in_their_order() -> None:
-    workers = [SimpleNamespace(name=f"rank {rank}", shares_disk=rank == 1) for rank in range(3)]
+def test_those_apart_are_named_in_their_order_and_noted() -> None:
+    workers = [SimpleNamespace(name=f"rank {rank}", disk=None if rank == 1 else "a disk") for rank in range(3)]
     assert apart(workers) == ("rank 0", "rank 2")
+    notes: list[tuple[str, str]] = []
+    record = SimpleNamespace(note=lambda *note: notes.append(note))
+    assert note_apart(record, ()) == () and note_apart(record, ("rank 0",)) == ("rank 0",)
+    note_apart(record, ("rank 0", "rank 2"))
+    rest = "not see the run's folder, so files travel to and from their machines (cluster.scratch_dir)"
+    assert notes == [("travels", f"rank 0 does {rest}"), ("travels", f"rank 0 and rank 2 do {rest}")]
 
 
 def test_where_all_share_a_disk_nothing_changes(tmp_path: Path) -> None:
     config = small_config(tmp_path)
-    assert without_shared_disk(config, ranks=(), engines=()) is config
+    assert without_shared_disk(config, apart=(), builds=True) is config
 
 
-def test_weights_are_broadcast_to_engines_apart_unless_a_folder_is_given_for_them(tmp_path: Path) -> None:
-    assert without_shared_disk(small_config(tmp_path), ranks=(), engines=("engine 0",)).weights.channel == "collective"
-    given = small_config(tmp_path, weights__dir="/mnt/weights")
-    assert without_shared_disk(given, ranks=(), engines=("engine 0",)) is given
+@pytest.mark.parametrize("apart", [("engine 0",), ("rank 0",)])
+def test_whole_weights_are_broadcast_where_they_would_have_to_travel(apart: tuple[str, ...], tmp_path: Path) -> None:
+    assert without_shared_disk(small_config(tmp_path), apart=apart).weights.channel == "collective"
 
 
-@pytest.mark.parametrize(("changes", "what"), [
-    ({"model__lora__rank": "4"}, "adapters, which engines read from folders"),
-    ({"inference__engine": "sglang"}, "weights, which SGLang reads from folders"),
+@pytest.mark.parametrize("changes", [
+    {"model__lora__rank": "4"}, {"inference__engine": "sglang"}, {"weights__dir": "/mnt/weights"}, {"inference__urls": "['http://a:1']"},
 ])
-def test_what_travels_in_folders_alone_is_refused(changes: dict[str, str], what: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"engine 0 and engine 1 do not see the run's folder {tmp_path}/small, .*publishes {what}"):
-        without_shared_disk(small_config(tmp_path, **changes), ranks=(), engines=("engine 0", "engine 1"))
+def test_what_engines_read_from_folders_stays_in_folders(changes: dict[str, str], tmp_path: Path) -> None:
+    given = small_config(tmp_path, **changes)
+    assert without_shared_disk(given, apart=("engine 0", "rank 1")) is given
 
 
-def test_ranks_apart_are_refused_for_their_checkpoints(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"rank 1 does not see the run's folder {tmp_path}/small, into which all train ranks write ch"):
-        without_shared_disk(small_config(tmp_path), ranks=("rank 1",), engines=())
+def test_a_model_that_is_made_in_the_runs_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\[model\.tiny\] makes a model in .*small, which rank 0 and rank 1 cannot see; give"):
+        without_shared_disk(small_config(tmp_path), apart=("rank 0", "rank 1"), builds=True)

@@ -23,7 +23,7 @@ async def main(address: str, log_dir: Path) -> dict[str, object]:
         workers = await asyncio.gather(*(launcher.start(spec, timeout_s=60) for spec in specs))
         await asyncio.gather(*(worker.call("say", f"hello from {worker.name}".encode(), timeout_s=30) for worker in workers))
         found["nodes"] = [(await worker.call("env", b"OFFBEAT_TEST_NODE", timeout_s=30)).decode() for worker in workers]
-        found["shares"] = [worker.shares_disk for worker in workers]
+        found["shares"] = [worker.disk is None for worker in workers]
         found["marked"] = len(list(log_dir.glob(".seen-*")))
     found["logs"] = [spec.log.read_text() for spec in specs if spec.log]
     found["left"] = [path.name for path in log_dir.iterdir() if path.suffix != ".log"]

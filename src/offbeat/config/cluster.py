@@ -15,3 +15,6 @@ class ClusterConfig(Section):
         "devices are 0 and there are too few.")
     start_timeout_s: float = field(120.0, "Seconds for one worker to start.", gt=0)
     stop_timeout_s: float = field(10.0, "Seconds for a worker to stop before it is killed.", gt=0)
+    scratch_dir: str = field(
+        "", "Folder on Ray machines that do not see the run's folder, for checkpoints, adapters and exports on their way; must have room"
+        " for a checkpoint, and is emptied at the end. Empty takes the system's folder of temporary files.")

@@ -12,6 +12,10 @@ from typing import Any
 from offbeat.errors import ModelError
 from offbeat.extras import missing_modules
 
+TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt",
+)
+"""Patterns of the files of a tokenizer."""
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")

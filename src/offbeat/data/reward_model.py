@@ -16,13 +16,11 @@ import numpy as np
 
 from offbeat.data.dataset import Dataset
 from offbeat.data.messages import Tool, with_system
-from offbeat.data.model_folder import check_model_folder, read_context_length, read_model_config
+from offbeat.data.model_folder import TOKENIZER_FILES, check_model_folder, read_context_length, read_model_config
 from offbeat.data.pairs import Answer, EncodedPair, PairEncoder, Preference
 from offbeat.data.row import Prompt
 from offbeat.data.tokenizer import Tokenizer, load_tokenizer
 from offbeat.errors import DataError, ModelError
-
-_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt")
 
 
 @dataclass(frozen=True)
@@ -156,7 +154,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     keeps_template, source = tokenizer.has_chat_template, Path(tokenizer.name)
     if not source.is_dir():  # from the hub, or made here
         tokenizer.save(folder)
-    for pattern in _TOKENIZER_FILES:
+    for pattern in TOKENIZER_FILES:
         for file in source.glob(pattern):
             if keeps_template or not file.name.startswith("chat_template"):
                 shutil.copyfile(file, folder / file.name)

@@ -17,10 +17,12 @@ from offbeat.aio import gather_all
 from offbeat.config.root import Config
 from offbeat.data import wire
 from offbeat.engine.options import EngineAddress, EngineOptions, EngineStart
+from offbeat.errors import EngineError, StorageError, WorkerError
 from offbeat.fleet.server_worker import ServerStart
 from offbeat.fleet.servers import engine_python, server_command
 from offbeat.machine import PROMISED_DEVICES, VISIBLE_DEVICES
 from offbeat.phase import waiting_for
+from offbeat.workers.deliveries import Deliveries
 from offbeat.workers.local import LocalLauncher
 from offbeat.workers.worker import Launcher, Nothing, Worker, WorkerSpec, ask
 
@@ -60,6 +62,7 @@ class EngineGroup:
         self._specs = specs
         self._serving: Callable[[int, int], EngineStart | ServerStart] | None = None
         self._ports: dict[str, int] = {}
+        self._deliveries = Deliveries()
 
     @classmethod
     async def start(cls, launcher: Launcher, config: Config, *, log_dir: Path) -> "EngineGroup":
@@ -120,6 +123,20 @@ class EngineGroup:
         port = self._ports.pop(name, 0)  # others look for it there; used once, as someone else may take the port
         self.workers[index] = await self._launcher.start(self._specs[index], timeout_s=self._config.inference.start_timeout_s)
         return await self._serve(index, port=port)
+
+    async def deliver(self, name: str, folder: str, timeout_s: float) -> str:
+        """Make a folder present on the engine's machine, if that does not see this one's files, and return its path there.
+
+        Raises:
+            EngineError: it could not be sent. DeadlineError: that took too long.
+        """
+        disk = next((worker.disk for worker in self.workers if worker.name == name), None)
+        if disk is None or (self._config.weights.dir and Path(folder).is_relative_to(self._config.weights_dir.resolve())):
+            return folder
+        try:
+            return await self._deliveries.deliver(Path(folder), disk, timeout_s=timeout_s)
+        except (StorageError, WorkerError) as exc:
+            raise EngineError(f"{name} could not be sent {folder}: {exc}") from exc
 
     async def watch(self, on_death: Callable[[str, str], None]) -> None:
         """Until cancelled, call `on_death(engine, reason)` once for each engine whose process dies."""

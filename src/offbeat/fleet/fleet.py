@@ -20,7 +20,7 @@ from offbeat.fleet.engine_group import EngineAddresses, EngineGroup
 from offbeat.fleet.health import Healer
 from offbeat.fleet.pool import EnginePool, OnBusy
 from offbeat.fleet.publishers import AdapterPublisher
-from offbeat.inference.client import EngineClient, EngineSession
+from offbeat.inference.client import Deliver, EngineClient, EngineSession, deliver_nothing
 from offbeat.inference.dialects.base import Dialect
 from offbeat.inference.dialects.embedded import EmbeddedDialect
 from offbeat.inference.dialects.sglang import SGLangDialect
@@ -100,7 +100,7 @@ async def open_fleet(
     Raises:
         ConfigError: an engine by URL is not ready, serves another model, or lacks what will be asked of it.
     """
-    pool = await open_pool(stack, addresses, config, record, model=model)
+    pool = await open_pool(stack, addresses, config, record, model=model, deliver=engines.deliver)
     judge = Judge.of(config.weights.proof_tolerance, config.canary_dtype)
     adapters = await stack.enter_async_context(AdapterCache(
         pool, capacity=config.inference.max_adapters, judge=judge, timeout_s=config.weights.stage_timeout_s,
@@ -112,12 +112,14 @@ async def open_fleet(
 
 async def open_pool(
     stack: AsyncExitStack, addresses: EngineAddresses, config: Config, record: RunRecord, *, model: str,
+    deliver: Deliver = deliver_nothing,
 ) -> EnginePool:
     """Connect to the engines at these addresses; see `open_fleet`."""
     http = await stack.enter_async_context(EngineSession())
     dialect, inference = make_dialect(config, model), config.inference
     clients = [
-        EngineClient(name, url, http.session, dialect=dialect, api_key=addresses.key) for name, url in addresses.urls.items()]
+        EngineClient(name, url, http.session, dialect=dialect, api_key=addresses.key, deliver=deliver)
+        for name, url in addresses.urls.items()]
     if inference.urls:
         await gather_all(_check(client, timeout_s=inference.start_timeout_s) for client in clients)
     return make_pool(

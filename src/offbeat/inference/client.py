@@ -4,8 +4,9 @@ The client bounds every call by a deadline and turns failures into errors; its d
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 import aiohttp
@@ -28,16 +29,31 @@ _JSON = {"Content-Type": "application/json"}
 _REFUSALS = {400: RefusedError, 401: RefusedError, 404: RefusedError, 422: RefusedError, 429: BusyError}
 
 
+Deliver = Callable[[str, str, float], Awaitable[str]]
+"""`deliver(engine, folder, timeout_s)` makes a folder of this machine present on an engine's, and returns its path there.
+
+It raises EngineError or DeadlineError.
+"""
+
+
+async def deliver_nothing(_engine: str, folder: str, _timeout_s: float) -> str:
+    """Return the folder as it is, because the engine sees the same files."""
+    return folder
+
+
 class EngineClient:
     """Calls one engine. Implements `weights.protocol.EngineControl`, and `Wire` for its dialect."""
 
     def __init__(
         self, name: str, url: str, session: aiohttp.ClientSession, *, dialect: Dialect | None = None, api_key: str = "",
+        deliver: Deliver = deliver_nothing,
     ) -> None:
+        """Call the engine at `url`; `deliver` makes folders of this machine present on the engine's."""
         self.name = name
         self.url = url.rstrip("/")
         self._session = session
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._deliver = deliver
         self._dialect: Dialect = dialect or EmbeddedDialect()
 
     async def check(self, *, timeout_s: float) -> None:
@@ -74,11 +90,11 @@ class EngineClient:
 
     async def stage(self, manifest: Manifest, *, timeout_s: float) -> None:
         async with self._asking("stage", timeout_s):
-            await self._dialect.stage(self, manifest)
+            await self._dialect.stage(self, await self._there(manifest, timeout_s=timeout_s))
 
     async def switch(self, manifest: Manifest, *, interrupt: Interrupt, timeout_s: float) -> None:
         async with self._asking("switch", timeout_s):
-            await self._dialect.switch(self, manifest, interrupt)
+            await self._dialect.switch(self, await self._there(manifest, timeout_s=timeout_s), interrupt)
 
     async def prove(self, canary: tuple[int, ...], *, timeout_s: float, adapter: str = "") -> Proof:
         async with self._asking("prove", timeout_s):
@@ -86,7 +102,7 @@ class EngineClient:
 
     async def load_adapter(self, name: str, folder: str, *, timeout_s: float) -> None:
         async with self._asking("load_adapter", timeout_s):
-            await self._dialect.load_adapter(self, name, folder)
+            await self._dialect.load_adapter(self, name, await self._deliver(self.name, folder, timeout_s))
 
     async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
         async with self._asking("unload_adapter", timeout_s):
@@ -129,6 +145,12 @@ class EngineClient:
             raise
         except msgspec.DecodeError as exc:
             raise self._no_json(path, data) from exc
+
+    async def _there(self, manifest: Manifest, *, timeout_s: float) -> Manifest:
+        """Return the manifest with its folder as the engine sees it; what is broadcast has none that must be there."""
+        if manifest.broadcast:
+            return manifest
+        return replace(manifest, folder=await self._deliver(self.name, manifest.folder, timeout_s))
 
     async def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[bytes, bool]:
         """Return the body of a good answer, and whether it claims to be no more than text."""

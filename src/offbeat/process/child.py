@@ -60,11 +60,11 @@ class Child:
     Attributes:
         name: the name shown to people.
         host: address on which the child's servers listen; children run on this machine.
-        shares_disk: whether the child sees this process's files.
+        disk: None, because the child sees this process's files.
     """
 
     host = "127.0.0.1"
-    shares_disk = True
+    disk = None
 
     def __init__(
         self, spec: ChildSpec, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter,

@@ -14,8 +14,9 @@ from offbeat.aio import gather_all
 from offbeat.algorithms.adam import AdamParams
 from offbeat.config.root import Config
 from offbeat.data.batch import Batch
-from offbeat.errors import DeadlineError, RunError, WorkerError
+from offbeat.errors import ConfigError, DeadlineError, RunError, WorkerError
 from offbeat.phase import waiting_for
+from offbeat.ranks.freight import Freight
 from offbeat.ranks.sharding import Sharder
 from offbeat.trainer.messages import BuildRequest, JoinRequest, Policy, Scored, StoreAddress, Trainee, TrainStep
 from offbeat.workers.worker import FAILED_STOP_S, Launcher, Nothing, Worker, WorkerSpec, ask, ask_all
@@ -92,6 +93,7 @@ class WorkerRanks:
         self._config = config
         self._sharder = sharder
         self._start_anew = start_anew
+        self._freight = Freight(shared=Path(config.weights.dir) if config.weights.dir else None)
         self._turn = asyncio.Lock()
         self._failed = False
 
@@ -153,7 +155,10 @@ class WorkerRanks:
             if self._failed:
                 raise WorkerError(f"{method} was not begun: the train ranks have failed before, and have to be restarted")
             try:
-                return await ask_all(self._workers, method, requests, reply, timeout_s=timeout_s + patience_s, patience_s=patience_s)
+                async with self._freight.around(self._workers, method, requests, timeout_s=timeout_s) as placed:
+                    answers = await ask_all(
+                        self._workers, method, placed, reply, timeout_s=timeout_s + patience_s, patience_s=patience_s)
+                return self._freight.answers(requests, answers)
             except RunError as exc:
                 # A single rank is always in step, unless it is still busy with a call that nobody waits for any more.
                 self._failed = len(self._workers) > 1 or isinstance(exc, DeadlineError)
@@ -205,6 +210,7 @@ async def start_ranks(
 
             workers = await gather_all(start(spec) for spec in specs)
         if build is not None:
+            _check_seen(workers, config)
             await ask(workers[0], "build_model", build, Nothing, timeout_s=timeout_s)
         store = await ask(workers[0], "host_store", StoreAddress(workers[0].host, 0), StoreAddress, timeout_s=timeout_s)
         text = config.model_dump_json()
@@ -217,6 +223,14 @@ async def start_ranks(
         await end_ranks(started)
         raise
     return workers
+
+
+def _check_seen(workers: Sequence[Worker], config: Config) -> None:
+    """Refuse to build a model in the run's folder where a rank would not see it."""
+    if far := [worker.name for worker in workers if worker.disk is not None]:
+        raise ConfigError(
+            f"[model.tiny] makes a model in the run's folder {config.run_dir.absolute()}, which {' and '.join(far)} cannot see; give"
+            " model.path a hub id, or a folder that is on every machine")
 
 
 async def end_ranks(workers: Iterable[Worker]) -> None:

@@ -143,17 +143,18 @@ class Trainers:
 
     async def save(self, folder: Path) -> None:
         """Write a resumable checkpoint."""
-        await self._all("save", Folder(str(folder)), NoneType, timeout_s=self._config.checkpoint.timeout_s)
+        # Folders are absolute in calls, because ranks may have working folders of their own.
+        await self._all("save", Folder(str(folder.absolute())), NoneType, timeout_s=self._config.checkpoint.timeout_s)
 
     async def load(self, folder: Path) -> int:
         """Load a checkpoint to go on from; returns its training step."""
         self._held = None
-        self._step = (await self._all("load", Folder(str(folder)), Loaded, timeout_s=self._config.checkpoint.timeout_s)).step
+        self._step = (await self._all("load", Folder(str(folder.absolute())), Loaded, timeout_s=self._config.checkpoint.timeout_s)).step
         return self._step
 
     async def export(self, folder: Path, *, tokenizer: str) -> None:
         """Write a Hugging Face folder, with the tokenizer of the folder `tokenizer`."""
-        request = ExportRequest(str(folder), tokenizer, self._config.model.dtype)
+        request = ExportRequest(str(folder.absolute()), tokenizer, self._config.model.dtype)
         await self._all("export", request, NoneType, timeout_s=self._config.checkpoint.timeout_s)
 
     # -- many adapters -----------------------------------------------------------------------------------------------------------------
@@ -210,11 +211,11 @@ class Trainers:
 
     async def save_adapter(self, name: str, folder: Path) -> None:
         """Write everything that an adapter's training needs to go on exactly."""
-        await self._all("save", Folder(str(folder), name), NoneType)
+        await self._all("save", Folder(str(folder.absolute()), name), NoneType)
 
     async def load_adapter(self, name: str, folder: Path, *, optimizer: bool) -> None:
         """Load what `save_adapter` wrote, with its optimizer state or with a fresh optimizer."""
-        self.steps[name] = (await self._all("load", Folder(str(folder), name, optimizer), Loaded)).step
+        self.steps[name] = (await self._all("load", Folder(str(folder.absolute()), name, optimizer), Loaded)).step
 
     # -- calls -------------------------------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from offbeat.machine import smallest_device
 from offbeat.ranks.ranks import WorkerRanks
 from offbeat.ranks.trainers import Trainers
 from offbeat.runs.devices import choose_devices, usable_devices
-from offbeat.runs.shared_disk import apart, without_shared_disk
+from offbeat.runs.shared_disk import apart, note_apart, without_shared_disk
 from offbeat.runs.step_choice import choose_step, shape_of
 from offbeat.runs.threads import choose_threads, usable_cores
 from offbeat.telemetry.record import RunRecord
@@ -328,7 +328,8 @@ async def open_adapters(config: Config, record: RunRecord) -> AsyncIterator[Adap
         ranks, engines = await both(
             WorkerRanks.start(launcher, config, model=base.model, build=base.build, log_dir=record.log_dir, trains="adapters"),
             EngineGroup.start(launcher, config, log_dir=record.log_dir))
-        without_shared_disk(config, ranks=apart(ranks.workers), engines=apart(engines.workers))
+        names = note_apart(record, apart((*ranks.workers, *engines.workers)))
+        without_shared_disk(config, apart=names, builds=base.build is not None)
         trainers = Trainers(ranks, config)
         addresses = await engines.serve(model=base.model, tokenizer=base.tokenizer_folder, version=UNPUBLISHED)
         fleet = await open_fleet(stack, engines, addresses, config, record, model=base.model)

@@ -21,7 +21,7 @@ from offbeat.ranks.trainers import Trainers
 from offbeat.rollout.episode import Generate
 from offbeat.runs.rank_info import RankInfo
 from offbeat.runs.rollouts import EngineRollouts, NoEngines, open_user_code
-from offbeat.runs.shared_disk import apart, without_shared_disk
+from offbeat.runs.shared_disk import apart, note_apart, without_shared_disk
 from offbeat.runs.teacher import open_teacher
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
@@ -42,7 +42,7 @@ async def open_controller(config: Config, rank_info: RankInfo, inputs: RunInputs
         if not inputs.plays:
             ranks = await WorkerRanks.start(
                 launcher, config, model=inputs.model, build=inputs.build, log_dir=record.log_dir, trains=inputs.trains)
-            without_shared_disk(config, ranks=apart(ranks.workers), engines=())
+            note_apart(record, apart(ranks.workers))
             trainers, none = Trainers(ranks, config, on_span=record.on_span), NoEngines(draws=True)
             yield RunParts(config, record, inputs, trainers, none, none, SingleProcess(), none.watch)
             return
@@ -51,9 +51,10 @@ async def open_controller(config: Config, rank_info: RankInfo, inputs: RunInputs
             both(
                 EngineGroup.start(launcher, config, log_dir=record.log_dir),
                 open_user_code(stack, inputs, config, record, launcher=launcher)))
-        given, config = config, without_shared_disk(config, ranks=apart(ranks.workers), engines=apart(engines.workers))
+        names = note_apart(record, apart((*ranks.workers, *engines.workers)))
+        given, config = config, without_shared_disk(config, apart=names, builds=inputs.build is not None)
         if config != given:
-            record.note("broadcasts", "engines do not see the run's folder, so weights are broadcast to them (weights.channel)")
+            record.note("broadcasts", "weights are broadcast to the engines (weights.channel), because they would have to travel twice")
         addresses = await engines.serve(model=inputs.model, tokenizer=inputs.tokenizer_folder, version=UNPUBLISHED)
         fleet = await open_fleet(stack, engines, addresses, config, record, model=inputs.model)
         trainers = Trainers(ranks, config, on_span=record.on_span)

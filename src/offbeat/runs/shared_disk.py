@@ -1,41 +1,46 @@
-"""What a run does about workers on machines that do not see its folder: weights are broadcast to engines, and ranks are refused.
+"""What a run does about workers on machines that do not see its folder: whole weights are broadcast, everything else travels.
 
-Called once all workers have started. Logs travel by themselves; see `Worker.shares_disk`. Torch-free.
+Called once all workers have started. Logs, checkpoints, exports and adapters travel by themselves; see `Worker.disk`. Torch-free.
 """
 
 from collections.abc import Iterable, Sequence
 
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError
+from offbeat.telemetry.record import RunRecord
 from offbeat.workers.worker import Worker
 
 
 def apart(workers: Iterable[Worker]) -> tuple[str, ...]:
     """Return the names of the workers that do not see the run's folder."""
-    return tuple(worker.name for worker in workers if not worker.shares_disk)
+    return tuple(worker.name for worker in workers if worker.disk is not None)
 
 
-def without_shared_disk(config: Config, *, ranks: Sequence[str], engines: Sequence[str]) -> Config:
-    """Return the configuration under which these ranks and engines can work without seeing the run's folder.
+def note_apart(record: RunRecord, apart: tuple[str, ...]) -> tuple[str, ...]:
+    """Say which workers do not see the run's folder, if any; returns their names."""
+    if apart:
+        who = f"{apart[0]} does" if len(apart) == 1 else f"{', '.join(apart[:-1])} and {apart[-1]} do"
+        record.note("travels", f"{who} not see the run's folder, so files travel to and from their machines (cluster.scratch_dir)")
+    return apart
 
-    A `weights.dir` that the user gives is taken to be shared with the engines.
+
+def without_shared_disk(config: Config, *, apart: Sequence[str], builds: bool = False) -> Config:
+    """Return the configuration under which a run can work whose ranks and engines `apart` do not see its folder.
+
+    A `weights.dir` that the user gives is taken to be shared with all of them. Adapters, and weights for SGLang, stay in folders, which
+    travel.
+
+    Args:
+        builds: whether the model is made in the run's folder.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: the model is made there.
     """
-    if ranks:
+    if apart and builds:
         raise ConfigError(
-            f"{_listed(ranks)} not see the run's folder {config.run_dir.absolute()}, into which all train ranks write checkpoints; give"
-            " run.dir a folder on a disk that the controller and the machines of the ranks share (engines need none)")
-    if not engines or config.weights.dir or config.weights.channel == "collective":
+            f"[model.tiny] makes a model in the run's folder {config.run_dir.absolute()}, which {' and '.join(apart)} cannot see; give"
+            " model.path a hub id, or a folder that is on every machine")
+    by_folder = config.model.lora.rank or config.inference.engine == "sglang" or config.inference.urls or config.weights.dir
+    if not apart or by_folder or config.weights.channel == "collective":
         return config
-    if config.model.lora.rank or config.inference.engine == "sglang":
-        what = "adapters, which engines read from folders" if config.model.lora.rank else "weights, which SGLang reads from folders"
-        raise ConfigError(
-            f"{_listed(engines)} not see the run's folder {config.run_dir.absolute()}, and the run publishes {what}; give weights.dir or"
-            " run.dir a folder on a disk that the train ranks and the engines share")
     return config.model_copy(update={"weights": config.weights.model_copy(update={"channel": "collective"})})
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{names[0]} does" if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} do"

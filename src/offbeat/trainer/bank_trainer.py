@@ -168,7 +168,7 @@ class BankTrainer(Trainer):
     def save(self, request: Folder) -> None:
         """See `Trainer.save`; all ranks write a run's state together, rank 0 alone writes a named adapter."""
         if request.name == WHOLE:
-            shards.save(request.folder, self._run_state(with_reference=self._frozen is not None), groups=self.groups)
+            shards.save(request.folder, self._run_state(with_reference=self._frozen is not None), groups=self.groups, keeps=request.keeps)
             return
         slot = self._slot(request.name)
         if self.groups.rank == 0:

@@ -11,12 +11,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from offbeat.data.model_folder import TOKENIZER_FILES
 from offbeat.errors import StorageError
 from offbeat.model.hf_io import write_companions, write_index, write_safetensors
-
-_TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt",
-)
 
 
 def export_folder(
@@ -91,7 +88,7 @@ def _note_dtype(folder: Path, dtype: str) -> None:
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:
-    for pattern in _TOKENIZER_FILES:
+    for pattern in TOKENIZER_FILES:
         for file in source.glob(pattern):
             shutil.copyfile(file, target / file.name)
 

@@ -175,11 +175,13 @@ class Folder:
     Attributes:
         name: name of the adapter that is saved or loaded; "" is everything that a run trains.
         optimizer: whether an adapter's moments and step count are loaded, too; otherwise they are fresh.
+        keeps: whether this rank puts in place what ranks have saved on its machine, because rank 0 may be on another one.
     """
 
     path: str
     name: str = ""
     optimizer: bool = True
+    keeps: bool = False
 
     @property
     def folder(self) -> Path:
@@ -200,11 +202,13 @@ class BroadcastRequest:
     Attributes:
         host: address of rank 0's machine, as engines reach it.
         timeout_s: seconds within which an engine must receive the version.
+        by_folder: whether engines that a broadcast does not reach can read a folder that rank 0 writes.
     """
 
     host: str
     num_receivers: int
     timeout_s: float
+    by_folder: bool = True
 
 
 @dataclass(frozen=True)

@@ -18,19 +18,20 @@ from offbeat.sync.mesh import ProcessGroups
 from offbeat.trainer.metadata import SafePlanner, SafeReader
 
 
-def save(folder: Path, state: dict[str, Any], *, groups: ProcessGroups) -> None:
+def save(folder: Path, state: dict[str, Any], *, groups: ProcessGroups, keeps: bool = False) -> None:
     """Write weights, optimizer state and the step to `folder`, replacing what is there; a collective call.
 
     Args:
         state: values under "model", "optimizer" and "step", and what else is to be read again; tensors may be in shards.
+        keeps: whether this rank renames `folder` on its machine where rank 0 does not see it; then that holds the part of its ranks.
 
     Raises:
         StorageError: on every rank, when some rank could not write; `folder` is unchanged.
     """
     part = folder.with_name(folder.name + ".part")
-    leads = groups.rank == 0
+    leads = groups.rank == 0 or keeps
     if leads:
-        # No rank writes before rank 0 has planned, which happens after this.
+        # No rank writes before all have planned, which happens after this.
         shutil.rmtree(part, ignore_errors=True)
     failure = None
     with groups.sync.region("save_recover"):
@@ -45,7 +46,7 @@ def save(folder: Path, state: dict[str, Any], *, groups: ProcessGroups) -> None:
         raise _describe(failure, folder, "written; what was saved before is intact") from failure
     error = _replace(part, folder) if leads else None
     if groups.sync.sum_scalars("save_recover_done", {"failed": error is not None})["failed"]:
-        raise StorageError(f"checkpoint {folder} could not be put in place by rank 0: {error or 'see its log'}") from error
+        raise StorageError(f"checkpoint {folder} could not be put in place: {error or 'see the logs of the ranks'}") from error
 
 
 def load(folder: Path, state: dict[str, Any], *, groups: ProcessGroups) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from offbeat.data.model_folder import check_model_folder
+from offbeat.errors import StorageError
 from offbeat.model.changes import smaller_changes, write_changes
 from offbeat.model.checkpoint_names import published_names
 from offbeat.model.fingerprint import combine, digests
@@ -50,12 +51,12 @@ class Snapshot(Protocol):
         ...
 
     def offer(
-        self, folder: Path, *, host: str, num_receivers: int, timeout_s: float, since: "Snapshot | None" = None, base: str = "",
+        self, folder: Path | None, *, host: str, num_receivers: int, timeout_s: float, since: "Snapshot | None" = None, base: str = "",
     ) -> WeightBroadcast | None:
         """Offer the snapshot to engines by broadcast; returns None if it was written to `folder` instead.
 
         Args:
-            folder: written for engines that cannot be reached otherwise.
+            folder: written for engines that cannot be reached otherwise; None if engines see no folder of this machine.
             host, num_receivers, timeout_s: see `WeightBroadcast`, which may also raise.
             since: an earlier snapshot, which engines know by the folder `base`: those that have it are offered what has changed since,
                 where that is smaller.
@@ -107,19 +108,24 @@ class ModelSnapshot:
         return write_changes(self.published(), folder, since=since.published(), base=base)
 
     def offer(
-        self, folder: Path, *, host: str, num_receivers: int, timeout_s: float, since: Snapshot | None = None, base: str = "",
+        self, folder: Path | None, *, host: str, num_receivers: int, timeout_s: float, since: Snapshot | None = None, base: str = "",
     ) -> WeightBroadcast:
         """See `Snapshot.offer`."""
         assert since is None or isinstance(since, ModelSnapshot), "a model's changes are those of a model"
         state = self.published()
         found = None if since is None else smaller_changes(state, since=since.published())
         return WeightBroadcast(
-            state, host=host, num_receivers=num_receivers, timeout_s=timeout_s, write_folder=partial(self._write, folder),
+            state, host=host, num_receivers=num_receivers, timeout_s=timeout_s, write_folder=partial(self._write_fallback, folder),
             changes=None if found is None else Changes(base, found))
 
     def export(self, folder: Path, *, tokenizer_folder: Path) -> None:
         """See `Snapshot.export`."""
         export_folder(self.published(), folder, model_folder=self.model_folder, tokenizer_folder=tokenizer_folder, dtype=self.dtype)
+
+    def _write_fallback(self, folder: Path | None, state: Mapping[str, Tensor]) -> None:
+        if folder is None:
+            raise StorageError("engines see no folder of rank 0's machine; give weights.dir a folder that both see")
+        self._write(folder, state)
 
     def _write(self, folder: Path, state: Mapping[str, Tensor]) -> None:
         export_folder(state, folder, model_folder=self.model_folder, dtype=self.dtype)
@@ -158,9 +164,11 @@ class AdapterSnapshot:
         return 0
 
     def offer(
-        self, folder: Path, *, host: str, num_receivers: int, timeout_s: float, since: Snapshot | None = None, base: str = "",  # noqa: ARG002
+        self, folder: Path | None, *, host: str, num_receivers: int, timeout_s: float, since: Snapshot | None = None,  # noqa: ARG002
+        base: str = "",  # noqa: ARG002
     ) -> None:
         """See `Snapshot.offer`; an adapter is small, and is always written to the folder."""
+        assert folder is not None, "adapters are not broadcast"
         self.write(folder)
 
     def export(self, folder: Path, *, tokenizer_folder: Path) -> None:

@@ -195,8 +195,8 @@ class Trainer(ABC):
         else:
             progress("offer_weights")
             self._offer = snapshot.offer(
-                folder, host=broadcast.host, num_receivers=broadcast.num_receivers, timeout_s=broadcast.timeout_s, since=since,
-                base=request.base)
+                folder if broadcast.by_folder else None, host=broadcast.host, num_receivers=broadcast.num_receivers,
+                timeout_s=broadcast.timeout_s, since=since, base=request.base)
             if self._offer is not None:
                 address, num_bytes = self._offer.address, self._offer.changes_bytes
         if self._run.weights.whole_every_versions > 1:

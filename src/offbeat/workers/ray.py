@@ -25,6 +25,7 @@ from offbeat.config.root import Config
 from offbeat.errors import ConfigError, DeadlineError, DeathError, MissingExtraError, OffbeatError
 from offbeat.process.child import Child, ChildSpec
 from offbeat.process.frames import Failure, Payload
+from offbeat.workers.disks import DiskService, FarDisk, open_scratch
 from offbeat.workers.ray_reaper import Reaper
 from offbeat.workers.worker import Worker, WorkerSpec
 
@@ -42,6 +43,7 @@ _SERVERS = ("raylet", "gcs_server")
 _PLACE_LOOK_S = 0.5
 _LOG_INTERVAL_S = 1.0
 _LOG_CHUNK_BYTES = 1 << 20
+_NODE_DIGITS = 12
 _MARGIN_S = 3.0
 """Added to an actor's own deadline, so that it can report why it was missed."""
 
@@ -51,20 +53,37 @@ class _Host:
 
     _child: Child
     _own_log: Path | None = None
+    _scratch: Path | None = None
+    _disk: DiskService | None = None
 
     async def start(
-        self, name: str, target: str, env: dict[str, str], log: str, beside: str, umask: int, timeout_s: float,
+        self, name: str, target: str, env: dict[str, str], log: str, beside: str, scratch: tuple[str, str], umask: int, timeout_s: float,
     ) -> tuple[bool, bytes]:
-        """`beside` is a file that the controller has put beside the log; where it is not seen, the log goes to this machine's own disk."""
+        """Start the child; returns the folder on this machine's own disk, if there is one.
+
+        Args:
+            beside: a file that the controller has put beside the log; where it is not seen, files go to this machine's own disk.
+            scratch: the folder below which they do, and a name that this launcher's workers on this machine share.
+        """
         os.umask(umask)
-        if beside and not Path(beside).exists():
-            self._own_log = Path(tempfile.mkdtemp(prefix="offbeat-")) / Path(log).name
-        path = self._own_log or (Path(log) if log else None)
         try:
+            if beside and not Path(beside).exists():
+                self._own_log = Path(tempfile.mkdtemp(prefix="offbeat-")) / Path(log).name
+                self._scratch = open_scratch(Path(scratch[0] or tempfile.gettempdir()), f"{scratch[1]}-{_node()}")
+                self._disk = DiskService(self._scratch, durable=False)
+            path = self._own_log or (Path(log) if log else None)
             self._child = await Child.start(ChildSpec(name, target, env, path), timeout_s=timeout_s)
         except OffbeatError as exc:
             return False, Failure.of(exc).pack()
-        return True, b"" if self._own_log is None else b"apart"
+        return True, str(self._scratch or "").encode()
+
+    async def ask_disk(self, method: str, payload: bytes, timeout_s: float) -> tuple[bool, bytes]:  # noqa: ARG002 (the caller waits)
+        """Call a method of the `DiskService` of this machine."""
+        assert self._disk is not None, "only a disk that the controller cannot see is asked"
+        try:
+            return True, await asyncio.to_thread(self._disk.handle, method, payload)
+        except OffbeatError as exc:
+            return False, Failure.of(exc).pack()
 
     def read_log(self, offset: int) -> bytes:
         """Return what this machine's own log has from `offset` on, at most a chunk."""
@@ -73,8 +92,8 @@ class _Host:
             file.seek(offset)
             return file.read(_LOG_CHUNK_BYTES)
 
-    def whereabouts(self) -> tuple[str, int]:
-        return ray.util.get_node_ip_address(), os.getpid()
+    def whereabouts(self) -> tuple[str, int, str]:
+        return ray.util.get_node_ip_address(), os.getpid(), _node()
 
     async def call(self, method: str, payload: bytes, patience_s: float | None, timeout_s: float) -> tuple[bool, bytes]:
         try:
@@ -96,6 +115,11 @@ class _Host:
         if self._own_log is not None:
             shutil.rmtree(self._own_log.parent, ignore_errors=True)
 
+    def clear(self) -> None:
+        """Remove what this launcher's workers have on this machine's own disk."""
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
 
 class RayWorker:
     """The controller's view of one actor and its child."""
@@ -103,7 +127,7 @@ class RayWorker:
     def __init__(self, spec: WorkerSpec, actor: Any) -> None:
         self.name = spec.name
         self.host = "127.0.0.1"
-        self.shares_disk = True
+        self.disk: FarDisk | None = None
         self._log = spec.log
         self._log_bytes = 0
         self._actor = actor
@@ -114,12 +138,14 @@ class RayWorker:
     @classmethod
     async def start(
         cls, spec: WorkerSpec, *, timeout_s: float, reaper: Reaper | None, place: PlacementGroupSchedulingStrategy | None, beside: str,
+        scratch: tuple[str, str],
     ) -> Self:
         """Start a worker; see `Launcher.start`. Without a `reaper`, Ray is a cluster: servers listen on their machine's address.
 
         Args:
             place: room that is kept for it.
             beside: a file beside its log, which it sees if it shares this machine's disk; "" if it does.
+            scratch: where its files go otherwise; see `_Host.start`.
         """
         actor = ray.remote(_Host).options(
             num_cpus=spec.threads, num_gpus=spec.num_devices, max_restarts=0, scheduling_strategy=place).remote()
@@ -127,7 +153,7 @@ class RayWorker:
         try:
             try:
                 async with deadline(f"Ray to place {spec.name}", timeout_s):
-                    address, pid = await actor.whereabouts.remote()
+                    address, pid, node = await actor.whereabouts.remote()
             except RayError as exc:  # its machine has just died, and Ray has not found it other room yet
                 raise DeathError(f"{spec.name} died before it began, with its Ray actor: {_last_line(exc)}") from exc
             if reaper:
@@ -135,14 +161,14 @@ class RayWorker:
             else:
                 worker.host = address
             log = str(spec.log.absolute()) if spec.log else ""
-            apart = await worker._ask(
-                "start", spec.name, spec.target, spec.environment, log, beside, _umask(), timeout_s=timeout_s, doing="to start")
-            worker.shares_disk = not apart
+            root = await worker._ask(
+                "start", spec.name, spec.target, spec.environment, log, beside, scratch, _umask(), timeout_s=timeout_s, doing="to start")
+            worker.disk = FarDisk(f"node {node}", root.decode(), worker._ask_disk) if root else None
         except BaseException:
             worker.kill()
             raise
         worker._life = asyncio.create_task(worker._watch(), name=f"watch {spec.name}")
-        if not worker.shares_disk:
+        if worker.disk is not None:
             assert spec.log is not None, "only a log can be elsewhere"
             spec.log.touch()  # even if nothing is ever written into it, as on a shared disk
             worker._following = asyncio.create_task(worker._follow_log(), name=f"follow the log of {spec.name}")
@@ -157,6 +183,9 @@ class RayWorker:
         whole = payload if isinstance(payload, bytes) else b"".join(payload)
         return await self._ask("call", method, whole, patience_s, timeout_s=timeout_s, doing=f"in {method}")
 
+    async def _ask_disk(self, method: str, payload: bytes, timeout_s: float) -> bytes:
+        return await self._ask("ask_disk", method, payload, timeout_s=timeout_s, doing=f"in {method} on its disk")
+
     async def stack(self) -> str:
         """See `Worker.stack`."""
         try:
@@ -165,12 +194,14 @@ class RayWorker:
         except (TimeoutError, RayError) as exc:
             return f"{self.name} does not answer, nor does its Ray actor: {_last_line(exc)}"
 
-    async def stop(self, *, timeout_s: float) -> None:
-        """See `Worker.stop`."""
+    async def stop(self, *, timeout_s: float, clears: bool = False) -> None:
+        """See `Worker.stop`; `clears` removes what this launcher's workers have on that machine's disk, too."""
         with suppress(OSError, RayError):  # a missed timeout is an OSError, and so is a full disk, which must not keep it alive
             async with asyncio.timeout(timeout_s + _MARGIN_S):
                 await self._actor.stop.remote(timeout_s)
                 await self.finish_log()
+                if clears:
+                    await self.clear_disk()
         self.kill()
 
     def kill(self) -> None:
@@ -215,6 +246,13 @@ class RayWorker:
                     await self._copy_log()
                     await self._actor.tidy.remote()
 
+    async def clear_disk(self) -> None:
+        """Remove what this launcher's workers have on this worker's machine, where that does not see the run's files."""
+        if self.disk is not None:
+            with suppress(OSError, RayError):
+                async with asyncio.timeout(_MARGIN_S):
+                    await self._actor.clear.remote()
+
     async def _copy_log(self) -> None:
         assert self._log is not None, "a worker without a log shares the terminal"
         while chunk := await self._actor.read_log.remote(self._log_bytes):
@@ -231,13 +269,16 @@ class RayLauncher:
 
     def __init__(
         self, *, address: str, num_cpus: int, start_timeout_s: float, stop_timeout_s: float, wants_devices: bool = True,
+        scratch_dir: str = "",
     ) -> None:
         """Prepare it; Ray starts on entering it.
 
         Args:
             num_cpus: number of cores that all workers request; a local Ray is told that it has as many, so none waits.
             wants_devices: whether any worker will request a device; a cluster that has some is refused otherwise.
+            scratch_dir: folder of files that travel, on machines that do not see those of this one; "" for that of temporary files.
         """
+        self._scratch = scratch_dir, secrets.token_hex(8)
         self._wants_devices = wants_devices
         self._address = address
         self._num_cpus = num_cpus
@@ -257,7 +298,8 @@ class RayLauncher:
         return cls(
             address=config.cluster.ray_address, num_cpus=num_cpus, start_timeout_s=config.cluster.start_timeout_s,
             stop_timeout_s=config.cluster.stop_timeout_s,
-            wants_devices=config.train.devices_per_rank + config.inference.devices_per_engine > 0)
+            wants_devices=config.train.devices_per_rank + config.inference.devices_per_engine > 0,
+            scratch_dir=config.cluster.scratch_dir)
 
     async def __aenter__(self) -> Self:
         logging.getLogger("ray").setLevel(logging.ERROR)  # its messages would mix with ours on the terminal
@@ -296,10 +338,11 @@ class RayLauncher:
     async def __aexit__(self, error: object, *_: object) -> None:
         if error:
             await asyncio.gather(*(worker.finish_log() for worker in self._workers), return_exceptions=True)
+            await asyncio.gather(*(worker.clear_disk() for worker in self._workers), return_exceptions=True)
             for worker in self._workers:
                 worker.kill()
         else:
-            stops = (worker.stop(timeout_s=self._stop_timeout_s) for worker in self._workers)
+            stops = (worker.stop(timeout_s=self._stop_timeout_s, clears=True) for worker in self._workers)
             await asyncio.gather(*stops, return_exceptions=True)  # what is left is ended below
         for process in self._own:
             with suppress(psutil.NoSuchProcess):
@@ -335,10 +378,10 @@ class RayLauncher:
     async def start(self, spec: WorkerSpec, *, timeout_s: float) -> Worker:
         """See `Launcher.start`."""
         worker = await RayWorker.start(
-            spec, timeout_s=timeout_s, reaper=self._reaper, place=self._places.get(spec.name), beside=self._mark(spec))
+            spec, timeout_s=timeout_s, reaper=self._reaper, place=self._places.get(spec.name), beside=self._mark(spec),
+            scratch=self._scratch)
         self._workers.append(worker)
         return worker
-
 
     def _mark(self, spec: WorkerSpec) -> str:
         """Put a file beside the log of a worker that may be elsewhere, once for each folder, and return its path."""
@@ -372,6 +415,11 @@ def _shown_nodes() -> str:
     each = ", ".join(f"{count} of {what}" for what, count in counts.items())
     free = _resources(ray.available_resources()) or "nothing"
     return f"the cluster has {len(nodes)} machine{'' if len(nodes) == 1 else 's'} ({each}), with {free} free"
+
+
+def _node() -> str:
+    """Return a short name of the Ray node on which this process runs."""
+    return ray.get_runtime_context().get_node_id()[:_NODE_DIGITS]
 
 
 def _umask() -> int:

@@ -88,6 +88,25 @@ def library_environment(threads: int) -> dict[str, str]:
     }
 
 
+class Far(Protocol):
+    """A disk that this process does not see, on which files of the run have places; `workers.disks` copies them there and back.
+
+    Attributes:
+        name: name of the machine; disks of one name are one disk.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    async def ask(self, method: str, request: Any, reply: type[T], *, timeout_s: float) -> T:
+        """Call a method of the `DiskService` there."""
+        ...
+
+    def path(self, place: str) -> str:
+        """Return the path of a place on that machine."""
+        ...
+
+
 class Worker(Protocol):
     """One live worker."""
 
@@ -103,8 +122,8 @@ class Worker(Protocol):
     def alive(self) -> bool: ...
 
     @property
-    def shares_disk(self) -> bool:
-        """Whether it sees the folder of its log as this process does. Otherwise its log is copied there every second."""
+    def disk(self) -> "Far | None":
+        """The disk of its machine, if it does not see the folder of its log as this process does; its log is then copied every second."""
         ...
 
     async def call(self, method: str, payload: Payload = b"", *, timeout_s: float, patience_s: float | None = None) -> bytes:
