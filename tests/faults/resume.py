@@ -86,6 +86,7 @@ ELSEWHERE = {
     "run.mode": "the fault tables above resume in both modes", "cluster.launcher": "the fault tables above use both",
     "cluster.ray_address": "needs Ray", "train.devices_per_rank": "needs accelerators",
     "inference.devices_per_engine": "needs accelerators", "cluster.share_devices": "needs accelerators",
+    "cluster.take_turns": "is resumed in the tests of turns",
     "inference.engine": "needs another engine",
     "inference.urls": "needs engines by URL", "inference.python": "needs another engine", "inference.arguments": "needs another engine",
     "telemetry.sinks": "needs the packages of other projects", "data.task_options": "is for reasoning-gym's tasks",

@@ -121,6 +121,10 @@ class EngineGroup:
         self.workers[index] = await self._launcher.start(self._specs[index], timeout_s=self._config.inference.start_timeout_s)
         return await self._serve(index, port=port)
 
+    async def end(self, name: str) -> None:
+        """End the engine's process, so that it holds nothing; `restart` replaces it. Only for engines that the run owns."""
+        await self.workers[[worker.name for worker in self.workers].index(name)].stop(timeout_s=_RESTART_STOP_TIMEOUT_S)
+
     async def watch(self, on_death: Callable[[str, str], None]) -> None:
         """Until cancelled, call `on_death(engine, reason)` once for each engine whose process dies."""
         told: set[Worker] = set()
