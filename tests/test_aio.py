@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from offbeat.aio import SideThread, deadline, few_collections, gather_all, run_beside, run_interruptible
+from offbeat.aio import HaltingClock, SideThread, deadline, few_collections, gather_all, run_beside, run_interruptible
 from offbeat.errors import DeadlineError
 
 
@@ -218,3 +218,46 @@ def test_garbage_is_looked_for_in_small_portions_for_a_while() -> None:
         raise ZeroDivisionError
     assert gc.get_threshold() == before and gc.get_freeze_count() == 0
     gc.freeze()  # as before this test
+
+
+def test_deadlines_stand_still_together_and_go_on_with_the_time_that_was_left() -> None:
+    async def main() -> None:
+        clock, loop = HaltingClock(), asyncio.get_running_loop()
+
+        async def wait(seconds: float) -> float:
+            with pytest.raises(DeadlineError, match=f"waiting for bread passed its deadline of {seconds:g} s"):
+                async with deadline("bread", seconds, clock=clock):
+                    await asyncio.sleep(60)
+            return loop.time()
+
+        start = loop.time()
+        before = asyncio.create_task(wait(0.4))
+        await asyncio.sleep(0.1)
+        for _ in range(2):
+            clock.halt()
+        assert clock.halted
+        meanwhile = asyncio.create_task(wait(0.2))
+        await asyncio.sleep(0.5)
+        assert not before.done() and not meanwhile.done()
+        clock.go_on()
+        assert not clock.halted
+        assert await before - start >= 0.9 - 0.02 and await meanwhile - start >= 0.8 - 0.02
+
+    asyncio.run(main())
+
+
+def test_a_halt_leaves_bodies_alone_that_end_or_have_passed_their_deadline() -> None:
+    async def main() -> None:
+        clock = HaltingClock()
+        async with deadline("bread", 60, clock=clock):
+            clock.halt()
+        clock.go_on()
+        with pytest.raises(DeadlineError, match="waiting for bread"):
+            async with deadline("bread", 0.01, clock=clock):
+                try:
+                    await asyncio.sleep(60)
+                finally:
+                    clock.halt()
+                    clock.go_on()
+
+    asyncio.run(main())

@@ -22,9 +22,52 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
+class HaltingClock:
+    """Deadlines that stand still together, while what they wait for is not meant to get on.
+
+    Attributes:
+        halted: whether they stand still.
+    """
+
+    def __init__(self) -> None:
+        self.halted = False
+        self._scopes: set[asyncio.Timeout] = set()
+        self._left_s: dict[asyncio.Timeout, float] = {}
+
+    def halt(self) -> None:
+        """Have all deadlines stand still until `go_on`, and those that begin until then, too."""
+        self.halted = True
+        for scope in self._scopes:
+            self._stop(scope)
+
+    def go_on(self) -> None:
+        """Have all deadlines go on with the time that each had left."""
+        now_s = asyncio.get_running_loop().time()
+        for scope, left_s in self._left_s.items():
+            scope.reschedule(now_s + left_s)
+        self.halted, self._left_s = False, {}
+
+    @contextmanager
+    def counting(self, scope: asyncio.Timeout) -> Iterator[None]:
+        """Have the deadline of a scope that was entered stand still with the others, during the body."""
+        self._scopes.add(scope)
+        if self.halted:
+            self._stop(scope)
+        try:
+            yield
+        finally:
+            self._scopes.discard(scope)
+            self._left_s.pop(scope, None)
+
+    def _stop(self, scope: asyncio.Timeout) -> None:
+        if scope not in self._left_s and not scope.expired() and (when_s := scope.when()) is not None:
+            self._left_s[scope] = when_s - asyncio.get_running_loop().time()
+            scope.reschedule(None)
+
+
 @asynccontextmanager
-async def deadline(name: str, timeout_s: float) -> AsyncIterator[None]:
-    """Limit the body to `timeout_s` seconds.
+async def deadline(name: str, timeout_s: float, *, clock: HaltingClock | None = None) -> AsyncIterator[None]:
+    """Limit the body to `timeout_s` seconds, by a clock that may stand still meanwhile.
 
     Raises:
         DeadlineError: the deadline passed; the message names the wait and says how long it lasted.
@@ -33,7 +76,8 @@ async def deadline(name: str, timeout_s: float) -> AsyncIterator[None]:
     scope = asyncio.timeout(timeout_s)
     try:
         async with scope:
-            yield
+            with clock.counting(scope) if clock is not None else nullcontext():
+                yield
     except TimeoutError as exc:
         if not scope.expired():
             raise

@@ -87,6 +87,7 @@ ELSEWHERE = {
     "cluster.ray_address": "needs Ray", "cluster.scratch_dir": "needs Ray",
     "train.devices_per_rank": "needs accelerators",
     "inference.devices_per_engine": "needs accelerators", "cluster.share_devices": "needs accelerators",
+    "cluster.take_turns": "is resumed in the tests of turns",
     "inference.engine": "needs another engine",
     "inference.urls": "needs engines by URL", "inference.python": "needs another engine", "inference.arguments": "needs another engine",
     "telemetry.sinks": "needs the packages of other projects", "data.task_options": "is for reasoning-gym's tasks",

@@ -50,6 +50,12 @@ def test_an_engine_of_several_devices_splits_the_model_and_leaves_memory_to_a_ra
         assert value(shared, "--tensor-parallel-size") == "1" and value(shared, memory) == "0.4"
 
 
+def test_vllm_is_started_so_that_it_can_sleep_where_that_frees_memory(tmp_path: Path) -> None:
+    words, _ = command(tmp_path, inference__devices_per_engine="1", cluster__take_turns="true")
+    assert "--enable-sleep-mode" in words and value(words, "--gpu-memory-utilization") == "0.4"
+    assert "--enable-sleep-mode" not in command(tmp_path, cluster__take_turns="true")[0], "vLLM for CPUs refuses to start with it"
+
+
 def test_adapters_have_room_in_memory_for_all_that_are_loaded(tmp_path: Path) -> None:
     words, env = command(tmp_path, model__lora__rank="8", inference__max_adapters="6", inference__max_adapter_rank="20")
     assert "--enable-lora" in words

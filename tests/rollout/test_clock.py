@@ -70,3 +70,17 @@ def test_errors_and_timeouts_of_the_body_are_its_own() -> None:
         with pytest.raises(type(error)) as caught:
             asyncio.run(main(error))
         assert caught.value is error
+
+
+def test_it_stands_still_while_it_is_told_to() -> None:
+    async def main() -> float:
+        halted = True
+        start = asyncio.get_running_loop().time()
+        with pytest.raises(DeadlineError, match="waiting for group 0:7"):
+            async with EpisodeClock("group 0:7", 0.2, halted=lambda: halted):
+                await asyncio.sleep(0.4)
+                halted = False
+                await asyncio.sleep(60)
+        return asyncio.get_running_loop().time() - start
+
+    assert asyncio.run(main()) >= 0.55

@@ -33,6 +33,11 @@ def test_with_fewer_devices_engines_share_those_of_the_ranks_and_ranks_never_sha
     assert chosen(1, train__num_ranks="2") == (0, 0, False)
 
 
+def test_engines_that_take_turns_with_the_ranks_share_their_devices_however_many_there_are() -> None:
+    assert chosen(8, cluster__take_turns="true") == (1, 1, True)
+    assert config(cluster__take_turns="true").cluster.devices_are_shared and not config(cluster__take_turns="true").cluster.share_devices
+
+
 def test_without_devices_and_on_a_ray_cluster_nothing_is_chosen() -> None:
     assert chosen(0) == (0, 0, False)
     assert chosen(0, train__devices_per_rank="1") == (1, 0, False)  # a rank that finds none will say so

@@ -17,11 +17,12 @@ V100 = Device("Tesla V100", 32 * GIB, has_bf16=False)
 
 
 def configured(
-    *, path: str = "some/model", lora: int = 0, shares: bool = False, algorithm: Any = None, devices: int = 1, **train: Any,
+    *, path: str = "some/model", lora: int = 0, shares: bool = False, turns: bool = False, algorithm: Any = None, devices: int = 1,
+    **train: Any,
 ) -> Config:
     return Config.model_validate({
-        "model": {"path": path, "lora": {"rank": lora}}, "cluster": {"share_devices": shares}, "algorithm": algorithm or {},
-        "train": {"devices_per_rank": devices, **train}})
+        "model": {"path": path, "lora": {"rank": lora}}, "cluster": {"share_devices": shares, "take_turns": turns},
+        "algorithm": algorithm or {}, "train": {"devices_per_rank": devices, **train}})
 
 
 def chosen(config: Config, device: Device | None = H100, model: str = "Qwen3-1.7B") -> tuple[str, str]:
@@ -61,6 +62,7 @@ def test_engines_on_the_same_device_and_other_models_beside_the_policy_leave_les
     small = {"max_tokens_per_microbatch": 8192}
     assert chosen(configured(**small)) == ("bf16_mixed", "off")
     assert chosen(configured(shares=True, **small)) == ("bf16_mixed", "full")
+    assert chosen(configured(shares=True, turns=True, **small)) == ("bf16_mixed", "off"), "engines that sleep take nothing"
     assert chosen(configured(algorithm={"preset": "ppo"}, **small)) == ("bf16_mixed", "selective")
 
 

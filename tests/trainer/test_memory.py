@@ -22,10 +22,10 @@ SIZES = Qwen3Config(
 COUNT = 1000 * 128 + 2 * (128 * 32 * (4 + 2 + 2 + 4) + 3 * 128 * 256 + 2 * 128 + 2 * 32) + 128
 
 
-def configured(*, model=None, algorithm=None, teacher="", shares=False, **train):
+def configured(*, model=None, algorithm=None, teacher="", shares=False, turns=False, **train):
     return Config.model_validate({
         "train": {"max_tokens_per_microbatch": 2048, **train}, "model": model or {}, "algorithm": algorithm or {},
-        "teacher": {"path": teacher}, "cluster": {"share_devices": shares}})
+        "teacher": {"path": teacher}, "cluster": {"share_devices": shares, "take_turns": turns}})
 
 
 def test_an_estimate_is_what_a_pass_over_real_tensors_takes(tmp_path):
@@ -135,6 +135,8 @@ def test_engines_on_the_same_device_take_their_part(tmp_path):
     folder, config = build_model(tmp_path), configured(max_tokens_per_microbatch=64)
     needed = estimate_memory(memory._config_of(folder), config, num_ranks=1).total
     run_alone(lambda groups, _: check_memory(folder, config, groups=groups, device=int(1.2 * needed)))
+    alone = configured(max_tokens_per_microbatch=64, shares=True, turns=True)  # engines sleep while it trains
+    run_alone(lambda groups, _: check_memory(folder, alone, groups=groups, device=int(1.2 * needed)))
     with pytest.raises(ConfigError, match="a training step needs about"):
         run_alone(lambda groups, _: check_memory(
             folder, configured(max_tokens_per_microbatch=64, shares=True), groups=groups, device=int(1.2 * needed)))

@@ -13,11 +13,13 @@ from named_bytes import named_bytes
 from offbeat.algorithms.adam import AdamParams, learning_rate
 from offbeat.algorithms.objectives import policy_loss
 from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.config.root import Config
 from offbeat.config.train import OptimizerConfig
 from offbeat.data.batch import Batch, FilterSpec, LossSpec, RegulariserSpec
 from offbeat.errors import ConfigError
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.load import load_causal_lm
+from offbeat.sync.platform import current_platform
 from offbeat.trainer.messages import Folder, OptimStep, WriteRequest
 from ranks import run_alone, run_ranks
 from train_samples import (
@@ -337,6 +339,22 @@ def test_an_trainer_finds_the_fingerprint_and_the_canary_of_what_was_published(d
     with torch.no_grad():
         logprobs = log_softmax(model(tokens, use_cache=False).logits.float(), dim=-1)[0, :-1].gather(1, tokens[0, 1:, None])
     assert logprobs[:, 0].tolist() == pytest.approx(list(canary), abs=1e-5 if dtype == "float32" else 0.05)
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_memory_is_given_back_for_engines_that_take_turns_once_a_version_is_written(turns, tmp_path, monkeypatch):
+    folder, version = build_model(tmp_path / "model"), tmp_path / "v1"
+    given_back = []
+    monkeypatch.setattr(type(current_platform), "return_memory", lambda _: given_back.append((version / "model.safetensors").exists()))
+
+    def check(groups, _):
+        trainer = build_trainer(groups, folder)
+        trainer._run = Config.model_validate({"cluster": {"take_turns": turns}})
+        train(trainer, batches_of("many"))
+        trainer.write_weights(WriteRequest(str(version), "float32", (5, 6, 7, 8)))
+
+    run_alone(check)
+    assert given_back == [True] * turns
 
 
 def test_training_does_not_change_what_was_copied_out(tmp_path):

@@ -53,7 +53,7 @@ _TABLE: dict[Change, list[str]] = {
         *_of("weights", "channel dir keep whole_every_versions stage_timeout_s switch_timeout_s proof_tolerance"),
         *_of("checkpoint", "every_steps keep export export_every_steps timeout_s"),
         *_of("evaluate", "every_steps timeout_s metric_timeout_s keep_samples"),
-        *_of("cluster", "launcher ray_address share_devices start_timeout_s stop_timeout_s scratch_dir"),
+        *_of("cluster", "launcher ray_address share_devices take_turns start_timeout_s stop_timeout_s scratch_dir"),
         *_of("dist", "init_timeout_s sync_timeout_s answer_timeout_s collective_timeout_s"),
         *_of("teacher", "max_concurrent timeout_s max_retries"),
         *_of("telemetry", "console rollouts_every_steps rollouts_max_bytes trace peak_tflop_per_s sinks sample_tables_every_steps"),

@@ -133,6 +133,8 @@ class Config(Section):
         if self.cluster.share_devices and self.cluster.launcher == "ray":
             raise ValueError(
                 "cluster.share_devices must be false with cluster.launcher = 'ray', got true; Ray gives every process devices of its own")
+        if self.cluster.take_turns:
+            self._check_turns_on_devices()
         if self.model.lora.rank and self.train.offload_optimizer:
             raise ValueError(
                 "train.offload_optimizer must be false with model.lora.rank > 0, got true; an adapter's moments are small, so leave it out")
@@ -174,6 +176,18 @@ class Config(Section):
                 raise errors_in_set(name, exc) from exc
         check_best(self.evaluate, heldout_size=self.data.heldout_size)
         return self
+
+    def _check_turns_on_devices(self) -> None:
+        for met, name, why in (
+            (self.cluster.launcher == "ray", "cluster.launcher = 'ray'", "Ray gives every process devices of its own"),
+            (bool(self.inference.urls), "inference.urls", "only engines that the run has started share its devices"),
+            (self.inference.engine == "sglang", "inference.engine = 'sglang'", "the embedded engine and vLLM can be put to sleep"),
+            (not self.rollout.single_rank_load, "rollout.single_rank_load = false", "ranks would wait for rollouts of sleeping engines"),
+            (self.weights.interrupt != "recompute", f"weights.interrupt = '{self.weights.interrupt}'",
+             "an engine that has slept has no cache to go on with, so leave it at 'recompute'"),
+        ):
+            if met:
+                raise ValueError(f"cluster.take_turns must be false with {name}, got true; {why}")
 
     def _check_groups(self) -> None:
         curriculum = self.curriculum

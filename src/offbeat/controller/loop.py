@@ -26,6 +26,9 @@ What runs at the same time:
                    behind than the staleness bound allows, evaluation and checkpoint until all serve the newest
     watch          ends the run when too few engines are alive
 
+With `cluster.take_turns` engines and ranks never compute at the same time: `turns.to_ranks` puts the engines to sleep, and a publish wakes
+them once its version is written.
+
 What computes on a whole batch runs on a thread, one such part after another, so that answers of engines are read meanwhile.
 
 The controller holds numpy arrays and sockets, never a tensor: torch is not even imported here. In SPMD mode every rank runs this loop
@@ -172,7 +175,10 @@ class _Training:
         with span("advantage", "controller"):
             made = await (ahead if ahead is not None else self._make(groups, algorithm, step))
             batch, own = made.batch, made.stats
-        made_s, scored_s, scored, known = clock.lap(), 0.0, StatsPart(), {}
+        made_s = clock.lap()
+        await self._parts.turns.to_ranks(self._parts.publisher.settle)
+        clock.lap()  # which the turns have measured
+        scored_s, scored, known = 0.0, StatsPart(), {}
         if algorithm.needs_scores:
             with span("score", "controller", step=step.global_step):
                 batch, scored, known = await score_batch(
@@ -188,7 +194,7 @@ class _Training:
             await self._publish(step.next_version, rollouts.serve)
         times = {
             "step/rollout_wait_s": waited_s, **({"step/score_s": scored_s} if scored_s else {}), "step/train_s": trained_s,
-            "step/publish_s": gate_s + clock.lap()}
+            "step/publish_s": gate_s + clock.lap()} | self._parts.turns.take_metrics()
         diverged = [await asyncio.to_thread(reference_stats, batch)] if algorithm.kl_target else []
         part = combine([own, rollouts.take_stats(), scored, *diverged])
         parts = await self._parts.peers.gather("export_stats", part)

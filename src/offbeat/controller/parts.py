@@ -5,7 +5,7 @@ other ranks. The loop calls the same methods in the same order on every rank and
 """
 
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeVar
 
 from offbeat.config.root import Config
@@ -47,6 +47,32 @@ class Publishing(Protocol):
     async def watch(self) -> None:
         """Raise as soon as a publish that is on its way fails; for waits that would last for ever then."""
         ...
+
+
+class Turns(Protocol):
+    """Whose turn it is on devices that engines and ranks share. Ranks may compute after `to_ranks`; the next publish ends their turn."""
+
+    async def to_ranks(self, settle: Callable[[], Awaitable[None]]) -> None:
+        """Return when the engines sleep, which `settle` precedes: they have to serve what was published. Nothing if they sleep already.
+
+        Not collective: only the process that owns the engines waits.
+        """
+        ...
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return how long the turns since the last call took, as metrics."""
+        ...
+
+
+class NoTurns:
+    """Engines and ranks compute at the same time."""
+
+    async def to_ranks(self, settle: Callable[[], Awaitable[None]]) -> None:
+        """See `Turns.to_ranks`."""
+
+    def take_metrics(self) -> dict[str, float]:
+        """See `Turns.take_metrics`."""
+        return {}
 
 
 class Rollouts(Protocol):
@@ -150,6 +176,7 @@ class RunParts:
         head: index of the head whose data this process continues with; 0 if it draws none.
         critic: the same ranks as trainers of the critic, if the algorithm has one.
         teacher: scores batches; None where the algorithm has none.
+        turns: whether engines sleep while ranks compute.
     """
 
     config: Config
@@ -164,3 +191,4 @@ class RunParts:
     head: int = 0
     critic: Trainers | None = None
     teacher: Teacher | None = None
+    turns: Turns = field(default_factory=NoTurns)

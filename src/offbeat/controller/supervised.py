@@ -219,6 +219,7 @@ class _Teaching:
         """One step, with its evaluation and export if they are due."""
         parts, lesson, start = self._parts, self._lesson, time.monotonic()
         self._step += 1
+        await parts.turns.to_ranks(parts.publisher.settle)
         with self._record.tracer.span("train", "controller", step=self._step):
             stats = await parts.trainers.train_step(await lesson.batch(self._stream))
         self._trained_tokens += int(stats["train/tokens"])

@@ -25,6 +25,7 @@ KINDS = (
     ("evaluate", "k-evaluate", "evaluate"),
     ("checkpoint", "k-checkpoint", "checkpoint"),
     ("generate", "k-generate", "generate"),
+    ("asleep", "k-wait", "asleep"),
     ("queue", "k-wait", "wait for a place"),
     ("model", "k-generate", "model call"),
     ("tool", "k-tool", "tools"),

@@ -59,7 +59,7 @@ class SlotCache:
         self.max_positions = round_up(max_positions, BUCKET)
         most = self.max_slots * self.max_positions
         self.max_tokens = most if max_bytes is None else max(BUCKET, min(most, max_bytes // shape.bytes_per_token))
-        self._data = [self._allocate(0, 0) for _ in range(shape.num_layers)]
+        self.release()
 
     @property
     def slots(self) -> int:
@@ -107,11 +107,15 @@ class SlotCache:
 
     def move(self, sources: list[int], targets: list[int], *, positions: int) -> None:
         """Copy the first `positions` of each source slot to its target slot."""
-        if sources:
+        if sources and self.slots:  # otherwise it was released, and nothing is stored
             to, where = torch.tensor(targets).to(self.device), torch.tensor(sources).to(self.device)
             for layer in self._data:
                 view = layer[:, :, :, :positions]
                 view[:, to] = view[:, where]
+
+    def release(self) -> None:
+        """Free the memory of all slots; what was stored is gone."""
+        self._data = [self._allocate(0, 0) for _ in range(self.shape.num_layers)]
 
     def clear(self, slots: list[int]) -> None:
         """Zero slots that may hold NaN or inf: attention multiplies masked positions by 0, which does not remove a NaN."""

@@ -1,8 +1,8 @@
 """The engine takes requests and gives sampled tokens, one `step()` at a time: schedule, run, postprocess.
 
 Single-threaded: `loop.EngineLoop` calls it from one thread; tests and benchmarks call it directly (`generate`). Between two steps it can
-be paused, given new weights, or asked to score tokens. It promises that every token carries the version of the weights that sampled it,
-that a staged version never changes, and that a sample with a seed does not depend on what else runs in its batch.
+be paused, put to sleep, given new weights, or asked to score tokens. It promises that every token carries the version of the weights that
+sampled it, that a staged version never changes, and that a sample with a seed does not depend on what else runs in its batch.
 """
 
 import time
@@ -22,6 +22,7 @@ from offbeat.engine.cache import PromptRows, SlotCache
 from offbeat.engine.forward import Forward
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import Event, FinishReason, Output, Request, SamplingParams, Scored, ScoreJob
+from offbeat.engine.rest import Rest
 from offbeat.engine.rows import Rows
 from offbeat.engine.sampler import row_keys, sample
 from offbeat.engine.scheduler import Scheduler, plan_prefill
@@ -72,6 +73,7 @@ class Engine:
         )
         self._scores_from_s = 0.0
         self._versions = VersionStore(live=options.version, folder=options.model)
+        self._rest = Rest(forward, self._cache, self._versions)
         self._rng = np.random.default_rng(options.seed)
         self._starting: list[Request] = []
         self._pending: PendingSwitch | None = None
@@ -98,13 +100,18 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step has anything to do."""
-        return self._has_samples or self.num_scores_waiting > 0
+        return self._has_samples or self._has_scores
 
     @property
     def _has_samples(self) -> bool:
         """Whether a step would sample."""
         waiting = self.num_waiting > 0 and self._pending is None
-        return not self.paused and (self.num_running > 0 or waiting)
+        return not (self.paused or self.asleep) and (self.num_running > 0 or waiting)
+
+    @property
+    def _has_scores(self) -> bool:
+        """Whether a step would score."""
+        return not self.asleep and self.num_scores_waiting > 0
 
     def submit(self, request: Request | ScoreJob) -> None:
         """Queue a request.
@@ -155,7 +162,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """Sample one token for each running sample and the first token of each newly admitted one; run one batch of waiting scores."""
-        events = self._score() if self.num_scores_waiting else []
+        events = self._score() if self._has_scores else []
         if not self._has_samples:
             return events
         admitted = self._schedule()
@@ -297,6 +304,32 @@ class Engine:
         """Resume stepping."""
         self.paused = False
 
+    @property
+    def asleep(self) -> bool:
+        """Whether it computes nothing, because its memory is free for others."""
+        return self._rest.asleep
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Stop stepping and scoring, and free the memory of the cache and of the weights; requests wait.
+
+        The next switch wakes it. Samples in flight go on from there, with their cache recomputed.
+
+        Args:
+            keep_weights: keep the weights in host memory, so that `wake` can bring them back.
+
+        Raises:
+            EngineError: a switch is draining.
+        """
+        if self._pending is not None:
+            raise EngineError(f"a switch to version {self._pending.version} is draining; wait for it before it is put to sleep")
+        self._rest.begin(keep_weights=keep_weights)
+
+    def wake(self) -> None:
+        """End a sleep with the weights that it has kept; raises RefusedError if it has not kept them."""
+        if self.asleep:
+            self._rest.restore()
+            self._recompute()
+
     def fail(self, error: EngineError) -> list[Event]:
         """End every request and any pending switch with an error; the engine must not be used afterwards."""
         known = dict.fromkeys([request.id for request in self._starting])  # a failed step may not have added rows for them yet
@@ -344,12 +377,15 @@ class Engine:
             raise EngineError(f"a switch to version {self._pending.version} is draining; wait for it before switching to {version}")
         done: Future[float] = Future()
         done.set_running_or_notify_cancel()
-        if version == self.version and not self._versions.is_staged(version):
+        if version == self.version and not self._versions.is_staged(version) and self._versions.holds_live:
+            self.wake()
             done.set_result(0.0)
             return done
         self._versions.check_staged(version)
         self._pending = PendingSwitch(version, time.monotonic(), done)
-        if interrupt == "drain":
+        if self.asleep:
+            self._finish_switch(recompute=True)
+        elif interrupt == "drain":
             self._finish_drain()
         else:
             self._finish_switch(recompute=interrupt == "recompute")
@@ -365,7 +401,8 @@ class Engine:
         pending, self._pending = self._pending, None
         self._forward.install(self._versions.make_live(pending.version))
         self.version = pending.version
-        if recompute and self._rows.samples:
+        self._rest.end()
+        if recompute:
             self._recompute()
         self.switch_s = time.monotonic() - pending.started
         pending.done.set_result(self.switch_s)
@@ -373,13 +410,21 @@ class Engine:
     @torch.inference_mode()
     def _recompute(self) -> None:
         """Recompute the cache of all running samples under the live weights."""
+        if not self._rows.samples:
+            return
         sequences = [self._rows.cached_tokens(row) for row in range(len(self._rows))]
         rows = np.arange(len(sequences))
         self.adapters.place(self._rows.adapters())
         self._prefill(sequences, self._rows.adapters(), slots=rows, prompts=rows)
 
     def weights(self) -> tuple[Version, dict[str, Tensor]]:
-        """Return the live version and its tensors under their Hugging Face names; they are never modified, so any thread may read them."""
+        """Return the live version and its tensors under their Hugging Face names; they are never modified, so any thread may read them.
+
+        Raises:
+            EngineError: it sleeps.
+        """
+        if self.asleep:
+            raise EngineError("it sleeps, and its memory is free for others; wake it, or switch to a version")
         return self.version, self._forward.tensors()
 
     @torch.inference_mode()

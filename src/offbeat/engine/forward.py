@@ -88,6 +88,10 @@ class Forward(Protocol):
         """Serve prepared weights from the next call on."""
         ...
 
+    def release(self) -> None:
+        """Free the memory of the weights; `prepare` and `install` are all that may be called until others are installed."""
+        ...
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights being served under their Hugging Face names; a tied tensor appears once."""
         ...

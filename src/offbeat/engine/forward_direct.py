@@ -157,6 +157,9 @@ class DirectForward:
     def install(self, prepared: Weights) -> None:
         self._weights = prepared
 
+    def release(self) -> None:
+        del self._weights
+
     def tensors(self) -> dict[str, Tensor]:
         weights = self._weights
         named = {"model.embed_tokens.weight": weights.embed, "model.norm.weight": weights.norm}

@@ -202,6 +202,11 @@ class HFForward:
             parameter.data = prepared[name]
 
     @torch.inference_mode()
+    def release(self) -> None:
+        for parameter in self._model.parameters():
+            parameter.data = parameter.data.new_empty(()).expand(parameter.shape)  # `prepare` reads the shapes
+
+    @torch.inference_mode()
     def tensors(self) -> dict[str, Tensor]:
         return published_names(self._model, {name: parameter.data for name, parameter in self._model.named_parameters()})
 

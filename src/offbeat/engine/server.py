@@ -40,6 +40,7 @@ from offbeat.engine.wire import (
     PauseBody,
     ProveBody,
     ScoreBody,
+    SleepBody,
     StageBody,
     SwitchBody,
     UnloadAdapterBody,
@@ -142,6 +143,8 @@ class EngineServer:
             ("POST", "/v1/weights/switch", self._switch),
             ("GET", "/v1/weights/fingerprint", self._fingerprint),
             ("POST", "/v1/weights/prove", self._prove),
+            ("POST", "/v1/weights/sleep", self._sleep),
+            ("POST", "/v1/weights/wake", self._wake),
             ("POST", "/v1/score", self._score),
             ("POST", "/v1/load_lora_adapter", self._load_adapter),
             ("POST", "/v1/unload_lora_adapter", self._unload_adapter),
@@ -259,8 +262,8 @@ class EngineServer:
             return error_answer(f"the engine has been in one step for {round_s:.0f} s, so its computation hangs", status=500)
         pause = self._pause_by and {"by": self._pause_by, "for_s": round(time.monotonic() - self._pause_s, 3)}
         return json_answer(msgspec.json.encode({
-            "status": "paused" if engine.paused else "ok", "paused": pause or None, "version": engine.version,
-            "running": engine.num_running, "waiting": engine.num_waiting, "max_context": engine.max_context,
+            "status": "paused" if engine.paused else "asleep" if engine.asleep else "ok", "paused": pause or None,
+            "version": engine.version, "running": engine.num_running, "waiting": engine.num_waiting, "max_context": engine.max_context,
             "max_adapter_rank": self._options.max_adapter_rank}))
 
     async def _metrics(self, _: HttpRequest) -> Response:
@@ -301,6 +304,15 @@ class EngineServer:
             return version, await asyncio.to_thread(adapter.fingerprint)
         version, tensors = await asyncio.wrap_future(self._loop.call(self._engine.weights))
         return version, await asyncio.to_thread(fingerprint_tensors, tensors)
+
+    async def _sleep(self, http: HttpRequest) -> Response:
+        body = read_body(SleepBody, await http.body())
+        await asyncio.wrap_future(self._loop.call(lambda: self._engine.sleep(keep_weights=body.keep_weights)))
+        return json_answer(msgspec.json.encode({"status": "asleep"}))
+
+    async def _wake(self, _: HttpRequest) -> Response:
+        await asyncio.wrap_future(self._loop.call(self._engine.wake))
+        return json_answer(msgspec.json.encode({"status": "ok"}))
 
     async def _score(self, http: HttpRequest) -> Response:
         body = read_body(ScoreBody, await http.body())

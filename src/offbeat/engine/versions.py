@@ -72,7 +72,7 @@ class VersionStore:
 
     def __init__(self, *, live: Version, folder: str) -> None:
         self._live = live
-        self._source = Source(folder)
+        self._source: Source | None = Source(folder)
         self._staged: dict[Version, tuple[Source, Any]] = {}
 
     def has(self, version: Version, source: Source) -> bool:
@@ -87,8 +87,17 @@ class VersionStore:
 
     @property
     def live_folder(self) -> str:
-        """Where the live weights were written."""
-        return self._source.folder
+        """Where the live weights were written; empty if they are gone."""
+        return "" if self._source is None else self._source.folder
+
+    def forget_live(self) -> None:
+        """Note that the live version's weights are gone: to be served again, it has to be staged."""
+        self._source = None
+
+    @property
+    def holds_live(self) -> bool:
+        """Whether the live version's weights are there."""
+        return self._source is not None
 
     def is_staged(self, version: Version) -> bool:
         return version in self._staged

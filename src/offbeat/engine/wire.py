@@ -224,6 +224,12 @@ class PauseBody(msgspec.Struct):
     by: str = ""
 
 
+class SleepBody(msgspec.Struct):
+    """Body of POST /v1/weights/sleep: whether to keep the weights in host memory, for POST /v1/weights/wake."""
+
+    keep_weights: bool = False
+
+
 def read_body(kind: type[T], data: bytes) -> T:
     """Decode and check a body. Errors are those of `dialects.read_body`."""
     try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offbeat.aio import gather_all, run_beside
+from offbeat.aio import HaltingClock, gather_all, run_beside
 from offbeat.config.inference import InferenceConfig
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError, EngineError, OffbeatError
@@ -116,20 +116,20 @@ async def open_pool(
 ) -> EnginePool:
     """Connect to the engines at these addresses; see `open_fleet`."""
     http = await stack.enter_async_context(EngineSession())
-    dialect, inference = make_dialect(config, model), config.inference
+    dialect, inference, clock = make_dialect(config, model), config.inference, HaltingClock()
     clients = [
-        EngineClient(name, url, http.session, dialect=dialect, api_key=addresses.key, deliver=deliver)
+        EngineClient(name, url, http.session, dialect=dialect, api_key=addresses.key, deliver=deliver, clock=clock)
         for name, url in addresses.urls.items()]
     if inference.urls:
         await gather_all(_check(client, timeout_s=inference.start_timeout_s) for client in clients)
     return make_pool(
         clients, record, probe_timeout_s=inference.probe_timeout_s, min_engines=inference.min_engines,
-        heal_timeout_s=inference.heal_timeout_s, on_busy=record.on_span)
+        heal_timeout_s=inference.heal_timeout_s, on_busy=record.on_span, clock=clock)
 
 
 def make_pool(
     clients: Iterable[EngineClient], record: RunRecord, *, probe_timeout_s: float, heal_timeout_s: float, min_engines: int = 1,
-    on_busy: OnBusy = lambda _what, _name, _start_s, _end_s: None,
+    on_busy: OnBusy = lambda _what, _name, _start_s, _end_s: None, clock: HaltingClock | None = None,
 ) -> EnginePool:
     """Make a pool that records who is quarantined, and says so; see `EnginePool`."""
 
@@ -139,7 +139,7 @@ def make_pool(
 
     return EnginePool(
         clients, probe_timeout_s=probe_timeout_s, min_engines=min_engines, heal_timeout_s=heal_timeout_s, on_quarantine=on_quarantine,
-        on_busy=on_busy, note=record.console.note)
+        on_busy=on_busy, note=record.console.note, clock=clock)
 
 
 def make_dispatcher(

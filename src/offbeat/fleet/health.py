@@ -77,9 +77,10 @@ class Healer:
         start = time.monotonic()
         self._pool.mark_healing(name)
         for attempt in itertools.count(1):
-            healed = await self._succeeds("reload", self._reload, name, attempt)
-            if not healed and self._restart_engine is not None and await self._succeeds("restart", self._restart, name, attempt):
+            async with self._pool.members[name].held:  # not while the train ranks have its device
                 healed = await self._succeeds("reload", self._reload, name, attempt)
+                if not healed and self._restart_engine is not None and await self._succeeds("restart", self._restart, name, attempt):
+                    healed = await self._succeeds("reload", self._reload, name, attempt)
             if healed:
                 self._on_event("healed", engine=name, attempts=attempt, seconds=round(time.monotonic() - start, 3))
                 return

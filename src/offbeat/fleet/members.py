@@ -34,6 +34,7 @@ class Member:
         busy_since_s: wall-clock time since which it has had requests without a break.
         stint: stands for one stretch of service; it is set when a quarantine ends the stretch, and replaced when the engine returns.
         news: is set at each proof, and then replaced.
+        held: held by a step of its healing, and while the train ranks have its device: no such step begins then.
     """
 
     client: EngineClient
@@ -44,6 +45,7 @@ class Member:
     busy_since_s: float = 0.0
     stint: asyncio.Event = field(default_factory=asyncio.Event)
     news: asyncio.Event = field(default_factory=asyncio.Event)
+    held: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def out(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
-from offbeat.aio import deadline
+from offbeat.aio import HaltingClock, deadline
 from offbeat.errors import DeadlineError, EngineError, OffbeatError
 from offbeat.fleet.members import Guarded, Member, State
 from offbeat.inference.client import EngineClient
@@ -29,6 +29,7 @@ class EnginePool:
     Attributes:
         members: all engines by name, whatever their state.
         min_engines: number of engines in service below which requests and publishes wait.
+        clock: counts the time of waits for engines to heal; it stands still while they sleep.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class EnginePool:
         on_quarantine: Callable[[str, str], None] = lambda _name, _reason: None,
         on_busy: OnBusy = lambda _what, _name, _start_s, _end_s: None,
         note: Callable[[str], None] = lambda _text: None,
+        clock: HaltingClock | None = None,
     ) -> None:
         """Begin with all engines unproven.
 
@@ -50,9 +52,11 @@ class EnginePool:
             on_quarantine: called with (engine, reason) for every engine that leaves service.
             on_busy: called for every busy stretch; a switch of versions ends one stretch and begins the next.
             note: called with a sentence for the user when the first caller begins to wait.
+            clock: also counts the time of the clients' requests; None for one of the pool's own.
         """
         self.members: Mapping[str, Member] = {client.name: Member(client) for client in clients}
         self.min_engines = min_engines
+        self.clock = clock or HaltingClock()
         self._probe_timeout_s = probe_timeout_s
         self._heal_timeout_s = heal_timeout_s
         self._on_quarantine = on_quarantine
@@ -160,7 +164,7 @@ class EnginePool:
             self._note(f"waiting up to {self._heal_timeout_s:g} s for engines to heal: {self._reasons()}")
         self._num_waiting += 1
         try:
-            async with deadline("engines", self._heal_timeout_s):
+            async with deadline("engines", self._heal_timeout_s, clock=self.clock):
                 while not (found := ready()):
                     await self._changed.wait()
             return found
@@ -168,6 +172,19 @@ class EnginePool:
             raise EngineError(f"no engine can serve: {self._reasons()}{f'; last: {last}' if last else ''}") from exc
         finally:
             self._num_waiting -= 1
+
+    def halt(self) -> None:
+        """Note that the engines sleep: deadlines stand still, and nobody is busy."""
+        self.clock.halt()
+        for member in self.members.values():
+            if member.outstanding_tokens:
+                self._end_busy(member)
+
+    def go_on(self) -> None:
+        """Note that the engines sleep no more."""
+        self.clock.go_on()
+        for member in self.members.values():
+            member.busy_since_s = time.time()
 
     @contextmanager
     def carrying(self, member: Member, cost: int) -> Iterator[None]:

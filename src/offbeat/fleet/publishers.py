@@ -37,12 +37,19 @@ OnServed = Callable[[PublishReport], None]
 Release = Callable[[PublishReport | None], Awaitable[None]]
 """Lets the ranks that wait for this process go on, and tells them how the publish went; None if it is not over yet."""
 
+OnWritten = Callable[[], Awaitable[None]]
+"""Called when the ranks have written a version, before engines take it."""
+
 _ADAPTER_ROUNDS = 2
 """Attempts at bringing an adapter to engines: if all that were chosen fail, those that have healed meanwhile are tried once more."""
 
 
 async def release_nobody(_report: PublishReport | None) -> None:
     """Do nothing, because the ranks of a controller do not wait for a publish."""
+
+
+async def wake_nobody() -> None:
+    """Do nothing, because engines do not sleep."""
 
 
 class Fanouts:
@@ -120,7 +127,7 @@ class WeightsPublisher(Fanouts):
 
     def __init__(
         self, pool: EnginePool, channel: Channel, config: WeightsConfig, *, judge: Judge, release: Release = release_nobody,
-        waits: bool = False,
+        waits: bool = False, on_written: OnWritten = wake_nobody,
     ) -> None:
         """Publish to the engines of a pool.
 
@@ -136,6 +143,7 @@ class WeightsPublisher(Fanouts):
         self._judge = judge
         self._release = release
         self._waits = waits
+        self._on_written = on_written
         self._writing = asyncio.Lock()
         self._turns: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in pool.members}
 
@@ -150,6 +158,7 @@ class WeightsPublisher(Fanouts):
             manifest = await self._channel.write(version)
             self.current = manifest
         written = time.monotonic()
+        await self._on_written()
         if not self._waits:
             await self._release(None)
             self.begin(version, partial(self._fan_out, manifest, start, written), on_served)
@@ -362,13 +371,17 @@ class AdapterPublisher:
 class PolicyPublisher(Fanouts):
     """Publishes the adapter that a run trains: the ranks go on as soon as it is written, while engines load it."""
 
-    def __init__(self, publisher: AdapterPublisher, channel: Channel, *, adapter: str, release: Release = release_nobody) -> None:
+    def __init__(
+        self, publisher: AdapterPublisher, channel: Channel, *, adapter: str, release: Release = release_nobody,
+        on_written: OnWritten = wake_nobody,
+    ) -> None:
         """`adapter` is the name of the run's adapter; see `weights.adapters.policy_adapter`."""
         super().__init__()
         self._publisher = publisher
         self._channel = channel
         self._adapter = adapter
         self._release = release
+        self._on_written = on_written
 
     async def publish(self, version: Version, *, on_served: OnServed) -> None:
         """See `Publishing.publish`; engines load the version after this returns, and have loaded the one before by then.
@@ -381,6 +394,7 @@ class PolicyPublisher(Fanouts):
         written = await self._channel.write(version)
         num_bytes = sum(file.stat().st_size for file in Path(written.folder).glob("*.safetensors"))
         write_s = time.monotonic() - start
+        await self._on_written()
         await self._release(None)
 
         async def fan_out() -> PublishReport:

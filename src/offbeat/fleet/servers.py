@@ -97,8 +97,10 @@ def _vllm(config: Config, model: str, tokenizer: str, seed: int) -> tuple[list[s
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # otherwise every engine binds itself to the same first core
     else:
         command += ["--tensor-parallel-size", str(inference.devices_per_engine)]
-        if config.cluster.share_devices:
+        if config.cluster.devices_are_shared:
             command += ["--gpu-memory-utilization", _SHARED_MEMORY]
+        if config.cluster.take_turns:
+            command += ["--enable-sleep-mode"]  # memory from an allocator that can give it back, and leave addresses as they are
     return command, env
 
 
@@ -123,6 +125,6 @@ def _sglang(config: Config, model: str, tokenizer: str, seed: int) -> tuple[list
             "--max-loras-per-batch", str(inference.max_adapters), "--max-loaded-loras", str(inference.max_adapters)]
     if inference.devices_per_engine:
         command += ["--tensor-parallel-size", str(inference.devices_per_engine)]
-        if config.cluster.share_devices:
+        if config.cluster.devices_are_shared:
             command += ["--mem-fraction-static", _SHARED_MEMORY]
     return command, {}

@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from offbeat.aio import deadline
+from offbeat.aio import HaltingClock, deadline
 from offbeat.errors import BusyError, EngineError, OffbeatError, RefusedError
 from offbeat.inference.dialects.base import Dialect
 from offbeat.inference.dialects.embedded import EmbeddedDialect
@@ -46,15 +46,21 @@ class EngineClient:
 
     def __init__(
         self, name: str, url: str, session: aiohttp.ClientSession, *, dialect: Dialect | None = None, api_key: str = "",
-        deliver: Deliver = deliver_nothing,
+        deliver: Deliver = deliver_nothing, clock: HaltingClock | None = None,
     ) -> None:
-        """Call the engine at `url`; `deliver` makes folders of this machine present on the engine's."""
+        """Call the engine at `url`.
+
+        Args:
+            deliver: makes folders of this machine present on the engine's.
+            clock: stands still while the engine sleeps; it counts the time of requests to generate and to score.
+        """
         self.name = name
         self.url = url.rstrip("/")
         self._session = session
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._deliver = deliver
         self._dialect: Dialect = dialect or EmbeddedDialect()
+        self._clock = clock
 
     async def check(self, *, timeout_s: float) -> None:
         """Return if the engine is ready and offers what its dialect needs.
@@ -74,7 +80,7 @@ class EngineClient:
             EngineError: the engine refused, failed or cannot be reached.
             DeadlineError: it did not finish in time; closing the connection aborts the samples.
         """
-        async with self._asking("generate", timeout_s):
+        async with self._asking("generate", timeout_s, clock=self._clock):
             return await self._dialect.generate(self, prompt, sampling, n=n, adapter=adapter)
 
     async def score(
@@ -85,7 +91,7 @@ class EngineClient:
 
         `ScoreRequest` describes the arguments; errors are those of `generate`.
         """
-        async with self._asking("score", timeout_s):
+        async with self._asking("score", timeout_s, clock=self._clock):
             return await self._dialect.score(self, ScoreRequest(tokens, top_k, targets, draws), adapter=adapter)
 
     async def stage(self, manifest: Manifest, *, timeout_s: float) -> None:
@@ -99,6 +105,16 @@ class EngineClient:
     async def prove(self, canary: tuple[int, ...], *, timeout_s: float, adapter: str = "") -> Proof:
         async with self._asking("prove", timeout_s):
             return await self._dialect.prove(self, canary, adapter=adapter)
+
+    async def sleep(self, *, keep_weights: bool, timeout_s: float) -> None:
+        """Free the engine's memory for others; see `Dialect.sleep`."""
+        async with self._asking("sleep", timeout_s):
+            await self._dialect.sleep(self, keep_weights=keep_weights)
+
+    async def wake(self, *, timeout_s: float) -> None:
+        """End a sleep with the weights that it has kept."""
+        async with self._asking("wake", timeout_s):
+            await self._dialect.wake(self)
 
     async def load_adapter(self, name: str, folder: str, *, timeout_s: float) -> None:
         async with self._asking("load_adapter", timeout_s):
@@ -172,10 +188,10 @@ class EngineClient:
         return EngineError(f"{self.name} answered {path} with something that is not JSON: {_message(data)}")
 
     @asynccontextmanager
-    async def _asking(self, what: str, timeout_s: float) -> AsyncIterator[None]:
+    async def _asking(self, what: str, timeout_s: float, *, clock: HaltingClock | None = None) -> AsyncIterator[None]:
         """Run the body under a deadline, and report answers that the dialect cannot read as EngineError."""
         try:
-            async with deadline(f"{what} on {self.name} ({self.url})", timeout_s):
+            async with deadline(f"{what} on {self.name} ({self.url})", timeout_s, clock=clock):
                 yield
         except OffbeatError:
             raise

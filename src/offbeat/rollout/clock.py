@@ -1,11 +1,11 @@
-"""The deadline of an episode, which stands still while rewards are computed.
+"""The deadline of an episode, which stands still while rewards are computed, and while engines sleep.
 
 Each reward call has its own deadline, and before it starts, a group waits only for other groups' rewards. If that time counted, a reward
 that hangs now and then would cost the prompts that wait behind it.
 """
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Self, TypeVar
 
 from offbeat.errors import DeadlineError
@@ -25,10 +25,11 @@ class EpisodeClock:
         DeadlineError: the deadline passed.
     """
 
-    def __init__(self, name: str, timeout_s: float) -> None:
-        """`name` says in messages what is waited for."""
+    def __init__(self, name: str, timeout_s: float, *, halted: Callable[[], bool] = lambda: False) -> None:
+        """`name` says in messages what is waited for; it stands still also while `halted` returns true."""
         self._name = name
         self._timeout_s = timeout_s
+        self._halted = halted
         self._ticks_left = _NUM_TICKS
         self._num_stopped = 0
         self._scope = asyncio.timeout(None)
@@ -57,7 +58,7 @@ class EpisodeClock:
         self._next = asyncio.get_running_loop().call_later(self._timeout_s / _NUM_TICKS, self._tick)
 
     def _tick(self) -> None:
-        if not self._num_stopped:
+        if not self._num_stopped and not self._halted():
             self._ticks_left -= 1
         if self._ticks_left:
             self._wait_for_tick()

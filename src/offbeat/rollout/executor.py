@@ -91,6 +91,7 @@ class RolloutExecutor:
         door: Door = ANY,
         accounts: Accounts | None = None,
         places: Limit | None = None,
+        halted: Callable[[], bool] = lambda: False,
         on_rejected: Callable[[Settled], None] = lambda _settled: None,
         on_unusable: Callable[[str, list[str]], None] = lambda _prompt_id, _reasons: None,
         warn: Callable[[str], None] = lambda _text: None,
@@ -103,6 +104,7 @@ class RolloutExecutor:
             door: checks trajectories.
             accounts: keeps account of where the time of episodes goes, those of `rollout_batch` apart.
             places: what episodes wait for off the clock, for the hint that engines idle.
+            halted: whether engines sleep, so that deadlines of episodes stand still.
             on_rejected: called for every group that is not trained on.
             on_unusable: called with a prompt and the reasons of its episodes that are not trained on, if others of the group are.
             warn: called with a warning when too many prompts or samples are lost for one reason.
@@ -116,6 +118,7 @@ class RolloutExecutor:
         self._dynamic = dynamic
         self._door = door
         self._accounts = accounts or Accounts()
+        self._halted = halted
         self._on_rejected = on_rejected
         self._on_unusable = on_unusable
         self._outcomes = Outcomes(warn)
@@ -368,7 +371,7 @@ class RolloutExecutor:
         except Exception as exc:  # the tokenizer or the chat template cannot handle the prompt
             return Group(prompt_id, version, rejected=describe(exc)), failure_to_ask(exc)
         try:
-            async with EpisodeClock(f"group {prompt_id}", self._config.episode_timeout_s) as clock:
+            async with EpisodeClock(f"group {prompt_id}", self._config.episode_timeout_s, halted=self._halted) as clock:
                 returned = await self._call_workflow(replace(
                     self._watched(episode, clock), account=partial(accounts.open, prompt_id), measured=accounts.measures.add))
             return Group(prompt_id, version, members(returned, group_size, workflow=self._config.workflow)), None

@@ -302,7 +302,8 @@ async def open_adapters(config: Config, record: RunRecord) -> AsyncIterator[Adap
     """Start `train.num_ranks` ranks and the engines on one base model; all of them end with the body.
 
     Raises:
-        ConfigError: `model.lora.rank` is 0, `model.lora.dropout` is not, or the ranks are to divide the model among them.
+        ConfigError: `model.lora.rank` is 0, `model.lora.dropout` is not, the ranks are to divide the model among them, or they and the
+            engines are to take turns.
         ModelError: the folder holds no model or tokenizer.
     """
     if not config.model.lora.rank:
@@ -315,6 +316,10 @@ async def open_adapters(config: Config, record: RunRecord) -> AsyncIterator[Adap
             raise ConfigError(
                 f"train.parallel.{name} must be 1 to serve tenants, got {given}; each rank passes its rows at its own pace and holds the"
                 " whole model, so leave it out")
+    if config.cluster.take_turns:
+        raise ConfigError(
+            "cluster.take_turns must be false to serve tenants, got true; some sample while others train, so leave it out, or set"
+            " cluster.share_devices")
     placed = choose_devices(config, devices=usable_devices())
     device = smallest_device() if placed.train.devices_per_rank else None
     config = choose_threads(choose_step(placed, device=device, shape=shape_of(placed)), cores=usable_cores())

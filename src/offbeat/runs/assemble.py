@@ -12,10 +12,11 @@ from typing import Any
 from offbeat.aio import both
 from offbeat.config.root import Config
 from offbeat.controller.inputs import RunInputs, choose_canary
-from offbeat.controller.parts import Publishing, RunParts, SingleProcess
+from offbeat.controller.parts import NoTurns, Publishing, RunParts, SingleProcess, Turns
 from offbeat.fleet.engine_group import EngineGroup
 from offbeat.fleet.fleet import UNPUBLISHED, Fleet, open_fleet
-from offbeat.fleet.publishers import PolicyPublisher, Release, WeightsPublisher, release_nobody
+from offbeat.fleet.publishers import PolicyPublisher, Release, WeightsPublisher, release_nobody, wake_nobody
+from offbeat.fleet.turns import EngineTurns
 from offbeat.ranks.ranks import Ranks, WorkerRanks
 from offbeat.ranks.trainers import Trainers
 from offbeat.rollout.episode import Generate
@@ -59,10 +60,10 @@ async def open_controller(config: Config, rank_info: RankInfo, inputs: RunInputs
         fleet = await open_fleet(stack, engines, addresses, config, record, model=inputs.model)
         trainers = Trainers(ranks, config, on_span=record.on_span)
         policy = await open_policy(stack, fleet, inputs, config, write=trainers.write_weights, holds=trainers.holds)
-        source = EngineRollouts(config, record, inputs, policy.generate, user_code)
+        source = EngineRollouts(config, record, inputs, policy.generate, user_code, halted=lambda: fleet.pool.clock.halted)
         yield RunParts(
             config, record, inputs, trainers, policy.publisher, source, SingleProcess(), policy.watch,
-            critic=make_critic(ranks, config, record), teacher=teacher(ranks, record.on_span))
+            critic=make_critic(ranks, config, record), teacher=teacher(ranks, record.on_span), turns=policy.turns)
 
 
 def make_critic(ranks: Ranks, config: Config, record: RunRecord) -> Trainers | None:
@@ -72,9 +73,10 @@ def make_critic(ranks: Ranks, config: Config, record: RunRecord) -> Trainers | N
 
 @dataclass(frozen=True)
 class Policy:
-    """How a run's policy is published to the engines, sampled there, and restored on an engine that was healed."""
+    """How a run's policy is published to the engines, sampled there, and restored on an engine that was healed; and whether they sleep."""
 
     publisher: Publishing
+    turns: Turns
     generate: Generate
     watch: Callable[[], Coroutine[Any, Any, None]]
 
@@ -98,11 +100,17 @@ async def open_policy(
         directory, keep=config.weights.keep, canary=choose_canary(inputs, config), write=write, incarnation=incarnation,
         num_receivers=lambda: len(pool.healthy) if broadcasts else 0, holds=holds, on_rewrite=partial(fleet.record.note, "rewritten"),
         whole_every=config.weights.whole_every_versions)
+    turns, on_written = NoTurns(), wake_nobody
+    if config.cluster.take_turns:
+        turns = EngineTurns(
+            pool, fleet.record, keep_weights=lora, timeout_s=config.weights.switch_timeout_s, end=fleet.engines.end)
+        on_written = turns.to_engines
     if lora:
         adapter = policy_adapter(incarnation)
         await fleet.unload_leftovers(directory)
-        policy = await stack.enter_async_context(PolicyPublisher(fleet.publisher, channel, adapter=adapter, release=release))
-        return Policy(policy, partial(fleet.dispatcher.generate, adapter=adapter), fleet.watch)
+        policy = await stack.enter_async_context(PolicyPublisher(
+            fleet.publisher, channel, adapter=adapter, release=release, on_written=on_written))
+        return Policy(policy, turns, partial(fleet.dispatcher.generate, adapter=adapter), fleet.watch)
     publisher = await stack.enter_async_context(
-        WeightsPublisher(pool, channel, config.weights, judge=fleet.judge, release=release, waits=waits))
-    return Policy(publisher, fleet.dispatcher.generate, partial(fleet.watch, publisher.bring))
+        WeightsPublisher(pool, channel, config.weights, judge=fleet.judge, release=release, waits=waits, on_written=on_written))
+    return Policy(publisher, turns, fleet.dispatcher.generate, partial(fleet.watch, publisher.bring))

@@ -46,7 +46,7 @@ def choose_devices(
     open_ranks, open_engines = num_ranks and not train.devices_per_rank, num_engines and not inference.devices_per_engine
     engine_devices = inference.devices_per_engine or 1
     wanted = num_ranks + num_engines * engine_devices + num_judges
-    shares = cluster.share_devices or (
+    shares = cluster.devices_are_shared or (
         wanted > devices and cluster.launcher == "local" and not train.devices_per_rank and not inference.devices_per_engine)
     if (max(num_ranks, engine_devices) if shares else wanted) > devices:
         if spmd and num_ranks:
@@ -76,7 +76,7 @@ def describe_devices(config: Config, *, devices: int) -> str:
         return ""
     users = (("train rank", config.train.devices_per_rank), ("engine", config.inference.devices_per_engine))
     held = ", ".join(f"{_count(count) if count else 'the CPU'} for each {user}" for user, count in users)
-    return f"devices: {held}, of {devices} that are visible{', shared' if config.cluster.share_devices else ''}"
+    return f"devices: {held}, of {devices} that are visible{', shared' if config.cluster.devices_are_shared else ''}"
 
 
 def _num_judges(config: Config, rank_info: RankInfo) -> int:

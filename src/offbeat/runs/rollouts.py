@@ -3,7 +3,7 @@
 Opened by the controller, by rank 0 in SPMD mode, and by every other rank that rolls out on rank 0's engines.
 """
 
-from collections.abc import Awaitable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -72,6 +72,7 @@ class EngineRollouts:
     """Plays rollouts on the engines that `generate` routes to.
 
     Attributes:
+        halted: whether the engines sleep.
         hints: of the executors that feed training; they are told of calls for evaluation sets, too, which keep engines busy beside them.
     """
 
@@ -80,6 +81,7 @@ class EngineRollouts:
     inputs: RunInputs
     generate: Generate
     user_code: UserCode
+    halted: Callable[[], bool] = lambda: False
     hints: list[IdleHint] = field(default_factory=list)
 
     draws = True
@@ -113,7 +115,7 @@ class EngineRollouts:
             sampling=self.inputs.sampling, accept=accept, dynamic=dynamic,
             door=Door(self.inputs.vocab_size, lambda trajectory: self._too_long(trajectory.row_tokens)),
             accounts=Accounts(record.tracer.add if self.config.telemetry.trace else None, tell=record.console.note),
-            places=limit_of_places(self.config.agent) if config.workflow in PLAYS else None,
+            places=limit_of_places(self.config.agent) if config.workflow in PLAYS else None, halted=self.halted,
             on_rejected=on_rejected, warn=record.console.note,
             on_unusable=lambda prompt_id, reasons: record.events.record("unusable_samples", prompt_id=prompt_id, reasons=reasons))
         self.hints.append(executor.idle)

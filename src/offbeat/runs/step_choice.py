@@ -111,7 +111,7 @@ def _recomputation(config: Config, device: Device | None, shape: ModelShape | No
         another = rank_memory(shape, tokens=0, num_shards=num_shards).weights
         states = found.total - found.activations
         states += another * (config.algorithm.needs_reference and not lora) + 4 * another * config.algorithm.needs_critic
-        room = _USABLE * device.total_bytes * (_BESIDE_ENGINES if config.cluster.share_devices else 1) - states
+        room = _USABLE * device.total_bytes * (_BESIDE_ENGINES if config.cluster.computes_beside_engines else 1) - states
         kept = found.activations // train.parallel.tp
         fits = {"off": kept, **({} if lora else {"selective": int(_SELECTIVE * kept)})}
         value = next((name for name, size in fits.items() if size <= room), "full")

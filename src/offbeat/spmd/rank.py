@@ -125,9 +125,9 @@ async def _open(
     fleet = await open_fleet(stack, engines, addresses, config, record, model=inputs.model)
     policy = await open_policy(
         stack, fleet, inputs, config, write=trainers.write_weights, release=make_release(fleet.pool, config, peers), waits=not one_loads)
-    source = EngineRollouts(own, record, rows, policy.generate, user_code)
+    source = EngineRollouts(own, record, rows, policy.generate, user_code, halted=lambda: fleet.pool.clock.halted)
     if one_loads:
-        return parts(policy.publisher, source, watch=policy.watch)
+        return parts(policy.publisher, source, watch=policy.watch, turns=policy.turns)
     news = await _open_news(stack, config, rank_info)
     return parts(policy.publisher, source, watch=lambda: run_beside(policy.watch(), news.watch(fleet.pool)))
 

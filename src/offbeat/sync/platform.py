@@ -5,6 +5,7 @@ row of the table below. Nothing is looked up at import: the first use in a proce
 devices first.
 """
 
+import ctypes
 import os
 import re
 import resource
@@ -42,6 +43,10 @@ _PEAKS = (
     ("GH200", 989e12), ("H20", 148e12), ("B200", 2250e12), ("GB200", 2500e12), ("A100", 312e12), ("A800", 312e12), ("L40S", 362e12),
     ("L40", 181e12), ("L4", 121e12), ("MI300X", 1307e12), ("MI325X", 1307e12), ("MI250X", 383e12))
 """Dense bfloat16 operations per second, by words that a device's name contains, from the makers' data sheets; the first row that fits."""
+
+
+_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+"""Gives memory that the C library keeps back to the system, wherever it is; None without glibc."""
 
 
 class Stopwatch(ABC):
@@ -183,6 +188,13 @@ class Platform:
     def total_memory(self) -> int:
         """Memory of the device in bytes; it must be an accelerator."""
         return torch.accelerator.get_memory_info()[1]
+
+    def return_memory(self) -> None:
+        """Return memory that this process has freed to the device, or on a CPU to the system: allocators keep it for the next use."""
+        if not self.is_cpu:
+            torch.accelerator.empty_cache()
+        elif _TRIM is not None:
+            _TRIM(0)
 
     def memory(self) -> int:
         """Peak memory of this process in bytes: allocated on the device, or resident on a CPU."""

@@ -185,7 +185,7 @@ def check_memory(folder: str, config: Config, *, groups: ProcessGroups, device: 
         ModelError: there is no such model.
     """
     least = -groups.sync.max_scalars("device_memory", {"bytes": -float(device)})["bytes"]
-    available = int(least * (_BESIDE_ENGINES if config.cluster.share_devices else 1))
+    available = int(least * (_BESIDE_ENGINES if config.cluster.computes_beside_engines else 1))
     model_config = _config_of(folder)
     try:
         reason = advise(model_config, config, num_ranks=groups.world, available=available)

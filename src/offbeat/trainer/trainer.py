@@ -30,6 +30,7 @@ from offbeat.errors import ConfigError
 from offbeat.pulse import progress
 from offbeat.sync.mesh import ProcessGroups
 from offbeat.sync.offer import WeightBroadcast
+from offbeat.sync.platform import current_platform
 from offbeat.telemetry.tracker import StatsTracker
 from offbeat.trainer.effort import Effort
 from offbeat.trainer.heap import Heap
@@ -176,7 +177,10 @@ class Trainer(ABC):
         if self._offer is not None:
             self._offer.close()
         logprobs = self.canary(request.canary, dtype=request.dtype, name=request.name)
-        return replace(self._write(request), canary_logprobs=logprobs)
+        written = self._write(request)
+        if self._run.cluster.take_turns:
+            current_platform.return_memory()  # the engines need it until the next step
+        return replace(written, canary_logprobs=logprobs)
 
     def _write(self, request: WriteRequest) -> Written:
         """Write or offer the weights on rank 0; the answer lacks the canary."""

@@ -28,7 +28,8 @@ class LocalLauncher:
 
     @classmethod
     def from_config(cls, config: Config, *, devices_taken: int = 0) -> Self:
-        return cls(stop_timeout_s=config.cluster.stop_timeout_s, devices_taken=devices_taken, share_devices=config.cluster.share_devices)
+        cluster = config.cluster
+        return cls(stop_timeout_s=cluster.stop_timeout_s, devices_taken=devices_taken, share_devices=cluster.devices_are_shared)
 
     async def __aenter__(self) -> Self:
         return self

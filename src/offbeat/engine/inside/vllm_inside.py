@@ -1,4 +1,4 @@
-"""Offbeat's weight endpoints inside a vLLM server: stage a version, switch to it under running requests, and prove which one serves.
+"""Offbeat's endpoints inside a vLLM server: stage a version, switch to it under running requests, prove which one serves, and sleep.
 
 Runs in vLLM's own processes and environment, and imports nothing of `offbeat` except its neighbours in this folder:
 
@@ -34,12 +34,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm_files import MemoryFile, RefusedError, check_weights, files_of, fingerprint_files, read_files, receive
 from vllm_guard import may_enter, refuse
 from vllm_readback import ReadBack, check_adapter
+from vllm_sleep import check_sleep, drop_pages
 
 _PAUSES = {"recompute": ("keep", True), "keep": ("keep", False), "drain": ("wait", True)}
 """For each `interrupt`: vLLM's pause mode, and whether all cached keys and values are dropped, including those of running requests."""
 _METHODS = (
     "pause_generation", "resume_generation", "is_paused", "collective_rpc", "reset_prefix_cache", "update_weight_version",
-    "get_weight_version", "add_request")
+    "get_weight_version", "add_request", "sleep", "wake_up")
 _KEY = os.environ.get("VLLM_API_KEY", "")
 _FIRST_VERSION = int(os.environ.get("OFFBEAT_VERSION", "-1"))
 _GENERATING = ("/v1/completions", "/v1/chat/completions", "/health")
@@ -88,6 +89,8 @@ class Inside:
         self._state: Any = None
         self._canary: Canary | None = None
         self._broken = ""
+        self._asleep = False
+        self._dropped = False  # whether it sleeps without weights
         self._switching = asyncio.Lock()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -108,6 +111,8 @@ class Inside:
         app.add_route("/v1/weights/prove", self._answer(self._prove), methods=["POST"])
         app.add_route("/v1/weights/fingerprint", self._answer(self._fingerprint), methods=["GET"])
         app.add_route("/v1/weights/adapter", self._answer(self._adapter), methods=["POST"])
+        app.add_route("/v1/weights/sleep", self._answer(self._sleep), methods=["POST"])
+        app.add_route("/v1/weights/wake", self._answer(self._wake), methods=["POST"])
         app.add_route("/v1/weights/resume", self._answer(self._resume_stranger), methods=["POST"])
         form = OpenAIServingCompletion.request_output_to_completion_response
         OpenAIServingCompletion.request_output_to_completion_response = with_versions(form)
@@ -140,7 +145,8 @@ class Inside:
         version, interrupt, canary = read_body(body, version=int, interrupt="recompute", canary=[])
         async with self._switching:
             staged = self._staged.get(version)
-            if staged is None and version == await _live(engine) and not self._broken:
+            if staged is None and version == await _live(engine) and not (self._broken or self._dropped):
+                await self._rise(engine)
                 return {"version": version, "switch_s": 0.0}
             if staged is None:
                 raise RefusedError(f"version {version} is not staged; staged are {sorted(self._staged)}")
@@ -155,7 +161,8 @@ class Inside:
             start = time.monotonic()
             self._canary = None
             try:
-                await engine.pause_generation(mode=mode, clear_cache=clear_cache)
+                if not self._asleep:
+                    await engine.pause_generation(mode=mode, clear_cache=clear_cache)
                 await self._load(engine, version, staged, reset=clear_cache)
                 if canary:  # queued now, so that it is scheduled first
                     self._canary = await Canary.ask(engine, canary)
@@ -169,8 +176,9 @@ class Inside:
         """Load into the paused engine. If that fails, its weights are neither old nor new, and no client may get tokens from them."""
         try:
             self._loaded = None
-            started_with = [str(path) for path in files_of(engine.model_config.model)]
-            told = await engine.collective_rpc("offbeat_load", args=([str(path) for path in staged.files], started_with))
+            if self._asleep:
+                await engine.wake_up(tags=["weights"])  # their memory; what is in it is loaded now
+            told = await engine.collective_rpc("offbeat_load", args=([str(path) for path in staged.files], _started_with(engine)))
             if reset:
                 await engine.reset_prefix_cache()
             await engine.update_weight_version(str(version))
@@ -179,7 +187,32 @@ class Inside:
         except BaseException as exc:  # a handler that is cancelled leaves them half loaded, too
             await self._break(engine, f"loading version {version} failed half-way", exc)
             raise
-        self._broken = ""
+        self._broken, self._dropped = "", False
+
+    async def _sleep(self, engine: AsyncLLM, body: bytes) -> dict[str, Any]:
+        """Free the memory of the cache and of the weights until the next switch, or with `keep_weights` until `_wake`; requests wait."""
+        (keep_weights,) = read_body(body, keep_weights=False)
+        async with self._switching:
+            check_sleep(engine, on_cpu=current_platform.is_cpu())
+            await engine.collective_rpc("offbeat_read_back", args=(_started_with(engine),))  # as long as there are weights to read
+            self._asleep, self._dropped = True, self._dropped or not keep_weights
+            await engine.sleep(level=1 if keep_weights else 2, mode="keep")
+            await engine.collective_rpc("offbeat_drop_cache")
+        return {"status": "asleep"}
+
+    async def _wake(self, engine: AsyncLLM, _body: bytes) -> dict[str, Any]:
+        """Go on with the weights that a sleep has kept."""
+        async with self._switching:
+            if self._dropped:
+                raise RefusedError("its weights are gone, because it sleeps without them; stage a version and switch to it")
+            await self._rise(engine)
+        return {"status": "ok"}
+
+    async def _rise(self, engine: AsyncLLM) -> None:
+        """End a sleep that has kept the weights, if there is one."""
+        if self._asleep:
+            await engine.wake_up()
+            self._asleep = False
 
     async def _break(self, engine: AsyncLLM, what: str, exc: BaseException) -> None:
         """Stop all sampling, because the weights belong to no version."""
@@ -195,7 +228,11 @@ class Inside:
 
     async def _resume(self, engine: AsyncLLM) -> None:
         try:
-            await engine.resume_generation()
+            if self._asleep:
+                await engine.wake_up(tags=["kv_cache"])  # which resumes generation, as the weights are there
+                self._asleep = False
+            else:
+                await engine.resume_generation()
         except BaseException as exc:  # even if the version is loaded: the next switch to it must try again
             self._broken = f"it is paused for a switch and could not be resumed; switch again: {str(exc) or type(exc).__name__}"
             raise
@@ -211,7 +248,8 @@ class Inside:
         told = {"version": version, "fingerprint": None, "num_unread": None}
         if loaded is not None and loaded.version == version:
             told |= {"fingerprint": loaded.fingerprint, "num_unread": loaded.num_unread}
-        return told | {"paused": await engine.is_paused() and not (self._switching.locked() or self._broken)}  # paused by someone else
+        ours = self._switching.locked() or self._broken or self._asleep
+        return told | {"paused": await engine.is_paused() and not ours}  # paused by someone else
 
     async def _prove(self, engine: AsyncLLM, body: bytes) -> dict[str, Any]:
         """Return the answer of `_fingerprint`, and the canary's log-probabilities under the version being served."""
@@ -322,12 +360,21 @@ class WorkerExtension:
             RuntimeError: the weights in use differ from the files.
         """
         model = self.model_runner.get_model()
-        if self._offbeat_readback is None:
-            self._offbeat_readback = ReadBack(model, started_with)
+        self.offbeat_read_back(started_with)
         self.model_runner.reload_weights(weights_iterator=read_files(files))
         if current_platform.is_cpu():
             repack_heads(model)
         return {"fingerprint": fingerprint_files(files), "num_unread": self.offbeat_compare(files)}
+
+    def offbeat_read_back(self, started_with: list[str]) -> None:
+        """Find out which weights can be read back, while those are in use that the server was started with; later calls do nothing."""
+        if self._offbeat_readback is None:
+            self._offbeat_readback = ReadBack(self.model_runner.get_model(), started_with)
+
+    def offbeat_drop_cache(self) -> None:
+        """Free the memory of the cache on a CPU, where vLLM keeps it during a sleep."""
+        if current_platform.is_cpu():
+            drop_pages(self.model_runner.kv_caches)
 
     def offbeat_compare(self, files: list[str]) -> int:
         """Compare the files of the version loaded last with the weights in use.
@@ -416,6 +463,10 @@ def check_interface() -> None:
 def goes_ahead(engine: AsyncLLM) -> bool:
     """Whether the scheduler honours priorities."""
     return engine.vllm_config.scheduler_config.policy == "priority"
+
+
+def _started_with(engine: AsyncLLM) -> list[str]:
+    return [str(path) for path in files_of(engine.model_config.model)]
 
 
 async def _live(engine: AsyncLLM) -> int:

@@ -75,6 +75,18 @@ class Dialect(Protocol):
         """Prove which weights the engine samples from now: the whole weights, or the adapter of that name."""
         ...
 
+    async def sleep(self, wire: Wire, *, keep_weights: bool) -> None:
+        """Free the memory of the cache and of the weights, until the next `switch`, or with `keep_weights` until `wake`; requests wait.
+
+        Raises:
+            RefusedError: the engine cannot sleep.
+        """
+        ...
+
+    async def wake(self, wire: Wire) -> None:
+        """Bring back the weights that `sleep` has kept, and go on; an engine that is awake is no error."""
+        ...
+
     async def load_adapter(self, wire: Wire, name: str, folder: str) -> None:
         """Load a PEFT folder under a new name; loading the same folder under the same name again changes nothing."""
         ...

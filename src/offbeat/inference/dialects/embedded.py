@@ -100,6 +100,12 @@ class EmbeddedDialect:
         version = split_adapter_name(adapter)[1] if adapter else told["version"]
         return Proof(version, told["fingerprint"], tuple(told["logprobs"]))
 
+    async def sleep(self, wire: Wire, *, keep_weights: bool) -> None:
+        await wire.call("POST", "/v1/weights/sleep", {"keep_weights": keep_weights})
+
+    async def wake(self, wire: Wire) -> None:
+        await wire.call("POST", "/v1/weights/wake", {})
+
     async def load_adapter(self, wire: Wire, name: str, folder: str) -> None:
         await wire.call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
 

@@ -122,6 +122,12 @@ class SGLangDialect:
         version = split_adapter_name(adapter)[1] if adapter else _version(meta["weight_version"])
         return Proof(version, None, tuple(logprobs))
 
+    async def sleep(self, wire: Wire, *, keep_weights: bool) -> None:  # noqa: ARG002
+        raise RefusedError(f"{wire.name} is an SGLang server, which is never put to sleep; use the embedded engine or vLLM")
+
+    async def wake(self, wire: Wire) -> None:
+        """Nothing: it never sleeps."""
+
     async def load_adapter(self, wire: Wire, name: str, folder: str) -> None:
         try:
             await wire.call("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": folder})

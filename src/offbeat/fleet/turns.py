@@ -1,0 +1,92 @@
+"""Engines that take turns with the train ranks on the same devices: they sleep while the ranks compute. Torch-free.
+
+    to_ranks     consumes engines that serve what was published last; produces free devices; waits for each engine to fall asleep, under a
+                 deadline, and for the step of a healing that is under way
+    to_engines   consumes weights that are written; produces engines that go on, with the weights that a publish brings, or where adapters
+                 are published, with the base model that they have kept in host memory
+
+An engine that is not seen to sleep has its process ended, as it might hold memory that the ranks need. An engine that has failed is not
+healed while it is the ranks' turn. Requests in flight wait in the engines, and their deadlines stand still.
+"""
+
+import time
+from collections.abc import Awaitable, Callable
+
+from offbeat.aio import gather_all
+from offbeat.errors import OffbeatError
+from offbeat.fleet.pool import EnginePool
+from offbeat.phase import phase
+from offbeat.telemetry.record import RunRecord
+
+
+class EngineTurns:
+    """Puts the engines of a pool to sleep and has them go on. Implements `controller.parts.Turns`."""
+
+    def __init__(
+        self, pool: EnginePool, record: RunRecord, *, keep_weights: bool, timeout_s: float, end: Callable[[str], Awaitable[None]],
+    ) -> None:
+        """Begin with the engines' turn.
+
+        Args:
+            keep_weights: whether engines need the weights that they have when they go on; otherwise they drop them.
+            timeout_s: how long an engine may take to fall asleep, or to bring its weights back.
+            end: ends the process of the engine of that name.
+        """
+        self._pool = pool
+        self._record = record
+        self._keep_weights = keep_weights
+        self._timeout_s = timeout_s
+        self._end = end
+        self._asleep_since_s: float | None = None
+        self._metrics: dict[str, float] = {}
+
+    async def to_ranks(self, settle: Callable[[], Awaitable[None]]) -> None:
+        """See `controller.parts.Turns`."""
+        if self._asleep_since_s is not None:
+            return
+        start_s = time.time()
+        await settle()
+        with phase("waiting for engines to fall asleep"):
+            await gather_all(self._lay_down(name) for name in self._pool.members)
+        self._pool.halt()
+        self._asleep_since_s = time.time()
+        self._metrics["turns/to_ranks_s"] = self._asleep_since_s - start_s
+
+    async def to_engines(self) -> None:
+        """Have engines go on: the ranks compute nothing until the next `to_ranks`, and have freed what they do not need to keep."""
+        if self._asleep_since_s is None:
+            return
+        since_s, woken_s, self._asleep_since_s = self._asleep_since_s, time.time(), None
+        if self._keep_weights:
+            with phase("waiting for engines to wake"):
+                await gather_all(self._wake(name) for name in self._pool.members)
+        self._pool.go_on()
+        for name, member in self._pool.members.items():
+            member.held.release()
+            self._record.on_span("asleep", name, since_s, woken_s)
+        self._metrics["turns/asleep_s"] = woken_s - since_s
+        self._record.events.record("slept", seconds=round(woken_s - since_s, 4), wake_s=round(time.time() - woken_s, 4))
+
+    def take_metrics(self) -> dict[str, float]:
+        """See `controller.parts.Turns`."""
+        taken, self._metrics = self._metrics, {}
+        return taken
+
+    async def _lay_down(self, name: str) -> None:
+        member = self._pool.members[name]
+        await member.held.acquire()
+        if member.healthy:
+            try:
+                await member.while_in_service(member.client.sleep(keep_weights=self._keep_weights, timeout_s=self._timeout_s))
+                return
+            except OffbeatError as exc:
+                self._pool.quarantine(name, f"it did not fall asleep: {exc}")
+        await self._end(name)
+
+    async def _wake(self, name: str) -> None:
+        member = self._pool.members[name]
+        if member.healthy:
+            try:
+                await member.while_in_service(member.client.wake(timeout_s=self._timeout_s))
+            except OffbeatError as exc:
+                self._pool.quarantine(name, f"it did not wake: {exc}")
