@@ -3,21 +3,19 @@
 Called by the trainer and by tools. A model is loaded completely or not at all: missing weights are an error, never random numbers.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.distributed import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from offbeat.data.model_folder import CONTEXT_LENGTH_NAMES, check_model_folder, rope_limit
 from offbeat.errors import ModelError, first_line
 from offbeat.model.attention import PACKED
+from offbeat.model.divided_read import Divide, DividedRead, GiveHead
 from offbeat.model.norm import use_fast_norms
-from offbeat.sync.platform import current_platform
 
 # Workers have no terminal, so a progress bar per process would only garble their logs.
 disable_progress_bar()
@@ -25,12 +23,8 @@ disable_progress_bar()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-Divide = Callable[[PreTrainedModel], None]
-"""Makes DTensors of a model's parameters, in place, while these hold nothing."""
-
-
 def load_causal_lm(
-    path: str, *, dtype: str = "float32", attention: str | None = PACKED, divide: Divide | None = None,
+    path: str, *, dtype: str = "float32", attention: str | None = PACKED, divide: Divide | None = None, give_head: GiveHead | None = None,
 ) -> PreTrainedModel:
     """Load a model onto the CPU, or what is divided to the rank's device, in eval mode.
 
@@ -40,56 +34,35 @@ def load_causal_lm(
         attention: "packed" for rows of several sequences (`offbeat.model.attention`); "sdpa" or "eager" for plain use; None for the better
             of these two that the model supports.
         divide: called before weights are read; of a DTensor, only this rank's part is read then.
+        give_head: with `divide`, replaces the head before that; the checkpoint's is not read then.
 
     Raises:
-        ModelError: there is no such model, its architecture is unknown, or weights are missing or have wrong shapes.
+        ModelError: there is no such model, its architecture is unknown, or weights are missing or have wrong shapes; or of `divide`.
+        WholeOnlyError: the model cannot be divided before it is read.
     """
     if dtype not in DTYPES:
         raise ModelError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     folder = check_model_folder(path)
+    parts = None if divide is None else DividedRead(divide, give_head)
     try:
-        with nullcontext({}) if divide is None else _dividing(divide) as more:
+        with nullcontext({}) if parts is None else parts.hooked() as more:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=DTYPES[dtype], attn_implementation=attention, local_files_only=True, output_loading_info=True, **more
             )
+    except ModelError:
+        raise
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as exc:
         raise ModelError(f"{folder} cannot be loaded as a causal language model: {first_line(exc)}") from exc
     model, report = loaded
     wrong = sorted([*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])])
+    if parts is not None:
+        parts.finish(model, wrong)
     if wrong:
         raise ModelError(f"{folder} lacks or misshapes {len(wrong)} weights, {wrong[0]!r} first; its config.json must describe its weights")
     vars(model.config).pop("distributed_config", None)  # which no program that loads an export should see
-    use_fast_norms(model)
+    if parts is None:
+        use_fast_norms(model)
     return model
-
-
-@contextmanager
-def _dividing(divide: Divide) -> Iterator[dict[str, Any]]:
-    """Let transformers call `divide` where it would distribute a model itself, on a mesh of its own; yields keywords for it."""
-
-    def prepare(_cls: type, config: DistributedConfig, device_map: object = None) -> tuple[DistributedConfig, object, _NoMesh]:  # noqa: ARG001
-        return config, torch.device(current_platform.device), _NoMesh()
-
-    def distribute(_cls: type, model: PreTrainedModel, *_: object) -> PreTrainedModel:
-        model.tie_weights()  # transformers ties them once they are loaded, too late for FSDP2, which has to know
-        divide(model)
-        return model
-
-    hooks = {"prepare_distribute_model": prepare, "maybe_distribute_model": distribute}
-    for name, hook in hooks.items():
-        setattr(PreTrainedModel, name, classmethod(hook))
-    try:
-        yield {"distributed_config": DistributedConfig()}
-    finally:
-        for name in hooks:
-            delattr(PreTrainedModel, name)
-
-
-class _NoMesh:
-    """What transformers takes for its mesh."""
-
-    def get_mesh(self, _dims: object) -> None:
-        """Return none: parameters know theirs."""
 
 
 def context_length(config: Any) -> int:

@@ -29,12 +29,16 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, product.flatten(0, -2).sum(0), None
 
 
-def use_fast_norms(model: nn.Module) -> int:
-    """Replace the forward of every RMSNorm on a CPU whose own result agrees with ours to 1e-6; returns how many were replaced."""
+def use_fast_norms(model: nn.Module, device: torch.device | None = None) -> int:
+    """Replace the forward of every RMSNorm on a CPU whose own result agrees with ours to 1e-6; returns how many were replaced.
+
+    Args:
+        device: where the weights will be, of a model that has none yet; None if they are there.
+    """
     replaced = 0
     for module in model.modules():
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        if type(module).__name__.endswith("RMSNorm") and isinstance(eps, float) and _agrees(module, eps):
+        if type(module).__name__.endswith("RMSNorm") and isinstance(eps, float) and _agrees(module, eps, device):
             module.forward = MethodType(_fast_forward(type(module).forward, eps), module)
             replaced += 1
     return replaced
@@ -51,12 +55,12 @@ def _fast_forward(slow_forward, eps: float):
 
 
 @torch.no_grad()
-def _agrees(module: nn.Module, eps: float) -> bool:
+def _agrees(module: nn.Module, eps: float, device: torch.device | None) -> bool:
     weight = getattr(module, "weight", None)
-    if weight is None or weight.dim() != 1 or weight.dtype != torch.float32 or weight.device.type != "cpu":
+    if weight is None or weight.dim() != 1 or weight.dtype != torch.float32 or (device or weight.device).type != "cpu":
         return False
     x, held = torch.linspace(-1, 1, 4 * len(weight)).view(4, -1), module._parameters["weight"]
-    stand_in = module._parameters["weight"] = nn.Parameter(torch.linspace(0.5, 1.5, len(weight)))  # this rank may hold only a part
+    stand_in = module._parameters["weight"] = nn.Parameter(torch.linspace(0.5, 1.5, len(weight)))  # there may be none yet
     try:
         return torch.allclose(type(module).forward(module, x), _RMSNorm.apply(x, stand_in, eps), rtol=1e-6, atol=1e-6)
     finally:

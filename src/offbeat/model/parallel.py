@@ -1,9 +1,9 @@
-"""Divides a loaded model over the ranks of a tensor group, by the plan that transformers has for its architecture.
+"""Divides a model over the ranks of a tensor group, by the plan that transformers has for its architecture.
 
-Called by the trainer before a model is distributed in any other way. Afterwards every parameter is a DTensor on the group's mesh: sliced
-where the plan says so, whole elsewhere. Attention, which sees fewer heads, and everything else is called as before, with the same rows on
-every rank. Experts are sliced as all other layers, or each stays whole on one rank. The model's log-probabilities are compared with what
-they were.
+Called by the trainer before a model is distributed in any other way: when it has been loaded whole, or before its weights are read. After
+that every parameter is a DTensor on the group's mesh: sliced where the plan says so, whole elsewhere. Attention, which sees fewer heads,
+and everything else is called as before, with the same rows on every rank. Experts are sliced as all other layers, or each stays whole on
+one rank. The model's log-probabilities are compared with those of the undivided model.
 """
 
 from collections.abc import Iterator
@@ -22,9 +22,10 @@ from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_tensor_parallelism
 
 from offbeat.errors import ModelError, first_line
+from offbeat.model.gathered import whole_twin
 from offbeat.model.head import local_part
 from offbeat.model.layer_slices import note_division
-from offbeat.model.rows import RAW_ERRORS, check_rows, score_rows, score_states
+from offbeat.model.rows import RAW_ERRORS, check_rows, probe
 
 _PARTIAL = "replicated_with_grad_allreduce"
 """Transformers' name for parameters that are whole on every rank, which sees only its own heads' part of their gradient. Its own way of
@@ -36,7 +37,35 @@ Plan = dict[str, str]
 
 
 def divide(model: PreTrainedModel, mesh: DeviceMesh, *, experts: bool) -> None:
-    """Slice a model's layers in place; collective over `mesh`, one dimension, whose ranks hold equal models.
+    """Slice a whole model's layers in place, and check the result; collective over `mesh`, whose ranks hold equal models.
+
+    Args:
+        experts: as for `slice_layers`.
+
+    Raises:
+        ModelError: as `slice_layers`, or the model's log-probabilities have changed.
+    """
+    expected = probe(model)
+    slice_layers(model, mesh, experts=experts)
+    with _explained(model, mesh):
+        check_rows(model, probe(model), expected, what=f"over {mesh.size()} ranks")
+
+
+def check_slices(model: PreTrainedModel, mesh: DeviceMesh, *, computes: torch.dtype | None = None) -> None:
+    """Check what `slice_layers` made of a model before its weights were read; collective over all ranks that hold parts of it.
+
+    Args:
+        computes: as for `offbeat.model.rows.settle_rows`.
+
+    Raises:
+        ModelError: its log-probabilities are not those of the undivided model.
+    """
+    with _explained(model, mesh):
+        check_rows(model, probe(model), probe(whole_twin(model)), what=f"over {mesh.size()} ranks", computes=computes)
+
+
+def slice_layers(model: PreTrainedModel, mesh: DeviceMesh, *, experts: bool) -> None:
+    """Slice a model's layers in place; collective over `mesh`, of one dimension. The model may be one that has no weights yet.
 
     Args:
         experts: whether each expert of a mixture is to stay whole, on one of the ranks.
@@ -44,7 +73,6 @@ def divide(model: PreTrainedModel, mesh: DeviceMesh, *, experts: bool) -> None:
     Raises:
         ModelError: transformers has no plan for the model, or its sizes do not suit the number of ranks.
     """
-    expected = _probe(model)
     plan, expert_plan = _plans(model, mesh.size(), experts=experts)
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is embeddings.weight
@@ -53,7 +81,7 @@ def divide(model: PreTrainedModel, mesh: DeviceMesh, *, experts: bool) -> None:
     if tied or not slices_head:
         plan = {name: style for name, style in plan.items() if not name.startswith(f"{head_name}.")}
     partial = {name for name, style in plan.items() if style == _PARTIAL}
-    try:
+    with _explained(model, mesh):
         apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if style != _PARTIAL})
         if experts:
             apply_expert_parallelism(model, mesh, mesh, expert_plan)
@@ -67,22 +95,23 @@ def divide(model: PreTrainedModel, mesh: DeviceMesh, *, experts: bool) -> None:
                     " compute with; set train.parallel.tp to 1")
             ALL_PARALLEL_STYLES[_HEAD].install_forward(head, mesh)
         _keep_others_whole(model, mesh, partial)
-        for module in model.modules():  # parameters are on the mesh's device by now
-            module._buffers.update({name: buffer.to(mesh.device_type) for name, buffer in module._buffers.items() if buffer is not None})
-        check_rows(model, _probe(model), expected, what=f"over {mesh.size()} ranks")
+        for module in model.modules():  # parameters are on the mesh's device by now, unless there are none yet
+            module._buffers.update({
+                name: buffer.to(mesh.device_type) for name, buffer in module._buffers.items() if buffer is not None and not buffer.is_meta})
         note_division(model, mesh, plan | expert_plan)
+
+
+@contextmanager
+def _explained(model: PreTrainedModel, mesh: DeviceMesh) -> Iterator[None]:
+    """Turn errors of transformers into one sentence about the model."""
+    try:
+        yield
     except ModelError:
         raise
     except RAW_ERRORS as exc:
         raise ModelError(
             f"{type(model).__name__} cannot be divided over {mesh.size()} ranks by transformers' plan: {first_line(exc)}; set"
             " train.parallel.tp to 1") from exc
-
-
-def _probe(model: PreTrainedModel) -> Tensor:
-    """Return what must not change: [5] log-probabilities of a small row, or [5, H] states that a head of another kind is given; float32."""
-    head = model.get_output_embeddings()
-    return score_rows(model) if head is None or type(head) is nn.Linear else score_states(model)
 
 
 def _plans(model: PreTrainedModel, size: int, *, experts: bool) -> tuple[Plan, Plan]:

@@ -5,7 +5,8 @@ models differ in ways that no list of ours keeps up with. So a model trains only
 transformers' own forward pass of each sequence.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,15 @@ from offbeat.data.packing import PackedRow, pack_row
 from offbeat.errors import ModelError, first_line
 from offbeat.model.attention import ATTENTION_KINDS, PACKED
 from offbeat.model.context import ContextGroup, share_of, spread
+from offbeat.model.divided_read import WholeOnlyError
 from offbeat.model.logprobs import UnpackedError, head_outputs, packs_rows, scored_positions, token_logprobs
+from offbeat.model.values import ValueHead
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 """Largest mean difference of log-probabilities between a row and each sequence alone; in bfloat16 correct models stay below 0.1."""
+
+STATE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Largest error of states that reach a value model's head, as a share of their norm."""
 
 SPREAD_TOLERANCE = 0.1
 """Largest error of the states of a spread row's tokens, as a share of their norm: more than that of bfloat16 in many layers, and less than
@@ -34,12 +40,14 @@ def settle_rows(model: PreTrainedModel, *, share_prefix: bool, computes: torch.d
     """Let a model with plain attention pack its rows if it can, and check the result.
 
     Args:
-        model: a model from `load_causal_lm(attention=None)`; afterwards `packs_rows` tells how its rows run.
+        model: a model from `load_causal_lm(attention=None)`; afterwards `packs_rows` tells how its rows run. Of one with a value head, the
+            states that reach the head are compared.
         share_prefix: whether rows will share prompts, which requires packing.
         computes: the format in which its layers compute, where that is not the format of its weights.
 
     Raises:
         ModelError: it cannot share prompts, or its log-probabilities differ from those of its own forward pass.
+        WholeOnlyError: it has a value head and cannot pack its rows, so that it is to be settled with the head that it was loaded with.
     """
     try:
         expected = _alone(model)
@@ -51,7 +59,9 @@ def settle_rows(model: PreTrainedModel, *, share_prefix: bool, computes: torch.d
     if obstacle and share_prefix:
         raise ModelError(
             f"{type(model).__name__} {obstacle}, so that each sequence must run by itself; set train.share_prefix to false")
-    check_rows(model, score_rows(model, share_prefix=share_prefix), expected, computes=computes)
+    if obstacle and _gives_values(model):
+        raise WholeOnlyError(obstacle)
+    check_rows(model, probe(model, share_prefix=share_prefix), expected, computes=computes)
 
 
 def spread_rows(model: nn.Module, context: ContextGroup) -> None:
@@ -91,7 +101,7 @@ def _pack(model: PreTrainedModel) -> str:
     if not packs_rows(model):
         return "computes attention by code of its own"
     try:
-        score_rows(model, share_prefix=True)
+        probe(model, share_prefix=True)
     except UnpackedError as exc:
         model.set_attn_implementation(plain)
         return f"lets packed attention reach {exc.num_calls} of its {exc.num_layers} layers"
@@ -101,20 +111,29 @@ def _pack(model: PreTrainedModel) -> str:
 def check_rows(
     model: PreTrainedModel, found: Tensor, expected: Tensor, *, what: str = "of a row", computes: torch.dtype | None = None,
 ) -> None:
-    """Check log-probabilities of tokens, or other numbers of their size; `what` says how the tokens run now.
+    """Check what `probe` found; `what` says how the tokens run now.
 
     Args:
-        found, expected: [n] float32, which may be on different devices.
+        found, expected: [n] float32 log-probabilities, or [n, H] float32 states, which may be on different devices.
         computes: as for `settle_rows`.
 
     Raises:
         ModelError: they differ by more than rounding.
     """
-    error = (found.cpu() - expected.cpu()).abs().mean().item()
-    if not error <= TOLERANCE[computes or next(model.parameters()).dtype]:
-        raise ModelError(
-            f"{type(model).__name__} gives the tokens {what} log-probabilities that are off by {error:.3g} nats on average from those of"
-            " each sequence alone; use another model")
+    found, expected, dtype = found.cpu(), expected.cpu(), computes or next(model.parameters()).dtype
+    if found.dim() == 2:
+        error, bound = ((found - expected).norm() / expected.norm()).item(), STATE_TOLERANCE[dtype]
+        off = f"states that are off by {error:.1%} of their norm"
+    else:
+        error, bound = (found - expected).abs().mean().item(), TOLERANCE[dtype]
+        off = f"log-probabilities that are off by {error:.3g} nats on average"
+    if not error <= bound:
+        raise ModelError(f"{type(model).__name__} gives the tokens {what} {off} from those of each sequence alone; use another model")
+
+
+def probe(model: PreTrainedModel, *, share_prefix: bool = False) -> Tensor:
+    """Return what must not depend on how a model runs: what `score_rows` gives, or of a value model `score_states`."""
+    return score_states(model, share_prefix=share_prefix) if _gives_values(model) else score_rows(model, share_prefix=share_prefix)
 
 
 def score_rows(model: PreTrainedModel, *, share_prefix: bool = False) -> Tensor:
@@ -124,18 +143,29 @@ def score_rows(model: PreTrainedModel, *, share_prefix: bool = False) -> Tensor:
 
 
 @torch.no_grad()
-def score_states(model: nn.Module) -> Tensor:
+def score_states(model: nn.Module, *, share_prefix: bool = True) -> Tensor:
     """Return the states that reach the model's head where the answers in `small_row` are predicted, [5, H] float32."""
-    share = share_of(model, small_row(_bare(model), share_prefix=True))
+    share = share_of(model, small_row(_bare(model), share_prefix=share_prefix))
     source, inverse = np.unique(share.source, return_inverse=True)
-    seen: list[Tensor] = []
-    handle = _bare(model).get_output_embeddings().register_forward_pre_hook(lambda _head, inputs: seen.append(inputs[0][0]))
-    try:
+    with _states(_bare(model)) as seen:
         head_outputs(model, share, positions := scored_positions(source))
-    finally:
-        handle.remove()
     states = seen[-1] if len(seen[-1]) == len(positions) else seen[-1][positions]  # some models run the head on the whole row
     return share.gather(states[inverse].float())
+
+
+@contextmanager
+def _states(model: Any) -> Iterator[list[Tensor]]:
+    """Collect the states [tokens, H] that reach a model's head, of the first sequence of each forward pass."""
+    seen: list[Tensor] = []
+    handle = model.get_output_embeddings().register_forward_pre_hook(lambda _head, inputs: seen.append(inputs[0][0]))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def _gives_values(model: PreTrainedModel) -> bool:
+    return isinstance(model.get_output_embeddings(), ValueHead)
 
 
 def small_row(model: PreTrainedModel, *, share_prefix: bool = False) -> PackedRow:
@@ -150,12 +180,16 @@ def small_row(model: PreTrainedModel, *, share_prefix: bool = False) -> PackedRo
 
 @torch.no_grad()
 def _alone(model: PreTrainedModel) -> Tensor:
-    """Compute the same log-probabilities with transformers' plain code in eval mode, one sequence after the other."""
+    """Compute what `probe` does with transformers' plain code in eval mode, one sequence after the other."""
     training, found = model.training, []
     model.eval()
     for tokens in map(torch.from_numpy, _sequences(model)):
-        logits = model(input_ids=tokens[None].to(model.device), use_cache=False).logits[0].float().log_softmax(-1)
-        found.append(logits[_PROMPT - 1 : -1].gather(1, tokens[_PROMPT:, None].to(model.device))[:, 0])
+        with _states(model) if _gives_values(model) else nullcontext([]) as seen:
+            logits = model(input_ids=tokens[None].to(model.device), use_cache=False).logits[0]
+        if seen:
+            found.append(seen[0][_PROMPT - 1 : -1].float())
+        else:
+            found.append(logits.float().log_softmax(-1)[_PROMPT - 1 : -1].gather(1, tokens[_PROMPT:, None].to(model.device))[:, 0])
     model.train(training)
     return torch.cat(found)
 

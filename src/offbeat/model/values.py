@@ -1,6 +1,7 @@
 """A value model: a causal language model whose head gives one number at each position instead of logits.
 
-Built from a language model by `give_value_head`; called by trainers of critics and of reward models.
+Built from a language model by `give_value_head`, or by `put_value_head` before it has weights and `check_value_head` after that; called by
+trainers of critics and of reward models.
 """
 
 import numpy as np
@@ -52,13 +53,19 @@ class ValueHead(nn.Linear):
 
 
 def give_value_head(model: PreTrainedModel, *, bias: bool = True) -> None:
-    """Replace a language model's output head by a `ValueHead`, untied from its embeddings.
+    """Replace a language model's output head by a `ValueHead`, untied from its embeddings; arguments and errors as of its two halves."""
+    put_value_head(model, bias=bias)
+    check_value_head(model)
+
+
+def put_value_head(model: PreTrainedModel, *, bias: bool = True) -> None:
+    """Replace the output head; the model may be one that has no weights yet.
 
     Args:
         bias: whether the head has a bias.
 
     Raises:
-        ModelError: the model has no linear head, or computes with what the head gives.
+        ModelError: the model has no linear head.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
@@ -67,26 +74,18 @@ def give_value_head(model: PreTrainedModel, *, bias: bool = True) -> None:
     if getattr(config, "final_logit_softcapping", None) is not None:
         config.final_logit_softcapping = None  # it bounds logits, and a value has no bound
     model.config.tie_word_embeddings = config.tie_word_embeddings = False
-    model.set_output_embeddings(values := ValueHead(head.in_features, bias=bias))
-    _check(model, values)
-
-
-def token_values(model: nn.Module, row: PackedRow) -> Tensor:
-    """Return [M] float32 with gradient: the value at the position that predicts each of a row's targets, in the order of `row.target`.
-
-    Args:
-        model: with a `ValueHead`, bare or wrapped.
-        row: as for `offbeat.model.logprobs.token_logprobs`.
-    """
-    share = share_of(model, row)
-    source, inverse = np.unique(share.source, return_inverse=True)
-    outputs = head_outputs(model, share, scored_positions(source))[:, 0].float()
-    return share.gather(outputs[torch.from_numpy(inverse).to(outputs.device)])
+    model.set_output_embeddings(ValueHead(head.in_features, bias=bias))
 
 
 @torch.no_grad()
-def _check(model: PreTrainedModel, head: ValueHead) -> None:
-    """Raise ModelError if what the model gives is not what its head gave."""
+def check_value_head(model: PreTrainedModel) -> None:
+    """Check that what the model gives is what its head gave; collective if the model is divided.
+
+    Raises:
+        ModelError: the model computes with what its head gives.
+    """
+    head = model.get_output_embeddings()
+    assert isinstance(head, ValueHead), "the head has been replaced"
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     seen: list[Tensor] = []
 
@@ -101,3 +100,16 @@ def _check(model: PreTrainedModel, head: ValueHead) -> None:
         handle.remove()
     if len(seen) != 1 or not torch.equal(given.float(), torch.full_like(given, _PROBE, dtype=torch.float32)):
         raise ModelError(f"{type(model).__name__} changes what its output head gives, so that it cannot give values; use another model")
+
+
+def token_values(model: nn.Module, row: PackedRow) -> Tensor:
+    """Return [M] float32 with gradient: the value at the position that predicts each of a row's targets, in the order of `row.target`.
+
+    Args:
+        model: with a `ValueHead`, bare or wrapped.
+        row: as for `offbeat.model.logprobs.token_logprobs`.
+    """
+    share = share_of(model, row)
+    source, inverse = np.unique(share.source, return_inverse=True)
+    outputs = head_outputs(model, share, scored_positions(source))[:, 0].float()
+    return share.gather(outputs[torch.from_numpy(inverse).to(outputs.device)])

@@ -25,7 +25,7 @@ from offbeat.data.batch import Batch
 from offbeat.data.packing import PackedRow, plan_microbatches
 from offbeat.errors import ConfigError, ModelError, StorageError, UserError
 from offbeat.model.context import share_of
-from offbeat.model.load import Divide
+from offbeat.model.divided_read import Divide
 from offbeat.model.logprobs import dummy_row, packs_rows
 from offbeat.model.lora import AdapterBank
 from offbeat.model.peft_io import Adapter, read_adapter

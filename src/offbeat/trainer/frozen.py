@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from offbeat.config.root import Config
 from offbeat.config.train import TrainConfig
 from offbeat.data.packing import PackedRow
-from offbeat.model.load import Divide
+from offbeat.model.divided_read import Divide
 from offbeat.model.logprobs import dummy_row, token_logprobs
 from offbeat.model.top import top_logprobs
 from offbeat.pulse import progress

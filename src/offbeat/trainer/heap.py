@@ -1,8 +1,8 @@
 """Returns memory that a large pass has freed to the system.
 
 The C library of a rank keeps all freed memory, because activations come and go at every layer; see `offbeat.workers.worker`. So the process
-would keep the memory of a single large pass for good. When asked once per pass, the C library returns free memory wherever it is, which
-costs less than mapping the same pages at every layer would. Called by `Trainer`.
+would keep the memory of a single large pass for good. When asked at the start and once per pass, the C library returns free memory wherever
+it is, which costs less than mapping the same pages at every layer would. Called by `Trainer`.
 """
 
 import ctypes
@@ -21,6 +21,8 @@ class Heap:
         self._slack_bytes = slack_bytes
         self._process = psutil.Process()
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+        if self._trim is not None:
+            self._trim(0)  # such as what loading the model took for a moment
         self._least_bytes = self.resident_bytes
 
     @property

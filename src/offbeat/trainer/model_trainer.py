@@ -17,7 +17,7 @@ from offbeat.data.batch import Batch
 from offbeat.data.model_folder import check_model_folder
 from offbeat.data.packing import PackedRow, plan_microbatches
 from offbeat.errors import ConfigError
-from offbeat.model.load import Divide
+from offbeat.model.divided_read import Divide
 from offbeat.model.logprobs import dummy_row
 from offbeat.pulse import progress
 from offbeat.sync.mesh import ProcessGroups
@@ -64,16 +64,13 @@ class ModelTrainer(Trainer):
         check_model_folder(folder)
         model, strategy = load(
             lambda divide: cls._load_model(folder, config, divide), groups=groups, precision=config.train.computes_in,
-            by_parts=cls._loads_by_parts, compiles=config.train.compile)
+            compiles=config.train.compile)
         return cls(model, strategy, folder=folder, config=config, groups=groups)
 
     @property
     def model(self) -> nn.Module:
         """What is trained, as the strategy has distributed it."""
         return self._strategy.model
-
-    _loads_by_parts = True
-    """Whether `_load_model` takes `divide`; see `load`."""
 
     @classmethod
     def _load_model(cls, folder: str, config: Config, divide: Divide | None) -> PreTrainedModel:

@@ -17,7 +17,8 @@ from offbeat.data.packing import PackedRow, pack_row
 from offbeat.losses.compose import target_losses
 from offbeat.losses.metrics import Report
 from offbeat.model.blocks import checkpoint_activations
-from offbeat.model.load import Divide, load_causal_lm
+from offbeat.model.divided_read import Divide, GiveHead
+from offbeat.model.load import load_causal_lm
 from offbeat.model.logprobs import token_logprobs
 from offbeat.model.rows import settle_rows
 from offbeat.model.values import token_values
@@ -49,20 +50,25 @@ class ScoredRow:
     report: Report
 
 
-def load_policy(model_folder: str, *, config: TrainConfig, dtype: str = "float32", divide: Divide | None = None) -> PreTrainedModel:
-    """Load a model to the CPU, with rows proven to give each sequence its own log-probabilities.
+def load_policy(
+    model_folder: str, *, config: TrainConfig, dtype: str = "float32", divide: Divide | None = None, give_head: GiveHead | None = None,
+) -> PreTrainedModel:
+    """Load a model to the CPU, or what is divided to the rank's device, with rows proven to give each sequence its own log-probabilities.
 
     Args:
         divide: as for `load_causal_lm`; all ranks must call then.
+        give_head: replaces the output head: before the model is divided, or else at the end.
 
     Raises:
-        ModelError: as `load_causal_lm` and `settle_rows`.
+        ModelError, WholeOnlyError: as `load_causal_lm` and `settle_rows`.
     """
-    model = load_causal_lm(model_folder, dtype=dtype, attention=None, divide=divide)
+    model = load_causal_lm(model_folder, dtype=dtype, attention=None, divide=divide, give_head=give_head)
     _silence_dropout(model)
-    mixed = divide is not None and config.computes_in == "bf16_mixed"
+    mixed = isinstance(model, FSDPModule) and config.computes_in == "bf16_mixed"
     settle_rows(model, share_prefix=config.share_prefix, computes=torch.bfloat16 if mixed else None)
     checkpoint_activations(model, config.recomputes)
+    if give_head is not None and divide is None:
+        give_head(model)
     return model
 
 

@@ -9,7 +9,7 @@ from offbeat.config.root import Config
 from offbeat.data.tokenizer import load_tokenizer
 from offbeat.errors import ConfigError
 from offbeat.model.checkpoint_names import published_names
-from offbeat.model.load import Divide
+from offbeat.model.divided_read import Divide
 from offbeat.model.reward_model import Classifier
 from offbeat.trainer.export import change_config, export_folder
 from offbeat.trainer.messages import Dtype

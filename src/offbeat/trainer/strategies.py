@@ -4,6 +4,7 @@
 also computes in mixed precision for a single rank: it keeps float32 weights, and casts a layer's to bfloat16 when the layer runs.
 """
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,13 +21,15 @@ from offbeat.config.train import Precision
 from offbeat.errors import ModelError
 from offbeat.model.blocks import compile_layers, decoder_layers
 from offbeat.model.context import ContextGroup
-from offbeat.model.load import Divide
+from offbeat.model.divided_read import Divide, WholeOnlyError
 from offbeat.model.logprobs import packs_rows
-from offbeat.model.parallel import divide
+from offbeat.model.parallel import check_slices, divide, slice_layers
 from offbeat.model.rows import spread_rows
 from offbeat.model.values import ValueHead
 from offbeat.sync.mesh import ProcessGroups
 from offbeat.sync.platform import current_platform
+
+_log = logging.getLogger(__name__)
 
 
 class Strategy(Protocol):
@@ -117,31 +120,53 @@ class Sharded:
 
 def load(
     read: Callable[[Divide | None], PreTrainedModel], *, groups: ProcessGroups, precision: Precision = "float32", trained: bool = True,
-    by_parts: bool = True, compiles: bool = False,
+    compiles: bool = False,
 ) -> tuple[PreTrainedModel, Strategy]:
     """Load a model and distribute it over the ranks; collective.
 
     Args:
-        read: loads the model; with an argument, as `offbeat.model.load.load_causal_lm` does with `divide`.
-        by_parts: whether `read` takes an argument. Where the mesh is of shards alone, each rank then reads no more than its own.
-
+        read: loads the model; with an argument, as `offbeat.model.load.load_causal_lm` does with `divide`. Where ranks hold parts of the
+            model, each then reads no more than its own, unless `read` raises `WholeOnlyError`.
         compiles: whether layers are compiled, once the model has its final form on its device.
 
     Raises:
         ModelError: as `choose`.
     """
-    if by_parts and groups.shape.shard > 1 and groups.shape.tp == 1:
-        found: list[Strategy] = []
-        model = read(lambda empty: found.append(Sharded(empty, groups, precision)))
-        _check_packs(model, groups)
-        (strategy,) = found
-        with strategy.scoring():  # at its end, it has nothing left of the forward passes by which the model was tried
-            _spread(strategy, groups)
-    else:
+    loaded = None
+    if groups.shape.shard > 1 or groups.shape.tp > 1:
+        try:
+            loaded = _load_parts(read, groups, precision=precision)
+        except WholeOnlyError as exc:
+            _log.warning("every rank loads the whole model before it keeps its part, since it %s", exc)
+    if loaded is None:
         model = read(None)
-        strategy = choose(model, groups=groups, precision=precision, trained=trained)
+        loaded = model, choose(model, groups=groups, precision=precision, trained=trained)
     if compiles:
-        compile_layers(model)
+        compile_layers(loaded[0])
+    return loaded
+
+
+def _load_parts(
+    read: Callable[[Divide | None], PreTrainedModel], groups: ProcessGroups, *, precision: Precision,
+) -> tuple[PreTrainedModel, Strategy]:
+    """Distribute a model before its weights are read. Raises as `read`."""
+    shape, found = groups.shape, list[Sharded]()
+
+    def divide(empty: PreTrainedModel) -> None:
+        if shape.tp > 1:
+            slice_layers(empty, groups.mesh["tp"], experts=shape.ep > 1)
+        if _in_shards(groups):
+            found.append(Sharded(empty, groups, precision))
+
+    model = read(divide)
+    if found:
+        _check_packs(model, groups)
+    strategy = found[0] if found else Alone(model)
+    with strategy.scoring():  # at its end, it has nothing left of the forward passes by which the model was tried
+        if shape.tp > 1:
+            mixed = bool(found) and precision == "bf16_mixed"
+            check_slices(model, groups.mesh["tp"], computes=torch.bfloat16 if mixed else None)
+        _spread(strategy, groups)
     return model, strategy
 
 
@@ -170,13 +195,20 @@ def _distribute(model: PreTrainedModel, groups: ProcessGroups, *, precision: Pre
     if shape.tp > 1:
         divide(model, groups.mesh["tp"], experts=shape.ep > 1)
     shares = groups.gradient_mesh.size() > 1
-    # DDP knows nothing of models that are divided. What is frozen is distributed alike, since a reference is given the policy's weights.
-    if shape.shard > 1 or (shares and shape.tp > 1):
+    if _in_shards(groups):
         _check_packs(model, groups)
         return Sharded(model, groups, precision)
     if precision == "bf16_mixed" and groups.world == 1 and packs_rows(model):
         return Sharded(model, groups, precision)
     return Replicated(model, groups) if trained and shares else Alone(model)
+
+
+def _in_shards(groups: ProcessGroups) -> bool:
+    """Whether FSDP2 distributes a model that ranks divide.
+
+    DDP knows nothing of models that are divided. What is frozen is distributed alike, since a reference is given the policy's weights.
+    """
+    return groups.shape.shard > 1 or (groups.shape.tp > 1 and groups.gradient_mesh.size() > 1)
 
 
 def _check_packs(model: PreTrainedModel, groups: ProcessGroups) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -11,8 +12,8 @@ from transformers import PreTrainedModel
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.root import Config
 from offbeat.data.batch import Batch
-from offbeat.model.load import Divide
-from offbeat.model.values import ValueHead, give_value_head
+from offbeat.model.divided_read import Divide
+from offbeat.model.values import ValueHead, check_value_head, put_value_head
 from offbeat.sync.mesh import ProcessGroups
 from offbeat.trainer.messages import Trained, TrainStep
 from offbeat.trainer.model_trainer import ModelTrainer
@@ -54,12 +55,11 @@ class ValueTrainer(ModelTrainer):
             self._adopt(self._policy)
         super().restart_optimizer(request)
 
-    _loads_by_parts = False  # the head is replaced when it has been loaded
-
     @classmethod
-    def _load_model(cls, folder: str, config: Config, divide: Divide | None) -> PreTrainedModel:  # noqa: ARG003
-        model = load_policy(folder, config=config.train)
-        give_value_head(model, bias=cls._has_bias)
+    def _load_model(cls, folder: str, config: Config, divide: Divide | None) -> PreTrainedModel:
+        give_head = partial(put_value_head, bias=cls._has_bias)
+        model = load_policy(folder, config=config.train, divide=divide, give_head=give_head)
+        check_value_head(model)
         return model
 
     @property
