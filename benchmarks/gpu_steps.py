@@ -20,6 +20,7 @@ from measure import BENCHMARKS, ROOT, Answer, Contestant
 from transformers import AutoModelForCausalLM
 
 from offbeat.data.tokenizer import character_tokenizer
+from offbeat.workers.worker import library_environment
 
 ROUNDS = 3
 STEPS = 3
@@ -54,8 +55,8 @@ def has_trl(python: str) -> bool:
 
 def take_turns(commands: dict[str, list[str]], work: Path, device: torch.device) -> dict[str, Any]:
     """Start all sides, and let them train in turns; returns what is to be told of each."""
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {}
-    env = {"PYTHONPATH": str(ROOT / "src"), "TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1"} | hidden
+    on_cpu = library_environment(1) | {"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {}
+    env = {"PYTHONPATH": str(ROOT / "src"), "TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1"} | on_cpu
     sides = {
         name: Contestant(f"gpu-steps-{name}", [python, BENCHMARKS / script, work], env=env) for name, (python, script) in commands.items()}
     failed: dict[str, str] = {}
