@@ -35,7 +35,7 @@ import numpy as np
 import psutil
 from measure import note
 
-from offbeat.aio import cancelled, few_collections
+from offbeat.aio import cancelled, few_collections, let_go
 from offbeat.algorithms.adam import adam_params
 from offbeat.algorithms.experience import batch_stats, make_batch
 from offbeat.config.rollout import RolloutConfig
@@ -259,7 +259,7 @@ async def play(options: argparse.Namespace, urls: Sequence[str], http: EngineSes
     sinks = [Sink(f"rank {rank}", options.train_s) for rank in range(RANKS)]
     ranks = WorkerRanks(sinks, config, start_anew=no_more, sharder=sharder)
     trainers, watch, process = Trainers(ranks, config), Callbacks(), psutil.Process()
-    num_steps, num_tokens, rss, groups = options.groups // options.batch, 0, [], []
+    num_steps, num_tokens, rss, past_groups = options.groups // options.batch, 0, [], []
     between_s, wait_s, ended = [], [], time.monotonic()
 
     async def make_ahead(version: int) -> Batch:
@@ -286,6 +286,8 @@ async def play(options: argparse.Namespace, urls: Sequence[str], http: EngineSes
                 await publish(version + 1)
                 executor.advance(version + 1)
                 executor.serve(version + 1)
+                await let_go(past_groups)
+                past_groups = list(groups)
                 rss.append(process.memory_info().rss / 1e6)
                 cpu_s = time.process_time() - start
                 note(f"step {version + 1} of {num_steps}: {cpu_s / num_tokens * 1e6:.3f} us per token, {rss[-1]:.0f} MB")
@@ -294,7 +296,7 @@ async def play(options: argparse.Namespace, urls: Sequence[str], http: EngineSes
     return {
         "groups": num_steps * options.batch, "tokens": num_tokens, "us_per_token": round(cpu_s / num_tokens * 1e6, 4),
         **{name: round(statistics.median(seconds), 3) for name, seconds in gaps.items() if seconds},
-        **alone(groups, config, sharder, version=num_steps - 1),
+        **alone(past_groups, config, sharder, version=num_steps - 1),
         "longest_callback_ms": round(watch.longest_s * 1e3, 2), "longest_late_ms": round(watch.late_s * 1e3, 2),
         "rss_growth_mb": round(rss[-1] - rss[len(rss) // 3], 1)}
 

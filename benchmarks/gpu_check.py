@@ -1,14 +1,16 @@
 """Checks on one GPU what nothing else can show: `make gpu-check`. Ten minutes on a machine with a driver, Python and torch.
 
 Results on the device are compared with those of the CPU in the same process: attention of packed and shared rows with and without windows,
-the fused head, a model's log-probabilities, losses and gradients, adapters. Then a group of one rank on the device's own collectives, a
-whole run (embedded engine, publishing, proof), and speed and peak memory of a pass over 16,384 tokens at the shapes of Qwen3, from random
-weights, beside what was estimated. Each part stands by itself: one that fails is reported with its error, and the next one runs.
+the fused head, a model's log-probabilities, losses and gradients, adapters. Then a group of one rank on the device's own collectives,
+weights from one process to another on the device, a training step beside those of a plain torch loop and of TRL, speed and peak memory of
+a pass over 16,384 tokens at the shapes of Qwen3, from random weights, beside what was estimated, and a whole run (embedded engine,
+publishing, proof). Each part stands by itself: one that fails is reported with its error, and the next one runs.
 
-    python benchmarks/gpu_check.py [--out FILE] [--parts NAME ...] [--wheels FOLDER] [--cpu]
+    python benchmarks/gpu_check.py [--out FILE] [--parts NAME ...] [--wheels FOLDER] [--trl-python PYTHON] [--cpu]
 
---wheels installs what is missing from a folder of wheels, without a network. --cpu rehearses all parts on the CPU at tiny shapes, which
-shows that the script works and nothing else. Exit 2 where there is no GPU, 1 where a part failed. `python benchmarks/gpu_page.py` makes
+--wheels installs what is missing from a folder of wheels, without a network. TRL takes part if it is installed beside torch, or in the
+environment of the interpreter that --trl-python names. --cpu rehearses all parts on the CPU at tiny shapes, which shows that the script
+works and nothing else. Exit 2 where there is no GPU, 1 where a part failed. `python benchmarks/gpu_page.py` makes
 docs/gpu.md of the file.
 """
 
@@ -47,8 +49,11 @@ def main() -> int:
     parser.add_argument("--out", default="", help="file for the results, as JSON; standard output if left out")
     parser.add_argument("--parts", nargs="+", default=[])
     parser.add_argument("--wheels", default="")
+    parser.add_argument("--trl-python", type=Path, default=Path(sys.executable))
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
+    if not args.trl_python.is_file():
+        parser.error(f"--trl-python must be the Python of an environment that has TRL, and there is no {args.trl_python}")
     if args.wheels:
         install(args.wheels)
     sys.path[:0] = [str(_SOURCE), str(_HERE)]
@@ -59,7 +64,7 @@ def main() -> int:
     gpu_parts = import_module("gpu_parts")  # what it needs may have been installed just now
 
     device = torch.device("cpu" if args.cpu else "cuda")
-    parts: dict[str, Callable[[], Any]] = gpu_parts.parts(device) | {"run": lambda: whole_run(args.cpu)}
+    parts: dict[str, Callable[[], Any]] = gpu_parts.parts(device, trl_python=str(args.trl_python)) | {"run": lambda: whole_run(args.cpu)}
     if unknown := set(args.parts) - parts.keys():
         parser.error(f"there is no part {min(unknown)!r}, only {', '.join(parts)}")
     results = {

@@ -20,11 +20,18 @@ What has been run on a GPU, and what has only been counted. `make gpu-check` nee
 It compares the device with the CPU (attention of packed and shared rows, with windows; the fused head; log-probabilities and gradients in
 float32 and bfloat16; adapters), meets a group of one rank over the device's collectives, trains a small model for two steps with an
 embedded engine, to which it publishes and which proves its weights, and measures passes over 16,384 tokens at the shapes of Qwen3 beside
-their estimated memory.
-Where packages are missing and there is no network, `make gpu-check WHEELS=folder` installs them from a folder of wheels. Results go
-to `docs/gpu.json` and onto this page.
+their estimated memory. Two further parts compare:
 
-Step times against other trainers, and publishing through CUDA IPC, are not part of it yet.
+- `publishing`: weights of Qwen3-0.6B go from one process to another on the same device, through a CUDA IPC handle, by a file and by a
+  broadcast. The receiver's fingerprint must be the sender's each time. Offbeat itself publishes by file and by broadcast
+  ([weights](weights.md#channels)); no channel uses handles.
+- `steps`: a training step of Offbeat (packed rows, prompts shared by their groups, fused head), one of a plain torch loop (padded batches,
+  logits, log-softmax) and, where TRL is installed, one of its GRPOTrainer, on the same model and the same 64 samples of skewed lengths.
+  They take turns in processes of their own. It shows seconds per step, without generation, and peak memory; the first gradients must
+  have the same norm. `make gpu-check TRL_PYTHON=python` names the Python of an environment with TRL.
+
+Where packages are missing and there is no network, `make gpu-check WHEELS=folder` installs them from a folder of wheels. Results go
+to `docs/gpu.json` and onto this page. `python benchmarks/gpu_check.py --cpu` rehearses all parts on a CPU.
 
 ## Results
 

@@ -1,4 +1,4 @@
-"""The parts of benchmarks/gpu_check.py that compute in its own process."""
+"""The parts of benchmarks/gpu_check.py, and those of them that compute in its own process."""
 
 import time
 from collections.abc import Callable
@@ -9,6 +9,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from gpu_counts import flops_of, model_config
+from gpu_publish import publishing
+from gpu_steps import step_times
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -26,8 +28,8 @@ from offbeat.sync.platform import current_platform
 from offbeat.trainer.memory import estimate_memory, packed_tokens
 
 
-def parts(device: torch.device) -> dict[str, Callable[[], Any]]:
-    """Return the parts by name; on a CPU all are tiny."""
+def parts(device: torch.device, *, trl_python: str) -> dict[str, Callable[[], Any]]:
+    """Return the parts by name; on a CPU all are tiny. TRL takes part where `trl_python` has it."""
     tiny = device.type == "cpu"
     passes: list[tuple[str, Recompute, bool]] = [
         ("0.6B", "off", False), ("0.6B", "off", True), ("1.7B", "off", False), ("1.7B", "selective", False), ("1.7B", "full", False),
@@ -40,7 +42,8 @@ def parts(device: torch.device) -> dict[str, Callable[[], Any]]:
         for name, recompute, compiled in passes}
     return {
         "attention": lambda: attention(device), "head": lambda: fused_head(device), "model": lambda: model_pass(device),
-        "adapters": lambda: adapters(device), "collectives": lambda: collectives(device)} | speed
+        "adapters": lambda: adapters(device), "collectives": lambda: collectives(device), "publishing": lambda: publishing(device),
+        "steps": lambda: step_times(device, trl_python)} | speed
 
 
 def attention(device: torch.device) -> dict[str, float]:

@@ -10,9 +10,10 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -77,20 +78,35 @@ class Contestant:
                 env=os.environ | dict(env), cwd=BENCHMARKS)
         self._tree = psutil.Process(self._process.pid)
 
-    def ask(self, job: Mapping[str, Any]) -> Answer:
-        """Do one job.
+    def ask(self, job: Mapping[str, Any], *, limit_s: float | None = None) -> Answer:
+        """Do one job; a contestant that takes longer than `limit_s` is killed.
 
         Raises:
-            RuntimeError: the contestant died; names its log.
+            RuntimeError: the contestant died; names its log, with its last line.
         """
         assert self._process.stdin is not None and self._process.stdout is not None, "both are pipes"
         before = self._cpu_s()
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
+        with self._killed_after(limit_s):
+            with suppress(BrokenPipeError):  # it has ended, and there will be no answer
+                self._process.stdin.write(json.dumps(job) + "\n")
+                self._process.stdin.flush()
+            line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self.name} ended with exit code {self._process.wait()}; see {self.log}")
+            last = (self.log.read_text().strip().splitlines() or [""])[-1]
+            raise RuntimeError(f"{self.name} ended with exit code {self._process.wait()}; see {self.log}: {last[:300]}")
         return Answer(json.loads(line), self._cpu_s() - before)
+
+    @contextmanager
+    def _killed_after(self, limit_s: float | None) -> Iterator[None]:
+        if limit_s is None:
+            yield
+            return
+        timer = threading.Timer(limit_s, self._process.kill)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _cpu_s(self) -> float:
         total = 0.0
@@ -106,7 +122,8 @@ class Contestant:
         """End the child and all that it started."""
         assert self._process.stdin is not None, "is a pipe"
         children = self._tree.children(recursive=True) if self._tree.is_running() else []
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # what it was told last was never read
+            self._process.stdin.close()
         try:
             self._process.wait(15)
         except subprocess.TimeoutExpired:

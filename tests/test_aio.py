@@ -9,10 +9,11 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 
-from offbeat.aio import HaltingClock, SideThread, deadline, few_collections, gather_all, run_beside, run_interruptible
+from offbeat.aio import HaltingClock, SideThread, deadline, few_collections, gather_all, let_go, run_beside, run_interruptible
 from offbeat.errors import DeadlineError
 
 
@@ -261,3 +262,27 @@ def test_a_halt_leaves_bodies_alone_that_end_or_have_passed_their_deadline() -> 
                     clock.go_on()
 
     asyncio.run(main())
+
+
+def test_a_list_is_let_go_in_portions_between_which_the_loop_goes_on() -> None:
+    class Thing:
+        num_freed = 0
+
+        def __del__(self) -> None:
+            Thing.num_freed += 1
+
+    things, seen = [Thing() for _ in range(100)], [0]
+
+    async def watch() -> None:
+        while True:
+            seen.append(Thing.num_freed)
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        watching = asyncio.create_task(watch())
+        await let_go(things)
+        watching.cancel()
+
+    asyncio.run(main())
+    assert things == [] and seen[-1] == 100
+    assert max(after - before for before, after in pairwise(seen)) <= 16

@@ -7,31 +7,116 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from offbeat.sync.platform import current_platform
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu_check.py"
 
+SIDE = f"""
+import sys
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+from measure import answer_jobs, claim_stdout
+answer_jobs(claim_stdout(), lambda job: {{"seconds": [9.0] + [0.5] * (job["steps"] - 1), "peak_bytes": 7, "grad_norm": %s}})
+"""
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Imports a module that lies beside the script."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    return importlib.import_module
+
 
 def call(*arguments):
     command = [sys.executable, "-W", "ignore", str(SCRIPT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+
+
+def rehearse(folder, *parts):
+    """Run parts on the CPU; returns their results."""
+    out = folder / "gpu.json"
+    done = call("--cpu", "--out", str(out), "--parts", *parts)
+    assert done.returncode == 0, done.stderr + out.read_text()
+    found = json.loads(out.read_text())
+    assert found["device"] == "CPU, a rehearsal"
+    assert list(found["parts"]) == list(parts)
+    return {name: part["result"] for name, part in found["parts"].items()}
+
+
+def sides(folder, **scripts):
+    """Write scripts; returns their commands by name."""
+    for name, script in scripts.items():
+        (folder / f"{name}.py").write_text(script)
+    return {name: [sys.executable, str(folder / f"{name}.py")] for name in scripts}
 
 
 def test_its_parts_run_on_the_cpu_at_tiny_shapes(tmp_path):
-    out = tmp_path / "gpu.json"
-    done = call("--cpu", "--out", str(out), "--parts", "attention", "head", "adapters", "collectives")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(out.read_text())
-    assert found["device"] == "CPU, a rehearsal"
-    assert list(found["parts"]) == ["attention", "head", "adapters", "collectives"]
-    assert all("result" in part for part in found["parts"].values())
+    rehearse(tmp_path, "attention", "head", "adapters", "collectives")
 
 
-def test_a_part_that_fails_is_reported_and_hides_no_other():
-    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
-    gpu_check = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(gpu_check)
+@pytest.mark.whole_run
+def test_its_parts_of_several_processes_run_on_the_cpu(tmp_path):
+    results = rehearse(tmp_path, "publishing", "steps")
+    assert all(results["publishing"][f"{way}_gb_per_s"] > 0 for way in ("handle", "file", "broadcast"))
+    steps = results["steps"]
+    assert steps["tokens"] < steps["padded_tokens"] and steps["trl"] == "not installed"
+    assert all(steps[f"{side}_s"] > 0 and steps[f"{side}_peak_bytes"] > 0 for side in ("offbeat", "plain"))
+
+
+@pytest.fixture
+def publish_here(load, monkeypatch):
+    """The module of the part `publishing`, with the engine in this process."""
+    gpu_publish, engine, measure = load("gpu_publish"), load("gpu_publish_engine"), load("measure")
+
+    class Here:
+        def __init__(self, *_command, **_settings):
+            self._engine = engine.Engine(torch.device("cpu"))
+
+        def ask(self, job, **_limit):
+            return measure.Answer(self._engine.answer(json.loads(json.dumps(job))), 0.0)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(gpu_publish, "Contestant", Here)
+    return gpu_publish
+
+
+def test_weights_arrive_through_a_handle_a_file_and_a_broadcast(publish_here):
+    found = publish_here.publishing(torch.device("cpu"))
+    assert found["bytes"] == 362_112
+    assert {name for name in found if name.endswith("_gb_per_s")} == {"handle_gb_per_s", "file_gb_per_s", "broadcast_gb_per_s"}
+
+
+def test_weights_that_do_not_arrive_as_they_were_sent_fail_the_part(publish_here, monkeypatch):
+    monkeypatch.setattr(publish_here, "by_file", lambda _weights, _ask: 1.0)
+    with pytest.raises(RuntimeError, match="version 0 by file has the fingerprint"):
+        publish_here.publishing(torch.device("cpu"))
+
+
+def test_a_side_that_fails_is_reported_beside_the_others(load, tmp_path):
+    commands = sides(tmp_path, offbeat=SIDE % 1.0, plain="raise MemoryError('no room')", trl=SIDE % 1.0005)
+    found = load("gpu_steps").take_turns(commands, tmp_path, torch.device("cpu"))
+    assert found.pop("plain").endswith("MemoryError: no room")
+    assert found == {"offbeat_s": 0.5, "offbeat_peak_bytes": 7, "trl_s": 0.5, "trl_peak_bytes": 7}
+
+
+def test_sides_that_compute_other_gradients_fail_the_part(load, tmp_path):
+    with pytest.raises(RuntimeError, match="the sides do not train alike"):
+        load("gpu_steps").take_turns(sides(tmp_path, offbeat=SIDE % 1.0, plain=SIDE % 1.5), tmp_path, torch.device("cpu"))
+
+
+def test_a_contestant_that_does_not_answer_in_time_is_killed(load, tmp_path):
+    command = sides(tmp_path, silent="import sys; sys.stdin.readline(); sys.stdin.readline()")["silent"]
+    silent = load("measure").Contestant("silent", command, env={})
+    with pytest.raises(RuntimeError, match="silent ended with exit code -9"):
+        silent.ask({}, limit_s=0.1)
+    silent.close()
+
+
+def test_a_part_that_fails_is_reported_and_hides_no_other(load):
+    gpu_check = load("gpu_check")
     found = gpu_check.guarded("broken", lambda: 1 / 0)
     assert found["error"] == "ZeroDivisionError: division by zero"
     assert gpu_check.guarded("sound", lambda: {"a": 1})["result"] == {"a": 1}
@@ -43,3 +128,10 @@ def test_without_a_gpu_it_says_so():
     done = call()
     assert done.returncode == 2
     assert done.stderr == "gpu-check needs a GPU that torch can use, and found none; --cpu rehearses it on the CPU\n"
+
+
+def test_an_interpreter_for_trl_that_is_not_there_is_refused():
+    done = call("--trl-python", "/nowhere/python")
+    assert done.returncode == 2
+    assert done.stderr.endswith(
+        "--trl-python must be the Python of an environment that has TRL, and there is no /nowhere/python\n")

@@ -1,10 +1,12 @@
 """What the loop does, read from the records of real runs."""
 
 import asyncio
+import weakref
 from pathlib import Path
 
 import pytest
 
+from offbeat.aio import let_go
 from offbeat.checkpoint.recover import CheckpointIndex
 from offbeat.controller.state import SavedState
 from offbeat.data.batch import Batch
@@ -133,3 +135,18 @@ def test_a_batch_that_is_being_made_ahead_is_given_up_before_rollouts_end_when_t
     with pytest.raises(RolloutError, match="engines keep failing"):
         run_training(small_config(tmp_path, model_dir), Console("quiet"))
     assert ended == ["made ahead", "rollouts"]
+
+
+def test_the_loop_holds_the_groups_of_a_step_last_and_lets_them_go_in_portions(
+    tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    freed: list[list[bool]] = []
+
+    async def watched(groups: list[Group]) -> None:
+        known = [weakref.ref(group) for group in groups]
+        await let_go(groups)
+        freed.append([ref() is None for ref in known])
+
+    monkeypatch.setattr("offbeat.controller.loop.let_go", watched)
+    run_training(small_config(tmp_path, model_dir), Console("quiet"))
+    assert freed == [[], [True, True]]

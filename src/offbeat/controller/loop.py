@@ -42,7 +42,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from offbeat.aio import cancelled, run_beside
+from offbeat.aio import cancelled, let_go, run_beside
 from offbeat.algorithms.coefficients import Coefficients
 from offbeat.algorithms.critic import critic_batch
 from offbeat.algorithms.experience import batch_metrics, batch_stats, make_batch, reference_stats
@@ -114,6 +114,8 @@ class _Training:
         self._coefficients = Coefficients.of(parts.config.algorithm)
         self._pieces = Pieces(parts.inputs.tokenizer)
         self._ahead: asyncio.Task[_Made] | None = None
+        self._past_groups: list[Group] = []
+        """Of the step before; in a list of their own, as others may still read the one that they came in."""
 
     async def run(self) -> TrainResult:
         parts, state, config = self._parts, self._state, self._config
@@ -357,6 +359,8 @@ class _Training:
             self._record.stats.write_samples(step.global_step, partial(sample_table, groups, rows, self._pieces))
         if is_kept:
             await self._record.rollouts(step.global_step, keep_lines(groups, rows, batch, self._pieces, step=step.global_step))
+        await let_go(self._past_groups)  # the console has those of this step now, and what is stored of the step before is stored
+        self._past_groups = list(groups)
 
 
 class _Clock:
