@@ -67,7 +67,7 @@ def serving_hub() -> Iterator[Hub]:
                 return self._answer(401, {"error": "Invalid username or password."})
             files = hub.commits[-1][2] if hub.commits else {}
             parts = self.path.partition("?")[0].strip("/").removeprefix("datasets/").split("/")
-            if files and parts[:1] == ["api"] and parts[4:5] == ["revision"]:
+            if files and parts[:1] == ["api"] and parts[4:5] in ([], ["revision"]):
                 siblings = [{"rfilename": name} for name in sorted(files)]
                 return self._answer(200, {"id": "/".join(parts[2:4]), "sha": COMMIT, "siblings": siblings})
             if parts[:1] == ["api"] and parts[4:5] == ["tree"]:

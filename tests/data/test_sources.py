@@ -196,10 +196,11 @@ def test_an_unreachable_hub_is_one_clear_sentence(tmp_path):
 def test_a_data_set_of_a_hub_is_read_by_its_id(tmp_path):
     code = (
         "from offbeat.data.files import Sieve\nfrom offbeat.data.sources import open_source\n"
-        "source = open_source('me/rows', split='test', sieve=Sieve(print))\nprint(len(source), source[1])")
+        "open_source('me/rows', split='test', sieve=Sieve(lambda record, where: print(where, record)))")
     with serving_hub() as hub:
         hub.commits.append(("main", "rows", {
             "train.jsonl": b'{"prompt": "a", "answer": "b"}\n', "test.jsonl": b'{"prompt": "1", "answer": "2"}\n' * 3}))
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, env=hub.environment(tmp_path), timeout=100, check=False)
-    assert done.stdout == "3 {'prompt': '1', 'answer': '2'}\n", done.stderr
+    read = [f"me/rows (test), row {row} {{'prompt': '1', 'answer': '2'}}" for row in range(3)]
+    assert done.stdout.replace("'me/rows (test)'", "me/rows (test)").splitlines() == read, done.stderr
