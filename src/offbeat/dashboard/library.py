@@ -102,6 +102,14 @@ class Library:
         found = [_summary(name, path) for name, path in self.runs().items()]
         return sorted(found, key=lambda each: -each.changed_s)
 
+    def is_live(self, name: str) -> bool:
+        """Return whether a process runs the run; see `Summary`.
+
+        Raises:
+            DataError: there is no such run.
+        """
+        return _summary(name, self.folder(name)).is_live
+
     def stamp(self, name: str) -> str:
         """Return a text that differs as soon as a file of the run, or of its rollouts, has changed."""
         folder = self.folder(name)
