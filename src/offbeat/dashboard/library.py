@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat.dashboard.rollout_index import Progress, RolloutIndex
-from offbeat.dashboard.run_files import RunFiles, is_run, read_run
+from offbeat.dashboard.run_files import TRACE, RunFiles, is_run, read_run
 from offbeat.data.kept import kept_files
 from offbeat.errors import DataError
 from offbeat.telemetry.jsonl import parse_row
 from offbeat.telemetry.run_lock import is_running
+from offbeat.telemetry.trace import TraceReader
 
-_FILES = ("config.toml", "metrics.jsonl", "events.jsonl", "trace.json", "result.json")
+_FILES = ("config.toml", "metrics.jsonl", "events.jsonl", TRACE, "result.json")
 _TAIL_BYTES = 1 << 16
 _LOOK_S = 1.0
 _LATELY_S = 600.0
@@ -64,6 +65,7 @@ class Library:
                 raise DataError(f"folder {folder} does not exist; give a run's folder such as runs/NAME, or a folder of runs")
         self._folders = tuple(folders)
         self._read: dict[Path, tuple[Stamp, RunFiles]] = {}
+        self._traces: dict[Path, TraceReader] = {}
         self._indexes: dict[Path, _KeptIndex] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -127,8 +129,9 @@ class Library:
         stamp = _stamp(folder)
         with self._lock:
             known = self._read.get(folder)
+            trace = self._traces.setdefault(folder, TraceReader(folder / TRACE))
         if known is None or known[0] != stamp:
-            known = (stamp, read_run(folder))
+            known = (stamp, read_run(folder, trace=trace))
             with self._lock:
                 self._read[folder] = known
         return known[1]
