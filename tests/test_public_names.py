@@ -38,3 +38,12 @@ def test_importing_is_quick_and_brings_no_torch() -> None:
         "assert 'torch' not in sys.modules")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) < _MOST_MODULES, "what takes time is what is imported"
+
+
+def test_a_notebook_without_widgets_sees_no_warning_of_them() -> None:
+    code = (
+        "import sys, types; sys.modules['ipykernel.zmqshell'] = types.ModuleType('zmqshell'); sys.modules['ipywidgets'] = None;"
+        "ipython = sys.modules['IPython'] = types.ModuleType('IPython'); ipython.get_ipython = lambda: None; ipython.version_info = (9,);"
+        "import offbeat; offbeat.train; import tqdm.auto; print(tqdm.auto.tqdm.__module__)")
+    done = subprocess.run([sys.executable, "-W", "default", "-c", code], capture_output=True, text=True, check=True)
+    assert "IProgress" not in done.stderr and done.stdout == "tqdm.asyncio\n"

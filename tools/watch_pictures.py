@@ -16,7 +16,7 @@ from urllib.parse import urlencode
 
 from offbeat.dashboard.rollout_index import Filter, RolloutIndex
 
-_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _SIZES = {"rollouts": (1320, 960), "timeline": (1320, 900)}
 
 
@@ -26,9 +26,9 @@ def main() -> int:
     parser.add_argument("images", type=Path, help="where the pictures go")
     parser.add_argument("--rollout", help="the rollout that is shown (default: one of the newest with a reward, the longest)")
     args = parser.parse_args()
-    browser = next(filter(None, map(shutil.which, _BROWSERS)), None)
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
-        print(f"none of {', '.join(_BROWSERS)} is installed", file=sys.stderr)
+        print(f"none of {', '.join(BROWSERS)} is installed", file=sys.stderr)
         return 2
     rollout = args.rollout or choose(args.run_dir)
     server = subprocess.Popen(

@@ -10,6 +10,7 @@ The names in `__all__` are the public interface; docs/python.md shows each of th
 """
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -40,7 +41,9 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'offbeat' has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"offbeat.{_MODULES[name]}"), name)
+    with warnings.catch_warnings():  # of tqdm, which libraries load, in a notebook without ipywidgets; a run shows its progress as text
+        warnings.filterwarnings("ignore", message="IProgress not found")
+        found = getattr(importlib.import_module(f"offbeat.{_MODULES[name]}"), name)
     globals()[name] = found
     return found
 

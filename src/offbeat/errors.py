@@ -49,6 +49,10 @@ class MachineError(UserError, OSError):
     """This machine cannot do what was asked, such as confine a program."""
 
 
+class HubError(UserError, OSError):
+    """A hub of models cannot be reached, or has refused what was sent."""
+
+
 class PortBusyError(UserError, OSError):
     """A requested port is taken."""
 

@@ -68,6 +68,20 @@ def test_a_callback_can_stop_the_run_once() -> None:
     assert run_alone(steps_until_asked, CONFIG, callbacks=[stop]) == ["a callback asked to stop, so this step is the last"]
 
 
+def test_a_callback_that_exits_ends_the_program_only_when_the_run_has_ended() -> None:
+    ended: list[list[str]] = []
+
+    def leave(_step: Step) -> None:
+        with pytest.raises(ConfigError, match="a run is already in progress"):
+            run_alone(steps_until_asked, CONFIG)
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit) as left:
+        run_alone(lambda console: ended.append(steps_until_asked(console)), CONFIG, callbacks=[leave])
+    assert left.value.code == 3 and ended == [["a callback has failed, so this step is the last"]]
+    assert run_alone(lambda console: steps_until_asked(console, most=1), CONFIG) == []
+
+
 def test_what_a_callback_raises_comes_when_the_run_has_ended_well() -> None:
     ended: list[list[str]] = []
 

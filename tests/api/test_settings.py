@@ -108,6 +108,19 @@ def test_functions_are_known_under_their_names_for_as_long_as_the_run() -> None:
         find("python:reward")
 
 
+def test_a_run_inside_of_a_run_leaves_it_the_functions_that_both_were_given() -> None:
+    def reward(completion: str, row: object) -> float:
+        return 1.0
+
+    given = {"rollout.reward": reward}
+    with configured(None, {}, {}, homes=HOMES, given=given, rows={}):
+        with configured(None, {}, {}, homes=HOMES, given=given, rows={}) as inner:
+            assert inner.rollout.reward == "python:reward"
+        assert find("python:reward") is reward
+    with pytest.raises(CodeError, match="gave to its run"):
+        find("python:reward")
+
+
 def test_an_objective_must_be_importable_because_ranks_import_it() -> None:
     assert load(settings={"algorithm.objective": own_losses.geometric}).algorithm.objective == "support.own_losses:geometric"
     with pytest.raises(CodeError, match="algorithm.objective: an objective is called in the train ranks, which import it"):

@@ -35,8 +35,8 @@ def test_check_says_that_a_valid_configuration_is_valid(capsys, monkeypatch):
     assert first == "the default configuration with 1 override is valid; its run goes to runs/first"
     assert about == [
         "algorithm grpo (arXiv:2402.03300): besides the update's own forward pass, a step computes nothing",
-        "note: with algorithm.num_minibatches = 1, the ratio to the proximal policy is 1 and no clip acts; algorithm.weight alone"
-        " limits what stale samples do",
+        "note: each step updates the model once from its samples (algorithm.num_minibatches = 1), so the clip range has no effect;"
+        " algorithm.weight alone limits how far samples from an older version of the model can move it",
         "data: data.task and data.path are both empty, and a run needs one of them",
         "on this machine, devices: none, train ranks and engines compute on the CPU",
         "  train.precision = float32: train ranks compute on CPUs, which are seldom faster in bfloat16",
@@ -61,13 +61,16 @@ def test_check_estimates_memory_in_another_process(tmp_path, capsys):
         call("check", "--memory")
 
 
+STALE = "limits how far samples from an older version of the model can move it"
+
+
 @pytest.mark.parametrize(("settings", "computed", "note"), [
-    ((), "nothing", "algorithm.weight alone limits what stale samples do"),
+    ((), "nothing", f"algorithm.weight alone {STALE}"),
     (("--algorithm.num_minibatches", "2"), "log-probabilities before the first update", ""),
     (("--algorithm.preset", "prime_rl"), "nothing", ""),
     (("--algorithm.preset", "raft"), "nothing", ""),
-    (("--algorithm.preset", "cispo"), "nothing", "nothing limits what stale samples do"),
-    (("--algorithm.preset", "kpop"), "nothing", "algorithm.filters alone limits what stale samples do"),
+    (("--algorithm.preset", "cispo"), "nothing", f"nothing {STALE}"),
+    (("--algorithm.preset", "kpop"), "nothing", f"algorithm.filters alone {STALE}"),
     (("--algorithm.preset", "deepseek_v32", "--algorithm.entropy_coefficient", "0.1", "--algorithm.num_minibatches", "2"),
      "log-probabilities before the first update and log-probabilities under the reference policy and the entropy of each token", ""),
     (("--algorithm.preset", "sdft"), "log-probabilities under the reference with the answer in its context, a longer prompt", ""),

@@ -14,6 +14,7 @@ from offbeat.errors import ConfigError
 RUN = Path("runs/mine")
 THEN = Identity(
     {"run.seed": 0, "train.optimizer.lr": 1e-6, "model.path": "a", "data.path": "rows.jsonl", "data.heldout_size": 4,
+     "data.sets": {"a": {"weight": 1}},
      "rollout.reward": "code.py:score"},
     "rows", 30, "weights", "tokens", {"rollout.reward": "source"})
 
@@ -36,6 +37,10 @@ def test_what_may_change_is_said_in_a_line() -> None:
     assert said(now) == ["continues with train.optimizer.lr = 1e-05, was 1e-06; data.heldout_size = 8, was 4"]
 
 
+def test_a_set_whose_rows_are_drawn_as_before_may_change_otherwise() -> None:
+    assert said(changed(data__sets={"a": {"weight": 1, "rollout": {}}}))[0].startswith("continues with data.sets = ")
+
+
 def test_what_may_not_change_is_refused_with_both_values_and_a_remedy() -> None:
     with pytest.raises(ConfigError, match=(
             r"^the run 'runs/mine' cannot resume from step 8 with run.seed = 7, was 0; restore it, or start over with another"
@@ -47,6 +52,7 @@ def test_what_may_not_change_is_refused_with_both_values_and_a_remedy() -> None:
     (replace(THEN, data="others", num_rows=31), r"with other data: the rows .* of 31 where there were 30; restore it"),
     (replace(changed(data__path="new.jsonl"), data="others"), r"has drawn from \(data.path = \"new.jsonl\", was \"rows.jsonl\"\); restore"),
     (replace(changed(data__heldout_size=5), data="others"), r"drawn from \(data.heldout_size = 5, was 4\); restore"),
+    (replace(changed(data__sets={"a": {"weight": 2}}), data="others"), r"drawn from \(data.sets = .*weight = 2.*was .*weight = 1.*\)"),
     (replace(THEN, data="others", num_rows=None), r"of endlessly many where there were 30"),
     (replace(changed(model__path="b"), model="others"), r"another model: \"b\" has other weights .* \(model.path = \"b\", was \"a\"\)"),
     (replace(THEN, tokenizer="others"), r"with another tokenizer, which makes other tokens of the same text; restore"),

@@ -2,6 +2,9 @@
 
 import json
 import os
+import subprocess
+import sys
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -60,6 +63,40 @@ def test_summaries_say_how_far_runs_are_and_the_newest_comes_first(tmp_path: Pat
     assert (second.name, second.last_step, second.is_over) == ("old", 7, False)
     (tmp_path / "old" / "result.json").write_text("{}")
     assert Library([tmp_path]).summaries()[0].is_over
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from offbeat.telemetry.run_lock import lock_run
+lock = lock_run(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_that_was_killed_is_not_live_although_it_has_just_written(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", 1, at=time.time())
+    library = Library([tmp_path])
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "a")], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"held\n"
+        (tmp_path / "a" / "result.json").write_text("{}")  # of the part that it goes on from
+        os.utime(tmp_path / "a" / "metrics.jsonl", (1000.0, 1000.0))
+        (summary,) = library.summaries()
+        assert summary.is_live and not summary.is_over
+        (tmp_path / "a" / "result.json").unlink()
+        os.utime(tmp_path / "a" / "metrics.jsonl")
+        process.kill()
+    (summary,) = library.summaries()
+    assert not summary.is_live and not summary.is_over and time.time() - summary.changed_s < 600
+
+
+def test_where_the_lock_says_nothing_a_run_is_live_while_it_writes(tmp_path: Path) -> None:
+    write_run(tmp_path / "old", 1, at=time.time() - 700)
+    write_run(tmp_path / "new", 1, at=time.time())
+    for name in ("old", "new"):
+        (tmp_path / name / "lock").write_text("another machine\n")
+    assert {each.name: each.is_live for each in Library([tmp_path]).summaries()} == {"new": True, "old": False}
 
 
 def test_a_run_is_read_again_when_it_has_grown_and_its_stamp_changes(tmp_path: Path) -> None:

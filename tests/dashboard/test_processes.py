@@ -37,6 +37,12 @@ def test_engines_out_of_service_say_why_until_they_are_healed() -> None:
     assert healed[-1].state == "in service, healed"
 
 
+def test_of_a_run_that_is_over_all_processes_have_ended() -> None:
+    out = {"kind": "quarantine", "engine": "engine 1", "reason": "its process died"}
+    assert {each.state for each in activities(run(SPANS, out), is_live=False)} == {"ended"}
+    assert "in service" not in processes_html(run(SPANS), is_live=False)
+
+
 def test_the_table_has_a_row_for_each_process() -> None:
     rows = re.findall(r"<tr><td>(.*?)</td><td>.*?</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", processes_html(run(SPANS)))
     assert rows[1] == ("rank 0", "train", "10.0 s ago", "train 50%")

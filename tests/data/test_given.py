@@ -22,7 +22,7 @@ ROW = Row("2+2=", "4")
 @pytest.fixture(autouse=True)
 def _nothing_stays() -> Iterator[None]:
     yield
-    withdraw(list(given._GIVEN))
+    withdraw(list(given._TIMES.elements()))
 
 
 def in_a_child(given: tuple[Given, ...], call: str) -> str:
@@ -54,6 +54,8 @@ def test_what_cannot_be_imported_is_kept_under_a_name_that_says_so() -> None:
     other = give(type("reward", (), {"__call__": lambda self, completion, row: 3.0})(), kind="rollout.reward")
     assert other == "python:reward_2" and give(reward, kind="rollout.reward") == first
     assert code_digest(first) and code_digest(first) != code_digest(second)
+    withdraw([first])
+    assert find(first) is reward, "it was given twice"
     withdraw([first])
     with pytest.raises(CodeError, match="'python:reward' is a function that a Python program gave to its run"):
         resolve(first, kind="reward")

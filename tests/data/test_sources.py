@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from hub_serving import serving_hub
 from offbeat.data.files import Sieve
 from offbeat.data.sources import open_source
 from offbeat.errors import DataError, MissingExtraError
@@ -190,3 +191,16 @@ def test_an_unreachable_hub_is_one_clear_sentence(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=100, check=False)
     assert "dataset 'offbeat-tests/absent', split 'train', could not be loaded" in done.stdout, done.stderr
     assert done.stdout.count("\n") == 1
+
+
+def test_a_data_set_of_a_hub_is_read_by_its_id(tmp_path):
+    code = (
+        "from offbeat.data.files import Sieve\nfrom offbeat.data.sources import open_source\n"
+        "open_source('me/rows', split='test', sieve=Sieve(lambda record, where: print(where, record)))")
+    with serving_hub() as hub:
+        hub.commits.append(("main", "rows", {
+            "train.jsonl": b'{"prompt": "a", "answer": "b"}\n', "test.jsonl": b'{"prompt": "1", "answer": "2"}\n' * 3}))
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=hub.environment(tmp_path), timeout=100, check=False)
+    read = [f"me/rows (test), row {row} {{'prompt': '1', 'answer': '2'}}" for row in range(3)]
+    assert done.stdout.replace("'me/rows (test)'", "me/rows (test)").splitlines() == read, done.stderr

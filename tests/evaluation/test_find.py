@@ -20,6 +20,17 @@ def test_of_a_run_the_last_evaluation_of_each_set_is_meant(tmp_path: Path) -> No
     assert find_evaluation(str(tmp_path / "evaluations" / "step-000000.jsonl.zst")) == {"": OLD}
 
 
+def test_a_file_of_a_run_that_was_renamed_is_told(tmp_path: Path) -> None:
+    write_evaluation(tmp_path, step=0, name="sums", lines=encode_lines(SUMS))
+    file = tmp_path / "evaluations" / "step-000000-sums.jsonl.zst"
+    file = file.rename(file.with_name("step-000000-products.jsonl.zst"))
+    with pytest.raises(DataError, match="zst is named as answers to products and holds those to sums; give it back its name"):
+        find_evaluation(str(tmp_path))
+    file.rename(file.with_name("step-000000.jsonl.zst"))
+    with pytest.raises(DataError, match="is named as answers to held-out prompts and holds those to sums"):
+        find_evaluation(str(tmp_path))
+
+
 def test_of_offbeat_eval_its_result_or_its_folder_is_meant(tmp_path: Path) -> None:
     result = tmp_path / "evaluation.json"
     result.write_text("{}")

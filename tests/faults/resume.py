@@ -276,7 +276,7 @@ class Bench:
     def _problems(self, case: Case, done: Done, lines: list[str], *, resumed: bool) -> Iterator[str]:
         if "unexpected" in done.error or done.error.count("\n") > 1:
             yield done.error
-        refused = case.expected in (Change.REFUSED, Change.CONTENT, Change.HELD_OUT)
+        refused = case.expected in (Change.REFUSED, Change.CONTENT, Change.ROWS)
         if done.code != (2 if refused else 0):
             yield f"exit code {done.code}: {done.error}"
         if not refused and not resumed:

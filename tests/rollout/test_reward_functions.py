@@ -142,3 +142,23 @@ def test_columns_cross_as_json(tmp_path) -> None:
     assert found.parts.keys() == {"prompts", "answer", "solution", "n", "text", "none"}
     assert found.parts["n"] == len(str([7])) and found.parts["text"] == len(str(["7"])) and found.parts["none"] == len(str([None]))
 
+
+
+@pytest.mark.parametrize(("code", "found"), [
+    ("def reward(row, completion): return float(completion == row.answer)", [1.0, 0.0]),
+    ("def reward(row, text): return float(text == row.answer)", [1.0, 0.0]),
+    ("async def reward(row, completion): return float(completion == row.answer)", [1.0, 0.0]),
+    ("def reward(row, completions): return [float(each == row.answer) for each in completions]", [1.0, 0.0]),
+    ("from offbeat.data.reward import of_group\n@of_group\ndef reward(row, texts): return [float(each == row.answer) for each in texts]",
+     [1.0, 0.0]),
+    ("def reward(text, anything): return float(text == anything.answer)", [1.0, 0.0])])
+def test_a_parameter_called_row_gets_the_row_in_either_place(code: str, found: list[float], tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text(code)
+    assert RewardFunction(f"{tmp_path}/code.py:reward").values(["yes", "no"], Row("really? ", "yes")) == found
+
+
+@pytest.mark.parametrize("parameters", ["prompt, completion", "prompts, completions, row", "answer, completion, row"])
+def test_parameters_that_do_not_say_which_is_the_completion_are_refused(parameters: str, tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text(f"def reward({parameters}): return 1.0")
+    with pytest.raises(CodeError, match=rf"takes \({parameters}\), which does not say where the row goes; a reward takes \(completion"):
+        RewardFunction(f"{tmp_path}/code.py:reward")

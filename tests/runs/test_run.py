@@ -17,7 +17,7 @@ from offbeat.errors import CodeError, ConfigError
 from offbeat.model.load import load_causal_lm
 from offbeat.runs.run import prepare_run_dir, run_training
 from offbeat.telemetry.console import Console
-from offbeat.telemetry.record import lock_run
+from offbeat.telemetry.run_lock import lock_run
 from small_run import REWARDS, SmallRun, small_config
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from offbeat.errors import ConfigError, MissingExtraError, StorageError
 from offbeat.telemetry.console import Console
-from offbeat.telemetry.record import RunRecord, SilentRecord, lock_run
+from offbeat.telemetry.record import RunRecord, SilentRecord
+from offbeat.telemetry.run_lock import lock_run
 from offbeat.telemetry.trace import read_trace
 
 

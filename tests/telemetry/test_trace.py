@@ -6,7 +6,8 @@ import time
 import pytest
 
 from offbeat.errors import StorageError
-from offbeat.telemetry.trace import Span, Tracer, read_trace
+from offbeat.telemetry import trace
+from offbeat.telemetry.trace import Span, Tracer, TraceReader, read_trace
 
 
 def test_spans_come_back_with_track_and_microsecond_times(tmp_path):
@@ -107,3 +108,39 @@ def test_a_full_disk_does_not_keep_a_trace_from_being_closed(tmp_path):
     tracer.close()
     tracer.close()
     assert [span.name for span in read_trace(tmp_path / "trace.json")] == ["train"]
+
+
+def test_of_a_trace_that_grows_only_what_was_appended_is_parsed(tmp_path, monkeypatch):
+    path, parsed = tmp_path / "trace.json", []
+    monkeypatch.setattr(trace, "_parse_event", lambda line, parse=trace._parse_event: parsed.append(line) or parse(line))
+    tracer, reader = Tracer(path), TraceReader(path)
+    for number in range(50):
+        tracer.add(f"s{number}", "controller", number, number + 1)
+        parsed.clear()
+        assert [span.name for span in reader.read()] == [f"s{earlier}" for earlier in range(number + 1)]
+        assert number == 0 or len(parsed) == 1
+    with path.open("a") as file:
+        file.write('{"ph": "X", "name": "torn", "pid": 1, "tid": 1, "ts": 1')
+    assert len(reader.read()) == 50
+    with path.open("a") as file:
+        file.write(', "dur": 1},\n')
+    assert reader.read()[-1].name == "torn" and reader.read() == read_trace(path)
+
+
+def test_a_trace_that_is_not_a_continuation_is_read_again(tmp_path):
+    path = tmp_path / "trace.json"
+    reader = TraceReader(path)
+    assert reader.read() == []
+    for begun, names in (("new", "abc"), ("goes on", "de"), ("goes on", "f")):
+        tracer = Tracer(path)
+        for name in names:
+            tracer.add(name, begun, 1, 2)
+        tracer.close()  # writes an end, which the next one takes off again
+        assert reader.read() == read_trace(path)
+    assert [span.name for span in reader.read()] == list("abcdef")
+    path.unlink()
+    assert reader.read() == []
+    Tracer(path).add("other", "controller", 1, 2)
+    assert [span.name for span in reader.read()] == ["other"]
+    path.write_bytes(path.read_bytes().replace(b"other", b"mixed"))
+    assert [span.name for span in reader.read()] == ["mixed"]

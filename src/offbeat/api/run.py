@@ -14,6 +14,7 @@ from typing import Any, Literal, overload
 import msgspec
 import zstandard
 
+from offbeat.api.push import plan_push, send
 from offbeat.dashboard.report import write_report
 from offbeat.dashboard.run_files import check_run
 from offbeat.data.tokenizer import Tokenizer, load_tokenizer
@@ -203,6 +204,28 @@ class Run:
     def report(self) -> Path:
         """Write the run's report, one HTML file that opens in any browser, and return its path."""
         return write_report(self.folder)
+
+    def push(
+        self, repo_id: str, *, checkpoint: str = "last", adapter: bool = False, base_model: str = "", revision: str = "main",
+        message: str = "", private: bool = False,
+    ) -> str:
+        """Send the model with a model card to a Hugging Face hub, as `offbeat push` does, and return its address.
+
+        Args:
+            repo_id: the repository, as "OWNER/NAME"; one that does not exist is created, public unless `private` is set or the owner's
+                settings on the hub say otherwise.
+            checkpoint: which export: "last", "best", or the number of a step.
+            adapter: whether the LoRA adapter goes by itself.
+            base_model: hub id of the base model, where the run began with a local folder.
+            revision: branch, which is created if necessary.
+            message: of the commit.
+
+        Raises:
+            UserError: there is nothing to send, the hub cannot be reached, or it refuses.
+        """
+        return send(plan_push(
+            self.folder, repo_id, checkpoint=checkpoint, adapter=adapter, base_model=base_model, revision=revision, message=message,
+            private=private))
 
     def _accuracies(self) -> list[tuple[float, float]]:
         return [(row["global_step"], row[_ACCURACY]) for row in self.metrics() if {"global_step", _ACCURACY} <= row.keys()]

@@ -129,7 +129,7 @@ def run_alone(
     Raises:
         ConfigError: a run goes on in this process already, or `run.mode` is not "controller".
         KeyboardInterrupt: it was interrupted before there was anything to keep, or twice.
-        Exception: whatever the work raises; or else, when the step is done and saved, what a callback raised first.
+        BaseException: whatever the work raises; or else, when the step is done and saved, what a callback raised first.
     """
     if config.run.mode != "controller":
         raise ConfigError(
@@ -166,7 +166,7 @@ def _in_thread(
             errors.append(exc)
         inbox.put(None)
 
-    failed: list[Exception] = []
+    failed: list[BaseException] = []
     thread = threading.Thread(target=body, name="offbeat run", daemon=True)
     with _interrupts(ending) as interruptible:
         thread.start()
@@ -178,7 +178,7 @@ def _in_thread(
                     tell(step)
             except KeyboardInterrupt:
                 ending.ask(_INTERRUPTED)
-            except Exception as exc:
+            except BaseException as exc:  # sys.exit() too: it ends the program when the run has ended, whose thread goes on until then
                 failed.append(exc)
                 ending.after_step("a callback has failed, so this step is the last")
         thread.join()

@@ -99,8 +99,8 @@ def _about(config: Config) -> Iterator[str]:
         limits = {"algorithm.weight": algorithm.weight != "none", "algorithm.filters": bool(algorithm.filters)}
         acting = [name for name, acts in limits.items() if acts]
         who = {0: "nothing limits", 1: f"{''.join(acting)} alone limits"}.get(len(acting), f"{' and '.join(acting)} limit")
-        yield (f"note: with algorithm.num_minibatches = 1, the ratio to the proximal policy is 1 and no clip acts; {who} what stale samples"
-               " do")
+        yield ("note: each step updates the model once from its samples (algorithm.num_minibatches = 1), so the clip range has no effect;"
+               f" {who} how far samples from an older version of the model can move it")
     if top_k := config.teacher.top_k:
         cost = "the teacher's logits of a whole micro-batch are held at once" if config.teacher.path else "the engine sends as many numbers"
         bias = " the reverse KL on them is biased;" if algorithm.objective == "reverse_kl" else ""

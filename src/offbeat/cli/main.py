@@ -50,6 +50,7 @@ COMMANDS = {
     "data": Command("data", "show what the model will see of the data", needs_train=True),
     "doctor": Command("doctor", "check that this machine is ready"),
     "report": Command("report", "write a run's report as one HTML file"),
+    "push": Command("push", "send a run's model to a Hugging Face hub"),
     "rollouts": Command("rollouts", "list and read what the policy wrote"),
     "watch": Command("watch", "show runs as a live page, with every rollout"),
     "completion": Command("completion", "print a script that completes commands and settings in a shell"),

@@ -20,7 +20,7 @@ class Change(Enum):
     TOLD = "the run continues with the new value, which is said in a line"
     REFUSED = "the run is refused: the checkpoint does not fit, or the data would be drawn in another order"
     CONTENT = "the run is refused if it now stands for other data or another model"
-    HELD_OUT = "the run is refused if other rows are trained on now, and goes on otherwise, which is said in a line"
+    ROWS = "the run is refused if other rows are trained on now, or in another order, and goes on otherwise, which is said in a line"
     CODE = "the run continues with the other code, which is said in a line, also where only its source is another"
 
 
@@ -62,7 +62,7 @@ _TABLE: dict[Change, list[str]] = {
     Change.TOLD: [
         "run.total_steps",
         *_of("model", "dtype lora.dropout"),
-        *_of("data", "chat_template chat_template_kwargs system_prompt max_prompt_tokens sets"),
+        *_of("data", "chat_template chat_template_kwargs system_prompt max_prompt_tokens"),
         *(key for key, _ in settings() if key.startswith(("algorithm.", "critic.", "curriculum.")) and key not in _ALGORITHM_CODE),
         "train.precision", *(f"train.optimizer.{name}" for name in _OPTIMIZER),
         *_of("sft", "total_steps batch_size assistant_turns too_long stop_at_accuracy"), *(f"sft.optimizer.{name}" for name in _OPTIMIZER),
@@ -83,7 +83,7 @@ _TABLE: dict[Change, list[str]] = {
         *_of("model.tiny", "hidden_size num_layers num_heads num_kv_heads head_dim intermediate_size max_positions"),
         *_of("data", "task task_size task_options path split format prompt prompt_field answer_field system_field max_unusable_rows"),
     ],
-    Change.HELD_OUT: _of("data", "heldout_path heldout_split heldout_size"),
+    Change.ROWS: _of("data", "heldout_path heldout_split heldout_size sets"),
     Change.CODE: [
         *_of("rollout", "workflow reward rewards should_accept"), *_of("agent", "program command environment tools"), *_ALGORITHM_CODE],
 }

@@ -31,9 +31,9 @@ def compare(now: Identity, saved: SavedState, *, run_dir: Path, part: Part) -> l
     if found[Change.REFUSED]:
         raise ConfigError(f"{where} with {listed(found[Change.REFUSED])}; {_REMEDY}")
     for what, section in _other_contents(now, saved.identity):
-        changed = [each for each in (*found[Change.CONTENT], *found[Change.HELD_OUT]) if each.key.startswith(section)]
+        changed = [each for each in (*found[Change.CONTENT], *found[Change.ROWS]) if each.key.startswith(section)]
         raise ConfigError(f"{where} with {what}{f' ({listed(changed)})' if changed else ''}; {_REMEDY}")
-    told = [*found[Change.TOLD], *found[Change.HELD_OUT]]
+    told = [*found[Change.TOLD], *found[Change.ROWS]]
     lines = [f"continues with {listed(told)}"] if told else []
     return lines if part != "rl" else [*lines, *_other_code(found[Change.CODE], now, saved.identity)]
 

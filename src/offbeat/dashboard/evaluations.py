@@ -28,6 +28,11 @@ class Figure:
     values: dict[int, float]
     ends: dict[int, tuple[float, float]]
 
+    @property
+    def title(self) -> str:
+        """The name as people read it: "maths: pass@4"."""
+        return self.name.replace("pass_at_", "pass@").replace("_", " ").replace("/", ": ")
+
     def at(self, step: int) -> str:
         """Write the value after a step: "0.512 (0.47 to 0.55)"."""
         ends = self.ends.get(step)
@@ -64,6 +69,6 @@ def evaluations_html(run: RunFiles) -> str:
 def _cells(figure: Figure) -> Iterator[str]:
     steps = sorted(figure.values)
     highest = max(steps, key=lambda step: figure.values[step])
-    yield figure.name.replace("pass_at_", "pass@").replace("_", " ").replace("/", ": ")
+    yield figure.title
     for step in (steps[0], highest, steps[-1]):
         yield f"{figure.at(step)}, step {step}"

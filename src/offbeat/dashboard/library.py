@@ -13,14 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat.dashboard.rollout_index import Progress, RolloutIndex
-from offbeat.dashboard.run_files import RunFiles, is_run, read_run
+from offbeat.dashboard.run_files import TRACE, RunFiles, is_run, read_run
 from offbeat.data.kept import kept_files
 from offbeat.errors import DataError
 from offbeat.telemetry.jsonl import parse_row
+from offbeat.telemetry.run_lock import is_running
+from offbeat.telemetry.trace import TraceReader
 
-_FILES = ("config.toml", "metrics.jsonl", "events.jsonl", "trace.json", "result.json")
+_FILES = ("config.toml", "metrics.jsonl", "events.jsonl", TRACE, "result.json")
 _TAIL_BYTES = 1 << 16
 _LOOK_S = 1.0
+_LATELY_S = 600.0
+"""Longer than most steps take."""
 
 Stamp = tuple[tuple[int, int], ...]
 """Size and time of change of each file of a run; equal stamps mean equal contents."""
@@ -34,12 +38,14 @@ class Summary:
         last_step: newest step of the metrics; None before the first.
         changed_s: when one of the files last changed, in wall-clock seconds.
         is_over: whether it has written its result since.
+        is_live: whether a process runs it; where that cannot be told, whether it is not over and has written something lately.
     """
 
     name: str
     last_step: int | None
     changed_s: float
     is_over: bool
+    is_live: bool
 
 
 class Library:
@@ -59,6 +65,7 @@ class Library:
                 raise DataError(f"folder {folder} does not exist; give a run's folder such as runs/NAME, or a folder of runs")
         self._folders = tuple(folders)
         self._read: dict[Path, tuple[Stamp, RunFiles]] = {}
+        self._traces: dict[Path, TraceReader] = {}
         self._indexes: dict[Path, _KeptIndex] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -97,6 +104,14 @@ class Library:
         found = [_summary(name, path) for name, path in self.runs().items()]
         return sorted(found, key=lambda each: -each.changed_s)
 
+    def is_live(self, name: str) -> bool:
+        """Return whether a process runs the run; see `Summary`.
+
+        Raises:
+            DataError: there is no such run.
+        """
+        return _summary(name, self.folder(name)).is_live
+
     def stamp(self, name: str) -> str:
         """Return a text that differs as soon as a file of the run, or of its rollouts, has changed."""
         folder = self.folder(name)
@@ -114,8 +129,9 @@ class Library:
         stamp = _stamp(folder)
         with self._lock:
             known = self._read.get(folder)
+            trace = self._traces.setdefault(folder, TraceReader(folder / TRACE))
         if known is None or known[0] != stamp:
-            known = (stamp, read_run(folder))
+            known = (stamp, read_run(folder, trace=trace))
             with self._lock:
                 self._read[folder] = known
         return known[1]
@@ -189,7 +205,11 @@ def _size_and_time(path: Path) -> tuple[int, int]:
 def _summary(name: str, folder: Path) -> Summary:
     changed = {file: mtime_ns for file, (_, mtime_ns) in zip(_FILES, _stamp(folder), strict=True)}
     is_over = changed["result.json"] > 0 and changed["result.json"] >= changed["metrics.jsonl"]
-    return Summary(name, _last_step(folder / "metrics.jsonl"), max(changed.values()) / 1e9, is_over)
+    changed_s = max(changed.values()) / 1e9
+    running = is_running(folder)
+    if running is None:
+        running = not is_over and time.time() - changed_s < _LATELY_S
+    return Summary(name, _last_step(folder / "metrics.jsonl"), changed_s, is_over=is_over and not running, is_live=running)
 
 
 def _last_step(path: Path) -> int | None:

@@ -19,7 +19,7 @@ class Activity:
         last: label of the last span that has ended.
         ended_s: when it ended, in seconds before the newest span of the run.
         shares: share of the last minute by label, largest first.
-        state: "in service", or what the last event about it says.
+        state: what the last event about it says, else "in service", or "ended" if no process runs the run any more.
     """
 
     track: str
@@ -29,26 +29,26 @@ class Activity:
     state: str
 
 
-def activities(run: RunFiles, *, recent_s: float = _RECENT_S) -> list[Activity]:
+def activities(run: RunFiles, *, is_live: bool = True, recent_s: float = _RECENT_S) -> list[Activity]:
     """Return the controller, ranks and engines, in the order of the time line; episodes are left out."""
     if not run.spans:
         return []
     newest_s = max(span.end_s for span in run.spans)
     begin_s = max(newest_s - recent_s, min(span.start_s for span in run.spans))
-    states = _states(run)
+    states, otherwise = (_states(run), "in service") if is_live else ({}, "ended")
     found = []
     for track, spans in rows_by_track(run.spans).items():
         if track.split()[:1] not in (["controller"], ["rank"], ["engine"]):
             continue
         last = max(spans, key=lambda span: span.end_s)
         shares = _shares(spans, begin_s, newest_s)
-        found.append(Activity(track, label_of(last.name), newest_s - last.end_s, shares, states.get(track, "in service")))
+        found.append(Activity(track, label_of(last.name), newest_s - last.end_s, shares, states.get(track, otherwise)))
     return found
 
 
-def processes_html(run: RunFiles) -> str:
+def processes_html(run: RunFiles, *, is_live: bool = True) -> str:
     """Draw the table; empty without a time line."""
-    rows = "".join(_row(each) for each in activities(run))
+    rows = "".join(_row(each) for each in activities(run, is_live=is_live))
     if not rows:
         return ""
     head = "".join(f"<th>{name}</th>" for name in ("process", "state", "did last", "ended", f"the last {_RECENT_S:.0f} s"))

@@ -11,7 +11,10 @@ from typing import Any
 from offbeat.data.kept import KeptGroup, kept_files, read_groups
 from offbeat.errors import DataError
 from offbeat.telemetry.jsonl import read_json_lines
-from offbeat.telemetry.trace import Span, read_trace
+from offbeat.telemetry.trace import Span, TraceReader, read_trace
+
+TRACE = "trace.json"
+"""Name of the time line."""
 
 _LARGEST = 1e100
 _MOST_GROUPS = 32
@@ -54,8 +57,11 @@ class RunFiles:
         return value if _finite(value) else None
 
 
-def read_run(run_dir: Path) -> RunFiles:
+def read_run(run_dir: Path, *, trace: TraceReader | None = None) -> RunFiles:
     """Read a run's folder.
+
+    Args:
+        trace: has read the time line before and reads on; None reads all of it.
 
     Raises:
         DataError: there is no such folder, or it contains neither `config.toml` nor `metrics.jsonl`.
@@ -68,7 +74,7 @@ def read_run(run_dir: Path) -> RunFiles:
         config=_toml(config_text),
         metrics=[_numbers(row) for row in read_json_lines(run_dir / "metrics.jsonl")],
         events=[row for row in read_json_lines(run_dir / "events.jsonl") if _finite(row.get("time_s"))],
-        spans=read_trace(run_dir / "trace.json"),
+        spans=trace.read() if trace else read_trace(run_dir / TRACE),
         result=_json_object(_text(run_dir / "result.json")),
         groups=_newest_groups(run_dir),
     )

@@ -102,8 +102,8 @@ def _overview(library: Library, http: Request) -> Any:
 
 
 def _timeline(library: Library, http: Request) -> Any:
-    run = library.read(_name(http))
-    return {"html": processes_html(run) + timeline_html(run)}
+    run, is_live = library.read(_name(http)), library.is_live(_name(http))
+    return {"html": processes_html(run, is_live=is_live) + timeline_html(run)}
 
 
 def _records(library: Library, http: Request) -> Any:

@@ -62,10 +62,10 @@ async function showRuns() {
   byId("name").textContent = run ? run.name : "no run yet";
   document.title = (run ? run.name + " · " : "") + "offbeat watch";
   if (!run) { pulse.textContent = "waiting for a run to begin"; return; }
-  const quiet = Date.now() / 1000 - run.changed_s, live = !run.is_over && quiet < 600;
-  pulse.className = "pulse" + (live ? " live" : "");
+  pulse.className = "pulse" + (run.is_live ? " live" : "");
   const step = run.last_step === null ? "before its first step" : "step " + run.last_step;
-  pulse.textContent = step + (run.is_over ? ", ended " : ", wrote ") + ago(quiet);
+  const did = run.is_over ? ", ended " : run.is_live ? ", wrote " : ", interrupted, wrote ";
+  pulse.textContent = step + did + ago(Date.now() / 1000 - run.changed_s);
 }
 function showTabs() {
   byId("tabs").replaceChildren(...Object.entries(VIEWS).filter(([view]) => view !== "compare" || runs.length > 1).map(([view, title]) =>

@@ -10,6 +10,7 @@ import inspect
 import pickle
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ PREFIX = "python:"
 _MOST_BYTES = 1 << 28
 _GIVEN: dict[str, Callable[..., Any]] = {}
 """What this process has been given, by name."""
+_TIMES: Counter[str] = Counter()
+"""How often each of them has been given and not yet withdrawn: a run and what its callback calls may be given the same function."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,17 @@ def give(function: object, *, kind: str) -> str:
     name = import_name(function) or _free_name(function)
     _pickle(name, function, kind)
     _GIVEN[name] = function
+    _TIMES[name] += 1
     return name
 
 
 def withdraw(names: Iterable[str]) -> None:
-    """Forget what was given under these names."""
+    """Forget what was given under these names, when it has been withdrawn as often as it was given."""
     for name in names:
-        _GIVEN.pop(name, None)
+        _TIMES[name] -= 1
+        if _TIMES[name] <= 0:
+            del _TIMES[name]
+            _GIVEN.pop(name, None)
 
 
 def find(name: str) -> Callable[..., Any] | None:

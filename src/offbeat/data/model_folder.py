@@ -145,5 +145,5 @@ def _fetch(path: str, *, file: str | None = None) -> str:
     except (HfHubHTTPError, OSError, ValueError) as exc:
         raise ModelError(
             f"model {path!r} is neither a folder nor could it be fetched from the hub ({type(exc).__name__}); "
-            "check the name, or download it where there is a network and give its folder"
+            "check the name, and HF_TOKEN if it is private, or download it where there is a network and give its folder"
         ) from exc

@@ -39,9 +39,20 @@ def find_evaluation(name: str) -> Mapping[str, EvaluatedSet]:
 
 
 def _of_run(folder: Path) -> Mapping[str, EvaluatedSet]:
-    sets = {name: read_samples(path)[""][name] for name, path in newest_evaluation(folder).items()}
+    sets = {name: _set_in(path, name) for name, path in newest_evaluation(folder).items()}
     if not sets:
         raise DataError(
             f"{folder} holds no evaluation: neither {RESULT_NAME} of `offbeat eval`, nor evaluations/ of a run; set evaluate.keep_samples,"
             " or evaluate its model with `offbeat eval`")
     return sets
+
+
+def _set_in(path: Path, name: str) -> EvaluatedSet:
+    """Return the answers to the set that the name of a run's file says."""
+    found = {(model, of_set): answers for model, sets in read_samples(path).items() for of_set, answers in sets.items()}
+    if ("", name) not in found:
+        there = ", ".join(f"{of_set or 'held-out prompts'}{f' of the model {model}' if model else ''}" for model, of_set in found)
+        raise DataError(
+            f"{path} is named as answers to {name or 'held-out prompts'} and holds those to {there}; give it back its name, or compare"
+            " the file itself")
+    return found["", name]

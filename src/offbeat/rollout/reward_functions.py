@@ -8,6 +8,9 @@
 Each of them may also be async. TRL's form is told by its parameter `completions`: it is given `prompts` and `completions`, and the columns
 of the data that it names, or all if it takes any; each is a list with an entry for every completion, and those of a chat are lists of one
 message. A number may be None, where the reward does not apply.
+
+The first parameter is the completion, or the completions, and the second the row. Where `row` is the name of the first, it is the other way
+round. A function in which a completion comes second without a `row` before it, such as `(prompt, completion)`, is refused.
 """
 
 import asyncio
@@ -19,10 +22,11 @@ from typing import Any
 from offbeat.data.functions import resolve
 from offbeat.data.reward import JUDGE_PREFIX, FailedReward, check_reward, is_of_group
 from offbeat.data.row import Row
-from offbeat.errors import describe, printable, shorten
+from offbeat.errors import CodeError, describe, printable, shorten
 from offbeat.rollout.judges import judge_reward
 
 _LONGEST_REASON = 1000
+_COMPLETIONS = {"completion", "completions"}
 
 
 class RewardFunction:
@@ -35,7 +39,7 @@ class RewardFunction:
             may_miss: whether None says that the reward does not apply, as there are others; else it is no reward.
 
         Raises:
-            CodeError: there is none of that name.
+            CodeError: there is none of that name, or its parameters do not say which is the completion.
         """
         self.dotted = dotted
         self._may_miss = may_miss
@@ -47,6 +51,11 @@ class RewardFunction:
         self._takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
         self._named = [name for name, each in parameters.items() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
         self._required = [name for name in self._named if parameters[name].default is inspect.Parameter.empty]
+        self._row_first = self._named[:1] == ["row"] and len(self._named) > 1
+        if not self._is_of_columns and not self._row_first and _COMPLETIONS & set(self._named[1:]) and self._named[0] not in _COMPLETIONS:
+            raise CodeError(
+                f"the reward {dotted} takes ({', '.join(self._named)}), which does not say where the row goes; a reward takes"
+                " (completion, row), or (completions, row) for all completions of a group at once")
         self._is_async = any(map(inspect.iscoroutinefunction, (self._function, type(self._function).__call__)))
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -65,8 +74,8 @@ class RewardFunction:
             MemoryError: memory ran out; the process must be ended.
         """
         if not self._is_of_group:
-            called = [self._called(completion, completion, row) for completion in completions] if not self._is_async else self._finish(
-                self._together(completions, row))
+            called = self._finish(self._together(completions, row)) if self._is_async else [
+                self._called(completion, *self._given(completion, row)) for completion in completions]
             return [self._checked(value, completion) for value, completion in zip(called, completions, strict=True)]
         if self._is_of_columns:
             columns = _columns(row, completions)
@@ -76,12 +85,16 @@ class RewardFunction:
             taken = columns if self._takes_any else {name: columns[name] for name in self._named if name in columns}
             found = self._called(completions[0], **taken)
         else:
-            found = self._called(completions[0], list(completions), row)
+            found = self._called(completions[0], *self._given(list(completions), row))
         if isinstance(found, FailedReward):
             return [found] * len(completions)
         if not isinstance(found, list | tuple) or len(found) != len(completions):
             return self._failed_group(f"must return a list of {len(completions)} rewards, returned {shorten(found)}", completions)
         return [self._checked(value, completion) for value, completion in zip(found, completions, strict=True)]
+
+    def _given(self, written: str | list[str], row: Row) -> tuple[Any, Any]:
+        """Return the two arguments in the order of the function's parameters."""
+        return (row, written) if self._row_first else (written, row)
 
     def _called(self, shown: str, *arguments: Any, **columns: Any) -> Any:
         """Return what the function returned, or a `FailedReward` if it raised; `shown` is the completion that is told."""
@@ -96,7 +109,7 @@ class RewardFunction:
     async def _together(self, completions: Sequence[str], row: Row) -> list[Any]:
         async def one(completion: str) -> Any:
             try:
-                return await self._function(completion, row)
+                return await self._function(*self._given(completion, row))
             except MemoryError:
                 raise
             except BaseException as exc:

@@ -69,7 +69,7 @@ def _find(name: str, config: Config, checkpoint: str) -> EvaluatedModel:
     path = Path(name)
     if (path / _ADAPTER_CONFIG).is_file() and not (path / _MODEL_CONFIG).is_file():
         return _adapter(path, config)
-    return EvaluatedModel(name, str(_export(path, checkpoint)) if is_run(path) else name)
+    return EvaluatedModel(name, str(run_export(path, checkpoint)) if is_run(path) else name)
 
 
 def _adapter(path: Path, config: Config) -> EvaluatedModel:
@@ -84,8 +84,13 @@ def _adapter(path: Path, config: Config) -> EvaluatedModel:
     return EvaluatedModel(str(path), folder, adapter=str(path.resolve()), rank=rank)
 
 
-def _export(run_dir: Path, checkpoint: str) -> Path:
-    """Return the folder of a run's export."""
+def run_export(run_dir: Path, checkpoint: str) -> Path:
+    """Return the folder of a run's export: "last", "best", or that of a step by its number.
+
+    Raises:
+        ConfigError: it is none of these.
+        ModelError: the run has no such export.
+    """
     if checkpoint in ("last", "best"):
         folder = run_dir / {"last": "export", "best": "best"}[checkpoint]
     elif checkpoint.isascii() and checkpoint.isdecimal():

@@ -44,7 +44,8 @@ from offbeat.runs.threads import choose_threads, usable_cores
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.log import set_up_logging
-from offbeat.telemetry.record import RunRecord, SilentRecord, lock_run
+from offbeat.telemetry.record import RunRecord, SilentRecord
+from offbeat.telemetry.run_lock import lock_run
 from offbeat.telemetry.sinks import check_installed
 from offbeat.workers.worker import library_environment
 

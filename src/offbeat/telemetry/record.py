@@ -1,7 +1,6 @@
 """All records of one run, opened and closed together: statistics, events, timeline, sampled rollouts and the console."""
 
 import asyncio
-import fcntl
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,12 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Self
 
-from offbeat.errors import ConfigError, StorageError
+from offbeat.errors import StorageError
 from offbeat.telemetry.background import BackgroundSink
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.evaluation_log import forget_evaluations, write_evaluation
 from offbeat.telemetry.events import EventLog
 from offbeat.telemetry.rollout_log import RejectedLine, RolloutLog
+from offbeat.telemetry.run_lock import lock_run
 from offbeat.telemetry.sinks import JsonLines, check_installed, open_sink
 from offbeat.telemetry.stats import StatsLogger
 from offbeat.telemetry.trace import Tracer
@@ -175,22 +175,3 @@ def remove_empty_logs(folder: Path) -> None:
         with suppress(FileNotFoundError):
             if not log.stat().st_size:
                 log.unlink()
-
-
-def lock_run(run_dir: Path) -> IO[str]:
-    """Lock a run's folder for this process until the returned file is closed.
-
-    Raises:
-        ConfigError: another process is running this run.
-        StorageError: the folder cannot be written.
-    """
-    try:
-        lock = (run_dir / "lock").open("w")
-    except OSError as exc:
-        raise StorageError(f"cannot write the run folder {run_dir}: {exc.strerror}; free space or set run.dir") from exc
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as exc:
-        lock.close()
-        raise ConfigError(f"the run {str(run_dir)!r} is being run by another process; wait for it, or set run.name") from exc
-    return lock

@@ -8,12 +8,13 @@ One thread writes.
 
 import json
 import os
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from offbeat.errors import StorageError
 from offbeat.phase import phase
@@ -22,6 +23,9 @@ from offbeat.telemetry.mend import mend
 
 _END = b'{"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "offbeat"}}]\n'
 """The last line of a trace that was closed. It has no comma behind it, so that the whole file is valid JSON."""
+
+_SEAM_LINES, _SEAM_BYTES = 16, 4096
+"""How much of what was read last is compared, to know whether a file has only grown."""
 
 _LATEST_US = 2**53
 """The year 2255 in microseconds, and the largest integer that every reader of the format represents exactly."""
@@ -121,15 +125,72 @@ def _take_off_end(path: Path) -> None:
             file.truncate(size - len(_END))
 
 
+class TraceReader:
+    """Reads a trace that grows: each time only what was appended, and everything again where the file is not a continuation.
+
+    Methods may be called on any thread.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._forget()
+
+    def read(self) -> list[Span]:
+        """Return all spans so far, in the order written, [] if there are none. Other lines, such as a torn last one, are skipped."""
+        with self._lock:
+            try:
+                with self._path.open("rb") as file:
+                    if not self._goes_on(file):
+                        self._forget()
+                    file.seek(self._offset)
+                    lines = file.read().split(b"\n")
+                    self._file_id = _file_id(file)
+            except OSError:
+                self._forget()
+                return []
+            torn = lines.pop()
+            self._add(lines)
+            self._offset += sum(map(len, lines)) + len(lines)
+            self._seam = (self._seam + b"".join(line + b"\n" for line in lines[-_SEAM_LINES:]))[-_SEAM_BYTES:]
+            whole = _parse_event(torn) if torn else None  # the last line may lack its line break
+            last = _span(whole, self._tracks) if whole is not None else None
+            return [*self._spans, *([last] if last is not None else [])]
+
+    def _goes_on(self, file: IO[bytes]) -> bool:
+        """Whether this is the file that was read, and what was read last is still in its place."""
+        file.seek(self._offset - len(self._seam))
+        return _file_id(file) == self._file_id and file.read(len(self._seam)) == self._seam
+
+    def _add(self, lines: Iterable[bytes]) -> None:
+        for event in filter(None, map(_parse_event, lines)):
+            if event["ph"] == "M":
+                self._tracks[event["tid"]] = event["args"]["name"]
+            elif (span := _span(event, self._tracks)) is not None:
+                self._spans.append(span)
+
+    def _forget(self) -> None:
+        self._file_id: tuple[int, int] | None = None
+        self._offset, self._seam = 0, b""
+        self._tracks: dict[int, str] = {}
+        self._spans: list[Span] = []
+
+
+def _file_id(file: IO[bytes]) -> tuple[int, int]:
+    stat = os.fstat(file.fileno())
+    return stat.st_dev, stat.st_ino
+
+
+def _span(event: Mapping[str, Any], tracks: Mapping[int, str]) -> Span | None:
+    """Return the span of an event; None for other events, and on a track that has no name."""
+    if event["ph"] != "X" or event["tid"] not in tracks:
+        return None
+    return Span(event["name"], tracks[event["tid"]], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, event.get("args", {}))
+
+
 def read_trace(path: Path) -> list[Span]:
-    """Return the spans of a trace in the order written, [] if there is none. Other lines, such as a torn last one, are skipped."""
-    events = _read_events(path)
-    tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    return [
-        Span(event["name"], tracks[event["tid"]], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, event.get("args", {}))
-        for event in events
-        if event["ph"] == "X" and event["tid"] in tracks
-    ]
+    """Return the spans of a trace; see `TraceReader.read`."""
+    return TraceReader(path).read()
 
 
 def _read_events(path: Path) -> list[dict[str, Any]]:

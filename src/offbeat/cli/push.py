@@ -1,0 +1,75 @@
+"""`offbeat push RUN_DIR OWNER/NAME`: sends a run's model to a Hugging Face hub, with a model card."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from offbeat.api.push import Push, plan_push, send
+from offbeat.errors import ConfigError
+
+_DESCRIPTION = """\
+Send the exported model of RUN_DIR to a Hugging Face hub as OWNER/NAME, in one commit, with a model card (README.md): base model, algorithm,
+data, results of evaluations and how to use it. A README.md in the exported folder is sent instead. The card and the files name no folder
+of this machine, except adapter_config.json, unless --base-model replaces it.
+
+The repository is created if it does not exist: public, unless --private is given or the owner's settings on the hub say otherwise, as
+with 'hf upload'. Token and address of the hub are those of all Hugging Face tools: $HF_TOKEN or 'hf auth login', and $HF_ENDPOINT.
+"""
+
+_EXAMPLES = """\
+examples:
+  offbeat push runs/my-run your-name/my-model --dry-run
+  offbeat push runs/my-run your-name/my-model --private
+  offbeat push runs/my-run your-name/my-model --checkpoint best --revision best --message "The best of 60 steps"
+  offbeat push runs/my-run your-name/my-adapter --adapter --base-model HuggingFaceTB/SmolLM2-135M-Instruct
+"""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command `push` to the parser."""
+    parser = subparsers.add_parser(
+        "push", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's folder, such as runs/my-run")
+    parser.add_argument("repo_id", metavar="OWNER/NAME", help="the repository on the hub")
+    parser.add_argument(
+        "--checkpoint", default="last", metavar="WHICH", help="which export to send: last, best or a step's number (default: last)")
+    parser.add_argument("--adapter", action="store_true", help="send the LoRA adapter alone, not the model into which it is merged")
+    parser.add_argument(
+        "--base-model", default="", metavar="OWNER/NAME", help="where the hub has the base model (default: model.path if it is a hub id)")
+    parser.add_argument("--revision", default="main", metavar="BRANCH", help="branch to send to, created if necessary (default: main)")
+    parser.add_argument("--message", default="", help="message of the commit (default: one that names the run)")
+    parser.add_argument("--private", action="store_true", help="create the repository as a private one")
+    parser.add_argument("--dry-run", action="store_true", help="show the files and the card that would be sent, and send nothing")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+    """Send the model and print its address, or print what would be sent.
+
+    Raises:
+        ConfigError: settings were given, the name is not as OWNER/NAME, or the run has no adapter.
+        DataError: the folder is not a run.
+        ModelError: the run has not exported its model.
+        HubError: the hub cannot be reached, or refuses.
+    """
+    if overrides:
+        raise ConfigError(f"offbeat push takes no settings, got --{overrides[0][0]}; the model is sent as the run has exported it")
+    push = plan_push(
+        args.run_dir, args.repo_id, checkpoint=args.checkpoint, adapter=args.adapter, base_model=args.base_model,
+        revision=args.revision, message=args.message, private=args.private)
+    if args.dry_run:
+        _show(push)
+        return 0
+    print(send(push))
+    return 0
+
+
+def _show(push: Push) -> None:
+    sizes = push.sizes()
+    print(f"would send to {push.repo_id}, branch {push.revision}: {push.message}")
+    for name, size in sizes.items():
+        print(f"  {size:>15,}  {name}")
+    print(f"  {sum(sizes.values()):>15,}  bytes in {len(sizes)} files")
+    print("The repository would be private." if push.private else "A new repository is public unless the owner's settings say otherwise.")
+    for name, text in push.texts.items():
+        print(f"\n{name}:\n\n{text}", end="")
