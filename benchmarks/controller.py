@@ -189,6 +189,7 @@ class Sink:
     """A rank that takes its share and drops it."""
 
     host = "127.0.0.1"
+    disk = None
     alive = True
     given_at = 0.0
 
