@@ -4,13 +4,15 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from far import far_disk
 from offbeat.data import wire
 from offbeat.engine.options import EngineStart
-from offbeat.errors import ConfigError, RefusedError, WorkerError
+from offbeat.errors import ConfigError, DeathError, EngineError, RefusedError, WorkerError
 from offbeat.fleet.engine_group import EngineAddresses, EngineGroup, engine_options, raise_death, serve_one
 from offbeat.fleet.server_worker import ServerStart
 from offbeat.inference.client import EngineClient, EngineSession
@@ -121,3 +123,28 @@ def test_one_engine_outside_of_any_run_ends_with_its_context(tmp_path: Path, mod
 def test_the_message_comes_back_equal():
     message = EngineAddresses({"engine 0": "http://127.0.0.1:1"}, "the-key")
     assert wire.decode(EngineAddresses, wire.encode(message)) == message
+
+
+def test_a_folder_is_sent_to_an_engine_on_another_machine_unless_it_is_shared(tmp_path: Path) -> None:
+    def die(method: str, _payload: bytes) -> None:
+        if method == "begin" and not (tmp_path / "far").exists():
+            raise DeathError("engine 1 died with its Ray actor")
+
+    for folder in (tmp_path / "run" / "v1", tmp_path / "shared" / "v1"):
+        folder.mkdir(parents=True)
+        (folder / "adapter").write_bytes(b"weights")
+    group = EngineGroup(small_config(tmp_path, weights__dir=str(tmp_path / "shared")))
+    near, far = SimpleNamespace(name="engine 0", disk=None), SimpleNamespace(name="engine 1", disk=far_disk(tmp_path / "far", meddle=die))
+    group.workers = [near, far]  # pyright: ignore[reportAttributeAccessIssue]
+
+    async def main() -> None:
+        given = str(tmp_path / "run" / "v1")
+        with pytest.raises(EngineError, match=r"engine 1 could not be sent .*run/v1: engine 1 died with its Ray actor"):
+            await group.deliver("engine 1", given, 60)
+        (tmp_path / "far").mkdir()
+        assert await group.deliver("engine 0", given, 60) == given
+        there = await group.deliver("engine 1", given, 60)
+        assert there != given and (Path(there) / "adapter").read_bytes() == b"weights"
+        assert await group.deliver("engine 1", str(tmp_path / "shared" / "v1"), 60) == str(tmp_path / "shared" / "v1")
+
+    asyncio.run(main())

@@ -218,6 +218,40 @@ def test_an_engine_that_is_gone_is_named(start_engine) -> None:
     using(url, body)
 
 
+def test_folders_are_delivered_to_an_engine_before_it_is_told_of_them_and_broadcasts_are_not() -> None:
+    told: list[tuple[str, str]] = []
+
+    class Told:
+        async def stage(self, _wire: object, manifest: Manifest) -> None:
+            told.append(("stage", manifest.folder))
+
+        async def switch(self, _wire: object, manifest: Manifest, _interrupt: str) -> None:
+            told.append(("switch", manifest.folder))
+
+        async def load_adapter(self, _wire: object, name: str, folder: str) -> None:
+            told.append((name, folder))
+
+    async def deliver(engine: str, folder: str, timeout_s: float) -> str:
+        if folder == "/run/gone":
+            raise EngineError("engine 0 could not be sent /run/gone: it is gone")
+        assert (engine, timeout_s) == ("engine 0", 5)
+        return f"/scratch{folder}"
+
+    async def main() -> None:
+        async with EngineSession() as http:
+            client = EngineClient("engine 0", "http://127.0.0.1:9", http.session, dialect=Told(), deliver=deliver)
+            manifest = Manifest(1, "/run/v1", "", (), ())
+            await client.stage(manifest, timeout_s=5)
+            await client.switch(manifest, interrupt="keep", timeout_s=5)
+            await client.stage(replace(manifest, broadcast="host:1"), timeout_s=5)
+            await client.load_adapter("alice@1", "/run/alice", timeout_s=5)
+            with pytest.raises(EngineError, match="could not be sent"):
+                await client.load_adapter("alice@2", "/run/gone", timeout_s=5)
+
+    asyncio.run(main())
+    assert told == [("stage", "/scratch/run/v1"), ("switch", "/scratch/run/v1"), ("stage", "/run/v1"), ("alice@1", "/scratch/run/alice")]
+
+
 @contextmanager
 def answering(status: int, body: bytes, *, content_type: str = "text/html") -> Iterator[str]:
     """A server that is no engine."""

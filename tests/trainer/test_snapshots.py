@@ -79,6 +79,8 @@ def test_a_whole_model_is_offered_under_the_fingerprint_it_is_published_with(tmp
         snapshot.write(tmp_path / "published")
         assert snapshot.fingerprint() == fingerprint(named_bytes(load_causal_lm(str(tmp_path / "published"))))
         assert not (tmp_path / "offered").exists()
+        with pytest.raises(StorageError, match="engines see no folder of rank 0's machine"):
+            snapshot._write_fallback(None, snapshot.published())
         state = trainer.snapshot("bfloat16").state
         assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
         assert "lm_head.weight" not in state

@@ -5,7 +5,7 @@ it, each rank's part of them, and all of them are removed there. Where every ran
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,6 @@ from offbeat.workers.disks import Place, fetch, place_of, send
 from offbeat.workers.worker import Far, Nothing, Worker
 
 _REMOVE_S = 5.0
-_At = Callable[[str], str]
 
 
 @dataclass(frozen=True)

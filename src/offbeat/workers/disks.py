@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -138,7 +139,9 @@ class DiskService(Service):
         folder = below(self._root, request.place)
         paths = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
         chosen = [path for path in paths if not request.only or any(fnmatch(path.name, pattern) for pattern in request.only)]
-        return Listing(tuple(FileInfo(path.relative_to(folder).as_posix(), path.stat().st_size, sha256(path)) for path in chosen))
+        return Listing(tuple(
+            FileInfo(path.relative_to(folder).as_posix(), path.stat().st_size, digest)
+            for path, digest in zip(chosen, _digests(chosen), strict=True)))
 
     def has(self, request: Place) -> Found:
         """Tell whether there is a folder; one that is arriving is not there yet."""
@@ -174,9 +177,9 @@ class DiskService(Service):
         folder = below(self._root, request.place)
         staging = _staging(folder)
         try:
-            for info in request.files:
-                path = below(staging, info.name)
-                if path.stat().st_size != info.num_bytes or sha256(path) != info.sha256:
+            paths = [below(staging, info.name) for info in request.files]
+            for info, path, digest in zip(request.files, paths, _digests(paths), strict=True):
+                if path.stat().st_size != info.num_bytes or digest != info.sha256:
                     raise StorageError(f"{info.name} of {folder} has come with other bytes than were sent; nothing was put in place")
                 if self._durable:
                     sync(path)
@@ -374,6 +377,12 @@ async def _copy(info: FileInfo, source: Disk, place: str, target: Disk, to: str,
         offset += len(piece.data)
         if not piece.data or offset >= info.num_bytes:  # one that has grown since it was listed has another checksum
             return
+
+
+def _digests(paths: Sequence[Path]) -> list[str]:
+    """Return the checksums of files."""
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+        return list(pool.map(sha256, paths))
 
 
 def _staging(folder: Path) -> Path:
