@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from offbeat.dashboard.timeline import overlap
 from offbeat.data.batch import Batch
 from offbeat.data.trajectory import Group
 from offbeat.errors import EngineError, PublishError
@@ -163,6 +164,7 @@ def test_turns_with(changes: dict[str, str], first: int, tmp_path: Path, model_d
     run_training(config, Console("quiet"))
     run = SmallRun(tmp_path, model_dir)
     check_turns(run, steps=3, first=first)
+    assert overlap(read_trace(run.folder / "trace.json")) == 0, "engines that sleep generate nothing"
     assert all(event["canary_gap"] < 1e-3 and not event["quarantined"] for event in run.events("publish"))
     assert not run.events("engine_failed") and not run.events("rejected")
 

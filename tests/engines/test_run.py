@@ -9,11 +9,13 @@ import pytest
 
 from contract import WITH_VLLM, Models
 from offbeat.data.trajectory import PROMPT_VERSION
-from small_run import SmallRun, start_offbeat
+from small_run import SmallRun, offbeat, start_offbeat
 from waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.skipif(not WITH_VLLM, reason="make test-vllm runs it")]
 START_TIMEOUT_S = 200.0
+VLLM = {
+    "inference__engine": "vllm", "inference__start_timeout_s": "200", "inference__max_running": "16", "inference__heal_timeout_s": "200"}
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
@@ -28,10 +30,7 @@ def shared_memory(processes: list[psutil.Process]) -> set[Path]:
 
 def test_a_run_publishes_with_proofs_heals_a_dead_server_and_leaves_nothing_when_it_is_killed(tmp_path: Path, models: Models) -> None:
     run = SmallRun(tmp_path, models.folder())
-    settings = {
-        "run__total_steps": "100000", "inference__engine": "vllm", "inference__start_timeout_s": "200", "inference__max_running": "16",
-        "inference__heal_timeout_s": "200"}
-    with start_offbeat("train", *run.arguments(**settings), "--json") as controller:
+    with start_offbeat("train", *run.arguments(**VLLM, run__total_steps="100000"), "--json") as controller:
         wait_until(lambda: len(run.metrics()) > 2 or controller.poll() is not None, timeout_s=START_TIMEOUT_S)
         assert controller.poll() is None, controller.communicate()
         tree = psutil.Process(controller.pid).children(recursive=True)
@@ -52,3 +51,16 @@ def test_a_run_publishes_with_proofs_heals_a_dead_server_and_leaves_nothing_when
         finally:
             for process in (*alive(tree), controller):
                 process.kill()
+
+
+def test_a_run_whose_server_sleeps_while_the_rank_trains(tmp_path: Path, models: Models) -> None:
+    run = SmallRun(tmp_path, models.folder())
+    patient = {"inference__probe_timeout_s": "120", "weights__switch_timeout_s": "120"}
+    arguments = run.arguments(**VLLM, **patient, cluster__take_turns="true", run__total_steps="4")
+    done = offbeat("train", *arguments, "--json", timeout_s=380)
+    assert done.returncode == 0, done.stderr
+    publishes = run.events("publish")
+    assert [event["version"] for event in publishes] == [0, 1, 2, 3, 4]
+    assert all(event["canary_gap"] < 1e-3 and not event["quarantined"] for event in publishes)
+    assert len(run.events("slept")) == 4 and not run.events("engine_failed")
+    assert all(row["rollout/staleness_max_versions"] <= 1 and row["turns/asleep_s"] > 0 for row in run.metrics())

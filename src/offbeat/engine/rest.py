@@ -30,6 +30,7 @@ class Rest:
     @torch.inference_mode()
     def begin(self, *, keep_weights: bool) -> None:
         """Free the memory. Weights to be kept go to host memory; on a CPU, they are there already, and stay."""
+        self.asleep = True  # whatever fails below
         self._cache.release()
         holds = self._kept is None and self._versions.holds_live
         if not keep_weights:
@@ -40,7 +41,6 @@ class Rest:
         elif holds and self._forward.device.type != "cpu":
             self._kept = {name: tensor.cpu() for name, tensor in self._forward.tensors().items()}
             self._forward.release()
-        self.asleep = True
         current_platform.return_memory()
 
     @torch.inference_mode()

@@ -135,6 +135,7 @@ class WeightsPublisher(Fanouts):
             judge: decides whether an engine's proof is believed.
             release: lets the ranks go on that wait for this process.
             waits: whether `publish` returns only when engines serve the version, and `release` tells the ranks which: they roll out, too.
+            on_written: begins the engines' turn, where they take turns with the ranks.
         """
         super().__init__()
         self._pool = pool
@@ -375,7 +376,7 @@ class PolicyPublisher(Fanouts):
         self, publisher: AdapterPublisher, channel: Channel, *, adapter: str, release: Release = release_nobody,
         on_written: OnWritten = wake_nobody,
     ) -> None:
-        """`adapter` is the name of the run's adapter; see `weights.adapters.policy_adapter`."""
+        """`adapter` is the name of the run's adapter, see `weights.adapters.policy_adapter`; the rest is as for `WeightsPublisher`."""
         super().__init__()
         self._publisher = publisher
         self._channel = channel

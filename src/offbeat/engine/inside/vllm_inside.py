@@ -222,7 +222,7 @@ class Inside:
     async def _resume_stranger(self, engine: AsyncLLM, _body: bytes) -> dict[str, Any]:
         """Resume after a pause that was not one of our switches."""
         async with self._switching:
-            if not self._broken:
+            if not (self._broken or self._asleep):
                 await engine.resume_generation()
         return {"status": "ok"}
 
