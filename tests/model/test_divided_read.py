@@ -29,7 +29,7 @@ FAMILIES = {
     "qwen3": {"tie_word_embeddings": True},
     "llama": {"attention_bias": True, "tie_word_embeddings": False},
     "gemma2": {"sliding_window": 6},  # tied, with a buffer, and read from bfloat16
-    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 

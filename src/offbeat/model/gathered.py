@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -25,6 +26,8 @@ def whole_twin(model: PreTrainedModel) -> PreTrainedModel:
 
     It gives what `model` would give if it were not divided. A value head gives zeros, as it is not what is divided.
     """
+    if isinstance(model, FSDPModule):
+        model.reshard()  # after a forward pass the root's parameters are whole, in the format that it computes in
     kind = next(each for each in type(model).__mro__ if not each.__name__.startswith("FSDP"))
     with torch.device("meta"):
         twin: PreTrainedModel = kind(deepcopy(model.config)).to(model.dtype).eval()
