@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 from gpu_counts import model_config
-from gpu_handles import share
+from gpu_handles import shared_buffer
 from measure import BENCHMARKS, ROOT, Contestant
 from safetensors.torch import save_file
 from torch import Tensor
@@ -35,6 +36,10 @@ ROUNDS = 4
 """Versions; what happens only once, as opening the handle does, falls into the first."""
 LIMIT_S = 60.0
 
+Ask = Callable[[dict[str, Any]], dict[str, Any]]
+Publish = Callable[[dict[str, Tensor], Ask], float]
+"""Publishes weights to the engine that is asked; returns how long that took."""
+
 
 def publishing(device: torch.device) -> dict[str, Any]:
     """Return the size of a version and for each way its rate, and how long the first version took.
@@ -43,7 +48,15 @@ def publishing(device: torch.device) -> dict[str, Any]:
         RuntimeError: the engine died, or computes with other weights than the trainer.
     """
     weights = random_weights(device)
-    ways = {"handle": by_handle(weights, device), "file": by_file, "broadcast": by_broadcast}
+    size = sum(tensor.nbytes for tensor in weights.values())
+    with shared_buffer(size, device) as (buffer, handle):
+        seconds = take_turns(weights, {"handle": partial(by_handle, buffer, handle), "file": by_file, "broadcast": by_broadcast}, device)
+    rates = {f"{name}_gb_per_s": size / 1e9 / median(own[1:]) for name, own in seconds.items()}
+    return {"bytes": size} | rates | {f"{name}_first_s": own[0] for name, own in seconds.items()}
+
+
+def take_turns(weights: dict[str, Tensor], ways: dict[str, Publish], device: torch.device) -> dict[str, list[float]]:
+    """Publish some versions in every way; returns the seconds of each, and raises as `publishing`."""
     engine = Contestant("gpu-publish-engine", [sys.executable, BENCHMARKS / "gpu_publish_engine.py", device.type], env={
         "PYTHONPATH": str(ROOT / "src")} | ({"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {}))
 
@@ -65,29 +78,17 @@ def publishing(device: torch.device) -> dict[str, Any]:
                     raise RuntimeError(f"version {number} by {name} has the fingerprint {told} in the engine, not {fingerprint}")
     finally:
         engine.close()
-    size = sum(tensor.nbytes for tensor in weights.values())
-    rates = {f"{name}_gb_per_s": size / 1e9 / median(own[1:]) for name, own in seconds.items()}
-    return {"bytes": size} | rates | {f"{name}_first_s": own[0] for name, own in seconds.items()}
+    return seconds
 
 
-Ask = Callable[[dict[str, Any]], dict[str, Any]]
-Publish = Callable[[dict[str, Tensor], Ask], float]
-
-
-def by_handle(weights: dict[str, Tensor], device: torch.device) -> Publish:
-    """Return what publishes through a buffer of these weights' size."""
-    buffer = torch.empty(sum(tensor.nbytes for tensor in weights.values()), dtype=torch.uint8, device=device)
-    handle = share(buffer)
-
-    def publish(weights: dict[str, Tensor], ask: Ask) -> float:
-        began_s = time.perf_counter()
-        flat = [tensor.view(-1).view(torch.uint8) for tensor in weights.values()]
-        torch._foreach_copy_(list(buffer.split([len(part) for part in flat])), flat)
-        current_platform.synchronize()  # the engine reads in a stream of its own
-        ask({"handle": handle})
-        return time.perf_counter() - began_s
-
-    return publish
+def by_handle(buffer: Tensor, handle: list[Any], weights: dict[str, Tensor], ask: Ask) -> float:
+    """Publish through a buffer of these weights' size."""
+    began_s = time.perf_counter()
+    flat = [tensor.view(-1).view(torch.uint8) for tensor in weights.values()]
+    torch._foreach_copy_(list(buffer.split([len(part) for part in flat])), flat)
+    current_platform.synchronize()  # the engine reads in a stream of its own
+    ask({"handle": handle})
+    return time.perf_counter() - began_s
 
 
 def by_file(weights: dict[str, Tensor], ask: Ask) -> float:

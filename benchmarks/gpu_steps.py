@@ -87,6 +87,7 @@ def take_turns(commands: dict[str, list[str]], work: Path, device: torch.device)
         own = [told for other, told in turns if other == name and told is not None]
         found[f"{name}_s"] = median(seconds for told in own for seconds in told["seconds"][1:])
         found[f"{name}_peak_bytes"] = max(told["peak_bytes"] for told in own)
+        found[f"{name}_grad_norm"] = norms[name]
     return found
 
 

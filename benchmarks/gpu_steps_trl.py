@@ -54,7 +54,7 @@ class Turns(TrainerCallback):
         pipe.flush()
 
 
-def given(prompts: list[str], _trainer: GRPOTrainer) -> dict[str, list]:
+def given(prompts: list[str], _trainer: GRPOTrainer) -> dict[str, Any]:
     """Return the samples for prompts, which are numbers of groups, each as often as it has samples."""
     groups, places = [int(prompt) for prompt in prompts], [i % group_size for i in range(len(prompts))]
     return {

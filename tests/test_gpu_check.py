@@ -99,7 +99,8 @@ def test_a_side_that_fails_is_reported_beside_the_others(load, tmp_path):
     commands = sides(tmp_path, offbeat=SIDE % 1.0, plain="raise MemoryError('no room')", trl=SIDE % 1.0005)
     found = load("gpu_steps").take_turns(commands, tmp_path, torch.device("cpu"))
     assert found.pop("plain").endswith("MemoryError: no room")
-    assert found == {"offbeat_s": 0.5, "offbeat_peak_bytes": 7, "trl_s": 0.5, "trl_peak_bytes": 7}
+    assert found == {
+        "offbeat_s": 0.5, "offbeat_peak_bytes": 7, "offbeat_grad_norm": 1.0, "trl_s": 0.5, "trl_peak_bytes": 7, "trl_grad_norm": 1.0005}
 
 
 def test_sides_that_compute_other_gradients_fail_the_part(load, tmp_path):

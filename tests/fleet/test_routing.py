@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from offbeat.fleet.routing import YIELD_FACTOR, YIELD_REQUESTS, Router
 
-LOADS = st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 10_000), min_size=1)
+LOADS = st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 3) | st.integers(0, 10_000), min_size=1)
 
 
 @given(st.lists(st.tuples(LOADS, st.integers(1, 100), st.sampled_from(["", "s", "t"])), max_size=20))
@@ -46,6 +46,16 @@ def test_idle_engines_take_turns() -> None:
     router = Router()
     counts = Counter(router.choose({"a": 0, "b": 0, "c": 0}, cost=1) for _ in range(300))
     assert set(counts.values()) == {100}
+
+
+@given(st.lists(LOADS, max_size=30))
+def test_of_equally_busy_engines_the_one_is_chosen_whose_last_turn_is_longest_ago(questions) -> None:
+    router, last_turns = Router(), {}
+    for turn, loads in enumerate(questions, start=1):
+        able = [name for name, load in loads.items() if load == min(loads.values())]
+        chosen = router.choose(loads, cost=1)
+        assert chosen in able and last_turns.get(chosen, 0) == min(last_turns.get(name, 0) for name in able)
+        last_turns[chosen] = turn
 
 
 def test_an_engine_that_is_new_takes_turns_like_the_others() -> None:

@@ -4,7 +4,7 @@ It only decides; `offbeat.fleet.dispatch` tells it with every question which eng
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 YIELD_FACTOR = 1.5
 YIELD_REQUESTS = 4
@@ -20,8 +20,8 @@ class Router:
         """`max_sessions` bounds the sessions that are remembered, the most recent ones, because sessions do not say when they end."""
         self._max_sessions = max_sessions
         self._homes: OrderedDict[str, str] = OrderedDict()
-        self._turns: dict[str, int] = {}
-        self._turn = 0
+        self._turns: OrderedDict[str, None] = OrderedDict()
+        """Engines, those first that were chosen longest ago: with a thousand of them, one that is idle is found at once."""
 
     def choose(self, loads: Mapping[str, int], *, cost: int, session: str = "") -> str:
         """Choose among `loads`, the outstanding tokens of every engine that may take a request of `cost` tokens.
@@ -29,15 +29,22 @@ class Router:
         The engine that had the session's last request has its prefix in the cache. It is taken again unless its load
         exceeds YIELD_FACTOR * least load + YIELD_REQUESTS * cost; then the session moves. Equally busy engines take turns.
         """
+        if not loads.keys() <= self._turns.keys():
+            self._let_in([name for name in loads if name not in self._turns])
         smallest = min(loads.values())
-        least = min((name for name, load in loads.items() if load == smallest), key=lambda name: self._turns.get(name, 0))
+        least = next(name for name in self._turns if loads.get(name) == smallest)
         home = self._homes.get(session, least) if session else least
         chosen = home if home in loads and loads[home] <= YIELD_FACTOR * loads[least] + YIELD_REQUESTS * cost else least
-        self._turn += 1
-        self._turns[chosen] = self._turn
+        self._turns.move_to_end(chosen)
         if session:
             self._homes[session] = chosen
             self._homes.move_to_end(session)
             if len(self._homes) > self._max_sessions:
                 self._homes.popitem(last=False)
         return chosen
+
+    def _let_in(self, new: Sequence[str]) -> None:
+        """Put engines in front, in their order, since they were never chosen."""
+        for name in reversed(new):
+            self._turns[name] = None
+            self._turns.move_to_end(name, last=False)
