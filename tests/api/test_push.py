@@ -78,6 +78,12 @@ def test_an_adapter_goes_by_itself_and_names_its_base_as_the_hub_does(hub: Hub, 
     assert b'base_model: "them/base"' in files["README.md"] and b"library_name: peft" in files["README.md"]
 
 
+def test_the_folder_that_a_model_was_loaded_from_is_not_sent(hub: Hub, run_dir: Path) -> None:
+    (run_dir / "export" / "config.json").write_text('{"_name_or_path": "/home/me/base", "model_type": "llama"}')
+    send(plan_push(run_dir, "me/digits"))
+    assert json.loads(hub.commits[0][2]["config.json"]) == {"model_type": "llama"}
+
+
 def test_a_card_of_ones_own_is_sent_as_it_is(hub: Hub, run_dir: Path) -> None:
     (run_dir / "export" / "README.md").write_text("mine")
     send(plan_push(run_dir, "me/digits"))

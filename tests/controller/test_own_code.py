@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.config.load import load_config
+from offbeat.controller import own_code
 from offbeat.controller.own_code import check_own_code
 from offbeat.errors import CodeError
 
@@ -51,3 +52,18 @@ def test_the_examples_in_the_documentation_work(tmp_path: Path, monkeypatch) -> 
         (_, name), (_, constants) = re.findall(r"--algorithm\.(objective|credit|constants) ('.*?'|\S+)", words)
         setting = "objective" if "my_loss" in name else "credit"
         assert len(check(**{setting: name, "constants": constants.strip("'")})) == 1
+
+
+def test_a_credit_that_never_returns_ends_the_step_and_not_the_process_with_it() -> None:
+    code = (
+        "import asyncio, threading\nfrom offbeat.controller.own_code import with_credit\n"
+        "asyncio.run(with_credit(threading.Event().wait, credit='mine.py:stuck', step=7, timeout_s=0.05))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert "OwnCodeError: credit 'mine.py:stuck' has not returned after 0.05 s, in step 7; see whether it can wait" in done.stderr
+
+
+def test_a_credit_that_never_returns_is_found_when_it_is_tried_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("import threading\ndef stuck(groups, constants): threading.Event().wait()\n")
+    monkeypatch.setattr(own_code, "_TIMEOUT_S", 0.05)
+    with pytest.raises(CodeError, match=r"mine.py:stuck' has not returned after 0.05 s, when it was tried out on made-up samples"):
+        check_own_code(load_config(None, [("algorithm.credit", f"{tmp_path}/mine.py:stuck")]))

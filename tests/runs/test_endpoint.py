@@ -103,6 +103,23 @@ def test_texts_and_chats_are_asked_with_the_settings_of_the_set(tmp_path: Path, 
     assert bodies["/v1/chat/completions"] == ("Bearer secret", own | {"messages": list(CHAT)})
 
 
+def test_calls_of_tools_are_sent_as_endpoints_take_them(tmp_path: Path) -> None:
+    add, flat = {"type": "function", "function": {"name": "add", "arguments": {"a": "ü", "b": 4}}}, {"name": "now", "id": "mine"}
+    chat = [
+        {"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [add, flat]},
+        {"role": "tool", "content": "7"}, {"role": "tool", "content": "noon", "tool_call_id": "mine"}, {"role": "user", "content": "so?"}]
+    scripted = Scripted()
+    play(scripted, configured(tmp_path), Row(tuple(chat), "7"))
+    ((_, _, body),) = scripted.asked
+    assert body["messages"] == [
+        chat[0],
+        {"role": "assistant", "content": "", "tool_calls": [
+            {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": '{"a": "ü", "b": 4}'}},
+            {"id": "mine", "type": "function", "function": {"name": "now", "arguments": "{}"}}]},
+        {"role": "tool", "content": "7", "tool_call_id": "call_0"}, chat[3], chat[4]]
+    assert add["function"]["arguments"] == {"a": "ü", "b": 4}, "the row stays as it is"
+
+
 def test_several_answers_are_asked_for_until_they_are_there_and_each_is_scored(tmp_path: Path) -> None:
     config = configured(tmp_path, evaluate__temperature="1", evaluate__samples_per_prompt="5", evaluate__pass_at="[2]")
     scripted = Scripted(most=3)

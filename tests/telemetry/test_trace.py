@@ -119,9 +119,15 @@ def test_of_a_trace_that_grows_only_what_was_appended_is_parsed(tmp_path, monkey
         parsed.clear()
         assert [span.name for span in reader.read()] == [f"s{earlier}" for earlier in range(number + 1)]
         assert number == 0 or len(parsed) == 1
+    for many in (40, 400):
+        for number in range(many):
+            tracer.add("of many", "controller", number, number + 1)
+        parsed.clear()
+        reader.read()
+        assert len(parsed) == many
     with path.open("a") as file:
         file.write('{"ph": "X", "name": "torn", "pid": 1, "tid": 1, "ts": 1')
-    assert len(reader.read()) == 50
+    assert len(reader.read()) == 490
     with path.open("a") as file:
         file.write(', "dur": 1},\n')
     assert reader.read()[-1].name == "torn" and reader.read() == read_trace(path)

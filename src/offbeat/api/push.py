@@ -21,6 +21,7 @@ from offbeat.runs.evaluated_model import run_export
 _CARD = "README.md"
 _ADAPTER = "adapter"
 _ADAPTER_CONFIG = "adapter_config.json"
+_CONFIG, _ORIGIN = "config.json", "_name_or_path"
 _MAIN = "main"
 _MOST_SAID = 300
 
@@ -35,7 +36,7 @@ class Push:
         message: of the commit.
         private: whether the repository is private if it does not exist yet; otherwise the owner's default decides, which is public.
         files: files of the run, by their paths in the repository.
-        texts: further files, which are made for this: the model card, unless the folder has one.
+        texts: files that are made for this: the model card, unless the folder has one, and others without folders of this machine.
     """
 
     repo_id: str
@@ -88,6 +89,9 @@ def plan_push(
         repo_id, base=base_model or base_of(run, run_dir), step=_step(run, checkpoint), is_adapter=adapter,
         is_classifier=_is_classifier(folder))
     texts = {} if _CARD in files else {_CARD: card_text(run, run_dir, card)}
+    if _ORIGIN in (config := _json(folder / _CONFIG) if _CONFIG in files else {}):  # a folder of this machine, which nothing reads
+        texts[_CONFIG] = json.dumps({key: value for key, value in config.items() if key != _ORIGIN}, indent=2) + "\n"
+        del files[_CONFIG]
     if adapter and base_model:  # what PEFT loads the base by
         texts[_ADAPTER_CONFIG] = json.dumps(_json(folder / _ADAPTER_CONFIG) | {"base_model_name_or_path": base_model}, indent=2) + "\n"
         del files[_ADAPTER_CONFIG]
@@ -162,7 +166,7 @@ def _step(run: RunFiles, checkpoint: str) -> int | None:
 
 
 def _is_classifier(folder: Path) -> bool:
-    config = folder / "config.json"
+    config = folder / _CONFIG
     architectures = _json(config).get("architectures") if config.is_file() else None
     return any(re.search("SequenceClassification", str(name)) for name in architectures or ())
 

@@ -49,6 +49,7 @@ from offbeat.algorithms.experience import batch_metrics, batch_stats, make_batch
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.controller.checkpoints import Checkpoints
 from offbeat.controller.evaluate import Evaluator, check_known, make_evaluators
+from offbeat.controller.own_code import with_credit
 from offbeat.controller.parts import Rollouts, RunParts
 from offbeat.controller.samples import best_and_worst, sample_table
 from offbeat.controller.scoring import score_batch
@@ -212,6 +213,9 @@ class _Training:
                 batch = make_batch(groups, config=algorithm, max_new_tokens=self._config.rollout.max_new_tokens)
             return _Made(batch, batch_stats(groups, version=step.version, config=algorithm))
 
+        if algorithm.credit:
+            return await with_credit(
+                flatten, credit=algorithm.credit, step=step.global_step, timeout_s=self._config.train.step_timeout_s)
         return await asyncio.to_thread(flatten)
 
     def _begin_ahead(self, step: Step, rollouts: Rollouts) -> None:

@@ -1,14 +1,22 @@
-"""Tries out the user's own objective and credit before anything is started: `offbeat config check` and `offbeat train` call it. Torch-free.
+"""Calls of the user's own objective and credit that need a bound. Torch-free.
 
-Credit is called in this process, which is where a run calls it; an objective in a child process, which imports torch.
+`check_own_code` tries both out before anything is started: `offbeat config check` and `offbeat train` call it. Credit is called in this
+process, which is where a run calls it; an objective in a child process, which imports torch.
 """
 
 import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
 
+from offbeat.aio import SideThread
 from offbeat.algorithms.own_credit import check_credit
 from offbeat.config.root import Config
+from offbeat.errors import CodeError, DeadlineError, OwnCodeError
 from offbeat.extras import TRAIN, require
 from offbeat.process.child import Child, ChildSpec
+
+T = TypeVar("T")
 
 _TIMEOUT_S = 120.0
 
@@ -25,13 +33,42 @@ def check_own_code(config: Config) -> list[str]:
     """
     algorithm, lines = config.algorithm, []
     if algorithm.credit:
-        check_credit(algorithm.credit, algorithm.constants)
+        _check_credit(algorithm.credit, algorithm.constants)
         lines.append(f"algorithm.credit = {algorithm.credit!r} gives finite advantages of the right shape for made-up samples")
     if algorithm.has_own_objective:
         require("train", TRAIN, wanted_by="the check of algorithm.objective")
         asyncio.run(_check_objective(config))
         lines.append(f"algorithm.objective = {algorithm.objective!r} gives finite losses with gradients for made-up tokens")
     return lines
+
+
+async def with_credit(make: Callable[[], T], *, credit: str, step: int, timeout_s: float) -> T:
+    """Return what `make` returns, which calls the function that `credit` names, on a thread that does not keep this process from ending.
+
+    Raises:
+        OwnCodeError: it has not returned within `timeout_s` seconds, or the function failed.
+    """
+    thread = SideThread("credit")
+    try:
+        return await thread.run("credit", make, timeout_s=timeout_s)
+    except DeadlineError as exc:
+        raise OwnCodeError(
+            f"credit {credit!r} has not returned after {timeout_s:g} s, in step {step}; see whether it can wait for something without end,"
+            " or raise train.step_timeout_s") from exc
+    finally:
+        thread.close()
+
+
+def _check_credit(credit: str, constants: Mapping[str, Any]) -> None:
+    async def check() -> None:
+        await with_credit(partial(check_credit, credit, constants), credit=credit, step=0, timeout_s=_TIMEOUT_S)
+
+    try:
+        asyncio.run(check())
+    except OwnCodeError as exc:
+        raise CodeError(
+            f"algorithm.credit = {credit!r} has not returned after {_TIMEOUT_S:g} s, when it was tried out on made-up samples; see whether"
+            " it can wait for something without end") from exc
 
 
 async def _check_objective(config: Config) -> None:

@@ -5,8 +5,9 @@ tokenizer is needed, and nothing of it can be trained on.
 """
 
 import asyncio
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -225,7 +226,33 @@ def _request(row: Row, config: Config) -> tuple[str, dict[str, Any]]:
             body[name] = value
     messages = messages_of(row, config.data)
     return ("/completions", body | {"prompt": row.prompt}) if messages is None else (
-        "/chat/completions", body | {"messages": list(messages)})
+        "/chat/completions", body | {"messages": _sent(messages)})
+
+
+def _sent(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as endpoints take them.
+
+    There, arguments of calls are JSON text, and each call has an id that its result names; rows hold objects, as chat templates take them,
+    and may leave ids out.
+    """
+    sent, unanswered, number = [], [], 0
+    for message in map(dict, messages):
+        if calls := message.get("tool_calls"):
+            named = [_call(call, f"call_{number + at}") for at, call in enumerate(calls)]
+            number += len(calls)
+            message["tool_calls"], unanswered = named, [call["id"] for call in named]
+        if message["role"] == "tool" and unanswered:
+            answered = message.setdefault("tool_call_id", unanswered[0])
+            unanswered = [call_id for call_id in unanswered if call_id != answered]
+        sent.append(message)
+    return sent
+
+
+def _call(call: Mapping[str, Any], free_id: str) -> dict[str, Any]:
+    function = call.get("function", call)
+    arguments = function.get("arguments", {})
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"id": call.get("id") or free_id, "type": "function", "function": {"name": function["name"], "arguments": text}}
 
 
 def _answer(choice: Mapping[str, Any], num_tokens: int) -> EvaluatedSample:

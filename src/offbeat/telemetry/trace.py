@@ -24,7 +24,7 @@ from offbeat.telemetry.mend import mend
 _END = b'{"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "offbeat"}}]\n'
 """The last line of a trace that was closed. It has no comma behind it, so that the whole file is valid JSON."""
 
-_SEAM_LINES, _SEAM_BYTES = 16, 4096
+_SEAM_BYTES = 4096
 """How much of what was read last is compared, to know whether a file has only grown."""
 
 _LATEST_US = 2**53
@@ -144,15 +144,16 @@ class TraceReader:
                     if not self._goes_on(file):
                         self._forget()
                     file.seek(self._offset)
-                    lines = file.read().split(b"\n")
+                    appended = file.read()
                     self._file_id = _file_id(file)
             except OSError:
                 self._forget()
                 return []
-            torn = lines.pop()
-            self._add(lines)
-            self._offset += sum(map(len, lines)) + len(lines)
-            self._seam = (self._seam + b"".join(line + b"\n" for line in lines[-_SEAM_LINES:]))[-_SEAM_BYTES:]
+            end = appended.rfind(b"\n") + 1
+            torn = appended[end:]
+            self._add(appended[:end].splitlines())
+            self._offset += end
+            self._seam = (self._seam + appended[max(end - _SEAM_BYTES, 0) : end])[-_SEAM_BYTES:]
             whole = _parse_event(torn) if torn else None  # the last line may lack its line break
             last = _span(whole, self._tracks) if whole is not None else None
             return [*self._spans, *([last] if last is not None else [])]
