@@ -75,7 +75,7 @@ test-tinker-oldest: $(DEV_STAMP) $(TINKER_OLD_STAMP)
 	.venv-tinker-old/bin/python -m pytest --confcutdir=tests/sdk tests/sdk
 
 probes: $(DEV_STAMP)  ## run the probes of the service: what a hostile client can try, each against a real server
-	$(BIN)/python -m pytest tests/probes
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/probes
 
 $(COOKBOOK_STAMP): tools/install_cookbook.sh tools/install_tinker.sh
 	PYTHON=$(PYTHON) tools/install_cookbook.sh .venv-cookbook
