@@ -3,6 +3,7 @@
 Each operation that is not a view counts as a launch. It takes as long as its products take at the device's peak, or as its inputs and
 results take to read and write, whichever is longer; nothing overlaps, and no time is added for the launch itself. "before" has float32
 weights, a CPU's chunks in the head, and no kernel for sequences of many lengths: its attention is counted as that kernel all the same.
+"bf16, compiled" has the kernels of fused_counts.py in place of its blocks' operations; their memory is not counted.
 
     python benchmarks/gpu_counts.py [--tokens 16384] [--models 1.7B 8B] [--variants bf16]
 
@@ -14,6 +15,7 @@ import json
 from typing import Any
 
 import torch
+from fused_counts import fused_kernels, run_block
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,6 +47,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 VARIANTS: dict[str, tuple[torch.dtype, Recompute]] = {
     "before": (torch.float32, "off"), "bf16": (torch.bfloat16, "off"), "bf16, selective": (torch.bfloat16, "selective"),
     "bf16, full": (torch.bfloat16, "full")}
+
+
+COMPILED = "bf16, compiled"
 
 
 def model_config(name: str) -> Qwen3Config:
@@ -83,6 +88,8 @@ class Cost(TorchDispatchMode):
 
 def count(name: str, variant: str, num_tokens: int) -> dict[str, Any]:
     """Return the figures of one forward and backward pass over sequences of 1,024 tokens."""
+    if variant == COMPILED:
+        return compiled(count(name, "bf16", num_tokens))
     dtype, recompute = VARIANTS[variant]
     sizes = head.ACCELERATOR_SIZES
     config = model_config(name)
@@ -113,6 +120,20 @@ def count(name: str, variant: str, num_tokens: int) -> dict[str, Any]:
         "activation_bytes": live.peak, "roofline_s": cost.roofline_s, "roofline_mfu": useful / PEAK_FLOP_PER_S / cost.roofline_s}
 
 
+def compiled(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of figures with compiled blocks; what a block's attention and all else cost stays."""
+    config, tokens, plain = model_config(row["model"]), row["tokens"], Cost()
+    run_block(config, tokens, device="meta", mode=plain)
+    kernels, layers = fused_kernels(config, tokens), config.num_hidden_layers
+    assert sum(kernel.flops for kernel in kernels) == plain.flops, "compiled blocks compute the same products"
+    seconds = sum(max(kernel.flops / PEAK_FLOP_PER_S, kernel.num_bytes / BYTES_PER_S) for kernel in kernels) - plain.roofline_s
+    roofline_s = row["roofline_s"] + layers * seconds
+    return row | {
+        "variant": COMPILED, "launches": row["launches"] + layers * (len(kernels) - plain.launches),
+        "bytes_moved": row["bytes_moved"] + layers * round(sum(kernel.num_bytes for kernel in kernels) - plain.num_bytes),
+        "activation_bytes": None, "roofline_s": roofline_s, "roofline_mfu": row["roofline_mfu"] * row["roofline_s"] / roofline_s}
+
+
 def flops_of(num_parameters: int, config: Qwen3Config, lengths: list[int]) -> float:
     """Return the floating-point operations that a pass over sequences of these lengths is for: 6 N per token, and causal attention."""
     tied = config.tie_word_embeddings
@@ -130,7 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--models", nargs="+", default=["1.7B", "8B"], choices=SHAPES)
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--variants", nargs="+", default=[*VARIANTS, COMPILED], choices=[*VARIANTS, COMPILED])
     args = parser.parse_args()
     for name in args.models:
         for variant in args.variants:

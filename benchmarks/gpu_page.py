@@ -41,10 +41,12 @@ _COUNTS = """
 ## Counted
 
 One forward and backward pass over sequences of 1,024 tokens, on tensors without numbers (`benchmarks/gpu_counts.py`). Every operation that
-is no view is a launch; compiling layers would join many of them. Memory is what lives beside the weights at its peak, gradients of weights
-not counted. The roofline is of an H100: each operation takes as long as its products at 989 TFLOP/s (half of that in float32), or its reads
-and writes at 3.35 TB/s, one after the other; MFU by it is a bound, not a measurement. "before" has float32 weights and the head's chunks of
-a CPU; its attention is counted as if the kernel took float32.
+is no view is a launch. Memory is what lives beside the weights at its peak, gradients of weights not counted. The roofline is of an H100:
+each operation takes as long as its products at 989 TFLOP/s (half of that in float32), or its reads and writes at 3.35 TB/s, one after the
+other; MFU by it is a bound, not a measurement. "before" has float32 weights and the head's chunks of a CPU; its attention is counted as if
+the kernel took float32. "compiled" is `train.compile = true`: the operations of a block, except attention, are replaced by the kernels into
+which Inductor fuses them, with what each reads and writes (`benchmarks/fused_counts.py`). These are the kernels that it plans for a CPU;
+for a GPU it may fuse differently, and its memory was not counted.
 
 """
 
@@ -67,7 +69,11 @@ def _count_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
         yield (
             f"| {row['model']} | {row['variant']} | {row['tokens']:,} | {row['launches']:,} | {row['bytes_moved'] / 2**30:,.0f} GiB"
-            f" | {row['activation_bytes'] / 2**30:.1f} GiB | {row['roofline_s']:.2f} s | {row['roofline_mfu']:.0%} |\n")
+            f" | {_memory(row['activation_bytes'])} | {row['roofline_s']:.2f} s | {row['roofline_mfu']:.0%} |\n")
+
+
+def _memory(num_bytes: int | None) -> str:
+    return "not counted" if num_bytes is None else f"{num_bytes / 2**30:.1f} GiB"
 
 
 def _result_table(found: dict[str, Any]) -> Iterator[str]:

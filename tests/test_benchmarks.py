@@ -26,3 +26,14 @@ def test_the_benchmark_of_publishing_to_many_engines_says_its_ratios() -> None:
     many, cpu, beside, idle = map(json.loads, done.stdout.splitlines())
     assert many["case"] == "publish to 16 engines vs 4" and many["aim"] == pytest.approx(1 / 1.2) and cpu["ours"] > 0
     assert beside["ours"] < beside["peer"] and idle["ours"] < idle["peer"], "a slow engine held up the others"
+
+
+def test_compiled_blocks_are_counted_with_the_same_products_and_fewer_bytes() -> None:
+    command = [sys.executable, str(BENCHMARKS / "gpu_counts.py"), "--models", "tiny", "--tokens", "2048"]
+    done = subprocess.run([*command, "--variants", "bf16", "bf16, compiled"], capture_output=True, text=True, timeout=240, check=True)
+    plain, compiled = map(json.loads, done.stdout.splitlines())
+    assert plain["launches"] / 3 < compiled["launches"] < plain["launches"] / 2
+    assert compiled["bytes_moved"] < 0.6 * plain["bytes_moved"] and compiled["activation_bytes"] is None
+    moved, seconds = (plain[name] - compiled[name] for name in ("bytes_moved", "roofline_s"))
+    assert seconds == pytest.approx(moved / 3.35e12, rel=0.1), "what a compiled block saves is memory's time"
+    assert compiled["roofline_mfu"] * compiled["roofline_s"] == pytest.approx(plain["roofline_mfu"] * plain["roofline_s"])
