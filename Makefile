@@ -42,7 +42,7 @@ quickstart: $(STAMP)  ## train a small model from scratch, in about a minute
 test: $(DEV_STAMP)  ## run the tests, all but those of test-runs, test-ray, test-vllm, test-tinker, test-agents, probes and test-real
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not ray and not whole_run" $(ELSEWHERE)
 
-test-runs: $(DEV_STAMP)  ## run the tests of whole runs: with critics, teachers, adapters, episodes and the user's own code, under torchrun, and with faults
+test-runs: $(DEV_STAMP)  ## run the tests of whole runs, of several ranks against one, and of faults in real processes
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m whole_run $(ELSEWHERE)
 
 test-ray: $(DEV_STAMP)  ## run the tests that start Ray on this machine

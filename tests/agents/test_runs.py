@@ -12,8 +12,8 @@ from small_run import SmallRun
 CODE = Path(__file__).parents[1] / "support" / "playing.py"
 
 
-@pytest.mark.parametrize(("workflow", "agent"), [
-    pytest.param("gym", {"environment": f"{CODE}:Digits"}, marks=pytest.mark.whole_run), ("agent", {"program": f"{CODE}:digits"})])
+@pytest.mark.whole_run
+@pytest.mark.parametrize(("workflow", "agent"), [("gym", {"environment": f"{CODE}:Digits"}), ("agent", {"program": f"{CODE}:digits"})])
 def test_a_run_trains_and_evaluates_episodes_of_two_turns(
     workflow: str, agent: dict[str, str], shop: Workshop, model_dir: str, tmp_path: Path,
 ) -> None:

@@ -105,8 +105,9 @@ def test_engines_hold_no_weights_while_the_ranks_train_and_serve_every_version(
     assert max(held["asleep"]) < min(held["awake"]) - 0.8 * WEIGHTS_BYTES, held
 
 
+@pytest.mark.whole_run
 @pytest.mark.parametrize("fault", [
-    pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.whole_run)])
+    pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped")])
 def test_an_engine_that_is_lost_asleep_is_restarted_and_the_run_goes_on(
     fault: signal.Signals, tmp_path: Path, model_dir: str, engines: list[EngineGroup], monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -121,6 +122,7 @@ def test_an_engine_that_is_lost_asleep_is_restarted_and_the_run_goes_on(
     assert run.events("healed")[0]["time_s"] > run.events("slept")[1]["time_s"], "in the engines' turn"
 
 
+@pytest.mark.whole_run
 def test_a_hang_at_wake_ends_in_a_sentence(
     tmp_path: Path, model_dir: str, engines: list[EngineGroup], monkeypatch: pytest.MonkeyPatch,
 ) -> None:

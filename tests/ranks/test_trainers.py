@@ -160,7 +160,7 @@ def test_what_was_prepared_and_is_not_trained_on_is_forgotten(tmp_path: Path) ->
     assert [requests[0][0] for requests in asyncio.run(main()).trained] == ["4", "6"]
 
 
-@pytest.mark.parametrize("point", ["join", "save_recover"])
+@pytest.mark.parametrize("point", ["join", pytest.param("save_recover", marks=pytest.mark.whole_run)])
 def test_a_rank_that_fails_is_named_and_its_peers_hear_of_it_at_once(
     point: str, tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -274,7 +274,9 @@ def test_two_ranks_train_adapters_as_one_does(tmp_path: Path, model_dir: str) ->
 
 @pytest.mark.parametrize(("point", "kind", "sentence"), [
     ("optim_step", "exception", r"rank 1 failed in optim_step: RuntimeError: injected at 'optim_step'"),
-    ("optim_step", "slow", r"'optim_step' timed out after 3 s with 1 of 2 ranks there: rank 1 is slow, for .* in phase 'injected delay'"),
+    pytest.param(
+        "optim_step", "slow", r"'optim_step' timed out after 3 s with 1 of 2 ranks there: rank 1 is slow, for .* in phase 'injected delay'",
+        marks=pytest.mark.whole_run),
     ("optim_step_gradients", "kill", r"rank 1 \(process \d+\) was killed by SIGKILL in optim_step"),
 ], ids=["exception", "slow", "kill"])
 def test_a_rank_that_misbehaves_in_a_step_is_named(

@@ -68,6 +68,7 @@ def skewed(run: SmallRun, engine: str, **changes: str) -> list[str]:
         dist__sync_timeout_s="5", inference__urls=json.dumps([engine]), **changes)
 
 
+@pytest.mark.whole_run
 def test_a_head_whose_rollouts_are_slow_is_named_with_what_it_waits_for(
     engine: tuple[EngineServer, str], tmp_path: Path, model_dir: str,
 ) -> None:

@@ -230,6 +230,7 @@ def _learn_beside_a_critic(groups, folder):
     return found
 
 
+@pytest.mark.whole_run
 def test_a_critic_beside_an_adapter_learns_as_on_one_rank(tmp_path):
     folder = build_model(tmp_path / "model")
     expected = run_alone(_learn_beside_a_critic, argument=folder)["ddp"]
@@ -256,6 +257,7 @@ def _hold(groups, folder):
     return found
 
 
+@pytest.mark.whole_run
 def test_a_rank_holds_its_part_of_the_model_alone_in_the_format_of_the_model(tmp_path):
     folder = build_model(tmp_path / "model")
     alone = run_alone(_hold, argument=folder)

@@ -15,6 +15,8 @@ from train_samples import MESHES, TINY, build_model, build_trainer, make_batch, 
 
 SAVED, AFTER = [make_batch(3, 2, seed=seed) for seed in range(2)], [make_batch(3, 2, seed=seed) for seed in range(2, 4)]
 
+pytestmark = pytest.mark.whole_run
+
 
 def _save_and_go_on(groups, folder):
     """By mesh: results after the save, results after loading it anew, and the error of saving to a full disk."""
