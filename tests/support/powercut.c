@@ -7,6 +7,7 @@
 #include <dirent.h>
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -57,8 +58,11 @@ static void note_bytes(int source, int target) {
     close(source);
 }
 
+/* Of two threads that sync one folder, the one that looked first must not note last what it has seen. */
+static pthread_mutex_t noting = PTHREAD_MUTEX_INITIALIZER;
+
 static int note(int fd) {
-    static _Atomic long number;
+    static long number;
     const char *disk = getenv("POWERCUT_DISK"), *root = getenv("POWERCUT_ROOT");
     char own[64], path[4096], key[96], part[4400], final[4400];
     int is_folder = 0;
@@ -72,6 +76,7 @@ static int note(int fd) {
     if (strncmp(path, root, strlen(root)) != 0)
         return 0;
     key_of(fd, "", AT_EMPTY_PATH, key, sizeof key, &is_folder);
+    pthread_mutex_lock(&noting);
     snprintf(part, sizeof part, "%s/part-%d-%ld", disk, getpid(), number++);
     snprintf(final, sizeof final, "%s/%s", disk, key);
     int source = open(own, O_RDONLY | O_CLOEXEC), target = open(part, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
@@ -79,7 +84,9 @@ static int note(int fd) {
         abort();
     (is_folder ? note_names : note_bytes)(source, target);
     close(target);
-    return rename(part, final); /* whole or not at all: the cut may come now */
+    int renamed = rename(part, final); /* whole or not at all: the cut may come now */
+    pthread_mutex_unlock(&noting);
+    return renamed;
 }
 
 int fsync(int fd) { return note(fd); }
