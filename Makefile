@@ -20,7 +20,7 @@ export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart test test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real cookbook verifiers test-verifiers test-agents smollm2 check docs bench gpu-check faults soak clean
+.PHONY: help quickstart test test-drills test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real cookbook verifiers test-verifiers test-agents smollm2 check docs bench gpu-check faults soak clean
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
 
@@ -39,10 +39,13 @@ $(DEV_STAMP): $(STAMP)
 quickstart: $(STAMP)  ## train a small model from scratch, in about a minute
 	$(BIN)/offbeat quickstart
 
-test: $(DEV_STAMP)  ## run the tests, all but those of test-runs, test-ray, test-vllm, test-tinker, test-agents, probes and test-real
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not ray and not whole_run" $(ELSEWHERE)
+test: $(DEV_STAMP)  ## run the tests, all but those of test-drills, test-runs, test-ray, test-vllm, test-tinker, test-agents, probes and test-real
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not ray and not drill and not whole_run" $(ELSEWHERE)
 
-test-runs: $(DEV_STAMP)  ## run the tests of whole runs, of several ranks against one, and of faults in real processes
+test-drills: $(DEV_STAMP)  ## run the longer tests of real processes: runs, several ranks against one, faults, notebooks
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m drill $(ELSEWHERE)
+
+test-runs: $(DEV_STAMP)  ## run whole runs with critics, teachers, references, reward models, preferences and code of the user's own, and some under torchrun
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m whole_run $(ELSEWHERE)
 
 test-ray: $(DEV_STAMP)  ## run the tests that start Ray on this machine

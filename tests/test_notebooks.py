@@ -41,7 +41,7 @@ def text_of(cell: Any) -> str:
     return "".join(each.get("text", "") or each.get("data", {}).get("text/plain", "") for each in cell.outputs)
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 @pytest.mark.timeout(450)
 def test_a_function_of_a_cell_and_what_it_refers_to_reach_the_reward_processes(executed: tuple[Path, list[Any]]) -> None:
     folder, cells = executed
@@ -57,7 +57,7 @@ def test_a_function_of_a_cell_and_what_it_refers_to_reach_the_reward_processes(e
         assert float(match[1]) == pytest.approx(1.0 if written == answer else 0.5 * in_place, abs=0.006)
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 @pytest.mark.timeout(450)
 def test_a_run_shows_its_progress_beside_the_kernel_s_loop_and_what_it_made_is_there_for_the_next_cells(
     executed: tuple[Path, list[Any]],

@@ -12,7 +12,7 @@ from small_run import SmallRun
 CODE = Path(__file__).parents[1] / "support" / "playing.py"
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 @pytest.mark.parametrize(("workflow", "agent"), [("gym", {"environment": f"{CODE}:Digits"}), ("agent", {"program": f"{CODE}:digits"})])
 def test_a_run_trains_and_evaluates_episodes_of_two_turns(
     workflow: str, agent: dict[str, str], shop: Workshop, model_dir: str, tmp_path: Path,

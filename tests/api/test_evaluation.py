@@ -9,7 +9,7 @@ import offbeat
 SMALL = {"rollout.max_new_tokens": 3, "inference.threads": 1, "cluster.stop_timeout_s": 3}
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_a_model_is_measured_on_rows_and_on_sets(tmp_path: Path, model_dir: str) -> None:
     rows = [{"prompt": f"{i}>", "answer": str(i)} for i in range(6)]
 

@@ -29,7 +29,7 @@ ROWS = [{"prompt": f"{a}{b}>", "answer": f"{b}{a}", "level": a} for a in range(1
 PAIRS = [{"prompt": f"{i}=", "chosen": f"{i % 7}", "rejected": f"a{i % 7}b"} for i in range(20)]
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_a_program_with_a_running_loop_trains_with_a_function_and_rows_of_its_own(
     tmp_path: Path, model_dir: str, capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -59,7 +59,7 @@ def test_a_run_and_the_same_model_behind_a_url_answer_alike(
     assert [(each["difference"], each["p_value"]) for each in compared["differences"]] == [(0, 1)] * 2 and not compared["changes"]
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_an_adapter_answers_as_the_model_that_it_is_merged_into(tmp_path: Path, capsys) -> None:
     base = tmp_path / "base"
     base.mkdir()

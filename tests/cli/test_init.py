@@ -35,7 +35,7 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "cannot be written" in capsys.readouterr().err
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_it_trains(tmp_path: Path) -> None:
     """With fewer samples and steps, so that the test is short; everything else is as it is written, the warm-up and the model included."""
     folder = tmp_path / "mine"

@@ -44,7 +44,7 @@ def test_the_guard_itself_raises() -> None:
     assert "the controller touched offbeat.sync.platform.current_platform" in done.stderr
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_a_whole_run_with_warm_up_evaluation_and_recovery_touches_no_device(tmp_path: Path, model_dir: str) -> None:
     run = SmallRun(tmp_path, model_dir)
     often = {"checkpoint__every_steps": "1", "evaluate__every_steps": "1", "train__num_ranks": "2"}

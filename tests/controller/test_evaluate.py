@@ -195,7 +195,7 @@ def test_what_a_sets_own_metric_finds_is_beside_its_scores_and_its_failure_costs
         check_known(found, "eval/own/f2")
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_a_run_evaluates_each_set_as_it_asks_and_goes_on_with_them(shop: Workshop, tmp_path: Path, model_dir: str) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{i}>", "answer": f"{i}"}) + "\n" for i in range(3)))

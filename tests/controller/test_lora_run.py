@@ -12,13 +12,12 @@ from small_run import SmallRun, offbeat, torchrun
 LORA = {"model__lora__rank": "4", "inference__num_engines": "2"}
 
 
-@pytest.fixture(params=["controller", "spmd"])
+@pytest.fixture(params=[pytest.param("controller", marks=pytest.mark.drill), pytest.param("spmd", marks=pytest.mark.whole_run)])
 def start(request: pytest.FixtureRequest):
     """The command in a mode."""
     return offbeat if request.param == "controller" else lambda *arguments: torchrun(*arguments, world=2)
 
 
-@pytest.mark.whole_run
 def test_an_adapter_is_trained_published_saved_and_gone_on_from(start, tmp_path: Path, model_dir: str) -> None:
     run = SmallRun(tmp_path, model_dir)
     for steps in (2, 3):

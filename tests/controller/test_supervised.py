@@ -212,7 +212,7 @@ def test_a_run_killed_while_it_fine_tunes_goes_on_and_then_says_that_it_is_finis
     assert not run.folder.exists(), "reinforcement learning does not go on from fine-tuning, which is moved aside"
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_a_warm_up_learns_publishes_and_hands_over(tmp_path: Path, model_dir: str) -> None:
     run = SmallRun(tmp_path, model_dir)
     config = small_config(

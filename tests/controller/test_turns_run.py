@@ -105,7 +105,7 @@ def test_engines_hold_no_weights_while_the_ranks_train_and_serve_every_version(
     assert max(held["asleep"]) < min(held["awake"]) - 0.8 * WEIGHTS_BYTES, held
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 @pytest.mark.parametrize("fault", [
     pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped")])
 def test_an_engine_that_is_lost_asleep_is_restarted_and_the_run_goes_on(
@@ -122,7 +122,7 @@ def test_an_engine_that_is_lost_asleep_is_restarted_and_the_run_goes_on(
     assert run.events("healed")[0]["time_s"] > run.events("slept")[1]["time_s"], "in the engines' turn"
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_a_hang_at_wake_ends_in_a_sentence(
     tmp_path: Path, model_dir: str, engines: list[EngineGroup], monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -138,7 +138,7 @@ def test_a_hang_at_wake_ends_in_a_sentence(
         run_training(config, Console("quiet"))
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_a_run_that_is_killed_goes_on_with_turns_or_without(tmp_path: Path, model_dir: str) -> None:
     run = SmallRun(tmp_path, model_dir)
     arguments = {"checkpoint__every_steps": "1", "run__total_steps": "100000", **TURNS}
@@ -171,7 +171,7 @@ def test_turns_with(changes: dict[str, str], first: int, tmp_path: Path, model_d
     assert not run.events("engine_failed") and not run.events("rejected")
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_turns_under_torchrun(tmp_path: Path, model_dir: str) -> None:
     run = SmallRun(tmp_path, model_dir)
     done = torchrun("train", *run.arguments(**TURNS, run__total_steps="3"), "--json", world=2)

@@ -42,7 +42,7 @@ def _text(node: ast.expr) -> set[str]:
     pytest.param("spmd", [(1, "train_step", "kill"), (1, "backward", "hang"), (1, "evaluate", "stop")], marks=pytest.mark.whole_run),
     pytest.param(
         "local", [(1, "save_recover", "slow"), (1, "publish", "mismatch"), (0, "backward", "stop"), (0, "train_step", "kill")],
-        marks=pytest.mark.whole_run),
+        marks=pytest.mark.drill),
     pytest.param("ray", [(1, "train_step", "exception")], marks=pytest.mark.ray),
 ])
 def test_a_rank_that_misbehaves_is_named_and_the_run_resumes(

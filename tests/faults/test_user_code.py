@@ -15,7 +15,7 @@ SAMPLE = (
     "a reward that raises on every sample")
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_wrong_code_is_left_out_alone_in_a_real_run_or_ends_it_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("reward_timeout_s", "20"), ("episode_timeout_s", "40")):  # none of these hangs
         monkeypatch.setitem(SETTINGS, f"rollout.{name}", seconds)

@@ -28,7 +28,7 @@ def files_below(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_ranks_on_other_machines_write_and_read_the_folders_of_this_one(tmp_path: Path, model_dir: str) -> None:
     config = small_config(tmp_path, model_dir, train__max_tokens_per_microbatch="64", train__num_ranks="2", train__parallel__shard="2")
     far = {name: far_disk(tmp_path / name, name) for name in ("a", "b")}

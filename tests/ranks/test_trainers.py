@@ -70,7 +70,7 @@ async def two_steps(config: Config, folder: Path, model: str) -> Outcome:
     return Outcome(stats, scores, {name: tensor.numpy() for name, tensor in read_safetensors(folder / "v7")}, spans)
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_two_ranks_train_as_one_does(tmp_path: Path, model_dir: str) -> None:
     async def main() -> list:
         folders = [tmp_path / "one", tmp_path / "two", tmp_path / "dealt"]
@@ -160,7 +160,7 @@ def test_what_was_prepared_and_is_not_trained_on_is_forgotten(tmp_path: Path) ->
     assert [requests[0][0] for requests in asyncio.run(main()).trained] == ["4", "6"]
 
 
-@pytest.mark.parametrize("point", ["join", pytest.param("save_recover", marks=pytest.mark.whole_run)])
+@pytest.mark.parametrize("point", ["join", pytest.param("save_recover", marks=pytest.mark.drill)])
 def test_a_rank_that_fails_is_named_and_its_peers_hear_of_it_at_once(
     point: str, tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -182,10 +182,10 @@ def test_a_rank_that_fails_is_named_and_its_peers_hear_of_it_at_once(
 @pytest.mark.parametrize(("rank", "fault", "text"), [
     (1, "point=backward,kind=hang", r"^rank 1 hangs in 'train_step' \(backward\): for \d+\.\d s it .* in strike: time\.sleep"),
     pytest.param(
-        0, "point=forward,kind=stop", r"rank 0 is stopped by a signal \(SIGSTOP or a debugger\)", marks=pytest.mark.whole_run),
+        0, "point=forward,kind=stop", r"rank 0 is stopped by a signal \(SIGSTOP or a debugger\)", marks=pytest.mark.drill),
     pytest.param(
         0, "point=write_weights,kind=hang", r"^rank 0 hangs in 'write_weights' \(write_weights\): for \d+\.\d s it ",
-        marks=pytest.mark.whole_run),
+        marks=pytest.mark.drill),
 ])
 def test_a_rank_that_hangs_or_is_stopped_inside_a_region_is_named_and_no_victim(
     rank: int, fault: str, text: str, tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
@@ -257,7 +257,7 @@ async def train(num_ranks: int, folder: Path, model: str) -> tuple[Scores, Score
         return learnt, scores, norms, passed
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_two_ranks_train_adapters_as_one_does(tmp_path: Path, model_dir: str) -> None:
     async def main() -> list:
         folders = [tmp_path / "one", tmp_path / "two"]
@@ -276,7 +276,7 @@ def test_two_ranks_train_adapters_as_one_does(tmp_path: Path, model_dir: str) ->
     ("optim_step", "exception", r"rank 1 failed in optim_step: RuntimeError: injected at 'optim_step'"),
     pytest.param(
         "optim_step", "slow", r"'optim_step' timed out after 3 s with 1 of 2 ranks there: rank 1 is slow, for .* in phase 'injected delay'",
-        marks=pytest.mark.whole_run),
+        marks=pytest.mark.drill),
     ("optim_step_gradients", "kill", r"rank 1 \(process \d+\) was killed by SIGKILL in optim_step"),
 ], ids=["exception", "slow", "kill"])
 def test_a_rank_that_misbehaves_in_a_step_is_named(

@@ -196,7 +196,7 @@ def test_an_adapter_is_written_without_being_published_and_restored_with_a_fresh
     run(body)
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_trainers_that_die_are_restarted_and_adapters_go_on_from_what_was_saved(run: Run, tmp_path: Path) -> None:
     datums = make_datums(6, losses=(CROSS_ENTROPY,), dense=True)
 
@@ -301,7 +301,7 @@ def test_adapters_of_a_rank_without_dropout_on_whole_models_are_needed(changes: 
         asyncio.run(main())
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_adapters_go_on_while_an_engine_is_killed_and_comes_back(run: Run) -> None:
     async def body(adapters: Adapters) -> None:
         await adapters.add("alice")

@@ -189,7 +189,7 @@ def kill_a_rank() -> None:
     psutil.wait_procs(ranks, timeout=20)
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_a_client_that_waits_for_one_request_hears_in_its_failure_what_is_lost(cluster: SmallCluster, tmp_path: Path) -> None:
     async def body() -> None:
         async with cluster.open(tmp_path) as running:
@@ -205,7 +205,7 @@ def test_a_client_that_waits_for_one_request_hears_in_its_failure_what_is_lost(c
     cluster.run(body)
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_a_failure_that_does_not_tell_what_is_lost_does_not_count_as_having_told(cluster: SmallCluster, tmp_path: Path) -> None:
     async def body() -> None:
         async with cluster.open(tmp_path) as running:

@@ -34,8 +34,8 @@ def processes_of(run: SmallRun) -> list[psutil.Process]:
     return [process for process in psutil.process_iter(["cmdline"]) if str(run.root) in " ".join(process.info["cmdline"] or ())]
 
 
-@pytest.mark.whole_run
-@pytest.mark.parametrize("changes", [pytest.param({}, id="one rank loads"), pytest.param(HEADS, id="heads load")])
+@pytest.mark.parametrize("changes", [
+    pytest.param({}, id="one rank loads", marks=pytest.mark.drill), pytest.param(HEADS, id="heads load", marks=pytest.mark.whole_run)])
 def test_ranks_under_torchrun_train_save_and_go_on(changes: dict[str, str], tmp_path: Path, model_dir: str) -> None:
     run = SmallRun(tmp_path, model_dir)
     changes = changes | {"evaluate__sets__right__rollout__reward": f"{REWARDS}:right"}
@@ -68,7 +68,7 @@ def skewed(run: SmallRun, engine: str, **changes: str) -> list[str]:
         dist__sync_timeout_s="5", inference__urls=json.dumps([engine]), **changes)
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_a_head_whose_rollouts_are_slow_is_named_with_what_it_waits_for(
     engine: tuple[EngineServer, str], tmp_path: Path, model_dir: str,
 ) -> None:
@@ -82,7 +82,7 @@ def test_a_head_whose_rollouts_are_slow_is_named_with_what_it_waits_for(
     assert not processes_of(run)
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_one_rank_that_loads_carries_the_same_work_through(
     engine: tuple[EngineServer, str], tmp_path: Path, model_dir: str,
 ) -> None:
@@ -93,7 +93,7 @@ def test_one_rank_that_loads_carries_the_same_work_through(
     assert max(row["step/rollout_wait_s"] for row in run.metrics()) > 5, "no wait was longer than the deadline, so this shows nothing"
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_ranks_go_on_while_an_adapter_is_fanned_out_and_one_that_no_engine_takes_ends_the_run(
     engine: tuple[EngineServer, str], tmp_path: Path, model_dir: str,
 ) -> None:

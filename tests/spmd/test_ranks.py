@@ -120,7 +120,7 @@ async def with_workers(config: Config, num_groups: int, folder: Path) -> list[li
 
 
 @pytest.mark.parametrize(("world", "num_groups", "aggregation", "launcher"), [
-    (2, 6, "sequence_mean", ""), pytest.param(4, 7, "token_mean", "local", marks=pytest.mark.whole_run),
+    (2, 6, "sequence_mean", ""), pytest.param(4, 7, "token_mean", "local", marks=pytest.mark.drill),
     pytest.param(2, 7, "token_mean", "ray", marks=pytest.mark.ray),
 ])
 def test_every_mode_gives_the_same_loss_and_gradient(

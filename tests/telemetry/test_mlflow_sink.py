@@ -72,7 +72,7 @@ def runs(written: Path) -> list[dict[str, Any]]:
     return json.loads(run(READ, written).stdout)
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_every_process_of_a_run_is_an_mlflow_run_in_one_local_database(written: Path, runs: list[dict[str, Any]]) -> None:
     assert [each["name"] for each in runs] == ["sort", "sort"] and {each["status"] for each in runs} == {"FINISHED"}
     for each, first in zip(runs, (1, 3), strict=True):
@@ -84,7 +84,7 @@ def test_every_process_of_a_run_is_an_mlflow_run_in_one_local_database(written: 
     assert sorted(path.name for path in (written / "runs").iterdir()) == [".mlflow.lock", "mlartifacts", "mlflow.db", "sort"]
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_tables_of_samples_are_tables_of_mlflow(runs: list[dict[str, Any]]) -> None:
     for each, first in zip(runs, (1, 3), strict=True):
         assert json.loads(each["tags"]["mlflow.loggedArtifacts"]) == [

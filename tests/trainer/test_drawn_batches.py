@@ -59,7 +59,7 @@ def _train(groups, argument):
     return found
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 @settings(max_examples=2)
 @given(st.lists(CASES, min_size=6, max_size=6))
 def test_every_mesh_computes_the_loss_and_the_gradient_of_one_process(tmp_path_factory, cases):

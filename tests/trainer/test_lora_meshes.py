@@ -115,7 +115,7 @@ def trained(tmp_path_factory):
     return folder, run_alone(_train_in_meshes, argument=[str(folder), "alone"])
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 @pytest.mark.parametrize("kind", ["shards", "slices"])
 def test_four_ranks_train_an_adapter_in_every_mesh_as_one_does_and_each_goes_on_from_the_other(trained, kind):
     folder, alone = trained
@@ -230,7 +230,7 @@ def _learn_beside_a_critic(groups, folder):
     return found
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_a_critic_beside_an_adapter_learns_as_on_one_rank(tmp_path):
     folder = build_model(tmp_path / "model")
     expected = run_alone(_learn_beside_a_critic, argument=folder)["ddp"]
@@ -257,7 +257,7 @@ def _hold(groups, folder):
     return found
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_a_rank_holds_its_part_of_the_model_alone_in_the_format_of_the_model(tmp_path):
     folder = build_model(tmp_path / "model")
     alone = run_alone(_hold, argument=folder)

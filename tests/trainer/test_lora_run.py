@@ -110,7 +110,7 @@ def _train_in_mesh(groups, folder, mesh):
         "same": adapter_of(resumed) == adapter_of(trainer), "fingerprint": adapter_of(trainer)}
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_two_ranks_train_an_adapter_as_one_does_and_go_on_exactly(tmp_path):
     build_model(tmp_path / "model")
     alone = run_alone(_train_adapter, argument=str(tmp_path))["ddp"]

@@ -117,7 +117,7 @@ def pair():
     return run_ranks(_compare, world=2, argument=list(MESHES[2]))
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 @pytest.mark.parametrize("mesh", MESHES[2])
 def test_two_ranks_compute_what_one_does(alone, pair, mesh):
     first, second = (rank[mesh] for rank in pair)
@@ -190,7 +190,7 @@ def test_sharing_prefixes_and_smaller_microbatches_change_nothing(tmp_path):
     run_alone(check)
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 @pytest.mark.parametrize("mesh", MESHES[2])
 def test_checkpointed_activations_change_nothing_and_bfloat16_little(alone, pair, mesh):
     for result in (alone, pair[0][mesh]):
@@ -299,7 +299,7 @@ def test_later_minibatches_see_a_ratio_to_the_weights_before_the_first(tmp_path)
     run_alone(check)
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 @pytest.mark.parametrize("mesh", MESHES[2])
 def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all_and_training_goes_on(pair, mesh):
     for rank in pair:

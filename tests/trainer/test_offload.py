@@ -108,7 +108,7 @@ def _train(groups, folder):
     return results
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_steps_of_two_ranks_are_equal_and_checkpoints_resume_across_the_option(tmp_path: Path):
     build_model(tmp_path / "model")
     for rank in run_ranks(_train, world=2, argument=str(tmp_path)):

@@ -149,7 +149,7 @@ def _check_failures(trainer, rank, root):
         ask(trainer, root)
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_ranks_write_versions_together(tmp_path):
     build_tiny(tmp_path / "model", tiny=TINY, vocab_size=VOCAB, eos_token_id=1, pad_token_id=0, seed=7)
     ranks = run_ranks(_write, world=WORLD, argument=str(tmp_path))

@@ -77,7 +77,7 @@ def lives(tmp_path_factory):
     return [run_alone(_live, argument=str(folder)), *run_ranks(_live, world=2, argument=str(folder))]
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reference_is_the_initial_policy_to_the_bit_and_stays_so(lives, kind):
     for seen in (life[kind] for life in lives if kind in life):
@@ -89,7 +89,7 @@ def test_the_reference_is_the_initial_policy_to_the_bit_and_stays_so(lives, kind
         assert seen["saved"] == [False, True], "an initial reference is in no checkpoint"
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_refreshed_reference_is_the_policy_of_that_step_and_goes_on_from_a_checkpoint(lives, kind):
     for seen in (life[kind] for life in lives if kind in life):
@@ -102,7 +102,7 @@ def test_a_refreshed_reference_is_the_policy_of_that_step_and_goes_on_from_a_che
         assert seen["without"] == seen["step 3"][:1], "a trainer without a reference leaves out the one in a checkpoint"
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_phase_of_training_refers_to_what_the_last_one_has_trained(lives, kind):
     for seen in (life[kind] for life in lives if kind in life):

@@ -80,7 +80,7 @@ def _check_export(folder: str, rewards: np.ndarray) -> None:
         np.testing.assert_allclose(found[:, 0].numpy(), rewards, atol=1e-4)
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_it_learns_and_exports_the_same_on_any_number_of_ranks_and_resumes_exactly(tmp_path: Path) -> None:
     folder = build_model(tmp_path / "model")
     character_tokenizer().save(f"{folder}-tokenizer")

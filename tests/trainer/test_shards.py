@@ -15,7 +15,7 @@ from train_samples import MESHES, TINY, build_model, build_trainer, make_batch, 
 
 SAVED, AFTER = [make_batch(3, 2, seed=seed) for seed in range(2)], [make_batch(3, 2, seed=seed) for seed in range(2, 4)]
 
-pytestmark = pytest.mark.whole_run
+pytestmark = pytest.mark.drill
 
 
 def _save_and_go_on(groups, folder):

@@ -147,7 +147,7 @@ def _steps(trainer, seeds):
     return results
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_four_ranks_compute_in_every_mesh_what_one_does(tmp_path):
     build_model(tmp_path / "model")
     *expected, canary = run_alone(_train_in_all_meshes, argument=str(tmp_path))["ddp"]

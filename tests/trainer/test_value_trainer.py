@@ -48,7 +48,7 @@ def _train(groups, folder):
     return found
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_it_learns_the_same_on_any_number_of_ranks_and_resumes_exactly(tmp_path):
     folder = build_model(tmp_path / "model")
     alone = run_alone(_train, argument=folder)

@@ -230,7 +230,7 @@ def test_an_engine_that_heals_finds_a_damaged_version_whole_again(tmp_path: Path
     assert notes == [f"v0000000{version}-a is not on disk as it was written, and is written again" for version in (0, 1)]
 
 
-@pytest.mark.parametrize("way", ["disk", pytest.param("collective", marks=pytest.mark.whole_run)])
+@pytest.mark.parametrize("way", ["disk", pytest.param("collective", marks=pytest.mark.drill)])
 def test_an_engine_takes_changes_of_what_it_serves_and_one_that_was_away_all_of_it(tmp_path: Path, model_dir: str, way: str) -> None:
     config = small_config(
         tmp_path, model_dir, inference__num_engines="2", model__dtype="bfloat16", weights__whole_every_versions="4", weights__channel=way,
@@ -271,7 +271,7 @@ def test_an_engine_takes_changes_of_what_it_serves_and_one_that_was_away_all_of_
     asyncio.run(main())
 
 
-@pytest.mark.whole_run
+@pytest.mark.drill
 def test_engines_receive_what_they_would_read_and_one_that_dies_meanwhile_takes_nobody_along(tmp_path: Path, model_dir: str) -> None:
     config = small_config(tmp_path, model_dir, inference__num_engines="2", weights__stage_timeout_s="40")
     lost: dict[str, str] = {}

@@ -15,6 +15,7 @@ import pytest
 from small_run import REWARDS, SmallRun, start_offbeat
 from waiting import wait_until
 
+DRILLS = [pytest.param("local", marks=pytest.mark.drill), pytest.param("ray", marks=pytest.mark.ray)]
 WHOLE_RUNS = [pytest.param("local", marks=pytest.mark.whole_run), pytest.param("ray", marks=pytest.mark.ray)]
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -92,7 +93,7 @@ def test_an_interrupt_at_the_terminal_reaches_all_processes_and_the_run_saves(tm
         wait_until(lambda: not alive(tree), timeout_s=30)
 
 
-@pytest.mark.parametrize("launcher", WHOLE_RUNS)
+@pytest.mark.parametrize("launcher", DRILLS)
 def test_a_rank_that_dies_ends_the_run_with_its_name_and_nothing_is_left(launcher: str, tmp_path: Path, model_dir: str) -> None:
     with training(tmp_path, model_dir, cluster__launcher=launcher, train__num_ranks="2") as (run, controller, tree):
         rank = ranks_of(tree)[1]
