@@ -145,17 +145,17 @@ asyncio.run(main())
     env = os.environ | {"PYTHONPATH": str(Path(inside.__file__ or "").parent)}
     done = subprocess.run([".venv-vllm/bin/python", "-c", program], env=env, capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.splitlines()[-13:] == [
-        "read_back sleep-2-keep drop_cache fine",
+        "read_back sleep-2-keep fine",
         "wake-weights load wake-kv_cache fine",
-        "read_back sleep-2-keep drop_cache fine",
+        "read_back sleep-2-keep fine",
         "wake-weights load pause raised: load broke broken",
         "wake-weights load wake-kv_cache fine",  # the weights have their memory already, which vLLM knows
-        "read_back sleep-2-keep drop_cache fine",
+        "read_back sleep-2-keep fine",
         "wake-weights pause raised: wake-weights broke broken",
         "wake-weights load wake-kv_cache fine",
-        "read_back sleep-1-keep drop_cache fine",
+        "read_back sleep-1-keep fine",
         "wake-all fine",
         "fine",
-        "read_back sleep-1-keep drop_cache fine",
+        "read_back sleep-1-keep fine",
         "wake-all fine",  # version 3 serves already
     ]

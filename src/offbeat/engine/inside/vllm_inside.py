@@ -34,7 +34,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm_files import MemoryFile, RefusedError, check_weights, files_of, fingerprint_files, read_files, receive
 from vllm_guard import may_enter, refuse
 from vllm_readback import ReadBack, check_adapter
-from vllm_sleep import check_sleep, drop_pages
+from vllm_sleep import check_sleep
 
 _PAUSES = {"recompute": ("keep", True), "keep": ("keep", False), "drain": ("wait", True)}
 """For each `interrupt`: vLLM's pause mode, and whether all cached keys and values are dropped, including those of running requests."""
@@ -197,7 +197,6 @@ class Inside:
             await engine.collective_rpc("offbeat_read_back", args=(_started_with(engine),))  # as long as there are weights to read
             self._asleep, self._dropped = True, self._dropped or not keep_weights
             await engine.sleep(level=1 if keep_weights else 2, mode="keep")
-            await engine.collective_rpc("offbeat_drop_cache")
         return {"status": "asleep"}
 
     async def _wake(self, engine: AsyncLLM, _body: bytes) -> dict[str, Any]:
@@ -370,11 +369,6 @@ class WorkerExtension:
         """Find out which weights can be read back, while those are in use that the server was started with; later calls do nothing."""
         if self._offbeat_readback is None:
             self._offbeat_readback = ReadBack(self.model_runner.get_model(), started_with)
-
-    def offbeat_drop_cache(self) -> None:
-        """Free the memory of the cache on a CPU, where vLLM keeps it during a sleep."""
-        if current_platform.is_cpu():
-            drop_pages(self.model_runner.kv_caches)
 
     def offbeat_compare(self, files: list[str]) -> int:
         """Compare the files of the version loaded last with the weights in use.
