@@ -133,9 +133,13 @@ def test_ctrl_c_in_a_script_keeps_what_was_trained(tmp_path: Path, model_dir: st
     with subprocess.Popen(
             [sys.executable, "script.py", model_dir, settings], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=os.environ | ENVIRONMENT, process_group=0) as process:
-        wait_until(lambda: process.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 2), timeout_s=120)
-        process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=60)
+        try:
+            wait_until(lambda: process.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 2), timeout_s=120)
+            process.send_signal(signal.SIGINT)
+            stdout, stderr = process.communicate(timeout=60)
+        except BaseException:
+            process.kill()
+            raise
     assert process.returncode == 0, stderr
     stopped_early, steps, model = json.loads(stdout)
     assert stopped_early and 2 <= steps < 100_000 and (Path(model) / "model.safetensors").is_file()
