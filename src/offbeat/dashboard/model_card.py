@@ -67,7 +67,7 @@ def _metadata(run: RunFiles, run_dir: Path, card: Card) -> Iterator[str]:
 
 
 def _summary(run: RunFiles, card: Card) -> str:
-    base = f"[{card.base}](https://huggingface.co/{card.base})" if card.base else _base(run)
+    base = f"`{card.base}`" if card.base else _base(run)
     what = f"A LoRA adapter for {base}" if card.is_adapter else base
     return f"{what[0].upper()}{what[1:]}, trained with Offbeat by {_method(run)}."
 
