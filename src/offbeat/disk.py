@@ -6,6 +6,7 @@ something as saved: the checkpoints of runs, and the service's checkpoints, answ
 
 import hashlib
 import os
+import shutil
 from pathlib import Path
 
 
@@ -33,6 +34,16 @@ def write_file(path: Path, data: bytes) -> None:
     sync(part)
     part.replace(path)
     sync(path.parent)
+
+
+def put_in_place(part: Path, folder: Path) -> None:
+    """Let a complete folder take the place of another beside it, which may exist; for the new name to be durable, sync their parent."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    part.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def sha256(path: Path) -> str:

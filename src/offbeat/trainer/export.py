@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from offbeat.data.model_folder import TOKENIZER_FILES
+from offbeat.disk import put_in_place
 from offbeat.errors import StorageError
 from offbeat.model.hf_io import write_companions, write_index, write_safetensors
 
@@ -91,13 +92,3 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
     for pattern in TOKENIZER_FILES:
         for file in source.glob(pattern):
             shutil.copyfile(file, target / file.name)
-
-
-def put_in_place(part: Path, folder: Path) -> None:
-    """Let a complete folder take the place of another, which may exist."""
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    part.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)

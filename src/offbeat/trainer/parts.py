@@ -15,13 +15,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from offbeat.data.wire import decode, encode
+from offbeat.disk import put_in_place
 from offbeat.errors import StorageError
 from offbeat.model.changes import changes_file, find_changes, save_changes
 from offbeat.model.fingerprint import combine
 from offbeat.model.hf_io import check_room, save_weights, weight_file, without_tied
 from offbeat.sync.mesh import ProcessGroups
 from offbeat.trainer.dealt import Dealer
-from offbeat.trainer.export import complete_folder, put_in_place
+from offbeat.trainer.export import complete_folder
 from offbeat.trainer.messages import WriteRequest, Written
 from offbeat.trainer.snapshots import ModelSnapshot
 

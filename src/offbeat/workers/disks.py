@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 from offbeat.aio import deadline, gather_all
 from offbeat.data import wire
-from offbeat.disk import sha256, sync
+from offbeat.disk import put_in_place, sha256, sync
 from offbeat.errors import OffbeatError, StorageError
 from offbeat.workers.worker import Far, Nothing, Service
 
@@ -186,7 +186,7 @@ class DiskService(Service):
             if request.merge:
                 _merge(staging, folder, [info.name for info in request.files])
             else:
-                _replace(staging, folder)
+                put_in_place(staging, folder)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         if self._durable:
@@ -387,15 +387,6 @@ def _digests(paths: Sequence[Path]) -> list[str]:
 
 def _staging(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.arriving")
-
-
-def _replace(staging: Path, folder: Path) -> None:
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    staging.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _merge(staging: Path, folder: Path, names: Sequence[str]) -> None:
