@@ -35,7 +35,7 @@ import numpy as np
 import psutil
 from measure import note
 
-from offbeat.aio import cancelled, few_collections, let_go
+from offbeat.aio import cancelled
 from offbeat.algorithms.adam import adam_params
 from offbeat.algorithms.experience import batch_stats, make_batch
 from offbeat.config.rollout import RolloutConfig
@@ -53,6 +53,7 @@ from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.dialects.embedded import EmbeddedDialect
 from offbeat.inference.dialects.vllm import VllmDialect
 from offbeat.inference.sampling import Sampling
+from offbeat.memory import let_go, steady_memory
 from offbeat.ranks.ranks import WorkerRanks
 from offbeat.ranks.sharding import Sharder
 from offbeat.ranks.trainers import Trainers
@@ -270,7 +271,7 @@ async def play(options: argparse.Namespace, urls: Sequence[str], http: EngineSes
 
     ahead: asyncio.Task[Batch] | None = None
     async with executing(options, urls, http, last_version=num_steps) as (executor, publish):
-        with few_collections(), watch.timed():
+        with steady_memory(), watch.timed():
             start = time.process_time()
             for version in range(num_steps):
                 if ahead is not None and not executor.has_ahead:

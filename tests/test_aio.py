@@ -1,7 +1,6 @@
 """Waits: deadlines with a name, and groups of tasks that end together."""
 
 import asyncio
-import gc
 import os
 import signal
 import subprocess
@@ -9,11 +8,10 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 
 import pytest
 
-from offbeat.aio import HaltingClock, SideThread, deadline, few_collections, gather_all, let_go, run_beside, run_interruptible
+from offbeat.aio import HaltingClock, SideThread, deadline, gather_all, run_beside, run_interruptible
 from offbeat.errors import DeadlineError
 
 
@@ -207,20 +205,6 @@ def test_what_is_interruptible_ends_in_good_order(number: signal.Signals) -> Non
     assert run_interruptible(value(3)) == 3
 
 
-def test_garbage_is_looked_for_in_small_portions_for_a_while() -> None:
-    before = gc.get_threshold()
-    with pytest.raises(ZeroDivisionError), few_collections():
-        assert gc.get_freeze_count() > 0 and gc.get_threshold()[2] > before[2]
-        gc.collect(0)  # counts begin anew
-        for _ in range(2 * gc.get_threshold()[0]):
-            cycle: list = []
-            cycle.append(cycle)
-        assert gc.get_count()[0] < gc.get_threshold()[0] and gc.get_count()[1] > 0, "the young are still collected"
-        raise ZeroDivisionError
-    assert gc.get_threshold() == before and gc.get_freeze_count() == 0
-    gc.freeze()  # as before this test
-
-
 def test_deadlines_stand_still_together_and_go_on_with_the_time_that_was_left() -> None:
     async def main() -> None:
         clock, loop = HaltingClock(), asyncio.get_running_loop()
@@ -262,27 +246,3 @@ def test_a_halt_leaves_bodies_alone_that_end_or_have_passed_their_deadline() -> 
                     clock.go_on()
 
     asyncio.run(main())
-
-
-def test_a_list_is_let_go_in_portions_between_which_the_loop_goes_on() -> None:
-    class Thing:
-        num_freed = 0
-
-        def __del__(self) -> None:
-            Thing.num_freed += 1
-
-    things, seen = [Thing() for _ in range(100)], [0]
-
-    async def watch() -> None:
-        while True:
-            seen.append(Thing.num_freed)
-            await asyncio.sleep(0)
-
-    async def main() -> None:
-        watching = asyncio.create_task(watch())
-        await let_go(things)
-        watching.cancel()
-
-    asyncio.run(main())
-    assert things == [] and seen[-1] == 100
-    assert max(after - before for before, after in pairwise(seen)) <= 16

@@ -1,10 +1,6 @@
-"""Named waits with deadlines. Every `await` that depends on another process goes through this module.
-
-`few_collections` keeps event loops from standing still while Python looks for garbage, and `let_go` while it frees what is none.
-"""
+"""Named waits with deadlines. Every `await` that depends on another process goes through this module."""
 
 import asyncio
-import gc
 import signal
 import threading
 import time
@@ -15,10 +11,6 @@ from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
 from offbeat.errors import DeadlineError
-
-_COLLECTED_AT = 700, 2, 10_000  # thresholds of the generations: about 2,000 young objects at once, and all of them hardly ever
-
-_LET_GO_AT_ONCE = 16
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -85,35 +77,6 @@ async def deadline(name: str, timeout_s: float, *, clock: HaltingClock | None = 
             raise
         waited_s = time.monotonic() - start
         raise DeadlineError(f"waiting for {name} passed its deadline of {timeout_s:g} s (waited {waited_s:.1f} s)") from exc
-
-
-@contextmanager
-def few_collections() -> Iterator[None]:
-    """Let Python look for garbage in small portions during the body, since a full collection holds up all threads, for 50 ms or more.
-
-    What is there at the beginning is not looked at meanwhile. Little garbage has to be looked for: what nobody refers to is freed at once.
-    """
-    before = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_COLLECTED_AT)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-        gc.unfreeze()
-
-
-async def let_go(items: list[Any]) -> None:
-    """Empty a list in portions, between which the event loop goes on.
-
-    To free the groups of a large step at once would hold it up: 2 us for each of their trajectories, which is 15 ms for 8,000 of them. The
-    same happens to what others free on a thread, since that, too, holds the interpreter's lock. So the list must be its items' last
-    holder, and nobody else's.
-    """
-    while items:
-        del items[-_LET_GO_AT_ONCE:]
-        await asyncio.sleep(0)
 
 
 End = Callable[[str], None]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.aio import let_go
 from offbeat.checkpoint.recover import CheckpointIndex
 from offbeat.controller.state import SavedState
 from offbeat.data.batch import Batch
@@ -14,6 +13,7 @@ from offbeat.data.kept import read_rollouts
 from offbeat.data.trajectory import Group
 from offbeat.data.wire import decode_json
 from offbeat.errors import PublishError, RolloutError
+from offbeat.memory import let_go
 from offbeat.ranks.trainers import Trainers
 from offbeat.rollout.executor import RolloutExecutor
 from offbeat.runs.run import run_training

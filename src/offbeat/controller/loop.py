@@ -42,7 +42,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from offbeat.aio import cancelled, let_go, run_beside
+from offbeat.aio import cancelled, run_beside
 from offbeat.algorithms.coefficients import Coefficients
 from offbeat.algorithms.critic import critic_batch
 from offbeat.algorithms.experience import batch_metrics, batch_stats, make_batch, reference_stats
@@ -63,6 +63,7 @@ from offbeat.data.trajectory import Group
 from offbeat.evaluation.files import encode_lines
 from offbeat.evaluation.samples import EvaluatedSet
 from offbeat.fleet.publication import PublishReport
+from offbeat.memory import let_go
 from offbeat.phase import phase
 from offbeat.telemetry.advice import PublishingAdvice
 from offbeat.telemetry.tracker import StatsPart, combine

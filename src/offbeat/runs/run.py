@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from offbeat.aio import few_collections, listener
+from offbeat.aio import listener
 from offbeat.checkpoint.recover import none_sound
 from offbeat.config.load import dump_toml
 from offbeat.config.resume import remembered
@@ -36,6 +36,7 @@ from offbeat.data.identity import Identity
 from offbeat.errors import ConfigError
 from offbeat.loading import load_module
 from offbeat.machine import PROMISED_DEVICES, smallest_device
+from offbeat.memory import steady_memory
 from offbeat.runs.base_model import needs_base, on_base
 from offbeat.runs.devices import choose_devices, describe_devices, usable_devices
 from offbeat.runs.rank_info import RankInfo, read_rank_info, resolve_ranks
@@ -134,7 +135,7 @@ def run_training(config: Config, console: Console, *, debug: bool = False, fresh
         begun = Highlights(warm_up_steps=warm_up_steps)
         interrupted = warm_up_steps > base_steps and state.stopping
         # In SPMD mode this process trains, and garbage in cycles may hold tensors.
-        with few_collections() if config.run.mode == "controller" else nullcontext():
+        with steady_memory() if config.run.mode == "controller" else nullcontext():
             result = TrainResult(0, begun, stopped_early=True) if interrupted else await train(parts, state, begun)
         marks = result.highlights
         return RunResult(

@@ -1,0 +1,84 @@
+"""What `memory` keeps from holding up a process."""
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+
+from offbeat.memory import few_collections, let_go
+
+_FAULTS = """
+import resource
+import threading
+import numpy as np
+from offbeat.memory import kept_pages
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    def fill():
+        for _ in range(8):
+            [np.ones(1 << 20, np.int8) for _ in range(16)]
+    thread = threading.Thread(target=fill)
+    thread.start()
+    thread.join()
+    fill()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+plain = faults()
+with kept_pages():
+    faults()
+    kept = faults()
+print(plain, kept, faults())
+"""
+
+
+def test_garbage_is_looked_for_in_small_portions_for_a_while() -> None:
+    before = gc.get_threshold()
+    with pytest.raises(ZeroDivisionError), few_collections():
+        assert gc.get_freeze_count() > 0 and gc.get_threshold()[2] > before[2]
+        gc.collect(0)  # counts begin anew
+        for _ in range(2 * gc.get_threshold()[0]):
+            cycle: list = []
+            cycle.append(cycle)
+        assert gc.get_count()[0] < gc.get_threshold()[0] and gc.get_count()[1] > 0, "the young are still collected"
+        raise ZeroDivisionError
+    assert gc.get_threshold() == before and gc.get_freeze_count() == 0
+    gc.freeze()  # as before this test
+
+
+def test_a_list_is_let_go_in_portions_between_which_the_loop_goes_on() -> None:
+    class Thing:
+        num_freed = 0
+
+        def __del__(self) -> None:
+            Thing.num_freed += 1
+
+    things, seen = [Thing() for _ in range(100)], [0]
+
+    async def watch() -> None:
+        while True:
+            seen.append(Thing.num_freed)
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        watching = asyncio.create_task(watch())
+        await let_go(things)
+        watching.cancel()
+
+    asyncio.run(main())
+    assert things == [] and seen[-1] == 100
+    assert max(after - before for before, after in pairwise(seen)) <= 16
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
+def test_pages_that_are_freed_are_kept_for_what_comes_next_on_threads_too() -> None:
+    """16 MiB are filled 16 times, half of them on another thread: 65,536 pages of 4 KiB by default."""
+    plain_environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    said = subprocess.run([sys.executable, "-c", _FAULTS], env=plain_environment, check=True, capture_output=True, text=True).stdout
+    plain, kept, afterwards = map(int, said.split())
+    assert plain > 10_000 and afterwards > 10_000
+    assert kept < 1_000
