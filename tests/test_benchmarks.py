@@ -20,6 +20,7 @@ def test_the_controllers_benchmark_plays_its_groups_and_prints_one_line(kind: st
     assert {"longest_callback_ms", "longest_late_ms", "rss_growth_mb"} <= figures.keys()
 
 
+@pytest.mark.drill
 def test_the_benchmark_of_publishing_to_many_engines_says_its_ratios() -> None:
     command = [sys.executable, str(BENCHMARKS / "publish_fleet.py"), "--quick", "--engines", "8"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
@@ -28,6 +29,7 @@ def test_the_benchmark_of_publishing_to_many_engines_says_its_ratios() -> None:
     assert beside["ours"] < beside["peer"] and idle["ours"] < idle["peer"], "a slow engine held up the others"
 
 
+@pytest.mark.drill
 def test_compiled_blocks_are_counted_with_the_same_products_and_fewer_bytes() -> None:
     command = [sys.executable, str(BENCHMARKS / "gpu_counts.py"), "--models", "tiny", "--tokens", "2048"]
     done = subprocess.run([*command, "--variants", "bf16", "bf16, compiled"], capture_output=True, text=True, timeout=240, check=True)

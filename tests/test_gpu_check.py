@@ -51,6 +51,7 @@ def sides(folder, **scripts):
     return {name: [sys.executable, str(folder / f"{name}.py")] for name in scripts}
 
 
+@pytest.mark.drill
 def test_its_parts_run_on_the_cpu_at_tiny_shapes(tmp_path):
     rehearse(tmp_path, "attention", "head", "adapters", "collectives")
 

@@ -14,6 +14,7 @@ from offbeat.errors import ConfigError
 from waiting import wait_until
 
 
+@pytest.mark.drill
 def test_a_service_serves_until_it_is_closed(model_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = set(psutil.Process().children(recursive=True))
     with offbeat.serve(model_dir, name="org/small", data_dir=tmp_path / "data", settings={"model.lora.rank": 4}) as service:

@@ -47,6 +47,7 @@ def test_check_says_that_a_valid_configuration_is_valid(capsys, monkeypatch):
         " CUDA in bfloat16"]
 
 
+@pytest.mark.drill
 def test_check_estimates_memory_in_another_process(tmp_path, capsys):
     folder = build_model(tmp_path)
     assert call("check", "--memory", "--model.path", folder, "--train.num_ranks", "2", "--train.max_tokens_per_microbatch", "64") == 0

@@ -156,8 +156,9 @@ def test_a_run_that_is_killed_goes_on_with_turns_or_without(tmp_path: Path, mode
 
 
 @pytest.mark.parametrize(("changes", "first"), [
-    pytest.param({"model__lora__rank": "4", "inference__num_engines": "2"}, 0, id="an adapter"),
-    pytest.param({"run__warm_up": "true", "sft__total_steps": "2", "sft__evaluate_every_steps": "1"}, 3, id="a warm-up"),
+    pytest.param({"model__lora__rank": "4", "inference__num_engines": "2"}, 0, id="an adapter", marks=pytest.mark.drill),
+    pytest.param(
+        {"run__warm_up": "true", "sft__total_steps": "2", "sft__evaluate_every_steps": "1"}, 3, id="a warm-up", marks=pytest.mark.drill),
     pytest.param({"algorithm__kl_loss": "k3", "inference__num_engines": "2"}, 0, id="scores, and two engines", marks=pytest.mark.whole_run),
     pytest.param(
         {"weights__channel": "collective", "weights__whole_every_versions": "3"}, 0, id="broadcasts", marks=pytest.mark.whole_run),

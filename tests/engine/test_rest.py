@@ -73,6 +73,7 @@ def finish(engine: Engine) -> dict[str, Output]:
     return done
 
 
+@pytest.mark.drill
 def test_the_memory_of_cache_and_weights_is_free_while_it_sleeps(tmp_path) -> None:
     found = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path), "direct", "hf"], env=os.environ | library_environment(1), capture_output=True,

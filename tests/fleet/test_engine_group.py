@@ -28,6 +28,7 @@ def pid_of(worker: object) -> int:
     return worker.pid
 
 
+@pytest.mark.drill
 def test_engines_serve_and_one_that_dies_is_told_once_and_restarted(tmp_path: Path, model_dir: str) -> None:
     config = small_config(tmp_path, model_dir, inference__num_engines="2", run__seed="3")
     deaths: list[tuple[str, str]] = []

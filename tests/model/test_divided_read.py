@@ -115,7 +115,7 @@ def meshed(groups, mesh):
     return replace(there, shape=replace(there.shape, ep=2)) if mesh.endswith("ep2") else there
 
 
-@pytest.mark.parametrize("world", CASES)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.drill)])
 def test_parts_that_are_read_are_parts_of_the_whole(tmp_path, world):
     run_ranks(_load_all, world=world, argument=build(tmp_path))
 

@@ -60,6 +60,7 @@ def _train_one(groups, folder, *, experts):
     return steps, trainer.canary([3, 4, 5, 6]), sum(tensor.double().pow(2).sum().item() for tensor in state)
 
 
+@pytest.mark.drill
 def test_two_ranks_that_share_each_layer_train_as_one_does(tmp_path):
     folder = build(tmp_path)
     alone = run_alone(_train, argument=folder)

@@ -253,6 +253,7 @@ def test_a_number_is_used_once_whatever_has_become_of_its_answer(cluster: SmallC
     cluster.run(body)
 
 
+@pytest.mark.drill
 def test_when_a_train_rank_dies_its_work_fails_once_and_goes_on_from_the_last_checkpoint(cluster: SmallCluster, tmp_path: Path) -> None:
     async def body() -> None:
         async with cluster.open(tmp_path) as running:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -38,6 +39,7 @@ def _check(trainer, groups, case):
                 assert torch.equal(tensor, published[name]), (case, name)
 
 
+@pytest.mark.drill
 def test_every_mesh_deals_what_would_be_gathered(tmp_path):
     run_ranks(_deal, world=4, argument=build_model(tmp_path))
 

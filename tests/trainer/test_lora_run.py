@@ -124,6 +124,7 @@ def test_two_ranks_train_an_adapter_as_one_does_and_go_on_exactly(tmp_path):
         assert ran["metrics"] == pytest.approx(alone["metrics"], rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.drill
 def test_dropout_goes_on_where_a_checkpoint_left_it_and_checkpointed_activations_drop_the_same(tmp_path):
     folder = build_model(tmp_path / "model")
     lora = LORA | {"dropout": 0.3}

@@ -118,5 +118,6 @@ def _adopt(groups, folder):
         assert not torch.equal(whole(critic.model.state_dict()[same[0]]), whole(policy.model.state_dict()[same[0]]))
 
 
+@pytest.mark.drill
 def test_a_critic_begins_with_what_a_warm_up_has_taught_the_policy_and_goes_its_own_way_then(tmp_path):
     run_ranks(_adopt, world=2, argument=build_model(tmp_path / "model"))

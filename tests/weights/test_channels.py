@@ -200,6 +200,7 @@ async def cast(root: Path, config: Config, model: str) -> AsyncIterator[tuple[Tr
         yield Trainers(ranks, config), clients, engines
 
 
+@pytest.mark.drill
 def test_an_engine_that_heals_finds_a_damaged_version_whole_again(tmp_path: Path, model_dir: str) -> None:
     config = small_config(tmp_path, model_dir)
     notes: list[str] = []
@@ -230,7 +231,8 @@ def test_an_engine_that_heals_finds_a_damaged_version_whole_again(tmp_path: Path
     assert notes == [f"v0000000{version}-a is not on disk as it was written, and is written again" for version in (0, 1)]
 
 
-@pytest.mark.parametrize("way", ["disk", pytest.param("collective", marks=pytest.mark.drill)])
+@pytest.mark.drill
+@pytest.mark.parametrize("way", ["disk", "collective"])
 def test_an_engine_takes_changes_of_what_it_serves_and_one_that_was_away_all_of_it(tmp_path: Path, model_dir: str, way: str) -> None:
     config = small_config(
         tmp_path, model_dir, inference__num_engines="2", model__dtype="bfloat16", weights__whole_every_versions="4", weights__channel=way,

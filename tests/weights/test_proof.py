@@ -145,7 +145,7 @@ def drills() -> dict[tuple[str, float], dict[str, Drill]]:
     return {(dtype, lr): play(dtype, lr, 30) for dtype, lr in (("float32", 1e-6), ("bfloat16", 1e-6), ("bfloat16", 1e-4))}
 
 
-@pytest.mark.parametrize(("dtype", "lr"), [("float32", 1e-6), ("bfloat16", 1e-6), ("bfloat16", 1e-4)])
+@pytest.mark.parametrize(("dtype", "lr"), [pytest.param("float32", 1e-6, marks=pytest.mark.drill), ("bfloat16", 1e-6), ("bfloat16", 1e-4)])
 def test_a_right_engine_in_another_number_format_serves_every_version(drills, dtype: str, lr: float) -> None:
     assert drills[dtype, lr][""].count(Outcome.REFUSED) == 0
 

@@ -106,6 +106,7 @@ def test_a_rank_that_dies_ends_the_run_with_its_name_and_nothing_is_left(launche
     assert named.removeprefix("offbeat: ") in run.events("failed")[-1]["error"]
 
 
+@pytest.mark.drill
 def test_an_engine_that_dies_is_quarantined_and_the_run_goes_on(tmp_path: Path, model_dir: str) -> None:
     with training(tmp_path, model_dir, inference__num_engines="2") as (run, controller, tree):
         engine = next(process for process in tree if "engine.worker" in " ".join(process.cmdline()))
