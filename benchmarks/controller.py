@@ -43,8 +43,9 @@ from offbeat.config.root import Config
 from offbeat.data import wire
 from offbeat.data.batch import Batch
 from offbeat.data.cost import CostModel
-from offbeat.data.dataset import ListDataset, PromptStream
+from offbeat.data.dataset import ListDataset
 from offbeat.data.row import Row
+from offbeat.data.stream import PromptStream
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.data.trajectory import Group
 from offbeat.fleet.dispatch import Dispatcher

@@ -24,8 +24,8 @@ from functools import partial
 from typing import Any, Literal, Self
 
 from offbeat.config.rollout import RolloutConfig
-from offbeat.data.dataset import PromptStream
 from offbeat.data.row import Row
+from offbeat.data.stream import PromptStream
 from offbeat.data.trajectory import Group
 from offbeat.errors import (
     CodeError,
