@@ -34,10 +34,11 @@ from offbeat.rollout.accounts import Accounts
 from offbeat.rollout.door import Door
 from offbeat.rollout.dynamic import DynamicSampling
 from offbeat.rollout.episode import Episode, Generate, Workflow
-from offbeat.rollout.executor import Accept, RolloutExecutor, Settled
+from offbeat.rollout.executor import RolloutExecutor, Settled
 from offbeat.rollout.idle import IdleHint, limit_of_places
 from offbeat.rollout.metric import check_metrics
 from offbeat.rollout.model_reward import ModelReward
+from offbeat.rollout.player import Accept
 from offbeat.rollout.reward_pool import RewardPool, check_call
 from offbeat.rollout.staleness import Gate
 from offbeat.telemetry.record import RunRecord
