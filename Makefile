@@ -142,8 +142,8 @@ bench: $(DEV_STAMP) $(TINKER_STAMP)  ## run the benchmarks; each prints one JSON
 	$(BIN)/python benchmarks/async_env.py
 
 gpu-check:  ## compare a GPU with the CPU, measure it and write docs/gpu.md; uses PYTHON's torch, wheels in the folder WHEELS and TRL of TRL_PYTHON if given
-	$(PYTHON) benchmarks/gpu_check.py --out docs/gpu.json $(if $(WHEELS),--wheels $(WHEELS)) $(if $(TRL_PYTHON),--trl-python $(TRL_PYTHON))
-	$(PYTHON) benchmarks/gpu_page.py
+	$(PYTHON) benchmarks/gpu/check.py --out docs/gpu.json $(if $(WHEELS),--wheels $(WHEELS)) $(if $(TRL_PYTHON),--trl-python $(TRL_PYTHON))
+	$(PYTHON) benchmarks/gpu/page.py
 
 faults: $(DEV_STAMP)  ## damage files, change settings, run wrong user code, let ranks misbehave at every sync point, and write docs/faults.md; takes over an hour
 	$(BIN)/python tests/faults/damage.py

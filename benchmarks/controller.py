@@ -23,8 +23,6 @@ import asyncio
 import asyncio.events
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -34,6 +32,7 @@ import msgspec
 import numpy as np
 import psutil
 from measure import note
+from stand_ins import StandIn, http, path_of, serve, servers
 
 from offbeat.aio import cancelled
 from offbeat.algorithms.adam import adam_params
@@ -43,8 +42,9 @@ from offbeat.config.root import Config
 from offbeat.data import wire
 from offbeat.data.batch import Batch
 from offbeat.data.cost import CostModel
-from offbeat.data.dataset import ListDataset, PromptStream
+from offbeat.data.dataset import ListDataset
 from offbeat.data.row import Row
+from offbeat.data.stream import PromptStream
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.data.trajectory import Group
 from offbeat.fleet.dispatch import Dispatcher
@@ -64,7 +64,6 @@ from offbeat.rollout.staleness import Gate
 from offbeat.rollout.workflows.single_turn import single_turn
 from offbeat.trainer.messages import Trained
 
-NUM_SERVERS = 2
 VOCAB = 150_000
 PROMPT = tuple(range(100, 400))
 RANKS = 8
@@ -87,30 +86,25 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.groups, options.batch, options.tokens, options.engines = 24, 8, 64, 16
-    asyncio.run(serve(options) if options.serve else measure(options))
+    if options.serve:
+        answers = Answers(tokens=options.tokens, samples=options.samples, kind=options.kind)
+        asyncio.run(serve(lambda: PreparedStandIn(answers)))
+    else:
+        asyncio.run(measure(options))
 
 
 # -- engines -------------------------------------------------------------------------------------------------------------------------------
 
 
-class StandIn(asyncio.Protocol):
-    """One connection to a server that stands for many engines: whatever it is asked, it gives the next of its answers."""
+class PreparedStandIn(StandIn):
+    """Whatever it is asked, it gives the next of its answers."""
 
     def __init__(self, answers: "Answers") -> None:
+        super().__init__()
         self._answers = answers
-        self._received = b""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport), "the server listens on a stream"
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        head, found, body = self._received.partition(b"\r\n\r\n")
-        length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)
-        if found and len(body) >= length:
-            self._received = body[length:]
-            self._transport.write(self._answers.to(head, body))
+    def answer(self, head: bytes, body: bytes) -> None:
+        self.transport.write(self._answers.to(head, body))
 
 
 class Answers:
@@ -123,10 +117,10 @@ class Answers:
         self._take(0)
 
     def to(self, head: bytes, body: bytes) -> bytes:
-        path = head.split(b" ", 2)[1]
-        if path.startswith(b"/version/"):
-            self._take(int(path.rpartition(b"/")[2]))
-            return _http(b"{}")
+        path = path_of(head)
+        if path.startswith("/version/"):
+            self._take(int(path.rpartition("/")[2]))
+            return http(b"{}")
         self._next += 1
         forms = self._arrays if b'"encoding_format":"base64"' in body else self._lists
         return forms[self._next % VARIANTS]
@@ -136,7 +130,7 @@ class Answers:
         lengths = (rng.lognormal(-0.1, 0.45, (VARIANTS, self._samples)).clip(0.1, 3) * self._tokens).astype(int)
         samples = [[self._sample(rng, length) for length in row] for row in lengths]
         self._arrays, self._lists = (
-            [_http(msgspec.json.encode({"choices": [_choice(*sample, version, kind) for sample in row]})) for row in samples]
+            [http(msgspec.json.encode({"choices": [_choice(*sample, version, kind) for sample in row]})) for row in samples]
             for kind in ("arrays", self._kind))
 
     def _sample(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -156,31 +150,6 @@ def _choice(tokens: np.ndarray, logprobs: np.ndarray, version: int, kind: str) -
             "text_offset": list(range(0, 4 * len(tokens), 4)), "tokens": ["abcd"] * len(tokens),
             "top_logprobs": [{"abcd": logprob} for logprob in logprobs.tolist()]}
     return choice | {"token_ids": tokens.tolist(), "versions": versions.tolist(), "logprobs": told}
-
-
-def _http(body: bytes) -> bytes:
-    return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-
-
-async def serve(options: argparse.Namespace) -> None:
-    """Be a server: print the port, and answer until stdin closes."""
-    answers = Answers(tokens=options.tokens, samples=options.samples, kind=options.kind)
-    server = await asyncio.get_running_loop().create_server(lambda: StandIn(answers), "127.0.0.1", 0, backlog=4096)
-    print(server.sockets[0].getsockname()[1], flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-
-
-@contextmanager
-def servers(options: argparse.Namespace) -> Iterator[list[str]]:
-    """Start the servers; gives their URLs."""
-    command = [
-        sys.executable, __file__, "--serve", "--tokens", str(options.tokens), "--samples", str(options.samples), "--kind", options.kind]
-    started = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(NUM_SERVERS)]
-    try:
-        yield [f"http://127.0.0.1:{int(process.stdout.readline())}" for process in started if process.stdout is not None]
-    finally:
-        for process in started:
-            process.communicate()
 
 
 # -- ranks ---------------------------------------------------------------------------------------------------------------------------------
@@ -248,7 +217,8 @@ class Callbacks:
 
 
 async def measure(options: argparse.Namespace) -> None:
-    with servers(options) as urls:
+    served = ["--tokens", str(options.tokens), "--samples", str(options.samples), "--kind", options.kind]
+    with servers(__file__, served) as urls:
         async with EngineSession() as http:
             figures = await play(options, urls, http)
     print(json.dumps({"benchmark": "controller", "kind": options.kind, "engines": options.engines, **figures}), flush=True)

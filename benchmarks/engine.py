@@ -77,24 +77,10 @@ def compare(model: str, *, in_flight: list[int], repeats: int, vllm_python: Path
 
 def compare_at(model: str, in_flight: int, sides: dict[str, Contestant], *, repeats: int) -> None:
     """All contestants on one model at one number of requests in flight."""
-    vocab_size = MODELS[model][1]
     # Long enough to time at the small end, short enough to wait for at the large.
     count = max(in_flight if model == "27M" else 2 * in_flight, 8)
-
-    def side(contestant: Contestant) -> Callable[[int], dict[str, float]]:
-        def run(repeat: int) -> dict[str, float]:
-            job = make_job(count, vocab_size=vocab_size, in_flight=in_flight, seed=repeat)
-            time.sleep(SETTLE_S)
-            answer = contestant.ask(job)
-            assert answer.values["tokens"] == sum(job["lengths"]), f"{contestant.name} lost tokens: {answer.values}"
-            return {"tokens/s": answer.values["tokens"] / answer.values["wall_s"], "tokens/CPU-s": answer.values["tokens"] / answer.cpu_s}
-
-        return run
-
-    for contestant in sides.values():
-        # What is done once at this size, such as compilation, is not measured.
-        contestant.ask(make_job(in_flight, vocab_size=vocab_size, in_flight=in_flight, seed=repeats, longest=SHORTEST))
-    medians = take_turns({name: side(c) for name, c in sides.items()}, repeats=repeats, what=f"{model}, {in_flight} in flight,")
+    medians = time_generation(
+        sides, count, vocab_size=MODELS[model][1], in_flight=in_flight, repeats=repeats, what=f"{model}, {in_flight} in flight,")
     aim = AIMS[model] if in_flight in AIMED_AT else None
     case = f"{model}/{in_flight}"
     for unit in ("tokens/s", "tokens/CPU-s"):
@@ -103,6 +89,27 @@ def compare_at(model: str, in_flight: int, sides: dict[str, Contestant], *, repe
             emit("engine", f"{case} in process vs {peer}", ours=medians["offbeat"][unit], peer=medians[peer][unit], unit=unit, aim=aimed)
             emit("engine", f"{case} over HTTP vs {peer}", ours=medians["offbeat-http"][unit], peer=medians[peer][unit], unit=unit)
         emit("engine", f"{case} over HTTP vs in process", ours=medians["offbeat-http"][unit], peer=medians["offbeat"][unit], unit=unit)
+
+
+def time_generation(
+    contestants: dict[str, Contestant], count: int, *, vocab_size: int, in_flight: int, repeats: int, what: str,
+) -> dict[str, dict[str, float]]:
+    """Median "tokens/s" and "tokens/CPU-s" of every contestant, over equal jobs of `count` requests."""
+
+    def side(contestant: Contestant) -> Callable[[int], dict[str, float]]:
+        def turn(repeat: int) -> dict[str, float]:
+            job = make_job(count, vocab_size=vocab_size, in_flight=in_flight, seed=repeat)
+            time.sleep(SETTLE_S)
+            answer = contestant.ask(job)
+            assert answer.values["tokens"] == sum(job["lengths"]), f"{contestant.name} lost tokens: {answer.values}"
+            return {"tokens/s": answer.values["tokens"] / answer.values["wall_s"], "tokens/CPU-s": answer.values["tokens"] / answer.cpu_s}
+
+        return turn
+
+    for contestant in contestants.values():
+        # What is done once at this size, such as compilation, is not measured.
+        contestant.ask(make_job(in_flight, vocab_size=vocab_size, in_flight=in_flight, seed=repeats, longest=SHORTEST))
+    return take_turns({name: side(each) for name, each in contestants.items()}, repeats=repeats, what=what)
 
 
 def make_job(count: int, *, vocab_size: int, in_flight: int, seed: int, longest: int = LONGEST) -> dict:

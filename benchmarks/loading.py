@@ -18,24 +18,20 @@ machine does makes no difference.
 import argparse
 import ctypes
 import gc
-import multiprocessing
-import os
 import threading
 from collections.abc import Callable
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from forked_ranks import run_ranks
 from measure import WORK, emit, note
 from transformers import PreTrainedModel
 
 from engine import build
-from offbeat.config.dist import DistConfig
 from offbeat.config.root import Config
 from offbeat.model.hf_io import read_safetensors, write_safetensors
-from offbeat.process.serving import die_with_parent
-from offbeat.sync.mesh import MeshShape, connect_store, host_store, join, leave
+from offbeat.sync.mesh import MeshShape, ProcessGroups
 from offbeat.trainer import policy
 from offbeat.trainer.model_trainer import ModelTrainer
 from offbeat.trainer.strategies import choose, load
@@ -69,7 +65,7 @@ def main() -> None:
             case = f"{Path(folder).name} of {size / 2**20:.0f} MiB, {mesh}, {kind}"
             shares = {}
             for way in WAYS:
-                found = run(folder, options.ranks, shape, kind, way)
+                found = run_ranks(partial(measure, folder=folder, kind=KINDS[kind], way=way), shape=shape)
                 note(f"{case}, {way}: " + "; ".join(
                     f"rank {number} {read / 2**20:.1f}, {loaded / 2**20:.1f} MiB" for number, (read, loaded) in enumerate(found)))
                 shares[way] = [sum(figures) / size / shape.dp for figures in zip(*found, strict=True)]
@@ -93,30 +89,12 @@ def shapes(num_ranks: int) -> list[MeshShape]:
     return [MeshShape(1, shard=num_ranks), *both, MeshShape(num_ranks // 2, tp=2)]
 
 
-def run(folder: str, num_ranks: int, shape: MeshShape, kind: str, way: str) -> list[tuple[int, int]]:
-    """Bytes that each rank held while it read, and while it loaded."""
-    context = multiprocessing.get_context("fork")  # a rank begins with what has been imported here
-    ends = [context.Pipe() for _ in range(num_ranks)]
-    processes = [
-        context.Process(target=be_rank, args=(rank, shape, folder, KINDS[kind], way, theirs)) for rank, (_, theirs) in enumerate(ends)]
-    for process in processes:
-        process.start()
-    store = host_store(300)
-    for ours, _ in ends:
-        ours.send(store.port)
-    answers = [ours.recv() for ours, _ in ends]
-    for process in processes:
-        process.join()
-    return answers
+def measure(groups: ProcessGroups, *, folder: str, kind: type[ModelTrainer], way: str) -> tuple[int, int]:
+    """Bytes that this rank held while it read the model, and while it loaded it.
 
-
-def be_rank(rank: int, shape: MeshShape, folder: str, kind: type[ModelTrainer], way: str, parent: Connection) -> None:
-    """Load the model, after a small one, for which a process takes what it needs only once."""
-    die_with_parent(os.getppid())
+    A small model comes first, with which a process takes what it needs only once.
+    """
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
-    world = shape.dp * shape.shard * shape.tp
-    store = connect_store("127.0.0.1", parent.recv(), timeout_s=300)
-    groups = join(rank=rank, world=world, store=store, config=DistConfig(init_timeout_s=300, sync_timeout_s=300), shape=shape)
 
     def act(name: str) -> object:
         config = Config.model_validate({"model": {"path": name}})
@@ -126,8 +104,7 @@ def be_rank(rank: int, shape: MeshShape, folder: str, kind: type[ModelTrainer], 
 
     act(str(WORK / "model-tiny"))
     groups.sync.barrier("loading")
-    parent.send(Watch().measure(partial(act, folder)))
-    leave()
+    return Watch().measure(partial(act, folder))
 
 
 class Watch:

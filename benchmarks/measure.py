@@ -25,6 +25,9 @@ ROOT = BENCHMARKS.parent
 WORK = ROOT / "build" / "benchmarks"
 """Models and logs of the benchmarks; git ignores it."""
 
+SOURCES = os.pathsep.join([str(ROOT / "src"), str(BENCHMARKS)])
+"""PYTHONPATH of a contestant whose script lies in a folder below this one; Offbeat need not be installed."""
+
 
 def emit(benchmark: str, case: str, *, ours: float, peer: float, unit: str, aim: float | None = None, less_is_better: bool = False) -> None:
     """Print one figure. `ratio` says how many times better ours is; without an aim there is nothing to meet, and `met` is null."""

@@ -45,19 +45,23 @@ Step = Callable[[], float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a smoke run: the tiny model, fewer sequences, two rounds")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds; the median counts (default: 5)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    sizes = {"tiny": 32} if args.quick else {"tiny": 128, "27M": 32}
-    repeats = 2 if args.quick else args.repeats
+    sizes, repeats = read_arguments(__doc__)
     with groups_of_one() as groups:
         for model, count in sizes.items():
             folder = build(model)
             compare_packing(model, folder, skewed_batch(count), groups=groups, repeats=repeats)
             compare_sharing(model, folder, grouped_batch(count // GROUP_SIZE), groups=groups, repeats=repeats)
+
+
+def read_arguments(text: str | None) -> tuple[dict[str, int], int]:
+    """Number of sequences by model, and rounds, as the command says; also sets the number of threads."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a smoke run: the tiny model, fewer sequences, two rounds")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds; the median counts (default: 5)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    return ({"tiny": 32}, 2) if args.quick else ({"tiny": 128, "27M": 32}, args.repeats)
 
 
 def compare_packing(model: str, folder: Path, batch: Batch, *, groups: ProcessGroups, repeats: int) -> None:

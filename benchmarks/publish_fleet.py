@@ -18,14 +18,13 @@ import argparse
 import asyncio
 import json
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from measure import emit, note
+from stand_ins import StandIn, http, path_of, serve, servers
 
 from offbeat.config.weights import WeightsConfig
 from offbeat.fleet.members import State
@@ -36,7 +35,6 @@ from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.weights.proof import Judge
 from offbeat.weights.protocol import Manifest
 
-NUM_SERVERS = 2
 FEW = 4
 NUM_BESIDE_SLOW = 64
 SLOWER = 5
@@ -56,34 +54,29 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.engines, options.repeats, options.stage_s = 16, 1, 0.3
-    asyncio.run(serve(options.stage_s) if options.serve else measure(options))
+    if options.serve:
+        versions: dict[str, int] = {}
+        asyncio.run(serve(lambda: PacedStandIn(options.stage_s, versions)))
+    else:
+        asyncio.run(measure(options))
 
 
 # -- engines -------------------------------------------------------------------------------------------------------------------------------
 
 
-class StandIn(asyncio.Protocol):
-    """One connection to a server that stands for many engines: it answers after the time that a real one would take."""
+class PacedStandIn(StandIn):
+    """It answers after the time that a real engine would take."""
 
     def __init__(self, stage_s: float, versions: dict[str, int]) -> None:
+        super().__init__()
         self._stage_s = stage_s
         self._versions = versions
-        self._received = b""
         self._answering: set[asyncio.Task[None]] = set()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport), "the server listens on a stream"
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        head, found, body = self._received.partition(b"\r\n\r\n")
-        length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)
-        if found and len(body) >= length:
-            self._received = body[length:]
-            task = asyncio.create_task(self._answer(head.split(b" ", 2)[1].decode(), body[:length]))
-            self._answering.add(task)
-            task.add_done_callback(self._answering.discard)
+    def answer(self, head: bytes, body: bytes) -> None:
+        task = asyncio.create_task(self._answer(path_of(head), body))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
 
     async def _answer(self, path: str, body: bytes) -> None:
         _, engine, _, _, what = path.split("/")
@@ -97,30 +90,7 @@ class StandIn(asyncio.Protocol):
             await asyncio.sleep(0.05)
             version = self._versions[engine]
             answer = {"version": version, "fingerprint": f"of {version}", "logprobs": LOGPROBS}
-        data = json.dumps(answer).encode()
-        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(data)
-        self._transport.write(head + data)
-
-
-async def serve(stage_s: float) -> None:
-    """Be a server: print the port, and answer until stdin closes."""
-    versions: dict[str, int] = {}
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: StandIn(stage_s, versions), "127.0.0.1", 0, backlog=4096)
-    print(server.sockets[0].getsockname()[1], flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-
-
-@contextmanager
-def servers(stage_s: float) -> Iterator[list[str]]:
-    """Start the servers; gives their URLs."""
-    command = [sys.executable, __file__, "--serve", "--stage-s", str(stage_s)]
-    started = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(NUM_SERVERS)]
-    try:
-        yield [f"http://127.0.0.1:{int(process.stdout.readline())}" for process in started if process.stdout is not None]
-    finally:
-        for process in started:
-            process.communicate()
+        self.transport.write(http(json.dumps(answer).encode()))
 
 
 # -- publishes -----------------------------------------------------------------------------------------------------------------------------
@@ -230,7 +200,7 @@ async def serving(urls: Sequence[str], num_engines: int, *, slow: bool = False) 
 
 
 async def measure(options: argparse.Namespace) -> None:
-    with servers(options.stage_s) as urls:
+    with servers(__file__, ["--stage-s", str(options.stage_s)]) as urls:
         async with serving(urls, options.engines) as many, serving(urls, FEW) as few:
             seconds: dict[str, list[float]] = {"many": [], "few": []}
             cpu_s: list[float] = []

@@ -16,23 +16,20 @@ The model is SmolLM2-135M of `make smollm2`, or the 27M of random weights where 
 """
 
 import argparse
-import multiprocessing
-import os
 import statistics
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from forked_ranks import run_ranks
 from measure import ROOT, emit, note
 from torch.distributed.tensor import DTensor
 
 from engine import build
-from offbeat.config.dist import DistConfig
 from offbeat.config.root import Config
-from offbeat.process.serving import die_with_parent
-from offbeat.sync.mesh import MeshShape, connect_store, host_store, join, leave
+from offbeat.sync.mesh import MeshShape, ProcessGroups
 from offbeat.trainer.dealt import Dealer
 from offbeat.trainer.memory import LiveBytes
 from offbeat.trainer.model_trainer import ModelTrainer
@@ -64,7 +61,8 @@ def main() -> None:
     if options.quick:
         options.model, options.ranks, options.repeats = str(build("tiny")), 2, 1
     model = options.model or str(SMOLLM2 if SMOLLM2.exists() else build("27M"))
-    found, total = run(model, options.ranks, options.repeats)
+    answers = run_ranks(partial(compare, model=model, num_repeats=options.repeats), shape=MeshShape(1, shard=options.ranks))
+    found, total = [costs for costs, _ in answers], answers[0][1]
     case = f"{Path(model).name} of {total / 1e6:.0f} MB, {options.ranks} ranks"
     ours = [figures(found, way) for way in WAYS]
     for way, (size, seconds) in zip(WAYS[1:], ours[1:], strict=True):
@@ -80,37 +78,15 @@ def figures(found: list[Costs], way: str) -> tuple[int, float]:
     return max(size for ranks in rounds for size, _ in ranks), statistics.median(max(seconds for _, seconds in ranks) for ranks in rounds)
 
 
-def run(model: str, num_ranks: int, num_repeats: int) -> tuple[list[Costs], int]:
-    """What every rank saw, and the size of all weights as they are published."""
-    context = multiprocessing.get_context("fork")  # a rank begins with what has been imported here
-    ends = [context.Pipe() for _ in range(num_ranks)]
-    processes = [
-        context.Process(target=be_rank, args=(rank, num_ranks, model, num_repeats, theirs)) for rank, (_, theirs) in enumerate(ends)]
-    for process in processes:
-        process.start()
-    store = host_store(300)
-    for ours, _ in ends:
-        ours.send(store.port)
-    answers = [ours.recv() for ours, _ in ends]
-    for process in processes:
-        process.join()
-    return [costs for costs, _ in answers], answers[0][1]
-
-
-def be_rank(rank: int, num_ranks: int, model: str, num_repeats: int, parent: Connection) -> None:
-    """Go all ways in turns."""
-    die_with_parent(os.getppid())
-    store = connect_store("127.0.0.1", parent.recv(), timeout_s=300)
-    groups = join(
-        rank=rank, world=num_ranks, store=store, config=DistConfig(init_timeout_s=300, sync_timeout_s=300),
-        shape=MeshShape(1, shard=num_ranks))
-    config = Config.model_validate({"model": {"path": model}, "train": {"num_ranks": num_ranks, "parallel": {"shard": num_ranks}}})
+def compare(groups: ProcessGroups, *, model: str, num_repeats: int) -> tuple[Costs, int]:
+    """Go all ways in turns; returns what this rank saw, and the size of all weights as they are published."""
+    config = Config.model_validate({"model": {"path": model}, "train": {"num_ranks": groups.world, "parallel": {"shard": groups.world}}})
     trainer = ModelTrainer.build(model, config=config, groups=groups)
     dealer = Dealer.of(trainer.model, groups)  # pyright: ignore[reportArgumentType]
     assert dealer is not None, "the weights are in shards"
     ways: dict[str, Callable[[], object]] = {
-        "dealt": lambda: dealer.state("bfloat16", range(num_ranks)), "rank 0": lambda: dealer.state("bfloat16", [0]),
-        "gathered": lambda: full_state(trainer.model, dtype="bfloat16", keep=rank == 0)}
+        "dealt": lambda: dealer.state("bfloat16", range(groups.world)), "rank 0": lambda: dealer.state("bfloat16", [0]),
+        "gathered": lambda: full_state(trainer.model, dtype="bfloat16", keep=groups.rank == 0)}
     costs: Costs = {way: [] for way in WAYS}
     for number in range(num_repeats + 1):
         for way, act in ways.items():
@@ -118,8 +94,7 @@ def be_rank(rank: int, num_ranks: int, model: str, num_repeats: int, parent: Con
                 cost = measured(trainer, act)
             if number:
                 costs[way].append(cost)
-    parent.send((costs, dealer.num_bytes("bfloat16")))
-    leave()
+    return costs, dealer.num_bytes("bfloat16")
 
 
 def measured(trainer: ModelTrainer, act: Callable[[], object]) -> tuple[int, float]:

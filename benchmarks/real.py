@@ -20,8 +20,6 @@ import json
 import os
 import shutil
 import sys
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -29,7 +27,7 @@ from statistics import mean
 from measure import BENCHMARKS, ROOT, WORK, Contestant, contest, emit, note, take_turns
 from step import run, write_prompts
 
-from engine import SETTLE_S, SHORTEST, make_job
+from engine import time_generation
 from offbeat.config.load import load_config
 from offbeat.data.model_folder import read_model_config
 from offbeat.workers.worker import library_environment
@@ -74,6 +72,7 @@ def compare_engines(args: argparse.Namespace) -> None:
     """Tokens per second of all sides in both formats. One contestant at a time is loaded: two cores hold no six models."""
     own = {"OMP_NUM_THREADS": "", "OMP_WAIT_POLICY": "", "VLLM_LOGGING_LEVEL": "WARNING"}  # vLLM chooses its threads and policy
     ours = library_environment(args.threads)
+    vocab_size = read_model_config(str(args.model))["vocab_size"]
     medians: dict[tuple[str, str, int], dict[str, float]] = {}
     for dtype in DTYPES:
         sides = [Contestant(f"offbeat-{dtype}", [sys.executable, BENCHMARKS / "engine_ours.py", "inprocess", args.model, dtype], env=ours)]
@@ -83,7 +82,10 @@ def compare_engines(args: argparse.Namespace) -> None:
             note(f"there is no {args.vllm_python}, so vLLM does not take part")
         with contest(sides) as contestants:
             for in_flight in args.in_flight:
-                for name, figures in measure(contestants, in_flight, args).items():
+                times = time_generation(
+                    contestants, max(in_flight, 2 if in_flight == 1 else 8), vocab_size=vocab_size, in_flight=in_flight,
+                    repeats=args.repeats, what=f"{in_flight} in flight,")
+                for name, figures in times.items():
                     medians[name.partition("-")[0], dtype, in_flight] = figures
     for in_flight in args.in_flight:
         for unit in ("tokens/s", "tokens/CPU-s"):
@@ -98,26 +100,6 @@ def compare_engines(args: argparse.Namespace) -> None:
             if best["vllm"] == best["vllm"]:
                 case = f"engine/{in_flight} vs vLLM, better format of each"
                 emit("real", case, ours=best["offbeat"], peer=best["vllm"], unit=unit, aim=aim)
-
-
-def measure(contestants: dict[str, Contestant], in_flight: int, args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Medians of all sides at one number of requests in flight."""
-    vocab_size = read_model_config(str(args.model))["vocab_size"]
-    count = max(in_flight, 2 if in_flight == 1 else 8)
-
-    def side(contestant: Contestant) -> Callable[[int], dict[str, float]]:
-        def turn(repeat: int) -> dict[str, float]:
-            job = make_job(count, vocab_size=vocab_size, in_flight=in_flight, seed=repeat)
-            time.sleep(SETTLE_S)
-            answer = contestant.ask(job)
-            assert answer.values["tokens"] == sum(job["lengths"]), f"{contestant.name} lost tokens: {answer.values}"
-            return {"tokens/s": answer.values["tokens"] / answer.values["wall_s"], "tokens/CPU-s": answer.values["tokens"] / answer.cpu_s}
-
-        return turn
-
-    for contestant in contestants.values():
-        contestant.ask(make_job(in_flight, vocab_size=vocab_size, in_flight=in_flight, seed=args.repeats, longest=SHORTEST))
-    return take_turns({name: side(c) for name, c in contestants.items()}, repeats=args.repeats, what=f"{in_flight} in flight,")
 
 
 # -- a training step ---------------------------------------------------------------------------------------------------------------------

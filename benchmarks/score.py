@@ -10,14 +10,12 @@ the aims are at most 1.35 times the seconds with a reference, and 2.1 times with
     python benchmarks/score.py [--quick] [--repeats 5] [--threads 1]
 """
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from measure import emit, take_turns
-from packing import GROUP_SIZE, OPTIMIZER, VOCAB_SIZE, Step, grouped_batch, groups_of_one, timed
+from packing import GROUP_SIZE, OPTIMIZER, VOCAB_SIZE, Step, grouped_batch, groups_of_one, read_arguments, timed
 
 from engine import build
 from offbeat.algorithms.adam import adam_params
@@ -37,16 +35,10 @@ SETTINGS = {"plain": {}, "reference": {"kl_loss": "k3", "kl_coefficient": 1e-3},
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a smoke run: the tiny model, fewer sequences, two rounds")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds; the median counts (default: 5)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    sizes = {"tiny": 32} if args.quick else {"tiny": 128, "27M": 32}
+    sizes, repeats = read_arguments(__doc__)
     with groups_of_one() as groups:
         for model, count in sizes.items():
-            compare(model, build(model), rollouts(count // GROUP_SIZE), groups=groups, repeats=2 if args.quick else args.repeats)
+            compare(model, build(model), rollouts(count // GROUP_SIZE), groups=groups, repeats=repeats)
 
 
 def compare(model: str, folder: Path, batch: Batch, *, groups: ProcessGroups, repeats: int) -> None:

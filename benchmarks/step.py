@@ -29,7 +29,8 @@ from measure import BENCHMARKS, ROOT, WORK, emit, note, take_turns
 
 from offbeat.config.load import load_config
 from offbeat.config.root import Config
-from offbeat.data.dataset import PromptStream, open_datasets
+from offbeat.data.dataset import open_datasets
+from offbeat.data.stream import PromptStream
 
 AIM = 1.9
 CONFIG = ROOT / "src" / "offbeat" / "cli" / "quickstart.toml"

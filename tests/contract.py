@@ -4,8 +4,10 @@ Both serve the same small models with strong weights, whose references are Huggi
 """
 
 import asyncio
+import json
 import os
 import re
+import subprocess
 import urllib.request
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from offbeat.aio import gather_all
 from offbeat.data.tokenizer import character_tokenizer
+from offbeat.engine import inside
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.server import EngineServer
 from offbeat.fleet.engine_group import EngineGroup
@@ -35,6 +38,7 @@ from small_run import small_config
 T = TypeVar("T")
 Body = Callable[[EngineClient], Awaitable[T]]
 
+SUPPORT = Path(__file__).parent / "support"
 WITH_VLLM = bool(os.environ.get("OFFBEAT_TEST_VLLM"))
 KINDS = ["embedded", pytest.param("vllm", marks=pytest.mark.skipif(not WITH_VLLM, reason="make test-vllm runs it"))]
 SIZES = {
@@ -210,3 +214,15 @@ def vllm_group(root: Path, *runs: tuple[str, dict[str, str]]) -> Iterator[list[t
     with asyncio.Runner() as runner, ExitStack() as stack:
         stack.callback(lambda: runner.run(launcher.__aexit__(None)))
         yield runner.run(gather_all(start(launcher, index, *run) for index, run in enumerate(runs)))
+
+
+def run_in_vllm(*arguments: str) -> list[str]:
+    """Run Python in vLLM's environment, with the modules that Offbeat has inside it; the lines that it prints."""
+    env = os.environ | {"PYTHONPATH": str(Path(inside.__file__ or "").parent)}
+    done = subprocess.run([".venv-vllm/bin/python", *arguments], env=env, capture_output=True, text=True, timeout=300, check=True)
+    return done.stdout.splitlines()
+
+
+def play_inside(*acts: tuple[str, str]) -> list[str]:
+    """What becomes of acts of Offbeat's endpoints on a stand-in for vLLM's engine, a line each; see support/vllm_engine.py."""
+    return run_in_vllm(str(SUPPORT / "vllm_engine.py"), json.dumps(acts))[-len(acts):]

@@ -1,4 +1,4 @@
-"""Random groups of episodes: unequal numbers of trajectories and turns, several agents, states that come again."""
+"""Groups of episodes: given rewards of several agents, or random trajectories and turns with states that come again."""
 
 import numpy as np
 
@@ -9,6 +9,15 @@ def random_episodes(seed, *, num_groups=3, agents=("",), most_chains=3, most_tur
     """Groups whose trajectories are mixed up, with turns of zero to three tokens, some of them not generated."""
     rng = np.random.default_rng(seed)
     return [Group(f"0:{g}", 0, tuple(_group(rng, agents, most_chains, most_turns, states, rewards))) for g in range(num_groups)]
+
+
+def rewarded(*episodes):
+    """A group of episodes, each the rewards of its agents by name; the first agent has two trajectories."""
+    one = np.ones(1)
+    return Group("batch:0", 0, tuple(
+        Trajectory(one, one, one, one, reward, episode=number, agent=agent)
+        for number, rewards in enumerate(episodes) for place, (agent, reward) in enumerate(rewards.items())
+        for _ in range(2 if place == 0 else 1)))
 
 
 def _group(rng, agents, most_chains, most_turns, states, rewards):

@@ -31,7 +31,7 @@ def test_the_benchmark_of_publishing_to_many_engines_says_its_ratios() -> None:
 
 @pytest.mark.drill
 def test_compiled_blocks_are_counted_with_the_same_products_and_fewer_bytes() -> None:
-    command = [sys.executable, str(BENCHMARKS / "gpu_counts.py"), "--models", "tiny", "--tokens", "2048"]
+    command = [sys.executable, str(BENCHMARKS / "gpu" / "counts.py"), "--models", "tiny", "--tokens", "2048"]
     done = subprocess.run([*command, "--variants", "bf16", "bf16, compiled"], capture_output=True, text=True, timeout=240, check=True)
     plain, compiled = map(json.loads, done.stdout.splitlines())
     assert plain["launches"] / 3 < compiled["launches"] < plain["launches"] / 2

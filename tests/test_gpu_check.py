@@ -11,11 +11,12 @@ import torch
 
 from offbeat.sync.platform import current_platform
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu_check.py"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+SCRIPT = BENCHMARKS / "gpu" / "check.py"
 
 SIDE = f"""
 import sys
-sys.path.insert(0, {str(SCRIPT.parent)!r})
+sys.path.insert(0, {str(BENCHMARKS)!r})
 from measure import answer_jobs, claim_stdout
 answer_jobs(claim_stdout(), lambda job: {{"seconds": [9.0] + [0.5] * (job["steps"] - 1), "peak_bytes": 7, "grad_norm": %s}})
 """
@@ -23,8 +24,9 @@ answer_jobs(claim_stdout(), lambda job: {{"seconds": [9.0] + [0.5] * (job["steps
 
 @pytest.fixture
 def load(monkeypatch):
-    """Imports a module that lies beside the script."""
-    monkeypatch.syspath_prepend(SCRIPT.parent)
+    """Imports a module as the script does."""
+    for folder in (BENCHMARKS, SCRIPT.parent):
+        monkeypatch.syspath_prepend(folder)
     return importlib.import_module
 
 
@@ -68,7 +70,7 @@ def test_its_parts_of_several_processes_run_on_the_cpu(tmp_path):
 @pytest.fixture
 def publish_here(load, monkeypatch):
     """The module of the part `publishing`, with the engine in this process."""
-    gpu_publish, engine, measure = load("gpu_publish"), load("gpu_publish_engine"), load("measure")
+    publishing, engine, measure = load("publishing"), load("publishing_engine"), load("measure")
 
     class Here:
         def __init__(self, *_command, **_settings):
@@ -80,8 +82,8 @@ def publish_here(load, monkeypatch):
         def close(self):
             pass
 
-    monkeypatch.setattr(gpu_publish, "Contestant", Here)
-    return gpu_publish
+    monkeypatch.setattr(publishing, "Contestant", Here)
+    return publishing
 
 
 def test_weights_arrive_through_a_handle_a_file_and_a_broadcast(publish_here):
@@ -98,7 +100,7 @@ def test_weights_that_do_not_arrive_as_they_were_sent_fail_the_part(publish_here
 
 def test_a_side_that_fails_is_reported_beside_the_others(load, tmp_path):
     commands = sides(tmp_path, offbeat=SIDE % 1.0, plain="raise MemoryError('no room')", trl=SIDE % 1.0005)
-    found = load("gpu_steps").take_turns(commands, tmp_path, torch.device("cpu"))
+    found = load("steps").take_turns(commands, tmp_path, torch.device("cpu"))
     assert found.pop("plain").endswith("MemoryError: no room")
     assert found == {
         "offbeat_s": 0.5, "offbeat_peak_bytes": 7, "offbeat_grad_norm": 1.0, "trl_s": 0.5, "trl_peak_bytes": 7, "trl_grad_norm": 1.0005}
@@ -106,7 +108,7 @@ def test_a_side_that_fails_is_reported_beside_the_others(load, tmp_path):
 
 def test_sides_that_compute_other_gradients_fail_the_part(load, tmp_path):
     with pytest.raises(RuntimeError, match="the sides do not train alike"):
-        load("gpu_steps").take_turns(sides(tmp_path, offbeat=SIDE % 1.0, plain=SIDE % 1.5), tmp_path, torch.device("cpu"))
+        load("steps").take_turns(sides(tmp_path, offbeat=SIDE % 1.0, plain=SIDE % 1.5), tmp_path, torch.device("cpu"))
 
 
 def test_a_contestant_that_does_not_answer_in_time_is_killed(load, tmp_path):
@@ -118,10 +120,10 @@ def test_a_contestant_that_does_not_answer_in_time_is_killed(load, tmp_path):
 
 
 def test_a_part_that_fails_is_reported_and_hides_no_other(load):
-    gpu_check = load("gpu_check")
-    found = gpu_check.guarded("broken", lambda: 1 / 0)
+    check = load("check")
+    found = check.guarded("broken", lambda: 1 / 0)
     assert found["error"] == "ZeroDivisionError: division by zero"
-    assert gpu_check.guarded("sound", lambda: {"a": 1})["result"] == {"a": 1}
+    assert check.guarded("sound", lambda: {"a": 1})["result"] == {"a": 1}
 
 
 def test_without_a_gpu_it_says_so():

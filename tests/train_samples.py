@@ -20,7 +20,7 @@ from offbeat.data.packing import plan_microbatches
 from offbeat.model.tiny import build_tiny
 from offbeat.sync.mesh import MeshShape, build_meshes
 from offbeat.trainer.bank_trainer import BankTrainer
-from offbeat.trainer.messages import ScoreShare, TrainStep
+from offbeat.trainer.messages import Folder, ScoreShare, TrainStep
 from offbeat.trainer.model_trainer import ModelTrainer
 
 TINY = TinyConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48, max_positions=64)
@@ -30,6 +30,22 @@ MESHES = {1: ("ddp",), 2: ("ddp", "fsdp", "tp2", "cp2")}
 """The meshes that a number of ranks is tried in; see `arranged`."""
 
 OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=2, schedule="linear", clip_norm=0.5, weight_decay=0.01)
+
+
+def train_and_resume(kind, groups, folder, mesh, take_steps, *, num_steps):
+    """Build a trainer in a mesh, take steps with `take_steps(trainer, count)` and save; one that resumes takes the same two next.
+
+    Returns:
+        The trainer, and what its first steps gave.
+    """
+    trainer = kind.build(folder, config=configure(folder), groups=arranged(groups, mesh))
+    steps = take_steps(trainer, num_steps)
+    at = Folder(f"{folder}-{mesh}-{groups.world}")
+    trainer.save(at)
+    resumed = kind.build(folder, config=configure(folder), groups=arranged(groups, mesh))
+    resumed.load(at)
+    assert take_steps(trainer, 2) == take_steps(resumed, 2)
+    return trainer, steps
 
 
 def build_model(folder):

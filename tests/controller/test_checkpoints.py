@@ -10,8 +10,8 @@ import pytest
 from offbeat.controller.checkpoints import FINE_TUNING, TRAINING, WARM_UP, Checkpoints
 from offbeat.controller.parts import SingleProcess
 from offbeat.controller.state import HeadState, Highlights, SavedState
-from offbeat.data.dataset import StreamState
 from offbeat.data.identity import Identity
+from offbeat.data.stream import StreamState
 from offbeat.data.wire import encode_json
 from offbeat.errors import ConfigError, PublishError, StorageError
 from small_run import small_config

@@ -11,6 +11,7 @@ from typing import cast
 import numpy as np
 import pytest
 
+from episode_samples import rewarded
 from faults.workshop import Workshop
 from offbeat.config.controller import EvaluateConfig
 from offbeat.controller.evaluate import Evaluator, check_known
@@ -152,19 +153,10 @@ def test_what_goes_wrong_on_a_set_names_it() -> None:
             Rollouts([1.0] * 5, delay_s=60), ROWS, EvaluateConfig(timeout_s=0.05), SingleProcess(), tokenizer=TOKENIZER, name="hard").run())
 
 
-def played(*episodes: dict[str, float]) -> Group:
-    """A group of episodes, each the rewards of its agents; the first agent has two trajectories."""
-    one = np.ones(1)
-    return Group("batch:0", 0, tuple(
-        Trajectory(one, one, one, one, reward, episode=number, agent=agent)
-        for number, rewards in enumerate(episodes) for place, (agent, reward) in enumerate(rewards.items())
-        for _ in range(2 if place == 0 else 1)))
-
-
 def test_an_evaluation_says_how_each_agent_did() -> None:
     class Played(Rollouts):
         def _group(self, index: int, reward: float | list[float] | None) -> Group:
-            return played({"x": 1.0, "o": 0.0}) if index else played({"x": 1.0, "o": 1.0})
+            return rewarded({"x": 1.0, "o": 0.0}) if index else rewarded({"x": 1.0, "o": 1.0})
 
     evaluation = asyncio.run(Evaluator(Played([0.0] * 5), ROWS, EvaluateConfig(), SingleProcess(), tokenizer=TOKENIZER, name="games").run())
     assert evaluation.by_agent == {"o": 0.2, "x": 1.0} and evaluation.accuracy == 0.2

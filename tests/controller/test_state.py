@@ -7,7 +7,7 @@ from offbeat.config.controller import EvaluateConfig
 from offbeat.controller.parts import SingleProcess
 from offbeat.controller.state import Best, HeadState, Highlights, RunState, SavedState, SetHighlights, Step
 from offbeat.data import wire
-from offbeat.data.dataset import StreamState
+from offbeat.data.stream import StreamState
 
 
 def test_steps_count_from_where_the_state_stands() -> None:

@@ -20,7 +20,8 @@ from offbeat.controller.supervised import SftResult, fine_tune, is_finished
 from offbeat.errors import ConfigError
 from offbeat.ranks.sharding import Sharder
 from offbeat.ranks.trainers import Trainers
-from offbeat.runs.run import prepare_run_dir, run_training
+from offbeat.runs.run import run_training
+from offbeat.runs.run_dir import prepare_run_dir
 from offbeat.spmd.peers import RankPeers
 from offbeat.spmd.ranks import OneRankLoads, OwnRank
 from offbeat.spmd.rollouts import NoRolloutSource

@@ -11,7 +11,7 @@ from tokenizers.processors import ByteLevel
 from chats import CHAT, CHATML, FORGETS_THOUGHTS, MARKED, MARKED_WITHOUT_END, TEXT_ALPHABET, words, words_with_tools
 from offbeat.config.data import DataConfig
 from offbeat.data.chat import mark_answers
-from offbeat.data.dataset import render, sft_sequence
+from offbeat.data.prompt import render, sft_sequence
 from offbeat.data.row import Row
 from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
 from offbeat.errors import DataError, ModelError

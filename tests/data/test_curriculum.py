@@ -8,8 +8,9 @@ import pytest
 from offbeat.config.curriculum import CurriculumConfig
 from offbeat.data import wire
 from offbeat.data.curriculum import Curriculum, CurriculumState
-from offbeat.data.dataset import ListDataset, PromptStream, StreamState
+from offbeat.data.dataset import ListDataset
 from offbeat.data.row import Row
+from offbeat.data.stream import PromptStream, StreamState
 from offbeat.data.trajectory import Group, Trajectory
 
 POOLS = CurriculumConfig(pools=True)

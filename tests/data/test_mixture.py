@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.config.data import DataConfig
-from offbeat.data.dataset import EveryNth, ListDataset, PromptStream, StreamState, open_datasets
+from offbeat.data.dataset import EveryNth, ListDataset, open_datasets
 from offbeat.data.mixture import BLOCK, Mixture, RowsOfSet, first_rows, rows_of_block
 from offbeat.data.row import Row
+from offbeat.data.stream import PromptStream, StreamState
 from offbeat.data.wire import decode_json, encode_json
 
 

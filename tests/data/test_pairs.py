@@ -8,8 +8,9 @@ import pytest
 
 from chats import CHATML, FORGETS_THOUGHTS, words
 from offbeat.config.data import DataConfig
-from offbeat.data.dataset import ListDataset, PromptStream
+from offbeat.data.dataset import ListDataset
 from offbeat.data.pairs import EncodedPair, PairEncoder, Preference, open_pairs, parse_preference
+from offbeat.data.stream import PromptStream
 from offbeat.data.tokenizer import Tokenizer, character_tokenizer
 from offbeat.errors import DataError, ModelError
 

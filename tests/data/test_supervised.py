@@ -9,9 +9,11 @@ from chats import CHAT, FORGETS_THOUGHTS, TEXT_ALPHABET, words
 from offbeat.algorithms.experience import sft_batch
 from offbeat.config.data import DataConfig
 from offbeat.config.train import SftConfig
-from offbeat.data.dataset import ListDataset, PromptStream, open_datasets, render
+from offbeat.data.dataset import ListDataset, open_datasets
 from offbeat.data.packing import plan_microbatches
+from offbeat.data.prompt import render
 from offbeat.data.row import Row
+from offbeat.data.stream import PromptStream
 from offbeat.data.supervised import Supervision
 from offbeat.data.tokenizer import Tokenizer, character_tokenizer
 from offbeat.errors import DataError, ModelError

@@ -16,8 +16,8 @@ from offbeat.errors import ModelError
 
 TORCH_FREE = (
     "offbeat.data.tokenizer", "offbeat.data.row", "offbeat.data.sources", "offbeat.data.tasks", "offbeat.data.dataset",
-    "offbeat.data.functions", "offbeat.rollout.rewards.exact_match", "offbeat.rollout.rewards.math", "offbeat.rollout.rewards.countdown",
-    "offbeat.algorithms.credit", "offbeat.algorithms.experience",
+    "offbeat.data.prompt", "offbeat.data.stream", "offbeat.data.functions", "offbeat.rollout.rewards.exact_match",
+    "offbeat.rollout.rewards.math", "offbeat.rollout.rewards.countdown", "offbeat.algorithms.credit", "offbeat.algorithms.experience",
 )
 TEXT = character_tokenizer(TEXT_ALPHABET)
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "3+4"}]

@@ -1,17 +1,14 @@
 """Servers that somebody else has started, and that cannot do what a run needs of them: one sentence each."""
 
 import asyncio
-import os
 import re
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from contract import WITH_VLLM, Engine, Models
-from offbeat.engine import inside
+from contract import WITH_VLLM, Engine, Models, play_inside, run_in_vllm
 from offbeat.engine.options import EngineAddress
 from offbeat.errors import EngineError
 from offbeat.fleet.server_worker import ServerStart
@@ -78,57 +75,12 @@ try:
 except RuntimeError as exc:
     print(exc)
 """
-    env = os.environ | {"PYTHONPATH": str(Path(inside.__file__ or "").parent)}
-    done = subprocess.run([".venv-vllm/bin/python", "-c", program], env=env, capture_output=True, text=True, timeout=200, check=True)
-    assert re.search(r"vLLM 0.*has no AsyncLLM.update_weight_version, which Offbeat needs; use vLLM 0.32 or later", done.stdout)
+    (*_, last) = run_in_vllm("-c", program)
+    assert re.search(r"vLLM 0.*has no AsyncLLM.update_weight_version, which Offbeat needs; use vLLM 0.32 or later", last)
 
 
 def test_a_switch_that_fails_to_pause_or_to_resume_is_tried_again() -> None:
-    program = """
-import asyncio, json
-from types import SimpleNamespace
-import vllm_inside
-
-vllm_inside.check_interface = vllm_inside.check_weights = lambda *_, **__: None
-
-class Engine:
-    '''Its calls in order; the next call of the name in `fails` raises.'''
-    model_config = SimpleNamespace(hf_config=None, model="m")
-    live, fails = "0", ""
-
-    async def _call(self, name):
-        print(name, end=" ")
-        if name == self.fails:
-            self.fails = ""
-            raise OSError(name + " broke")
-
-    async def pause_generation(self, **_): await self._call("pause")
-    async def resume_generation(self): await self._call("resume")
-    async def collective_rpc(self, *_, **__):
-        await self._call("load")
-        return [{"fingerprint": "f", "num_unread": 0}]
-
-    async def reset_prefix_cache(self): pass
-    async def get_weight_version(self): return self.live
-    async def update_weight_version(self, version): self.live = version
-
-async def main():
-    engine, inside = Engine(), vllm_inside.Inside(None)
-    for version, fails in ((1, "pause"), (1, "resume"), (1, ""), (1, ""), (2, "load"), (2, "")):
-        engine.fails = fails
-        if version != int(engine.live) or inside._broken:
-            inside._staged[version] = vllm_inside.Staged("a", "f", None)
-        try:
-            await inside._switch(engine, json.dumps({"version": version}).encode())
-        except OSError as exc:
-            print("raised:", exc, end=" ")
-        print("broken" if inside._broken else "fine")
-
-asyncio.run(main())
-"""
-    env = os.environ | {"PYTHONPATH": str(Path(inside.__file__ or "").parent)}
-    done = subprocess.run([".venv-vllm/bin/python", "-c", program], env=env, capture_output=True, text=True, timeout=200, check=True)
-    assert done.stdout.splitlines()[-6:] == [
+    assert play_inside(("1", "pause"), ("1", "resume"), ("1", ""), ("1", ""), ("2", "load"), ("2", "")) == [
         "pause resume raised: pause broke fine",  # the old weights go on
         "pause load resume raised: resume broke broken",
         "pause load resume fine",  # not "already live"

@@ -1,14 +1,10 @@
 """Sleep of every engine: memory is given back, requests wait and go on, and only weights that were proven serve afterwards."""
 
 import asyncio
-import os
-import subprocess
-from pathlib import Path
 
 import pytest
 
-from contract import CANARY, WITH_VLLM, Engine, Models
-from offbeat.engine import inside
+from contract import CANARY, WITH_VLLM, Engine, Models, play_inside
 from offbeat.errors import RefusedError
 from offbeat.inference.client import EngineClient
 from offbeat.inference.sampling import Sample, Sampling
@@ -92,61 +88,10 @@ def test_weights_that_were_kept_serve_on_also_with_an_adapter(engine: Engine, mo
 
 @pytest.mark.skipif(not WITH_VLLM, reason="make test-vllm runs it")
 def test_what_is_asked_of_vllm_with_an_accelerator_and_what_becomes_of_a_load_that_fails() -> None:
-    program = """
-import asyncio, json
-from types import SimpleNamespace
-import vllm_inside
-
-vllm_inside.check_interface = vllm_inside.check_weights = lambda *_, **__: None
-vllm_inside.current_platform = SimpleNamespace(is_cpu=lambda: False)
-
-class Engine:
-    '''Its calls in order; the next call of the name in `fails` raises.'''
-    model_config = SimpleNamespace(hf_config=None, model="m", enable_sleep_mode=True)
-    vllm_config = SimpleNamespace(model_config=model_config)
-    live, fails = "0", ""
-
-    async def _call(self, name):
-        print(name, end=" ")
-        if name == self.fails:
-            self.fails = ""
-            raise OSError(name + " broke")
-
-    async def sleep(self, level, mode): await self._call(f"sleep-{level}-{mode}")
-    async def wake_up(self, tags=None): await self._call("wake-" + "+".join(tags or ["all"]))
-    async def pause_generation(self, **_): await self._call("pause")
-    async def resume_generation(self): await self._call("resume")
-    async def collective_rpc(self, name, **_):
-        await self._call(name.removeprefix("offbeat_"))
-        return [{"fingerprint": "f", "num_unread": 0}]
-
-    async def reset_prefix_cache(self): pass
-    async def get_weight_version(self): return self.live
-    async def update_weight_version(self, version): self.live = version
-
-async def main():
-    engine, inside = Engine(), vllm_inside.Inside(None)
-    for act, fails in (("sleep", ""), ("1", ""), ("sleep", ""), ("2", "load"), ("2", ""), ("sleep", ""), ("3", "wake-weights"), ("3", ""),
-                       ("keep", ""), ("wake", ""), ("wake", ""), ("keep", ""), ("3", "")):
-        engine.fails = fails
-        try:
-            if act in ("sleep", "keep"):
-                await inside._sleep(engine, json.dumps({"keep_weights": act == "keep"}).encode())
-            elif act == "wake":
-                await inside._wake(engine, b"")
-            else:
-                if act != engine.live or inside._broken:
-                    inside._staged[int(act)] = vllm_inside.Staged("a", "f", None)
-                await inside._switch(engine, json.dumps({"version": int(act)}).encode())
-        except OSError as exc:
-            print("raised:", exc, end=" ")
-        print("broken" if inside._broken else "fine")
-
-asyncio.run(main())
-"""
-    env = os.environ | {"PYTHONPATH": str(Path(inside.__file__ or "").parent)}
-    done = subprocess.run([".venv-vllm/bin/python", "-c", program], env=env, capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout.splitlines()[-13:] == [
+    lines = play_inside(
+        ("sleep", ""), ("1", ""), ("sleep", ""), ("2", "load"), ("2", ""), ("sleep", ""), ("3", "wake-weights"), ("3", ""), ("keep", ""),
+        ("wake", ""), ("wake", ""), ("keep", ""), ("3", ""))
+    assert lines == [
         "read_back sleep-2-keep fine",
         "wake-weights load wake-kv_cache fine",
         "read_back sleep-2-keep fine",

@@ -5,11 +5,12 @@ import itertools
 import numpy as np
 import pytest
 
+from episode_samples import rewarded
 from evaluation.played import played
 from offbeat.data import wire
 from offbeat.data.row import Row
 from offbeat.data.tokenizer import character_tokenizer
-from offbeat.data.trajectory import Group, Trajectory
+from offbeat.data.trajectory import Group
 from offbeat.evaluation.intervals import mean_interval, share_interval
 from offbeat.evaluation.samples import read_group
 from offbeat.evaluation.scores import Evaluation, accuracy_by_agent, pass_at_k, score_set
@@ -43,22 +44,13 @@ def test_what_an_own_metric_finds_stands_beside_the_others() -> None:
     assert evaluation.metrics()["eval/f1"] == 0.25 and evaluation.shares_text == ", f1 0.250"
 
 
-def episodes(*of_agents: dict[str, float]) -> Group:
-    """A group of episodes, each the rewards of its agents; the first agent has two trajectories."""
-    one = np.ones(1)
-    return Group("batch:0", 0, tuple(
-        Trajectory(one, one, one, one, reward, episode=number, agent=agent)
-        for number, rewards in enumerate(of_agents) for place, (agent, reward) in enumerate(rewards.items())
-        for _ in range(2 if place == 0 else 1)))
-
-
 def test_agents_that_play_together_have_an_accuracy_each_and_failed_episodes_count_as_wrong() -> None:
     nan = float("nan")
-    groups = [episodes({"x": 1.0, "o": -1.0}, {"x": 1.0, "o": 1.0}), episodes({"x": 0.0, "o": 1.0}, {"x": nan, "o": 1.0})]
+    groups = [rewarded({"x": 1.0, "o": -1.0}, {"x": 1.0, "o": 1.0}), rewarded({"x": 0.0, "o": 1.0}, {"x": nan, "o": 1.0})]
 
     def accuracies(groups: list[Group]) -> dict[str, float]:
         return accuracy_by_agent([read_group(Row("?", ""), group, character_tokenizer()) for group in groups], num_samples=2)
 
     assert accuracies(groups) == {"o": 2 / 4, "x": 2 / 4}
     assert accuracies([*groups, Group("batch:2", 0, rejected="timed out")]) == {"o": 2 / 6, "x": 2 / 6}
-    assert accuracies([episodes({"x": 1.0}, {"o": 1.0})]) == {}, "no two of them play an episode"
+    assert accuracies([rewarded({"x": 1.0}, {"o": 1.0})]) == {}, "no two of them play an episode"

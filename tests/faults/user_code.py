@@ -29,7 +29,7 @@ from offbeat.config.root import Config
 from offbeat.controller.evaluate import Evaluator
 from offbeat.controller.inputs import read_inputs
 from offbeat.controller.parts import Rollouts, RunParts, SingleProcess
-from offbeat.data.dataset import PromptStream
+from offbeat.data.stream import PromptStream
 from offbeat.data.trajectory import Group
 from offbeat.errors import OffbeatError
 from offbeat.runs.rank_info import read_rank_info

@@ -18,9 +18,10 @@ from offbeat.config.agent import AgentConfig
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.curriculum import CurriculumConfig
 from offbeat.config.rollout import RolloutConfig
-from offbeat.data.dataset import ListDataset, PromptStream
+from offbeat.data.dataset import ListDataset
 from offbeat.data.reward import FailedReward
 from offbeat.data.row import Row
+from offbeat.data.stream import PromptStream
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.data.trajectory import Group, Trajectory
 from offbeat.errors import (

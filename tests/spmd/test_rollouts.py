@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from offbeat.controller.inputs import read_inputs
-from offbeat.data.dataset import ListDataset, PromptStream
+from offbeat.data.dataset import ListDataset
 from offbeat.data.row import Row
+from offbeat.data.stream import PromptStream
 from offbeat.errors import ConfigError, DataError
 from offbeat.runs.rank_info import RankInfo
 from offbeat.spmd.rollouts import NoRolloutSource, share_limits, share_rows

@@ -13,10 +13,10 @@ from offbeat.data.packing import plan_microbatches
 from offbeat.data.pairs import EncodedPair
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.errors import ConfigError
-from offbeat.trainer.messages import ExportRequest, Folder, ScoreShare
+from offbeat.trainer.messages import ExportRequest, ScoreShare
 from offbeat.trainer.reward_trainer import RewardTrainer
 from ranks import run_alone, run_ranks
-from train_samples import MESHES, VOCAB, arranged, build_model, configure, take_step
+from train_samples import MESHES, VOCAB, build_model, configure, take_step, train_and_resume
 
 OPTIMIZER = OptimizerConfig(lr=1e-2)
 EOS = 0  # of the character tokenizer, whose padding token is 1
@@ -49,14 +49,7 @@ def _steps(trainer, count):
 def _train(groups, folder):
     found = {}
     for mesh in MESHES[groups.world]:
-        trainer = RewardTrainer.build(folder, config=configure(folder), groups=arranged(groups, mesh))
-        steps = _steps(trainer, 4)
-        at = Folder(f"{folder}-{mesh}-{groups.world}")
-        trainer.save(at)
-        resumed = RewardTrainer.build(folder, config=configure(folder), groups=arranged(groups, mesh))
-        resumed.load(at)
-        assert _steps(trainer, 2) == _steps(resumed, 2)
-        found[mesh] = steps
+        trainer, found[mesh] = train_and_resume(RewardTrainer, groups, folder, mesh, _steps, num_steps=4)
         trainer.export(ExportRequest(f"{folder}-export-{mesh}-{groups.world}", f"{folder}-tokenizer", "float32"))
         everything = ScoreShare(BATCH, np.arange(len(BATCH)), tuple(_micros(rank=0, world=1)), "policy", with_entropy=False)
         rewards = trainer.score(everything).scores.columns["values"]

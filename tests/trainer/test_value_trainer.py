@@ -9,12 +9,11 @@ import torch
 from offbeat.config.root import Config
 from offbeat.config.train import OptimizerConfig
 from offbeat.data.batch import LossSpec
-from offbeat.trainer.messages import Folder
 from offbeat.trainer.model_trainer import ModelTrainer
 from offbeat.trainer.strategies import whole
 from offbeat.trainer.value_trainer import ValueTrainer
 from ranks import run_alone, run_ranks
-from train_samples import MESHES, arranged, build_model, configure, make_batch, own_share, score, take_step, train
+from train_samples import MESHES, arranged, build_model, configure, make_batch, own_share, score, take_step, train, train_and_resume
 
 VALUE = LossSpec("value", {"clip": 0.0})
 OPTIMIZER = OptimizerConfig(lr=1e-2)
@@ -35,17 +34,8 @@ def _steps(trainer, count):
 
 
 def _train(groups, folder):
-    found = {}
-    for mesh in MESHES[groups.world]:
-        trainer = ValueTrainer.build(folder, config=configure(folder), groups=arranged(groups, mesh))
-        steps = _steps(trainer, 3)
-        at = Folder(f"{folder}-{mesh}-{groups.world}")
-        trainer.save(at)
-        resumed = ValueTrainer.build(folder, config=configure(folder), groups=arranged(groups, mesh))
-        resumed.load(at)
-        assert _steps(trainer, 2) == _steps(resumed, 2)
-        found[mesh] = steps
-    return found
+    return {
+        mesh: train_and_resume(ValueTrainer, groups, folder, mesh, _steps, num_steps=3)[1] for mesh in MESHES[groups.world]}
 
 
 @pytest.mark.drill

@@ -23,3 +23,8 @@ class Section(BaseModel):
 def field(default: Any, text: str, **bounds: Any) -> Any:
     """Define a configuration field with its default and one sentence that gives its unit and the reason for the default."""
     return Field(default=default, description=text, **bounds)
+
+
+def shown(value: object) -> str:
+    """Return a value as it is written in TOML: true, 0.5, 'text'."""
+    return str(value).lower() if isinstance(value, bool) else repr(value)

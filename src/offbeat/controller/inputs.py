@@ -12,13 +12,14 @@ from offbeat.config.resume import remembered
 from offbeat.config.rollout import REWARD_MODEL, REWARDS
 from offbeat.config.root import Config
 from offbeat.controller.judges import choose_rewards
-from offbeat.data.dataset import Dataset, ListDataset, PromptDataset, check_lengths, messages_of, open_datasets, sft_sequence
+from offbeat.data.dataset import Dataset, ListDataset, PromptDataset, open_datasets
 from offbeat.data.ends import Ends, find_ends
 from offbeat.data.evaluation_set import open_set
 from offbeat.data.identity import Identity, code_digest, command_digest, digest_of, model_digest
 from offbeat.data.mixture import Mixture, RowsOfSet
 from offbeat.data.model_folder import check_model_folder, read_context_length, read_end_token_ids, read_vocab_size
 from offbeat.data.pairs import PairEncoder, Preference, open_pairs
+from offbeat.data.prompt import check_lengths, messages_of, sft_sequence
 from offbeat.data.reward_model import JudgedPairEncoder, choose_padding, open_reward_folder, plain, reads_chats
 from offbeat.data.row import Row
 from offbeat.data.supervised import Supervision

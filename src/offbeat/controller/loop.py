@@ -55,10 +55,10 @@ from offbeat.controller.samples import best_and_worst, sample_table
 from offbeat.controller.scoring import score_batch
 from offbeat.controller.state import HeadState, Highlights, RunState, SavedState, Step
 from offbeat.data.batch import Batch
-from offbeat.data.dataset import PromptStream
 from offbeat.data.functions import at_step
 from offbeat.data.keeping import keep_lines
 from offbeat.data.pieces import Pieces
+from offbeat.data.stream import PromptStream
 from offbeat.data.trajectory import Group
 from offbeat.evaluation.files import encode_lines
 from offbeat.evaluation.samples import EvaluatedSet

@@ -12,8 +12,8 @@ from offbeat.config.root import Config
 from offbeat.controller.inputs import RunInputs
 from offbeat.controller.teaching import Teacher
 from offbeat.data.batch import Batch
-from offbeat.data.dataset import PromptStream
 from offbeat.data.row import Row
+from offbeat.data.stream import PromptStream
 from offbeat.data.trajectory import Group
 from offbeat.fleet.publishers import OnServed
 from offbeat.inference.sampling import Sampling

@@ -13,9 +13,10 @@ from offbeat.controller.reference import Reference, open_reference
 from offbeat.controller.state import RunState
 from offbeat.controller.supervised import Lesson, SftResult, teach
 from offbeat.data.batch import Batch
-from offbeat.data.dataset import Dataset, PromptStream
+from offbeat.data.dataset import Dataset
 from offbeat.data.identity import digest_of
 from offbeat.data.pairs import EncodedPair, Preference
+from offbeat.data.stream import PromptStream
 from offbeat.data.supervised import Sequence as Encoded
 
 

@@ -9,8 +9,9 @@ import numpy as np
 
 from offbeat.config.root import Config
 from offbeat.controller.inputs import Base, open_mixed, read_base
-from offbeat.data.dataset import Dataset, check_length, render
+from offbeat.data.dataset import Dataset
 from offbeat.data.pairs import PairEncoder, Preference, open_pairs
+from offbeat.data.prompt import check_length, render
 from offbeat.data.row import Row
 from offbeat.data.supervised import Sequence as Encoded
 from offbeat.data.supervised import Supervision

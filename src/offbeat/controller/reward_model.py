@@ -11,9 +11,9 @@ from offbeat.controller.parts import RunParts
 from offbeat.controller.state import RunState
 from offbeat.controller.supervised import Lesson, SftResult, teach
 from offbeat.data.batch import Batch
-from offbeat.data.dataset import PromptStream
 from offbeat.data.pairs import EncodedPair, Preference
 from offbeat.data.reward_model import write_tokenizer
+from offbeat.data.stream import PromptStream
 
 
 async def train_reward_model(parts: RunParts, state: RunState) -> SftResult:

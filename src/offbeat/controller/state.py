@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from offbeat.algorithms.coefficients import Coefficients
 from offbeat.config.controller import EvaluateConfig
 from offbeat.controller.parts import Peers
-from offbeat.data.dataset import StreamState
 from offbeat.data.identity import Identity
+from offbeat.data.stream import StreamState
 from offbeat.types import Version
 
 

@@ -18,7 +18,8 @@ from offbeat.controller.evaluate import Evaluator
 from offbeat.controller.parts import RunParts
 from offbeat.controller.state import HeadState, Highlights, RunState, SavedState
 from offbeat.data.batch import Batch
-from offbeat.data.dataset import Dataset, PromptStream
+from offbeat.data.dataset import Dataset
+from offbeat.data.stream import PromptStream
 
 _RECORDED = ("train/loss", "train/grad_norm", "step/total_s")
 

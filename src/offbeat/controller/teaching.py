@@ -16,7 +16,7 @@ from offbeat.algorithms.distillation import TeacherScores
 from offbeat.config.data import DataConfig
 from offbeat.config.teacher import ANSWER, PROMPT, TeacherConfig
 from offbeat.data.batch import Batch, bounds, gather_ranges
-from offbeat.data.dataset import render
+from offbeat.data.prompt import render
 from offbeat.data.row import Row
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import ConfigError, DeadlineError, EngineError, RefusedError

@@ -1,37 +1,25 @@
-"""Prompts to train on and to evaluate with: opened from [data], drawn in a resumable order, rendered as tokens.
+"""Rows to train on and to evaluate with, opened from [data].
 
-`open_datasets` is called once at the start; the rollout executor draws from a `PromptStream`; workflows call `render`. Other kinds of rows
-are opened by `open_records` and drawn by the same stream. Promises: the same seed gives the same order, a restored stream continues exactly
-where it was, and no generated prompt that is trained on is ever a held-out one.
+`open_datasets` is called once at the start, for prompts; other kinds of rows are opened by `open_records`. A `stream.PromptStream` draws
+from a dataset. Promises: an index means the same row as long as the digest is the same, and no generated prompt that is trained on is ever
+a held-out one.
 """
 
-import re
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
-
-from offbeat.config.curriculum import CurriculumConfig
 from offbeat.config.data import DataConfig
-from offbeat.data.curriculum import Curriculum, CurriculumState
 from offbeat.data.files import Sieve, Source
 from offbeat.data.identity import add_to_digest, digest_of, new_digest
-from offbeat.data.messages import Message, with_system
 from offbeat.data.row import Row, parse_record
 from offbeat.data.sources import has_splits, open_source
 from offbeat.data.tasks import Task, find_task
-from offbeat.data.tokenizer import Tokenizer
-from offbeat.data.trajectory import Group
-from offbeat.errors import DataError, TooLongError
-from offbeat.telemetry.tracker import StatsPart
+from offbeat.errors import DataError
 
 _MOST_REDRAWS = 1000
 _DIGESTED_ROWS = 16
 """Number of rows that stand for a task in its digest, since a task makes all of its rows in the same way."""
-
-_PROMPT_ID = re.compile(r"(\d+):(\d+)")
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -252,201 +240,3 @@ def _too_few_prompts(task: Task, heldout_size: int) -> DataError:
     return DataError(
         f"task {task.name!r} has too few different prompts to hold out {heldout_size} and train on others; {task.remedy} or"
         " lower data.heldout_size")
-
-
-@dataclass(frozen=True)
-class StreamState:
-    """Position of a prompt stream.
-
-    Attributes:
-        epoch: number of passes over the dataset completed.
-        position: number of prompts drawn in this epoch, or passed over by the curriculum.
-        returned: ids of prompts drawn and given back, in the order in which they are drawn again.
-        curriculum: how prompts went; None without a curriculum.
-    """
-
-    epoch: int = 0
-    position: int = 0
-    returned: tuple[str, ...] = ()
-    curriculum: CurriculumState | None = None
-
-
-class PromptStream(Generic[R]):
-    """Draws rows without end: each epoch visits every row once, in a seeded order; those that were given back come first.
-
-    A curriculum passes over some of the rows that an epoch visits. Resuming loses nothing if the ids drawn and neither trained on nor
-    rejected are given back after `restore`.
-    """
-
-    def __init__(self, dataset: Dataset[R], *, seed: int, shuffle: bool = True, curriculum: CurriculumConfig | None = None) -> None:
-        self._dataset = dataset
-        self._seed = seed
-        self._shuffle = shuffle
-        self._curriculum: Curriculum | None = None
-        if curriculum is not None and curriculum.is_on:
-            assert dataset.num_rows is not None, "a curriculum needs rows that come again"  # `Config` refuses generated ones
-            self._curriculum = Curriculum(curriculum, num_rows=dataset.num_rows, seed=seed)
-        self.restore(StreamState())
-
-    def next(self) -> tuple[str, R]:
-        """Draw the next row: its id, "epoch:index" with the row's index in the dataset, and the row."""
-        if self._returned:
-            prompt_id = self._returned.popleft()
-            return prompt_id, self.row(prompt_id)
-        while True:
-            if self._position == self._dataset.num_rows:
-                self._start_epoch(self._epoch + 1, 0)
-            index = self._position if self._order is None else int(self._order[self._position])
-            self._position += 1
-            if self._curriculum is None or self._curriculum.draws(index):
-                return f"{self._epoch}:{index}", self._dataset.row(index)
-
-    def note(self, group: Group) -> None:
-        """Tell the curriculum, if there is one, how the group of a drawn prompt went: when it is trained on, or rejected for good."""
-        if self._curriculum is not None:
-            self._curriculum.note(int(group.prompt_id.partition(":")[2]), group.rewards)
-
-    def stats(self) -> StatsPart:
-        """Return the curriculum's statistics; none without one."""
-        return StatsPart() if self._curriculum is None else self._curriculum.stats()
-
-    def row(self, prompt_id: str) -> R:
-        """Return the row of a prompt id.
-
-        Raises:
-            DataError: the id is malformed or past the end of the dataset.
-        """
-        match = _PROMPT_ID.fullmatch(prompt_id)
-        num_rows = self._dataset.num_rows
-        if match is None or (num_rows is not None and int(match[2]) >= num_rows):
-            known = "endless" if num_rows is None else f"of {num_rows} rows"
-            raise DataError(f"prompt id must be 'epoch:index' within a dataset {known}, got {prompt_id!r}; was the dataset changed?")
-        return self._dataset.row(int(match[2]))
-
-    def give_back(self, prompt_id: str) -> None:
-        """Put a drawn prompt in front of all that were not drawn yet, behind those given back before it.
-
-        Raises:
-            DataError: as for `row`.
-        """
-        self.row(prompt_id)
-        assert prompt_id not in self._returned, f"prompt {prompt_id} was given back twice"
-        self._returned.append(prompt_id)
-
-    def state(self) -> StreamState:
-        """Return the current position of the stream."""
-        curriculum = None if self._curriculum is None else self._curriculum.state()
-        return StreamState(self._epoch, self._position, tuple(self._returned), curriculum)
-
-    def restore(self, state: StreamState) -> None:
-        """Continue from `state`, which was taken from a stream over the same dataset and seed.
-
-        Raises:
-            DataError: the dataset is shorter than it was.
-        """
-        num_rows = self._dataset.num_rows
-        if num_rows is not None and state.position > num_rows:
-            raise DataError(
-                f"the saved run had drawn {state.position} prompts of this epoch, but the dataset has {num_rows} rows;"
-                " resume with the same dataset, or start a new run")
-        self._returned: deque[str] = deque()
-        self._start_epoch(state.epoch, state.position)
-        if self._curriculum is not None:
-            self._curriculum.restore(state.curriculum or CurriculumState())
-        for prompt_id in state.returned:
-            self.give_back(prompt_id)
-
-    def _start_epoch(self, epoch: int, position: int) -> None:
-        self._epoch, self._position = epoch, position
-        if self._curriculum is not None:
-            self._curriculum.start_epoch(epoch)
-        self._order: np.ndarray | None = None
-        # An endless dataset is random already, and has no permutation.
-        if self._shuffle and self._dataset.num_rows is not None:
-            self._order = np.random.default_rng([self._seed, epoch]).permutation(self._dataset.num_rows)
-
-
-def render(row: Row, tokenizer: Tokenizer, config: DataConfig) -> list[int]:
-    """Return the token ids of a row's prompt.
-
-    The prompt is rendered as text, after the tokenizer's BOS token if it adds one, or as a chat, with the row's tools, if the row is one or
-    `data.chat_template` is on. In a chat, the template writes the BOS token where there is to be one.
-
-    Raises:
-        ModelError: a chat is needed and the tokenizer has no template for it.
-    """
-    messages = messages_of(row, config)
-    return tokenizer.prompt(str(row.prompt)) if messages is None else tokenizer.giving(row.template_kwargs).chat(messages, tools=row.tools)
-
-
-def messages_of(row: Row, config: DataConfig) -> tuple[Message, ...] | None:
-    """Return a row's prompt as a chat if it is one or `data.chat_template` is on; None where it is plain text.
-
-    `data.system_prompt` comes before a chat that has no system message of its own.
-    """
-    if isinstance(row.prompt, str) and not config.chat_template:
-        return None
-    messages = ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
-    return with_system(messages, config.system_prompt)
-
-
-def check_length(num_tokens: int, config: DataConfig, *, name: str, context: int, max_new_tokens: int) -> None:
-    """Refuse a prompt that is empty or leaves no room for its answer.
-
-    Args:
-        num_tokens: length of the rendered prompt.
-        name: name of the prompt, for the message.
-        context: context length of the model in tokens.
-
-    Raises:
-        DataError: `num_tokens` is 0.
-        TooLongError: it is above `data.max_prompt_tokens` if that is set, or above context - max_new_tokens.
-    """
-    if not num_tokens:
-        raise DataError(f"prompt {name} has no tokens; a prompt needs at least one")
-    if 0 < config.max_prompt_tokens < num_tokens:
-        raise TooLongError(
-            f"prompt {name} has {num_tokens} tokens, allowed are data.max_prompt_tokens = {config.max_prompt_tokens};"
-            " raise it, or remove the row")
-    if max_new_tokens >= context:
-        raise TooLongError(
-            f"rollout.max_new_tokens = {max_new_tokens} leaves no room for prompt {name} of {num_tokens} tokens in a context of {context};"
-            " lower it to what an answer needs")
-    if num_tokens > context - max_new_tokens:
-        raise TooLongError(
-            f"prompt {name} has {num_tokens} tokens, allowed are {context - max_new_tokens} (a context of {context} less"
-            f" rollout.max_new_tokens = {max_new_tokens}); lower rollout.max_new_tokens, raise inference.max_context where it is set, or"
-            " remove rows that are so long")
-
-
-def check_lengths(
-    dataset: PromptDataset, tokenizer: Tokenizer, config: DataConfig, *, context: int, max_new_tokens: int, max_rows: int = 1000) -> int:
-    """Render the first `max_rows` rows and refuse a prompt that is too long, before a run begins.
-
-    Returns:
-        Number of tokens in the longest of them; 0 for an empty dataset.
-
-    Raises:
-        DataError: as for `check_length`; the message names the row.
-    """
-    longest = 0
-    for index in range(max_rows if dataset.num_rows is None else min(max_rows, dataset.num_rows)):
-        num_tokens = len(render(dataset.row(index), tokenizer, config))
-        check_length(num_tokens, config, name=f"of {dataset.where(index)}", context=context, max_new_tokens=max_new_tokens)
-        longest = max(longest, num_tokens)
-    return longest
-
-
-def sft_sequence(row: Row, tokenizer: Tokenizer, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Encode prompt, solution (or answer) and end token, which is the chat template's end of turn for a chat, else the tokenizer's.
-
-    The two parts are encoded separately, as they are when the answer is generated.
-
-    Returns:
-        tokens [L] int32, and loss_mask [L] bool, True on the answer and the end token.
-    """
-    prompt = render(row, tokenizer, config)
-    is_chat = config.chat_template or not isinstance(row.prompt, str)
-    end = tokenizer.end_of_turn_id if is_chat and tokenizer.end_of_turn_id is not None else tokenizer.eos_token_id
-    answer = [*tokenizer.encode(row.solution or row.answer), end]
-    return np.array(prompt + answer, dtype=np.int32), np.repeat([False, True], [len(prompt), len(answer)])

@@ -12,8 +12,9 @@ from functools import lru_cache
 import numpy as np
 
 from offbeat.config.data import DataConfig
-from offbeat.data.dataset import EveryNth, PromptDataset, messages_of
+from offbeat.data.dataset import EveryNth, PromptDataset
 from offbeat.data.identity import digest_of
+from offbeat.data.prompt import messages_of
 from offbeat.data.row import Row
 
 BLOCK = 1000

@@ -22,9 +22,11 @@ import numpy as np
 from offbeat.config.data import DataConfig
 from offbeat.config.template import parse_template
 from offbeat.data.chat import mark_answers
-from offbeat.data.dataset import Dataset, PromptStream, messages_of, open_records, sft_sequence
+from offbeat.data.dataset import Dataset, open_records
 from offbeat.data.messages import Message, Tool, kind_of, parse_messages, parse_tools, with_system
+from offbeat.data.prompt import messages_of, sft_sequence
 from offbeat.data.row import TOOLS, Prompt, Row, system_of
+from offbeat.data.stream import PromptStream
 from offbeat.data.supervised import Sequence, draw_kept
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import DataError, ModelError

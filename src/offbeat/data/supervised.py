@@ -12,8 +12,10 @@ import numpy as np
 from offbeat.config.data import DataConfig
 from offbeat.config.train import SftConfig
 from offbeat.data.chat import MarkedText, mark_answers
-from offbeat.data.dataset import PromptDataset, PromptStream, messages_of, sft_sequence
+from offbeat.data.dataset import PromptDataset
+from offbeat.data.prompt import messages_of, sft_sequence
 from offbeat.data.row import Row
+from offbeat.data.stream import PromptStream
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import DataError, ModelError
 

@@ -1,7 +1,7 @@
 """Plays groups of episodes while the trainer learns. The gate decides how many and which; this module carries that out.
 
     _admit         consumes capacity and prompts; produces running groups; waits for nothing; called after every event that frees capacity
-    _play          consumes engines and rewards; produces one settled group; waits for both under the episode's deadline
+    _play          consumes what a `GroupPlayer` plays; produces one settled group; waits for it, which has the episode's deadline
     prepare_batch  consumes ready groups; produces a step's batch; woken by every settled group
     take_ahead     consumes ready groups while a step trains; produces those of the step after it; woken by every settled group, or
                    cancelled before `prepare_batch` is called
@@ -13,48 +13,35 @@ prompt that cannot be asked is rejected at once.
 """
 
 import asyncio
-import inspect
 import itertools
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from offbeat.config.rollout import RolloutConfig
-from offbeat.data.dataset import PromptStream
 from offbeat.data.row import Row
+from offbeat.data.stream import PromptStream
 from offbeat.data.trajectory import Group
-from offbeat.errors import (
-    CodeError,
-    DeadlineError,
-    OffbeatError,
-    RolloutError,
-    RunError,
-    describe,
-    shorten,
-)
-from offbeat.inference.sampling import Sample, Sampling
+from offbeat.errors import CodeError, DeadlineError, OffbeatError, RolloutError, RunError, describe
+from offbeat.inference.sampling import Sampling
 from offbeat.phase import phase
 from offbeat.rollout.accounts import Accounts
-from offbeat.rollout.clock import EpisodeClock
-from offbeat.rollout.door import ANY, Door, members
+from offbeat.rollout.door import ANY, Door
 from offbeat.rollout.dynamic import DynamicSampling
-from offbeat.rollout.episode import Episode, Workflow
+from offbeat.rollout.episode import Workflow
 from offbeat.rollout.holdup import HoldupGuard
 from offbeat.rollout.idle import IdleHint, Limit, limit_of_running, limit_of_staleness
-from offbeat.rollout.outcomes import Failure, Kind, Outcomes, failure_of, failure_to_ask, screen, unwrap
+from offbeat.rollout.outcomes import Failure, Kind, Outcomes, screen
+from offbeat.rollout.player import CALLERS, Accept, GroupPlayer, MakeEpisode
 from offbeat.rollout.staleness import Gate
 from offbeat.telemetry.tracker import StatsPart, combine
 from offbeat.types import Version
 
 _ADMITTED_AT_ONCE = 128
 """Groups that one callback of the event loop admits: thousands, for which a new version may make room, would hold it up."""
-
-MakeEpisode = Callable[[Row, int, Sampling], Episode]
-Accept = Callable[[Group], bool]
 
 
 @dataclass(frozen=True)
@@ -111,21 +98,18 @@ class RolloutExecutor:
         """
         self._gate = gate
         self._stream = stream
-        self._workflow = workflow
-        self._make_episode = make_episode
         self._config = config
-        self._accept = accept
         self._dynamic = dynamic
         self._door = door
         self._accounts = accounts or Accounts()
-        self._halted = halted
         self._on_rejected = on_rejected
         self._on_unusable = on_unusable
         self._outcomes = Outcomes(warn)
-        self._holdups = HoldupGuard(
-            timeout_s=config.episode_timeout_s, callers=(type(self)._call_workflow.__code__, type(self)._judge.__code__), tell=warn)
+        self._holdups = HoldupGuard(timeout_s=config.episode_timeout_s, callers=CALLERS, tell=warn)
         self._limit_of_running, self._limit_of_staleness = limit_of_running(config), limit_of_staleness(config)
         self.idle = IdleHint(warn, num_running=lambda: len(self._gate.running), limit=self._limit, places=places)
+        self._player = GroupPlayer(
+            workflow=workflow, make_episode=make_episode, accept=accept, config=config, halted=halted, idle=self.idle)
         self._exits = ExitStack()
         self._num_tries: Counter[str] = Counter()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -263,7 +247,8 @@ class RolloutExecutor:
         async def play(index: int, row: Row) -> Group:
             async with slots:
                 for tries in itertools.count(1):
-                    played, failure = await self._settle(f"batch:{index}", row, group_size, sampling, Accounts())
+                    played, failure = await self._player.play(
+                        f"batch:{index}", row, group_size, sampling, version=self._gate.served, accounts=Accounts())
                     group, failure = screen(played, failure, fewest=1)
                     if failure is None or not failure.is_ours or tries > self._config.max_retries:
                         whole = replace(group, trajectories=played.trajectories)
@@ -305,7 +290,8 @@ class RolloutExecutor:
             self._changed.set()
 
     async def _play(self, prompt_id: str, row: Row) -> None:
-        group, failure = await self._settle(prompt_id, row, self._config.group_size, self.sampling, self._accounts)
+        group, failure = await self._player.play(
+            prompt_id, row, self._config.group_size, self.sampling, version=self._gate.served, accounts=self._accounts)
         if self._tasks.get(prompt_id) is not asyncio.current_task():
             return  # cancelled, but user code swallowed that; by now this prompt belongs to another task
         played = self._check(group)
@@ -361,78 +347,18 @@ class RolloutExecutor:
         self._outcomes.settled(prompt_id, kind, reason)
         self._on_rejected(Settled(prompt_id, reason, kind, played=played))
 
-    async def _settle(
-        self, prompt_id: str, row: Row, group_size: int, sampling: Sampling, accounts: Accounts,
-    ) -> tuple[Group, Failure | None]:
-        """Play one group. A failure is data: the group carries the reason, and the failure is returned with it."""
-        version = self._gate.served
-        try:
-            episode = self._make_episode(row, group_size, sampling)
-        except Exception as exc:  # the tokenizer or the chat template cannot handle the prompt
-            return Group(prompt_id, version, rejected=describe(exc)), failure_to_ask(exc)
-        try:
-            async with EpisodeClock(f"group {prompt_id}", self._config.episode_timeout_s, halted=self._halted) as clock:
-                returned = await self._call_workflow(replace(
-                    self._watched(episode, clock), account=partial(accounts.open, prompt_id), measured=accounts.measures.add))
-            return Group(prompt_id, version, members(returned, group_size, workflow=self._config.workflow)), None
-        except asyncio.CancelledError as exc:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise  # the cancellation is ours, not the workflow's
-            failure = CodeError(f"the workflow {self._config.workflow} let a cancellation of its own escape: {exc!r}")
-            return Group(prompt_id, version, rejected=str(failure)), failure_of(failure)
-        except (Exception, SystemExit) as exc:  # boundary to user code: any error of a workflow rejects only its own group
-            error = unwrap(exc)
-            return Group(prompt_id, version, rejected=describe(error)), failure_of(error)
-
     def _limit(self) -> Limit | None:
         """Return what keeps further groups from being admitted; None if nothing does."""
         if self._gate.capacity:
             return None
         return self._limit_of_running if len(self._gate.running) >= self._gate.max_running else self._limit_of_staleness
 
-    def _watched(self, episode: Episode, clock: EpisodeClock) -> Episode:
-        """Return an episode that stops the clock where it should, and tells the hint what it waits for."""
-
-        async def generate(*arguments: Any, **named: Any) -> list[Sample]:
-            with self.idle.calling():
-                return await episode.generate(*arguments, **named)
-
-        async def off_the_clock(waiting: Awaitable[Any]) -> Any:
-            with self.idle.queueing():
-                return await clock.stand_still(waiting)
-
-        return replace(
-            episode, generate=generate, off_the_clock=off_the_clock,
-            score=lambda completions, row: clock.stand_still(episode.score(completions, row)))
-
-    async def _call_workflow(self, episode: Episode) -> object:
-        playing: object = self._workflow(episode)
-        if not inspect.isawaitable(playing):
-            raise CodeError(f"the workflow {self._config.workflow} must be an async function, but calling it gave {shorten(playing)}")
-        return await playing
-
     def _judge(self, group: Group) -> tuple[Group, Failure | None, Kind | None]:
-        """Ask the user's filter, then dynamic sampling; returns why the group is refused, if it is.
-
-        If the filter raises, or does not return a yes or no, the group fails.
-        """
-        try:
-            answer: object = self._accept(group)
-            accepted = None if answer is None else bool(answer)
-        except (Exception, SystemExit) as exc:
-            return self._fail_filter(group, f"raised {describe(exc)}")
-        if accepted is None:
-            return self._fail_filter(group, "must return True or False, got None")
-        if not accepted:
-            return replace(group, trajectories=(), rejected="not accepted by should_accept"), None, "not accepted"
-        if self._dynamic is not None and (reason := self._dynamic.rejects(group)):
+        """Ask the user's filter, then dynamic sampling; returns why the group is refused, if it is."""
+        group, failure, refused = self._player.ask_filter(group)
+        if failure is None and refused is None and self._dynamic is not None and (reason := self._dynamic.rejects(group)):
             return replace(group, trajectories=(), rejected=reason), None, "equal rewards"
-        return group, None, None
-
-    def _fail_filter(self, group: Group, how: str) -> tuple[Group, Failure, None]:
-        reason = f"should_accept {how}"
-        return replace(group, trajectories=(), rejected=reason), failure_of(CodeError(reason)), None
+        return group, failure, refused
 
     def _requeue(self, prompt_ids: Sequence[str]) -> None:
         for prompt_id in prompt_ids:

@@ -18,8 +18,9 @@ import msgspec
 from offbeat.aio import deadline, gather_all
 from offbeat.config.root import Config
 from offbeat.controller.evaluate import OnPrompt
-from offbeat.data.dataset import ListDataset, PromptDataset, messages_of, open_datasets
+from offbeat.data.dataset import ListDataset, PromptDataset, open_datasets
 from offbeat.data.evaluation_set import open_set
+from offbeat.data.prompt import messages_of
 from offbeat.data.reward import FailedReward, NamedReward
 from offbeat.data.row import Row
 from offbeat.errors import ConfigError, EngineError, OffbeatError, describe, printable

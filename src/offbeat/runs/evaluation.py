@@ -18,7 +18,7 @@ from offbeat.controller.evaluate import make_evaluators, score
 from offbeat.controller.inputs import RunInputs, choose_canary, read_inputs
 from offbeat.controller.judges import what_judges
 from offbeat.controller.parts import SingleProcess
-from offbeat.data.dataset import PromptStream
+from offbeat.data.stream import PromptStream
 from offbeat.errors import ConfigError
 from offbeat.evaluation.files import RESULT_NAME
 from offbeat.evaluation.result import ModelResult, SetResult, write

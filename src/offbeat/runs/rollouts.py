@@ -18,12 +18,13 @@ from offbeat.controller.inputs import RunInputs
 from offbeat.controller.judges import choose_rewards, devices_per_reward_model, reward_model_of, what_judges
 from offbeat.controller.parts import Rollouts
 from offbeat.data.batch import Batch
-from offbeat.data.dataset import PromptStream, check_length, render
 from offbeat.data.functions import resolve
 from offbeat.data.keeping import keep_rejected_line
 from offbeat.data.mixture import first_rows
 from offbeat.data.pieces import Pieces
+from offbeat.data.prompt import check_length, render
 from offbeat.data.row import Row
+from offbeat.data.stream import PromptStream
 from offbeat.data.trajectory import Trajectory
 from offbeat.engine.reward_options import RewardModelOptions
 from offbeat.errors import TooLongError
@@ -33,10 +34,11 @@ from offbeat.rollout.accounts import Accounts
 from offbeat.rollout.door import Door
 from offbeat.rollout.dynamic import DynamicSampling
 from offbeat.rollout.episode import Episode, Generate, Workflow
-from offbeat.rollout.executor import Accept, RolloutExecutor, Settled
+from offbeat.rollout.executor import RolloutExecutor, Settled
 from offbeat.rollout.idle import IdleHint, limit_of_places
 from offbeat.rollout.metric import check_metrics
 from offbeat.rollout.model_reward import ModelReward
+from offbeat.rollout.player import Accept
 from offbeat.rollout.reward_pool import RewardPool, check_call
 from offbeat.rollout.staleness import Gate
 from offbeat.telemetry.record import RunRecord

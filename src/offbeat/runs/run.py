@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import resource
-import shutil
 import signal
 import sys
 import threading
@@ -17,41 +16,45 @@ from pathlib import Path
 from typing import TypeVar
 
 from offbeat.aio import listener
-from offbeat.checkpoint.recover import none_sound
 from offbeat.config.load import dump_toml
 from offbeat.config.resume import remembered
 from offbeat.config.root import Config
-from offbeat.controller.checkpoints import FINE_TUNING, PREFERENCE, REWARD_MODEL, TRAINING, WARM_UP, index_of, part_of
+from offbeat.controller.checkpoints import FINE_TUNING, PREFERENCE, REWARD_MODEL, TRAINING, index_of
 from offbeat.controller.inputs import RunInputs, read_inputs, read_pair_inputs
 from offbeat.controller.loop import TrainResult, train
 from offbeat.controller.own_code import check_own_code
 from offbeat.controller.parts import RunParts
 from offbeat.controller.preference import prefer
-from offbeat.controller.resume import compare
 from offbeat.controller.reward_model import train_reward_model
-from offbeat.controller.state import Best, Highlights, RunState, SavedState, SetHighlights
-from offbeat.controller.supervised import SftResult, fine_tune, is_finished
+from offbeat.controller.state import Best, Highlights, RunState, SetHighlights
+from offbeat.controller.supervised import SftResult, fine_tune
 from offbeat.data import wire
 from offbeat.data.identity import Identity
-from offbeat.errors import ConfigError
 from offbeat.loading import load_module
 from offbeat.machine import PROMISED_DEVICES, smallest_device
 from offbeat.memory import steady_memory
 from offbeat.runs.base_model import needs_base, on_base
 from offbeat.runs.devices import choose_devices, describe_devices, usable_devices
 from offbeat.runs.rank_info import RankInfo, read_rank_info, resolve_ranks
+from offbeat.runs.run_dir import check_resumption, completed, prepare_run_dir
 from offbeat.runs.step_choice import choose_step, shape_of
 from offbeat.runs.threads import choose_threads, usable_cores
 from offbeat.telemetry.console import Console
-from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.log import set_up_logging
 from offbeat.telemetry.record import RunRecord, SilentRecord
-from offbeat.telemetry.run_lock import lock_run
 from offbeat.telemetry.sinks import check_installed
 from offbeat.workers.worker import library_environment
 
 # By name, because SPMD mode imports torch.
 _MODES = {"controller": ("offbeat.runs.assemble", "open_controller"), "spmd": ("offbeat.spmd.rank", "open_rank")}
+_READERS: dict[str, Callable[[Config], RunInputs]] = {
+    TRAINING: read_inputs,
+    FINE_TUNING: partial(read_inputs, supervised=True),
+    PREFERENCE: lambda config: read_pair_inputs(config, unpaired=config.preference.loss == "kto"),
+    REWARD_MODEL: partial(read_pair_inputs, rewards=True),
+}
+"""What reads the inputs of a kind of run, by what names of its checkpoints begin with."""
+
 T = TypeVar("T")
 Body = Callable[[RunParts, RunState], Awaitable[T]]
 R = TypeVar("R", "RunResult", "SupervisedResult")
@@ -212,7 +215,7 @@ def _make_base(config: Config, console: Console, *, debug: bool, fresh: bool) ->
 
     def make(base: Config) -> None:
         console.note(f"the adapter needs a base that has learnt something: warming up a whole model as the run {base.run.name}")
-        result = run_supervised(base, console, debug=debug, fresh=fresh or _fine_tuned(base) is not None)
+        result = run_supervised(base, console, debug=debug, fresh=fresh or completed(base, FINE_TUNING) is not None)
         assert result is not None, "a controller leads"
         if result.stopped_early:
             raise KeyboardInterrupt
@@ -234,7 +237,7 @@ def execute(
     given, cores = resolve_ranks(config, rank_info), usable_cores()
     if rank_info.leads:
         console.hint(f"{config.run.name}: reading the model and the data")
-    inputs = _KINDS[kind].read(given)
+    inputs = _READERS[kind](given)
     devices = usable_devices()
     placed = choose_devices(given, devices=devices, rank_info=rank_info, serves=inputs.plays)
     config = choose_threads(_with_step(placed, rank_info), cores=cores, rank_info=rank_info, serves=inputs.plays)
@@ -321,146 +324,6 @@ async def _with_parts(config: Config, rank_info: RankInfo, inputs: RunInputs, re
     async with open_run(config, rank_info, inputs, record) as parts:
         begun = True
         return await body(parts, state)
-
-
-def prepare_run_dir(config: Config, *, kind: str = TRAINING, fresh: bool = False) -> Path | None:
-    """Make way for the run: go on in its folder if it has a checkpoint, else move an older run of the same name aside if it got anywhere.
-    A `fresh` run always does the latter.
-
-    Args:
-        kind: what names of the run's checkpoints begin with; runs of one kind do not go on from those of another.
-
-    Returns:
-        Where the older run is now, if it was moved.
-
-    Raises:
-        ConfigError: `run.resume` is off and the run exists, it has done all its steps, or another process is running it.
-        StorageError: it has checkpoints, and all are damaged.
-    """
-    run_dir = config.run_dir
-    if not any((run_dir / name).exists() for name in ("config.toml", "checkpoints")):
-        return None
-    if fresh:
-        return move_aside(config) if got_anywhere(run_dir) else None
-    if not config.run.resume:
-        raise ConfigError(f"the run folder {str(run_dir)!r} exists and run.resume is false; give run.name a new name, or set run.resume")
-    if done := _KINDS[kind].done(config):
-        raise ConfigError(f"the run {str(run_dir)!r} {done}, or give run.name a new name")
-    indexes = [index_of(config, each) for each in _goes_on_from(config, kind)]
-    if any(index.newest() for index in indexes):
-        return None
-    if damages := [damage for index in indexes for damage in index.damaged()]:
-        raise none_sound(damages)
-    return move_aside(config) if got_anywhere(run_dir) else None
-
-
-def got_anywhere(run_dir: Path) -> bool:
-    """Whether a run has trained or saved anything; the folder of a start that failed before that is used again."""
-    if any((run_dir / name).exists() for name in ("checkpoints", "export", "best", "rollouts", "result.json")):
-        return True
-    metrics = run_dir / "metrics.jsonl"
-    if metrics.exists() and metrics.stat().st_size:
-        return True
-    return any(str(event.get("kind", "")).endswith("_step") for event in read_json_lines(run_dir / "events.jsonl"))
-
-
-def check_resumption(config: Config, identity: Identity, *, kind: str = TRAINING) -> None:
-    """Refuse what the newest checkpoint cannot go on with, before anything is started; see `offbeat.controller.resume`.
-
-    Raises:
-        ConfigError: names the setting, or what else has changed.
-    """
-    for each in _goes_on_from(config, kind):
-        if newest := index_of(config, each).newest():
-            compare(identity, wire.decode_json(SavedState, newest.payload), run_dir=config.run_dir, part=part_of(each))
-            return
-
-
-def _goes_on_from(config: Config, kind: str) -> tuple[str, ...]:
-    """The checkpoints that the run continues from, those that come first first."""
-    return (TRAINING, WARM_UP) if kind == TRAINING and config.run.warm_up else (kind,)
-
-
-def _done_steps(config: Config, kind: str, *, section: str, word: str = "") -> str | None:
-    """Say that a run of a kind that ends after `total_steps` of its section is complete, and how to continue; None if it is not."""
-    newest = index_of(config, kind).newest()
-    if newest is None or newest.step < getattr(config, section).total_steps:
-        return None
-    return f"is already complete ({newest.step} {word}steps); raise {section}.total_steps to continue"
-
-
-def _trained(config: Config) -> str | None:
-    """Say that a run of `offbeat train` is complete, and how to continue it; None if it is not."""
-    newest = index_of(config, TRAINING).newest()
-    best = None if newest is None else wire.decode_json(SavedState, newest.payload).highlights.best
-    if newest is None or best is None or not best.is_final(config.evaluate):
-        return _done_steps(config, TRAINING, section="run")
-    return (
-        f"ended after {newest.step} steps, as {best.metric} had not risen in {best.num_since} evaluations; raise"
-        " evaluate.stop_after_no_gain to continue")
-
-
-def _fine_tuned(config: Config) -> str | None:
-    """Say that a run of `offbeat sft` is complete, and how to continue it; None if it is not."""
-    newest = index_of(config, FINE_TUNING).newest()
-    if newest is None:
-        return None
-    accuracy = wire.decode_json(SavedState, newest.payload).highlights.heldout_after
-    if not is_finished(config.sft, steps=newest.step, accuracy=accuracy):
-        return None
-    if newest.step >= config.sft.total_steps:
-        return f"is already complete ({newest.step} supervised steps); raise sft.total_steps to continue"
-    return (
-        f"reached a held-out accuracy of {accuracy:.3f} after {newest.step} supervised steps; set sft.stop_at_accuracy ="
-        f" {config.sft.stop_at_accuracy:g} above that to continue")
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """What is special to the start of one kind of run.
-
-    Attributes:
-        read: reads its inputs.
-        done: says that the run is complete and how to continue it; None if it is not.
-    """
-
-    read: Callable[[Config], RunInputs]
-    done: Callable[[Config], str | None]
-
-
-_KINDS = {
-    TRAINING: _Kind(read_inputs, _trained),
-    FINE_TUNING: _Kind(partial(read_inputs, supervised=True), _fine_tuned),
-    PREFERENCE: _Kind(
-        lambda config: read_pair_inputs(config, unpaired=config.preference.loss == "kto"),
-        partial(_done_steps, kind=PREFERENCE, section="preference", word="preference ")),
-    REWARD_MODEL: _Kind(
-        partial(read_pair_inputs, rewards=True),
-        partial(_done_steps, kind=REWARD_MODEL, section="reward_model", word="reward model ")),
-}
-"""By what names of its checkpoints begin with."""
-
-
-def move_aside(config: Config) -> Path:
-    """Rename the run's folder to the next free `name.N`, which is returned; nothing is deleted but published weights.
-
-    Raises:
-        ConfigError: another process is running it, or the run that is to begin reads from it.
-    """
-    read = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer, "data.path": config.data.path,
-            "teacher.path": config.teacher.path,
-            **{f"data.sets.{name}.path": config.data_set(name).data.path for name in config.data.sets},
-            **{f"evaluate.sets.{name}.data.path": config.evaluation_set(name).data.path for name in config.evaluate.sets}}
-    for name, path in read.items():
-        if path and Path(path).resolve().is_relative_to(config.run_dir.resolve()):
-            raise ConfigError(f"{name} = {path!r} lies in the folder of the run itself, which starts over; give run.name a new name")
-    number = 1
-    while (aside := config.run_dir.with_name(f"{config.run.name}.{number}")).exists():
-        number += 1
-    with lock_run(config.run_dir):
-        config.run_dir.rename(aside)
-    shutil.rmtree(aside / "weights", ignore_errors=True)
-    return aside
 
 
 def peak_memory_bytes() -> int:

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from offbeat.config.root import Config
 from offbeat.controller.inputs import RunInputs
 from offbeat.controller.teaching import Contexts, EngineTeacher, RankTeacher, SelfTeacher, Teacher
-from offbeat.data.dataset import render
+from offbeat.data.prompt import render
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.dialects.base import Dialect
 from offbeat.inference.dialects.embedded import EmbeddedDialect

@@ -8,8 +8,9 @@ from offbeat.algorithms.experience import sft_batch
 from offbeat.config.root import Config
 from offbeat.controller.inputs import RunInputs
 from offbeat.data.batch import Batch
-from offbeat.data.dataset import EveryNth, PromptStream
+from offbeat.data.dataset import EveryNth
 from offbeat.data.row import Row
+from offbeat.data.stream import PromptStream
 from offbeat.data.trajectory import Group
 from offbeat.errors import ConfigError, DataError
 from offbeat.inference.sampling import Sampling

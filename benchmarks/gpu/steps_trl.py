@@ -1,9 +1,9 @@
-"""TRL's GRPOTrainer as a side of `gpu_steps.py`; runs where TRL is installed, without Offbeat.
+"""TRL's GRPOTrainer as a side of `steps.py`; runs where TRL is installed, without Offbeat.
 
 The trainer is given the samples in place of generating them, and what it does besides training on them (scoring, padding) is not counted.
 Its own loop runs, which waits for the next job where a step begins.
 
-usage: gpu_steps_trl.py WORK
+usage: steps_trl.py WORK
 """
 
 import json
@@ -11,8 +11,8 @@ import sys
 from typing import Any
 
 from datasets import Dataset
-from gpu_side import begin_turn, end_turn, now_s, read_work
 from measure import claim_stdout
+from steps_side import begin_turn, end_turn, now_s, read_work
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 

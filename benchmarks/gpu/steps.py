@@ -1,4 +1,4 @@
-"""A part of `gpu_check.py`: a training step of Offbeat beside one of a plain torch loop, and one of TRL where that is installed.
+"""A part of `check.py`: a training step of Offbeat beside one of a plain torch loop, and one of TRL where that is installed.
 
 All train the same model on the same samples: policy gradients with the mean reward of a group as its baseline, AdamW, clipping. Sides are
 processes that take turns, so that each has the device to itself meanwhile, and its own peak of memory. A side that fails is reported as
@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_counts import model_config
-from measure import BENCHMARKS, ROOT, Answer, Contestant
+from counts import model_config
+from measure import SOURCES, Answer, Contestant
 from transformers import AutoModelForCausalLM
 
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.workers.worker import library_environment
 
+HERE = Path(__file__).parent
 ROUNDS = 3
 STEPS = 3
 """Steps of a turn, of which the first one is not counted: memory is mapped in it."""
@@ -38,10 +39,10 @@ def step_times(device: torch.device, trl_python: str) -> dict[str, Any]:
     """
     with TemporaryDirectory() as folder:
         work = make_work(Path(folder), device)
-        commands = {"offbeat": [sys.executable, "gpu_steps_ours.py"], "plain": [sys.executable, "gpu_steps_plain.py"]}
+        commands = {"offbeat": [sys.executable, "steps_ours.py"], "plain": [sys.executable, "steps_plain.py"]}
         found: dict[str, Any] = {name: work[name] for name in ("tokens", "padded_tokens")}
         if has_trl(trl_python):
-            commands["trl"] = [trl_python, "gpu_steps_trl.py"]
+            commands["trl"] = [trl_python, "steps_trl.py"]
         else:
             found["trl"] = "not installed"
         return found | take_turns(commands, Path(folder) / "work.json", device)
@@ -56,9 +57,9 @@ def has_trl(python: str) -> bool:
 def take_turns(commands: dict[str, list[str]], work: Path, device: torch.device) -> dict[str, Any]:
     """Start all sides, and let them train in turns; returns what is to be told of each."""
     on_cpu = library_environment(1) | {"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {}
-    env = {"PYTHONPATH": str(ROOT / "src"), "TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1"} | on_cpu
+    env = {"PYTHONPATH": SOURCES, "TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1"} | on_cpu
     sides = {
-        name: Contestant(f"gpu-steps-{name}", [python, BENCHMARKS / script, work], env=env) for name, (python, script) in commands.items()}
+        name: Contestant(f"gpu-steps-{name}", [python, HERE / script, work], env=env) for name, (python, script) in commands.items()}
     failed: dict[str, str] = {}
 
     def ask(name: str, job: dict[str, Any], limit_s: float) -> dict[str, Any] | None:

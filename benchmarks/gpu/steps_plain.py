@@ -1,12 +1,12 @@
-"""A plain loop of torch and transformers as a side of `gpu_steps.py`: padded batches, and logits of all tokens at once.
+"""A plain loop of torch and transformers as a side of `steps.py`: padded batches, and logits of all tokens at once.
 
-usage: gpu_steps_plain.py WORK
+usage: steps_plain.py WORK
 """
 
 from statistics import fmean
 
 import torch
-from gpu_side import answer_steps, read_work
+from steps_side import answer_steps, read_work
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence

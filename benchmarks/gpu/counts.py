@@ -5,7 +5,7 @@ results take to read and write, whichever is longer; nothing overlaps, and no ti
 weights, a CPU's chunks in the head, and no kernel for sequences of many lengths: its attention is counted as that kernel all the same.
 "bf16, compiled" has the kernels of fused_counts.py in place of its blocks' operations; their memory is not counted.
 
-    python benchmarks/gpu_counts.py [--tokens 16384] [--models 1.7B 8B] [--variants bf16]
+    python benchmarks/gpu/counts.py [--tokens 16384] [--models 1.7B 8B] [--variants bf16]
 
 It prints one JSON line per row; docs/gpu.md has the table.
 """

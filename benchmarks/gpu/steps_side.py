@@ -1,4 +1,4 @@
-"""What the sides of `gpu_steps.py` have in common. Standard library, torch and psutil only, because TRL's environment imports it too.
+"""What the sides of `steps.py` have in common. Standard library, torch and psutil only, because TRL's environment imports it too.
 
 A side answers the job {"steps": n} with the seconds of each of n training steps, the largest amount of memory that it held during them, and
 the norm of the last step's gradient before clipping. Between jobs it holds no more on the device than weights and moments.
@@ -17,7 +17,7 @@ from measure import answer_jobs, claim_stdout
 
 
 def read_work() -> dict[str, Any]:
-    """Return what `gpu_steps.make_work` wrote, from the file that the command names."""
+    """Return what `steps.make_work` wrote, from the file that the command names."""
     return json.loads(Path(sys.argv[1]).read_text())
 
 

@@ -1,6 +1,6 @@
 """What a compiled decoder block asks of a device: the kernels that Inductor makes of it, with their products and their bytes.
 
-Used by gpu_counts.py. A block is compiled as `train.compile` does, but for a CPU, and up to the point where code would be generated: a
+Used by counts.py. A block is compiled as `train.compile` does, but for a CPU, and up to the point where code would be generated: a
 buffer that a kernel reads or writes counts once, and what it keeps to itself not at all. For a GPU Inductor may fuse other operations than
 for a CPU, but it cannot be asked where there is none. Attention, which is not compiled, is left out.
 

@@ -1,4 +1,4 @@
-"""The parts of benchmarks/gpu_check.py, and those of them that compute in its own process."""
+"""The parts of benchmarks/gpu/check.py, and those of them that compute in its own process."""
 
 import time
 from collections.abc import Callable
@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from gpu_counts import flops_of, model_config
-from gpu_publish import publishing
-from gpu_steps import step_times
+from counts import flops_of, model_config
+from publishing import publishing
+from steps import step_times
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 

@@ -1,4 +1,4 @@
-"""A part of `gpu_check.py`: weights from a trainer's process into an engine's on the same device, in three ways that take turns.
+"""A part of `check.py`: weights from a trainer's process into an engine's on the same device, in three ways that take turns.
 
 - through an IPC handle: the trainer copies a version into a buffer that the engine has mapped, and the engine copies it from there;
 - by a file of safetensors in the folder for temporary files, as the `disk` channel has it;
@@ -20,9 +20,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from gpu_counts import model_config
-from gpu_handles import shared_buffer
-from measure import BENCHMARKS, ROOT, Contestant
+from counts import model_config
+from handles import shared_buffer
+from measure import SOURCES, Contestant
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -32,6 +32,7 @@ from offbeat.sync.broadcast import Spec
 from offbeat.sync.offer import WeightBroadcast
 from offbeat.sync.platform import current_platform
 
+ENGINE = Path(__file__).with_name("publishing_engine.py")
 ROUNDS = 4
 """Versions; what happens only once, as opening the handle does, falls into the first."""
 LIMIT_S = 60.0
@@ -57,8 +58,8 @@ def publishing(device: torch.device) -> dict[str, Any]:
 
 def take_turns(weights: dict[str, Tensor], ways: dict[str, Publish], device: torch.device) -> dict[str, list[float]]:
     """Publish some versions in every way; returns the seconds of each, and raises as `publishing`."""
-    engine = Contestant("gpu-publish-engine", [sys.executable, BENCHMARKS / "gpu_publish_engine.py", device.type], env={
-        "PYTHONPATH": str(ROOT / "src")} | ({"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {}))
+    engine = Contestant("gpu-publish-engine", [sys.executable, ENGINE, device.type], env={
+        "PYTHONPATH": SOURCES} | ({"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {}))
 
     def ask(job: dict[str, Any]) -> dict[str, Any]:
         return engine.ask(job, limit_s=LIMIT_S).values

@@ -6,11 +6,11 @@ weights from one process to another on the device, a training step beside those 
 a pass over 16,384 tokens at the shapes of Qwen3, from random weights, beside what was estimated, and a whole run (embedded engine,
 publishing, proof). Each part stands by itself: one that fails is reported with its error, and the next one runs.
 
-    python benchmarks/gpu_check.py [--out FILE] [--parts NAME ...] [--wheels FOLDER] [--trl-python PYTHON] [--cpu]
+    python benchmarks/gpu/check.py [--out FILE] [--parts NAME ...] [--wheels FOLDER] [--trl-python PYTHON] [--cpu]
 
 --wheels installs what is missing from a folder of wheels, without a network. TRL takes part if it is installed beside torch, or in the
 environment of the interpreter that --trl-python names. --cpu rehearses all parts on the CPU at tiny shapes, which shows that the script
-works and nothing else. Exit 2 where there is no GPU, 1 where a part failed. `python benchmarks/gpu_page.py` makes
+works and nothing else. Exit 2 where there is no GPU, 1 where a part failed. `python benchmarks/gpu/page.py` makes
 docs/gpu.md of the file.
 """
 
@@ -28,8 +28,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-_HERE = Path(__file__).resolve().parent
-_SOURCE = _HERE.parent / "src"
+_BENCHMARKS = Path(__file__).resolve().parents[1]
+_SOURCE = _BENCHMARKS.parent / "src"
 _NEEDED = (
     "aiohttp", "httptools", "math_verify", "msgspec", "numpy", "prometheus_client", "psutil", "pydantic", "rich", "safetensors",
     "sqlalchemy", "starlette", "tokenizers", "transformers", "uvicorn")
@@ -56,15 +56,15 @@ def main() -> int:
         parser.error(f"--trl-python must be the Python of an environment that has TRL, and there is no {args.trl_python}")
     if args.wheels:
         install(args.wheels)
-    sys.path[:0] = [str(_SOURCE), str(_HERE)]
+    sys.path[:0] = [str(_SOURCE), str(_BENCHMARKS)]
     torch, platform = import_module("torch"), import_module("offbeat.sync.platform").current_platform
     if not args.cpu and platform.device_type != "cuda":
         print("gpu-check needs a GPU that torch can use, and found none; --cpu rehearses it on the CPU", file=sys.stderr)
         return 2
-    gpu_parts = import_module("gpu_parts")  # what it needs may have been installed just now
+    own = import_module("parts")  # what it needs may have been installed just now
 
     device = torch.device("cpu" if args.cpu else "cuda")
-    parts: dict[str, Callable[[], Any]] = gpu_parts.parts(device, trl_python=str(args.trl_python)) | {"run": lambda: whole_run(args.cpu)}
+    parts: dict[str, Callable[[], Any]] = own.parts(device, trl_python=str(args.trl_python)) | {"run": lambda: whole_run(args.cpu)}
     if unknown := set(args.parts) - parts.keys():
         parser.error(f"there is no part {min(unknown)!r}, only {', '.join(parts)}")
     results = {

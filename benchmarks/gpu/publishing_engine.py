@@ -1,16 +1,16 @@
-"""The engine's side of `gpu_publish.py`: a process that holds weights, and copies versions into them from wherever it is told.
+"""The engine's side of `publishing.py`: a process that holds weights, and copies versions into them from wherever it is told.
 
 Jobs: {"hold": specs} makes weights of these names, types and shapes; {"handle": ...}, {"file": path} and {"broadcast": address} copy a
 version into them; {"do": "fingerprint"} answers with their fingerprint and sets them to zero.
 
-usage: gpu_publish_engine.py DEVICE
+usage: publishing_engine.py DEVICE
 """
 
 import sys
 from typing import Any
 
 import torch
-from gpu_handles import open_shared
+from handles import open_shared
 from measure import answer_jobs, claim_stdout
 from safetensors.torch import load_file
 from torch import Tensor

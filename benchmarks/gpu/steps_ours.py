@@ -1,10 +1,10 @@
-"""Offbeat's training step as a side of `gpu_steps.py`: packed rows, prompts shared by their groups, the fused head.
+"""Offbeat's training step as a side of `steps.py`: packed rows, prompts shared by their groups, the fused head.
 
-usage: gpu_steps_ours.py WORK
+usage: steps_ours.py WORK
 """
 
 import numpy as np
-from gpu_side import answer_steps, read_work
+from steps_side import answer_steps, read_work
 
 from offbeat.algorithms.adam import AdamParams
 from offbeat.algorithms.experience import make_batch

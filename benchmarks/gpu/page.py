@@ -1,7 +1,7 @@
-"""Writes docs/gpu.md: what `make gpu-check` has found (docs/gpu.json, if there is one), and what gpu_counts.py has counted.
+"""Writes docs/gpu.md: what `make gpu-check` has found (docs/gpu.json, if there is one), and what counts.py has counted.
 
-    python benchmarks/gpu_counts.py > build/gpu_counts.jsonl && python benchmarks/gpu_page.py build/gpu_counts.jsonl
-    python benchmarks/gpu_page.py                                  keeps the table of counts that the page has
+    python benchmarks/gpu/counts.py > build/gpu_counts.jsonl && python benchmarks/gpu/page.py build/gpu_counts.jsonl
+    python benchmarks/gpu/page.py                                  keeps the table of counts that the page has
 """
 
 import json
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-_DOCS = Path(__file__).resolve().parent.parent / "docs"
+_DOCS = Path(__file__).resolve().parents[2] / "docs"
 _BEGIN, _END = "<!-- begin: counts -->", "<!-- end: counts -->"
 
 _HEAD = """\
@@ -31,7 +31,7 @@ their estimated memory. Two further parts compare:
   have the same norm. `make gpu-check TRL_PYTHON=python` names the Python of an environment with TRL.
 
 Where packages are missing and there is no network, `make gpu-check WHEELS=folder` installs them from a folder of wheels. Results go
-to `docs/gpu.json` and onto this page. `python benchmarks/gpu_check.py --cpu` rehearses all parts on a CPU.
+to `docs/gpu.json` and onto this page. `python benchmarks/gpu/check.py --cpu` rehearses all parts on a CPU.
 
 ## Results
 
@@ -40,13 +40,13 @@ to `docs/gpu.json` and onto this page. `python benchmarks/gpu_check.py --cpu` re
 _COUNTS = """
 ## Counted
 
-One forward and backward pass over sequences of 1,024 tokens, on tensors without numbers (`benchmarks/gpu_counts.py`). Every operation that
+One forward and backward pass over sequences of 1,024 tokens, on tensors without numbers (`benchmarks/gpu/counts.py`). Every operation that
 is no view is a launch. Memory is what lives beside the weights at its peak, gradients of weights not counted. The roofline is of an H100:
 each operation takes as long as its products at 989 TFLOP/s (half of that in float32), or its reads and writes at 3.35 TB/s, one after the
 other; MFU by it is a bound, not a measurement. "before" has float32 weights and the head's chunks of a CPU; its attention is counted as if
 the kernel took float32. "compiled" is `train.compile = true`: the operations of a block, except attention, are replaced by the kernels into
-which Inductor fuses them, with what each reads and writes (`benchmarks/fused_counts.py`). These are the kernels that it plans for a CPU;
-for a GPU it may fuse differently, and its memory was not counted.
+which Inductor fuses them, with what each reads and writes (`benchmarks/gpu/fused_counts.py`). These are the kernels that it plans for a
+CPU; for a GPU it may fuse differently, and its memory was not counted.
 
 """
 

@@ -1,0 +1,135 @@
+"""Which processes and devices go together: how ranks compute, how weights reach engines, and who shares a device with whom.
+
+Called by `config.root`. Each function raises ValueError for settings that contradict each other.
+"""
+
+from offbeat.config.base import shown
+from offbeat.config.cluster import ClusterConfig
+from offbeat.config.inference import InferenceConfig
+from offbeat.config.model import ModelConfig
+from offbeat.config.rollout import RolloutConfig
+from offbeat.config.run import RunConfig
+from offbeat.config.train import TrainConfig
+from offbeat.config.weights import WeightsConfig
+
+
+def check_engines(inference: InferenceConfig) -> None:
+    """Check how many engines there are."""
+    name, num_engines = ("urls", len(inference.urls)) if inference.urls else ("num_engines", inference.num_engines)
+    if inference.min_engines > num_engines:
+        raise ValueError(f"inference.min_engines must be <= the {num_engines} of inference.{name}, got {inference.min_engines}")
+
+
+def check_step(train: TrainConfig, *, model: ModelConfig) -> None:
+    """Check how a training step computes: what it compiles, and what it computes again."""
+    if model.lora.rank and train.recomputes == "selective":
+        raise ValueError(
+            "train.gradient_checkpointing must be 'off' or 'full' with model.lora.rank > 0, got 'selective'; adapters add to the"
+            " results of matrix products in place, so none can be kept")
+    if train.compile and train.recomputes != "off":
+        raise ValueError(
+            f"train.gradient_checkpointing must be 'off' with train.compile, got '{train.recomputes}'; torch leaves"
+            " layers that it computes again uncompiled")
+    if model.lora.rank and train.compile:
+        raise ValueError(
+            "train.compile must be false with model.lora.rank > 0, got true; layers with adapters cannot be compiled, so leave it out")
+
+
+def check_channel(weights: WeightsConfig, *, model: ModelConfig, inference: InferenceConfig) -> None:
+    """Check how weights reach engines."""
+    if weights.whole_every_versions > 1:
+        for name, value, wanted in (
+            ("model.lora.rank", model.lora.rank, 0), ("inference.engine", inference.engine, "embedded"),
+        ):
+            if value != wanted:
+                raise ValueError(
+                    f"weights.whole_every_versions must be 1 with {name} = {shown(value)}, got {weights.whole_every_versions};"
+                    " only the embedded engine takes changed weights, and adapters are small")
+    if weights.channel == "collective" and inference.engine == "sglang":
+        raise ValueError(
+            "weights.channel must be 'disk' with inference.engine = 'sglang', got 'collective'; a folder in /dev/shm (weights.dir) is"
+            " the fast way on one machine")
+
+
+def check_devices(cluster: ClusterConfig, *, inference: InferenceConfig) -> None:
+    """Check how many devices an engine has, and whether it may share them."""
+    if inference.devices_per_engine > 1 and inference.engine == "embedded":
+        raise ValueError(
+            "inference.devices_per_engine must be at most 1 with inference.engine = 'embedded', got"
+            f" {inference.devices_per_engine}; use vllm or sglang, which split a model over devices, or more engines")
+    if cluster.share_devices and cluster.launcher == "ray":
+        raise ValueError(
+            "cluster.share_devices must be false with cluster.launcher = 'ray', got true; Ray gives every process devices of its own")
+
+
+def check_turns(
+    cluster: ClusterConfig, *, model: ModelConfig, rollout: RolloutConfig, inference: InferenceConfig, weights: WeightsConfig,
+) -> None:
+    """Check what engines and ranks that take turns on their devices go with."""
+    if not cluster.take_turns:
+        return
+    for met, name, why in (
+        (cluster.launcher == "ray", "cluster.launcher = 'ray'", "Ray gives every process devices of its own"),
+        (bool(inference.urls), "inference.urls", "only engines that the run has started share its devices"),
+        (inference.engine == "sglang", "inference.engine = 'sglang'", "the embedded engine and vLLM can be put to sleep"),
+        (inference.engine == "vllm" and model.lora.rank > 0, "inference.engine = 'vllm' and model.lora.rank > 0",
+         "samples of vLLM that go on beside an adapter's after a sleep can be wrong, so use the embedded engine"),
+        (not rollout.single_rank_load, "rollout.single_rank_load = false", "ranks would wait for rollouts of sleeping engines"),
+        (weights.interrupt != "recompute", f"weights.interrupt = '{weights.interrupt}'",
+         "an engine that has slept has no cache to go on with, so leave it at 'recompute'"),
+    ):
+        if met:
+            raise ValueError(f"cluster.take_turns must be false with {name}, got true; {why}")
+
+
+def check_adapter(
+    model: ModelConfig, *, run: RunConfig, train: TrainConfig, rollout: RolloutConfig, inference: InferenceConfig,
+) -> None:
+    """Check what training an adapter, and serving it, goes with."""
+    if model.lora.rank and train.offload_optimizer:
+        raise ValueError(
+            "train.offload_optimizer must be false with model.lora.rank > 0, got true; an adapter's moments are small, so leave it out")
+    if model.lora.rank and not rollout.single_rank_load:
+        raise ValueError(
+            "rollout.single_rank_load must be true with model.lora.rank > 0, got false; one process routes to the engines that hold an"
+            " adapter, so leave it out")
+    if model.lora.rank and run.warm_up and not model.path and run.mode == "spmd":
+        raise ValueError(
+            "run.warm_up must be false with model.lora.rank > 0, no model.path and run.mode = 'spmd', got true; make the base with"
+            " `offbeat sft` first, and give its export as model.path")
+    if model.lora.rank > inference.max_adapter_rank:
+        raise ValueError(
+            f"model.lora.rank must be <= inference.max_adapter_rank = {inference.max_adapter_rank}, got {model.lora.rank}")
+
+
+def check_parallel(train: TrainConfig, *, run: RunConfig, rollout: RolloutConfig) -> None:
+    """Check how ranks divide a model and its rows among them."""
+    parallel = train.parallel
+    if run.mode == "controller" or train.num_ranks > 1:  # in SPMD mode, torchrun says how many there are
+        parallel.num_replicas(train.num_ranks)
+    if parallel.ep not in (1, parallel.tp):
+        raise ValueError(
+            f"train.parallel.ep must be 1 or equal train.parallel.tp = {parallel.tp}, got {parallel.ep}; experts are divided among the"
+            " ranks that compute the same rows")
+    if train.compile and parallel.tp > 1:
+        raise ValueError(
+            f"train.compile must be false with train.parallel.tp = {parallel.tp}, got true; layers that ranks compute together have not"
+            " been compiled so far, so leave it out")
+    if parallel.ranks_per_share > 1 and not rollout.single_rank_load:
+        raise ValueError(
+            "rollout.single_rank_load must be true with train.parallel.tp or train.parallel.cp above 1, got false; the ranks of such a"
+            " group need the same rows, so leave it out")
+
+
+def check_who_loads(rollout: RolloutConfig, *, run: RunConfig) -> None:
+    """Check who draws data and generates rollouts."""
+    if rollout.single_rank_load:
+        return
+    if run.mode == "controller":
+        raise ValueError(
+            "rollout.single_rank_load must be true with run.mode = 'controller', got false; the controller is the one process that"
+            " draws data, so leave it out, or run in SPMD mode")
+    if rollout.balance_batch:
+        raise ValueError(
+            "rollout.balance_batch must be false with rollout.single_rank_load = false, got true; no rank has the whole batch then,"
+            " so set rollout.balance_batch to false, or let one rank load")

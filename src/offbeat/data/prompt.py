@@ -1,0 +1,96 @@
+"""A row's prompt as a chat and as tokens: rendered for engines, and with its answer for fine-tuning; and what is too long to be asked."""
+
+import numpy as np
+
+from offbeat.config.data import DataConfig
+from offbeat.data.dataset import PromptDataset
+from offbeat.data.messages import Message, with_system
+from offbeat.data.row import Row
+from offbeat.data.tokenizer import Tokenizer
+from offbeat.errors import DataError, TooLongError
+
+
+def render(row: Row, tokenizer: Tokenizer, config: DataConfig) -> list[int]:
+    """Return the token ids of a row's prompt.
+
+    The prompt is rendered as text, after the tokenizer's BOS token if it adds one, or as a chat, with the row's tools, if the row is one or
+    `data.chat_template` is on. In a chat, the template writes the BOS token where there is to be one.
+
+    Raises:
+        ModelError: a chat is needed and the tokenizer has no template for it.
+    """
+    messages = messages_of(row, config)
+    return tokenizer.prompt(str(row.prompt)) if messages is None else tokenizer.giving(row.template_kwargs).chat(messages, tools=row.tools)
+
+
+def messages_of(row: Row, config: DataConfig) -> tuple[Message, ...] | None:
+    """Return a row's prompt as a chat if it is one or `data.chat_template` is on; None where it is plain text.
+
+    `data.system_prompt` comes before a chat that has no system message of its own.
+    """
+    if isinstance(row.prompt, str) and not config.chat_template:
+        return None
+    messages = ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
+    return with_system(messages, config.system_prompt)
+
+
+def check_length(num_tokens: int, config: DataConfig, *, name: str, context: int, max_new_tokens: int) -> None:
+    """Refuse a prompt that is empty or leaves no room for its answer.
+
+    Args:
+        num_tokens: length of the rendered prompt.
+        name: name of the prompt, for the message.
+        context: context length of the model in tokens.
+
+    Raises:
+        DataError: `num_tokens` is 0.
+        TooLongError: it is above `data.max_prompt_tokens` if that is set, or above context - max_new_tokens.
+    """
+    if not num_tokens:
+        raise DataError(f"prompt {name} has no tokens; a prompt needs at least one")
+    if 0 < config.max_prompt_tokens < num_tokens:
+        raise TooLongError(
+            f"prompt {name} has {num_tokens} tokens, allowed are data.max_prompt_tokens = {config.max_prompt_tokens};"
+            " raise it, or remove the row")
+    if max_new_tokens >= context:
+        raise TooLongError(
+            f"rollout.max_new_tokens = {max_new_tokens} leaves no room for prompt {name} of {num_tokens} tokens in a context of {context};"
+            " lower it to what an answer needs")
+    if num_tokens > context - max_new_tokens:
+        raise TooLongError(
+            f"prompt {name} has {num_tokens} tokens, allowed are {context - max_new_tokens} (a context of {context} less"
+            f" rollout.max_new_tokens = {max_new_tokens}); lower rollout.max_new_tokens, raise inference.max_context where it is set, or"
+            " remove rows that are so long")
+
+
+def check_lengths(
+    dataset: PromptDataset, tokenizer: Tokenizer, config: DataConfig, *, context: int, max_new_tokens: int, max_rows: int = 1000) -> int:
+    """Render the first `max_rows` rows and refuse a prompt that is too long, before a run begins.
+
+    Returns:
+        Number of tokens in the longest of them; 0 for an empty dataset.
+
+    Raises:
+        DataError: as for `check_length`; the message names the row.
+    """
+    longest = 0
+    for index in range(max_rows if dataset.num_rows is None else min(max_rows, dataset.num_rows)):
+        num_tokens = len(render(dataset.row(index), tokenizer, config))
+        check_length(num_tokens, config, name=f"of {dataset.where(index)}", context=context, max_new_tokens=max_new_tokens)
+        longest = max(longest, num_tokens)
+    return longest
+
+
+def sft_sequence(row: Row, tokenizer: Tokenizer, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Encode prompt, solution (or answer) and end token, which is the chat template's end of turn for a chat, else the tokenizer's.
+
+    The two parts are encoded separately, as they are when the answer is generated.
+
+    Returns:
+        tokens [L] int32, and loss_mask [L] bool, True on the answer and the end token.
+    """
+    prompt = render(row, tokenizer, config)
+    is_chat = config.chat_template or not isinstance(row.prompt, str)
+    end = tokenizer.end_of_turn_id if is_chat and tokenizer.end_of_turn_id is not None else tokenizer.eos_token_id
+    answer = [*tokenizer.encode(row.solution or row.answer), end]
+    return np.array(prompt + answer, dtype=np.int32), np.repeat([False, True], [len(prompt), len(answer)])

@@ -1,0 +1,120 @@
+"""Plays one group with the user's code: its workflow plays the episodes, and its filter says whether the group is trained on.
+
+Called by `executor`, which decides how many groups play at once, and what becomes of each. Promises that whatever user code raises or
+returns fails its own group alone.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from offbeat.config.rollout import RolloutConfig
+from offbeat.data.row import Row
+from offbeat.data.trajectory import Group
+from offbeat.errors import CodeError, describe, shorten
+from offbeat.inference.sampling import Sample, Sampling
+from offbeat.rollout.accounts import Accounts
+from offbeat.rollout.clock import EpisodeClock
+from offbeat.rollout.door import members
+from offbeat.rollout.episode import Episode, Workflow
+from offbeat.rollout.idle import IdleHint
+from offbeat.rollout.outcomes import Failure, Kind, failure_of, failure_to_ask, unwrap
+from offbeat.types import Version
+
+MakeEpisode = Callable[[Row, int, Sampling], Episode]
+Accept = Callable[[Group], bool]
+
+
+class GroupPlayer:
+    """Calls a workflow and a filter, under a clock that stands still while they wait for others."""
+
+    def __init__(
+        self, *, workflow: Workflow, make_episode: MakeEpisode, accept: Accept, config: RolloutConfig, idle: IdleHint,
+        halted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Set up the player; see `RolloutExecutor` for the arguments. `idle` is told what episodes wait for."""
+        self._workflow = workflow
+        self._make_episode = make_episode
+        self._accept = accept
+        self._config = config
+        self._idle = idle
+        self._halted = halted
+
+    async def play(
+        self, prompt_id: str, row: Row, group_size: int, sampling: Sampling, *, version: Version, accounts: Accounts,
+    ) -> tuple[Group, Failure | None]:
+        """Play one group.
+
+        Args:
+            version: version that the engines serve now.
+            accounts: keep account of the group's episodes.
+
+        Returns:
+            The group, and why it failed. A failure is data: the group has the reason in place of trajectories.
+        """
+        try:
+            episode = self._make_episode(row, group_size, sampling)
+        except Exception as exc:  # the tokenizer or the chat template cannot handle the prompt
+            return Group(prompt_id, version, rejected=describe(exc)), failure_to_ask(exc)
+        try:
+            async with EpisodeClock(f"group {prompt_id}", self._config.episode_timeout_s, halted=self._halted) as clock:
+                returned = await self._call_workflow(replace(
+                    self._watched(episode, clock), account=partial(accounts.open, prompt_id), measured=accounts.measures.add))
+            return Group(prompt_id, version, members(returned, group_size, workflow=self._config.workflow)), None
+        except asyncio.CancelledError as exc:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise  # the cancellation is ours, not the workflow's
+            failure = CodeError(f"the workflow {self._config.workflow} let a cancellation of its own escape: {exc!r}")
+            return Group(prompt_id, version, rejected=str(failure)), failure_of(failure)
+        except (Exception, SystemExit) as exc:  # boundary to user code: any error of a workflow rejects only its own group
+            error = unwrap(exc)
+            return Group(prompt_id, version, rejected=describe(error)), failure_of(error)
+
+    def _watched(self, episode: Episode, clock: EpisodeClock) -> Episode:
+        """Return an episode that stops the clock where it should, and tells the hint what it waits for."""
+
+        async def generate(*arguments: Any, **named: Any) -> list[Sample]:
+            with self._idle.calling():
+                return await episode.generate(*arguments, **named)
+
+        async def off_the_clock(waiting: Awaitable[Any]) -> Any:
+            with self._idle.queueing():
+                return await clock.stand_still(waiting)
+
+        return replace(
+            episode, generate=generate, off_the_clock=off_the_clock,
+            score=lambda completions, row: clock.stand_still(episode.score(completions, row)))
+
+    async def _call_workflow(self, episode: Episode) -> object:
+        playing: object = self._workflow(episode)
+        if not inspect.isawaitable(playing):
+            raise CodeError(f"the workflow {self._config.workflow} must be an async function, but calling it gave {shorten(playing)}")
+        return await playing
+
+    def ask_filter(self, group: Group) -> tuple[Group, Failure | None, Kind | None]:
+        """Ask the user's filter; returns the group, and why it failed or is refused, if it is.
+
+        If the filter raises, or does not return a yes or no, the group fails.
+        """
+        try:
+            answer: object = self._accept(group)
+            accepted = None if answer is None else bool(answer)
+        except (Exception, SystemExit) as exc:
+            return self._fail_filter(group, f"raised {describe(exc)}")
+        if accepted is None:
+            return self._fail_filter(group, "must return True or False, got None")
+        if not accepted:
+            return replace(group, trajectories=(), rejected="not accepted by should_accept"), None, "not accepted"
+        return group, None, None
+
+    def _fail_filter(self, group: Group, how: str) -> tuple[Group, Failure, None]:
+        reason = f"should_accept {how}"
+        return replace(group, trajectories=(), rejected=reason), failure_of(CodeError(reason)), None
+
+
+CALLERS = (GroupPlayer._call_workflow.__code__, GroupPlayer.ask_filter.__code__)
+"""What calls user code on the event loop."""

@@ -1,0 +1,56 @@
+"""Rules of processes and devices: ranks, engines, and what they share."""
+
+import pytest
+from pydantic import ValidationError
+
+from offbeat.config.root import Config
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"inference": {"num_engines": 2, "min_engines": 3}}, "inference.min_engines must be <= the 2 of inference.num_engines, got 3"),
+        ({"train": {"num_ranks": 6, "parallel": {"shard": 2, "cp": 2}}},
+         r"train.num_ranks must be a multiple of train.parallel's shard \* tp \* cp = 4, got 6; start as many"),
+        ({"run": {"mode": "spmd"}, "train": {"num_ranks": 2, "parallel": {"cp": 2}}, "rollout": {"single_rank_load": False}},
+         "rollout.single_rank_load must be true with train.parallel.tp or train.parallel.cp above 1"),
+        ({"train": {"num_ranks": 4, "parallel": {"tp": 4, "ep": 2}}}, "train.parallel.ep must be 1 or equal train.parallel.tp = 4, got 2"),
+        ({"run": {"mode": "spmd"}, "train": {"parallel": {"tp": 4, "ep": 2}}},
+         "train.parallel.ep must be 1 or equal train.parallel.tp = 4, got 2"),
+        ({"train": {"num_ranks": 2, "parallel": {"tp": 2}, "compile": True}}, "train.compile must be false with train.parallel.tp = 2"),
+        ({"model": {"lora": {"rank": 4}}, "train": {"gradient_checkpointing": "selective"}},
+         "train.gradient_checkpointing must be 'off' or 'full' with model.lora.rank > 0, got 'selective'"),
+        ({"train": {"compile": True, "gradient_checkpointing": "full"}},
+         "train.gradient_checkpointing must be 'off' with train.compile, got 'full'"),
+        ({"model": {"lora": {"rank": 4}}, "train": {"compile": True}}, "train.compile must be false with model.lora.rank > 0, got true"),
+        ({"weights": {"channel": "collective"}, "inference": {"engine": "sglang"}},
+         "weights.channel must be 'disk' with inference.engine = 'sglang', got 'collective'"),
+        ({"inference": {"devices_per_engine": 2}},
+         "inference.devices_per_engine must be at most 1 with inference.engine = 'embedded', got 2; use vllm or sglang"),
+        ({"cluster": {"share_devices": True, "launcher": "ray"}}, "cluster.share_devices must be false with cluster.launcher = 'ray'"),
+        ({"cluster": {"take_turns": True, "launcher": "ray"}},
+         "cluster.take_turns must be false with cluster.launcher = 'ray', got true; Ray gives every process devices of its own"),
+        ({"cluster": {"take_turns": True}, "inference": {"urls": ["http://there:1"]}},
+         "cluster.take_turns must be false with inference.urls, got true; only engines that the run has started share its devices"),
+        ({"cluster": {"take_turns": True}, "inference": {"engine": "sglang"}},
+         "cluster.take_turns must be false with inference.engine = 'sglang', got true; the embedded engine and vLLM can be put to sleep"),
+        ({"cluster": {"take_turns": True}, "inference": {"engine": "vllm"}, "model": {"lora": {"rank": 4}}},
+         "cluster.take_turns must be false with inference.engine = 'vllm' and model.lora.rank > 0, got true; samples of vLLM that go on"),
+        ({"cluster": {"take_turns": True}, "run": {"mode": "spmd"}, "rollout": {"single_rank_load": False, "balance_batch": False}},
+         "cluster.take_turns must be false with rollout.single_rank_load = false, got true; ranks would wait for rollouts of sleeping"),
+        ({"cluster": {"take_turns": True}, "weights": {"interrupt": "drain"}},
+         "cluster.take_turns must be false with weights.interrupt = 'drain', got true; an engine that has slept has no cache"),
+        ({"rollout": {"single_rank_load": False}}, "rollout.single_rank_load must be true with run.mode = 'controller', got false"),
+        ({"run": {"mode": "spmd"}, "rollout": {"single_rank_load": False}},
+         "rollout.balance_batch must be false with rollout.single_rank_load = false, got true; no rank has the whole batch"),
+    ],
+)
+def test_processes_that_do_not_go_together_are_refused(values, sentence):
+    with pytest.raises(ValidationError, match=sentence):
+        Config.model_validate(values)
+
+
+def test_processes_at_the_edge_of_these_rules_are_allowed():
+    Config.model_validate({"inference": {"num_engines": 2, "min_engines": 2}})
+    Config.model_validate({"run": {"mode": "spmd"}, "rollout": {"single_rank_load": False, "balance_batch": False}})
+    Config.model_validate({"rollout": {"balance_batch": False}})

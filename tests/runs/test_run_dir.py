@@ -1,0 +1,114 @@
+"""What becomes of the folder of a run when a run of its name begins."""
+
+from pathlib import Path
+
+import pytest
+
+from offbeat.checkpoint.recover import CheckpointIndex
+from offbeat.controller.state import Highlights, SavedState
+from offbeat.data.wire import encode_json
+from offbeat.errors import ConfigError
+from offbeat.runs.run_dir import prepare_run_dir
+from offbeat.telemetry.run_lock import lock_run
+from small_run import REWARDS, SmallRun, small_config
+
+
+def test_a_run_that_got_somewhere_but_has_no_checkpoint_is_moved_aside(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    prepare_run_dir(config)
+    for number in (1, 2):
+        (config.run_dir / "weights").mkdir(parents=True)
+        (config.run_dir / "config.toml").write_text(f"# {number}")
+        prepare_run_dir(config)
+        assert config.run_dir.exists()
+        (config.run_dir / "metrics.jsonl").write_text('{"global_step": 1}\n')
+        prepare_run_dir(config)
+        assert not config.run_dir.exists()
+        aside = tmp_path / f"small.{number}"
+        assert (aside / "config.toml").read_text() == f"# {number}"
+        assert not (aside / "weights").exists()
+
+
+@pytest.mark.parametrize(("supervised", "warm_up", "kind", "goes_on"), [
+    (True, "false", "sft", True), (True, "true", "warm-up", False), (True, "false", "step", False),
+    (False, "true", "warm-up", True), (False, "false", "warm-up", False), (False, "true", "sft", False), (False, "false", "step", True),
+])
+def test_a_run_goes_on_only_from_checkpoints_of_its_own_kind(
+    supervised: bool, warm_up: str, kind: str, goes_on: bool, tmp_path: Path,
+) -> None:
+    config = small_config(tmp_path, run__warm_up=warm_up, run__total_steps="9", sft__total_steps="9")
+    index = CheckpointIndex(config.run_dir / "checkpoints", kind)
+    index.complete(3, encode_json(SavedState(3, 3, ())))
+    for name in ("config.toml", "metrics.jsonl"):
+        (config.run_dir / name).touch()
+    prepare_run_dir(config, kind="sft" if supervised else "step")
+    assert config.run_dir.exists() is goes_on
+
+
+def test_a_fine_tuning_that_has_reached_its_accuracy_says_so(tmp_path: Path) -> None:
+    config = small_config(tmp_path, sft__total_steps="9", sft__stop_at_accuracy="0.5")
+    index = CheckpointIndex(config.run_dir / "checkpoints", "sft")
+    index.complete(3, encode_json(SavedState(3, 3, (), Highlights(heldout_after=0.625))))
+    (config.run_dir / "config.toml").touch()
+    with pytest.raises(ConfigError, match=r"reached a held-out accuracy of 0.625 after 3 supervised steps; set sft.stop_at"):
+        prepare_run_dir(config, kind="sft")
+
+
+def test_a_fresh_run_moves_an_older_one_aside_if_it_got_anywhere(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    for _ in range(2):
+        (config.run_dir / "checkpoints").mkdir(parents=True)
+        (config.run_dir / "config.toml").touch()
+        prepare_run_dir(config, fresh=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["small.1", "small.2"]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_starts_that_failed_before_anything_was_trained_use_one_folder(tmp_path: Path, fresh: bool) -> None:
+    config = small_config(tmp_path, "no-such-model", rollout__reward=f"{REWARDS}:gives_text")
+    config.run_dir.mkdir()
+    for name in ("config.toml", "metrics.jsonl", "trace.json"):
+        (config.run_dir / name).touch()
+    events = config.run_dir / "events.jsonl"
+    events.write_text('{"kind": "failed", "time_s": 1.0}\n')
+    assert prepare_run_dir(config, fresh=fresh) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
+    events.write_text('{"kind": "sft_step", "time_s": 1.0, "step": 1}\n')
+    assert prepare_run_dir(config, fresh=fresh) == tmp_path / "small.1"
+
+
+def test_a_run_that_another_process_runs_keeps_its_folder(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.run_dir.mkdir()
+    for name in ("config.toml", "metrics.jsonl"):
+        (config.run_dir / name).write_text("{}")
+    with lock_run(config.run_dir), pytest.raises(ConfigError, match="is being run by another process"):
+        prepare_run_dir(config)
+    assert (config.run_dir / "config.toml").exists()
+
+
+def test_an_existing_run_is_refused_where_resuming_is_off(tmp_path: Path) -> None:
+    config = small_config(tmp_path, run__resume="false")
+    prepare_run_dir(config)
+    config.run_dir.mkdir()
+    (config.run_dir / "config.toml").touch()
+    with pytest.raises(ConfigError, match="exists and run.resume is false"):
+        prepare_run_dir(config)
+
+
+def test_a_run_that_has_done_its_steps_is_told_apart_from_one_that_goes_on(finished_run: SmallRun, model_dir: str) -> None:
+    with pytest.raises(ConfigError, match=r"is already complete \(2 steps\); raise run.total_steps to continue"):
+        prepare_run_dir(small_config(finished_run.root, model_dir))
+    prepare_run_dir(small_config(finished_run.root, model_dir, run__total_steps="3"))
+    assert finished_run.folder.exists()
+
+
+def test_a_run_that_reads_from_its_own_folder_is_not_moved_from_under_itself(tmp_path: Path) -> None:
+    config = small_config(tmp_path, str(tmp_path / "runs" / "small" / "export"))
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(config.run_dir / "export")})})
+    (config.run_dir / "export").mkdir(parents=True)
+    (config.run_dir / "config.toml").write_text("")
+    (config.run_dir / "metrics.jsonl").write_text("{}")
+    with pytest.raises(ConfigError, match="model.path = .* lies in the folder of the run itself"):
+        prepare_run_dir(config)
+    assert (config.run_dir / "export").exists()
