@@ -182,8 +182,6 @@ class Config(Section):
             (self.cluster.launcher == "ray", "cluster.launcher = 'ray'", "Ray gives every process devices of its own"),
             (bool(self.inference.urls), "inference.urls", "only engines that the run has started share its devices"),
             (self.inference.engine == "sglang", "inference.engine = 'sglang'", "the embedded engine and vLLM can be put to sleep"),
-            (self.inference.engine == "vllm" and self.model.lora.rank > 0, "inference.engine = 'vllm' and model.lora.rank > 0",
-             "samples of vLLM that go on beside an adapter's after a sleep can be wrong, so use the embedded engine"),
             (not self.rollout.single_rank_load, "rollout.single_rank_load = false", "ranks would wait for rollouts of sleeping engines"),
             (self.weights.interrupt != "recompute", f"weights.interrupt = '{self.weights.interrupt}'",
              "an engine that has slept has no cache to go on with, so leave it at 'recompute'"),
