@@ -34,8 +34,6 @@ from offbeat.config.root import Config
          "cluster.take_turns must be false with inference.urls, got true; only engines that the run has started share its devices"),
         ({"cluster": {"take_turns": True}, "inference": {"engine": "sglang"}},
          "cluster.take_turns must be false with inference.engine = 'sglang', got true; the embedded engine and vLLM can be put to sleep"),
-        ({"cluster": {"take_turns": True}, "inference": {"engine": "vllm"}, "model": {"lora": {"rank": 4}}},
-         "cluster.take_turns must be false with inference.engine = 'vllm' and model.lora.rank > 0, got true; samples of vLLM that go on"),
         ({"cluster": {"take_turns": True}, "run": {"mode": "spmd"}, "rollout": {"single_rank_load": False, "balance_batch": False}},
          "cluster.take_turns must be false with rollout.single_rank_load = false, got true; ranks would wait for rollouts of sleeping"),
         ({"cluster": {"take_turns": True}, "weights": {"interrupt": "drain"}},

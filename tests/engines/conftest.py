@@ -34,7 +34,7 @@ def engine(request: pytest.FixtureRequest, models: Models) -> Iterator[Engine]:
             yield served
     else:
         (url, key), _ = request.getfixturevalue("vllm_servers")
-        yield Engine("vllm", url, VllmDialect(model=model, whole_weights=True, lora=True, scores_prompts=False), model, model, key=key)
+        yield Engine("vllm", url, VllmDialect(model=model, whole_weights=True, lora=True, on_cpu=True), model, model, key=key)
 
 
 @pytest.fixture(scope="session", params=KINDS)

@@ -1,12 +1,17 @@
 """Adapters in every engine, beside each other and beside the model alone, against PEFT's own modules."""
 
 import asyncio
+import os
+import shutil
+import subprocess
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
-from contract import CANARY, MAX_ADAPTERS, MAX_RANK, Engine, Models
+from contract import CANARY, MAX_ADAPTERS, MAX_RANK, WITH_VLLM, Engine, Models
+from offbeat.engine import inside
 from offbeat.errors import EngineError, RefusedError
 from offbeat.inference.client import EngineClient
 from offbeat.inference.sampling import Sample, Sampling
@@ -127,3 +132,66 @@ def test_as_many_adapters_as_an_engine_takes_at_once_and_more_one_after_the_othe
                 assert max(largest_gap(s, reference.logprobs(PROMPT, s.token_ids)) for s in answers[name]) < 1e-4
 
     engine.run(body)
+
+
+def test_the_model_alone_is_unchanged_beside_an_adapter_once_every_place_was_used(engine: Engine, models: Models) -> None:
+    # vLLM for CPUs takes "no adapter" for the last place, in which there is nothing at first.
+    engine.serve(models.folder())
+    reference = models.reference(models.folder())
+
+    async def body(client: EngineClient) -> list[Sample]:
+        await with_adapters(client, {f"full{index}@1": models.adapter(index) for index in range(MAX_ADAPTERS)}, 3)
+        answers = await with_adapters(client, {"alice@8": models.adapter(1)}, 40)
+        return [*answers[""], *await client.generate(PROMPT, Sampling(40), n=1, timeout_s=TIMEOUT_S)]
+
+    for sample in engine.run(body):
+        assert largest_gap(sample, reference.logprobs(PROMPT, sample.token_ids)) < 1e-4
+
+
+def test_requests_to_an_adapter_and_to_the_model_alone_go_on_rightly_after_a_switch(
+    engine: Engine, models: Models, tmp_path: Path,
+) -> None:
+    # To the same weights: an adapter's tokens are stamped with its version, so that nothing tells those before from those after.
+    engine.serve(models.folder())
+    copy = str(shutil.copytree(models.folder(), tmp_path / "copy"))
+    names = {"": "", **{f"crossing{index}@1": models.adapter(index) for index in range(MAX_ADAPTERS)}}
+
+    async def body(client: EngineClient) -> list[list[Sample]]:
+        for name, folder in names.items():
+            if name:
+                await client.load_adapter(name, folder, timeout_s=TIMEOUT_S)
+        calls = await engine.sampling(*(
+            partial(client.generate, PROMPT, Sampling(300, ignore_eos=True), n=2, timeout_s=TIMEOUT_S, adapter=name) for name in names))
+        for _ in range(2):
+            await engine.publish(client, models.folder(), folder=copy)
+        answers = [await call for call in calls]
+        for name in names:
+            if name:
+                await client.unload_adapter(name, timeout_s=TIMEOUT_S)
+        return answers
+
+    before = engine.version
+    answers = dict(zip(names, engine.run(body), strict=True))
+    for name, samples in answers.items():
+        reference = models.reference(models.folder(), names[name])
+        assert max(largest_gap(sample, reference.logprobs(PROMPT, sample.token_ids)) for sample in samples) < 1e-4, name
+    assert any(len(set(sample.versions)) > 1 for sample in answers[""]), f"none was running when {before} was replaced"
+
+
+@pytest.mark.skipif(not WITH_VLLM, reason="make test-vllm runs it")
+def test_vllm_as_it_is_mixes_adapters_into_requests_without_one_and_does_not_as_it_is_started() -> None:
+    program = """
+import vllm_plain
+
+for have in (lambda: None, vllm_plain.skip_plain_rows):
+    have()
+    try:
+        vllm_plain.check_plain_rows()
+        print("apart")
+    except RuntimeError as exc:
+        print(exc)
+"""
+    env = os.environ | {"PYTHONPATH": str(Path(inside.__file__ or "").parent)}
+    done = subprocess.run([".venv-vllm/bin/python", "-c", program], env=env, capture_output=True, text=True, timeout=300, check=True)
+    mixes, apart = done.stdout.splitlines()[-2:]
+    assert mixes.startswith("this vLLM mixes adapters into requests without one") and apart == "apart"

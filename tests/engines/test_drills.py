@@ -174,7 +174,7 @@ def drilled(request: pytest.FixtureRequest, models: Models, tmp_path_factory: py
             engine, fail = stack.enter_context(embedded(models, dtype))
         else:
             url, path = request.getfixturevalue("faulty_vllm")[dtype]
-            engine = Engine("vllm", url, VllmDialect(model=model, whole_weights=True, lora=True, scores_prompts=False), model, model)
+            engine = Engine("vllm", url, VllmDialect(model=model, whole_weights=True, lora=True, on_cpu=True), model, model)
 
             def fail(fault: str = "", adapter: str = "") -> None:
                 path.write_text(json.dumps({"fault": fault, "adapter": adapter}))

@@ -53,10 +53,11 @@ def test_a_run_publishes_with_proofs_heals_a_dead_server_and_leaves_nothing_when
                 process.kill()
 
 
-def test_a_run_whose_server_sleeps_while_the_rank_trains(tmp_path: Path, models: Models) -> None:
+@pytest.mark.parametrize("lora", [{}, {"model__lora__rank": "4"}], ids=["whole", "adapter"])
+def test_a_run_whose_server_sleeps_while_the_rank_trains(tmp_path: Path, models: Models, lora: dict[str, str]) -> None:
     run = SmallRun(tmp_path, models.folder())
     patient = {"inference__probe_timeout_s": "120", "weights__switch_timeout_s": "120"}
-    arguments = run.arguments(**VLLM, **patient, cluster__take_turns="true", run__total_steps="4")
+    arguments = run.arguments(**VLLM, **patient, **lora, cluster__take_turns="true", run__total_steps="4")
     done = offbeat("train", *arguments, "--json", timeout_s=380)
     assert done.returncode == 0, done.stderr
     publishes = run.events("publish")

@@ -61,8 +61,6 @@ def largest_gap_of(found: tuple[float, ...], expected: list[float]) -> float:
 
 
 def test_weights_that_were_kept_serve_on_also_with_an_adapter(engine: Engine, models: Models) -> None:
-    if engine.kind == "vllm":
-        pytest.skip("samples beside an adapter's can be wrong then, and runs refuse it: `cluster.take_turns` in docs/scaling.md")
     engine.serve(models.folder())
     reference, adapted = models.reference(models.folder()), models.reference(models.folder(), models.adapter(1))
 

@@ -72,8 +72,6 @@ def check_turns(
         (cluster.launcher == "ray", "cluster.launcher = 'ray'", "Ray gives every process devices of its own"),
         (bool(inference.urls), "inference.urls", "only engines that the run has started share its devices"),
         (inference.engine == "sglang", "inference.engine = 'sglang'", "the embedded engine and vLLM can be put to sleep"),
-        (inference.engine == "vllm" and model.lora.rank > 0, "inference.engine = 'vllm' and model.lora.rank > 0",
-         "samples of vLLM that go on beside an adapter's after a sleep can be wrong, so use the embedded engine"),
         (not rollout.single_rank_load, "rollout.single_rank_load = false", "ranks would wait for rollouts of sleeping engines"),
         (weights.interrupt != "recompute", f"weights.interrupt = '{weights.interrupt}'",
          "an engine that has slept has no cache to go on with, so leave it at 'recompute'"),

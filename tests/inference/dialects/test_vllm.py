@@ -68,6 +68,15 @@ def test_only_what_is_published_has_to_be_offered() -> None:
     asyncio.run(dialect(whole_weights=False, lora=False).check(Wire(answers)))
 
 
+def test_adapters_on_cpus_take_the_worker_that_keeps_them_apart_from_other_requests() -> None:
+    adapters = dialect(whole_weights=False, on_cpu=True)
+    asyncio.run(adapters.check(Wire(FINE)))
+    strange = Wire(FINE | {"/v1/weights/fingerprint": RefusedError("Not Found")})
+    asyncio.run(dialect(whole_weights=False).check(strange))
+    with pytest.raises(EngineError, match="engine 0 would mix adapters into requests without one, .* give inference.devices_per_engine"):
+        asyncio.run(adapters.check(strange))
+
+
 def test_tokens_of_a_server_without_our_endpoints_are_its_first_weights() -> None:
     choice = {"token_ids": [4, 5], "logprobs": {"token_logprobs": [-0.1, -0.2]}, "text": "ab", "finish_reason": "stop"}
     wire = Wire({"/v1/completions": {"choices": [choice]}})
@@ -83,7 +92,7 @@ def test_what_it_cannot_tell_is_refused_in_a_sentence() -> None:
     with pytest.raises(RefusedError, match="vLLM returns log-probabilities only over the tokens that top_k and top_p keep; leave out"):
         asyncio.run(dialect().generate(wire, (1,), Sampling(2, top_k=3, scaled_logprobs=True), n=1, adapter=""))
     with pytest.raises(RefusedError, match="vLLM on CPUs with adapters cannot return log-probabilities of prompts, which would end it"):
-        asyncio.run(dialect(scores_prompts=False).score(wire, ScoreRequest((1, 2)), adapter=""))
+        asyncio.run(dialect(on_cpu=True).score(wire, ScoreRequest((1, 2)), adapter=""))
     assert wire.asked == []
 
 

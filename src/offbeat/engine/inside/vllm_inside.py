@@ -33,6 +33,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm_files import MemoryFile, RefusedError, check_weights, files_of, fingerprint_files, read_files, receive
 from vllm_guard import may_enter, refuse
+from vllm_plain import check_plain_rows, skip_plain_rows
 from vllm_readback import ReadBack, check_adapter
 from vllm_sleep import check_sleep
 
@@ -46,6 +47,9 @@ _FIRST_VERSION = int(os.environ.get("OFFBEAT_VERSION", "-1"))
 _GENERATING = ("/v1/completions", "/v1/chat/completions", "/health")
 _AHEAD = -1
 """Priority of a proof, which has a deadline and may meet many waiting requests; lower is earlier, and all others have 0."""
+
+if current_platform.is_cpu():  # now, because a worker computes before any of its methods here is called
+    skip_plain_rows()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -386,7 +390,13 @@ class WorkerExtension:
         return len(unread)
 
     def offbeat_adapter(self, number: int, folder: str) -> tuple[list[str], list[str]]:
-        """Run `check_adapter` on the adapter that vLLM knows by that number."""
+        """Run `check_adapter` on the adapter that vLLM knows by that number.
+
+        Raises:
+            RuntimeError: requests without an adapter would have one added.
+        """
+        if current_platform.is_cpu():
+            check_plain_rows()
         return check_adapter(self.model_runner.lora_manager._adapter_manager, number, folder)
 
 

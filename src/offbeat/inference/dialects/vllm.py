@@ -29,17 +29,18 @@ class VllmDialect(EmbeddedDialect):
     _model_hint = " or under that --served-model-name"
     _unversioned = _INITIAL
 
-    def __init__(self, *, model: str, whole_weights: bool, lora: bool, scores_prompts: bool = True) -> None:
+    def __init__(self, *, model: str, whole_weights: bool, lora: bool, on_cpu: bool = False) -> None:
         """
         Args:
             model: the folder or hub id that must be served; any where it is empty.
             whole_weights, lora: what will be published.
-            scores_prompts: whether the server survives a request for a prompt's log-probabilities; with adapters on CPUs it does not.
+            on_cpu: whether servers compute on CPUs, as far as is known. With adapters, they do not survive a request for a prompt's
+                log-probabilities there, and mix adapters into other requests if they run without `vllm_inside`.
         """
         super().__init__(model=model)
         self._whole_weights = whole_weights
         self._lora = lora
-        self._scores_prompts = scores_prompts
+        self._lora_on_cpu = lora and on_cpu
 
     async def check(self, wire: Wire) -> None:
         await wire.call("GET", "/health")
@@ -52,6 +53,11 @@ class VllmDialect(EmbeddedDialect):
         if self._lora and not await self._loads_adapters(wire):
             raise EngineError(
                 f"{wire.name} cannot load adapters: it runs without --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1; {_GUIDE}")
+        if self._lora_on_cpu and await self._serving(wire) is None:
+            raise EngineError(
+                f"{wire.name} would mix adapters into requests without one, as vLLM on CPUs does if it runs without --middleware "
+                f"vllm_inside.Inside and --worker-extension-cls vllm_inside.WorkerExtension; {_GUIDE}; if it has accelerators, give "
+                "inference.devices_per_engine")
         await self._check_logprobs(wire)
 
     async def generate(self, wire: Wire, prompt: tuple[int, ...], sampling: Sampling, *, n: int, adapter: str) -> list[Sample]:
@@ -69,7 +75,7 @@ class VllmDialect(EmbeddedDialect):
         return {"return_tokens_as_token_ids": True} if sampling.top_logprobs else {}
 
     async def score(self, wire: Wire, request: ScoreRequest, *, adapter: str) -> PromptScore:
-        if not self._scores_prompts:
+        if self._lora_on_cpu:
             raise RefusedError(
                 "vLLM on CPUs with adapters cannot return log-probabilities of prompts, which would end it; use the embedded engine, or"
                 " give inference.devices_per_engine if it has accelerators")
