@@ -106,7 +106,7 @@ class Engine:
     async def resume_generation(self): await self._call("resume")
     async def collective_rpc(self, *_, **__):
         await self._call("load")
-        return [{"fingerprint": "f", "num_unread": 0}]
+        return [({"fingerprint": "f", "num_unread": 0}, "")]
 
     async def reset_prefix_cache(self): pass
     async def get_weight_version(self): return self.live

@@ -118,7 +118,7 @@ class Engine:
     async def resume_generation(self): await self._call("resume")
     async def collective_rpc(self, name, **_):
         await self._call(name.removeprefix("offbeat_"))
-        return [{"fingerprint": "f", "num_unread": 0}]
+        return [({"fingerprint": "f", "num_unread": 0}, "")]
 
     async def reset_prefix_cache(self): pass
     async def get_weight_version(self): return self.live
