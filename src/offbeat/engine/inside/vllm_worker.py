@@ -102,6 +102,7 @@ class WorkerExtension:
             raise
         if current_platform.is_cpu():
             repack_heads(model)
+            repack_experts(model)
 
     def _offbeat_read_back(self, started_with: list[str]) -> None:
         if self._offbeat_readback is None:
@@ -127,3 +128,14 @@ def repack_heads(model: torch.nn.Module) -> None:
             if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
                 module.weight = embedding.weight
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def repack_experts(model: torch.nn.Module) -> None:
+    """Pack experts for the CPU's kernels, which vLLM does only when it loads them for the first time."""
+    # Only vLLM for CPUs has this module.
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts  # noqa: PLC0415
+
+    for module in model.modules():
+        experts = getattr(getattr(getattr(module, "quant_method", None), "moe_kernel", None), "fused_experts", None)
+        if isinstance(experts, CPUUnquantizedExperts) and hasattr(module, "w13_weight"):
+            experts.process_weights_after_loading(module)
