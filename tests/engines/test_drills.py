@@ -31,12 +31,14 @@ from offbeat.fleet.servers import server_command
 from offbeat.inference.client import EngineClient
 from offbeat.inference.dialects.embedded import EmbeddedDialect
 from offbeat.inference.dialects.vllm import VllmDialect
+from offbeat.inference.sampling import Sample, Sampling
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.hf_io import read_safetensors
 from offbeat.model.peft_io import Adapter, read_adapter, write_adapter
+from offbeat.sync.offer import WeightBroadcast
 from offbeat.trainer.state import Dtype
 from offbeat.weights.proof import Judge
-from offbeat.weights.protocol import Manifest
+from offbeat.weights.protocol import Manifest, Proof
 from offbeat.workers.local import LocalLauncher
 from offbeat.workers.worker import WorkerSpec, ask
 from small_run import small_config
@@ -219,6 +221,31 @@ def test_an_engine_with_wrong_weights_is_refused_and_serves_once_it_is_healed(dr
         assert (await client.prove(CANARY, timeout_s=60)).live
 
     drilled.engine.run(body)
+
+
+@pytest.mark.parametrize("drilled", [SPLIT_ENGINE], indirect=True)
+def test_a_broadcast_reaches_every_worker_of_an_engine_that_is_split(drilled: Drilled, models: Models) -> None:
+    drilled.spoil()
+    engine, weights = drilled.engine, models.folder(1)
+    engine.next_version = engine.version + 1
+    state = dict(read_safetensors(weights))
+    offer = WeightBroadcast(state, host="127.0.0.1", num_receivers=1, timeout_s=60, write_folder=lambda _state: None)
+
+    async def body(client: EngineClient) -> tuple[Sample, Proof]:
+        await engine.publish(client, weights, folder=f"{weights}-nowhere", broadcast=offer.address)
+        (sample,) = await client.generate(CANARY, Sampling(20), n=1, timeout_s=60)
+        return sample, await client.prove(CANARY, timeout_s=60)
+
+    try:
+        sample, proof = engine.run(body)
+    finally:
+        offer.close()
+    reference = models.reference(weights)
+    assert set(sample.versions) == {engine.version} == {proof.version}
+    assert sample.logprobs == pytest.approx(reference.logprobs(CANARY, sample.token_ids), abs=1e-4)
+    assert proof.canary_logprobs == pytest.approx(reference.logprobs(CANARY[:1], CANARY[1:]), abs=1e-4)
+    assert proof.live and proof.fingerprint == fingerprint(
+        (name, tensor.contiguous().view(-1).view(torch.uint8).numpy()) for name, tensor in state.items())
 
 
 def moved(adapter: Adapter) -> Adapter:

@@ -159,13 +159,13 @@ def test_a_worker_compares_its_share_of_a_model_that_is_split(tmp_path: Path, ra
         assert found == (set() if name == "o_proj.weight" and rank == 0 else {name}), name
 
 
-def test_a_matrix_that_lies_otherwise_than_its_layer_multiplies_is_not_tried(tmp_path: Path) -> None:
+def test_a_matrix_that_lies_otherwise_than_its_layer_multiplies_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readback = importlib.import_module("vllm_readback")
-    path, model = str(tmp_path / "0.safetensors"), nn.Module()
-    model.c_proj = Linear()
-    model.c_proj.load(torch.randn(8, WIDTH))
-    save_file({"c_proj.weight": model.c_proj.quant_method.hidden.T.contiguous()}, path)
-    model.c_proj.quant_method.apply = lambda *_: pytest.fail("kernels would read beyond what they are given")
+    path, model, layer = str(tmp_path / "0.safetensors"), nn.Module(), Linear()
+    model.c_proj = layer
+    layer.load(torch.randn(8, WIDTH))
+    save_file({"c_proj.weight": layer.quant_method.hidden.T.contiguous()}, path)
+    monkeypatch.setattr(Packed, "apply", lambda *_: pytest.fail("a kernel would corrupt memory"))
     assert readback.ReadBack(model, [path]).check([path]) == ([], ["c_proj.weight"])
 
 

@@ -115,7 +115,8 @@ def _width(module: Any, tensor: Tensor) -> tuple[int, int]:
     """Return the number of a layer's inputs, and the column of the tensor that the first one multiplies.
 
     Raises:
-        ValueError: the tensor has another form than the layer. It must not be probed: kernels for CPUs read beyond what they are given.
+        ValueError: the tensor has another form than the layer, which must not be probed: kernels for CPUs do not check the width of their
+            input, and corrupt memory.
     """
     names = ("input_size_per_partition", "input_size", "embedding_dim")
     width = next((getattr(module, name) for name in names if hasattr(module, name)), 0)
