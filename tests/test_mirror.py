@@ -8,7 +8,8 @@ SOURCE = TESTS.parent / "src" / "offbeat"
 ELSEWHERE = {
     **{f"workers/{name}.py": "workers/test_launchers.py" for name in ("worker", "local", "ray")},
     **{f"engine/forward_{name}.py": "engine/test_forward.py" for name in ("direct", "hf")},
-    "engine/inside/vllm_inside.py": "engines/test_weights.py",  # runs only inside vLLM
+    # Run only inside vLLM.
+    "engine/inside/vllm_inside.py": "engines/test_weights.py", "engine/inside/vllm_worker.py": "engines/test_drills.py",
     "runs/assemble.py": "runs/test_run.py",  # tested by whole runs
     # One suite runs over every library's adapter.
     **{f"agents/environments/{name}.py": "agents/environments/test_find.py" for name in (

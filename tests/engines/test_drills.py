@@ -31,12 +31,14 @@ from offbeat.fleet.servers import server_command
 from offbeat.inference.client import EngineClient
 from offbeat.inference.dialects.embedded import EmbeddedDialect
 from offbeat.inference.dialects.vllm import VllmDialect
+from offbeat.inference.sampling import Sample, Sampling
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.hf_io import read_safetensors
 from offbeat.model.peft_io import Adapter, read_adapter, write_adapter
+from offbeat.sync.offer import WeightBroadcast
 from offbeat.trainer.state import Dtype
 from offbeat.weights.proof import Judge
-from offbeat.weights.protocol import Manifest
+from offbeat.weights.protocol import Manifest, Proof
 from offbeat.workers.local import LocalLauncher
 from offbeat.workers.worker import WorkerSpec, ask
 from small_run import small_config
@@ -52,10 +54,14 @@ OTHER_WEIGHTS = {
 OTHER_ADAPTER = {
     "embedded": r"engine 0 failed its proof of alice@2: its weights have fingerprint \w+ instead of",
     "vllm": r"engine 0 failed its proof of alice@2: it does not compute with what is in its folder: \S+ and \d+ other tensors differ"}
+VLLM = pytest.mark.skipif(not WITH_VLLM, reason="make test-vllm runs it")
 ENGINES = [
-    *(pytest.param(("embedded", dtype), id=f"embedded-{dtype}") for dtype in DTYPES),
-    *(pytest.param(("vllm", dtype), id=f"vllm-{dtype}", marks=pytest.mark.skipif(not WITH_VLLM, reason="make test-vllm runs it"))
-      for dtype in DTYPES)]
+    *(pytest.param(("embedded", dtype, ()), id=f"embedded-{dtype}") for dtype in DTYPES),
+    *(pytest.param(("vllm", dtype, ()), id=f"vllm-{dtype}", marks=VLLM) for dtype in DTYPES)]
+SPLIT = ("--tensor-parallel-size", "2")
+SPLIT_ENGINE = pytest.param(("vllm", "float32", SPLIT), id="vllm-split", marks=VLLM)
+Server = tuple[str, tuple[str, ...]]
+"""Number format and further arguments of a vLLM server."""
 
 
 class Versions:
@@ -139,41 +145,56 @@ def embedded(models: Models, dtype: Dtype) -> Iterator[tuple[Engine, Callable[..
             server.stop()
 
 
-@pytest.fixture(scope="module")
-def faulty_vllm(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[str, Path]]]:
-    """By number format: the URL of a server with a worker that goes wrong, and the file that says how."""
-    root, launcher, model = tmp_path_factory.mktemp("faulty"), LocalLauncher(stop_timeout_s=5), models.folder()
+@contextmanager
+def faulty_servers(models: Models, root: Path, *servers: Server) -> Iterator[dict[Server, tuple[str, Path]]]:
+    """Of each server: the URL of one with a worker that goes wrong, and the file that says how."""
+    launcher, model = LocalLauncher(stop_timeout_s=5), models.folder()
 
-    async def serve(dtype: str) -> tuple[str, Path]:
+    async def serve(dtype: str, arguments: tuple[str, ...]) -> tuple[str, Path]:
         config = small_config(
             root, model, inference__engine="vllm", model__dtype=dtype, model__lora__rank="4", inference__max_running="64",
             inference__max_adapters=str(MAX_ADAPTERS), inference__max_adapter_rank=str(MAX_RANK))
         command, env = server_command(config, model=model, tokenizer=model, version=-1, seed=0, key="")
-        path = root / f"{dtype}.json"
+        name = dtype + "".join(arguments)
+        path = root / f"{name}.json"
         env |= {"OFFBEAT_TEST_FAULT": str(path), "PYTHONPATH": os.pathsep.join([env["PYTHONPATH"], str(SUPPORT)])}
-        start = ServerStart((*command, "--worker-extension-cls", "vllm_faults.FaultyWorker"), env, "127.0.0.1", 240)
+        start = ServerStart((*command, "--worker-extension-cls", "vllm_faults.FaultyWorker", *arguments), env, "127.0.0.1", 240)
         worker = await launcher.start(
-            WorkerSpec(dtype, "offbeat.fleet.server_worker:ServerWorker", root / f"{dtype}.log"), timeout_s=60)
+            WorkerSpec(name, "offbeat.fleet.server_worker:ServerWorker", root / f"{name}.log"), timeout_s=60)
         return (await ask(worker, "start", start, EngineAddress, timeout_s=250)).url, path
 
-    async def serve_all() -> dict[str, tuple[str, Path]]:
-        return dict(zip(DTYPES, await asyncio.gather(*map(serve, DTYPES)), strict=True))
+    async def serve_all() -> dict[Server, tuple[str, Path]]:
+        return dict(zip(servers, await asyncio.gather(*(serve(*server) for server in servers)), strict=True))
 
     with asyncio.Runner() as runner, ExitStack() as stack:
         stack.callback(lambda: runner.run(launcher.__aexit__(None)))
         yield runner.run(serve_all())
 
 
+@pytest.fixture(scope="module")
+def faulty_vllm(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Server, tuple[str, Path]]]:
+    """A server in each number format."""
+    with faulty_servers(models, tmp_path_factory.mktemp("faulty"), *((dtype, ()) for dtype in DTYPES)) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def faulty_split(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Server, tuple[str, Path]]]:
+    """A server that splits the model over two workers."""
+    with faulty_servers(models, tmp_path_factory.mktemp("split"), ("float32", SPLIT)) as servers:
+        yield servers
+
+
 @pytest.fixture(scope="module", params=ENGINES)
 def drilled(request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drilled]:
     """An engine of each kind in each number format, of a model with tied heads."""
-    kind, dtype = request.param
+    kind, dtype, arguments = request.param
     model, root = models.folder(), tmp_path_factory.mktemp("versions")
     with ExitStack() as stack:
         if kind == "embedded":
             engine, fail = stack.enter_context(embedded(models, dtype))
         else:
-            url, path = request.getfixturevalue("faulty_vllm")[dtype]
+            url, path = request.getfixturevalue("faulty_split" if arguments else "faulty_vllm")[dtype, arguments]
             engine = Engine("vllm", url, VllmDialect(model=model, whole_weights=True, lora=True, on_cpu=True), model, model)
 
             def fail(fault: str = "", adapter: str = "") -> None:
@@ -182,6 +203,7 @@ def drilled(request: pytest.FixtureRequest, models: Models, tmp_path_factory: py
         yield Drilled(engine, Versions(model, root, dtype=dtype), Judge.of(0.0, dtype), fail)
 
 
+@pytest.mark.parametrize("drilled", [*ENGINES, SPLIT_ENGINE], indirect=True)
 @pytest.mark.parametrize("fault", [*LOADING, "tied head old", "old weights come back"])
 def test_an_engine_with_wrong_weights_is_refused_and_serves_once_it_is_healed(drilled: Drilled, fault: str) -> None:
     async def body(client: EngineClient) -> None:
@@ -199,6 +221,31 @@ def test_an_engine_with_wrong_weights_is_refused_and_serves_once_it_is_healed(dr
         assert (await client.prove(CANARY, timeout_s=60)).live
 
     drilled.engine.run(body)
+
+
+@pytest.mark.parametrize("drilled", [SPLIT_ENGINE], indirect=True)
+def test_a_broadcast_reaches_every_worker_of_an_engine_that_is_split(drilled: Drilled, models: Models) -> None:
+    drilled.spoil()
+    engine, weights = drilled.engine, models.folder(1)
+    engine.next_version = engine.version + 1
+    state = dict(read_safetensors(weights))
+    offer = WeightBroadcast(state, host="127.0.0.1", num_receivers=1, timeout_s=60, write_folder=lambda _state: None)
+
+    async def body(client: EngineClient) -> tuple[Sample, Proof]:
+        await engine.publish(client, weights, folder=f"{weights}-nowhere", broadcast=offer.address)
+        (sample,) = await client.generate(CANARY, Sampling(20), n=1, timeout_s=60)
+        return sample, await client.prove(CANARY, timeout_s=60)
+
+    try:
+        sample, proof = engine.run(body)
+    finally:
+        offer.close()
+    reference = models.reference(weights)
+    assert set(sample.versions) == {engine.version} == {proof.version}
+    assert sample.logprobs == pytest.approx(reference.logprobs(CANARY, sample.token_ids), abs=1e-4)
+    assert proof.canary_logprobs == pytest.approx(reference.logprobs(CANARY[:1], CANARY[1:]), abs=1e-4)
+    assert proof.live and proof.fingerprint == fingerprint(
+        (name, tensor.contiguous().view(-1).view(torch.uint8).numpy()) for name, tensor in state.items())
 
 
 def moved(adapter: Adapter) -> Adapter:

@@ -1,7 +1,6 @@
 """Whole weights, into every engine, under running requests: which tokens are whose, and what is refused."""
 
 import asyncio
-import json
 import shutil
 from contextlib import nullcontext
 from functools import partial
@@ -10,6 +9,7 @@ from statistics import fmean
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from contract import CANARY, Engine, Models
 from offbeat.errors import EngineError, RefusedError
@@ -208,19 +208,29 @@ def test_vllm_refuses_to_keep_caches_that_new_requests_would_find(engine: Engine
     assert engine.run(lambda client: client.health(timeout_s=TIMEOUT_S))["version"] == before
 
 
+def half_readable(model: str, folder: Path) -> str:
+    """Write a model in two files, of which the second turns out to be broken only when it is read; layers have parts in both."""
+    shutil.copytree(model, folder)
+    (folder / "model.safetensors").unlink()
+    tensors = dict(read_safetensors(model))
+    first = {name: tensor for name, tensor in tensors.items() if "q_proj" in name or "gate_proj" in name}
+    save_file(first, folder / "model-1.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if name not in first}, folder / "model-2.safetensors")
+    data = (folder / "model-2.safetensors").read_bytes()
+    (folder / "model-2.safetensors").write_bytes(data.replace(b'"F32"', b'"F16"', 1))
+    return str(folder)
+
+
 def test_a_load_that_fails_half_way_serves_nobody_until_the_next(untied: Engine, models: Models, tmp_path: Path) -> None:
     if untied.kind == "embedded":
         pytest.skip("it loads beside the live weights")
     untied.serve(models.folder(0, tied=False))
-    broken = shutil.copytree(models.folder(1, tied=False), tmp_path / "broken")
-    data = (broken / "model.safetensors").read_bytes()
-    assert json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    (broken / "model.safetensors").write_bytes(data.replace(b'"F32"', b'"F16"', 1))  # found only when the file is read
+    broken = half_readable(models.folder(1, tied=False), tmp_path / "broken")
 
     async def body(client: EngineClient) -> None:
         (running,) = await untied.sampling(lambda: client.generate(PROMPT, Sampling(480, ignore_eos=True), n=16, timeout_s=TIMEOUT_S))
         with pytest.raises(EngineError, match="deserializing header"):
-            await untied.publish(client, str(broken))
+            await untied.publish(client, broken)
         with pytest.raises(EngineError, match="abort"):
             await running
         with pytest.raises(EngineError, match="nothing can be sampled before another one is switched to"):

@@ -44,9 +44,9 @@ class Engine:
     async def resume_generation(self) -> None:
         await self._call("resume")
 
-    async def collective_rpc(self, name: str, **_arguments: Any) -> list[dict[str, Any]]:
+    async def collective_rpc(self, name: str, **_arguments: Any) -> list[tuple[dict[str, Any], str]]:
         await self._call(name.removeprefix("offbeat_"))
-        return [{"fingerprint": "f", "num_unread": 0}]
+        return [({"fingerprint": "f", "num_unread": 0}, "")]
 
     async def reset_prefix_cache(self) -> None:
         pass

@@ -4,7 +4,8 @@
         --worker-extension-cls vllm_faults.FaultyWorker ...
 
 What goes wrong stands in the file, as JSON: `fault`, of the next load of weights, and `adapter`, the folder that is read in the
-place of any that is asked for. Everything is done to vLLM itself, below what Offbeat has inside it.
+place of any that is asked for. Everything is done to vLLM itself, below what Offbeat has inside it; of several workers, weights go wrong in
+the last one alone.
 """
 
 import json
@@ -14,16 +15,16 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import vllm_inside
+import vllm_worker
 from safetensors.torch import load_file
 from torch import Tensor
 from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm_files import read_files
-from vllm_inside import WorkerExtension
+from vllm_worker import Told, WorkerExtension
 from weight_faults import LOADING, spoil
 
 _LOAD_ADAPTER = WorkerLoRAManager._load_adapter
-_REPACK_HEADS = vllm_inside.repack_heads
+_REPACK_HEADS = vllm_worker.repack_heads
 
 
 def told(what: str) -> str:
@@ -45,11 +46,13 @@ WorkerLoRAManager._load_adapter = load_adapter
 class FaultyWorker(WorkerExtension):
     """Offbeat's extension over a worker with a fault."""
 
+    rank: int
     faulty_had: list[str] | None = None
     """Files of the weights that it computed with before."""
 
-    def offbeat_load(self, files: list[str], started_with: list[str]) -> dict[str, Any]:
-        fault, had = told("fault"), self.faulty_had or started_with
+    def offbeat_load(self, files: list[str], started_with: list[str]) -> Told:
+        last = self.vllm_config.parallel_config.world_size - 1
+        fault, had = told("fault") if self.rank == last else "", self.faulty_had or started_with
         reload = self.model_runner.reload_weights
 
         def reload_wrongly(*, weights_iterator: Iterable[tuple[str, Tensor]]) -> None:
@@ -60,13 +63,13 @@ class FaultyWorker(WorkerExtension):
             if fault in LOADING:
                 self.model_runner.reload_weights = reload_wrongly
             if fault == "tied head old":  # as vLLM for CPUs leaves it after a reload
-                vllm_inside.repack_heads = lambda _model: None
-            answer = super().offbeat_load(files, started_with)
+                vllm_worker.repack_heads = lambda _model: None
+            answer, error = super().offbeat_load(files, started_with)
         finally:
-            self.model_runner.reload_weights, vllm_inside.repack_heads = reload, _REPACK_HEADS
+            self.model_runner.reload_weights, vllm_worker.repack_heads = reload, _REPACK_HEADS
         if fault == "old weights come back":
             reload(weights_iterator=read_files(had))
-            vllm_inside.repack_heads(self.model_runner.get_model())
-        else:
+            vllm_worker.repack_heads(self.model_runner.get_model())
+        elif not error:
             self.faulty_had = files
-        return answer
+        return answer, error

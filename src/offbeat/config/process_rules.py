@@ -62,9 +62,7 @@ def check_devices(cluster: ClusterConfig, *, inference: InferenceConfig) -> None
             "cluster.share_devices must be false with cluster.launcher = 'ray', got true; Ray gives every process devices of its own")
 
 
-def check_turns(
-    cluster: ClusterConfig, *, model: ModelConfig, rollout: RolloutConfig, inference: InferenceConfig, weights: WeightsConfig,
-) -> None:
+def check_turns(cluster: ClusterConfig, *, rollout: RolloutConfig, inference: InferenceConfig, weights: WeightsConfig) -> None:
     """Check what engines and ranks that take turns on their devices go with."""
     if not cluster.take_turns:
         return

@@ -114,7 +114,7 @@ class Config(Section):
         check_step(self.train, model=self.model)
         check_channel(self.weights, model=self.model, inference=self.inference)
         check_devices(self.cluster, inference=self.inference)
-        check_turns(self.cluster, model=self.model, rollout=self.rollout, inference=self.inference, weights=self.weights)
+        check_turns(self.cluster, rollout=self.rollout, inference=self.inference, weights=self.weights)
         check_adapter(self.model, run=self.run, train=self.train, rollout=self.rollout, inference=self.inference)
         check_parallel(self.train, run=self.run, rollout=self.rollout)
         check_who_loads(self.rollout, run=self.run)

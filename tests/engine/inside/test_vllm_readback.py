@@ -25,21 +25,24 @@ class Packed:
 
 
 class Linear(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, rank: int = 0, ranks: int = 1) -> None:
         super().__init__()
         self.quant_method = Packed()
         self.weight = nn.Parameter(torch.zeros(0))  # packed away
+        self.tp_rank, self.tp_size = rank, ranks
 
     def load(self, *parts: Tensor) -> None:
         self.weight = nn.Parameter(torch.zeros(0, dtype=parts[0].dtype))
         self.quant_method.hidden = torch.cat(parts)
+        self.output_partition_sizes, self.input_size_per_partition = [len(part) for part in parts], parts[0].shape[1]
 
 
 class VocabParallelEmbedding(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, own: slice = slice(0, VOCAB)) -> None:
         super().__init__()
         self.quant_method = Packed()
         self.weight = nn.Parameter(torch.zeros(VOCAB + 4, WIDTH))  # padded
+        self.shard_indices = SimpleNamespace(org_vocab_start_index=own.start, org_vocab_end_index=own.stop)
 
 
 class ParallelLMHead(Linear):
@@ -114,6 +117,56 @@ def test_nothing_is_said_where_nobody_knows_what_the_server_was_started_with(tmp
     save_file(weights(0, torch.float32), path)
     found, unread = readback.ReadBack(Model(), []).check([path])
     assert found == [] and len(unread) == 7  # the tied head, too
+
+
+class SplitModel(nn.Module):
+    """One worker's share as vLLM splits a model: q by its rows, k on all workers, o by its columns, the embedding by its tokens."""
+
+    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj"]}  # noqa: RUF012 (as vLLM has it)
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__()
+        self.rank, self.ranks, self.own = rank, ranks, slice(rank * 8, min((rank + 1) * 8, VOCAB))
+        self.embed = VocabParallelEmbedding(own=self.own)
+        self.qkv_proj, self.o_proj, self.norm = Linear(rank=rank, ranks=ranks), Linear(rank=rank, ranks=ranks), nn.LayerNorm(WIDTH)
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        def share(tensor: Tensor, dim: int) -> Tensor:
+            return tensor.chunk(self.ranks, dim)[self.rank]
+
+        self.qkv_proj.load(share(tensors["q_proj.weight"], 0), tensors["k_proj.weight"])
+        self.o_proj.load(share(tensors["o_proj.weight"], 1))
+        self.embed.weight.data[: self.own.stop - self.own.start] = tensors["embed.weight"][self.own]
+        self.norm.weight.data = tensors["norm.weight"].clone()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_compares_its_share_of_a_model_that_is_split(tmp_path: Path, rank: int) -> None:
+    readback = importlib.import_module("vllm_readback")
+    path, model = str(tmp_path / "0.safetensors"), SplitModel(rank, 2)
+    random = torch.Generator().manual_seed(3)
+    tensors = {name: tensor for name, tensor in weights(0, torch.float32).items() if name not in ("v_proj.weight", "odd.weight")}
+    tensors["o_proj.weight"] = torch.randn(WIDTH, WIDTH, generator=random)
+    save_file(tensors, path)
+    model.load(tensors)
+    back = readback.ReadBack(model, [path])
+    assert back.check([path]) == ([], [])
+    for name, tensor in tensors.items():
+        wrong = tensor.clone()
+        wrong[..., -1:] += 1  # the last columns are the last worker's, and all rows have them
+        model.load(tensors | {name: wrong})
+        found = {each for _ in range(WIDTH) for each in back.check([path])[0]}
+        assert found == (set() if name == "o_proj.weight" and rank == 0 else {name}), name
+
+
+def test_a_matrix_that_lies_otherwise_than_its_layer_multiplies_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readback = importlib.import_module("vllm_readback")
+    path, model, layer = str(tmp_path / "0.safetensors"), nn.Module(), Linear()
+    model.c_proj = layer
+    layer.load(torch.randn(8, WIDTH))
+    save_file({"c_proj.weight": layer.quant_method.hidden.T.contiguous()}, path)
+    monkeypatch.setattr(Packed, "apply", lambda *_: pytest.fail("a kernel would corrupt memory"))
+    assert readback.ReadBack(model, [path]).check([path]) == ([], ["c_proj.weight"])
 
 
 RANK, MOST = 2, 4

@@ -5,10 +5,10 @@ Runs in vLLM's own processes and environment, and imports nothing of `offbeat` e
     PYTHONPATH=.../offbeat/inference/inside vllm serve MODEL --middleware vllm_inside.Inside \
         --worker-extension-cls vllm_inside.WorkerExtension --logprobs-mode processed_logprobs
 
-`Inside` lives in the API server and adds routes when it starts; `WorkerExtension` is mixed into vLLM's worker. With VLLM_API_KEY set every
-path requires that key (`vllm_guard`). Each completion reports the version that sampled each token ("versions"), as recorded by the
-engine's step loop. After a switch the canary of the proof is queued before the server resumes, ahead of waiting requests. Needs vLLM 0.32
-or later.
+`Inside` lives in the API server and adds routes when it starts; `WorkerExtension` is mixed into vLLM's workers (`vllm_worker`). With
+VLLM_API_KEY set every path requires that key (`vllm_guard`). Each completion reports the version that sampled each token ("versions"), as
+recorded by the engine's step loop. After a switch the canary of the proof is queued before the server resumes, ahead of waiting requests.
+Needs vLLM 0.32 or later.
 """
 
 import asyncio
@@ -31,11 +31,12 @@ from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm_files import MemoryFile, RefusedError, check_weights, files_of, fingerprint_files, read_files, receive
+from vllm_files import MemoryFile, RefusedError, check_weights, files_of, fingerprint_files, receive
 from vllm_guard import may_enter, refuse
-from vllm_plain import check_plain_rows, skip_plain_rows
-from vllm_readback import ReadBack, check_adapter
+from vllm_plain import skip_plain_rows
 from vllm_sleep import check_sleep
+from vllm_worker import WorkerExtension as WorkerExtension  # vLLM finds it here
+from vllm_worker import read_answers
 
 _PAUSES = {"recompute": ("keep", True), "keep": ("keep", False), "drain": ("wait", True)}
 """For each `interrupt`: vLLM's pause mode, and whether all cached keys and values are dropped, including those of running requests."""
@@ -182,7 +183,7 @@ class Inside:
             self._loaded = None
             if self._asleep:
                 await engine.wake_up(tags=["weights"])  # their memory; what is in it is loaded now
-            told = await engine.collective_rpc("offbeat_load", args=([str(path) for path in staged.files], _started_with(engine)))
+            told = await _ask_workers(engine, "offbeat_load", [str(path) for path in staged.files], _started_with(engine))
             if reset:
                 await engine.reset_prefix_cache()
             await engine.update_weight_version(str(version))
@@ -198,7 +199,7 @@ class Inside:
         (keep_weights,) = read_body(body, keep_weights=False)
         async with self._switching:
             check_sleep(engine, on_cpu=current_platform.is_cpu())
-            await engine.collective_rpc("offbeat_read_back", args=(_started_with(engine),))  # as long as there are weights to read
+            await _ask_workers(engine, "offbeat_read_back", _started_with(engine))  # as long as there are weights to read
             self._asleep, self._dropped = True, self._dropped or not keep_weights
             await engine.sleep(level=1 if keep_weights else 2, mode="keep")
         return {"status": "asleep"}
@@ -273,7 +274,7 @@ class Inside:
         """Compare the weights in use with their folder again, while it exists, since they may have changed after loading."""
         try:
             if files := [str(path) for path in files_of(loaded.folder)]:
-                await engine.collective_rpc("offbeat_compare", args=(files,))
+                await _ask_workers(engine, "offbeat_compare", files)
         except Exception as exc:
             await self._break(engine, f"version {loaded.version} is no longer what is computed with", exc)
             raise
@@ -291,7 +292,7 @@ class Inside:
             "fingerprint": self._adapters.get(name), "priority": _AHEAD if goes_ahead(engine) else 0, "wrong": [], "num_unread": None}
         request = getattr(getattr(self._state, "openai_serving_models", None), "lora_requests", {}).get(name)
         if request is not None:
-            told = await engine.collective_rpc("offbeat_adapter", args=(request.lora_int_id, request.lora_path))
+            told = await _ask_workers(engine, "offbeat_adapter", request.lora_int_id, request.lora_path)
             answer |= {"wrong": sorted({tensor for wrong, _ in told for tensor in wrong}), "num_unread": max(len(each) for _, each in told)}
         return answer
 
@@ -347,73 +348,6 @@ class Canary:
         return [row[token].logprob for row, token in zip(rows, self.tokens[1:], strict=True)], versions.pop()
 
 
-class WorkerExtension:
-    """Methods added to vLLM's worker."""
-
-    model_runner: Any
-    _offbeat_readback: ReadBack | None = None
-
-    def offbeat_load(self, files: list[str], started_with: list[str]) -> dict[str, Any]:
-        """Load safetensors files over the current weights, on this worker's accelerator or CPU.
-
-        Returns:
-            The fingerprint of what was read, and the number of tensors that could not be compared with those in use.
-
-        Raises:
-            RuntimeError: the weights in use differ from the files.
-        """
-        model = self.model_runner.get_model()
-        self.offbeat_read_back(started_with)
-        self.model_runner.reload_weights(weights_iterator=read_files(files))
-        if current_platform.is_cpu():
-            repack_heads(model)
-        return {"fingerprint": fingerprint_files(files), "num_unread": self.offbeat_compare(files)}
-
-    def offbeat_read_back(self, started_with: list[str]) -> None:
-        """Find out which weights can be read back, while those are in use that the server was started with; later calls do nothing."""
-        if self._offbeat_readback is None:
-            self._offbeat_readback = ReadBack(self.model_runner.get_model(), started_with)
-
-    def offbeat_compare(self, files: list[str]) -> int:
-        """Compare the files of the version loaded last with the weights in use.
-
-        Returns:
-            The number of tensors that could not be compared.
-
-        Raises:
-            RuntimeError: the weights in use differ from the files.
-        """
-        assert self._offbeat_readback is not None, "they were loaded"
-        wrong, unread = self._offbeat_readback.check(files)
-        if wrong:
-            raise RuntimeError(f"{wrong[0]} and {len(wrong) - 1} other tensors are not what was read")
-        return len(unread)
-
-    def offbeat_adapter(self, number: int, folder: str) -> tuple[list[str], list[str]]:
-        """Run `check_adapter` on the adapter that vLLM knows by that number.
-
-        Raises:
-            RuntimeError: requests without an adapter would have one added.
-        """
-        if current_platform.is_cpu():
-            check_plain_rows()
-        return check_adapter(self.model_runner.lora_manager._adapter_manager, number, folder)
-
-
-def repack_heads(model: torch.nn.Module) -> None:
-    """Repack the output head for the CPU's kernels: after a reload a tied head still has its packed copy of the old weights."""
-    # Only vLLM for CPUs has these modules.
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm  # noqa: PLC0415
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding  # noqa: PLC0415
-
-    embedding = next(module for module in model.modules() if type(module) is VocabParallelEmbedding)
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
-            if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
-                module.weight = embedding.weight
-            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
-
-
 def read_body(body: bytes, **fields: Any) -> list[Any]:
     """Read the named fields of a JSON object, in order; each is given with its type, or with its default.
 
@@ -467,6 +401,15 @@ def check_interface() -> None:
 def goes_ahead(engine: AsyncLLM) -> bool:
     """Whether the scheduler honours priorities."""
     return engine.vllm_config.scheduler_config.policy == "priority"
+
+
+async def _ask_workers(engine: AsyncLLM, method: str, *args: Any) -> list[Any]:
+    """Call a method of all workers, and return their answers.
+
+    Raises:
+        RuntimeError: something went wrong in a worker.
+    """
+    return read_answers(await engine.collective_rpc(method, args=args))
 
 
 def _started_with(engine: AsyncLLM) -> list[str]:

@@ -2,8 +2,8 @@
 
 vLLM fuses weights and packs them for its kernels, so that most no longer exist in their original form. But a linear layer can be probed:
 one-hot rows as input return columns of its matrix, exactly, by the kernel that serves. A tensor is compared where that works, which is
-tried on the weights that the server started with; the others are counted, and nothing is claimed about them. Adapters keep their original
-form and are compared completely.
+tried on the weights that the server started with; the others are counted, and nothing is claimed about them. With tensor parallelism each
+worker compares its share of a tensor. Adapters keep their original form and are compared completely.
 """
 
 import json
@@ -47,48 +47,85 @@ class ReadBack:
     def _compare(self, files: Sequence[str], *, every: bool) -> Iterable[tuple[str, bool | None]]:
         """Yield for each tensor whether it equals the one in use; None where that cannot be read."""
         self._turn += 1
-        shapes: dict[str, torch.Size] = {}
+        tied = self._tied and all(name != _HEAD for name, _ in read_files(files))
         for name, tensor in read_files(files):
-            shapes[name] = tensor.shape
-        for name, tensor in read_files(files):
-            for label, place, offset in self._places(name, shapes):
+            for label, place, part in self._places(name, tied=tied):
                 if not (every or label in self._readable):
                     yield label, None
                     continue
                 try:
-                    live, wanted = _live(place, name, tensor, offset, self._turn)
+                    live, wanted = _live(place, name, tensor, part, self._turn)
                     yield label, live.shape == wanted.shape and torch.equal(live, wanted.to(live.device, live.dtype))
-                except (AttributeError, RuntimeError, TypeError, ValueError, NotImplementedError):
+                except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
                     yield label, None if every else False
 
-    def _places(self, name: str, shapes: Mapping[str, torch.Size]) -> Iterable[tuple[str, nn.Module | None, int]]:
-        """Yield the places of a tensor: a label, the module, and its first row there. The embedding of a tied model has two places."""
-        path, _, kind = name.rpartition(".")
+    def _places(self, name: str, *, tied: bool) -> Iterable[tuple[str, nn.Module | None, int | None]]:
+        """Yield the places of a tensor: a label, the module, and which of its parts the tensor is; None for all of it.
+
+        The embedding has two places where it is tied to the head.
+        """
+        path, _, _ = name.rpartition(".")
         last = path.rpartition(".")[2]
         parent = path.removesuffix(last)
-        module, offset = self._modules.get(path), 0
+        module, part = self._modules.get(path), None
         for fused, parts in self._fused.items() if module is None else ():
             if last in parts and (module := self._modules.get(f"{parent}{fused}")) is not None:
-                before = [shapes.get(f"{parent}{part}.{kind}", (0,)) for part in parts[: list(parts).index(last)]]
-                offset = sum(shape[0] for shape in before)
+                part = list(parts).index(last)
                 break
-        yield name, module, offset
-        if self._tied and type(module).__name__ == "VocabParallelEmbedding" and _HEAD not in shapes:
-            yield from ((_HEAD, head, 0) for head in self._modules.values() if type(head).__name__ == "ParallelLMHead")
+        yield name, module, part
+        if tied and type(module).__name__ == "VocabParallelEmbedding":
+            yield from ((_HEAD, head, None) for head in self._modules.values() if type(head).__name__ == "ParallelLMHead")
 
 
-def _live(module: Any, name: str, tensor: Tensor, offset: int, turn: int) -> tuple[Tensor, Tensor]:
-    """Return the numbers in use in a tensor's place, and those they must equal; for a matrix, a few columns, different ones each turn."""
-    rows = slice(offset, offset + len(tensor))
+def _live(module: Any, name: str, tensor: Tensor, part: int | None, turn: int) -> tuple[Tensor, Tensor]:
+    """Return the numbers in use in a tensor's place, and those they must equal; for a matrix, a few columns, different ones each turn.
+
+    Raises:
+        ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError: they cannot be read here.
+    """
+    rows, own = _rows(module, tensor, part)
     kind = name.rpartition(".")[2]
     if kind != "weight" or tensor.ndim != 2 or not hasattr(module, "quant_method") or type(module).__name__ == "VocabParallelEmbedding":
-        return getattr(module, kind)[rows], tensor
-    columns = ((torch.linspace(0, tensor.shape[1] - 1, _NUM_COLUMNS).long() + turn) % tensor.shape[1]).unique()
-    asked = torch.zeros(len(columns), tensor.shape[1])
+        return getattr(module, kind)[rows], tensor[own]
+    width, first = _width(module, tensor)
+    columns = ((torch.linspace(0, width - 1, _NUM_COLUMNS).long() + turn) % width).unique()
+    asked = torch.zeros(len(columns), width)
     asked[torch.arange(len(columns)), columns] = 1
     weight = module.weight
     told = module.quant_method.apply(module, asked.to(weight.device, weight.dtype))
-    return told[:, rows].T, tensor[:, columns]
+    return told[:, rows].T, tensor[own, first + columns]
+
+
+def _rows(module: Any, tensor: Tensor, part: int | None) -> tuple[slice, slice]:
+    """Return where a tensor's rows are among a layer's, and which of its rows: all, or this worker's share.
+
+    A layer that is split has an equal share of each part on every worker. Where a part has fewer heads than there are workers, each head is
+    on several of them.
+    """
+    if (vocabulary := getattr(module, "shard_indices", None)) is not None:
+        own = slice(vocabulary.org_vocab_start_index, vocabulary.org_vocab_end_index)
+        return slice(own.stop - own.start), own
+    sizes = list(getattr(module, "output_partition_sizes", [len(tensor)]))
+    offset, size = (0, sum(sizes)) if part is None else (sum(sizes[:part]), sizes[part])
+    share = getattr(module, "tp_rank", 0) * (len(tensor) // size) // getattr(module, "tp_size", 1)
+    return slice(offset, offset + size), slice(share * size, (share + 1) * size)
+
+
+def _width(module: Any, tensor: Tensor) -> tuple[int, int]:
+    """Return the number of a layer's inputs, and the column of the tensor that the first one multiplies.
+
+    Raises:
+        ValueError: the tensor has another form than the layer, which must not be probed: kernels for CPUs do not check the width of their
+            input, and corrupt memory.
+    """
+    names = ("input_size_per_partition", "input_size", "embedding_dim")
+    width = next((getattr(module, name) for name in names if hasattr(module, name)), 0)
+    num_ranks = getattr(module, "tp_size", 1)
+    if tensor.shape[1] == width:
+        return width, 0
+    if tensor.shape[1] == width * num_ranks:
+        return width, width * module.tp_rank
+    raise ValueError(f"a tensor {list(tensor.shape)} is no matrix of {width} inputs")
 
 
 @torch.inference_mode()
