@@ -33,7 +33,6 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm_files import MemoryFile, RefusedError, check_weights, files_of, fingerprint_files, receive
 from vllm_guard import may_enter, refuse
-from vllm_plain import skip_plain_rows
 from vllm_sleep import check_sleep
 from vllm_worker import WorkerExtension as WorkerExtension  # vLLM finds it here
 from vllm_worker import read_answers
@@ -48,9 +47,6 @@ _FIRST_VERSION = int(os.environ.get("OFFBEAT_VERSION", "-1"))
 _GENERATING = ("/v1/completions", "/v1/chat/completions", "/health")
 _AHEAD = -1
 """Priority of a proof, which has a deadline and may meet many waiting requests; lower is earlier, and all others have 0."""
-
-if current_platform.is_cpu():  # now, because a worker computes before any of its methods here is called
-    skip_plain_rows()
 
 
 @dataclasses.dataclass(frozen=True)

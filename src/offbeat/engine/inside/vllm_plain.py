@@ -1,4 +1,4 @@
-"""Keeps requests without an adapter apart from adapters in vLLM for CPUs. Used by `vllm_inside`.
+"""Keeps requests without an adapter apart from adapters in vLLM for CPUs. Used by `vllm_worker`.
 
 vLLM gives tokens of such requests the index -1. Its kernels for accelerators skip them. Those for CPUs, in PyTorch, take -1 for the last of
 `--max-loras` places: once an adapter has been there, it is added to the model in every request without one that runs beside an adapter's,
