@@ -67,6 +67,7 @@ from offbeat.fleet.publication import PublishReport
 from offbeat.memory import let_go
 from offbeat.phase import phase
 from offbeat.telemetry.advice import PublishingAdvice
+from offbeat.telemetry.summary import HELDOUT_FELL
 from offbeat.telemetry.tracker import StatsPart, combine
 from offbeat.types import Version
 
@@ -163,6 +164,8 @@ class _Training:
                     await self._checkpoints.export_best()  # after the checkpoint: a resumed run never stands before its best step
         if state.global_step < state.total_steps:
             await self._export(is_best=False)
+        if self._highlights.heldout_fell:
+            self._record.events.record("advice", text=HELDOUT_FELL)  # which the console shows with the result
         await self._record.stored()
         return TrainResult(state.global_step, self._highlights, state.stopped_early)
 
@@ -295,7 +298,8 @@ class _Training:
             prompts = f"{evaluation.num_prompts} prompts"
             told = f"{evaluation.title} {evaluation.accuracy:.3f} after step {global_step} ({prompts})"
             self._record.console.note(f"{told}{evaluation.shares_text}")
-            self._highlights = self._highlights.evaluated(evaluation.name, evaluation.accuracy, first=global_step == 0)
+            self._highlights = self._highlights.evaluated(
+                evaluation.name, evaluation.accuracy, num_prompts=evaluation.num_prompts, first=global_step == 0)
             check_known(evaluation, self._config.evaluate.keep_best)
             if (value := evaluation.metrics().get(self._config.evaluate.keep_best)) is not None:
                 self._highlights = self._highlights.measured(self._config.evaluate.keep_best, value, global_step=global_step)
