@@ -286,6 +286,7 @@ def test_metrics_by_hand():
         "reward/mean": 0.75,
         "reward/std": 3**0.5 / 4,
         "reward/positive_share": 0.75,
+        "reward/right_share": 0.75,
         "reward/failed_share": 0.2,
         "reward/zero_advantage_group_share": 2 / 3,
     })
@@ -303,8 +304,8 @@ def test_each_named_reward_has_metrics_of_its_own():
 
     groups = [group(named(1.0, 0.5), named(0.0, 0.5)), group(named(1.0, 0.0), named(1.0, None))]
     metrics = batch_metrics([batch_stats(groups[:1], version=0), batch_stats(groups[1:], version=0)])
-    assert {name: value for name, value in metrics.items() if "right_" in name and name.startswith("reward/")} == pytest.approx(
-        {"reward/right_mean": 0.75, "reward/right_std": 3**0.5 / 4, "reward/right_flat_group_share": 0.5})
+    assert {name: value for name, value in metrics.items() if name.startswith("reward/right_")} == pytest.approx({
+        "reward/right_mean": 0.75, "reward/right_std": 3**0.5 / 4, "reward/right_flat_group_share": 0.5, "reward/right_share": 0.75})
     assert (metrics["reward/form_mean"], metrics["reward/form_flat_group_share"]) == pytest.approx((1 / 3, 1.0))
     assert metrics["reward/form_std"] == pytest.approx(np.std([0.5, 0.5, 0.0]))
     assert metrics["reward/mean"] == pytest.approx((1.5 + 0.5 + 1.0 + 1.0) / 4)

@@ -1,13 +1,16 @@
 """What the loop does, read from the records of real runs."""
 
 import asyncio
+import io
 import weakref
+from html import unescape
 from pathlib import Path
 
 import pytest
 
 from offbeat.checkpoint.recover import CheckpointIndex
 from offbeat.controller.state import SavedState
+from offbeat.dashboard.report import write_report
 from offbeat.data.batch import Batch
 from offbeat.data.kept import read_rollouts
 from offbeat.data.trajectory import Group
@@ -21,7 +24,7 @@ from offbeat.telemetry.console import Console
 from offbeat.telemetry.trace import read_trace
 from offbeat.weights.proof import Judge, Outcome, Verdict
 from offbeat.weights.protocol import Manifest, Proof
-from small_run import SmallRun, small_config
+from small_run import REWARDS, SmallRun, small_config
 
 
 def test_every_step_trains_on_full_groups_within_the_bound_and_publishes_the_next_version(finished_run: SmallRun) -> None:
@@ -71,6 +74,19 @@ def test_the_time_line_shows_trainer_and_engine_beside_the_controller(finished_r
     assert {"controller", "rank 0", "engine 0"} <= {span.track for span in spans}
     own = [span.name for span in spans if span.track == "controller" and span.name in ("rollout", "advantage", "train", "publish")]
     assert own == ["rollout", "advantage", "train", "publish"] * 2
+
+
+def test_a_run_in_which_all_rewards_are_equal_is_told_so_on_the_console_in_its_events_and_in_its_report(
+    tmp_path: Path, model_dir: str,
+) -> None:
+    printed = io.StringIO()
+    run_training(
+        small_config(tmp_path, model_dir, run__total_steps="5", rollout__reward=f"{REWARDS}:right"), Console("plain", stream=printed))
+    run = SmallRun(tmp_path, model_dir)
+    [told] = [event["text"] for event in run.events("advice") if "rewards" in event["text"]]
+    assert told.startswith("all groups of the last 5 steps had equal rewards (1 in each), so there was nothing to learn from: by this")
+    assert printed.getvalue().count(told) == 1
+    assert told in unescape(write_report(run.folder).read_text())
 
 
 def test_a_publish_that_fails_beside_the_loop_ends_the_run_with_the_engines_reason(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from offbeat.evaluation.intervals import mean_interval, share_interval
+from offbeat.evaluation.intervals import has_fallen, mean_interval, share_interval
 
 
 @pytest.mark.parametrize(("right", "low", "high"), [(0, 0.0, 0.278), (5, 0.237, 0.763), (10, 0.722, 1.0)])
@@ -45,3 +45,12 @@ def test_the_bootstrap_agrees_with_the_normal_interval_of_many_values_and_is_alw
 def test_a_bootstrap_of_very_many_prompts_is_drawn_in_parts() -> None:
     low, high = mean_interval(np.arange(30_000) % 2)
     assert 0.49 < low < 0.5 < high < 0.51
+
+
+def test_a_share_has_fallen_where_newcombes_interval_of_the_difference_leaves_out_zero() -> None:
+    # Wilson's intervals of 8 and 2 of 10 are 0.490 to 0.943 and 0.057 to 0.510, so the difference of 0.6 is at least 0.6 - 0.438.
+    assert has_fallen(0.8, 0.2, num_prompts=10)
+    # Those of 6 and 4 of 10 are 0.313 to 0.832 and 0.168 to 0.687: at least 0.2 - 0.406.
+    assert not has_fallen(0.6, 0.4, num_prompts=10) and not has_fallen(0.2, 0.8, num_prompts=10)
+    fewest = next(count for count in range(5, 500) if has_fallen(0.6, 0.4, num_prompts=count))
+    assert 45 <= fewest <= 52, "the normal approximation says 1.96^2 * 2 * 0.24 / 0.04 = 46"

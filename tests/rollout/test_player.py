@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from offbeat.errors import EngineError, TooLongError
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.rollout.accounts import Accounts
 from offbeat.rollout.episode import Episode
-from offbeat.rollout.idle import IdleHint
+from offbeat.rollout.idle import IdleHint, limit_of_staleness
 from offbeat.rollout.outcomes import Failure
 from offbeat.rollout.player import GroupPlayer
 from offbeat.rollout.workflows.single_turn import single_turn
@@ -39,9 +40,10 @@ def episode(row: Row, group_size: int, sampling: Sampling) -> Episode:
 def player(
     workflow: Callable[[Episode], Awaitable[Sequence[Trajectory]]] = single_turn, *,
     make_episode: Callable[[Row, int, Sampling], Episode] = episode, accept: Callable[[Group], bool] = lambda _group: True,
+    idle: IdleHint | None = None,
 ) -> GroupPlayer:
     config = RolloutConfig(workflow="mine.py:mine", episode_timeout_s=60, reward_timeout_s=1)
-    idle = IdleHint(print, num_running=lambda: 1, limit=lambda: None, places=None)
+    idle = idle or IdleHint(print, num_running=lambda: 1, limit=lambda: None, places=None)
     return GroupPlayer(workflow=workflow, make_episode=make_episode, accept=accept, config=config, idle=idle)
 
 
@@ -53,6 +55,22 @@ def test_a_group_is_what_its_workflow_returns_and_keeps_the_version_at_which_it_
     group, failure = played(player())
     assert failure is None and (group.prompt_id, group.admitted_version) == ("0:0", 3)
     assert group.rewards.tolist() == [1.0, 1.0] and [t.tokens.tolist()[-2:] for t in group.trajectories] == [[5, 0], [5, 0]]
+
+
+def test_the_hint_that_engines_idle_hears_of_rewards_that_are_waited_for() -> None:
+    now, told = [0.0], []
+
+    async def slow(completions: Sequence[str], row: Row) -> list[float]:
+        now[0] += 100
+        return [1.0] * len(completions)
+
+    def scored_slowly(row: Row, group_size: int, sampling: Sampling) -> Episode:
+        return replace(episode(row, group_size, sampling), score=slow)
+
+    idle = IdleHint(told.append, num_running=lambda: 1, limit=lambda: limit_of_staleness(RolloutConfig()), now_s=lambda: now[0])
+    idle.look()
+    played(player(make_episode=scored_slowly, idle=idle))
+    assert len(told) == 1 and "as all groups waited for their rewards; " in told[0]
 
 
 def test_what_a_workflow_raises_is_the_reason_of_its_group() -> None:

@@ -21,6 +21,12 @@ def test_what_is_missing_or_for_programs_alone_is_left_out():
     assert list(in_words({"stopped_early": True})) == [("stopped early", "yes, on request")]
 
 
+def test_a_held_out_accuracy_that_fell_is_remarked_with_where_to_read_on():
+    [(name, said)] = in_words({"heldout_fell": True})
+    assert name == "remark" and said.startswith("held-out accuracy is lower than before training") and said.endswith("docs/debugging.md")
+    assert list(in_words({"heldout_fell": False})) == []
+
+
 def test_a_set_of_the_users_own_keeps_its_name():
     assert list(in_words({"sums_before": 0.25, "best": "eval/accuracy 0.5 after step 3"})) == [
         ("sums before", "0.25"), ("best", "eval/accuracy 0.5 after step 3")]

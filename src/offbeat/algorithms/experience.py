@@ -210,7 +210,7 @@ def batch_stats(groups: Sequence[Group], *, version: Version, config: AlgorithmC
         tracker.stat(reduce="max", staleness_max_versions=staleness)
     with tracker.scope("reward"):
         tracker.stat(
-            mean=rewards, mean_square=rewards**2, positive_share=rewards > 0,
+            mean=rewards, mean_square=rewards**2, positive_share=rewards > 0, right_share=rewards >= RIGHT,
             failed_share=np.array([why == "reward failed" for _, why in everyone]),
             zero_advantage_group_share=np.array([reward_range(group, config) == 0 for group in groups if group.trajectories]))
         for name, by_group in _named_rewards(groups).items():

@@ -206,6 +206,13 @@ class AlgorithmConfig(Section):
         return self.centre == "critic"
 
     @property
+    def learns_from_differences(self) -> bool:
+        """Whether nothing is learnt from a group whose samples all have the same reward."""
+        baseline = self.centre in ("group", "leave_one_out", "length_weighted") and not self.credit and not self.has_penalties
+        imitates = self.objective == "cross_entropy" or self.imitation_coefficient > 0
+        return baseline and not imitates and not self.needs_teacher
+
+    @property
     def needs_reference(self) -> bool:
         """Whether there is a reference policy."""
         return self.compares_reference or self.teacher == "reference"

@@ -49,6 +49,7 @@ from offbeat.algorithms.experience import batch_metrics, batch_stats, make_batch
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.controller.checkpoints import Checkpoints
 from offbeat.controller.evaluate import Evaluator, check_known, make_evaluators
+from offbeat.controller.learning import LearningAdvice
 from offbeat.controller.own_code import with_credit
 from offbeat.controller.parts import Rollouts, RunParts
 from offbeat.controller.samples import best_and_worst, sample_table
@@ -66,6 +67,7 @@ from offbeat.fleet.publication import PublishReport
 from offbeat.memory import let_go
 from offbeat.phase import phase
 from offbeat.telemetry.advice import PublishingAdvice
+from offbeat.telemetry.summary import HELDOUT_FELL
 from offbeat.telemetry.tracker import StatsPart, combine
 from offbeat.types import Version
 
@@ -112,7 +114,7 @@ class _Training:
         self._num_flat_rejected = 0
         self._highlights = begun
         self._proof: dict[str, float] = {}
-        self._advice = PublishingAdvice(parts.config)
+        self._advisers = (PublishingAdvice(parts.config), LearningAdvice(parts.config, warm_up_steps=begun.warm_up_steps))
         self._coefficients = Coefficients.of(parts.config.algorithm)
         self._pieces = Pieces(parts.inputs.tokenizer)
         self._ahead: asyncio.Task[_Made] | None = None
@@ -142,6 +144,7 @@ class _Training:
         self._record.console.start(f"{config.run.name} · {config.algorithm.preset}", config.run.total_steps)
         if saved is None and (before := await self._evaluate(evaluators, 0, last=True)):
             self._record.stats.commit(0, 0, 0, before)
+            self._advise(before)
         async with rollouts, self._ending_ahead():
             for step in state.steps():
                 start = time.monotonic()
@@ -161,6 +164,8 @@ class _Training:
                     await self._checkpoints.export_best()  # after the checkpoint: a resumed run never stands before its best step
         if state.global_step < state.total_steps:
             await self._export(is_best=False)
+        if self._highlights.heldout_fell:
+            self._record.events.record("advice", text=HELDOUT_FELL)  # which the console shows with the result
         await self._record.stored()
         return TrainResult(state.global_step, self._highlights, state.stopped_early)
 
@@ -293,7 +298,8 @@ class _Training:
             prompts = f"{evaluation.num_prompts} prompts"
             told = f"{evaluation.title} {evaluation.accuracy:.3f} after step {global_step} ({prompts})"
             self._record.console.note(f"{told}{evaluation.shares_text}")
-            self._highlights = self._highlights.evaluated(evaluation.name, evaluation.accuracy, first=global_step == 0)
+            self._highlights = self._highlights.evaluated(
+                evaluation.name, evaluation.accuracy, num_prompts=evaluation.num_prompts, first=global_step == 0)
             check_known(evaluation, self._config.evaluate.keep_best)
             if (value := evaluation.metrics().get(self._config.evaluate.keep_best)) is not None:
                 self._highlights = self._highlights.measured(self._config.evaluate.keep_best, value, global_step=global_step)
@@ -354,8 +360,7 @@ class _Training:
         self._record.stats.commit(self._stream.state().epoch, step.global_step, step.global_step, stats)
         self._record.console.update(step.global_step, stats)
         self._record.console.offer(partial(best_and_worst, step.global_step, groups, self._parts.inputs.tokenizer))
-        if advice := self._advice.look(stats):
-            self._record.console.note(advice)
+        self._advise(stats)
         is_kept, is_shown = (
             every and step.global_step % every == 0
             for every in (self._config.telemetry.rollouts_every_steps, self._config.telemetry.sample_tables_every_steps))
@@ -366,6 +371,11 @@ class _Training:
             await self._record.rollouts(step.global_step, keep_lines(groups, rows, batch, self._pieces, step=step.global_step))
         await let_go(self._past_groups)  # the console has those of this step now, and what is stored of the step before is stored
         self._past_groups = list(groups)
+
+    def _advise(self, stats: dict[str, float]) -> None:
+        for adviser in self._advisers:
+            if advice := adviser.look(stats):
+                self._record.note("advice", advice)
 
 
 class _Clock:

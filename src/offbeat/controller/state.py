@@ -8,6 +8,7 @@ from offbeat.config.controller import EvaluateConfig
 from offbeat.controller.parts import Peers
 from offbeat.data.identity import Identity
 from offbeat.data.stream import StreamState
+from offbeat.evaluation.intervals import has_fallen
 from offbeat.types import Version
 
 
@@ -59,6 +60,7 @@ class Highlights:
 
     Attributes:
         heldout_before, heldout_after: accuracy before the first step and at the last evaluation; None without held-out prompts.
+        heldout_prompts: prompts of which the latter is.
         max_staleness: versions between a trained token's policy and the trainer, at most.
         max_logprob_gap: largest difference of trainer's and engines' mean canary log-probability under the same weights.
         trained_tokens: of supervised fine-tuning.
@@ -69,6 +71,7 @@ class Highlights:
 
     heldout_before: float | None = None
     heldout_after: float | None = None
+    heldout_prompts: int = 0
     max_staleness: int = 0
     max_logprob_gap: float = 0.0
     trained_tokens: int = 0
@@ -76,10 +79,17 @@ class Highlights:
     sets: dict[str, SetHighlights] = field(default_factory=dict)
     best: Best | None = None
 
-    def evaluated(self, name: str, accuracy: float, *, first: bool) -> "Highlights":
+    @property
+    def heldout_fell(self) -> bool:
+        """Whether held-out accuracy is lower than before the first step by more than chance explains."""
+        before, after = self.heldout_before, self.heldout_after
+        return before is not None and after is not None and has_fallen(before, after, num_prompts=self.heldout_prompts)
+
+    def evaluated(self, name: str, accuracy: float, *, num_prompts: int, first: bool) -> "Highlights":
         """Return these with the accuracy on a set, "" for the held-out prompts; the `first` is that before the first step."""
         if not name:
-            return replace(self, heldout_after=accuracy, heldout_before=accuracy if first else self.heldout_before)
+            before = accuracy if first else self.heldout_before
+            return replace(self, heldout_after=accuracy, heldout_before=before, heldout_prompts=num_prompts)
         before = accuracy if first else self.sets.get(name, SetHighlights()).before
         return replace(self, sets=self.sets | {name: SetHighlights(before, accuracy)})
 

@@ -11,16 +11,12 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from pydantic import ValidationError
-
-from offbeat.config.root import Config
 from offbeat.dashboard import timeline
 from offbeat.dashboard.cards import cards_html, episode_cards, evaluation_sets, main_cards
 from offbeat.dashboard.evaluations import evaluations_html
 from offbeat.dashboard.run_files import RunFiles, read_run
 from offbeat.dashboard.samples import samples_html
 from offbeat.errors import StorageError
-from offbeat.telemetry.advice import PublishingAdvice
 
 _FOLDER = Path(__file__).parent
 STYLE = (_FOLDER / "style.css").read_text(encoding="utf-8")
@@ -58,7 +54,7 @@ def render_report(run: RunFiles) -> str:
         name=escape(run.name),
         subtitle=escape(subtitle(run)),
         figures=figures_html(run),
-        advice=escape(_advice(run)),
+        advice=_advice_html(run),
         charts=_charts_html(run),
         evaluations=evaluations_html(run),
         episodes=_episodes_html(run),
@@ -71,7 +67,7 @@ def render_report(run: RunFiles) -> str:
 def overview_html(run: RunFiles) -> str:
     """Draw key figures, advice and curves, for the live page."""
     return (
-        f'<dl class="figures">{figures_html(run)}</dl><p class="advice">{escape(_advice(run))}</p>'
+        f'<dl class="figures">{figures_html(run)}</dl>{_advice_html(run)}'
         f"<section><h2>Curves</h2>{_charts_html(run)}</section>{evaluations_html(run)}{_episodes_html(run)}")
 
 
@@ -134,15 +130,10 @@ def _key_figures(run: RunFiles) -> Iterator[tuple[str, str, str]]:
         yield "log-prob gap", f"{max(gap):.0e}", "trainer to engine, same weights"
 
 
-def _advice(run: RunFiles) -> str:
-    """Return the advice that the run's console gave, from the same figures; empty if the settings are missing or from another version."""
-    if not run.config:
-        return ""
-    try:
-        advice = PublishingAdvice(Config.model_validate(run.config))
-    except ValidationError:
-        return ""
-    return next(filter(None, map(advice.look, run.metrics)), "")
+def _advice_html(run: RunFiles) -> str:
+    """Draw the advice that the run's console gave, each sentence once."""
+    told = dict.fromkeys(str(event.get("text", "")) for event in run.events if event.get("kind") == "advice")
+    return "".join(f'<p class="advice">{escape(text)}</p>' for text in told)
 
 
 def _clock(seconds: float) -> str:

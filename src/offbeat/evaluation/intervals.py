@@ -36,8 +36,24 @@ def share_interval(values: np.ndarray, *, num_samples: int) -> Interval:
     if num_samples > 1 and count > 1 and 0 < mean < 1:
         of_mean = float(values.var(ddof=1)) / count
         effective = min(max(mean * (1 - mean) / of_mean if of_mean else np.inf, count), count * num_samples)
-    centre = (mean + _Z * _Z / (2 * effective)) / (1 + _Z * _Z / effective)
-    half = _Z / (1 + _Z * _Z / effective) * (mean * (1 - mean) / effective + _Z * _Z / (4 * effective**2)) ** 0.5
+    return _wilson(mean, effective)
+
+
+def has_fallen(before: float, after: float, *, num_prompts: int) -> bool:
+    """Return whether a share of right prompts is lower than before by more than chance explains, with 95 % confidence.
+
+    Args:
+        before, after: shares, each of so many prompts. If they are the same prompts, or several answers to each, it errs on the side of no.
+
+    Source: Newcombe 1998, method 10: the interval of a difference from Wilson's intervals of both shares.
+    """
+    low, high = _wilson(before, num_prompts)[0], _wilson(after, num_prompts)[1]
+    return before - after > ((before - low) ** 2 + (high - after) ** 2) ** 0.5
+
+
+def _wilson(mean: float, count: float) -> Interval:
+    centre = (mean + _Z * _Z / (2 * count)) / (1 + _Z * _Z / count)
+    half = _Z / (1 + _Z * _Z / count) * (mean * (1 - mean) / count + _Z * _Z / (4 * count**2)) ** 0.5
     return max(centre - half, 0.0), min(centre + half, 1.0)
 
 

@@ -33,7 +33,7 @@ from offbeat.rollout.door import ANY, Door
 from offbeat.rollout.dynamic import DynamicSampling
 from offbeat.rollout.episode import Workflow
 from offbeat.rollout.holdup import HoldupGuard
-from offbeat.rollout.idle import IdleHint, Limit, limit_of_running, limit_of_staleness
+from offbeat.rollout.idle import IdleHint, Limit, limit_of_running, limit_of_staleness, waits_besides
 from offbeat.rollout.outcomes import Failure, Kind, Outcomes, screen
 from offbeat.rollout.player import CALLERS, Accept, GroupPlayer, MakeEpisode
 from offbeat.rollout.staleness import Gate
@@ -107,7 +107,9 @@ class RolloutExecutor:
         self._outcomes = Outcomes(warn)
         self._holdups = HoldupGuard(timeout_s=config.episode_timeout_s, callers=CALLERS, tell=warn)
         self._limit_of_running, self._limit_of_staleness = limit_of_running(config), limit_of_staleness(config)
-        self.idle = IdleHint(warn, num_running=lambda: len(self._gate.running), limit=self._limit, places=places)
+        self.idle = IdleHint(
+            warn, num_running=lambda: len(self._gate.running), limit=self._limit, places=places, besides=waits_besides(config.workflow),
+            reward_workers=config.reward_workers)
         self._player = GroupPlayer(
             workflow=workflow, make_episode=make_episode, accept=accept, config=config, halted=halted, idle=self.idle)
         self._exits = ExitStack()

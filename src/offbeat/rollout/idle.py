@@ -1,7 +1,9 @@
-"""Notices that engines idle because all episodes that may be played wait for their environments. Pure; driven by the executor.
+"""Notices that engines idle because all episodes that may be played wait for something else. Pure; driven by the executor.
 
-Environments that wait need more episodes at the same time, by a factor of (wait + generation) / generation. What keeps them out is either
-the places of user code, for which episodes wait that have been admitted, or a setting that admits no further groups.
+What counts is the time in which groups run and no more may be admitted; where no group runs, engines wait for the trainer. Without a call
+to an engine, groups wait for their rewards, or else for their environments and tools. What waits needs more episodes at the same time, by a
+factor of (wait + generation) / generation. What keeps them out is either the places of user code, for which episodes wait that have been
+admitted, or a setting that admits no further groups.
 """
 
 import math
@@ -24,7 +26,7 @@ class Limit:
     """What keeps more episodes from being played at the same time, in words for the hint.
 
     Attributes:
-        playing: what is played, and waits for environments.
+        playing: what is played, and waits.
         said: the limit, as a sentence.
         raised: returns what to set for so many times as many; None where that is not for a hint to say.
     """
@@ -67,12 +69,20 @@ def limit_of_places(config: AgentConfig) -> Limit:
         " places there are, others wait for one", "places", raised)
 
 
+def waits_besides(workflow: str) -> str:
+    """Return what episodes of a workflow wait for besides engines and rewards; "" if there is nothing."""
+    known = {
+        "single_turn": "", "tool_loop": "their tools", "gym": "their environments", "agent": "their tools and environments"}
+    return known.get(workflow, f"what {workflow} does besides")
+
+
 class IdleHint:
     """Adds up for how long no engine was asked while groups ran and no more episodes could be played."""
 
     def __init__(
         self, tell: Callable[[str], None], *, num_running: Callable[[], int], limit: Callable[[], Limit | None],
-        places: Limit | None = None, now_s: Callable[[], float] = time.monotonic,
+        places: Limit | None = None, besides: str = "their environments", reward_workers: int = 1,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin to count.
 
@@ -81,12 +91,15 @@ class IdleHint:
             num_running: number of groups that run.
             limit: returns what keeps further groups from being admitted; None while nothing does.
             places: what episodes wait for that are `queueing`, and that comes before `limit`.
+            besides: see `waits_besides`.
+            reward_workers: calls of `scoring` that are answered at the same time.
             now_s: a clock.
         """
         self._tell, self._num_running, self._limit, self._places, self._now_s = tell, num_running, limit, places, now_s
-        self._num_calls = self._num_queued = 0
+        self._besides, self._reward_workers = besides, reward_workers
+        self._num_calls = self._num_queued = self._num_scored = 0
         self._since_s = now_s()
-        self._idle_s = self._busy_s = 0.0
+        self._waits = _Waits()
         self._held_by: Limit | None = None
         self._told = False
 
@@ -106,6 +119,17 @@ class IdleHint:
             self._num_calls -= 1
 
     @contextmanager
+    def scoring(self) -> Iterator[None]:
+        """Count a call of the reward as asked during the body."""
+        self._pass()
+        self._num_scored += 1
+        try:
+            yield
+        finally:
+            self._pass()
+            self._num_scored -= 1
+
+    @contextmanager
     def queueing(self) -> Iterator[None]:
         """Count an episode as waiting for a place during the body."""
         self._num_queued += 1
@@ -123,24 +147,58 @@ class IdleHint:
         self._held_by = (queued or self._limit()) if self._num_running() else None
         if limit is None or self._told:
             return
-        if self._num_calls:
-            self._busy_s += passed_s
-        else:
-            self._idle_s += passed_s
-        whole_s = self._idle_s + self._busy_s
-        if whole_s < _WINDOW_S:
+        self._waits.add(passed_s, num_calls=self._num_calls, num_scored=self._num_scored)
+        if self._waits.whole_s < _WINDOW_S:
             return
-        share = self._idle_s / whole_s
-        self._idle_s = self._busy_s = 0.0
-        if share > _TELL_SHARE:
+        waits, self._waits = self._waits, _Waits()
+        if waits.idle_s > _TELL_SHARE * waits.whole_s and (waits.mostly_rewards or self._besides):
             self._told = True
-            self._tell(_hint(share, limit))
+            self._tell(self._hint(waits, limit))
+
+    def _hint(self, waits: "_Waits", limit: Limit) -> str:
+        share = waits.idle_s / waits.whole_s
+        awaited = "their rewards" if waits.mostly_rewards else self._besides
+        said = (
+            f"engines had nothing to do for {share:.0%} of the last minute in which groups ran, as all {limit.playing} waited for"
+            f" {awaited}")
+        if not waits.mostly_rewards:
+            return f"{said}; {_more(share, limit)}"
+        if waits.num_scored > self._reward_workers:
+            return (
+                f"{said}, which {waits.num_scored:.0f} of them on average asked for at the same time; make the reward faster, or raise"
+                f" rollout.reward_workers = {self._reward_workers}")
+        return f"{said}; make the reward faster; or else, {_more(share, limit)}"
 
 
-def _hint(share: float, limit: Limit) -> str:
+@dataclass
+class _Waits:
+    """Seconds in which groups ran: all, those without a call to an engine, and of these those with calls of the reward."""
+
+    whole_s: float = 0.0
+    idle_s: float = 0.0
+    reward_s: float = 0.0
+    scored_s: float = 0.0
+
+    def add(self, passed_s: float, *, num_calls: int, num_scored: int) -> None:
+        self.whole_s += passed_s
+        if not num_calls:
+            self.idle_s += passed_s
+            self.reward_s += passed_s if num_scored else 0.0
+            self.scored_s += num_scored * passed_s
+
+    @property
+    def mostly_rewards(self) -> bool:
+        return 2 * self.reward_s > self.idle_s
+
+    @property
+    def num_scored(self) -> float:
+        """Mean number of calls of the reward, where there are some and engines idle."""
+        return self.scored_s / self.reward_s
+
+
+def _more(share: float, limit: Limit) -> str:
+    """Return what keeps out more, and how many more would keep engines busy."""
     times = min(1 / (1 - share), _MOST_TIMES) if share < 1 else _MOST_TIMES
     factor = f"{times:.1f} times" if times < _MOST_TIMES else f"{_MOST_TIMES:.0f} times or more"
     todo = f"; set {limit.raised(times)}" if limit.raised is not None else ""
-    return (
-        f"engines had nothing to do for {share:.0%} of the last minute, as all {limit.playing} waited for their environments; {limit.said},"
-        f" and {factor} as many {limit.noun} would keep the engines busy{todo}")
+    return f"{limit.said}, and {factor} as many {limit.noun} would keep the engines busy{todo}"

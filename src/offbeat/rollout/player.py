@@ -6,7 +6,7 @@ returns fails its own group alone.
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -85,9 +85,11 @@ class GroupPlayer:
             with self._idle.queueing():
                 return await clock.stand_still(waiting)
 
-        return replace(
-            episode, generate=generate, off_the_clock=off_the_clock,
-            score=lambda completions, row: clock.stand_still(episode.score(completions, row)))
+        async def score(completions: Sequence[str], row: Row) -> list[float]:
+            with self._idle.scoring():
+                return await clock.stand_still(episode.score(completions, row))
+
+        return replace(episode, generate=generate, off_the_clock=off_the_clock, score=score)
 
     async def _call_workflow(self, episode: Episode) -> object:
         playing: object = self._workflow(episode)

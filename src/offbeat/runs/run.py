@@ -76,6 +76,7 @@ class RunResult:
         torch_in_controller: whether torch was imported by the process that wrote this; false for a controller, true in SPMD mode.
         controller_memory_bytes: that process's largest resident memory.
         stopped_early: the user asked to stop; the run resumes from its checkpoint.
+        heldout_fell: whether held-out accuracy is lower than before by more than chance explains.
         sets: accuracy on each evaluation set, by name; left out without any.
         best: the evaluation whose model is in `best/`, or that before the first step; left out without `evaluate.keep_best`.
     """
@@ -92,6 +93,7 @@ class RunResult:
     torch_in_controller: bool
     controller_memory_bytes: int
     stopped_early: bool
+    heldout_fell: bool = False
     sets: dict[str, SetHighlights] = field(default_factory=dict)
     best: Best | None = None
 
@@ -146,7 +148,7 @@ def run_training(config: Config, console: Console, *, debug: bool = False, fresh
             train_wall_s=round(time.monotonic() - ready + base_wall_s, 3), startup_wall_s=round(ready - start - base_wall_s, 3),
             max_staleness_seen=marks.max_staleness, max_logprob_gap=marks.max_logprob_gap, seed=config.run.seed,
             torch_in_controller="torch" in sys.modules, controller_memory_bytes=peak_memory_bytes(), stopped_early=result.stopped_early,
-            sets=marks.sets, best=marks.best)
+            heldout_fell=marks.heldout_fell, sets=marks.sets, best=marks.best)
 
     return _finish(execute(config, console, body, debug=debug, fresh=fresh), config, console)
 

@@ -1,4 +1,4 @@
-"""Advice on what would make a run faster, given once, when the run's own figures show it. Called by the loop and by the report."""
+"""Advice on what would make a run faster, given once, when the run's own figures show it. Called by the loop."""
 
 from collections.abc import Mapping
 

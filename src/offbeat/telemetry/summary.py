@@ -5,6 +5,9 @@ from typing import Any
 
 from offbeat.telemetry.pace import duration
 
+HELDOUT_FELL = "held-out accuracy is lower than before training, by more than chance explains; see docs/debugging.md"
+"""Said at the end of a run, by its result and its report."""
+
 
 def _plain(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -24,6 +27,10 @@ def _versions(value: int) -> str:
 
 def _early(value: bool) -> str:
     return "yes, on request" if value else ""
+
+
+def _fell(value: bool) -> str:
+    return HELDOUT_FELL if value else ""
 
 
 def _hidden(_value: Any) -> str:
@@ -46,6 +53,7 @@ _NAMES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "torch_in_controller": ("", _hidden),
     "controller_memory_bytes": ("memory of this process", _megabytes),
     "stopped_early": ("stopped early", _early),
+    "heldout_fell": ("remark", _fell),
 }
 """By name in `result.json`: what people call it, and how its value is written; what comes out empty is not shown."""
 

@@ -1,0 +1,156 @@
+"""Advice on what keeps a run from learning, given when its own rewards show it. Called by the loop after an evaluation and each step.
+
+Pure. The steps that count are those of this process: a resumed run is judged anew.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from offbeat.config.root import Config
+from offbeat.data.reward import RIGHT
+
+_ALL_IN_A_ROW = 5
+"""Steps in a row in which all groups have equal rewards, after which that is said."""
+
+_LAST = 10
+_NEARLY_ALL = 0.9
+_OVER = 0.5
+"""Share of flat groups in the last steps below which a warning counts as heeded, so that it is given again if they come back."""
+
+_CUT_OFF = 0.9
+"""Share of truncated samples that is named as a cause."""
+
+_COLD = 0.5
+"""Temperature below which samples of a prompt are alike."""
+
+_FAR_BELOW = 1 / 3
+_FEWEST_RIGHT = 20
+"""Right samples to be expected in a step for their number to tell something."""
+
+_GUIDE = "see docs/debugging.md"
+_EPSILON = 1e-6
+
+
+class _Level(IntEnum):
+    """How little there is to learn from."""
+
+    NOTHING_WRONG = 0
+    NO_REWARD_YET = 1
+    NEARLY_ALL_FLAT = 2
+    ALL_FLAT = 3
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The rewards of a step: share of groups in which all are equal, mean and deviation over all samples, and share of cut-off samples."""
+
+    flat_share: float
+    mean: float
+    std: float
+    truncated_share: float
+
+    @property
+    def is_constant(self) -> bool:
+        return self.std < _EPSILON
+
+
+class LearningAdvice:
+    """Looks at the first evaluation, then at the steps one after another."""
+
+    def __init__(self, config: Config, *, warm_up_steps: int) -> None:
+        """`warm_up_steps` are the supervised steps before."""
+        self._config = config
+        self._warm_up_steps = warm_up_steps
+        self._compares = config.algorithm.learns_from_differences
+        self._before: Mapping[str, float] = {}
+        self._steps: deque[_Step] = deque(maxlen=_LAST)
+        self._told = _Level.NOTHING_WRONG
+
+    def look(self, stats: Mapping[str, float]) -> str:
+        """Return what there is to say of the metrics of a step, or of the evaluation before the first; "" where that is nothing.
+
+        A warning is given once, and again when it has become worse, or comes back after half of the groups differed.
+        """
+        if "reward/mean" not in stats:
+            self._before = {} if self._steps else dict(stats)
+            return ""
+        step = _Step(
+            stats.get("reward/zero_advantage_group_share", 0.0), stats["reward/mean"], stats["reward/std"],
+            stats.get("rollout/truncated_share", 0.0))
+        self._steps.append(step)
+        before, self._before = self._before, {}
+        level = self._level(before, step)
+        if len(self._steps) == _LAST and _mean([each.flat_share for each in self._steps]) < _OVER:
+            self._told = _Level.NOTHING_WRONG
+        if level > self._told:
+            self._told = level
+            return self._warning(level)
+        return self._of_warm_up(before, stats)
+
+    def _level(self, before: Mapping[str, float], step: _Step) -> _Level:
+        steps = list(self._steps)
+        if self._compares and len(steps) >= _ALL_IN_A_ROW and all(each.flat_share == 1 for each in steps[-_ALL_IN_A_ROW:]):
+            return _Level.ALL_FLAT
+        if self._compares and len(steps) == _LAST and _mean([each.flat_share for each in steps]) >= _NEARLY_ALL:
+            return _Level.NEARLY_ALL_FLAT
+        rewards = [before.get("eval/accuracy"), before.get("eval/reward_mean"), step.mean, step.std]
+        return _Level.NOTHING_WRONG if any(each != 0 for each in rewards) else _Level.NO_REWARD_YET
+
+    def _warning(self, level: _Level) -> str:
+        steps = list(self._steps)[-_ALL_IN_A_ROW:] if level == _Level.ALL_FLAT else list(self._steps)
+        if level == _Level.NO_REWARD_YET:
+            imitate = "sft.total_steps" if self._warm_up_steps else "run.warm_up = true"
+            return (
+                f"every answer of the first evaluation and every sample of the first step had a reward of 0{self._causes(steps)}, so there"
+                " is nothing to learn from yet: call the reward on an answer that you know to be right, give partial credit, make the"
+                f" task easier, or imitate answers first ({imitate}); {_GUIDE}")
+        means = [each.mean for each in steps]
+        same = all(each.is_constant for each in steps) and max(means) - min(means) < _EPSILON
+        amount = f"{means[0]:g} in each" if same else f"{_mean(means):.3g} on average"
+        flat_share = _mean([each.flat_share for each in steps])
+        which = "all groups" if level == _Level.ALL_FLAT else f"{flat_share:.0%} of the groups"
+        what = "so there was nothing to learn from" if level == _Level.ALL_FLAT else "so there was next to nothing to learn from"
+        return (
+            f"{which} of the last {len(steps)} steps had equal rewards ({amount}){self._causes(steps)}, {what}:"
+            f" {self._remedy(means, same)}; {_GUIDE}")
+
+    def _causes(self, steps: Sequence[_Step]) -> str:
+        """Return why that may be, as far as it is known."""
+        rollout = self._config.rollout
+        if min(each.mean for each in steps) >= RIGHT:
+            return ""
+        causes = []
+        if (share := _mean([each.truncated_share for each in steps])) >= _CUT_OFF:
+            causes.append(f"{share:.0%} of the samples were cut off at rollout.max_new_tokens = {rollout.max_new_tokens}")
+        if rollout.temperature < _COLD:
+            causes.append(f"rollout.temperature = {rollout.temperature:g} makes the samples of a prompt alike")
+        return f"; {' and '.join(causes)}" if causes else ""
+
+    def _remedy(self, means: Sequence[float], same: bool) -> str:
+        larger = f"raise rollout.group_size = {self._config.rollout.group_size}"
+        if min(means) >= RIGHT:
+            return "by this reward the task is solved, so give harder prompts or a finer reward, or end the run"
+        if same:
+            return f"make the task easier or the reward finer, or {larger}"
+        return f"choose prompts that are neither always nor never solved, make the reward finer, or {larger}"
+
+    def _of_warm_up(self, before: Mapping[str, float], stats: Mapping[str, float]) -> str:
+        """Return a remark where hardly any sample is right although the greedy answers after a warm-up were."""
+        config, accuracy, right = self._config, before.get("eval/accuracy", 0.0), stats.get("reward/right_share")
+        expected = accuracy * config.rollout.group_size * config.rollout.consumer_batch_size
+        if not self._warm_up_steps or right is None or expected < _FEWEST_RIGHT or right >= _FAR_BELOW * accuracy:
+            return ""
+        stop = config.sft.stop_at_accuracy
+        ended_by = (
+            f"sft.stop_at_accuracy = {min(2 * stop, (1 + stop) / 2):.2g} (it is {stop:g})" if accuracy >= stop
+            else f"sft.total_steps above {self._warm_up_steps}")
+        return (
+            f"{right:.1%} of the samples of the first step were right, while held-out accuracy after the warm-up is {accuracy:.3f} at"
+            f" evaluate.temperature = {config.evaluate.temperature:g}: with so few right samples, learning from partial credit may undo"
+            f" what was imitated; set {ended_by} and start over")
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,109 @@
+"""What a run is told when its rewards teach it nothing."""
+
+import pytest
+
+from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.config.load import load_config
+from offbeat.controller.learning import LearningAdvice
+
+NO_REWARD = {"eval/accuracy": 0.0, "eval/reward_mean": 0.0}
+
+
+def advice(*overrides: tuple[str, str], warm_up_steps: int = 0) -> LearningAdvice:
+    return LearningAdvice(load_config(None, [("rollout.max_new_tokens", "64"), *overrides]), warm_up_steps=warm_up_steps)
+
+
+def step(*, flat: float = 1.0, mean: float = 0.0, std: float = 0.0, truncated: float = 0.0, right: float = 0.0) -> dict[str, float]:
+    return {
+        "reward/zero_advantage_group_share": flat, "reward/mean": mean, "reward/std": std, "reward/right_share": right,
+        "rollout/truncated_share": truncated, "step/total_s": 1.0}
+
+
+def told(looker: LearningAdvice, *stats: dict[str, float]) -> list[str]:
+    return [looker.look(each) for each in stats]
+
+
+def test_five_steps_in_which_all_groups_have_equal_rewards_are_told_once_with_what_to_do() -> None:
+    looker = advice(("rollout.group_size", "4"))
+    assert told(looker, *[step()] * 4) == [""] * 4
+    assert looker.look(step()) == (
+        "all groups of the last 5 steps had equal rewards (0 in each), so there was nothing to learn from: make the task easier or the"
+        " reward finer, or raise rollout.group_size = 4; see docs/debugging.md")
+    assert told(looker, *[step()] * 40) == [""] * 40
+
+
+@pytest.mark.parametrize(("steps", "amount", "remedy"), [
+    ([step(mean=0.1, std=1e-9)] * 5, "(0.1 in each)", "make the task easier or the reward finer"),
+    ([step(mean=1.0)] * 5, "(1 in each)", "by this reward the task is solved"),
+    ([step(mean=0.25, std=0.4), *[step(mean=0.5, std=0.5)] * 4], "(0.45 on average)", "neither always nor never solved"),
+    ([step(mean=0.25), *[step(mean=0.5)] * 4], "(0.45 on average)", "neither always nor never solved"),
+])
+def test_what_the_equal_rewards_are_decides_what_is_advised(steps, amount: str, remedy: str) -> None:
+    text = told(advice(), *steps)[-1]
+    assert amount in text and remedy in text
+
+
+def test_known_causes_are_named() -> None:
+    text = told(advice(), *[step(truncated=0.95)] * 5)[-1]
+    assert "; 95% of the samples were cut off at rollout.max_new_tokens = 64, so there" in text
+    text = told(advice(("rollout.temperature", "0.2")), *[step()] * 5)[-1]
+    assert "; rollout.temperature = 0.2 makes the samples of a prompt alike, so there" in text
+
+
+def test_nearly_all_groups_of_ten_steps_are_told_and_again_only_when_it_becomes_worse_or_comes_back() -> None:
+    looker, nearly = advice(), step(flat=0.95, mean=0.02, std=0.1)
+    lines = told(looker, *[nearly] * 12)
+    assert [bool(line) for line in lines] == [False] * 9 + [True] + [False] * 2
+    assert lines[9].startswith("95% of the groups of the last 10 steps had equal rewards (0.02 on average), so there was next to nothing")
+    worse = told(looker, *[step()] * 6)
+    assert [bool(line) for line in worse] == [False] * 4 + [True, False] and worse[4].startswith("all groups of the last 5 steps")
+    assert not any(told(looker, *[step(flat=0.4, mean=0.3, std=0.4)] * 10))
+    assert [bool(line) for line in told(looker, *[step()] * 5)] == [False] * 4 + [True]
+
+
+def test_groups_that_mostly_differ_are_told_nothing() -> None:
+    assert not any(told(advice(), {"eval/accuracy": 0.3, "eval/reward_mean": 0.4}, *[step(flat=0.8, mean=0.3, std=0.4)] * 30))
+    steps = ([step(mean=0.5)] * 4 + [step(flat=0.25, mean=0.5, std=0.5)]) * 6
+    assert not any(told(advice(), *steps)), "four of five steps are neither five in a row nor nearly all of ten"
+
+
+def test_a_run_without_any_reward_is_warned_after_its_first_step() -> None:
+    looker = advice()
+    first = told(looker, NO_REWARD, step(truncated=1.0))
+    assert first[0] == "" and first[1].startswith(
+        "every answer of the first evaluation and every sample of the first step had a reward of 0; 100% of the samples were cut off")
+    assert "run.warm_up = true" in first[1] and first[1].endswith("see docs/debugging.md")
+    assert [bool(line) for line in told(looker, *[step()] * 4)] == [False] * 3 + [True]
+    assert "sft.total_steps" in told(advice(warm_up_steps=9), NO_REWARD, step())[1]
+
+
+@pytest.mark.parametrize("evaluation", [{}, {"eval/accuracy": 0.0, "eval/reward_mean": 0.01}, {"eval/hard/accuracy": 0.0}])
+def test_an_evaluation_that_is_missing_or_found_a_reward_leaves_it_to_the_steps(evaluation: dict[str, float]) -> None:
+    assert told(advice(), evaluation, step()) == ["", ""]
+    assert told(advice(), NO_REWARD, step(flat=0.9, mean=0.01, std=0.1)) == ["", ""]
+
+
+@pytest.mark.parametrize(("settings", "learns"), [
+    ({}, True), ({"preset": "dr_grpo"}, True), ({"kl_loss": "k3"}, True), ({"preset": "ppo"}, False), ({"centre": "none"}, False),
+    ({"imitation_coefficient": 0.1}, False), ({"length_penalty": 0.5}, False), ({"teacher": "policy"}, False),
+])
+def test_only_algorithms_that_compare_the_samples_of_a_group_are_warned(settings, learns: bool) -> None:
+    assert AlgorithmConfig(**settings).learns_from_differences is learns
+
+
+def test_an_algorithm_with_another_baseline_is_not_warned() -> None:
+    assert not any(told(advice(("algorithm.centre", "none"), ("algorithm.scale", "none")), *[step(mean=0.5)] * 12))
+
+
+def test_few_right_samples_after_a_warm_up_that_ended_early_name_its_setting() -> None:
+    after, first = {"eval/accuracy": 0.32, "eval/reward_mean": 0.6}, step(flat=0.1, mean=0.4, std=0.2, right=2 / 256)
+    settings = (("sft.stop_at_accuracy", "0.3"), ("rollout.group_size", "8"), ("rollout.consumer_batch_size", "32"))
+    assert told(advice(*settings, warm_up_steps=30), after, first, first) == ["", (
+        "0.8% of the samples of the first step were right, while held-out accuracy after the warm-up is 0.320 at evaluate.temperature = 0:"
+        " with so few right samples, learning from partial credit may undo what was imitated; set sft.stop_at_accuracy = 0.6 (it is 0.3)"
+        " and start over"), ""]
+    assert "set sft.total_steps above 30 and" in told(advice(*settings[1:], warm_up_steps=30), after, first)[1]
+    assert told(advice(*settings, warm_up_steps=30), after, first | {"reward/right_share": 0.12})[1] == ""
+    assert told(advice(*settings), after, first)[1] == "", "there was no warm-up"
+    small = advice(*settings[:2], ("rollout.consumer_batch_size", "4"), warm_up_steps=30)
+    assert told(small, after, first)[1] == "", "ten right ones of 32 samples are too few to compare"
