@@ -32,7 +32,7 @@ def test_prompts_are_shown_with_what_is_wrong_with_the_others(show) -> None:
     assert show("-n", "1") == [
         "── 'rows.jsonl', line 1 · 4 tokens ──", "1+2=", "answer, for rewards: 3", "columns, for rewards: level", "",
         "prompts: 2 rows to train on, 0 held out", "tokens of a row: 4 to 6, mean 5.0, in the first 2 rows",
-        "rows that cannot be read: 1, allowed are data.max_unusable_rows = 0",
+        "rows that cannot be used: 1, allowed are data.max_unusable_rows = 0",
         "  'rows.jsonl', line 3, has no field 'answer'; it has prompt; set data.answer_field or data.format; an answer is needed"
         " where it is imitated (run.warm_up, offbeat sft), shown to a teacher, or compared with by exact_match or math"]
 

@@ -19,11 +19,21 @@ def test_the_folder_is_valid_as_it_is(tmp_path: Path, monkeypatch: pytest.Monkey
     assert sorted(path.name for path in Path("mine").iterdir()) == FILES
     monkeypatch.chdir("mine")
     assert main(["config", "check", "task.toml"]) == 0
-    assert capsys.readouterr().out.startswith("task.toml is valid; its run goes to runs/my-task")
+    assert capsys.readouterr().out.startswith("task.toml is valid; its run goes to runs/mine")
     rows = [json.loads(line) for line in Path("data.jsonl").read_text().splitlines()]
     assert all(row["answer"] == "".join(sorted(row["prompt"][:-1])) for row in rows) and len(rows) > 1000
     assert len({row["prompt"] for row in rows}) > 0.9 * len(rows)
     assert load_config("task.toml").data.heldout_size < len(rows)
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"), [("sort3", "sort3"), ("a task/of Mine!", "of-Mine-"), ("_x", "x"), ("..b", "b"), ("+", "my-task"), (".", "here")])
+def test_the_run_is_named_after_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, name: str) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["init", folder]) == 0
+    assert load_config(Path(folder, "task.toml")).run.name == name
+    assert f"`runs/{name}/report.html`" in Path(folder, "README.md").read_text()
 
 
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,5 +59,5 @@ def test_it_trains(tmp_path: Path) -> None:
     done = offbeat(
         "train", str(folder / "task.toml"), *(word for name, value in given.items() for word in (f"--{name}", value)), "--json")
     assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "runs" / "my-task" / "result.json").read_text())
+    result = json.loads((tmp_path / "runs" / "mine" / "result.json").read_text())
     assert (result["steps"], result["warm_up_steps"]) == (2, 2)

@@ -49,6 +49,16 @@ def test_all_that_is_wrong_is_told_together(tmp_path: Path) -> None:
     assert far.startswith(f"  evaluate.sets.far: data file '{tmp_path / 'none.csv'}' does not exist; give .jsonl")
 
 
+def test_what_the_tiny_model_cannot_write_is_refused(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", [{"prompt": "1 day before 12:", "answer": day} for day in ("sunday", "monday", "Sunday")])
+    settings = {"data.path": rows, "data.heldout_size": "0", "rollout.reward": f"{REWARDS}:equal"}
+    assert "the first 3 rows are prompts" in check_named(load_config(None, list(settings.items())))[0]  # the reward may read it as it likes
+    with pytest.raises(ConfigError, match=f"'{rows}', line 3: 'S' in its answer is not in the alphabet of the tiny model"):
+        check_named(load_config(None, [*settings.items(), ("run.warm_up", "true")]))
+    elsewhere = check_named(load_config(None, [*settings.items(), ("run.warm_up", "true"), ("model.path", "org/model")]))
+    assert elsewhere[0] == f"data: {rows}: the first 3 rows are prompts"
+
+
 def test_preferences_are_known_by_their_fields(tmp_path: Path) -> None:
     pairs = write(tmp_path / "pairs.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "b"}] * 3)
     config = load_config(None, [("data.path", pairs), ("data.heldout_size", "1")])

@@ -95,7 +95,7 @@ def _summary(found: Preview) -> Iterator[str]:
     if not (found.unusable or found.refused):
         yield "all rows can be used"
     if found.unusable:
-        yield f"rows that cannot be read: {len(found.unusable)}, allowed are data.max_unusable_rows = {found.allowed}"
+        yield f"rows that cannot be used: {len(found.unusable)}, allowed are data.max_unusable_rows = {found.allowed}"
         yield from _reasons(found.unusable)
     if found.refused:
         yield f"rows that a run refuses: {len(found.refused)} of the first {len(found.refused) + len(found.lengths)}"

@@ -3,12 +3,15 @@
 import argparse
 import json
 import random
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from offbeat.errors import ConfigError, StorageError
 
+_RUN = "my-task"
+"""Stands for the name of the run in the texts below, and is the folder where none is given."""
 _NUM_ROWS = 4000
 _NUM_DIGITS = 8
 
@@ -46,7 +49,8 @@ total_steps = 60
 warm_up = true                    # a small model from random weights has to imitate a little first; false for a pretrained model
 
 # [model]
-# path = "HuggingFaceTB/SmolLM2-135M-Instruct"    # a folder or a hub id; without it, a model of 0.6M parameters is made
+# path = "HuggingFaceTB/SmolLM2-135M-Instruct"    # a folder or a hub id; without it, a model of 0.6M parameters is made. It knows only
+#                                                 # digits, lower-case letters, space, line break, and + - * / = ( ) > , . ? # :
 
 [data]
 path = "data.jsonl"               # one JSON object per line, with `prompt` and `answer`; other fields reach the reward as row.extra
@@ -94,7 +98,10 @@ offbeat config check task.toml
 offbeat train task.toml
 ```
 
-That trains a small model from random weights to sort digits. The report is `runs/my-task/report.html`, the model `runs/my-task/export`.
+That trains a small model from random weights to sort digits. It knows only digits, lower-case letters, space, line break, and
+`+-*/=()>,.?#:`, so rows with capital letters, for example, need a pretrained model.
+
+The report is `runs/my-task/report.html`, the model `runs/my-task/export`.
 
 With a pretrained model, which needs no warm-up, learns more slowly and reads chats (any folder or hub id of a causal language model):
 
@@ -111,7 +118,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add the command `init` to the parser."""
     parser = subparsers.add_parser(
         "init", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", default="my-task", metavar="FOLDER", help="where to write it (default: my-task)")
+    parser.add_argument(
+        "folder", nargs="?", default=_RUN, metavar="FOLDER", help="where to write it; the run gets its name (default: my-task)")
     parser.set_defaults(run=run)
 
 
@@ -125,7 +133,9 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     if overrides:
         raise ConfigError(f"offbeat init takes no settings, got --{overrides[0][0]}; write it into task.toml")
     folder = Path(args.folder)
-    files = {"data.jsonl": _rows(), "reward.py": _REWARD, "task.toml": _CONFIG, "README.md": _README}
+    name = _run_name(folder)
+    files = {"data.jsonl": _rows(), "reward.py": _REWARD} | {
+        file: text.replace(_RUN, name) for file, text in (("task.toml", _CONFIG), ("README.md", _README))}
     if there := [name for name in files if (folder / name).exists()]:
         raise ConfigError(f"{folder / there[0]} exists already, and nothing is overwritten; give a new folder")
     try:
@@ -136,6 +146,11 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         raise StorageError(f"{folder} cannot be written: {exc.strerror}; give another folder") from exc
     print(f"wrote {', '.join(files)} into {folder}\ntry: cd {shlex.quote(str(folder))} && offbeat train task.toml")
     return 0
+
+
+def _run_name(folder: Path) -> str:
+    """Return the name of a folder as a run may have it."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).lstrip("._-") or _RUN
 
 
 def _rows() -> str:

@@ -35,7 +35,8 @@ class ModelConfig(Section):
 
     path: str = field("", "Folder or hub id of a Hugging Face causal language model; empty builds the one described under `tiny`.")
     tokenizer: str = field(
-        "", "Folder or hub id of a tokenizer; empty takes the model's, or the built-in character tokenizer for a tiny model.")
+        "", "Folder or hub id of a tokenizer; empty takes the model's, or the built-in one for a tiny model, which has a token for each"
+        " digit, lower-case letter, space, line break and `+-*/=()>,.?#:`, and for nothing else, such as capital letters.")
     dtype: Literal["float32", "bfloat16"] = field(
         "float32", "Number format of the engines' weights; the trainer keeps float32 masters. float32 makes both agree to 1e-4.")
     lora: LoraConfig = field(LoraConfig(), "Train an adapter instead of the whole model.")

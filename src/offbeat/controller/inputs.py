@@ -16,6 +16,7 @@ from offbeat.data.dataset import Dataset, ListDataset, PromptDataset, open_datas
 from offbeat.data.ends import Ends, find_ends
 from offbeat.data.evaluation_set import open_set
 from offbeat.data.identity import Identity, code_digest, command_digest, digest_of, model_digest
+from offbeat.data.known import check_preference, check_row
 from offbeat.data.mixture import Mixture, RowsOfSet
 from offbeat.data.model_folder import check_model_folder, read_context_length, read_end_token_ids, read_vocab_size
 from offbeat.data.pairs import PairEncoder, Preference, open_pairs
@@ -150,8 +151,10 @@ def open_mixed(
         ConfigError, ModelError: as `check_system_prompt`.
     """
     if not config.data.sets:
+        answered = needs_answer(config, supervised=supervised)
         opened = open_datasets(
-            config.data, seed=config.run.seed, needs_answer=needs_answer(config, supervised=supervised), refused=refused)
+            config.data, seed=config.run.seed, needs_answer=answered, refused=refused,
+            check=check_row(base.tokenizer, config.data, answered=answered))
         if supervised or config.rollout.workflow not in PLAYS:
             check_system_prompt(config, base, opened[0].row(0))
         return opened
@@ -203,9 +206,10 @@ def _read_set(name: str, config: Config, base: Base, run: RunInputs) -> RunInput
     try:
         sampling = _choose_sampling(base, own)
         refused: list[str] = []
+        answered = needs_answer(own, supervised=False)
         rows = open_set(
-            own.data, of_run=config.data, heldout=run.heldout, most=own.evaluate.num_prompts, seed=config.run.seed,
-            needs_answer=needs_answer(own, supervised=False), refused=refused)
+            own.data, of_run=config.data, heldout=run.heldout, most=own.evaluate.num_prompts, seed=config.run.seed, needs_answer=answered,
+            refused=refused, check=check_row(base.tokenizer, own.data, answered=answered))
         base = replace(base, tokenizer=replace(base.tokenizer, template_kwargs=own.data.chat_template_kwargs))
         if own.rollout.workflow not in PLAYS:
             check_system_prompt(own, base, rows.row(0))
@@ -233,7 +237,8 @@ def read_pair_inputs(config: Config, *, unpaired: bool = False, rewards: bool = 
             "rollout.single_rank_load must be true to train on preferences, got false; rank 0 keeps what belongs to each pair")
     base = read_base(config)
     refused: list[str] = []
-    train, heldout = open_pairs(config.data, unpaired=unpaired, refused=refused)
+    train, heldout = open_pairs(
+        config.data, unpaired=unpaired, refused=refused, check=check_preference(base.tokenizer, config.data))
     check_system_prompt(config, base, Row(train.row(0).prompt, "", tools=train.row(0).tools))
     tokenizer = base.tokenizer
     if rewards:

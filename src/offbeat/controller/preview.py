@@ -10,6 +10,7 @@ import numpy as np
 from offbeat.config.root import Config
 from offbeat.controller.inputs import Base, open_mixed, read_base
 from offbeat.data.dataset import Dataset
+from offbeat.data.known import check_preference
 from offbeat.data.pairs import PairEncoder, Preference, open_pairs
 from offbeat.data.prompt import check_length, render
 from offbeat.data.row import Row
@@ -58,7 +59,7 @@ class Preview:
         rows: the first ones.
         num_rows: rows to train on; None if there is always another one.
         lengths: tokens of the longest text of each of the first rows.
-        unusable: why each record that is no row is left out.
+        unusable: why each row that cannot be used is left out.
         allowed: number of those that a run leaves out; more are an error.
         refused: why each of the first rows whose tokens cannot be used is refused, such as one that is too long.
     """
@@ -90,7 +91,7 @@ def preview(config: Config, kind: Kind, *, count: int) -> Preview:
     config = config.model_copy(update={"data": data})
     unusable: list[str] = []
     if kind == "pairs":
-        dataset, heldout = open_pairs(data, unpaired=True, refused=unusable)
+        dataset, heldout = open_pairs(data, unpaired=True, refused=unusable, check=check_preference(base.tokenizer, data))
         show = _pairs(config, base)
     else:
         dataset, heldout = open_mixed(config, base, supervised=kind == "sft", refused=unusable)

@@ -25,6 +25,8 @@ R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 Parse = Callable[[dict[str, Any], str], R]
 """Makes a row of a record; the second argument names the record in messages. Raises DataError if the record cannot be used."""
+Check = Callable[[R, str], None]
+"""Looks at a row; the second argument names it in messages. Raises DataError if the row cannot be used."""
 
 
 class Dataset(Protocol[R_co]):
@@ -152,6 +154,7 @@ class TaskDataset:
 
 def open_datasets(
     config: DataConfig, *, seed: int, needs_answer: bool = True, limit: int | None = None, refused: list[str] | None = None,
+    check: Check[Row] | None = None,
 ) -> tuple[PromptDataset, PromptDataset]:
     """Open what [data] describes.
 
@@ -159,6 +162,7 @@ def open_datasets(
         needs_answer: whether a row without an answer cannot be used.
         limit: number of rows of each file or dataset after which the rest is not looked at; None for all.
         refused: why each row that cannot be used is left out is appended to this list.
+        check: refuses further rows, by raising DataError; of a task, the held-out rows and the first others are checked.
 
     Returns:
         Rows to train on, and held-out rows (empty if `data.heldout_size` is 0).
@@ -169,33 +173,47 @@ def open_datasets(
         MissingExtraError: the source needs an optional dependency.
     """
     if config.task:
-        return _open_task(find_task(config), heldout_size=config.heldout_size, seed=seed)
+        drawn = _open_task(find_task(config), heldout_size=config.heldout_size, seed=seed)
+        if check is not None:
+            for rows in drawn:
+                for index in range(_DIGESTED_ROWS if rows.num_rows is None else rows.num_rows):
+                    check(rows.row(index), rows.where(index))
+        return drawn
     if not config.path:
         raise DataError("data.task and data.path are both empty; name a built-in task, a data file or folder, or a hub id")
     return open_records(
-        config, lambda record, where: parse_record(record, config, where=where, needs_answer=needs_answer), limit=limit, refused=refused)
+        config, lambda record, where: parse_record(record, config, where=where, needs_answer=needs_answer), limit=limit, refused=refused,
+        check=check)
 
 
 def open_records(
-    config: DataConfig, parse: Parse[R], *, limit: int | None = None, refused: list[str] | None = None,
+    config: DataConfig, parse: Parse[R], *, limit: int | None = None, refused: list[str] | None = None, check: Check[R] | None = None,
 ) -> tuple[Dataset[R], Dataset[R]]:
     """Open the files or hub dataset that `config.path` and `heldout_*` name, with rows that `parse` makes.
 
     Args:
-        limit, refused: as in `open_datasets`.
+        limit, refused, check: as in `open_datasets`.
 
     Returns:
         Rows to train on, and held-out rows (empty if `data.heldout_size` is 0).
 
     Raises:
-        DataError: a source cannot be used, or `parse` refuses more records than `data.max_unusable_rows`; every record is checked here.
+        DataError: a source cannot be used, or `parse` and `check` refuse more records than `data.max_unusable_rows`; every record is
+            checked here.
         MissingExtraError: the source needs an optional dependency.
     """
     refused = [] if refused is None else refused
 
     def opened(path: str, split: str) -> tuple[Source, str]:
         state = new_digest()
-        sieve = Sieve(lambda record, where: add_to_digest(state, parse(record, where)), config.max_unusable_rows, limit)
+
+        def add(record: dict[str, Any], where: str) -> None:
+            row = parse(record, where)
+            if check is not None:
+                check(row, where)
+            add_to_digest(state, row)
+
+        sieve = Sieve(add, config.max_unusable_rows, limit)
         source = open_source(path, split=split, sieve=sieve)
         refused.extend(sieve.refused)
         return source, state.hexdigest()

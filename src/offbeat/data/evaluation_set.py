@@ -1,7 +1,8 @@
 """Rows of an evaluation set: the run's held-out rows, or others that the set names. Called by `controller.inputs`."""
 
 from offbeat.config.data import DataConfig
-from offbeat.data.dataset import ListDataset, PromptDataset, open_datasets
+from offbeat.data.dataset import Check, ListDataset, PromptDataset, open_datasets
+from offbeat.data.row import Row
 from offbeat.errors import DataError
 
 _SOURCE = ("task", "task_size", "task_options", "path", "split", "sets")
@@ -12,7 +13,7 @@ _FIELDS = ("format", "prompt", "prompt_field", "answer_field", "system_field", "
 
 def open_set(
     config: DataConfig, *, of_run: DataConfig, heldout: PromptDataset, most: int, seed: int, needs_answer: bool = True,
-    refused: list[str] | None = None,
+    refused: list[str] | None = None, check: Check[Row] | None = None,
 ) -> PromptDataset:
     """Open the rows of an evaluation set: at most `most`, from the beginning.
 
@@ -21,7 +22,7 @@ def open_set(
 
     Args:
         of_run, heldout: [data] of the run, and its held-out rows.
-        needs_answer, refused: as in `open_datasets`.
+        needs_answer, refused, check: as in `open_datasets`.
 
     Raises:
         DataError: as `open_datasets`; or the rows are the run's, and it holds none out.
@@ -29,11 +30,11 @@ def open_set(
     """
     if any(getattr(config, name) != getattr(of_run, name) for name in _SOURCE):
         alone = config.model_copy(update={"heldout_size": most if config.task else 0})
-        train, heldout = open_datasets(alone, seed=seed, needs_answer=needs_answer, refused=refused)
+        train, heldout = open_datasets(alone, seed=seed, needs_answer=needs_answer, refused=refused, check=check)
         rows = heldout if config.task else train
     elif config.heldout_size:
         same = all(getattr(config, name) == getattr(of_run, name) for name in _FIELDS)
-        rows = heldout if same else open_datasets(config, seed=seed, needs_answer=needs_answer, refused=refused)[1]
+        rows = heldout if same else open_datasets(config, seed=seed, needs_answer=needs_answer, refused=refused, check=check)[1]
     else:
         raise DataError(
             "data.heldout_size is 0, and these are the rows to train on, so there is nothing to evaluate on; give data.path, data.split or"

@@ -22,7 +22,7 @@ import numpy as np
 from offbeat.config.data import DataConfig
 from offbeat.config.template import parse_template
 from offbeat.data.chat import mark_answers
-from offbeat.data.dataset import Dataset, open_records
+from offbeat.data.dataset import Check, Dataset, open_records
 from offbeat.data.messages import Message, Tool, kind_of, parse_messages, parse_tools, with_system
 from offbeat.data.prompt import messages_of, sft_sequence
 from offbeat.data.row import TOOLS, Prompt, Row, system_of
@@ -71,12 +71,13 @@ class EncodedPair:
 
 def open_pairs(
     config: DataConfig, *, unpaired: bool = False, limit: int | None = None, refused: list[str] | None = None,
+    check: Check[Preference] | None = None,
 ) -> tuple[Dataset[Preference], Dataset[Preference]]:
     """Open the preferences that [data] names.
 
     Args:
         unpaired: whether single answers with a label are allowed.
-        limit, refused: as in `open_datasets`.
+        limit, refused, check: as in `open_datasets`.
 
     Returns:
         Preferences to train on, and held-out ones (none if `data.heldout_size` is 0).
@@ -102,7 +103,7 @@ def open_pairs(
                 " learns from labels")
         return preference
 
-    return open_records(config, parse, limit=limit, refused=refused)
+    return open_records(config, parse, limit=limit, refused=refused, check=check)
 
 
 def holds_pairs(record: Mapping[str, Any]) -> bool:

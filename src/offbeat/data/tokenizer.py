@@ -22,6 +22,9 @@ from offbeat.errors import ModelError
 DEFAULT_ALPHABET = string.digits + string.ascii_lowercase + " \n+-*/=()>,.?#:"
 """Characters that the built-in tasks and the default chat template need; 54 tokens with the three special ones."""
 
+_RARE = ("\U00012000", "\U00013000", "\U00010600")
+"""Signs of cuneiform, hieroglyphs and Linear A: a tokenizer that knows all of them has a way to write any character."""
+
 DEFAULT_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}"
     "{{ eos_token if message['role'] == 'assistant' else '\n' }}{% endfor %}"
@@ -42,11 +45,13 @@ class Tokenizer:
         hf: the underlying tokenizer.
         name: folder or hub id that it came from, for messages.
         template_kwargs: what the chat template is given besides messages and tools, such as `enable_thinking`.
+        alphabet: all characters that it knows, if it was built of them here; else empty.
     """
 
     hf: PreTrainedTokenizerFast
     name: str
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    alphabet: str = ""
 
     def __post_init__(self) -> None:
         if self.hf.eos_token_id is None:
@@ -81,6 +86,22 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of `text`. Special tokens spelled out in it, such as `<eos>`, are recognised."""
         return self.hf.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    @cached_property
+    def unknown_id(self) -> int | None:
+        """Id of the token that stands for text that the tokenizer does not know; None if it knows every text, as one over bytes does."""
+        unknown = cast(int | None, self.hf.unk_token_id)
+        return unknown if unknown is not None and any(unknown in self.encode(sign) for sign in _RARE) else None
+
+    def unknown_in(self, text: str) -> str:
+        """Return the first part of a text that the tokenizer does not know; empty if it knows all of it."""
+        if self.unknown_id is None:
+            return ""
+        encoding = self.hf.backend_tokenizer.encode(text, add_special_tokens=False)
+        if self.unknown_id not in encoding.ids:
+            return ""
+        start, end = encoding.offsets[encoding.ids.index(self.unknown_id)]
+        return text[start:end] or text
 
     @cached_property
     def bos_ids(self) -> tuple[int, ...]:
@@ -210,4 +231,4 @@ def character_tokenizer(alphabet: str = DEFAULT_ALPHABET, *, chat_template: str 
     hf = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=EOS, pad_token=PAD, unk_token=UNK,
         clean_up_tokenization_spaces=False, chat_template=chat_template)
-    return Tokenizer(hf, "characters")
+    return Tokenizer(hf, "characters", alphabet=alphabet)

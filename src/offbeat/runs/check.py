@@ -5,6 +5,7 @@ Of data, the first rows are read; rewards are loaded by the processes that run t
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from offbeat.config.agent import PLAYS
@@ -16,9 +17,11 @@ from offbeat.controller.judges import choose_rewards, reward_model_of
 from offbeat.data.dataset import open_datasets
 from offbeat.data.files import Sieve
 from offbeat.data.functions import resolve
+from offbeat.data.known import check_preference, check_row
 from offbeat.data.pairs import holds_pairs, open_pairs
 from offbeat.data.reward_model import open_reward_folder
 from offbeat.data.sources import open_source
+from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
 from offbeat.errors import ConfigError, DeadlineError, UserError, WorkerError
 from offbeat.rollout.reward_pool import RewardPool
 
@@ -84,17 +87,28 @@ def _check_data(config: Config) -> Iterator[str]:
         yield "data: data.task and data.path are both empty, and a run needs one of them"
         return
     refused: list[str] = []
+    tokenizer = _tokenizer_here(config)
     if pairs_in(data):
-        train, _ = open_pairs(data, unpaired=True, limit=FIRST_ROWS, refused=refused)
+        known = None if tokenizer is None else check_preference(tokenizer, data)
+        train, _ = open_pairs(data, unpaired=True, limit=FIRST_ROWS, refused=refused, check=known)
         what = "preferences"
     else:
         answered = needs_answer(config, supervised=False)
-        train, _ = open_datasets(data, seed=config.run.seed, needs_answer=answered, limit=FIRST_ROWS, refused=refused)
+        known = None if tokenizer is None else check_row(tokenizer, data, answered=answered)
+        train, _ = open_datasets(
+            data, seed=config.run.seed, needs_answer=answered, limit=FIRST_ROWS, refused=refused, check=known)
         what = "prompts" if answered else "prompts, which need no answer"
     train.row(0)
     left_out = f"; {len(refused)} of them cannot be used, the first: {refused[0]}" if refused else ""
     count = "makes its rows" if train.num_rows is None else f"the first {train.num_rows + len(refused)} rows are {what}"
     yield f"data: {data.task or data.path}: {count}{left_out}"
+
+
+def _tokenizer_here(config: Config) -> Tokenizer | None:
+    """Return the tokenizer of the run; None if it would have to be fetched from the hub."""
+    name = config.model.tokenizer or config.model.path
+    folder = Path(name).expanduser()
+    return character_tokenizer() if not name else load_tokenizer(folder) if folder.is_dir() else None
 
 
 def _check_rewards(config: Config) -> Iterator[str]:

@@ -1,0 +1,99 @@
+"""Refuses rows with text that the tokenizer does not know: the model would see an unknown token there, and never write it.
+
+What opens the data is given these checks, and counts such rows among those that cannot be used. A tokenizer over bytes knows every text, so
+its rows are not looked at.
+"""
+
+import string
+from collections.abc import Callable, Iterable, Iterator
+
+from offbeat.config.data import DataConfig
+from offbeat.data.messages import Message, text_of
+from offbeat.data.pairs import Preference
+from offbeat.data.prompt import messages_of
+from offbeat.data.row import Prompt, Row
+from offbeat.data.tokenizer import Tokenizer
+from offbeat.errors import DataError
+
+_MOST_SHOWN = 20
+_CHARACTERS = {" ": "space", "\n": "line break"}
+_WHOLE = {string.digits: "digits", string.ascii_lowercase: "lower-case letters", string.ascii_uppercase: "capital letters"}
+
+
+def check_row(tokenizer: Tokenizer, config: DataConfig, *, answered: bool) -> Callable[[Row, str], None] | None:
+    """Return what refuses a row whose prompt has text unknown to the tokenizer; None where all text is known.
+
+    Args:
+        answered: whether answers, too, must be known, because they are imitated or compared with what the model writes.
+
+    Returns:
+        A function of a row and its name, which raises DataError.
+    """
+    if tokenizer.unknown_id is None:
+        return None
+
+    def check(row: Row, where: str) -> None:
+        texts = _prompt(row.prompt, config)
+        _check(tokenizer, texts if not answered else [*texts, *(("answer", text) for text in _answers(row))], where)
+
+    return check
+
+
+def check_preference(tokenizer: Tokenizer, config: DataConfig) -> Callable[[Preference, str], None] | None:
+    """Return what refuses a preference with text unknown to the tokenizer; as `check_row`."""
+    if tokenizer.unknown_id is None:
+        return None
+
+    def check(preference: Preference, where: str) -> None:
+        answers = ([answer] if isinstance(answer, str) else map(text_of, answer) for answer in preference.answers)
+        _check(tokenizer, [*_prompt(preference.prompt, config), *(("answers", text) for said in answers for text in said)], where)
+
+    return check
+
+
+def describe_alphabet(alphabet: str) -> str:
+    """Name the characters of an alphabet, as in "digits, lower-case letters, space, and + - *"."""
+    names, rest = [], alphabet
+    for whole, name in _WHOLE.items():
+        if all(character in rest for character in whole):
+            names.append(name)
+            rest = "".join(character for character in rest if character not in whole)
+    names += [name for character, name in _CHARACTERS.items() if character in rest]
+    signs = " ".join(character for character in rest if character not in _CHARACTERS)
+    return ", ".join(names) + (f"{', and ' if names else ''}{signs}" if signs else "")
+
+
+def _prompt(prompt: Prompt, config: DataConfig) -> Iterator[tuple[str, str]]:
+    """Yield the texts of a prompt that a row or [data] gives, after what each is. What a chat template adds of its own does not count."""
+    messages = messages_of(Row(prompt, ""), config)
+    if messages is None:
+        yield "prompt", str(prompt)
+        return
+    yield from (("system message" if message["role"] == "system" else "prompt", text) for message in messages for text in _said(message))
+
+
+def _answers(row: Row) -> Iterable[str]:
+    return [row.answer, *_said(row.imitated)]
+
+
+def _said(message: Message) -> Iterator[str]:
+    yield text_of(message)
+    if thoughts := message.get("reasoning_content"):
+        yield thoughts
+
+
+def _check(tokenizer: Tokenizer, texts: Iterable[tuple[str, str]], where: str) -> None:
+    for part, text in texts:
+        if unknown := tokenizer.unknown_in(text):
+            raise DataError(f"{where}: {unknown[:_MOST_SHOWN]!r} in its {part} {_why(tokenizer, unknown)}")
+
+
+def _why(tokenizer: Tokenizer, unknown: str) -> str:
+    alphabet = tokenizer.alphabet
+    if not alphabet:
+        return (
+            f"is unknown to the tokenizer {tokenizer.name!r}, which reads {tokenizer.hf.unk_token} in its place; leave it out, or use a"
+            " model whose tokenizer knows it (model.path)")
+    remedy = "use lower case" if unknown.lower() in alphabet else "leave it out"
+    return (
+        f"is not in the alphabet of the tiny model: {describe_alphabet(alphabet)}; {remedy}, or use a pretrained model (model.path)")
