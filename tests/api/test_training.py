@@ -126,20 +126,27 @@ print(json.dumps([run.stopped_early, run.steps, str(run.model)]))
 """
 
 
-def test_ctrl_c_in_a_script_keeps_what_was_trained(tmp_path: Path, model_dir: str) -> None:
+@pytest.mark.parametrize(("sent", "said"), [
+    (signal.SIGINT, "stopping after this step; interrupt again to stop at once"),
+    (signal.SIGTERM, "asked to stop; this step is the last")], ids=["ctrl_c", "sigterm"])
+def test_a_script_that_is_stopped_keeps_what_was_trained_and_says_how_to_go_on(
+    sent: signal.Signals, said: str, tmp_path: Path, model_dir: str,
+) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    settings = json.dumps(SMALL | {"run.dir": str(tmp_path / "runs"), "telemetry.console": False, "telemetry.trace": False})
+    settings = json.dumps(SMALL | {"run.dir": str(tmp_path / "runs"), "telemetry.trace": False})
     metrics = tmp_path / "runs" / SETTINGS["run.name"] / "metrics.jsonl"
     with subprocess.Popen(
             [sys.executable, "script.py", model_dir, settings], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=os.environ | ENVIRONMENT, process_group=0) as process:
         try:
             wait_until(lambda: process.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 2), timeout_s=120)
-            process.send_signal(signal.SIGINT)
+            process.send_signal(sent)
             stdout, stderr = process.communicate(timeout=60)
         except BaseException:
             process.kill()
             raise
     assert process.returncode == 0, stderr
-    stopped_early, steps, model = json.loads(stdout)
+    *shown, again, told = stdout.splitlines()
+    assert f"  {said}" in shown and again == "to go on: make the same call again"
+    stopped_early, steps, model = json.loads(told)
     assert stopped_early and 2 <= steps < 100_000 and (Path(model) / "model.safetensors").is_file()
