@@ -55,16 +55,18 @@ def test_a_resumed_run_that_has_enough_steps_does_none() -> None:
 def test_what_a_checkpoint_remembers_survives_as_json() -> None:
     saved = SavedState(3, 4, (HeadState(StreamState(1, 7, ("0:5",)), ("1:2", "1:6")),), Highlights(heldout_before=0.25, max_staleness=2))
     assert wire.decode_json(SavedState, wire.encode_json(saved)) == saved
-    marks = saved.highlights.evaluated("hard", 0.5, first=True).measured("eval/hard/accuracy", 0.5, global_step=0)
+    marks = saved.highlights.evaluated("hard", 0.5, global_step=0).measured("eval/hard/accuracy", 0.5, global_step=0)
     saved = replace(saved, highlights=marks)
     assert wire.decode_json(SavedState, wire.encode_json(saved)) == saved
 
 
 def test_the_accuracy_before_the_first_step_is_kept_beside_the_last_one() -> None:
-    marks = Highlights().evaluated("", 0.25, first=True).evaluated("hard", 0.0, first=True)
-    marks = marks.evaluated("", 0.5, first=False).evaluated("hard", 0.125, first=False).evaluated("late", 0.75, first=False)
-    assert (marks.heldout_before, marks.heldout_after) == (0.25, 0.5)
-    assert marks.sets == {"hard": SetHighlights(0.0, 0.125), "late": SetHighlights(None, 0.75)}
+    marks = Highlights().evaluated("", 0.25, global_step=0).evaluated("hard", 0.0, global_step=0)
+    assert (marks.heldout_before, marks.heldout_after, marks.heldout_after_step) == (0.25, None, None), "none is after a step"
+    assert marks.sets == {"hard": SetHighlights(0.0, None, None)}
+    marks = marks.evaluated("", 0.5, global_step=5).evaluated("hard", 0.125, global_step=5).evaluated("late", 0.75, global_step=6)
+    assert (marks.heldout_before, marks.heldout_after, marks.heldout_after_step) == (0.25, 0.5, 5)
+    assert marks.sets == {"hard": SetHighlights(0.0, 0.125, 5), "late": SetHighlights(None, 0.75, 6)}
 
 
 def test_the_best_evaluation_is_the_first_with_the_largest_value_and_the_later_ones_are_counted() -> None:

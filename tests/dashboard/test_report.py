@@ -100,6 +100,16 @@ def test_each_evaluation_set_has_a_curve_and_a_figure(tmp_path):
     assert re.findall(r'"label":"([^"]*)"', page) == ["held-out prompts", "hard"]
 
 
+@pytest.mark.parametrize(("evaluated", "value", "when"), [
+    ([0], "0.00", "before the first step"), ([2], "0.20", "after step 2"), ([3], "0.30", "after the last step"),
+    ([0, 3], "0.00 → 0.30", "first → last"), ([0, 1, 2], "0.00 → 0.20", "first → last, after step 2")])
+def test_the_held_out_accuracy_says_when_it_was_measured(evaluated, value, when, tmp_path):
+    rows = [{"global_step": step} | ({"eval/accuracy": step / 10} if step in evaluated else {}) for step in range(4)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = html.unescape(write_report(tmp_path).read_text())
+    assert re.findall(r"<dt>held-out accuracy</dt><dd>([^<]*)</dd><small>([^<]*)</small>", page) == [(value, when)]
+
+
 def test_a_run_that_was_told_what_would_shorten_its_publishing_has_the_same_sentence_in_its_report(tmp_path, page):
     slow = {"step/publish_s": 6.0, "step/total_s": 20.0}
     config, rows = load_config(None, [("run.name", "mine")]), [{"eval/accuracy": 0.5}, slow, slow, slow]

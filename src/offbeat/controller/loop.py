@@ -293,7 +293,7 @@ class _Training:
             prompts = f"{evaluation.num_prompts} prompts"
             told = f"{evaluation.title} {evaluation.accuracy:.3f} after step {global_step} ({prompts})"
             self._record.console.note(f"{told}{evaluation.shares_text}")
-            self._highlights = self._highlights.evaluated(evaluation.name, evaluation.accuracy, first=global_step == 0)
+            self._highlights = self._highlights.evaluated(evaluation.name, evaluation.accuracy, global_step=global_step)
             check_known(evaluation, self._config.evaluate.keep_best)
             if (value := evaluation.metrics().get(self._config.evaluate.keep_best)) is not None:
                 self._highlights = self._highlights.measured(self._config.evaluate.keep_best, value, global_step=global_step)

@@ -28,10 +28,15 @@ class Step:
 
 @dataclass(frozen=True)
 class SetHighlights:
-    """Accuracy on an evaluation set before the first step and at the last evaluation; None where there was none."""
+    """Accuracy on an evaluation set before the first step and at the last evaluation after one; None where there was none.
+
+    Attributes:
+        after_step: steps done at that last evaluation.
+    """
 
     before: float | None = None
     after: float | None = None
+    after_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,8 @@ class Highlights:
     """What a run is remembered by, over all its resumptions.
 
     Attributes:
-        heldout_before, heldout_after: accuracy before the first step and at the last evaluation; None without held-out prompts.
+        heldout_before, heldout_after: accuracy before the first step and at the last evaluation after one; None where there was none.
+        heldout_after_step: steps done at that last evaluation.
         max_staleness: versions between a trained token's policy and the trainer, at most.
         max_logprob_gap: largest difference of trainer's and engines' mean canary log-probability under the same weights.
         trained_tokens: of supervised fine-tuning.
@@ -69,6 +75,7 @@ class Highlights:
 
     heldout_before: float | None = None
     heldout_after: float | None = None
+    heldout_after_step: int | None = None
     max_staleness: int = 0
     max_logprob_gap: float = 0.0
     trained_tokens: int = 0
@@ -76,12 +83,13 @@ class Highlights:
     sets: dict[str, SetHighlights] = field(default_factory=dict)
     best: Best | None = None
 
-    def evaluated(self, name: str, accuracy: float, *, first: bool) -> "Highlights":
-        """Return these with the accuracy on a set, "" for the held-out prompts; the `first` is that before the first step."""
+    def evaluated(self, name: str, accuracy: float, *, global_step: int) -> "Highlights":
+        """Return these with the accuracy on a set, "" for the held-out prompts, after so many steps."""
         if not name:
-            return replace(self, heldout_after=accuracy, heldout_before=accuracy if first else self.heldout_before)
-        before = accuracy if first else self.sets.get(name, SetHighlights()).before
-        return replace(self, sets=self.sets | {name: SetHighlights(before, accuracy)})
+            measured = {"heldout_after": accuracy, "heldout_after_step": global_step} if global_step else {"heldout_before": accuracy}
+            return replace(self, **measured)
+        measured = {"after": accuracy, "after_step": global_step} if global_step else {"before": accuracy}
+        return replace(self, sets=self.sets | {name: replace(self.sets.get(name, SetHighlights()), **measured)})
 
     def measured(self, metric: str, value: float, *, global_step: int) -> "Highlights":
         """Return these with an evaluation of the metric by which the best one is known."""
