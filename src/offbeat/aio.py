@@ -79,6 +79,9 @@ async def deadline(name: str, timeout_s: float, *, clock: HaltingClock | None = 
         raise DeadlineError(f"waiting for {name} passed its deadline of {timeout_s:g} s (waited {waited_s:.1f} s)") from exc
 
 
+ASKED_TO_STOP = "asked to stop; this step is the last"
+"""What a run says when it is asked to end by SIGTERM."""
+
 End = Callable[[str], None]
 """Asks a run to end; says how it was asked. Called on the run's own thread."""
 
@@ -86,7 +89,7 @@ End = Callable[[str], None]
 def listen_to_signals(loop: asyncio.AbstractEventLoop, end: End) -> None:
     """Call `end` at each SIGINT and SIGTERM; only the main thread can."""
     loop.add_signal_handler(signal.SIGINT, end, "stopping after this step; press Ctrl-C again to stop at once")
-    loop.add_signal_handler(signal.SIGTERM, end, "asked to stop; this step is the last")
+    loop.add_signal_handler(signal.SIGTERM, end, ASKED_TO_STOP)
 
 
 listener: ContextVar[Callable[[asyncio.AbstractEventLoop, End], None]] = ContextVar("listener", default=listen_to_signals)

@@ -130,6 +130,35 @@ def test_an_interrupt_is_heard_after_the_step_and_a_second_one_at_once() -> None
     assert heard.is_set()
 
 
+def test_sigterm_is_heard_after_the_step_unless_the_program_handles_it_itself() -> None:
+    own: list[int] = []
+
+    def once(console: Console, *, most: int = 10**9) -> list[str]:
+        return steps_until_asked(console, most=most, on_step=lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None)
+
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert run_alone(once, CONFIG) == ["asked to stop; this step is the last"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "a program that goes on can be ended as before"
+
+    def handle(number: int, _frame: object) -> None:
+        own.append(number)
+
+    signal.signal(signal.SIGTERM, handle)
+    try:
+        assert run_alone(lambda console: once(console, most=4), CONFIG) == []
+        assert signal.getsignal(signal.SIGTERM) is handle and own == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_a_run_on_another_thread_than_the_main_one_leaves_signals_alone() -> None:
+    found: list[list[str]] = []
+    thread = threading.Thread(target=lambda: found.append(run_alone(lambda console: steps_until_asked(console, most=2), CONFIG)))
+    thread.start()
+    thread.join(_DEADLINE_S)
+    assert found == [[]] and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def test_what_is_asked_between_two_parts_of_a_run_is_heard_by_the_next() -> None:
     ending, heard = Ending(), []
     ending.ask("early")

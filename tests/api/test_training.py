@@ -99,7 +99,7 @@ def test_lessons_share_the_path_of_their_commands(
         settings={key: value for key, value in SMALL.items() if key != "evaluate.every_steps"} | {"run.dir": tmp_path})
     assert run.config[section]["total_steps"] == 2 and run.config[section]["optimizer"]["lr"] == 1e-3
     assert run.result["steps"] == 2 and (run.model / "config.json").is_file()
-    assert run.heldout_after == run.result["accuracy"] is not None
+    assert run.heldout_after == run.result["accuracy"] is not None and run.result["accuracy_step"] == 2
 
 
 def test_a_function_that_fails_is_blamed_by_its_name(tmp_path: Path, model_dir: str) -> None:
@@ -122,24 +122,32 @@ def reward(completion: str, row: offbeat.Row) -> float:
 run = offbeat.train(
     model=sys.argv[1], data=[{"prompt": f"{i}>", "answer": "1"} for i in range(40)], reward=reward, total_steps=100_000,
     settings=json.loads(sys.argv[2]))
-print(json.dumps([run.stopped_early, run.steps, str(run.model)]))
+print(json.dumps([run.stopped_early, run.steps, run.heldout_after, str(run.model)]))
 """
 
 
-def test_ctrl_c_in_a_script_keeps_what_was_trained(tmp_path: Path, model_dir: str) -> None:
+@pytest.mark.parametrize(("sent", "said"), [
+    (signal.SIGINT, "stopping after this step; interrupt again to stop at once"),
+    (signal.SIGTERM, "asked to stop; this step is the last")], ids=["ctrl_c", "sigterm"])
+def test_a_script_that_is_stopped_keeps_what_was_trained_and_says_how_to_go_on(
+    sent: signal.Signals, said: str, tmp_path: Path, model_dir: str,
+) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    settings = json.dumps(SMALL | {"run.dir": str(tmp_path / "runs"), "telemetry.console": False, "telemetry.trace": False})
+    settings = json.dumps(SMALL | {"run.dir": str(tmp_path / "runs"), "telemetry.trace": False})
     metrics = tmp_path / "runs" / SETTINGS["run.name"] / "metrics.jsonl"
     with subprocess.Popen(
             [sys.executable, "script.py", model_dir, settings], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=os.environ | ENVIRONMENT, process_group=0) as process:
         try:
             wait_until(lambda: process.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 2), timeout_s=120)
-            process.send_signal(signal.SIGINT)
+            process.send_signal(sent)
             stdout, stderr = process.communicate(timeout=60)
         except BaseException:
             process.kill()
             raise
     assert process.returncode == 0, stderr
-    stopped_early, steps, model = json.loads(stdout)
+    *shown, again, told = stdout.splitlines()
+    assert f"  {said}" in shown and again == "to go on: make the same call again"
+    stopped_early, steps, after, model = json.loads(told)
+    assert after is None and any(line.split() == ["held-out", "accuracy", "after", "not", "measured"] for line in shown)
     assert stopped_early and 2 <= steps < 100_000 and (Path(model) / "model.safetensors").is_file()

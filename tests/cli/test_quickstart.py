@@ -10,9 +10,9 @@ from offbeat.runs.run import RunResult
 
 def result(before: float | None, after: float | None, *, stopped_early: bool = False) -> RunResult:
     return RunResult(
-        heldout_before=before, heldout_after=after, warm_up_steps=40, steps=100, train_wall_s=50.0, startup_wall_s=5.0,
-        max_staleness_seen=1, max_logprob_gap=0.0, seed=0, torch_in_controller=False, controller_memory_bytes=1,
-        stopped_early=stopped_early)
+        heldout_before=before, heldout_after=after, heldout_after_step=100, warm_up_steps=40, steps=100,
+        train_wall_s=50.0, startup_wall_s=5.0, max_staleness_seen=1, max_logprob_gap=0.0, seed=0, torch_in_controller=False,
+        controller_memory_bytes=1, stopped_early=stopped_early)
 
 
 @pytest.fixture

@@ -57,17 +57,19 @@ def test_a_resumed_run_that_has_enough_steps_does_none() -> None:
 def test_what_a_checkpoint_remembers_survives_as_json() -> None:
     saved = SavedState(3, 4, (HeadState(StreamState(1, 7, ("0:5",)), ("1:2", "1:6")),), Highlights(heldout_before=0.25, max_staleness=2))
     assert wire.decode_json(SavedState, wire.encode_json(saved)) == saved
-    marks = saved.highlights.evaluated("hard", 0.5, num_prompts=8, first=True).measured("eval/hard/accuracy", 0.5, global_step=0)
+    marks = saved.highlights.evaluated("hard", 0.5, num_prompts=8, global_step=0).measured("eval/hard/accuracy", 0.5, global_step=0)
     saved = replace(saved, highlights=marks)
     assert wire.decode_json(SavedState, wire.encode_json(saved)) == saved
 
 
 def test_the_accuracy_before_the_first_step_is_kept_beside_the_last_one() -> None:
-    marks = Highlights().evaluated("", 0.25, num_prompts=8, first=True).evaluated("hard", 0.0, num_prompts=8, first=True)
-    for name, accuracy in (("", 0.5), ("hard", 0.125), ("late", 0.75)):
-        marks = marks.evaluated(name, accuracy, num_prompts=8, first=False)
-    assert (marks.heldout_before, marks.heldout_after) == (0.25, 0.5)
-    assert marks.sets == {"hard": SetHighlights(0.0, 0.125), "late": SetHighlights(None, 0.75)}
+    marks = Highlights().evaluated("", 0.25, num_prompts=8, global_step=0).evaluated("hard", 0.0, num_prompts=8, global_step=0)
+    assert (marks.heldout_before, marks.heldout_after, marks.heldout_after_step) == (0.25, None, None), "none is after a step"
+    assert marks.sets == {"hard": SetHighlights(0.0, None, None)}
+    for name, accuracy, step in (("", 0.5, 5), ("hard", 0.125, 5), ("late", 0.75, 6)):
+        marks = marks.evaluated(name, accuracy, num_prompts=8, global_step=step)
+    assert (marks.heldout_before, marks.heldout_after, marks.heldout_after_step) == (0.25, 0.5, 5)
+    assert marks.sets == {"hard": SetHighlights(0.0, 0.125, 5), "late": SetHighlights(None, 0.75, 6)}
 
 
 @pytest.mark.parametrize(("before", "after", "num_prompts", "fell"), [
@@ -75,11 +77,12 @@ def test_the_accuracy_before_the_first_step_is_kept_beside_the_last_one() -> Non
     (None, 0.3, 256, False),
 ])
 def test_held_out_accuracy_has_fallen_where_that_is_more_than_chance(before, after, num_prompts: int, fell: bool) -> None:
-    marks = Highlights().evaluated("hard", 1.0, num_prompts=num_prompts, first=True)
+    marks = Highlights().evaluated("hard", 1.0, num_prompts=num_prompts, global_step=0)
     assert not marks.heldout_fell
     if before is not None:
-        marks = marks.evaluated("", before, num_prompts=num_prompts, first=True)
-    marks = marks.evaluated("", after, num_prompts=num_prompts, first=False).evaluated("hard", 0.0, num_prompts=num_prompts, first=False)
+        marks = marks.evaluated("", before, num_prompts=num_prompts, global_step=0)
+    for name, accuracy in (("", after), ("hard", 0.0)):
+        marks = marks.evaluated(name, accuracy, num_prompts=num_prompts, global_step=3)
     assert marks.heldout_fell is fell
 
 

@@ -58,6 +58,14 @@ def test_evaluations_are_those_before_the_training_and_of_the_model_itself(tmp_p
     assert "## Evaluation" not in text  # nothing was measured of this model
 
 
+def test_an_evaluation_before_the_training_is_not_taken_for_one_of_the_model(tmp_path: Path) -> None:
+    before = {"global_step": 0, "eval/accuracy": 0.8, "eval/hard/accuracy": 0.5}
+    _, text = make_card(tmp_path / "never", "", before, RL)
+    assert "## Evaluation" not in text
+    _, text = make_card(tmp_path / "early", "", before, {"global_step": 2, "eval/accuracy": 0.9}, RL)
+    assert "| accuracy | 0.8 | 0.9, after step 2 of 4 |" in text and "hard" not in text
+
+
 @pytest.mark.parametrize(("row", "config", "tag", "words"), [
     ({"train/loss": 1.0}, "", "sft", "supervised fine-tuning"),
     ({"preference/accuracy": 1.0}, "[preference]\nloss = 'simpo'\n", "simpo", "preference training (simpo)"),

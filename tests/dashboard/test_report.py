@@ -98,6 +98,16 @@ def test_each_evaluation_set_has_a_curve_and_a_figure(tmp_path):
     assert re.findall(r'"label":"([^"]*)"', page) == ["held-out prompts", "hard"]
 
 
+@pytest.mark.parametrize(("evaluated", "value", "when"), [
+    ([0], "0.00", "before the first step"), ([2], "0.20", "after step 2"), ([3], "0.30", "after the last step"),
+    ([0, 3], "0.00 → 0.30", "first → last"), ([0, 1, 2], "0.00 → 0.20", "first → last, after step 2")])
+def test_the_held_out_accuracy_says_when_it_was_measured(evaluated, value, when, tmp_path):
+    rows = [{"global_step": step} | ({"eval/accuracy": step / 10} if step in evaluated else {}) for step in range(4)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = html.unescape(write_report(tmp_path).read_text())
+    assert re.findall(r"<dt>held-out accuracy</dt><dd>([^<]*)</dd><small>([^<]*)</small>", page) == [(value, when)]
+
+
 def test_the_report_has_each_sentence_of_advice_that_the_run_was_given_once(tmp_path, page):
     told = ["publishing takes 6.0 of 20.0 s a step", "all groups had equal rewards (<b>0</b> in each)"]
     events = [{"kind": "advice", "time_s": float(i), "text": text} for i, text in enumerate([*told, told[0]])]

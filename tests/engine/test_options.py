@@ -22,6 +22,11 @@ def test_options_out_of_range_are_refused(setting, least):
         EngineOptions(model="m", **{setting: least - 1})
 
 
+def test_no_step_may_be_without_time():
+    with pytest.raises(ConfigError, match=r"engine option stall_timeout_s must be > 0, got 0\.0"):
+        EngineOptions(model="m", stall_timeout_s=0.0)
+
+
 def test_importing_them_does_not_import_torch():
     code = "import sys, offbeat.engine.options; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -474,14 +474,28 @@ def test_a_taken_port_is_said_plainly(model_folder):
             EngineServer(EngineOptions(model=model_folder("qwen3"))).start(port=port)
 
 
-def test_a_step_that_does_not_end_is_told_by_health(fresh, monkeypatch):
-    server, url = fresh
-    monkeypatch.setattr("offbeat.engine.server.STALLED_S", 0.2)
-    stuck, let_go = threading.Event(), threading.Event()
-    server._loop.call(lambda: (stuck.set(), let_go.wait(60)))
-    assert stuck.wait(60)
-    time.sleep(0.4)
-    status, _, answer = fetch(url, "/health")
-    let_go.set()
-    assert status == 500 and "has been in one step" in answer["error"]["message"]
-    wait_until(lambda: fetch(url, "/health")[0] == 200, timeout_s=60)
+def compute_until(let_go: threading.Event) -> None:
+    while not let_go.is_set():
+        pass
+
+
+@pytest.mark.parametrize(("act", "patience_s", "how"), [
+    (lambda let_go: let_go.wait(60), 1.0, "and has computed nothing for 1 s of it"), (compute_until, 0.6, "although it computes")],
+    ids=["sleeps", "computes"])
+def test_a_step_that_does_not_end_is_told_by_health(act, patience_s, how, model_folder):
+    let_go, told = threading.Event(), []
+
+    def ill() -> bool:
+        status, _, answer = fetch(url, "/health")
+        if status == 500:
+            told.append(answer["error"]["message"])
+        return bool(told)
+
+    with serving(model_folder("qwen3"), stall_timeout_s=patience_s) as (server, url):
+        server._loop.call(lambda: act(let_go))
+        try:
+            wait_until(ill, timeout_s=60)
+        finally:
+            let_go.set()
+        assert told[0].startswith("the engine is slow or hung: it has been in one step for ") and f"s, {how}; if the" in told[0]
+        wait_until(lambda: fetch(url, "/health")[0] == 200, timeout_s=60)

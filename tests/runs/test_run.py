@@ -24,7 +24,7 @@ def quiet() -> Console:
 def test_a_run_leaves_its_result_and_its_controller_stays_small_and_free_of_torch(finished_run: SmallRun) -> None:
     result = json.loads((finished_run.folder / "result.json").read_text())
     assert (result["steps"], result["warm_up_steps"], result["seed"], result["stopped_early"]) == (2, 0, 0, False)
-    assert 0 <= result["heldout_before"] <= 1 and 0 <= result["heldout_after"] <= 1
+    assert 0 <= result["heldout_before"] <= 1 and 0 <= result["heldout_after"] <= 1 and result["heldout_after_step"] == 2
     assert result["train_wall_s"] > 0 and result["startup_wall_s"] > 0
     assert 0 <= result["max_staleness_seen"] <= 1
     assert 0 <= result["max_logprob_gap"] < 1e-3

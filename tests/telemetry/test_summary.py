@@ -27,6 +27,22 @@ def test_a_held_out_accuracy_that_fell_is_remarked_with_where_to_read_on():
     assert list(in_words({"heldout_fell": False})) == []
 
 
+def test_an_accuracy_says_after_which_step_it_was_measured_unless_that_was_the_last():
+    marks = {"heldout_before": 0.8, "heldout_after": 0.9, "heldout_after_step": 5, "steps": 5}
+    assert list(in_words(marks))[:2] == [("held-out accuracy before", "0.800"), ("held-out accuracy after", "0.900")]
+    assert ("held-out accuracy after", "0.900 after step 5") in list(in_words(marks | {"steps": 9}))
+    assert ("held-out accuracy", "0.700 after step 4") in list(in_words({"accuracy": 0.7, "accuracy_step": 4, "steps": 9}))
+    of_sets = {"steps": 9, "hard_before": 0.25, "hard_after": 0.5, "hard_after_step": 5}
+    assert list(in_words(of_sets)) == [("training steps", "9"), ("hard before", "0.25"), ("hard after", "0.5 after step 5")]
+
+
+def test_an_accuracy_that_was_only_measured_before_is_not_measured_after():
+    marks = {"heldout_before": 0.8, "heldout_after": None, "heldout_after_step": None, "hard_before": 0.5, "hard_after": None}
+    assert dict(in_words(marks)) == {
+        "held-out accuracy before": "0.800", "held-out accuracy after": "not measured", "hard before": "0.5", "hard after": "not measured"}
+    assert list(in_words({"heldout_before": None, "heldout_after": None})) == []
+
+
 def test_a_set_of_the_users_own_keeps_its_name():
     assert list(in_words({"sums_before": 0.25, "best": "eval/accuracy 0.5 after step 3"})) == [
         ("sums before", "0.25"), ("best", "eval/accuracy 0.5 after step 3")]

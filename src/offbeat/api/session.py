@@ -1,7 +1,7 @@
 """Runs a command's work on a thread of its own, so that it also works where an event loop runs already, as in a notebook.
 
-The calling thread waits. It calls the user's callbacks, between two of which the run goes on, and turns Ctrl-C into a request to end after
-the step. What a run changes in its process (umask, log handlers, variables of the environment) is as before when it has ended.
+The calling thread waits. It calls the user's callbacks, between two of which the run goes on, and turns Ctrl-C and SIGTERM into a request
+to end after the step. What a run changes in its process (umask, log handlers, variables of the environment) is as before when it has ended.
 
     in_thread    consumes steps from the run's console; produces calls of callbacks; waits for a step or the end; woken by the run's thread
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
 
-from offbeat.aio import End, listener
+from offbeat.aio import ASKED_TO_STOP, End, listener
 from offbeat.config.root import Config
 from offbeat.dashboard.beside import LivePage
 from offbeat.errors import ConfigError, UserError
@@ -128,7 +128,7 @@ def run_alone(
 
     Raises:
         ConfigError: a run goes on in this process already, or `run.mode` is not "controller".
-        KeyboardInterrupt: it was interrupted before there was anything to keep, or twice.
+        KeyboardInterrupt: it was interrupted or asked to stop before there was anything to keep, or twice.
         BaseException: whatever the work raises; or else, when the step is done and saved, what a callback raised first.
     """
     if config.run.mode != "controller":
@@ -168,7 +168,7 @@ def _in_thread(
 
     failed: list[BaseException] = []
     thread = threading.Thread(target=body, name="offbeat run", daemon=True)
-    with _interrupts(ending) as interruptible:
+    with _terminations(ending), _interrupts(ending) as interruptible:
         thread.start()
         while (step := inbox.get()) is not None:
             if failed:
@@ -221,6 +221,39 @@ def _interrupts(ending: Ending) -> Iterator[Callable[[], AbstractContextManager[
         yield let_interrupt
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _terminations(ending: Ending) -> Iterator[None]:
+    """Let SIGTERM ask the run to end during the body, unless the program or its host handles or ignores it itself."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda _number, _frame: ending.ask(ASKED_TO_STOP))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def telling_how_to_go_on(config: Config, again: str) -> Iterator[Callable[[], None]]:
+    """Print at the end how the run goes on, if the body calls what this yields, or was interrupted after a checkpoint.
+
+    Args:
+        again: what to do for that; with an empty one nothing is printed.
+    """
+    stopped: list[bool] = []
+    try:
+        yield lambda: stopped.append(True)
+    except KeyboardInterrupt:
+        if any((config.run_dir / "checkpoints").glob("*/complete.json")):
+            stopped.append(True)
+        raise
+    finally:
+        if stopped and again:
+            print(f"to go on: {again}", flush=True)
 
 
 @contextmanager

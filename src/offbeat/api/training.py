@@ -7,7 +7,7 @@ from typing import Any
 
 from offbeat.api.rows import Rows, Sets, sets_of
 from offbeat.api.run import Run
-from offbeat.api.session import Callback, run_alone
+from offbeat.api.session import Callback, run_alone, telling_how_to_go_on
 from offbeat.api.settings import Settings, Source, configured
 from offbeat.config.root import Config
 from offbeat.dashboard.report import write_report
@@ -35,8 +35,8 @@ def train(
         run = offbeat.train(model="models/small", data="words.jsonl", reward=reward, total_steps=60, lr=1e-5)
         print(run.heldout_before, run.heldout_after, run.model)
 
-    It blocks until the run ends, also in a notebook. Ctrl-C, or interrupting the cell, ends it after its step: what was trained is saved
-    and exported, and the run is returned, with `stopped_early`. A second Ctrl-C ends it at once. The same call again goes on from there.
+    It blocks until the run ends, also in a notebook. Ctrl-C, SIGTERM, or interrupting the cell ends it after its step: what was trained is
+    saved and exported, and the run is returned, with `stopped_early`. A second one ends it at once. The same call again goes on from there.
 
     Args:
         model: folder or hub id; without one, a tiny model of random weights.
@@ -147,12 +147,20 @@ class _Lesson:
 def _run(
     learn: Callable[..., object], config: Config, *, callbacks: Iterable[Callback], fresh: bool, progress: bool, dashboard: bool,
 ) -> Run:
+    shows = progress and config.telemetry.console
+
     def work(console: Console) -> None:
         if learn(config, console, fresh=fresh) is None:
             raise RunError("this process does not lead the run, so it has no result")
         report = write_report(config.run_dir)
-        if progress and config.telemetry.console:
+        if shows:
             print(f"report: {report}")
 
-    run_alone(work, config, callbacks=tuple(callbacks), progress=progress, dashboard=dashboard)
-    return Run(config.run_dir)
+    changes = [*([] if config.run.resume else ["with run.resume = true"]), *(["without fresh"] if fresh else [])]
+    again = ", ".join(["make the same call again", *changes])
+    with telling_how_to_go_on(config, again if shows else "") as stopped:
+        run_alone(work, config, callbacks=tuple(callbacks), progress=progress, dashboard=dashboard)
+        run = Run(config.run_dir)
+        if run.stopped_early:
+            stopped()
+    return run

@@ -6,11 +6,12 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TextIO
 
+from offbeat.api import session
 from offbeat.api.session import PRIVATE_UMASK
 from offbeat.config.load import load_config
 from offbeat.config.root import Config
@@ -57,25 +58,17 @@ def _train(train: Callable[..., Result | None], args: argparse.Namespace, overri
     return 130 if result.stopped_early else 0
 
 
-@contextmanager
-def telling_how_to_go_on(config: Config, args: argparse.Namespace, command: Sequence[str]) -> Iterator[Callable[[], None]]:
+def telling_how_to_go_on(
+    config: Config, args: argparse.Namespace, command: Sequence[str],
+) -> AbstractContextManager[Callable[[], None]]:
     """Print at the end the command with which a run goes on, if the body calls what this yields, or was interrupted after a checkpoint.
 
     Args:
         command: the words of that command.
     """
-    stopped: list[bool] = []
-    try:
-        yield lambda: stopped.append(True)
-    except KeyboardInterrupt:
-        if any((config.run_dir / "checkpoints").glob("*/complete.json")):
-            stopped.append(True)
-        raise
-    finally:
-        if stopped and not args.json:
-            resumes = [] if config.run.resume else ["--run.resume", "true"]
-            again = "start it with torchrun as before" if config.run.mode == "spmd" else shlex.join([*command, *resumes])
-            print(f"to go on: {again}", flush=True)
+    resumes = [] if config.run.resume else ["--run.resume", "true"]
+    again = "start it with torchrun as before" if config.run.mode == "spmd" else shlex.join([*command, *resumes])
+    return session.telling_how_to_go_on(config, "" if args.json else again)
 
 
 def given_words(*words: str) -> list[str]:

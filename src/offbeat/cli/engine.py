@@ -51,6 +51,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "memory, or half of what is free on an accelerator)")
     parser.add_argument("--max-adapters", type=int, default=32, help="LoRA adapters held at once (default: 32)")
     parser.add_argument("--max-adapter-rank", type=int, default=64, help="largest rank of an adapter (default: 64)")
+    parser.add_argument(
+        "--stall-timeout-s", type=float, default=60.0,
+        help="seconds for which a step may compute nothing before /health says that the engine is slow or hung; a step that computes may "
+        "take five times as long (default: 60)")
     parser.add_argument("--threads", type=int, default=usable_cores(), help="CPU threads (default: one for each core that it may use)")
     parser.add_argument("--device", type=int, default=None, help="accelerator to use, by number (default: the CPU)")
     parser.add_argument("--key-file", metavar="FILE", help="file with the required bearer token (default: $OFFBEAT_API_KEY)")
@@ -81,7 +85,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     options = EngineOptions(
         model=str(model), dtype=args.dtype, forward=args.forward, max_running=args.max_running, max_queued=args.max_queued,
         max_context=args.max_context, max_cache_bytes=args.max_cache_bytes, max_adapters=args.max_adapters,
-        max_adapter_rank=args.max_adapter_rank, api_key=key, version=-1)
+        max_adapter_rank=args.max_adapter_rank, stall_timeout_s=args.stall_timeout_s, api_key=key, version=-1)
     asyncio.run(_serve(args, options))
     return 0
 

@@ -40,6 +40,9 @@ class InferenceConfig(Section):
     probe_interval_s: float = field(2.0, "Seconds between two health probes of an engine.", gt=0)
     probe_timeout_s: float = field(
         15.0, "Seconds for an engine to answer a probe before it is quarantined. A server on a busy CPU may need several.", gt=0)
+    stall_timeout_s: float = field(
+        60.0, "Seconds for which a step of the embedded engine may compute nothing before the engine counts as hung and is quarantined; a "
+        "step that computes may take five times as long. Raise it for a machine that is overloaded or very slow.", gt=0)
     heal_timeout_s: float = field(
         120.0, "Seconds with fewer than min_engines after which the run gives up waiting for an engine to recover.", gt=0)
     request_timeout_s: float = field(

@@ -299,7 +299,7 @@ class _Training:
             told = f"{evaluation.title} {evaluation.accuracy:.3f} after step {global_step} ({prompts})"
             self._record.console.note(f"{told}{evaluation.shares_text}")
             self._highlights = self._highlights.evaluated(
-                evaluation.name, evaluation.accuracy, num_prompts=evaluation.num_prompts, first=global_step == 0)
+                evaluation.name, evaluation.accuracy, num_prompts=evaluation.num_prompts, global_step=global_step)
             check_known(evaluation, self._config.evaluate.keep_best)
             if (value := evaluation.metrics().get(self._config.evaluate.keep_best)) is not None:
                 self._highlights = self._highlights.measured(self._config.evaluate.keep_best, value, global_step=global_step)

@@ -29,10 +29,15 @@ class Step:
 
 @dataclass(frozen=True)
 class SetHighlights:
-    """Accuracy on an evaluation set before the first step and at the last evaluation; None where there was none."""
+    """Accuracy on an evaluation set before the first step and at the last evaluation after one; None where there was none.
+
+    Attributes:
+        after_step: steps done at that last evaluation.
+    """
 
     before: float | None = None
     after: float | None = None
+    after_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,9 @@ class Highlights:
     """What a run is remembered by, over all its resumptions.
 
     Attributes:
-        heldout_before, heldout_after: accuracy before the first step and at the last evaluation; None without held-out prompts.
-        heldout_prompts: prompts of which the latter is.
+        heldout_before, heldout_after: accuracy before the first step and at the last evaluation after one; None where there was none.
+        heldout_after_step: steps done at that last evaluation.
+        heldout_prompts: prompts of that last evaluation.
         max_staleness: versions between a trained token's policy and the trainer, at most.
         max_logprob_gap: largest difference of trainer's and engines' mean canary log-probability under the same weights.
         trained_tokens: of supervised fine-tuning.
@@ -71,6 +77,7 @@ class Highlights:
 
     heldout_before: float | None = None
     heldout_after: float | None = None
+    heldout_after_step: int | None = None
     heldout_prompts: int = 0
     max_staleness: int = 0
     max_logprob_gap: float = 0.0
@@ -85,13 +92,13 @@ class Highlights:
         before, after = self.heldout_before, self.heldout_after
         return before is not None and after is not None and has_fallen(before, after, num_prompts=self.heldout_prompts)
 
-    def evaluated(self, name: str, accuracy: float, *, num_prompts: int, first: bool) -> "Highlights":
-        """Return these with the accuracy on a set, "" for the held-out prompts; the `first` is that before the first step."""
+    def evaluated(self, name: str, accuracy: float, *, num_prompts: int, global_step: int) -> "Highlights":
+        """Return these with the accuracy on a set, "" for the held-out prompts, after so many steps."""
         if not name:
-            before = accuracy if first else self.heldout_before
-            return replace(self, heldout_after=accuracy, heldout_before=before, heldout_prompts=num_prompts)
-        before = accuracy if first else self.sets.get(name, SetHighlights()).before
-        return replace(self, sets=self.sets | {name: SetHighlights(before, accuracy)})
+            after = {"heldout_after": accuracy, "heldout_after_step": global_step, "heldout_prompts": num_prompts}
+            return replace(self, **(after if global_step else {"heldout_before": accuracy}))
+        measured = {"after": accuracy, "after_step": global_step} if global_step else {"before": accuracy}
+        return replace(self, sets=self.sets | {name: replace(self.sets.get(name, SetHighlights()), **measured)})
 
     def measured(self, metric: str, value: float, *, global_step: int) -> "Highlights":
         """Return these with an evaluation of the metric by which the best one is known."""

@@ -100,6 +100,7 @@ class SftResult:
         trained_tokens: that the loss was taken of, over all resumptions.
         final_loss: of the last step, the mean over its tokens; None if there was nothing left to do.
         accuracy: held-out accuracy at the last evaluation; None without one.
+        accuracy_step: steps done at that evaluation.
         stopped_early: the user asked to stop; the same command goes on.
     """
 
@@ -107,6 +108,7 @@ class SftResult:
     trained_tokens: int
     final_loss: float | None
     accuracy: float | None
+    accuracy_step: int | None
     stopped_early: bool
 
 
@@ -188,6 +190,7 @@ class _Teaching:
         self._trained_tokens = 0
         self._loss: float | None = None
         self._accuracy: float | None = None
+        self._accuracy_step: int | None = None
 
     async def run(self) -> SftResult:
         parts, state, lesson = self._parts, self._state, self._lesson
@@ -210,7 +213,8 @@ class _Teaching:
         if lesson.standalone and not self._finished:
             await self._checkpoints.export()
         return SftResult(
-            self._step, self._trained_tokens, self._loss, self._accuracy, stopped_early=state.stopping and not self._finished)
+            self._step, self._trained_tokens, self._loss, self._accuracy, self._accuracy_step,
+            stopped_early=state.stopping and not self._finished)
 
     @property
     def _finished(self) -> bool:
@@ -230,7 +234,7 @@ class _Teaching:
         if (last or (every and self._step % every == 0)) and not self._state.stopping:
             outcome = await lesson.evaluate()
             if outcome is not None:
-                self._accuracy = outcome.accuracy
+                self._accuracy, self._accuracy_step = outcome.accuracy, self._step
                 stats |= outcome.metrics()
                 self._record.console.note(f"held-out accuracy {outcome.accuracy:.3f} after {self._step} {lesson.word} steps")
         stats["step/total_s"] = time.monotonic() - start
@@ -246,13 +250,15 @@ class _Teaching:
         with self._record.tracer.span("checkpoint", "controller"):
             await self._checkpoints.save(
                 self._step, version=self._state.version, head=HeadState(self._stream.state(), ()),
-                highlights=Highlights(heldout_after=self._accuracy, trained_tokens=self._trained_tokens))
+                highlights=Highlights(
+                    heldout_after=self._accuracy, heldout_after_step=self._accuracy_step, trained_tokens=self._trained_tokens))
         self._record.events.record(f"{self._lesson.events}_checkpoint", step=self._step)
 
     def _resume(self, saved: SavedState) -> None:
         lesson = self._lesson
         self._step, self._state.version = saved.global_step, saved.version
-        self._accuracy, self._trained_tokens = saved.highlights.heldout_after, saved.highlights.trained_tokens
+        marks = saved.highlights
+        self._accuracy, self._accuracy_step, self._trained_tokens = marks.heldout_after, marks.heldout_after_step, marks.trained_tokens
         self._stream.restore(saved.heads[self._parts.head].stream)
         # The rows after a warm-up are of reinforcement learning that left no checkpoint, and begins again.
         self._record.resume_after(saved.global_step if lesson.standalone else -1)

@@ -90,11 +90,13 @@ def _training(run: RunFiles, run_dir: Path, card: Card) -> Iterator[tuple[str, s
 def _evaluation(run: RunFiles, card: Card) -> Iterator[str]:
     """Yield a table of what evaluations found before the training and of this model."""
     rows = []
+    end = max((int(row["global_step"]) for row in run.metrics if "global_step" in row), default=0)
     for figure in figures_of(run):
-        steps = [step for step in sorted(figure.values) if card.step is None or step <= card.step]
+        steps = [step for step in sorted(figure.values) if step > 0 and (card.step is None or step <= card.step)]
         if steps and (card.step is None or steps[-1] == card.step):
-            before = figure.at(0) if steps[0] == 0 and len(steps) > 1 else "–"
-            rows.append(f"| {_cell(figure.title)} | {before} | {figure.at(steps[-1])} |")
+            before = figure.at(0) if 0 in figure.values else "–"
+            when = f", after step {steps[-1]} of {end}" if card.step is None and steps[-1] < end else ""
+            rows.append(f"| {_cell(figure.title)} | {before} | {figure.at(steps[-1])}{when} |")
     if rows:
         yield from ("## Evaluation", "", "| on held-out prompts | before training | this model |", "|---|---|---|", *rows, "")
         yield from ("In brackets stand 95 % intervals.", "")

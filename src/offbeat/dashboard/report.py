@@ -98,14 +98,23 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def _when(evaluated: Sequence[float], last: float) -> str:
+    """Say after which steps the first and the last evaluation were, of a run that has done `last` steps."""
+    where = "before the first step" if evaluated[-1] == 0 else "" if evaluated[-1] == last else f"after step {evaluated[-1]:.0f}"
+    if len(evaluated) == 1:
+        return where or "after the last step"
+    return f"first → last{where and f', {where}'}"
+
+
 def _key_figures(run: RunFiles) -> Iterator[tuple[str, str, str]]:
     """Yield (label, value, remark) of each figure for which there is data."""
+    steps = [row["global_step"] for row in run.metrics if "global_step" in row]
     sets = {"held-out accuracy": "eval/accuracy"} | {f"accuracy on {name}": f"eval/{name}/accuracy" for name in evaluation_sets(run)}
     for label, name in sets.items():
-        if found := run.values(name):
-            yield label, " → ".join(f"{found[i]:.2f}" for i in sorted({0, len(found) - 1})), "first → last"
+        if found := run.points(name):
+            values = [found[0], *found[1:][-1:]]
+            yield label, " → ".join(f"{value:.2f}" for _, value in values), _when([step for step, _ in values], max(steps))
     seconds = run.values("step/total_s")
-    steps = [row["global_step"] for row in run.metrics if "global_step" in row]
     if steps:
         total = run.setting("run", "total_steps")
         yield "steps", str(max(steps)), f"of {total}" if total else ""

@@ -21,6 +21,7 @@ from offbeat.engine.engine import Engine
 from offbeat.engine.request import Event, Request, ScoreJob
 from offbeat.engine.versions import Source
 from offbeat.errors import EngineError
+from offbeat.pulse import Signs
 from offbeat.types import Version
 
 T = TypeVar("T")
@@ -41,11 +42,13 @@ class EngineLoop:
 
     Attributes:
         error: why the engine ended; None while it runs.
+        num_rounds: rounds begun, each the commands that came and a step.
     """
 
     def __init__(self, engine: Engine, *, deliver: Callable[[list[Event]], None]) -> None:
         self.engine = engine
         self.error: EngineError | None = None
+        self.num_rounds = 0
         self._deliver = deliver
         self._commands: list[Command] = []
         self._events: list[Event] = []
@@ -139,6 +142,7 @@ class EngineLoop:
                 self._wake.wait()
             commands, self._commands = self._commands, []
             self._busy_since_s = time.monotonic()
+            self.num_rounds += 1
         for command in commands:
             try:
                 command.run()
@@ -153,6 +157,13 @@ class EngineLoop:
         """Seconds that the current round has taken so far, commands between steps included; 0 while there is nothing to do."""
         since_s = self._busy_since_s
         return 0.0 if since_s is None else time.monotonic() - since_s
+
+    def signs(self) -> Signs:
+        """Return the signs of life of the engine's thread, and of the threads that compute for it, visible now."""
+        native = self._thread.native_id
+        assert native is not None, "the engine has started"
+        others = {thread.native_id for thread in threading.enumerate() if thread is not self._thread}
+        return Signs.read(self.num_rounds, native, others)
 
     def _refuse(self, request: Request | ScoreJob, error: Exception) -> None:
         refusal = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")

@@ -25,6 +25,7 @@ class EngineOptions:
         max_prefill_tokens: prompt tokens, padding included, computed in one step before decoding continues.
         max_adapters: LoRA adapters held at once; to make room, the least recently used that no request uses is evicted.
         max_adapter_rank: largest rank of an adapter.
+        stall_timeout_s: seconds without computing after which a step counts as hung; see `stall.StepWatch`.
         seed: seed of the engine's own generator, which serves requests without a seed.
         api_key: bearer token that every request must carry; empty for none.
         version: version of the weights in `model`; -1 before a run has published any.
@@ -42,6 +43,7 @@ class EngineOptions:
     max_prefill_tokens: int = 8192
     max_adapters: int = 32
     max_adapter_rank: int = 64
+    stall_timeout_s: float = 60.0
     seed: int = 0
     api_key: str = field(default="", repr=False)
     version: Version = 0
@@ -52,6 +54,8 @@ class EngineOptions:
             value = getattr(self, name)
             if value < least:
                 raise ConfigError(f"engine option {name} must be >= {least}, got {value}")
+        if not self.stall_timeout_s > 0:
+            raise ConfigError(f"engine option stall_timeout_s must be > 0, got {self.stall_timeout_s}")
 
 
 @dataclass(frozen=True)

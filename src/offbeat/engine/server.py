@@ -32,6 +32,7 @@ from offbeat.engine.loop import EngineLoop
 from offbeat.engine.metrics import registry_of
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import Event, Output, Request, Scored, ScoreJob
+from offbeat.engine.stall import LOOKED_AT_S, StepWatch
 from offbeat.engine.versions import Source, fingerprint_tensors
 from offbeat.engine.web import Disconnected, Handler, HttpServer, error_answer, json_answer, refusal, refusal_of
 from offbeat.engine.wire import (
@@ -53,8 +54,6 @@ from offbeat.types import Version
 T = TypeVar("T")
 
 DEFAULT_MAX_TOKENS = 16
-STALLED_S = 60.0
-"""A step that takes longer is assumed to hang; the slowest real ones take seconds."""
 _KEEP_ALIVE_S = 30
 _MAX_NAMES = 8
 """Number of adapters that are named to someone who asks for an unknown model."""
@@ -82,6 +81,7 @@ class EngineServer:
         self._engine = load_engine(options)
         self._tokenizer = self._engine.tokenizer
         self._loop = EngineLoop(self._engine, deliver=self._deliver)
+        self._steps = StepWatch(options.stall_timeout_s)
         self._registry = registry_of(self._engine)
         self._chats = Chats(self._engine, self._outputs, self._adapter_of, model_name=self._model_name)
         self._inboxes: dict[str, _Numbered] = {}
@@ -258,13 +258,18 @@ class EngineServer:
         engine, error = self._engine, self._loop.error
         if error is not None:
             return error_answer(str(error), status=500)
-        if (round_s := self._loop.round_s) > STALLED_S:
-            return error_answer(f"the engine has been in one step for {round_s:.0f} s, so its computation hangs", status=500)
+        if stall := self._stall():
+            return error_answer(stall, status=500)
         pause = self._pause_by and {"by": self._pause_by, "for_s": round(time.monotonic() - self._pause_s, 3)}
         return json_answer(msgspec.json.encode({
             "status": "paused" if engine.paused else "asleep" if engine.asleep else "ok", "paused": pause or None,
             "version": engine.version, "running": engine.num_running, "waiting": engine.num_waiting, "max_context": engine.max_context,
             "max_adapter_rank": self._options.max_adapter_rank}))
+
+    def _stall(self) -> str:
+        """Say what is wrong with the step that the engine is in; empty if nothing is."""
+        loop, step_s = self._loop, self._loop.round_s
+        return self._steps.look(loop.num_rounds, step_s, loop.signs(), now_s=time.monotonic()) if step_s >= LOOKED_AT_S else ""
 
     async def _metrics(self, _: HttpRequest) -> Response:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)

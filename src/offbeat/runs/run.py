@@ -66,7 +66,9 @@ class RunResult:
     """What `result.json` of `offbeat train` says.
 
     Attributes:
-        heldout_before, heldout_after: accuracy before and after reinforcement learning; None without held-out prompts.
+        heldout_before, heldout_after: held-out accuracy before reinforcement learning, and at the last evaluation after a step of it; None
+            where it was not measured.
+        heldout_after_step: steps done at that last evaluation.
         warm_up_steps: supervised steps before it, over all resumptions.
         steps: reinforcement-learning steps.
         train_wall_s: seconds of warm-up and reinforcement learning together, evaluations included.
@@ -83,6 +85,7 @@ class RunResult:
 
     heldout_before: float | None
     heldout_after: float | None
+    heldout_after_step: int | None
     warm_up_steps: int
     steps: int
     train_wall_s: float
@@ -106,6 +109,7 @@ class SupervisedResult:
     trained_tokens: int
     final_loss: float | None
     accuracy: float | None
+    accuracy_step: int | None
     train_wall_s: float
     startup_wall_s: float
     seed: int
@@ -144,7 +148,8 @@ def run_training(config: Config, console: Console, *, debug: bool = False, fresh
             result = TrainResult(0, begun, stopped_early=True) if interrupted else await train(parts, state, begun)
         marks = result.highlights
         return RunResult(
-            heldout_before=marks.heldout_before, heldout_after=marks.heldout_after, warm_up_steps=marks.warm_up_steps, steps=result.steps,
+            heldout_before=marks.heldout_before, heldout_after=marks.heldout_after, heldout_after_step=marks.heldout_after_step,
+            warm_up_steps=marks.warm_up_steps, steps=result.steps,
             train_wall_s=round(time.monotonic() - ready + base_wall_s, 3), startup_wall_s=round(ready - start - base_wall_s, 3),
             max_staleness_seen=marks.max_staleness, max_logprob_gap=marks.max_logprob_gap, seed=config.run.seed,
             torch_in_controller="torch" in sys.modules, controller_memory_bytes=peak_memory_bytes(), stopped_early=result.stopped_early,
@@ -189,6 +194,7 @@ def _run_lesson(
         result = await learn(parts, state)
         return SupervisedResult(
             steps=result.steps, trained_tokens=result.trained_tokens, final_loss=result.final_loss, accuracy=result.accuracy,
+            accuracy_step=result.accuracy_step,
             train_wall_s=round(time.monotonic() - ready, 3), startup_wall_s=round(ready - start, 3), seed=config.run.seed,
             torch_in_controller="torch" in sys.modules, controller_memory_bytes=peak_memory_bytes(), stopped_early=result.stopped_early)
 

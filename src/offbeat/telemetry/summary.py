@@ -40,7 +40,9 @@ def _hidden(_value: Any) -> str:
 _NAMES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "heldout_before": ("held-out accuracy before", _share),
     "heldout_after": ("held-out accuracy after", _share),
+    "heldout_after_step": ("", _hidden),
     "accuracy": ("held-out accuracy", _share),
+    "accuracy_step": ("", _hidden),
     "warm_up_steps": ("supervised warm-up steps", _plain),
     "steps": ("training steps", _plain),
     "trained_tokens": ("tokens trained on", lambda value: f"{value:,}"),
@@ -59,8 +61,17 @@ _NAMES: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def in_words(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield name and value of each entry of a summary, in its order; what has no value, and what only programs ask for, is left out."""
+    """Yield name and value of each entry of a summary, in its order; what has no value, and what only programs ask for, is left out.
+
+    An entry `x_step` says after which step `x` was measured, which is shown beside it unless it was the last. Of `x_before` and `x_after`,
+    the latter is shown also where it was not measured.
+    """
     for key, value in summary.items():
+        if key.removesuffix("_step") in summary and key.endswith("_step"):
+            continue
         name, write = _NAMES.get(key, (key.replace("_", " "), _plain))
         if value is not None and (shown := write(value)):
-            yield name, shown
+            measured = summary.get(f"{key}_step")
+            yield name, shown if measured in (None, summary.get("steps")) else f"{shown} after step {measured}"
+        elif value is None and key.endswith("_after") and summary.get(f"{key.removesuffix('after')}before") is not None:
+            yield name, "not measured"

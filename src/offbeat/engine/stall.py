@@ -1,0 +1,59 @@
+"""Whether the step that an engine is in has come to a stand: asked by `GET /health`, and so by whoever probes the engine.
+
+A step on an overloaded machine may take minutes, yet it computes whenever it is let to; one that hangs in a lock, a sleep or a read does
+not. So a step may take long as long as it shows signs of life (`offbeat.pulse`), but not for ever: one that computes endlessly, or that
+waits for a device in a loop, is told as well, after several times the patience.
+"""
+
+from offbeat.pulse import LOOK_S, Signs
+
+LOOKED_AT_S = 1.0
+"""Seconds that a step takes before anybody looks at it; most take milliseconds."""
+
+COMPUTING_FACTOR = 5
+"""How many times the patience a step may take that computes."""
+
+_LOOKS = 4
+"""Least number of looks without a sign of life, because the clock goes on while the whole process is stopped."""
+
+
+class StepWatch:
+    """Judges steps by looks at them, of which there are at most as many as probes. Pure."""
+
+    def __init__(self, patience_s: float) -> None:
+        """Prepare to judge; `patience_s` is how long a step may stand still."""
+        self._patience_s = patience_s
+        self._step = -1
+        self._before = Signs(0, 0.0)
+        self._looked_s = 0.0
+        self._still_s = 0.0
+
+    def look(self, step: int, step_s: float, signs: Signs, *, now_s: float) -> str:
+        """Take in a look at a step.
+
+        Args:
+            step: its number.
+            step_s: seconds that it has taken so far.
+            signs: of the thread that does it and of its libraries' threads.
+            now_s: time of the look, by any clock.
+
+        Returns:
+            What is wrong with it, as a sentence; empty if nothing is.
+        """
+        seconds = now_s - self._looked_s
+        if step != self._step:
+            self._step, self._before, self._looked_s, self._still_s = step, signs, now_s, 0.0
+        elif seconds >= LOOK_S:
+            still = not signs.since(self._before, seconds)
+            self._before, self._looked_s = signs, now_s
+            self._still_s = self._still_s + min(seconds, self._patience_s / _LOOKS) if still else 0.0
+        if self._still_s >= self._patience_s:
+            return self._told(step_s, f"and has computed nothing for {self._still_s:.0f} s of it")
+        if step_s >= COMPUTING_FACTOR * self._patience_s:
+            return self._told(step_s, "although it computes")
+        return ""
+
+    def _told(self, step_s: float, how: str) -> str:
+        return (
+            f"the engine is slow or hung: it has been in one step for {step_s:.0f} s, {how}; if the machine is that slow, raise"
+            f" inference.stall_timeout_s (of offbeat engine --stall-timeout-s) above {self._patience_s:g}")
