@@ -71,7 +71,27 @@ def test_the_use_of_devices_is_shown_where_their_peak_is_known():
     with Console("live", stream=stream) as console:
         console.start("run", 100)
         console.update(1, used)
-    assert re.search(r"memory +1\.5 GiB peak +MFU +38%", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()))
+    assert re.search(r"memory +1\.5 GiB peak +MFU +38%", written(stream))
+    stream = Terminal()
+    with Console("live", stream=stream) as console:
+        console.start("run", 100)
+        console.update(1, METRICS)
+        assert "MFU" not in written(stream) and "memory" not in written(stream)
+        console.update(2, METRICS | {"train/peak_memory_bytes": 2**30})
+        assert "1.0 GiB peak" in written(stream) and "MFU" not in written(stream)
+
+
+def test_a_narrow_terminal_shows_whole_explanations_and_the_newest_values(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = Terminal()
+    with Console("live", stream=stream) as console:
+        console.start("run", 100)
+        for step in range(1, 31):
+            console.update(step, METRICS | {"reward/mean": float(step == 30)})
+    last = written(stream)[written(stream).rindex("reward") :]
+    assert last.splitlines()[0].split()[2].endswith("▁█") and "…" not in last
+    assert "\nstaleness: age in versions of the weights that sampled a token; mean and max" in last
+    assert "\nlog-prob gap: log-probability of a token, trainer vs. engine; mean and max" in last
 
 
 def test_what_is_not_self_evident_is_explained_once_and_only_where_it_is_shown():

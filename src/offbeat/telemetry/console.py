@@ -34,10 +34,12 @@ _HISTORY = 24
 _HELD_OUT = "eval/accuracy"
 _STALENESS = "rollout/staleness_mean_versions"
 _LEGEND = {
-    "stale": "versions that a sampled token's weights are behind those of its step, mean and largest",
-    "gap": "log-probability of a sampled token, trainer's less engine's: staleness and numerics together, mean and largest",
+    "stale": "age in versions of the weights that sampled a token; mean and max",
+    "gap": "log-probability of a token, trainer vs. engine; mean and max",
 }
-"""What is not self-evident of a step's figures; shown once."""
+"""What is not self-evident of a step's figures, in words that fit a narrow terminal; shown once."""
+_BESIDE_SPARKLINES = 64
+"""Columns of the live table without its sparklines."""
 _SPANS = {
     "rollout": "waiting for rollouts", "advantage": "computing advantages", "score": "scoring samples", "train": "training",
     "publish": "publishing the weights", "evaluate": "evaluating", "checkpoint": "saving a checkpoint"}
@@ -226,14 +228,19 @@ class Console:
         table = Table.grid(padding=(0, 2))
         for style in ("dim", "bold", "cyan", "dim", "bold"):
             table.add_column(style=style)
-        left = [("reward", "reward/mean"), ("held-out", _HELD_OUT), ("tokens/s", ""), ("s/step", ""), ("memory", "")]
-        right = ["staleness", "log-prob gap", "loss", "grad norm", "MFU"]
+        left = [("reward", "reward/mean"), ("held-out", _HELD_OUT), ("tokens/s", ""), ("s/step", "")]
+        right = ["staleness", "log-prob gap", "loss", "grad norm"]
+        newest = max(min(self._rich.width - _BESIDE_SPARKLINES, _HISTORY), 1)
         for (label, history), other in zip(left, right, strict=True):
-            table.add_row(label, values[label], sparkline(tuple(self._history.get(history, ()))), other, values[other])
+            table.add_row(label, values[label], sparkline(tuple(self._history.get(history, ()))[-newest:]), other, values[other])
+        known = [label for label, metric in (("memory", "train/peak_memory_bytes"), ("MFU", "train/mfu")) if metric in shown]
+        if known:  # MFU is that of devices whose peak is known
+            first, second = (*known, "")[:2]
+            table.add_row(first, values[first], "", second, values.get(second, ""))
         if _STALENESS in shown:
             self._explained = True
         legend = [
-            Text(f"{name}: {meaning}", style="dim", no_wrap=True, overflow="ellipsis")
+            Text(f"{name}: {meaning}", style="dim")
             for name, meaning in zip(("staleness", "log-prob gap"), _LEGEND.values(), strict=True)] if self._explained else []
         if now and self._samples is not None:
             now.append(Text(f"kill -USR1 {os.getpid()} shows the best and the worst sample of the last step", style="dim", no_wrap=True))

@@ -44,7 +44,7 @@ _NAMES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "max_logprob_gap": ("largest gap to the engines after a publish", _plain),
     "seed": ("seed", _plain),
     "torch_in_controller": ("", _hidden),
-    "controller_memory_bytes": ("memory of this process", _megabytes),
+    "controller_memory_bytes": ("memory of the controller", _megabytes),
     "stopped_early": ("stopped early", _early),
 }
 """By name in `result.json`: what people call it, and how its value is written; what comes out empty is not shown."""
