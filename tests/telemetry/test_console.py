@@ -10,6 +10,7 @@ import pytest
 
 from offbeat.phase import phase, waiting_for
 from offbeat.telemetry.console import Console, choose_mode, compact, doing, plain_line, sparkline
+from offbeat.telemetry.notebook import CellOutput
 from offbeat.telemetry.pace import Pace
 
 METRICS = {
@@ -159,6 +160,30 @@ def test_samples_are_shown_when_someone_asks():
     assert stream.getvalue().splitlines() == [
         "  no step is done yet, so there are no samples to show", "  best", "    given │ 31>",
         "  the samples cannot be shown: ZeroDivisionError: integer division or modulo by zero"]
+
+
+def test_in_a_notebook_one_output_has_all_notes_and_the_newest_steps(monkeypatch):
+    shown = []
+
+    def show(text):
+        shown.append([text])
+        return shown[-1].append
+
+    monkeypatch.setattr("offbeat.telemetry.console.CellOutput", lambda: CellOutput(show, clock=lambda: 0.0))
+    with Console("notebook", stream=io.StringIO()) as console:
+        console.start("sort8 · grpo", 30)
+        assert shown == [["sort8 · grpo"]]
+        for step in range(1, 31):
+            if step == 3:
+                console.note("checkpoint saved")
+            console.update(step, METRICS)
+        assert len(shown[0]) == 4, "steps that follow one another at once are shown together with what comes next"
+        console.finish({"held-out accuracy": 0.88})
+    [versions] = shown
+    lines = versions[-1].splitlines()
+    assert [line.split("  ")[0].split(":")[0] for line in lines if not line.startswith("  ")] == [
+        "sort8 · grpo", *(f"step {step}/30" for step in range(23, 31))]
+    assert [line.split()[0] for line in lines if line.startswith("  ")] == ["stale:", "gap:", "checkpoint", "held-out"]
 
 
 def test_json_shows_one_object_per_line():

@@ -51,10 +51,11 @@ function ago(seconds) {
 
 // ---- runs and views
 
+const trained = () => runs.filter(run => !run.is_evaluation);
 async function showRuns() {
   runs = await ask("runs");
   const select = byId("run"), names = runs.map(run => run.name);
-  if (!names.includes(state.run)) remember({ run: names[0] || "" });
+  if (!names.includes(state.run)) remember({ run: (trained()[0] || runs[0] || { name: "" }).name });
   if ([...select.options].map(option => option.value).join("\n") !== names.join("\n"))
     select.replaceChildren(...runs.map(run => make("option", { value: run.name }, run.name + (run.is_evaluation ? " (evaluation)" : ""))));
   select.value = state.run || "";
@@ -108,7 +109,6 @@ async function poll() {
   }
   setTimeout(poll, POLL_MS);
 }
-const trained = () => runs.filter(run => !run.is_evaluation);
 async function compare() {
   const named = trained().map(run => run.name), chosen = (state.runs ? state.runs.split("\n") : named.slice(0, 4)).filter(name => named.includes(name));
   byId("chosen").replaceChildren(...trained().map(run => {
