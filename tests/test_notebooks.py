@@ -64,7 +64,8 @@ def test_a_run_shows_its_progress_beside_the_kernel_s_loop_and_what_it_made_is_t
 ) -> None:
     folder, cells = executed
     assert "step 24/24" in text_of(cells[3]) and "held-out accuracy after " in text_of(cells[3])
-    assert [each.output_type for each in cells[3].outputs] == ["display_data", "execute_result"], "progress in one place, and the run"
+    assert [each.output_type for each in cells[3].outputs] == ["display_data", "stream", "execute_result"], (
+        "progress in one place, where the report is, and the run")
     assert "Run('runs/notebook'" in text_of(cells[3])
     assert re.search(r"held-out accuracy: 0\.\d\d before reinforcement learning, \d\.\d\d after", text_of(cells[4]))
     assert "reward/mean" in text_of(cells[6]) and "report.html" in text_of(cells[7]) and (folder / "runs/notebook/report.html").is_file()
