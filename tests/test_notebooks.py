@@ -64,13 +64,30 @@ def test_a_run_shows_its_progress_beside_the_kernel_s_loop_and_what_it_made_is_t
 ) -> None:
     folder, cells = executed
     assert "step 24/24" in text_of(cells[3]) and "held-out accuracy after " in text_of(cells[3])
-    assert {each.output_type for each in cells[3].outputs} == {"stream", "execute_result"}, "lines of text, and the run"
+    assert [each.output_type for each in cells[3].outputs] == ["display_data", "stream", "execute_result"], (
+        "progress in one place, where the report is, and the run")
     assert "Run('runs/notebook'" in text_of(cells[3])
     assert re.search(r"held-out accuracy: 0\.\d\d before reinforcement learning, \d\.\d\d after", text_of(cells[4]))
     assert "reward/mean" in text_of(cells[6]) and "report.html" in text_of(cells[7]) and (folder / "runs/notebook/report.html").is_file()
     answers = ast.literal_eval(text_of(cells[8]))
     assert [prompt for prompt, _, _ in answers] == [f"reverse {answer[::-1]}: " for _, answer, _ in answers]
     assert all(isinstance(written, str) and written for _, _, written in answers)
+
+
+def test_progress_is_one_output_of_the_cell_from_another_thread_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = nbformat.v4.new_code_cell(
+        "import sys, threading\nfrom offbeat.telemetry.console import Console, choose_mode\n"
+        "def body():\n    with Console(choose_mode(sys.stdout)) as console:\n        console.start('mine', 40)\n"
+        "        for step in range(1, 41):\n            console.update(step, {})\n        console.note('saved')\n"
+        "thread = threading.Thread(target=body)\nthread.start()\nthread.join()")
+    for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR"):
+        monkeypatch.setenv(name, str(tmp_path / name.lower()))
+    notebook = nbformat.v4.new_notebook(cells=[cell])
+    client = nbclient.NotebookClient(notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}})
+    asyncio.run(client.async_execute())
+    (output,) = notebook.cells[0].outputs
+    lines = output["data"]["text/plain"].splitlines()
+    assert lines[0] == "mine" and lines[-1] == "  saved" and lines[-2].startswith("step 40/40") and len(lines) == 10
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)

@@ -34,17 +34,20 @@ def test_check_says_that_a_valid_configuration_is_valid(capsys, monkeypatch):
     first, *about = capsys.readouterr().out.splitlines()
     assert first == "the default configuration with 1 override is valid; its run goes to runs/first"
     assert about == [
-        "algorithm grpo (arXiv:2402.03300): besides the update's own forward pass, a step computes nothing",
-        "note: each step updates the model once from its samples (algorithm.num_minibatches = 1), so the clip range has no effect;"
-        " algorithm.weight alone limits how far samples from an older version of the model can move it",
         "data: data.task and data.path are both empty, and a run needs one of them",
-        "on this machine, devices: none, train ranks and engines compute on the CPU",
-        "  train.precision = float32: train ranks compute on CPUs, which are seldom faster in bfloat16",
-        "  train.gradient_checkpointing = off: train ranks compute on CPUs, where memory is seldom what ends first",
-        "  train.compile = false: compiling takes a minute and a C compiler, and excludes activations that are computed again; seldom pays"
-        " on a CPU",
-        "  attention = torch's scaled_dot_product_attention, by sequences of similar length: the kernel for rows of many lengths is for"
-        " CUDA in bfloat16"]
+        "algorithm: grpo (arXiv:2402.03300)",
+        "note: each step updates the model once from its samples (algorithm.num_minibatches = 1), so the clip range has no effect;"
+        " algorithm.weight alone limits how far samples from an older version of the model can move it"]
+
+
+def test_check_says_what_a_run_would_choose_where_there_are_devices(capsys, monkeypatch):
+    monkeypatch.setattr(config, "usable_devices", lambda: 2)
+    monkeypatch.setattr(config, "smallest_device", lambda: None)
+    assert call("check") == 0
+    *_, devices, precision, checkpointing, compiling, attention = capsys.readouterr().out.splitlines()
+    assert devices == "on this machine, devices: 1 device for each train rank, 1 device for each engine, of 2 that are visible"
+    assert [line.split(" = ")[0] for line in (precision, checkpointing, compiling, attention)] == [
+        "  train.precision", "  train.gradient_checkpointing", "  train.compile", "  attention"]
 
 
 @pytest.mark.drill
@@ -66,12 +69,12 @@ STALE = "limits how far samples from an older version of the model can move it"
 
 
 @pytest.mark.parametrize(("settings", "computed", "note"), [
-    ((), "nothing", f"algorithm.weight alone {STALE}"),
+    ((), "", f"algorithm.weight alone {STALE}"),
     (("--algorithm.num_minibatches", "2"), "log-probabilities before the first update", ""),
-    (("--algorithm.preset", "prime_rl"), "nothing", ""),
-    (("--algorithm.preset", "raft"), "nothing", ""),
-    (("--algorithm.preset", "cispo"), "nothing", f"nothing {STALE}"),
-    (("--algorithm.preset", "kpop"), "nothing", f"algorithm.filters alone {STALE}"),
+    (("--algorithm.preset", "prime_rl"), "", ""),
+    (("--algorithm.preset", "raft"), "", ""),
+    (("--algorithm.preset", "cispo"), "", f"nothing {STALE}"),
+    (("--algorithm.preset", "kpop"), "", f"algorithm.filters alone {STALE}"),
     (("--algorithm.preset", "deepseek_v32", "--algorithm.entropy_coefficient", "0.1", "--algorithm.num_minibatches", "2"),
      "log-probabilities before the first update and log-probabilities under the reference policy and the entropy of each token", ""),
     (("--algorithm.preset", "sdft"), "log-probabilities under the reference with the answer in its context, a longer prompt", ""),
@@ -81,10 +84,11 @@ STALE = "limits how far samples from an older version of the model can move it"
       "--teacher.top_k", "20"), "log-probabilities and the 20 likeliest tokens under the teacher at http://a, one request for each sample",
      "renormalised over them; the reverse KL on them is biased; the engine sends as many numbers"),
 ])
-def test_check_says_what_a_step_computes_and_which_settings_cannot_act(capsys, settings, computed, note):
+def test_check_says_what_a_step_computes_and_which_settings_cannot_act(capsys, monkeypatch, settings, computed, note):
+    monkeypatch.setattr(config, "usable_devices", lambda: 0)
     assert call("check", *settings) == 0
-    _, about, *notes = capsys.readouterr().out.partition("\ndata: ")[0].splitlines()
-    assert about.endswith(f": besides the update's own forward pass, a step computes {computed}")
+    about, *notes = capsys.readouterr().out.partition("\nalgorithm: ")[2].splitlines()
+    assert about.endswith(f"; besides the update's own forward pass, a step computes {computed}") if computed else about.endswith(")")
     assert [line.endswith(note) for line in notes] == [True] * bool(note)
 
 

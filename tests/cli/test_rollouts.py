@@ -75,6 +75,31 @@ def test_what_a_policy_wrote_cannot_steer_the_terminal(
         assert "[bold red]x[/]" in text
 
 
+@pytest.mark.parametrize("columns", ["80", "120", "40", ""])
+def test_long_texts_are_shortened_and_ids_rewards_and_tokens_never(
+    columns: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    question = "Please sort the following list of numbers, from small to large: " * 20
+    write_rollouts(tmp_path, 1234, [group(question, ("It is rather long. " * 30, 0.3333), ("Short.", -12.25), index=0)])
+    monkeypatch.setenv("COLUMNS", columns) if columns else monkeypatch.delenv("COLUMNS", raising=False)
+    for argv in ([], ["--show", "1234.0.0"]):
+        assert main(["rollouts", str(tmp_path), *argv]) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines() if re.match(r"1234\.0\.\d ", line)]
+        assert [(line[0], line[1]) for line in lines] == [("1234.0.0", "0.3333"), ("1234.0.1", "-12.25")]
+        assert "570" in lines[0] and "6" in lines[1]
+
+
+@pytest.mark.parametrize(("columns", "width"), [("80", 80), ("100", 100), ("", 120)])
+def test_a_list_is_as_wide_as_the_terminal_and_into_a_pipe_120_columns(
+    columns: str, width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_rollouts(tmp_path, 1, [group("a question " * 90, ("an answer " * 90, 1.0), index=0)])
+    monkeypatch.setenv("COLUMNS", columns) if columns else monkeypatch.delenv("COLUMNS", raising=False)
+    assert main(["rollouts", str(tmp_path)]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("1.0.0 "))
+    assert width - 4 <= len(line.rstrip()) <= width and line.count("…") == 2
+
+
 @pytest.mark.parametrize(("argv", "said"), [
     (["--show", "../../etc"], "a rollout is named by step, group and sample"), (["--show", "9.0.0"], "has no rollout 9.0.0"),
     (["--show", "1.0.7"], "has no rollout 1.0.7"),

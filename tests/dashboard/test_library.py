@@ -65,6 +65,28 @@ def test_summaries_say_how_far_runs_are_and_the_newest_comes_first(tmp_path: Pat
     assert Library([tmp_path]).summaries()[0].is_over
 
 
+def test_a_warm_up_says_its_step_until_the_metrics_begin(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    steps = [{"time_s": 1.0 + step, "kind": "sft_step", "step": step} for step in (1, 2, 3)]
+    (tmp_path / "a" / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (*steps, {"time_s": 5.0, "kind": "publish"})))
+    (summary,) = Library([tmp_path]).summaries()
+    assert (summary.last_step, summary.warm_up_step) == (None, 3)
+    (tmp_path / "a" / "metrics.jsonl").write_text('{"global_step": 0}\n')
+    (summary,) = Library([tmp_path]).summaries()
+    assert (summary.last_step, summary.warm_up_step) == (0, None)
+
+
+def test_folders_of_evaluations_are_told_from_runs(tmp_path: Path) -> None:
+    for name in ("run", "run-eval", "elsewhere", "named-eval"):
+        write_run(tmp_path / name)
+    for name in ("run", "named-eval"):
+        (tmp_path / name / "config.toml").touch()
+    (tmp_path / "elsewhere" / "evaluation.json").write_text("{}")
+    found = {each.name: each for each in Library([tmp_path]).summaries()}
+    assert {name for name, each in found.items() if each.is_evaluation} == {"run-eval", "elsewhere"}
+    assert found["elsewhere"].is_over and not found["run-eval"].is_over
+
+
 HOLDER = """
 import sys
 from pathlib import Path

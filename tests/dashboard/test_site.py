@@ -60,6 +60,40 @@ def test_runs_and_their_parts_are_shown(http: TestClient) -> None:
     assert "&quot;a&quot;" in compared and "&quot;b&quot;" in compared
 
 
+def test_before_the_first_step_the_overview_says_how_far_the_warm_up_is_and_that_the_page_refreshes(root: Path, http: TestClient) -> None:
+    folder = root / "warming"
+    folder.mkdir()
+    (folder / "config.toml").write_text("[sft]\ntotal_steps = 300\nstop_at_accuracy = 0.3\n")
+    said = ask(http, "overview", run="warming")["html"]
+    assert "This page refreshes by itself" in said and "report" not in said
+    steps = [{"time_s": 1.0 + step, "kind": "sft_step", "step": step, "train/loss": 1 / step} for step in (1, 2, 2, 3)]
+    steps[2] |= {"eval/accuracy": 0.125}
+    (folder / "events.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    said = ask(http, "overview", run="warming")["html"]
+    assert "step 3 of at most 300, held-out accuracy 0.125 after step 2. The warm-up ends at an accuracy of 0.3." in said
+    assert "Loss of the warm-up" in said and "Held-out accuracy of the warm-up" in said and "No metrics yet" not in said
+    (folder / "metrics.jsonl").write_text('{"global_step": 1, "reward/mean": 0.5, "time_s": 9.0}\n')
+    said = ask(http, "overview", run="warming")["html"]
+    assert "Warming up" not in said and "Loss of the warm-up" in said
+
+
+def test_steps_of_supervised_fine_tuning_are_no_warm_up(root: Path, http: TestClient) -> None:
+    (root / "a" / "events.jsonl").write_text('{"time_s": 1.0, "kind": "sft_step", "step": 1, "train/loss": 0.5}\n')
+    assert "warm-up" not in ask(http, "overview")["html"]
+
+
+def test_an_evaluation_shows_the_figures_of_its_models_as_text(root: Path, http: TestClient) -> None:
+    folder = root / "a-eval"
+    folder.mkdir()
+    (folder / "metrics.jsonl").touch()
+    assert "No model is evaluated yet" in ask(http, "overview", run="a-eval")["html"]
+    metrics = {
+        "eval/accuracy": 0.8125, "eval/accuracy_low": 0.736, "eval/accuracy_high": 0.871, "eval/prompts": 128, "eval/failed_prompts": 0}
+    (folder / "evaluation.json").write_text(json.dumps({"models": [{"model": NASTY, "metrics": metrics}, {"model": "x"}, 3]}))
+    shown = ask(http, "overview", run="a-eval")["html"]
+    assert "<script" not in shown and "<td>accuracy</td><td>0.812 (0.736 to 0.871)</td>" in shown and shown.count("<tr>") == 2
+
+
 def test_nothing_that_a_run_holds_becomes_markup(http: TestClient) -> None:
     for what in ("overview", "timeline", "records", "compare"):
         assert "<script" not in ask(http, what)["html"]

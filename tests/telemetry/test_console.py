@@ -10,6 +10,7 @@ import pytest
 
 from offbeat.phase import phase, waiting_for
 from offbeat.telemetry.console import Console, choose_mode, compact, doing, plain_line, sparkline
+from offbeat.telemetry.notebook import CellOutput
 from offbeat.telemetry.pace import Pace
 
 METRICS = {
@@ -71,7 +72,27 @@ def test_the_use_of_devices_is_shown_where_their_peak_is_known():
     with Console("live", stream=stream) as console:
         console.start("run", 100)
         console.update(1, used)
-    assert re.search(r"memory +1\.5 GiB peak +MFU +38%", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()))
+    assert re.search(r"memory +1\.5 GiB peak +MFU +38%", written(stream))
+    stream = Terminal()
+    with Console("live", stream=stream) as console:
+        console.start("run", 100)
+        console.update(1, METRICS)
+        assert "MFU" not in written(stream) and "memory" not in written(stream)
+        console.update(2, METRICS | {"train/peak_memory_bytes": 2**30})
+        assert "1.0 GiB peak" in written(stream) and "MFU" not in written(stream)
+
+
+def test_a_narrow_terminal_shows_whole_explanations_and_the_newest_values(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = Terminal()
+    with Console("live", stream=stream) as console:
+        console.start("run", 100)
+        for step in range(1, 31):
+            console.update(step, METRICS | {"reward/mean": float(step == 30)})
+    last = written(stream)[written(stream).rindex("reward") :]
+    assert last.splitlines()[0].split()[2].endswith("▁█") and "…" not in last
+    assert "\nstaleness: age in versions of the weights that sampled a token; mean and max" in last
+    assert "\nlog-prob gap: log-probability of a token, trainer vs. engine; mean and max" in last
 
 
 def test_what_is_not_self_evident_is_explained_once_and_only_where_it_is_shown():
@@ -139,6 +160,30 @@ def test_samples_are_shown_when_someone_asks():
     assert stream.getvalue().splitlines() == [
         "  no step is done yet, so there are no samples to show", "  best", "    given │ 31>",
         "  the samples cannot be shown: ZeroDivisionError: integer division or modulo by zero"]
+
+
+def test_in_a_notebook_one_output_has_all_notes_and_the_newest_steps(monkeypatch):
+    shown = []
+
+    def show(text):
+        shown.append([text])
+        return shown[-1].append
+
+    monkeypatch.setattr("offbeat.telemetry.console.CellOutput", lambda: CellOutput(show, clock=lambda: 0.0))
+    with Console("notebook", stream=io.StringIO()) as console:
+        console.start("sort8 · grpo", 30)
+        assert shown == [["sort8 · grpo"]]
+        for step in range(1, 31):
+            if step == 3:
+                console.note("checkpoint saved")
+            console.update(step, METRICS)
+        assert len(shown[0]) == 4, "steps that follow one another at once are shown together with what comes next"
+        console.finish({"held-out accuracy": 0.88})
+    [versions] = shown
+    lines = versions[-1].splitlines()
+    assert [line.split("  ")[0].split(":")[0] for line in lines if not line.startswith("  ")] == [
+        "sort8 · grpo", *(f"step {step}/30" for step in range(23, 31))]
+    assert [line.split()[0] for line in lines if line.startswith("  ")] == ["stale:", "gap:", "checkpoint", "held-out"]
 
 
 def test_json_shows_one_object_per_line():

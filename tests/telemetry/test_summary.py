@@ -12,7 +12,7 @@ def test_values_have_names_and_units_that_people_understand():
         "max_logprob_gap": 4.9084e-07, "controller_memory_bytes": 151_000_000, "trained_tokens": 1_234_567}
     assert dict(in_words(summary)) == {
         "held-out accuracy before": "0.387", "held-out accuracy after": "1.000", "training steps": "120", "time to train": "3 min 5 s",
-        "largest staleness": "1 version", "largest gap to the engines after a publish": "4.908e-07", "memory of this process": "151 MB",
+        "largest staleness": "1 version", "largest gap to the engines after a publish": "4.908e-07", "memory of the controller": "151 MB",
         "tokens trained on": "1,234,567"}
 
 

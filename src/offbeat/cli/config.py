@@ -22,9 +22,9 @@ _DESCRIPTION = """\
 Show, check or explain configurations.
 
   show   print every setting of a run, defaults included, as TOML
-  check  say whether a file and its overrides are valid, what a step of its algorithm computes, and what a run would choose on this
-         machine; exit 2 if it is not valid. The first rows of the data are read, rewards and workflow are loaded, and an objective or a
-         credit of your own is called on synthetic samples
+  check  say whether a file and its overrides are valid, what a step of its algorithm computes, and on a machine with devices what a run
+         would choose; exit 2 if it is not valid. The first rows of the data are read, rewards and workflow are loaded, and an objective
+         or a credit of your own is called on synthetic samples
   docs   print the reference of all settings as Markdown
 """
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         tried = _try(config)
         changed = f" with {len(overrides)} override{'' if len(overrides) == 1 else 's'}" if overrides else ""
         print(f"{args.config or 'the default configuration'}{changed} is valid; its run goes to {config.run_dir}")
-        print("\n".join([*_about(config), *tried, *_here(config), *(_memory(config) if args.memory else [])]))
+        print("\n".join([*tried, *_about(config), *_here(config), *(_memory(config) if args.memory else [])]))
     return 0
 
 
@@ -94,7 +94,7 @@ def _about(config: Config) -> Iterator[str]:
         ("values, before and in an update of the critic", algorithm.needs_critic),
         (_teacher(config), algorithm.needs_teacher),
         ("the entropy of each token", algorithm.needs_entropy)) if needed]
-    yield f"algorithm {name}: besides the update's own forward pass, a step computes {' and '.join(computed) or 'nothing'}"
+    yield f"algorithm: {name}" + (f"; besides the update's own forward pass, a step computes {' and '.join(computed)}" if computed else "")
     if algorithm.ratio_is_one:
         limits = {"algorithm.weight": algorithm.weight != "none", "algorithm.filters": bool(algorithm.filters)}
         acting = [name for name, acts in limits.items() if acts]
@@ -110,11 +110,13 @@ def _about(config: Config) -> Iterator[str]:
 
 
 def _here(config: Config) -> Iterator[str]:
-    """Yield lines on what a run would choose on this machine."""
+    """Yield lines on what a run would choose on this machine, none where it has no devices; `offbeat doctor` says what CPUs do."""
     devices = usable_devices()
+    if not devices:
+        return
     placed = choose_devices(config, devices=devices)
     device = smallest_device() if placed.train.devices_per_rank else None
-    yield f"on this machine, {describe_devices(placed, devices=devices) or 'devices: none, train ranks and engines compute on the CPU'}"
+    yield f"on this machine, {describe_devices(placed, devices=devices)}"
     yield from (f"  {choice}" for choice in step_choices(placed, device=device, shape=shape_of(placed)))
 
 

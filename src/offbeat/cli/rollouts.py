@@ -2,18 +2,20 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
 from offbeat.dashboard.conversation import messages_of
-from offbeat.dashboard.rollout_index import ORDERS, STATUSES, Filter, Found, RolloutIndex
+from offbeat.dashboard.rollout_index import ORDERS, STATUSES, Filter, RolloutIndex
 from offbeat.dashboard.run_files import check_run
 from offbeat.data.kept import Address, KeptGroup, KeptTrajectory, find_group
 from offbeat.data.wire import encode_json
@@ -34,6 +36,14 @@ examples:
   offbeat rollouts runs/my-run --prompt 31752 --json | jq .reward
 """
 
+_PIPE_WIDTH = 120
+"""Columns of a list that is not written to a terminal, unless $COLUMNS says otherwise."""
+_LEAST_TEXT = 12
+"""Columns that a list leaves to a prompt and to a completion, even where its lines then become longer than the terminal."""
+_MOST_REASON = 24
+"""Columns that a list gives to how rollouts ended."""
+_GAP = 2
+"""Columns of a table's padding, for each of its columns."""
 _RANGES = {"step": int, "reward": float, "length": int, "version": int}
 _LARGEST = 2**53
 """Bound of numbers in filters, which the index compares."""
@@ -75,7 +85,8 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     if not 1 <= args.limit <= _LARGEST:
         raise ConfigError(f"--limit must be at least 1 and at most 2^53, got {args.limit}")
     check_run(args.run_dir)
-    console = Console(file=sys.stdout, highlight=False)
+    console = Console(
+        file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() or os.environ.get("COLUMNS") else _PIPE_WIDTH)
     if args.show is not None:
         address = Address.parse(args.show)
         group = find_group(args.run_dir, address)
@@ -100,7 +111,11 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     if not progress.num_rollouts:
         print(f"{args.run_dir} has kept no rollouts yet; telemetry.rollouts_every_steps says how often they are written")
         return 0
-    console.print(_table(found))
+    rows = [(
+        [each.address, _number(each.reward), _number(each.advantage, sign=True), str(each.length),
+         "" if each.version is None else str(each.version), each.reason],
+        [each.prompt, each.preview], "dim" if each.status != "trained" else "") for each in found]
+    _print_table(console, ("id", "reward", "advantage", "tokens", "version", "ended"), ("prompt", "written"), rows)
     shown = f"the first {len(found)} of {total:,}" if total > len(found) else f"{total:,}"
     console.print(_text(f"{shown} rollouts of {progress.num_rollouts:,}; --show ID prints one", style="dim"))
     return 0
@@ -124,19 +139,36 @@ def _filter(args: argparse.Namespace) -> Filter:
     return Filter(**bounds, prompt=args.prompt, text=args.text, reason=args.reason, status=args.status, same_prompt=same)
 
 
-def _table(found: Sequence[Found]) -> Table:
+def _print_table(
+    console: Console, facts: Sequence[str], texts: Sequence[str], rows: Sequence[tuple[Sequence[str], Sequence[str], str]],
+) -> None:
+    """Print a table whose facts are never cut, and whose texts share the width that is left.
+
+    Args:
+        facts, texts: titles of the columns; there are one or two texts.
+        rows: facts, texts and style of each row.
+    """
+    names = (*facts, *texts)
+    shown = [([_visible(_one_line(cell)) for cell in (*row_facts, *row_texts)], style) for row_facts, row_texts, style in rows]
+    wanted = [max(map(cell_len, column)) for column in zip(names, *(cells for cells, _ in shown), strict=True)]
+    whole = [min(want, _MOST_REASON) if name == "ended" else want for name, want in zip(facts, wanted, strict=False)]
+    gaps = _GAP * len(names)
+    widths = [*whole, *_text_widths(wanted[len(facts):], room=console.width - sum(whole) - gaps)]
     table = Table(box=None, header_style="dim", pad_edge=False)
-    for name in ("id", "reward", "advantage", "tokens", "version"):
-        table.add_column(name, justify="left" if name == "id" else "right", no_wrap=True)
-    for name in ("ended", "prompt", "written"):
-        table.add_column(name, no_wrap=True, overflow="ellipsis", ratio={"ended": 1, "prompt": 2, "written": 4}[name])
-    for each in found:
-        style = "dim" if each.status != "trained" else ""
-        cells = (
-            each.address, _number(each.reward), _number(each.advantage, sign=True), str(each.length),
-            "" if each.version is None else str(each.version), each.reason, _one_line(each.prompt), _one_line(each.preview))
-        table.add_row(*(_text(cell) for cell in cells), style=style)
-    return table
+    for name, width in zip(names, widths, strict=True):
+        justify = "right" if name in ("reward", "advantage", "tokens", "version") else "left"
+        table.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis", width=width)
+    for cells, style in shown:
+        table.add_row(*(Text(cell) for cell in cells), style=style)
+    console.width = max(console.width, sum(widths) + gaps)  # a terminal that is too narrow wraps the lines itself
+    console.print(table)
+
+
+def _text_widths(wanted: Sequence[int], *, room: int) -> list[int]:
+    """Divide the columns that are left: a prompt gets a third if it and the completion after it do not both fit; see `_LEAST_TEXT`."""
+    *before, last = wanted
+    widths = [min(want, max(room // 3, room - last, _LEAST_TEXT)) for want in before]
+    return [*widths, min(last, max(room - sum(widths), _LEAST_TEXT))]
 
 
 def _print_group(console: Console, group: KeptGroup, address: Address) -> None:
@@ -149,17 +181,11 @@ def _print_group(console: Console, group: KeptGroup, address: Address) -> None:
         console.print(_text(f"\nThe group was rejected ({group.why}){again}: {group.rejected}", style="yellow"))
     if len(group.trajectories) > 1:
         console.print(_text("\nThe group's samples", style="bold"))
-        table = Table(box=None, header_style="dim", pad_edge=False)
-        for name in ("id", "reward", "advantage", "tokens", "ended"):
-            table.add_column(name, justify="right" if name in ("reward", "advantage", "tokens") else "left", no_wrap=True)
-        table.add_column("written", no_wrap=True, overflow="ellipsis", ratio=1)
-        for place, t in enumerate(group.trajectories):
-            here = Address(address.step, address.is_rejected, address.group, place)
-            cells = (
-                str(here), _number(t.reward), _number(t.advantage, sign=True), str(t.num_generated), t.reason.partition(": ")[0],
-                _one_line(t.completion))
-            table.add_row(*(_text(cell) for cell in cells), style="bold" if place == address.place else "")
-        console.print(table)
+        rows = [(
+            [str(Address(address.step, address.is_rejected, address.group, place)), _number(t.reward), _number(t.advantage, sign=True),
+             str(t.num_generated), t.reason.partition(": ")[0]],
+            [t.completion], "bold" if place == address.place else "") for place, t in enumerate(group.trajectories)]
+        _print_table(console, ("id", "reward", "advantage", "tokens", "ended"), ("written",), rows)
 
 
 def _print_trajectory(console: Console, group: KeptGroup, t: KeptTrajectory, address: Address) -> None:

@@ -21,7 +21,7 @@ from offbeat.data.batch import Batch
 from offbeat.data.dataset import Dataset
 from offbeat.data.stream import PromptStream
 
-_RECORDED = ("train/loss", "train/grad_norm", "step/total_s")
+_RECORDED = ("train/loss", "train/grad_norm", "step/total_s", "eval/accuracy")
 
 
 class LessonConfig(Protocol):
@@ -241,7 +241,7 @@ class _Teaching:
         self._record.console.update(self._step, stats)
         if lesson.standalone:
             self._record.stats.commit(self._stream.state().epoch, self._step, self._step, stats)
-        self._record.events.record(f"{lesson.events}_step", step=self._step, **{name: stats[name] for name in _RECORDED})
+        self._record.events.record(f"{lesson.events}_step", step=self._step, **{name: stats[name] for name in _RECORDED if name in stats})
         await parts.peers.meet("commit_stats")
         if lesson.standalone:
             await self._checkpoints.export_step(self._step)

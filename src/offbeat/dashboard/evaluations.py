@@ -1,18 +1,19 @@
-"""The table of a run's evaluations: each figure's first, highest and last value, with 95 % intervals where there are some.
+"""Tables of evaluations, with 95 % intervals where there are some. Drawn by the report and the live page.
 
-Drawn by the report and the live page.
+A run has a table of each figure's first, highest and last value; a folder of `offbeat eval` one of each model's figures.
 """
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
+from itertools import chain, repeat
 
-from offbeat.dashboard.run_files import RunFiles
+from offbeat.dashboard.run_files import RunFiles, numbers
 
 _METRIC = re.compile(r"eval/(.+)")
 _END = re.compile(r"(.+)_(?:low|high)")
-_NOT_SHOWN = "failed_prompts"
+_NOT_SHOWN = ("failed_prompts", "/prompts")
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,22 @@ def evaluations_html(run: RunFiles) -> str:
     return (
         f'<section><h2>Evaluations</h2><figure class="card wide"><table class="evaluations"><thead><tr>{head}</tr></thead><tbody>{rows}'
         "</tbody></table><p>Of held-out prompts, and of sets by their names; in brackets 95 % intervals.</p></figure></section>")
+
+
+def models_html(run: RunFiles) -> str:
+    """Draw what `offbeat eval` found of each model; empty for a run, and for an evaluation that has not ended a model."""
+    models = run.evaluation.get("models")
+    rows = [(str(model.get("model", "")), model["metrics"]) for model in models if isinstance(model, dict) and isinstance(
+        model.get("metrics"), dict)] if isinstance(models, list) else []
+    found = [(name, replace(run, metrics=[{"global_step": 0} | numbers(metrics)])) for name, metrics in rows]
+    body = "".join(
+        f"<tr><td>{escape(cell)}</td><td>{escape(figure.title)}</td><td>{escape(figure.at(0))}</td></tr>"
+        for name, each in found for cell, figure in zip(chain([name], repeat("")), figures_of(each), strict=False))
+    if not body:
+        return ""
+    return (
+        '<figure class="card wide"><table class="evaluations"><thead><tr><th>model</th><th>figure</th><th>value</th></tr></thead>'
+        f"<tbody>{body}</tbody></table><p>Of held-out prompts, and of sets by their names; in brackets 95 % intervals.</p></figure>")
 
 
 def _cells(figure: Figure) -> Iterator[str]:

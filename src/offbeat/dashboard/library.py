@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat.dashboard.rollout_index import Progress, RolloutIndex
-from offbeat.dashboard.run_files import TRACE, RunFiles, is_run, read_run
+from offbeat.dashboard.run_files import TRACE, RunFiles, is_evaluation, is_run, read_run
+from offbeat.dashboard.warm_up import STEP_EVENT
 from offbeat.data.kept import kept_files
 from offbeat.errors import DataError
+from offbeat.evaluation.files import RESULT_NAME
 from offbeat.telemetry.jsonl import parse_row
 from offbeat.telemetry.run_lock import is_running
 from offbeat.telemetry.trace import TraceReader
 
-_FILES = ("config.toml", "metrics.jsonl", "events.jsonl", TRACE, "result.json")
+_FILES = ("config.toml", "metrics.jsonl", "events.jsonl", TRACE, "result.json", RESULT_NAME)
 _TAIL_BYTES = 1 << 16
 _LOOK_S = 1.0
 _LATELY_S = 600.0
@@ -36,6 +38,8 @@ class Summary:
 
     Attributes:
         last_step: newest step of the metrics; None before the first.
+        warm_up_step: newest step of its supervised warm-up; None where it has none, or the metrics have begun.
+        is_evaluation: whether it is a folder of `offbeat eval`, not of a run.
         changed_s: when one of the files last changed, in wall-clock seconds.
         is_over: whether it has written its result since.
         is_live: whether a process runs it; where that cannot be told, whether it is not over and has written something lately.
@@ -43,6 +47,8 @@ class Summary:
 
     name: str
     last_step: int | None
+    warm_up_step: int | None
+    is_evaluation: bool
     changed_s: float
     is_over: bool
     is_live: bool
@@ -204,16 +210,20 @@ def _size_and_time(path: Path) -> tuple[int, int]:
 
 def _summary(name: str, folder: Path) -> Summary:
     changed = {file: mtime_ns for file, (_, mtime_ns) in zip(_FILES, _stamp(folder), strict=True)}
-    is_over = changed["result.json"] > 0 and changed["result.json"] >= changed["metrics.jsonl"]
+    ended = max(changed["result.json"], changed[RESULT_NAME])
+    is_over = ended > 0 and ended >= changed["metrics.jsonl"]
     changed_s = max(changed.values()) / 1e9
     running = is_running(folder)
     if running is None:
         running = not is_over and time.time() - changed_s < _LATELY_S
-    return Summary(name, _last_step(folder / "metrics.jsonl"), changed_s, is_over=is_over and not running, is_live=running)
+    last_step = _last_number(folder / "metrics.jsonl", "global_step")
+    return Summary(
+        name, last_step, _last_number(folder / "events.jsonl", "step", kind=STEP_EVENT) if last_step is None else None,
+        is_evaluation(folder), changed_s, is_over=is_over and not running, is_live=running)
 
 
-def _last_step(path: Path) -> int | None:
-    """Return the step of the last complete line of a run's metrics."""
+def _last_number(path: Path, name: str, *, kind: str | None = None) -> int | None:
+    """Return a number of the last complete line, of those of a kind, at the end of a run's file; None if there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
@@ -221,5 +231,5 @@ def _last_step(path: Path) -> int | None:
     except OSError:
         return None
     rows = filter(None, map(parse_row, reversed(lines)))
-    step = next((row.get("global_step") for row in rows), None)
-    return step if isinstance(step, int) else None
+    number = next((row.get(name) for row in rows if row.get("kind") == kind), None)
+    return number if isinstance(number, int) else None

@@ -13,9 +13,10 @@ from typing import Any
 
 from offbeat.dashboard import timeline
 from offbeat.dashboard.cards import cards_html, episode_cards, evaluation_sets, main_cards
-from offbeat.dashboard.evaluations import evaluations_html
+from offbeat.dashboard.evaluations import evaluations_html, models_html
 from offbeat.dashboard.run_files import RunFiles, read_run
 from offbeat.dashboard.samples import samples_html
+from offbeat.dashboard.warm_up import progress_html, warm_up_html
 from offbeat.errors import StorageError
 
 _FOLDER = Path(__file__).parent
@@ -55,7 +56,8 @@ def render_report(run: RunFiles) -> str:
         subtitle=escape(subtitle(run)),
         figures=figures_html(run),
         advice=_advice_html(run),
-        charts=_charts_html(run),
+        charts=_charts_html(run, later="Write the report again then."),
+        warm_up=warm_up_html(run),
         evaluations=evaluations_html(run),
         episodes=_episodes_html(run),
         samples=samples_html(run.groups),
@@ -65,10 +67,14 @@ def render_report(run: RunFiles) -> str:
 
 
 def overview_html(run: RunFiles) -> str:
-    """Draw key figures, advice and curves, for the live page."""
+    """Draw key figures, advice and curves, or what an evaluation found, for the live page."""
+    if run.is_evaluation:
+        empty = '<p class="empty">No model is evaluated yet. Results appear here with the first one; this page refreshes by itself.</p>'
+        return f"<section><h2>Evaluation</h2>{models_html(run) or empty}</section>"
     return (
         f'<dl class="figures">{figures_html(run)}</dl>{_advice_html(run)}'
-        f"<section><h2>Curves</h2>{_charts_html(run)}</section>{evaluations_html(run)}{_episodes_html(run)}")
+        f"<section><h2>Curves</h2>{_charts_html(run, later='This page refreshes by itself.')}</section>"
+        f"{warm_up_html(run)}{evaluations_html(run)}{_episodes_html(run)}")
 
 
 def figures_html(run: RunFiles) -> str:
@@ -156,10 +162,11 @@ def _figure(label: str, value: str, remark: str) -> str:
     return f'<div class="figure"><dt>{escape(label)}</dt><dd>{escape(value)}</dd><small>{escape(remark)}</small></div>'
 
 
-def _charts_html(run: RunFiles) -> str:
+def _charts_html(run: RunFiles, *, later: str) -> str:
+    """Draw the curves, or say when there are some; `later` says how they come to be seen."""
     cards = cards_html(main_cards(run))
     if not cards:
-        return '<p class="empty">No metrics yet. They appear here once the first step has ended; write the report again then.</p>'
+        return progress_html(run) or f'<p class="empty">No metrics yet. They appear here when the first step has ended. {later}</p>'
     return f'<div class="cards">{cards}</div>'
 
 

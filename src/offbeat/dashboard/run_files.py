@@ -3,18 +3,22 @@
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from offbeat.data.kept import KeptGroup, kept_files, read_groups
 from offbeat.errors import DataError
+from offbeat.evaluation.files import RESULT_NAME
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.trace import Span, TraceReader, read_trace
 
 TRACE = "trace.json"
 """Name of the time line."""
+
+_EVALUATION_FOLDER = "-eval"
+"""How names of folders of `offbeat eval` end; a folder has its result only when the first model is evaluated."""
 
 _LARGEST = 1e100
 _MOST_GROUPS = 32
@@ -25,6 +29,8 @@ class RunFiles:
     """Records of one run; each is empty if its file is missing.
 
     Attributes:
+        is_evaluation: whether this is a folder of `offbeat eval`, not of a run.
+        evaluation: what `offbeat eval` found.
         groups: of the newest step whose rollouts were kept, the first ones.
     """
 
@@ -35,6 +41,8 @@ class RunFiles:
     events: Sequence[Mapping[str, Any]]
     spans: Sequence[Span]
     result: Mapping[str, Any]
+    is_evaluation: bool = False
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
     groups: Sequence[KeptGroup] = ()
 
     def points(self, metric: str) -> list[tuple[float, float]]:
@@ -72,10 +80,12 @@ def read_run(run_dir: Path, *, trace: TraceReader | None = None) -> RunFiles:
         name=run_dir.resolve().name,
         config_text=config_text,
         config=_toml(config_text),
-        metrics=[_numbers(row) for row in read_json_lines(run_dir / "metrics.jsonl")],
+        metrics=[numbers(row) for row in read_json_lines(run_dir / "metrics.jsonl")],
         events=[row for row in read_json_lines(run_dir / "events.jsonl") if _finite(row.get("time_s"))],
         spans=trace.read() if trace else read_trace(run_dir / TRACE),
         result=_json_object(_text(run_dir / "result.json")),
+        is_evaluation=is_evaluation(run_dir),
+        evaluation=_json_object(_text(run_dir / RESULT_NAME)),
         groups=_newest_groups(run_dir),
     )
 
@@ -93,6 +103,13 @@ def is_run(folder: Path) -> bool:
     return (folder / "config.toml").is_file() or (folder / "metrics.jsonl").is_file()
 
 
+def is_evaluation(folder: Path) -> bool:
+    """Whether a folder, if it has the files of a run, is that of an `offbeat eval`, which has records but no configuration."""
+    if (folder / "config.toml").is_file():
+        return False
+    return (folder / RESULT_NAME).is_file() or folder.resolve().name.endswith(_EVALUATION_FOLDER)
+
+
 def _newest_groups(run_dir: Path) -> list[KeptGroup]:
     files = [file for file in kept_files(run_dir) if not file.is_rejected]
     try:
@@ -106,7 +123,8 @@ def _finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
-def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+def numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a row that can be drawn."""
     return {name: value for name, value in row.items() if _finite(value)}
 
 

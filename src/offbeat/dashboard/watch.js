@@ -51,24 +51,26 @@ function ago(seconds) {
 
 // ---- runs and views
 
+const trained = () => runs.filter(run => !run.is_evaluation);
 async function showRuns() {
   runs = await ask("runs");
   const select = byId("run"), names = runs.map(run => run.name);
-  if (!names.includes(state.run)) remember({ run: names[0] || "" });
+  if (!names.includes(state.run)) remember({ run: (trained()[0] || runs[0] || { name: "" }).name });
   if ([...select.options].map(option => option.value).join("\n") !== names.join("\n"))
-    select.replaceChildren(...names.map(name => make("option", { value: name }, name)));
+    select.replaceChildren(...runs.map(run => make("option", { value: run.name }, run.name + (run.is_evaluation ? " (evaluation)" : ""))));
   select.value = state.run || "";
   const run = runs.find(each => each.name === state.run), pulse = byId("pulse");
   byId("name").textContent = run ? run.name : "no run yet";
   document.title = (run ? run.name + " · " : "") + "offbeat watch";
   if (!run) { pulse.textContent = "waiting for a run to begin"; return; }
   pulse.className = "pulse" + (run.is_live ? " live" : "");
-  const step = run.last_step === null ? "before its first step" : "step " + run.last_step;
+  const step = run.is_evaluation ? "evaluation" : run.last_step !== null ? "step " + run.last_step
+    : run.warm_up_step !== null ? "step " + run.warm_up_step + " of the warm-up" : "before its first step";
   const did = run.is_over ? ", ended " : run.is_live ? ", wrote " : ", interrupted, wrote ";
   pulse.textContent = step + did + ago(Date.now() / 1000 - run.changed_s);
 }
 function showTabs() {
-  byId("tabs").replaceChildren(...Object.entries(VIEWS).filter(([view]) => view !== "compare" || runs.length > 1).map(([view, title]) =>
+  byId("tabs").replaceChildren(...Object.entries(VIEWS).filter(([view]) => view !== "compare" || trained().length > 1).map(([view, title]) =>
     make("button", { type: "button", role: "tab", "aria-selected": String(view === state.view), onclick: () => openView(view) }, title)));
 }
 function openView(view) {
@@ -108,10 +110,10 @@ async function poll() {
   setTimeout(poll, POLL_MS);
 }
 async function compare() {
-  const chosen = (state.runs ? state.runs.split("\n") : runs.slice(0, 4).map(run => run.name)).filter(name => runs.some(run => run.name === name));
-  byId("chosen").replaceChildren(...runs.map(run => {
+  const named = trained().map(run => run.name), chosen = (state.runs ? state.runs.split("\n") : named.slice(0, 4)).filter(name => named.includes(name));
+  byId("chosen").replaceChildren(...trained().map(run => {
     const box = make("input", { type: "checkbox", onchange: () => {
-      const now = runs.map(each => each.name).filter(name => name === run.name ? box.checked : chosen.includes(name));
+      const now = named.filter(name => name === run.name ? box.checked : chosen.includes(name));
       remember({ runs: now.slice(0, 8).join("\n") });
       compare().catch(tell);
     } });

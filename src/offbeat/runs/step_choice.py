@@ -1,8 +1,8 @@
 """Chooses how a training step computes, where the configuration leaves that open ("auto"): in which format, and what is computed again.
 
 Called when devices have been chosen and before anything is started, so that a run's own `config.toml` states the choice; `offbeat doctor`
-and `offbeat config check` say it, with the reason. Torch-free: of a device, only what its driver says is known here, and of a model, its
-`config.json`. The ranks check their own estimate of memory before they load anything.
+says it with the reason, and so does `offbeat config check` on a machine with devices. Torch-free: of a device, only what its driver says is
+known here, and of a model, its `config.json`. The ranks check their own estimate of memory before they load anything.
 """
 
 from collections.abc import Iterator

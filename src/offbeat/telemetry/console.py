@@ -1,5 +1,7 @@
 """Shows the progress of a run: a live table on a terminal, otherwise one aligned line per step, or JSON lines for programs.
 
+In a notebook the lines are one output of the cell, of which those of the newest steps are kept.
+
 The controller calls `open` as soon as there is something to say, `start` before the first step, then `update` once per step and `note` in
 between, then `finish`. On a terminal, the last line says at every moment what the process does and whom it waits for: it reads the phases
 that are announced with `offbeat.phase`. A missing metric is shown as "-".
@@ -24,20 +26,23 @@ from rich.text import Text
 
 from offbeat.errors import describe
 from offbeat.phase import marks
+from offbeat.telemetry.notebook import CellOutput, is_notebook
 from offbeat.telemetry.pace import Pace, duration
 from offbeat.telemetry.summary import in_words
 
-Mode = Literal["live", "plain", "json", "quiet"]
+Mode = Literal["live", "plain", "notebook", "json", "quiet"]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _HISTORY = 24
 _HELD_OUT = "eval/accuracy"
 _STALENESS = "rollout/staleness_mean_versions"
 _LEGEND = {
-    "stale": "versions that a sampled token's weights are behind those of its step, mean and largest",
-    "gap": "log-probability of a sampled token, trainer's less engine's: staleness and numerics together, mean and largest",
+    "stale": "age in versions of the weights that sampled a token; mean and max",
+    "gap": "log-probability of a token, trainer vs. engine; mean and max",
 }
-"""What is not self-evident of a step's figures; shown once."""
+"""What is not self-evident of a step's figures, in words that fit a narrow terminal; shown once."""
+_BESIDE_SPARKLINES = 64
+"""Columns of the live table without its sparklines."""
 _SPANS = {
     "rollout": "waiting for rollouts", "advantage": "computing advantages", "score": "scoring samples", "train": "training",
     "publish": "publishing the weights", "evaluate": "evaluating", "checkpoint": "saving a checkpoint"}
@@ -45,12 +50,12 @@ _SPANS = {
 
 
 def choose_mode(stream: TextIO, *, as_json: bool = False, enabled: bool = True) -> Mode:
-    """Return "json" if requested, "quiet" if turned off, "live" on a terminal, else "plain"."""
+    """Return "json" if requested, "quiet" if turned off, "live" on a terminal, "notebook" in a notebook, else "plain"."""
     if as_json:
         return "json"
     if not enabled:
         return "quiet"
-    return "live" if stream.isatty() else "plain"
+    return "live" if stream.isatty() else "notebook" if is_notebook(stream) else "plain"
 
 
 class Console:
@@ -65,7 +70,8 @@ class Console:
         self._mode = mode
         self._on_open = on_open
         self._stream = stream if stream is not None else sys.stdout
-        self._rich = RichConsole(file=self._stream, highlight=False, force_jupyter=False)  # a notebook shows lines of text
+        self._rich = RichConsole(file=self._stream, highlight=False, force_jupyter=False)
+        self._cell = CellOutput()
         self._history: dict[str, deque[float]] = {}
         self._metrics: Mapping[str, float] = {}
         self._pace = Pace(0)
@@ -114,8 +120,8 @@ class Console:
         self._title, self._total_steps, self._metrics, self._pace = title, total_steps, {}, Pace(total_steps)
         if self._mode == "json":
             self._print_json("start", title=title, total_steps=total_steps)
-        elif self._mode == "plain":
-            print(title, file=self._stream, flush=True)
+        elif self._mode in ("plain", "notebook"):
+            self._say(title)
         elif self._mode == "live":
             self._history.clear()
             self._progress.add_task("steps", total=total_steps, left="")
@@ -126,11 +132,12 @@ class Console:
         self._pace.step(step)
         if self._mode == "json":
             self._print_json("step", step=step, metrics={name: _json_number(value) for name, value in metrics.items()})
-        elif self._mode == "plain":
+        elif self._mode in ("plain", "notebook"):
             if _STALENESS in metrics and not self._explained:
                 self._explained = True
-                print(*(f"  {name}: {meaning}" for name, meaning in _LEGEND.items()), sep="\n", file=self._stream)
-            print(plain_line(step, self._total_steps, metrics, left_s=self._pace.left_s), file=self._stream, flush=True)
+                for name, meaning in _LEGEND.items():
+                    self._say(f"  {name}: {meaning}")
+            self._say(plain_line(step, self._total_steps, metrics, left_s=self._pace.left_s), passing=True)
         elif self._live is not None:
             for name in ("reward/mean", _HELD_OUT):
                 if math.isfinite(metrics.get(name, math.nan)):
@@ -145,8 +152,8 @@ class Console:
         """Show one permanent line, such as "checkpoint saved"."""
         if self._mode == "json":
             self._print_json("note", text=text)
-        elif self._mode == "plain":
-            print(f"  {text}", file=self._stream, flush=True)
+        elif self._mode in ("plain", "notebook"):
+            self._say(f"  {text}")
         elif self._mode == "live":
             self._clear_hint()
             self._rich.print(Text(f"  {text}", style="dim"))
@@ -178,9 +185,12 @@ class Console:
         self.close()
         if self._mode == "json":
             self._print_json("finish", **summary)
-        elif self._mode in ("plain", "live"):
+        elif self._mode != "quiet":
             lines = list(in_words(summary))
             width = max((len(name) for name, _ in lines), default=0)
+            if self._mode == "notebook":
+                self._say("\n".join(f"  {name:<{width}}  {shown}" for name, shown in lines))
+                return
             for name, shown in lines:
                 self._rich.print(Text(f"  {name:<{width}}  ", style="dim").append(shown, style="not dim bold"), soft_wrap=True)
 
@@ -192,6 +202,14 @@ class Console:
             for task in self._progress.task_ids:
                 self._progress.remove_task(task)
         self._clear_hint()
+        self._cell.flush()
+
+    def _say(self, line: str, *, passing: bool = False) -> None:
+        """Show a line where there is no live display; in a notebook, one that is `passing` makes way for later ones."""
+        if self._mode == "notebook":
+            self._cell.add(line, passing=passing)
+        else:
+            print(line, file=self._stream, flush=True)
 
     def _print_json(self, event: str, **fields: Any) -> None:
         print(json.dumps({"event": event, **fields}, ensure_ascii=False, default=str), file=self._stream, flush=True)
@@ -226,14 +244,19 @@ class Console:
         table = Table.grid(padding=(0, 2))
         for style in ("dim", "bold", "cyan", "dim", "bold"):
             table.add_column(style=style)
-        left = [("reward", "reward/mean"), ("held-out", _HELD_OUT), ("tokens/s", ""), ("s/step", ""), ("memory", "")]
-        right = ["staleness", "log-prob gap", "loss", "grad norm", "MFU"]
+        left = [("reward", "reward/mean"), ("held-out", _HELD_OUT), ("tokens/s", ""), ("s/step", "")]
+        right = ["staleness", "log-prob gap", "loss", "grad norm"]
+        newest = max(min(self._rich.width - _BESIDE_SPARKLINES, _HISTORY), 1)
         for (label, history), other in zip(left, right, strict=True):
-            table.add_row(label, values[label], sparkline(tuple(self._history.get(history, ()))), other, values[other])
+            table.add_row(label, values[label], sparkline(tuple(self._history.get(history, ()))[-newest:]), other, values[other])
+        known = [label for label, metric in (("memory", "train/peak_memory_bytes"), ("MFU", "train/mfu")) if metric in shown]
+        if known:  # MFU is that of devices whose peak is known
+            first, second = (*known, "")[:2]
+            table.add_row(first, values[first], "", second, values.get(second, ""))
         if _STALENESS in shown:
             self._explained = True
         legend = [
-            Text(f"{name}: {meaning}", style="dim", no_wrap=True, overflow="ellipsis")
+            Text(f"{name}: {meaning}", style="dim")
             for name, meaning in zip(("staleness", "log-prob gap"), _LEGEND.values(), strict=True)] if self._explained else []
         if now and self._samples is not None:
             now.append(Text(f"kill -USR1 {os.getpid()} shows the best and the worst sample of the last step", style="dim", no_wrap=True))

@@ -53,7 +53,7 @@ _NAMES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "max_logprob_gap": ("largest gap to the engines after a publish", _plain),
     "seed": ("seed", _plain),
     "torch_in_controller": ("", _hidden),
-    "controller_memory_bytes": ("memory of this process", _megabytes),
+    "controller_memory_bytes": ("memory of the controller", _megabytes),
     "stopped_early": ("stopped early", _early),
     "heldout_fell": ("remark", _fell),
 }
