@@ -2,8 +2,8 @@
 
     .venv/bin/python examples/five_lines.py
 
-With a pretrained model, `offbeat.train(model="models/smollm2-135m-instruct", data=rows, reward=reward, total_steps=60)` is all: leave out
-what is said about the warm-up, by which a model of random weights first imitates a little. docs/python.md describes the interface.
+A pretrained model needs no warm-up, by which a model of random weights first imitates a little, but other settings, since the defaults are
+for GPUs and for training all weights. docs/python.md shows them, and describes the interface.
 """
 
 import random

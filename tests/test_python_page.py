@@ -115,6 +115,9 @@ def test_every_example_of_the_page_runs(place: Path, capsys: pytest.CaptureFixtu
         exec(compile(block, "docs/python.md", "exec"), names)
     by_name = {config.run.name: config for config in TRAINED}
     assert by_name["tools"].rollout.workflow == "tool_loop" and set(by_name["sets"].evaluate.sets) == {"short", "test"}
+    first, pretrained = by_name["run"], by_name["pretrained"]
+    assert (first.run.warm_up, first.train.optimizer.lr, first.model.path) == (True, 2e-4, "")
+    assert (pretrained.train.optimizer.lr, pretrained.model.lora.rank, pretrained.rollout.consumer_batch_size) == (1e-4, 16, 16)
     assert (by_name["settings"].train.num_ranks, by_name["settings"].algorithm.preset) == (2, "dapo")
     assert by_name["same"].data.path == "words.jsonl" and by_name["same"].run.seed == 1
     assert by_name["tuned"].sft.total_steps == 20 and by_name["preferred"].preference.beta == 0.1
@@ -150,3 +153,7 @@ def test_five_lines_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None
     [config] = TRAINED
     assert (config.run.warm_up, config.sft.stop_at_accuracy, config.evaluate.every_steps, config.data.heldout_size) == (True, 0.3, 20, 256)
     assert "held-out accuracy: " in capsys.readouterr().out
+    exec(compile(BLOCKS[0], "docs/python.md", "exec"), {"__name__": "__main__"})
+    own = {"run": {"name", "dir"}, "data": {"path"}, "rollout": {"reward"}}
+    shown = TRAINED[-1].model_dump(exclude=own)
+    assert shown == config.model_dump(exclude=own), "the page's first example is this program"

@@ -36,6 +36,20 @@ def test_the_run_is_named_after_the_folder(tmp_path: Path, monkeypatch: pytest.M
     assert f"`runs/{name}/report.html`" in Path(folder, "README.md").read_text()
 
 
+def test_what_is_said_of_the_rate_of_an_adapter_is_the_same_everywhere(tmp_path: Path) -> None:
+    assert main(["init", str(tmp_path / "mine")]) == 0
+    docs = Path(__file__).parents[2] / "docs"
+    assert "or 1e-4 with model.lora.rank = 16" in (tmp_path / "mine" / "task.toml").read_text()
+    assert "--model.lora.rank 16 --train.optimizer.lr 1e-4" in (tmp_path / "mine" / "README.md").read_text()
+    assert "| a LoRA adapter (`model.lora.rank` of 16 to 64) | 1e-4;" in (docs / "choosing-settings.md").read_text()
+    assert "1e-4 is the rate to begin with for an adapter" in (docs / "tutorial.md").read_text()
+
+
+def test_the_warm_up_goes_on_until_most_greedy_answers_are_right(tmp_path: Path) -> None:
+    assert main(["init", str(tmp_path / "mine")]) == 0
+    assert load_config(str(tmp_path / "mine" / "task.toml")).sft.stop_at_accuracy >= 0.6
+
+
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "reward.py").write_text("mine")
     assert main(["init", str(tmp_path)]) == 2

@@ -76,14 +76,16 @@ def test_the_time_line_shows_trainer_and_engine_beside_the_controller(finished_r
     assert own == ["rollout", "advantage", "train", "publish"] * 2
 
 
-def test_a_run_in_which_all_rewards_are_equal_is_told_so_on_the_console_in_its_events_and_in_its_report(
-    tmp_path: Path, model_dir: str,
+def test_a_run_is_told_of_equal_rewards_and_a_slow_first_step_on_the_console_in_its_events_and_in_its_report(
+    tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("offbeat.controller.loop.SLOW_STEP_S", 0.0)
     printed = io.StringIO()
     run_training(
         small_config(tmp_path, model_dir, run__total_steps="5", rollout__reward=f"{REWARDS}:right"), Console("plain", stream=printed))
     run = SmallRun(tmp_path, model_dir)
-    [told] = [event["text"] for event in run.events("advice") if "rewards" in event["text"]]
+    slow, told = [event["text"] for event in run.events("advice") if "publishing" not in event["text"]]
+    assert slow.startswith("the first step takes more than 30 s on CPUs: it has 2 prompts of 2 samples") and slow in printed.getvalue()
     assert told.startswith("all groups of the last 5 steps had equal rewards (1 in each), so there was nothing to learn from: by this")
     assert printed.getvalue().count(told) == 1
     assert told in unescape(write_report(run.folder).read_text())

@@ -1,7 +1,7 @@
 """What a run is told about its own publishing."""
 
 from offbeat.config.load import load_config
-from offbeat.telemetry.advice import PublishingAdvice, ways_to_publish_less
+from offbeat.telemetry.advice import PublishingAdvice, ways_to_publish_less, ways_to_shorten_steps
 
 SLOW = {"step/publish_s": 6.0, "step/total_s": 20.0}
 
@@ -32,3 +32,15 @@ def test_nothing_is_advised_that_a_run_does_already_or_cannot_do():
     assert [way.split(" =")[0] for way in ways_to_publish_less(config(*done))] == ["model.lora.rank"]
     afar = ways_to_publish_less(config(("cluster.launcher", "ray")))
     assert not any("weights.dir" in way for way in afar)
+
+
+def test_a_slow_first_step_on_cpus_names_what_makes_it_smaller():
+    text = ways_to_shorten_steps(config(("rollout.max_new_tokens", "256")))
+    assert "it has 64 prompts of 8 samples with up to 256 new tokens each; a smaller rollout.consumer_batch_size (16 to begin" in text
+    assert "rollout.max_new_tokens or rollout.group_size" in text
+    assert "to begin with" not in ways_to_shorten_steps(config(("rollout.consumer_batch_size", "16")))
+
+
+def test_devices_and_engines_elsewhere_are_not_told_to_take_smaller_steps():
+    for setting in (("train.devices_per_rank", "1"), ("inference.devices_per_engine", "1"), ("inference.urls", '["http://127.0.0.1:9"]')):
+        assert ways_to_shorten_steps(config(setting)) == ""

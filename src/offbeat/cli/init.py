@@ -103,11 +103,12 @@ That trains a small model from random weights to sort digits. It knows only digi
 
 The report is `runs/my-task/report.html`, the model `runs/my-task/export`.
 
-With a pretrained model, which needs no warm-up, learns more slowly and reads chats (any folder or hub id of a causal language model):
+With a pretrained model, which needs no warm-up, learns more slowly and reads chats (any folder or hub id of a causal language model). This
+trains an adapter, in steps that a CPU can do:
 
 ```
 offbeat train task.toml --run.name real --model.path HuggingFaceTB/SmolLM2-135M-Instruct --run.warm_up false \\
-  --data.chat_template true --rollout.max_new_tokens 64 --train.optimizer.lr 2e-6
+  --data.chat_template true --rollout.max_new_tokens 64 --rollout.consumer_batch_size 16 --model.lora.rank 16 --train.optimizer.lr 1e-4
 ```
 
 Then put your own rows, reward and lengths in the place of these. Any setting can be given on the command line as here, or in `task.toml`.

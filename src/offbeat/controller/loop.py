@@ -66,7 +66,7 @@ from offbeat.evaluation.samples import EvaluatedSet
 from offbeat.fleet.publication import PublishReport
 from offbeat.memory import let_go
 from offbeat.phase import phase
-from offbeat.telemetry.advice import PublishingAdvice
+from offbeat.telemetry.advice import SLOW_STEP_S, PublishingAdvice, ways_to_shorten_steps
 from offbeat.telemetry.summary import HELDOUT_FELL
 from offbeat.telemetry.tracker import StatsPart, combine
 from offbeat.types import Version
@@ -145,10 +145,11 @@ class _Training:
         if saved is None and (before := await self._evaluate(evaluators, 0, last=True)):
             self._record.stats.commit(0, 0, 0, before)
             self._advise(before)
-        async with rollouts, self._ending_ahead():
+        async with rollouts, self._ending_ahead(), self._timing_first_step() as timer:
             for step in state.steps():
                 start = time.monotonic()
                 groups, batch, stats = await self._step(step, rollouts)
+                timer.cancel()
                 await state.agree(parts.peers)
                 if not state.stopping:
                     stats |= await self._evaluate(evaluators, step.global_step, last=step.global_step == state.total_steps)
@@ -256,6 +257,20 @@ class _Training:
         finally:
             if self._ahead is not None:
                 await cancelled(self._ahead)
+
+    @asynccontextmanager
+    async def _timing_first_step(self) -> AsyncIterator[asyncio.TimerHandle]:
+        """Say, unless the timer is cancelled before, what would make steps shorter."""
+
+        def tell() -> None:
+            if advice := ways_to_shorten_steps(self._config):
+                self._record.note("advice", advice)
+
+        timer = asyncio.get_running_loop().call_later(SLOW_STEP_S, tell)
+        try:
+            yield timer
+        finally:
+            timer.cancel()
 
     async def _train(self, batch: Batch, step: Step) -> dict[str, float]:
         """Train the critic, if there is one, and after its warm-up the policy."""

@@ -10,6 +10,11 @@ PUBLISH_SHARE = 0.25
 LEAST_S = 1.0
 """Seconds below which a publish is too short to matter."""
 
+SLOW_STEP_S = 30.0
+"""Seconds that the first step may take on CPUs before it is said what would make it shorter."""
+
+_ENOUGH_PROMPTS = 16
+
 
 class PublishingAdvice:
     """Looks at the steps one after another."""
@@ -43,3 +48,15 @@ def ways_to_publish_less(config: Config) -> list[str]:
     if config.weights.interrupt == "recompute":
         ways.append('weights.interrupt = "keep" (the cache is not computed anew)')
     return ways
+
+
+def ways_to_shorten_steps(config: Config) -> str:
+    """Return what to say of a first step that takes more than `SLOW_STEP_S`; "" if devices or engines elsewhere compute."""
+    if config.train.devices_per_rank or config.inference.devices_per_engine or config.inference.urls:
+        return ""
+    rollout = config.rollout
+    fewer = f" ({_ENOUGH_PROMPTS} to begin with)" if rollout.consumer_batch_size > _ENOUGH_PROMPTS else ""
+    return (
+        f"the first step takes more than {SLOW_STEP_S:.0f} s on CPUs: it has {rollout.consumer_batch_size} prompts of {rollout.group_size}"
+        f" samples with up to {rollout.max_new_tokens} new tokens each; a smaller rollout.consumer_batch_size{fewer},"
+        " rollout.max_new_tokens or rollout.group_size makes steps shorter")
