@@ -94,7 +94,7 @@ def test_a_run_saves_by_time_as_well_and_goes_on_from_there(tmp_path: Path, mode
     whole = [run.groups(step) for step in (1, 2)]
     shutil.rmtree(run.folder / "checkpoints" / "step-00000002")  # as if it had been killed in its second step
     result = run_training(small_config(tmp_path, model_dir, **settings), quiet())
-    assert (result.steps, [event["global_step"] for event in run.events("resumed")]) == (2, [1])
+    assert result is not None and (result.steps, [event["global_step"] for event in run.events("resumed")]) == (2, [1])
     assert [group["prompt_id"] for group in run.groups(1)] == [group["prompt_id"] for group in whole[0]]
 
 
