@@ -119,6 +119,36 @@ def test_saves_are_due_every_few_steps_and_at_the_end(tmp_path: Path, every: str
     assert [step for step in range(1, 7) if checkpoints.due(step, last=step == 6)] == due
 
 
+def test_a_save_is_overdue_after_some_minutes_and_not_before_it_is_worth_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr("offbeat.controller.checkpoints.time.monotonic", lambda: now_s[0])
+
+    class Slow(Ranks):
+        takes_s = 0.0
+
+        async def save(self, folder: Path) -> None:
+            now_s[0] += self.takes_s
+            await super().save(folder)
+
+    def overdue_after_s(checkpoints: Checkpoints) -> float:
+        begun_s = now_s[0]
+        while not checkpoints.overdue():
+            now_s[0] += 10
+        return now_s[0] - begun_s
+
+    ranks = Slow()
+    checkpoints = checkpoints_of(ranks, tmp_path, checkpoint__every_minutes="2")
+    assert overdue_after_s(checkpoints) == 120 and checkpoints.overdue(), "it stays so until a save"
+    save(checkpoints, 2)
+    assert overdue_after_s(checkpoints) == 120
+    ranks.takes_s = 30.0
+    save(checkpoints, 4)
+    assert overdue_after_s(checkpoints) == 600, "a save of 30 s is worth it once in ten minutes"
+    never = checkpoints_of(ranks, tmp_path, checkpoint__every_minutes="0")
+    now_s[0] += 1e9
+    assert not never.overdue()
+
+
 def test_reinforcement_learning_and_fine_tuning_keep_out_of_each_others_checkpoints(tmp_path: Path) -> None:
     by_kind = {kind: checkpoints_of(Ranks(), tmp_path, kind=kind) for kind in (FINE_TUNING, WARM_UP, TRAINING)}
     save(by_kind[FINE_TUNING], 2)

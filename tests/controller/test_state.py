@@ -7,7 +7,7 @@ import pytest
 
 from offbeat.config.controller import EvaluateConfig
 from offbeat.controller.parts import SingleProcess
-from offbeat.controller.state import Best, HeadState, Highlights, RunState, SavedState, SetHighlights, Step
+from offbeat.controller.state import Best, Decided, HeadState, Highlights, RunState, SavedState, SetHighlights, Step
 from offbeat.data import wire
 from offbeat.data.stream import StreamState
 
@@ -40,6 +40,20 @@ def test_a_stop_ends_after_the_step_that_is_being_done() -> None:
             asyncio.run(state.agree(SingleProcess()))
     assert done == [1, 2]
     assert (state.global_step, state.version, state.stopping, state.stopped_early) == (2, 2, True, True)
+
+
+def test_the_leader_decides_for_all_peers_whether_a_step_is_saved() -> None:
+    class Led(SingleProcess):
+        async def lead(self, name: str, work: object, kind: type) -> object:
+            assert (name, kind) == ("stop", Decided)
+            return wire.decode(kind, wire.encode(Decided(stop=False, save=True)))
+
+    state = RunState(total_steps=4)
+    for peers, saving in ((SingleProcess(), False), (Led(), True), (SingleProcess(), False)):
+        asyncio.run(state.agree(peers, overdue=lambda: False))
+        assert (state.saving, state.stopping) == (saving, False)
+    asyncio.run(state.agree(SingleProcess(), overdue=lambda: True))
+    assert state.saving
 
 
 def test_a_stop_in_the_last_step_is_no_early_stop() -> None:

@@ -86,6 +86,18 @@ def test_a_run_that_is_started_again_goes_on_and_loses_no_prompt(stopped_run: Sm
     assert set(saved["in_flight"][:2]) <= set(trained[2 * done :])
 
 
+def test_a_run_saves_by_time_as_well_and_goes_on_from_there(tmp_path: Path, model_dir: str) -> None:
+    settings = {"checkpoint__every_steps": "0", "checkpoint__every_minutes": "1e-9"}
+    run = SmallRun(tmp_path, model_dir)
+    run_training(small_config(tmp_path, model_dir, **settings), quiet())
+    assert [event["global_step"] for event in run.events("checkpoint")] == [1, 2], "the last step is saved anyway"
+    whole = [run.groups(step) for step in (1, 2)]
+    shutil.rmtree(run.folder / "checkpoints" / "step-00000002")  # as if it had been killed in its second step
+    result = run_training(small_config(tmp_path, model_dir, **settings), quiet())
+    assert result is not None and (result.steps, [event["global_step"] for event in run.events("resumed")]) == (2, [1])
+    assert [group["prompt_id"] for group in run.groups(1)] == [group["prompt_id"] for group in whole[0]]
+
+
 def test_no_log_of_a_run_is_empty_and_its_time_line_is_valid_json(finished_run: SmallRun) -> None:
     assert all(log.stat().st_size for log in (finished_run.folder / "logs").rglob("*"))
     assert json.loads((finished_run.folder / "trace.json").read_text())[-1]["args"] == {"name": "offbeat"}

@@ -7,7 +7,11 @@ class CheckpointConfig(Section):
     """Checkpoints in the run's `checkpoints` folder."""
 
     every_steps: int = field(
-        50, "Steps between resumable checkpoints, of supervised fine-tuning as well; 0 saves only at the end.", ge=0)
+        50, "Steps between resumable checkpoints, of supervised fine-tuning as well; 0 counts no steps. The end of a run is always saved.",
+        ge=0)
+    every_minutes: float = field(
+        10.0, "Minutes since the last resumable checkpoint after which a step saves one as well, so that a crash costs little of a run"
+        " whose steps are long or few; or twenty times as long as the last save took, if that is more. 0 saves by steps alone.", ge=0)
     keep: int = field(2, "Resumable checkpoints kept.", ge=1)
     export: bool = field(True, "Write the final model as a Hugging Face folder, `export/` in the run.")
     export_every_steps: int = field(

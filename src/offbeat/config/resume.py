@@ -51,7 +51,7 @@ _TABLE: dict[Change, list[str]] = {
              " max_adapters max_adapter_rank start_timeout_s probe_interval_s probe_timeout_s stall_timeout_s heal_timeout_s"
              " request_timeout_s token_timeout_s"),
         *_of("weights", "channel dir keep whole_every_versions stage_timeout_s switch_timeout_s proof_tolerance"),
-        *_of("checkpoint", "every_steps keep export export_every_steps timeout_s"),
+        *_of("checkpoint", "every_steps every_minutes keep export export_every_steps timeout_s"),
         *_of("evaluate", "every_steps timeout_s metric_timeout_s keep_samples"),
         *_of("cluster", "launcher ray_address share_devices take_turns start_timeout_s stop_timeout_s scratch_dir"),
         *_of("dist", "init_timeout_s sync_timeout_s answer_timeout_s collective_timeout_s"),

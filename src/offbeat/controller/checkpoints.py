@@ -1,6 +1,7 @@
 """When to save, and what a run continues from. In SPMD mode every rank calls it, and the leader's view of the disk counts."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ from offbeat.types import Version
 TRAINING, FINE_TUNING, WARM_UP, PREFERENCE, REWARD_MODEL = "step", "sft", "warm-up", "dpo", "reward"
 """What names of checkpoints begin with: of reinforcement learning, `offbeat sft`, the warm-up of `offbeat train`, `offbeat dpo`, and
 `offbeat reward-model`."""
+
+_SAVES_APART = 20
+"""Least time between two checkpoints by time, in times of the last save: they take a twentieth of a run's time at most."""
 
 _PARTS: dict[str, Part] = {TRAINING: "rl", FINE_TUNING: "sft", WARM_UP: "sft", PREFERENCE: "preference", REWARD_MODEL: "reward_model"}
 
@@ -54,6 +58,7 @@ class Checkpoints:
         self._config = parts.config
         self._index = index_of(parts.config, kind)
         self._critic = parts.critic if kind == TRAINING else None
+        self._saved_at_s, self._save_s = time.monotonic(), 0.0
 
     async def restore(self) -> SavedState | None:
         """Bring the train ranks to the newest checkpoint that is as it was written; None where there never was one.
@@ -85,8 +90,16 @@ class Checkpoints:
                 " it, so that the run continues from the one before")
         return found.saved
 
+    def overdue(self) -> bool:
+        """Whether the last checkpoint, or this start of the run, is so long ago that the step that is being done has to be saved.
+
+        Clocks differ, so the leader's answer is for all peers; see `RunState.agree`.
+        """
+        every_s = 60 * self._config.checkpoint.every_minutes
+        return every_s > 0 and time.monotonic() - self._saved_at_s >= max(every_s, _SAVES_APART * self._save_s)
+
     def due(self, global_step: int, *, last: bool) -> bool:
-        """Whether to save after this step."""
+        """Whether to save after this step, by its number."""
         every = self._config.checkpoint.every_steps
         return last or (every > 0 and global_step % every == 0)
 
@@ -106,6 +119,7 @@ class Checkpoints:
             PublishError: none does.
             StorageError: a disk is full; earlier checkpoints are intact.
         """
+        start_s = time.monotonic()
         heads = await self._parts.peers.gather("save_heads", head)
         saved = SavedState(
             global_step, version, tuple(heads[: self._parts.num_heads]), highlights, self._parts.inputs.identity, coefficients)
@@ -121,6 +135,8 @@ class Checkpoints:
         if self._critic is not None:
             await self._critic.save(self._index.folder(global_step) / "critic")
         await self._parts.peers.lead("save_complete", complete, None)
+        self._saved_at_s = time.monotonic()
+        self._save_s = self._saved_at_s - start_s
 
     async def export(self) -> None:
         """Write the final model and the tokenizer as a Hugging Face folder, if configured."""

@@ -150,7 +150,7 @@ class _Training:
                 start = time.monotonic()
                 groups, batch, stats = await self._step(step, rollouts)
                 timer.cancel()
-                await state.agree(parts.peers)
+                await state.agree(parts.peers, overdue=self._checkpoints.overdue)
                 if not state.stopping:
                     stats |= await self._evaluate(evaluators, step.global_step, last=step.global_step == state.total_steps)
                 is_best, last = self._is_best(step.global_step), step.global_step == state.total_steps
@@ -159,7 +159,7 @@ class _Training:
                 await self._checkpoints.export_step(step.global_step)
                 if last:
                     await self._export(is_best=is_best)  # before the last checkpoint, which says that all is done
-                if self._checkpoints.due(step.global_step, last=last or state.stopping or is_best):
+                if self._checkpoints.due(step.global_step, last=last or state.stopping or state.saving or is_best):
                     await self._save(step, rollouts)
                 if is_best and not last:
                     await self._checkpoints.export_best()  # after the checkpoint: a resumed run never stands before its best step

@@ -1,6 +1,6 @@
 """Where a run stands: which step comes next, and what a checkpoint has to remember of the controller."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from offbeat.algorithms.coefficients import Coefficients
@@ -144,12 +144,21 @@ class SavedState:
     coefficients: Coefficients | None = None
 
 
+@dataclass(frozen=True)
+class Decided:
+    """What the leader has decided of the step that is being done: whether it is the last, and whether it has to be saved."""
+
+    stop: bool
+    save: bool
+
+
 class RunState:
     """Counts steps, and knows when to stop.
 
     Attributes:
         asked_to_stop: what the user wants of this process.
         stopping: whether the step that is being done is the last because the user said so; the same on all peers.
+        saving: whether the step that is being done has to be saved because the last checkpoint is long ago; the same on all peers.
     """
 
     def __init__(self, *, total_steps: int, global_step: int = 0, version: Version = 0) -> None:
@@ -158,6 +167,7 @@ class RunState:
         self.version = version
         self.asked_to_stop = False
         self.stopping = False
+        self.saving = False
 
     @property
     def last_version(self) -> Version:
@@ -168,13 +178,14 @@ class RunState:
     def stopped_early(self) -> bool:
         return self.stopping and self.global_step < self.total_steps
 
-    async def agree(self, peers: Peers) -> None:
-        """Let the leader's user decide for all peers whether this step is the last."""
+    async def agree(self, peers: Peers, *, overdue: Callable[[], bool] = lambda: False) -> None:
+        """Let the leader decide for all peers whether its user wants this step to be the last, and whether a checkpoint is overdue."""
 
-        async def asked() -> bool:
-            return self.asked_to_stop
+        async def decide() -> Decided:
+            return Decided(stop=self.asked_to_stop, save=overdue())
 
-        self.stopping = await peers.lead("stop", asked, bool)
+        decided = await peers.lead("stop", decide, Decided)
+        self.stopping, self.saving = decided.stop, decided.save
 
     def steps(self) -> Iterator[Step]:
         """The steps still to do. Each counts as done when the next is asked for."""

@@ -208,7 +208,7 @@ class _Teaching:
             await self._train()
             if self._finished and lesson.standalone:
                 await self._checkpoints.export()  # before the last checkpoint, which says that all is done
-            if self._checkpoints.due(self._step, last=self._finished or state.stopping):
+            if self._checkpoints.due(self._step, last=self._finished or state.stopping or state.saving):
                 await self._save()
         if lesson.standalone and not self._finished:
             await self._checkpoints.export()
@@ -229,7 +229,7 @@ class _Teaching:
             stats = await parts.trainers.train_step(await lesson.batch(self._stream))
         self._trained_tokens += int(stats["train/tokens"])
         self._loss = stats["train/loss"]
-        await self._state.agree(parts.peers)
+        await self._state.agree(parts.peers, overdue=self._checkpoints.overdue)
         last, every = self._step == lesson.config.total_steps, lesson.config.evaluate_every_steps
         if (last or (every and self._step % every == 0)) and not self._state.stopping:
             outcome = await lesson.evaluate()
