@@ -4,7 +4,7 @@ from offbeat.config.base import Section, field
 
 
 class CurriculumConfig(Section):
-    """Draws prompts by difficulty, and drops those that are solved. Needs rows that are drawn repeatedly, as from a file. Off by default."""
+    """Draws prompts by difficulty, and drops solved ones. Needs rows that are drawn repeatedly, as from a file. Off by default."""
 
     pools: bool = field(
         False, "Draw prompts by difficulty: each prompt is in a pool, chosen by the mean reward of its last group, and the pool's weight is"
