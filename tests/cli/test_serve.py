@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import aiohttp
 import psutil
@@ -23,6 +23,14 @@ from small_run import start_offbeat
 from waiting import wait_until
 
 
+def iter_until(start: str, stream: IO[str]) -> Iterator[str]:
+    """The lines of a stream up to the first that begins so, or to its end."""
+    for line in stream:
+        yield line
+        if line.startswith(start):
+            return
+
+
 @contextmanager
 def server(model_dir: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server that runs, and its URL."""
@@ -30,10 +38,12 @@ def server(model_dir: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str]
     with start_offbeat("serve", *arguments) as process:
         try:
             assert process.stdout is not None
-            lines = [process.stdout.readline() for _ in range(5)]
-            found = re.search(r"at (http://127\.0\.0\.1:\d+);", "".join(lines))
-            assert found, "".join(lines) + process.communicate(timeout=90)[1]
-            assert f"export TINKER_BASE_URL={found[1]}" in lines[2] and "TINKER_API_KEY=tml-" in lines[3] and "org/small" in lines[4]
+            before = list(iter_until("serving ", process.stdout))
+            found = re.search(r"at (http://127\.0\.0\.1:\d+);", before[-1])
+            assert found, "".join(before) + process.communicate(timeout=90)[1]
+            assert before[0].startswith("starting ") and all(line.startswith("  ") for line in before[1:-1]), "what it waits for"
+            lines = [process.stdout.readline() for _ in range(3)]
+            assert f"export TINKER_BASE_URL={found[1]}" in lines[0] and "TINKER_API_KEY=tml-" in lines[1] and "org/small" in lines[2]
             yield process, found[1]
         finally:
             process.kill()

@@ -94,7 +94,7 @@ class Step:
     _ending: Ending = field(repr=False, compare=False)
 
     def stop(self) -> None:
-        """End the run after the step that is being done by now; it saves a checkpoint and exports the model, and can be resumed."""
+        """End the run after the current step; it saves a checkpoint and exports the model, and can be resumed."""
         self._ending.after_step("a callback asked to stop, so this step is the last")
 
 

@@ -102,7 +102,7 @@ def add_dashboard_argument(parser: argparse.ArgumentParser) -> None:
     """Add the option `--dashboard`."""
     parser.add_argument(
         "--dashboard", action="store_true",
-        help="serve the live page of this run on this machine while it goes on, and print its address; see offbeat watch")
+        help="serve the live page of this run on this machine until it ends, and print its address; see offbeat watch")
 
 
 @contextmanager

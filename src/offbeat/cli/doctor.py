@@ -146,7 +146,7 @@ def check_threads(wait_policy: str) -> Check:
     """Check that idle OpenMP threads do not spin, which would take cores from other threads."""
     if wait_policy.lower() == "active":
         return Check("OMP_WAIT_POLICY", "warn", "active", "unset it: idle threads that spin slow the other processes down")
-    return Check("OMP_WAIT_POLICY", "ok", "passive in every worker, set by offbeat")
+    return Check("OMP_WAIT_POLICY", "ok", "passive in every worker, which sets it itself")
 
 
 def check_memory() -> Check:

@@ -1,10 +1,10 @@
-"""[curriculum]: which prompts of a dataset come again, by how their last groups went."""
+"""[curriculum]: which prompts of a dataset are drawn again, by how their last groups went."""
 
 from offbeat.config.base import Section, field
 
 
 class CurriculumConfig(Section):
-    """Difficulty pools, and prompts that are solved and leave. Needs rows that come again, as those of a file do. Off by default."""
+    """Draws prompts by difficulty, and drops solved ones. Needs rows that are drawn repeatedly, as from a file. Off by default."""
 
     pools: bool = field(
         False, "Draw prompts by difficulty: each prompt is in a pool, chosen by the mean reward of its last group, and the pool's weight is"

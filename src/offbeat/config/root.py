@@ -47,7 +47,7 @@ class Config(Section):
     run: RunConfig = field(RunConfig(), "The run as a whole.")
     model: ModelConfig = field(ModelConfig(), "The model.")
     data: DataConfig = field(DataConfig(), "Prompts and answers.")
-    curriculum: CurriculumConfig = field(CurriculumConfig(), "Which prompts come again.")
+    curriculum: CurriculumConfig = field(CurriculumConfig(), "Which prompts are drawn again.")
     algorithm: AlgorithmConfig = field(AlgorithmConfig(), "The objective.")
     teacher: TeacherConfig = field(TeacherConfig(), "Distillation.")
     train: TrainConfig = field(TrainConfig(), "The ranks that learn.")

@@ -48,6 +48,7 @@ from offbeat.service.results import Results
 from offbeat.service.samplers import Checkpoints, Samplers, Sessions
 from offbeat.service.sampling import Sampling
 from offbeat.service.service import Service, ServiceSettings
+from offbeat.service.starting import tell_while_starting
 from offbeat.service.store import Store
 from offbeat.service.wire.answers import encode
 from offbeat.service.wire.limits import WireLimits
@@ -328,6 +329,7 @@ class _Run:
         record.events.listeners.append(incidents.hear)
         self._say(f"starting {self._name} (train ranks: {config.train.num_ranks}, engines: {num_engines})")
         async with (
+                beside(tell_while_starting(self._say, is_ready=lambda: self._ready or self._stop.is_set())),
                 open_sampling_models(config, record) as others, open_adapters(config, record) as adapters,
                 open_core(config, adapters, self._store, self._keys, others=others) as core):
             served = served_models(config, adapters.limits, others, tokenizer=tokenizer_id(config, self._base))

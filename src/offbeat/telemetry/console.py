@@ -265,12 +265,17 @@ class Console:
 
 def doing() -> str:
     """Return what this process does now, whom it waits for, and for how long it has; empty where it has not announced anything."""
+    said, seconds = doing_since()
+    return f"{said} ({duration(seconds)})" if said else ""
+
+
+def doing_since() -> tuple[str, float]:
+    """Return what this process does now and whom it waits for, and for how many seconds it has; empty and 0 if it has announced nothing."""
     entered = marks()
     waits = [mark for mark in entered if mark.describe is not None] or entered[-1:]
     if not waits:
-        return ""
-    said = " · ".join(dict.fromkeys(_SPANS.get(mark.text, mark.text) for mark in waits))
-    return f"{said} ({duration(time.monotonic() - waits[-1].since_s)})"
+        return "", 0.0
+    return " · ".join(dict.fromkeys(_SPANS.get(mark.text, mark.text) for mark in waits)), time.monotonic() - waits[-1].since_s
 
 
 def plain_line(step: int, total_steps: int, metrics: Mapping[str, float], *, left_s: float | None = None) -> str:

@@ -1,0 +1,40 @@
+"""Says what the server does while it starts, which takes minutes with a large model. Called by `serve`."""
+
+import asyncio
+from collections.abc import Callable
+
+from offbeat.telemetry.console import doing_since
+from offbeat.telemetry.pace import duration
+
+_LOOK_S = 0.5
+_LONG_S = 2.0
+_AGAIN_S = 30.0
+
+
+class Told:
+    """Decides what is said: what takes a moment, once, and again where it takes long."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._next_s = 0.0
+
+    def line(self, text: str, seconds: float) -> str:
+        """Return a line, or nothing where it would say nothing new.
+
+        Args:
+            text: what the server does, or "".
+            seconds: for how long it has done that.
+        """
+        if not text or seconds < _LONG_S or (text == self._text and seconds < self._next_s):
+            return ""
+        self._text, self._next_s = text, seconds + _AGAIN_S
+        return f"  {text} ({duration(seconds)})"
+
+
+async def tell_while_starting(say: Callable[[str], object], *, is_ready: Callable[[], bool]) -> None:
+    """Say what goes on until the server is ready. Waits between looks; woken by the clock alone."""
+    told = Told()
+    while not is_ready():
+        if line := told.line(*doing_since()):
+            say(line)
+        await asyncio.sleep(_LOOK_S)
