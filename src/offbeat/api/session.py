@@ -22,7 +22,7 @@ from typing import TypeVar
 from offbeat.aio import End, listener
 from offbeat.config.root import Config
 from offbeat.dashboard.beside import LivePage
-from offbeat.errors import ConfigError, UserError
+from offbeat.errors import ConfigError
 from offbeat.telemetry.console import Console, Mode, choose_mode
 from offbeat.workers.worker import library_environment
 
@@ -185,8 +185,6 @@ def _in_thread(
     if failed and not any(isinstance(exc, Exception) for exc in errors):
         raise failed[0]
     if errors:
-        if isinstance(errors[0], UserError):  # its sentence says all; the run's log has where it came from
-            raise errors[0].with_traceback(None) from None
         raise errors[0]
     return results[0]
 
