@@ -19,7 +19,8 @@ _NOT_OWN = (str(Path(__file__).parents[1]), *(sysconfig.get_path(name) for name 
 def short_errors(function: Callable[P, T]) -> Callable[P, T]:
     """Let errors that are raised on purpose leave a public function without the frames and causes inside of Offbeat.
 
-    The traceback has the user's own frames, such as those of a callback, one frame of this module, and the sentence; of a failed run, also the notes with what its processes said last. The run's log has the rest.
+    The traceback has the user's own frames, such as those of a callback, one frame of this module, and the sentence; of a failed run, also
+    the notes with what its processes said last. The run's log has the rest.
     """
 
     @functools.wraps(function)

@@ -16,6 +16,7 @@ from offbeat.config.load import load_config
 from offbeat.config.root import Config
 from offbeat.dashboard.beside import LivePage
 from offbeat.dashboard.report import write_report
+from offbeat.errors import CodeError, RunError
 from offbeat.telemetry.console import Console, choose_mode
 
 
@@ -59,16 +60,23 @@ def _train(train: Callable[..., Result | None], args: argparse.Namespace, overri
 
 @contextmanager
 def telling_how_to_go_on(config: Config, args: argparse.Namespace, command: Sequence[str]) -> Iterator[Callable[[], None]]:
-    """Print at the end the command with which a run goes on, if the body calls what this yields, or was interrupted after a checkpoint.
+    """Print at the end the command with which a run goes on, if the body calls what this yields, or ends early and there is a checkpoint.
+
+    Where it fails, the checkpoint has to be one that it has saved itself: a run that could not begin says so alone.
 
     Args:
         command: the words of that command.
     """
     stopped: list[bool] = []
+    before = _checkpoints(config)
     try:
         yield lambda: stopped.append(True)
     except KeyboardInterrupt:
-        if any((config.run_dir / "checkpoints").glob("*/complete.json")):
+        if _checkpoints(config):
+            stopped.append(True)
+        raise
+    except (CodeError, RunError):
+        if _checkpoints(config) - before:
             stopped.append(True)
         raise
     finally:
@@ -76,6 +84,11 @@ def telling_how_to_go_on(config: Config, args: argparse.Namespace, command: Sequ
             resumes = [] if config.run.resume else ["--run.resume", "true"]
             again = "start it with torchrun as before" if config.run.mode == "spmd" else shlex.join([*command, *resumes])
             print(f"to go on: {again}", flush=True)
+
+
+def _checkpoints(config: Config) -> set[Path]:
+    """Return what marks the complete checkpoints of a run."""
+    return set((config.run_dir / "checkpoints").glob("*/complete.json"))
 
 
 def given_words(*words: str) -> list[str]:
