@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 
 from offbeat.api.settings import configured
+from offbeat.config.data import DataConfig
 from offbeat.config.load import dump_toml, load_config
 from offbeat.config.root import Config
+from offbeat.data.dataset import open_datasets
 from offbeat.data.functions import resolve
 from offbeat.data.given import find
-from offbeat.errors import CodeError, ConfigError
+from offbeat.errors import CodeError, ConfigError, DataError
 from support import own_losses
 
 HOMES = ("run", "rollout", "train", "train.optimizer", "algorithm")
@@ -139,6 +141,22 @@ def test_rows_in_memory_are_written_beside_the_runs(tmp_path: Path) -> None:
     sets = load(settings={"run.dir": tmp_path}, rows={"data": chats, "evaluate.sets.hard.data": rows})
     assert sets.data.format == "messages" and sets.data.heldout_size == 0
     assert sets.evaluate.sets["hard"]["data"] == {"task": "", "path": found.data.path}
+
+
+def test_rows_in_memory_are_named_by_their_argument_in_messages(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}=", "answer": str(i)} for i in range(5)]
+    bad = [*rows, {"prompt": 3, "answer": "3"}]
+    given: dict[str, Any] = {"config": None, "settings": {"run.dir": tmp_path}, "keywords": {}, "homes": HOMES, "given": {}}
+    with configured(**given, rows={"data": bad, "data.heldout_path": rows}) as config:
+        path = config.data.path
+        with pytest.raises(DataError, match="^data, row 6: field 'prompt' must be text"):
+            open_datasets(config.data, seed=0)
+    with configured(**given, rows={"data": rows, "data.heldout_path": bad}) as config, pytest.raises(DataError, match="^evaluate, row 6: "):
+        open_datasets(config.data, seed=0)
+    with configured(**given, rows={"data": rows}) as config:
+        assert open_datasets(config.data, seed=0)[0].where(2) == "data, row 3"
+    with pytest.raises(DataError, match=f"^'{path}', line 6: "):  # whoever goes on with the run has the file
+        open_datasets(DataConfig(path=path), seed=0)
 
 
 def test_text_names_a_task_a_file_or_a_hub_id(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from offbeat.cli import common
 from offbeat.cli.common import add_config_argument, given_words, keep_private, make_console, report_line, run_console, telling_how_to_go_on
 from offbeat.cli.main import build_parser
-from offbeat.errors import DataError
+from offbeat.errors import CodeError, ConfigError, DataError, OffbeatError, RunError
 from offbeat.telemetry.console import Console
 from small_run import small_config
 
@@ -66,6 +66,24 @@ def test_a_stopped_run_says_how_to_go_on_in_words_that_a_shell_takes(
     with telling_how_to_go_on(config, parse("a.toml", "--json"), ["offbeat"]) as stopped:
         stopped()
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("error", [CodeError, RunError, ConfigError])
+def test_a_run_that_fails_says_how_to_go_on_if_it_has_saved_something(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], error: type[OffbeatError],
+) -> None:
+    config = small_config(tmp_path)
+
+    def failed(checkpoint: str) -> str:
+        with pytest.raises(error), telling_how_to_go_on(config, parse("a.toml"), ["offbeat", "train", "a.toml"]):
+            folder = config.run_dir / "checkpoints" / checkpoint
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "complete.json").touch()
+            raise error("no")
+        return capsys.readouterr().out
+
+    assert failed("step-00000002") == ("" if error is ConfigError else "to go on: offbeat train a.toml\n")
+    assert failed("step-00000002") == "", "it was there before"
 
 
 def test_an_interrupted_run_says_how_to_go_on_if_it_has_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

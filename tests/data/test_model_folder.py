@@ -55,6 +55,17 @@ def test_a_hub_id_without_network_is_one_clear_sentence(monkeypatch, tmp_path):
             look("nobody/no-such-model")
 
 
+@pytest.mark.parametrize("path", ["models/small", "runs/mine", "here/none"])
+def test_a_folder_that_is_missing_is_called_one_although_it_could_be_a_hub_id(monkeypatch, tmp_path, path):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    for look in (check_model_folder, read_model_config):
+        with pytest.raises(ModelError, match=f"^model folder '{path}' does not exist, and the hub .* 'make smollm2' makes") as caught:
+            look(path)
+        assert "HF_TOKEN" not in str(caught.value)
+
+
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 40}
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from offbeat.cli.main import main
 from offbeat.config.load import load_config
 from offbeat.data.tokenizer import load_tokenizer
 from offbeat.errors import CodeError
@@ -101,6 +102,24 @@ def test_a_run_saves_by_time_as_well_and_goes_on_from_there(tmp_path: Path, mode
 def test_no_log_of_a_run_is_empty_and_its_time_line_is_valid_json(finished_run: SmallRun) -> None:
     assert all(log.stat().st_size for log in (finished_run.folder / "logs").rglob("*"))
     assert json.loads((finished_run.folder / "trace.json").read_text())[-1]["args"] == {"name": "offbeat"}
+
+
+def test_a_reward_that_breaks_later_leaves_a_checkpoint_to_go_on_from(
+    tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = SmallRun(tmp_path, model_dir)
+    given = {"rollout__reward": f"{REWARDS}:breaks_later", "rollout__max_failures_in_a_row": "2", "data__heldout_size": "0"}
+    assert main(["train", *run.arguments(**given, run__total_steps="30")]) == 2
+    captured = capsys.readouterr()
+    [saved] = run.events("checkpoint")
+    done = saved["global_step"]
+    assert 0 < done < 10 and done == len(run.metrics())
+    assert f"rollouts fail, so the run ends after step {done}, of which a checkpoint is saved" in captured.out
+    assert "\nto go on: " in captured.out and "raised ValueError: it broke" in captured.err
+    monkeypatch.setenv("STAYS_WELL", "1")
+    result = run_training(small_config(tmp_path, model_dir, **given, run__total_steps=str(done + 1)), quiet())
+    assert result is not None and result.steps == done + 1
+    assert [row["global_step"] for row in run.metrics()] == [*range(1, done + 2)]
 
 
 def test_a_run_that_fails_says_why_in_its_events(tmp_path: Path, model_dir: str) -> None:

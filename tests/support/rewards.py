@@ -47,6 +47,14 @@ def rises(completion, row):
     return float(_CALLS["all"] > 6)
 
 
+def breaks_later(completion, row):
+    """Raises from the fifteenth call on, unless the variable STAYS_WELL is set."""
+    _CALLS["all"] += 1
+    if _CALLS["all"] >= 15 and "STAYS_WELL" not in os.environ:
+        raise ValueError("it broke")
+    return random_looking(completion, row)
+
+
 def raises_on_x(completion, row):
     if completion == "x":
         raise ValueError("x is no number")

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from offbeat.api.rows import Rows, Sets, sets_of
+from offbeat.api.sentence import short_errors
 from offbeat.api.session import run_alone
 from offbeat.api.settings import Settings, Source, configured, is_task
 from offbeat.api.training import Code
@@ -20,6 +21,7 @@ _ALL = 2**31
 _HOMES = ("evaluate", "rollout", "run", "data", "model", "inference")
 
 
+@short_errors
 def evaluate(
     model: str | os.PathLike[str] | None = None, data: Sets | None = None, *, reward: Code | None = None,
     workflow: Code | None = None, config: Source | None = None, settings: Settings | None = None, **keywords: Any,

@@ -22,7 +22,7 @@ from typing import TypeVar
 from offbeat.aio import ASKED_TO_STOP, End, listener
 from offbeat.config.root import Config
 from offbeat.dashboard.beside import LivePage
-from offbeat.errors import ConfigError, UserError
+from offbeat.errors import CodeError, ConfigError, RunError
 from offbeat.telemetry.console import Console, Mode, choose_mode
 from offbeat.workers.worker import library_environment
 
@@ -185,8 +185,6 @@ def _in_thread(
     if failed and not any(isinstance(exc, Exception) for exc in errors):
         raise failed[0]
     if errors:
-        if isinstance(errors[0], UserError):  # its sentence says all; the run's log has where it came from
-            raise errors[0].with_traceback(None) from None
         raise errors[0]
     return results[0]
 
@@ -239,21 +237,33 @@ def _terminations(ending: Ending) -> Iterator[None]:
 
 @contextmanager
 def telling_how_to_go_on(config: Config, again: str) -> Iterator[Callable[[], None]]:
-    """Print at the end how the run goes on, if the body calls what this yields, or was interrupted after a checkpoint.
+    """Print at the end how the run goes on, if the body calls what this yields, or ends early and there is a checkpoint.
+
+    Where it fails, the checkpoint has to be one that it has saved itself: a run that could not begin says so alone.
 
     Args:
         again: what to do for that; with an empty one nothing is printed.
     """
     stopped: list[bool] = []
+    before = _checkpoints(config)
     try:
         yield lambda: stopped.append(True)
     except KeyboardInterrupt:
-        if any((config.run_dir / "checkpoints").glob("*/complete.json")):
+        if _checkpoints(config):
+            stopped.append(True)
+        raise
+    except (CodeError, RunError):
+        if _checkpoints(config) - before:
             stopped.append(True)
         raise
     finally:
         if stopped and again:
             print(f"to go on: {again}", flush=True)
+
+
+def _checkpoints(config: Config) -> set[Path]:
+    """Return what marks the complete checkpoints of a run."""
+    return set((config.run_dir / "checkpoints").glob("*/complete.json"))
 
 
 @contextmanager

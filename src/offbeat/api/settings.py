@@ -19,6 +19,7 @@ from offbeat.config.evaluation_sets import setting_of
 from offbeat.config.load import ALIASES, load_config, near_settings
 from offbeat.config.load import settings as all_settings
 from offbeat.config.root import Config
+from offbeat.data.files import named
 from offbeat.data.given import give, import_name, withdraw
 from offbeat.errors import CodeError, ConfigError
 
@@ -64,10 +65,13 @@ def configured(
         loaded = load_config(path, values=values)
         in_memory = {key: data for key, data in rows.items() if data is not None and not is_named(data)}
         files: dict[int, RowsFile] = {}
+        called: dict[str, str] = {}
         for key, data in in_memory.items():  # a generator that is given twice is read once
             file = files[id(data)] = files.get(id(data)) or _write(key, data, loaded)
+            called.setdefault(str(file.path), _argument(key))
             values.update(_layout(key, file, loaded, values))
-        yield load_config(path, values=values) if in_memory else loaded
+        with named(called):
+            yield load_config(path, values=values) if in_memory else loaded
     finally:
         withdraw(names)
 
@@ -177,8 +181,12 @@ def is_task(data: Rows) -> bool:
 
 
 def _write(key: str, data: Any, config: Config) -> RowsFile:
-    argument = {"data": "data", "data.heldout_path": "evaluate"}.get(key) or f"evaluate[{key.split('.')[2]!r}]"
-    return write_rows(data, Path(config.run.dir) / FOLDER, argument=argument)
+    return write_rows(data, Path(config.run.dir) / FOLDER, argument=_argument(key))
+
+
+def _argument(key: str) -> str:
+    """Return the argument that gave the rows of a section or setting."""
+    return {"data": "data", "data.heldout_path": "evaluate"}.get(key) or f"evaluate[{key.split('.')[2]!r}]"
 
 
 def _layout(key: str, file: RowsFile, config: Config, values: Settings) -> dict[str, Any]:

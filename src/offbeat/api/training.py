@@ -7,6 +7,7 @@ from typing import Any
 
 from offbeat.api.rows import Rows, Sets, sets_of
 from offbeat.api.run import Run
+from offbeat.api.sentence import short_errors
 from offbeat.api.session import Callback, run_alone, telling_how_to_go_on
 from offbeat.api.settings import Settings, Source, configured
 from offbeat.config.root import Config
@@ -21,6 +22,7 @@ Code = str | Callable[..., Any]
 _RL_HOMES = ("run", "rollout", "train", "train.optimizer", "algorithm", "data", "model", "evaluate")
 
 
+@short_errors
 def train(
     *, model: str | os.PathLike[str] | None = None, data: Rows | None = None, reward: Code | None = None, workflow: Code | None = None,
     tools: Sequence[Code] = (), evaluate: Sets | None = None, config: Source | None = None,
@@ -73,6 +75,7 @@ def train(
         return _run(run_training, chosen, callbacks=callbacks, fresh=fresh, progress=progress, dashboard=dashboard)
 
 
+@short_errors
 def sft(
     *, model: str | os.PathLike[str] | None = None, data: Rows | None = None, evaluate: Rows | None = None, config: Source | None = None,
     settings: Settings | None = None, callbacks: Iterable[Callback] = (), fresh: bool = False, progress: bool = True,
@@ -89,6 +92,7 @@ def sft(
     return given.run(run_supervised, "sft", callbacks=callbacks, fresh=fresh, progress=progress, dashboard=dashboard)
 
 
+@short_errors
 def dpo(
     *, model: str | os.PathLike[str] | None = None, data: Rows | None = None, evaluate: Rows | None = None, config: Source | None = None,
     settings: Settings | None = None, callbacks: Iterable[Callback] = (), fresh: bool = False, progress: bool = True,
@@ -105,6 +109,7 @@ def dpo(
     return given.run(run_preference, "preference", callbacks=callbacks, fresh=fresh, progress=progress, dashboard=dashboard)
 
 
+@short_errors
 def reward_model(
     *, model: str | os.PathLike[str] | None = None, data: Rows | None = None, evaluate: Rows | None = None, config: Source | None = None,
     settings: Settings | None = None, callbacks: Iterable[Callback] = (), fresh: bool = False, progress: bool = True,

@@ -61,7 +61,7 @@ def _train(train: Callable[..., Result | None], args: argparse.Namespace, overri
 def telling_how_to_go_on(
     config: Config, args: argparse.Namespace, command: Sequence[str],
 ) -> AbstractContextManager[Callable[[], None]]:
-    """Print at the end the command with which a run goes on, if the body calls what this yields, or was interrupted after a checkpoint.
+    """Print at the end the command with which a run goes on, as `api.session` does.
 
     Args:
         command: the words of that command.

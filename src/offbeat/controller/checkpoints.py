@@ -103,6 +103,11 @@ class Checkpoints:
         every = self._config.checkpoint.every_steps
         return last or (every > 0 and global_step % every == 0)
 
+    def has(self, global_step: int) -> bool:
+        """Whether the newest checkpoint is of this step."""
+        newest = self._index.newest()
+        return newest is not None and newest.step == global_step
+
     async def save(
         self, global_step: int, *, version: Version, head: HeadState, highlights: Highlights, coefficients: Coefficients | None = None,
     ) -> None:

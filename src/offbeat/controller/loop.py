@@ -61,6 +61,7 @@ from offbeat.data.keeping import keep_lines
 from offbeat.data.pieces import Pieces
 from offbeat.data.stream import PromptStream
 from offbeat.data.trajectory import Group
+from offbeat.errors import CodeError, OffbeatError
 from offbeat.evaluation.files import encode_lines
 from offbeat.evaluation.samples import EvaluatedSet
 from offbeat.fleet.publication import PublishReport
@@ -180,7 +181,11 @@ class _Training:
             await self._parts.publisher.settle(behind=config.rollout.max_head_offpolicyness)
             gate_s = clock.lap()
             ahead = await self._settle_ahead(rollouts)
-            groups = await run_beside(rollouts.prepare_batch(), self._parts.publisher.watch())
+            try:
+                groups = await run_beside(rollouts.prepare_batch(), self._parts.publisher.watch())
+            except CodeError:  # the user's own code fails every time now; what was trained before can be gone on with
+                await self._parts.peers.rescue(partial(self._rescue, step, rollouts))
+                raise
         waited_s = clock.lap()
         with span("advantage", "controller"):
             made = await (ahead if ahead is not None else self._make(groups, algorithm, step))
@@ -340,6 +345,18 @@ class _Training:
         if is_best:
             await self._checkpoints.export_best()
         await self._checkpoints.export()
+
+    async def _rescue(self, step: Step, rollouts: Rollouts) -> None:
+        """Save the steps before this one, which cannot be done."""
+        done = step.global_step - 1
+        if not done or self._checkpoints.has(done):
+            return
+        try:
+            await self._save(Step(done, step.version - 1, step.version), rollouts)
+        except OffbeatError as exc:
+            self._record.note("not_saved", f"no checkpoint of step {done} could be saved: {exc}")
+        else:
+            self._record.console.note(f"rollouts fail, so the run ends after step {done}, of which a checkpoint is saved")
 
     async def _save(self, step: Step, rollouts: Rollouts) -> None:
         await self._record.stored()  # a run that goes on from here never writes the rollouts of this step again

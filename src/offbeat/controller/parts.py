@@ -149,6 +149,10 @@ class Peers(Protocol):
         """Return when all processes have come and their devices are idle."""
         ...
 
+    async def rescue(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do `work` if nobody else has to take part, after a failure of this process of which the others do not know."""
+        ...
+
 
 class SingleProcess:
     """The peers of a controller: none. It has no device and no group, so there is nothing to wait for."""
@@ -163,6 +167,10 @@ class SingleProcess:
 
     async def meet(self, name: str) -> None:
         """See `Peers.meet`."""
+
+    async def rescue(self, work: Callable[[], Awaitable[None]]) -> None:
+        """See `Peers.rescue`."""
+        await work()
 
 
 @dataclass(frozen=True)

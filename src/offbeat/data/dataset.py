@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from offbeat.config.data import DataConfig
-from offbeat.data.files import Sieve, Source
+from offbeat.data.files import Sieve, Source, name_of
 from offbeat.data.identity import add_to_digest, digest_of, new_digest
 from offbeat.data.row import Row, parse_record
 from offbeat.data.sources import has_splits, open_source
@@ -234,7 +234,7 @@ def open_records(
         return SourceDataset(source, parse, 0, len(source), rows), ListDataset(())
     if num_train < 1:
         raise DataError(
-            f"dataset {config.path!r} has {len(source)} rows, which leaves none to train on after data.heldout_size ="
+            f"dataset {name_of(config.path)} has {len(source)} rows, which leaves none to train on after data.heldout_size ="
             f" {config.heldout_size}; lower it, or give data.heldout_path")
     return (
         SourceDataset(source, parse, 0, num_train, rows), SourceDataset(source, parse, num_train, config.heldout_size, rows))

@@ -11,7 +11,8 @@ import io
 import lzma
 import zlib
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +29,29 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TABLE_CHUNK = 1024
 _LARGEST_FIELD = 2**31 - 1
 """Characters of one field of a CSV file; the module's own bound is 131072, which is less than some texts have."""
+
+_NAMES: dict[str, str] = {}
+"""What a program calls its rows, by the file of JSON lines that they were written to."""
+
+
+@contextmanager
+def named(names: Mapping[str, str]) -> Iterator[None]:
+    """Let messages name rows during the body as the program does that gave them, by files: "data, row 3" is line 3 of its file."""
+    _NAMES.update(names)
+    try:
+        yield
+    finally:
+        for path in names:
+            _NAMES.pop(path, None)
+
+
+def name_of(path: str) -> str:
+    """Return what messages call a source of data."""
+    return _NAMES.get(path) or repr(path)
+
+
+def _line(path: Path, number: int) -> str:
+    return f"{_NAMES[str(path)]}, row {number}" if str(path) in _NAMES else f"{str(path)!r}, line {number}"
 
 
 class Source(Protocol):
@@ -124,7 +148,7 @@ class JsonLines:
 
     def where(self, index: int) -> str:
         """See `Source.where`."""
-        return f"{str(self.path)!r}, line {self.lines[index]}"
+        return _line(self.path, self.lines[index])
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,7 +273,7 @@ def _open_json_lines(path: Path, sieve: Sieve) -> JsonLines:
             if sieve.is_full:
                 break
             if line.strip():
-                where = f"{str(path)!r}, line {number}"
+                where = _line(path, number)
                 record = _decoded(line, where, sieve)
                 if record is not None and sieve.passes(record, where):
                     offsets.append(offset)

@@ -19,6 +19,8 @@ TOKENIZER_FILES = (
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_LOCAL = ("models", "runs", "checkpoints")
+"""Folders in which people keep models, and which are no owners of models on the hub that anybody would name."""
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
@@ -143,7 +145,18 @@ def _fetch(path: str, *, file: str | None = None) -> str:
     try:
         return hf_hub_download(path, file) if file else snapshot_download(path, allow_patterns=_HUB_FILES)
     except (HfHubHTTPError, OSError, ValueError) as exc:
+        if _looks_local(path):
+            raise ModelError(
+                f"model folder {path!r} does not exist, and the hub has no such model either ({type(exc).__name__}); give the folder of a"
+                " model, such as .models/smollm2-135m-instruct, which 'make smollm2' makes in a clone of the repository, or a hub id"
+            ) from exc
         raise ModelError(
             f"model {path!r} is neither a folder nor could it be fetched from the hub ({type(exc).__name__}); "
             "check the name, and HF_TOKEN if it is private, or download it where there is a network and give its folder"
         ) from exc
+
+
+def _looks_local(path: str) -> bool:
+    """Whether what could be a hub id is rather meant as a folder: it begins as paths of models do, or with a folder that is there."""
+    first, separator, _ = path.partition("/")
+    return bool(separator) and (first in _LOCAL or Path(first).is_dir())

@@ -13,7 +13,7 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
-from offbeat.data.files import Sieve, Source, import_extra, is_data_file, open_file, table_source
+from offbeat.data.files import Sieve, Source, import_extra, is_data_file, name_of, open_file, table_source
 from offbeat.errors import DataError, first_line
 
 _SPLITS = (("train", "training"), ("test",), ("validation", "valid", "val", "dev", "eval"))
@@ -69,7 +69,7 @@ def open_source(path: str, *, split: str, sieve: Sieve) -> Source:
     source = _open(path, split=split, sieve=sieve)
     if not len(source):
         first = f"; the first: {sieve.refused[0]}" if sieve.refused else ""
-        raise DataError(f"dataset {path!r} has no rows{f' that can be used{first}' if first else ''}")
+        raise DataError(f"dataset {name_of(path)} has no rows{f' that can be used{first}' if first else ''}")
     return source
 
 

@@ -61,6 +61,9 @@ class RankPeers:
         """See `Peers.meet`."""
         await self._thread.run(name, partial(self._sync.barrier, name))
 
+    async def rescue(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do nothing, since the other ranks wait elsewhere; see `Peers.rescue`."""
+
 
 @dataclass(frozen=True)
 class Published:

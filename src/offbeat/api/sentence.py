@@ -1,0 +1,45 @@
+"""What a program sees of an error: its own line, and the sentence. Used by the public functions."""
+
+import functools
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+from offbeat.errors import OffbeatError, UserError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_NOT_OWN = (str(Path(__file__).parents[1]), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+"""Folders whose frames say nothing of the user's own code."""
+
+
+def short_errors(function: Callable[P, T]) -> Callable[P, T]:
+    """Let errors that are raised on purpose leave a public function without the frames and causes inside of Offbeat.
+
+    The traceback has the user's own frames, such as those of a callback, one frame of this module, and the sentence; of a failed run, also
+    the notes with what its processes said last. The run's log has the rest.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except OffbeatError as exc:
+            if isinstance(exc, UserError) and hasattr(exc, "__notes__"):
+                del exc.__notes__  # they say where in Offbeat's processes it was raised
+            raise exc.with_traceback(_own_frames(exc.__traceback__)) from None
+
+    return call
+
+
+def _own_frames(found: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames of Offbeat and of libraries."""
+    if found is None:
+        return None
+    after = _own_frames(found.tb_next)
+    if found.tb_frame.f_code.co_filename.startswith(_NOT_OWN):
+        return after
+    return TracebackType(after, found.tb_frame, found.tb_lasti, found.tb_lineno)
