@@ -92,7 +92,7 @@ def test_the_accuracy_before_the_first_step_is_kept_beside_the_last_one() -> Non
 ])
 def test_held_out_accuracy_has_fallen_where_that_is_more_than_chance(before, after, num_prompts: int, fell: bool) -> None:
     marks = Highlights().evaluated("hard", 1.0, num_prompts=num_prompts, global_step=0)
-    assert not marks.heldout_fell
+    assert not marks.heldout_fell and not Highlights(heldout_before=0.9, heldout_after=0.1).heldout_fell, "nobody knows of how many prompts"
     if before is not None:
         marks = marks.evaluated("", before, num_prompts=num_prompts, global_step=0)
     for name, accuracy in (("", after), ("hard", 0.0)):

@@ -53,7 +53,7 @@ class _Step:
 
     @property
     def is_constant(self) -> bool:
-        return self.std < _EPSILON
+        return self.std < _EPSILON * max(1.0, abs(self.mean))
 
 
 class LearningAdvice:

@@ -66,7 +66,7 @@ class Highlights:
     Attributes:
         heldout_before, heldout_after: accuracy before the first step and at the last evaluation after one; None where there was none.
         heldout_after_step: steps done at that last evaluation.
-        heldout_prompts: prompts of that last evaluation.
+        heldout_prompts: prompts of that last evaluation; 0 if an older version wrote the checkpoint.
         max_staleness: versions between a trained token's policy and the trainer, at most.
         max_logprob_gap: largest difference of trainer's and engines' mean canary log-probability under the same weights.
         trained_tokens: of supervised fine-tuning.
@@ -89,8 +89,8 @@ class Highlights:
     @property
     def heldout_fell(self) -> bool:
         """Whether held-out accuracy is lower than before the first step by more than chance explains."""
-        before, after = self.heldout_before, self.heldout_after
-        return before is not None and after is not None and has_fallen(before, after, num_prompts=self.heldout_prompts)
+        before, after, num_prompts = self.heldout_before, self.heldout_after, self.heldout_prompts
+        return before is not None and after is not None and num_prompts > 0 and has_fallen(before, after, num_prompts=num_prompts)
 
     def evaluated(self, name: str, accuracy: float, *, num_prompts: int, global_step: int) -> "Highlights":
         """Return these with the accuracy on a set, "" for the held-out prompts, after so many steps."""
