@@ -37,6 +37,19 @@ def test_prompts_are_shown_with_what_is_wrong_with_the_others(show) -> None:
         " where it is imitated (run.warm_up, offbeat sft), shown to a teacher, or compared with by exact_match or math"]
 
 
+def test_what_the_tiny_model_does_not_know_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, path = tmp_path / "rows.jsonl", tmp_path / "run.toml"
+    path.write_text(f'[run]\ndir = "{tmp_path}"\nwarm_up = true\n[data]\npath = "{rows}"\nheldout_size = 0\n')
+    rows.write_text("".join(json.dumps({"prompt": "today?", "answer": answer}) + "\n" for answer in ("sunday", "Monday")))
+    assert main(["data", "show", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "prompts: 1 rows to train on" in shown and "all rows can be used" not in shown and "<unk>" not in shown
+    assert f"'{rows}', line 2: 'M' in its answer is not in the alphabet of the tiny model: digits, lower-case letters" in shown
+    rows.write_text('{"prompt": "Today?", "answer": "sunday"}\n')
+    assert main(["data", "show", str(path)]) == 2
+    assert "no rows that can be used; the first: " in capsys.readouterr().err
+
+
 def test_what_is_trained_on_is_marked_where_there_are_no_colours(show) -> None:
     shown = show("--as", "sft", "-n", "2")
     assert shown[:5] == [

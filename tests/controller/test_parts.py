@@ -1,6 +1,7 @@
 """The peers of a controller."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ def test_a_controller_leads_itself_and_waits_for_nobody() -> None:
     async def work() -> int:
         return 5
 
-    async def fail() -> int:
+    async def fail() -> Any:
         raise LookupError("no")
 
     async def body() -> None:
@@ -21,5 +22,7 @@ def test_a_controller_leads_itself_and_waits_for_nobody() -> None:
         await peers.meet("commit_stats")
         with pytest.raises(LookupError):
             await peers.lead("evaluate", fail, int)
+        with pytest.raises(LookupError):  # so the work is done
+            await peers.rescue(fail)
 
     asyncio.run(body())
