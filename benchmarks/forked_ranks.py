@@ -23,6 +23,8 @@ def run_ranks(act: Callable[[ProcessGroups], T], *, shape: MeshShape) -> list[T]
     processes = [context.Process(target=_be_rank, args=(rank, world, shape, act, theirs)) for rank, (_, theirs) in enumerate(ends)]
     for process in processes:
         process.start()
+    for _, theirs in ends:
+        theirs.close()  # so that the death of the ranks is seen
     store = host_store(TIMEOUT_S)  # after the forks, which take no thread along
     for ours, _ in ends:
         ours.send(store.port)

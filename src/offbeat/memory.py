@@ -16,7 +16,10 @@ _LET_GO_AT_ONCE = 16
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # parameters of mallopt(3)
 _KEPT = {_TRIM_THRESHOLD: -1, _MMAP_THRESHOLD: 1 << 30, _ARENA_MAX: 1}  # arenas of threads give back what is large all the same
-_BY_DEFAULT = {_TRIM_THRESHOLD: 128 << 10, _MMAP_THRESHOLD: 128 << 10, _ARENA_MAX: 0}
+_LARGEST_BEFORE_2_35 = 32 << 20
+"""What older versions of glibc take for _MMAP_THRESHOLD."""
+_AFTERWARDS = {_TRIM_THRESHOLD: 64 << 20, _MMAP_THRESHOLD: 32 << 20, _ARENA_MAX: 0}
+"""What glibc adapts to by itself in a process with large arrays; once told anything, it adapts no more."""
 
 
 @contextmanager
@@ -57,10 +60,12 @@ def kept_pages() -> Iterator[None]:
         return
     for parameter, value in _KEPT.items():
         libc.mallopt(parameter, value)
+    if not libc.mallopt(_MMAP_THRESHOLD, _KEPT[_MMAP_THRESHOLD]):
+        libc.mallopt(_MMAP_THRESHOLD, _LARGEST_BEFORE_2_35)
     try:
         yield
     finally:
-        for parameter, value in _BY_DEFAULT.items():
+        for parameter, value in _AFTERWARDS.items():
             libc.mallopt(parameter, value)
         libc.malloc_trim(0)
 

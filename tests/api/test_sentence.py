@@ -33,15 +33,29 @@ def test_every_function_that_runs_something_is_so(name: str) -> None:
 def test_causes_and_notes_of_a_mistake_are_left_out() -> None:
     @short_errors
     def fail() -> None:
-        try:
-            raise KeyError("inner")
-        except KeyError as exc:
-            error = CodeError("the reward failed")
-            error.add_note("where the process was")
-            raise error from exc
+        cause = KeyError("inner")  # raised nowhere in code of the user's own
+        error = CodeError("the reward failed")
+        error.add_note("where the process was")
+        raise error from cause
 
     lines = shown(fail)
     assert lines[-1] == "offbeat.errors.CodeError: the reward failed" and "inner" not in "".join(lines)
+
+
+def test_a_cause_in_the_users_own_code_is_shown_with_its_line() -> None:
+    def workflow() -> None:
+        raise KeyError("inner")
+
+    @short_errors
+    def fail() -> None:
+        try:
+            workflow()
+        except KeyError as exc:
+            raise CodeError("the last 64 groups failed") from exc
+
+    lines = shown(fail)
+    assert any("in workflow" in line for line in lines) and "KeyError: 'inner'" in lines
+    assert lines[-1] == "offbeat.errors.CodeError: the last 64 groups failed"
 
 
 def test_a_failed_run_keeps_what_its_processes_said() -> None:

@@ -11,7 +11,7 @@ import pytest
 from offbeat.cli import common
 from offbeat.cli.common import add_config_argument, given_words, keep_private, make_console, report_line, run_console, telling_how_to_go_on
 from offbeat.cli.main import build_parser
-from offbeat.errors import CodeError, ConfigError, DataError, OffbeatError, RunError
+from offbeat.errors import CodeError, ConfigError, DataError, OffbeatError, RunError, StorageError
 from offbeat.telemetry.console import Console
 from small_run import small_config
 
@@ -68,7 +68,7 @@ def test_a_stopped_run_says_how_to_go_on_in_words_that_a_shell_takes(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("error", [CodeError, RunError, ConfigError])
+@pytest.mark.parametrize("error", [CodeError, RunError, StorageError, ConfigError])
 def test_a_run_that_fails_says_how_to_go_on_if_it_has_saved_something(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], error: type[OffbeatError],
 ) -> None:
@@ -83,7 +83,19 @@ def test_a_run_that_fails_says_how_to_go_on_if_it_has_saved_something(
         return capsys.readouterr().out
 
     assert failed("step-00000002") == ("" if error is ConfigError else "to go on: offbeat train a.toml\n")
-    assert failed("step-00000002") == "", "it was there before"
+    (config.run_dir / "checkpoints" / "step-00000002" / "complete.json").unlink(missing_ok=True)
+    assert failed("step-00000002") == ("" if error is ConfigError else "to go on: offbeat train a.toml\n"), "it was written anew"
+
+
+def test_a_run_that_fails_before_it_has_saved_says_nothing_of_an_older_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = small_config(tmp_path)
+    (config.run_dir / "checkpoints" / "step-00000002").mkdir(parents=True)
+    (config.run_dir / "checkpoints" / "step-00000002" / "complete.json").touch()
+    with pytest.raises(RunError), telling_how_to_go_on(config, parse("a.toml"), ["offbeat", "train", "a.toml"]):
+        raise RunError("no")
+    assert capsys.readouterr().out == ""
 
 
 def test_an_interrupted_run_says_how_to_go_on_if_it_has_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

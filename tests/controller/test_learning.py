@@ -34,8 +34,8 @@ def test_five_steps_in_which_all_groups_have_equal_rewards_are_told_once_with_wh
 
 @pytest.mark.parametrize(("steps", "amount", "remedy"), [
     ([step(mean=0.1, std=1e-9)] * 5, "(0.1 in each)", "make the task easier or the reward finer"),
-    ([step(mean=400.0, std=1e-5)] * 5, "(400 in each)", "by this reward the task is solved"),
-    ([step(mean=1.0)] * 5, "(1 in each)", "by this reward the task is solved"),
+    ([step(mean=400.0, std=1e-5)] * 5, "(400 in each)", "every sample counts as right"),
+    ([step(mean=1.0)] * 5, "(1 in each)", "every sample counts as right"),
     ([step(mean=0.25, std=0.4), *[step(mean=0.5, std=0.5)] * 4], "(0.45 on average)", "neither always nor never solved"),
     ([step(mean=0.25), *[step(mean=0.5)] * 4], "(0.45 on average)", "neither always nor never solved"),
 ])

@@ -61,7 +61,7 @@ def test_a_folder_that_is_missing_is_called_one_although_it_could_be_a_hub_id(mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     for look in (check_model_folder, read_model_config):
-        with pytest.raises(ModelError, match=f"^model folder '{path}' does not exist, and the hub .* 'make smollm2' makes") as caught:
+        with pytest.raises(ModelError, match=f"^model folder '{path}' does not exist, and no .* 'make smollm2' makes") as caught:
             look(path)
         assert "HF_TOKEN" not in str(caught.value)
 

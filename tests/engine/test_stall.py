@@ -23,7 +23,7 @@ def test_a_step_that_sleeps_is_told_after_the_patience() -> None:
     assert after_s == 60.0 + PROBE_S, "counted from the first look"
     assert told == (
         "the engine is slow or hung: it has been in one step for 62 s, and has computed nothing for 60 s of it; if the machine is that"
-        " slow, raise inference.stall_timeout_s (of offbeat engine --stall-timeout-s) above 60")
+        " slow, raise inference.stall_timeout_s, or --stall-timeout-s of offbeat engine, above 60")
 
 
 @pytest.mark.parametrize("share", [0.05, 1.0, 16.0])

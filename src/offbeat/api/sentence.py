@@ -1,6 +1,7 @@
 """What a program sees of an error: its own line, and the sentence. Used by the public functions."""
 
 import functools
+import os
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -12,15 +13,15 @@ from offbeat.errors import OffbeatError, UserError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_NOT_OWN = (str(Path(__file__).parents[1]), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+_NOT_OWN = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))))
 """Folders whose frames say nothing of the user's own code."""
 
 
 def short_errors(function: Callable[P, T]) -> Callable[P, T]:
     """Let errors that are raised on purpose leave a public function without the frames and causes inside of Offbeat.
 
-    The traceback has the user's own frames, such as those of a callback, one frame of this module, and the sentence; of a failed run, also
-    the notes with what its processes said last. The run's log has the rest.
+    The traceback has the user's own frames, such as those of a callback, one frame of this module, and the sentence; before it, an error in
+    the user's own code that it follows from; and of a failed run, the notes with what its processes said last. The run's log has the rest.
     """
 
     @functools.wraps(function)
@@ -30,7 +31,9 @@ def short_errors(function: Callable[P, T]) -> Callable[P, T]:
         except OffbeatError as exc:
             if isinstance(exc, UserError) and hasattr(exc, "__notes__"):
                 del exc.__notes__  # they say where in Offbeat's processes it was raised
-            raise exc.with_traceback(_own_frames(exc.__traceback__)) from None
+            cause = exc.__cause__
+            own = None if cause is None or isinstance(cause, OffbeatError) else _own_frames(cause.__traceback__)
+            raise exc.with_traceback(_own_frames(exc.__traceback__)) from (cause.with_traceback(own) if cause and own else None)
 
     return call
 

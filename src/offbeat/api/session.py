@@ -22,7 +22,7 @@ from typing import TypeVar
 from offbeat.aio import ASKED_TO_STOP, End, listener
 from offbeat.config.root import Config
 from offbeat.dashboard.beside import LivePage
-from offbeat.errors import CodeError, ConfigError, RunError
+from offbeat.errors import CodeError, ConfigError, RunError, StorageError
 from offbeat.telemetry.console import Console, Mode, choose_mode
 from offbeat.workers.worker import library_environment
 
@@ -252,7 +252,7 @@ def telling_how_to_go_on(config: Config, again: str) -> Iterator[Callable[[], No
         if _checkpoints(config):
             stopped.append(True)
         raise
-    except (CodeError, RunError):
+    except (CodeError, RunError, StorageError):
         if _checkpoints(config) - before:
             stopped.append(True)
         raise
@@ -261,9 +261,9 @@ def telling_how_to_go_on(config: Config, again: str) -> Iterator[Callable[[], No
             print(f"to go on: {again}", flush=True)
 
 
-def _checkpoints(config: Config) -> set[Path]:
-    """Return what marks the complete checkpoints of a run."""
-    return set((config.run_dir / "checkpoints").glob("*/complete.json"))
+def _checkpoints(config: Config) -> set[tuple[Path, int]]:
+    """Return what marks the complete checkpoints of a run, with the times of their writing."""
+    return {(mark, mark.stat().st_mtime_ns) for mark in (config.run_dir / "checkpoints").glob("*/complete.json")}
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from offbeat.config.load import load_config
 from offbeat.config.root import Config
 from offbeat.dashboard.beside import LivePage
 from offbeat.dashboard.report import write_report
+from offbeat.runs.rank_info import read_rank_info
 from offbeat.telemetry.console import Console, choose_mode
 
 
@@ -68,7 +69,7 @@ def telling_how_to_go_on(
     """
     resumes = [] if config.run.resume else ["--run.resume", "true"]
     again = "start it with torchrun as before" if config.run.mode == "spmd" else shlex.join([*command, *resumes])
-    return session.telling_how_to_go_on(config, "" if args.json else again)
+    return session.telling_how_to_go_on(config, again if read_rank_info(config).leads and not args.json else "")
 
 
 def given_words(*words: str) -> list[str]:

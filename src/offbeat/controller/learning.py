@@ -131,7 +131,7 @@ class LearningAdvice:
     def _remedy(self, means: Sequence[float], same: bool) -> str:
         larger = f"raise rollout.group_size = {self._config.rollout.group_size}"
         if min(means) >= RIGHT:
-            return "by this reward the task is solved, so give harder prompts or a finer reward, or end the run"
+            return "every sample counts as right (a reward of 1 or more), so give harder prompts or a finer reward, or end the run"
         if same:
             return f"make the task easier or the reward finer, or {larger}"
         return f"choose prompts that are neither always nor never solved, make the reward finer, or {larger}"

@@ -347,7 +347,7 @@ class _Training:
         await self._checkpoints.export()
 
     async def _rescue(self, step: Step, rollouts: Rollouts) -> None:
-        """Save the steps before this one, which cannot be done."""
+        """Save the steps before this one, which cannot be done. Prompts that have failed too often since do not return in this epoch."""
         done = step.global_step - 1
         if not done or self._checkpoints.has(done):
             return

@@ -66,7 +66,7 @@ class Highlights:
     Attributes:
         heldout_before, heldout_after: accuracy before the first step and at the last evaluation after one; None where there was none.
         heldout_after_step: steps done at that last evaluation.
-        heldout_prompts: prompts of that last evaluation; 0 if an older version wrote the checkpoint.
+        heldout_prompts: prompts of that last evaluation; 0 before there was one, or if an older version wrote the checkpoint.
         max_staleness: versions between a trained token's policy and the trainer, at most.
         max_logprob_gap: largest difference of trainer's and engines' mean canary log-probability under the same weights.
         trained_tokens: of supervised fine-tuning.

@@ -41,7 +41,7 @@ class Figure:
 
 
 def figures_of(run: RunFiles) -> list[Figure]:
-    """Return what evaluations have found, in the order of `metrics.jsonl`; ends of intervals and numbers of failures are no figures."""
+    """Return what evaluations have found, in the order of `metrics.jsonl`; ends of intervals and numbers of prompts are no figures."""
     names = dict.fromkeys(name for row in run.metrics for name in row if _METRIC.fullmatch(name) and not name.endswith(_NOT_SHOWN))
     found = []
     for name in names:

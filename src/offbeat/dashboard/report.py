@@ -18,6 +18,7 @@ from offbeat.dashboard.run_files import RunFiles, read_run
 from offbeat.dashboard.samples import samples_html
 from offbeat.dashboard.warm_up import progress_html, warm_up_html
 from offbeat.errors import StorageError
+from offbeat.telemetry.summary import HELDOUT_FELL
 
 _FOLDER = Path(__file__).parent
 STYLE = (_FOLDER / "style.css").read_text(encoding="utf-8")
@@ -146,8 +147,10 @@ def _key_figures(run: RunFiles) -> Iterator[tuple[str, str, str]]:
 
 
 def _advice_html(run: RunFiles) -> str:
-    """Draw the advice that the run's console gave, each sentence once."""
+    """Draw the advice that the run has recorded, each sentence once."""
     told = dict.fromkeys(str(event.get("text", "")) for event in run.events if event.get("kind") == "advice")
+    if not run.result.get("heldout_fell"):
+        told.pop(HELDOUT_FELL, None)  # the run was resumed since, and has risen again
     return "".join(f'<p class="advice">{escape(text)}</p>' for text in told)
 
 

@@ -147,8 +147,9 @@ def _fetch(path: str, *, file: str | None = None) -> str:
     except (HfHubHTTPError, OSError, ValueError) as exc:
         if _looks_local(path):
             raise ModelError(
-                f"model folder {path!r} does not exist, and the hub has no such model either ({type(exc).__name__}); give the folder of a"
-                " model, such as .models/smollm2-135m-instruct, which 'make smollm2' makes in a clone of the repository, or a hub id"
+                f"model folder {path!r} does not exist, and no such model could be fetched from the hub either ({type(exc).__name__});"
+                " give the folder of a model, such as .models/smollm2-135m-instruct, which 'make smollm2' makes in a clone of the"
+                " repository, or a hub id"
             ) from exc
         raise ModelError(
             f"model {path!r} is neither a folder nor could it be fetched from the hub ({type(exc).__name__}); "

@@ -56,4 +56,4 @@ class StepWatch:
     def _told(self, step_s: float, how: str) -> str:
         return (
             f"the engine is slow or hung: it has been in one step for {step_s:.0f} s, {how}; if the machine is that slow, raise"
-            f" inference.stall_timeout_s (of offbeat engine --stall-timeout-s) above {self._patience_s:g}")
+            f" inference.stall_timeout_s, or --stall-timeout-s of offbeat engine, above {self._patience_s:g}")

@@ -62,7 +62,9 @@ class RankPeers:
         await self._thread.run(name, partial(self._sync.barrier, name))
 
     async def rescue(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do nothing, since the other ranks wait elsewhere; see `Peers.rescue`."""
+        """Do nothing where there are other ranks, which wait elsewhere; see `Peers.rescue`."""
+        if self._sync.world == 1:
+            await work()
 
 
 @dataclass(frozen=True)

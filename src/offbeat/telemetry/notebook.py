@@ -31,7 +31,7 @@ def show_in_cell(text: str) -> Callable[[str], object]:
 
 
 class CellOutput:
-    """Lines of text in one output. The newest lines of steps are kept, and all others."""
+    """Lines of text in one output. The newest lines of steps are kept, and of all others the newest `_MOST_LINES`."""
 
     def __init__(self, show: Show = show_in_cell, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Prepare the output, which appears with its first line."""
@@ -39,17 +39,19 @@ class CellOutput:
         self._clock = clock
         self._replace: Callable[[str], object] | None = None
         self._lines: list[tuple[str, bool]] = []
-        self._shown_s = float("-inf")
+        self._passing_s = float("-inf")
         self._is_behind = False
 
     def add(self, line: str, *, passing: bool = False) -> None:
-        """Append a line. One that is `passing` makes way for later ones, and waits for them if the last change was just now."""
+        """Append a line. One that is `passing` makes way for later ones, and waits for them if one was shown just now."""
         self._lines.append((line, passing))
         if passing and sum(each for _, each in self._lines) > _MOST_PASSING:
             self._lines.remove(next(each for each in self._lines if each[1]))
         del self._lines[:-_MOST_LINES]
         self._is_behind = True
-        if not passing or self._clock() - self._shown_s >= _EVERY_S:
+        now_s = self._clock()
+        if not passing or now_s - self._passing_s >= _EVERY_S:
+            self._passing_s = now_s if passing else self._passing_s
             self.flush()
 
     def flush(self) -> None:
@@ -61,4 +63,4 @@ class CellOutput:
             self._replace = self._show(text)
         else:
             self._replace(text)
-        self._shown_s, self._is_behind = self._clock(), False
+        self._is_behind = False
