@@ -19,10 +19,11 @@ from offbeat.config.load import load_config
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError, DataError
 from offbeat.evaluation.comparison import compare
-from offbeat.evaluation.files import RESULT_NAME, samples_beside
+from offbeat.evaluation.files import samples_beside
 from offbeat.evaluation.result import ModelResult
 from offbeat.runs.evaluated_model import is_run, run_config
 from offbeat.runs.evaluation import KEY_ENV, OnProgress, Progress, evaluate_models
+from offbeat.telemetry.evaluation_log import RESULT_NAME
 
 _WIDTH = 1000
 """Of a terminal in characters: a narrow one wraps lines, and cuts no figure."""

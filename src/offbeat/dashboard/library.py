@@ -17,7 +17,7 @@ from offbeat.dashboard.run_files import TRACE, RunFiles, is_evaluation, is_run, 
 from offbeat.dashboard.warm_up import STEP_EVENT
 from offbeat.data.kept import kept_files
 from offbeat.errors import DataError
-from offbeat.evaluation.files import RESULT_NAME
+from offbeat.telemetry.evaluation_log import RESULT_NAME
 from offbeat.telemetry.jsonl import parse_row
 from offbeat.telemetry.run_lock import is_running
 from offbeat.telemetry.trace import TraceReader

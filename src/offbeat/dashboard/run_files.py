@@ -10,7 +10,7 @@ from typing import Any
 
 from offbeat.data.kept import KeptGroup, kept_files, read_groups
 from offbeat.errors import DataError
-from offbeat.evaluation.files import RESULT_NAME
+from offbeat.telemetry.evaluation_log import RESULT_NAME
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.trace import Span, TraceReader, read_trace
 

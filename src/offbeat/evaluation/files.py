@@ -19,8 +19,6 @@ from offbeat.errors import DataError, StorageError
 from offbeat.evaluation.samples import EvaluatedPrompt, EvaluatedSample, EvaluatedSet
 from offbeat.telemetry.evaluation_log import stored_evaluations
 
-RESULT_NAME = "evaluation.json"
-"""Name of the result of `offbeat eval` in its folder."""
 _COMPRESSED = ".zst"
 
 

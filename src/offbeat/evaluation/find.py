@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from offbeat.errors import DataError
-from offbeat.evaluation.files import RESULT_NAME, newest_evaluation, read_samples, samples_beside
+from offbeat.evaluation.files import newest_evaluation, read_samples, samples_beside
 from offbeat.evaluation.samples import EvaluatedSet
+from offbeat.telemetry.evaluation_log import RESULT_NAME
 
 _OF_MODEL = re.compile(r"(?P<file>.+?\.jsonl?):(?P<model>.+)", re.DOTALL)
 

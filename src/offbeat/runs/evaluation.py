@@ -20,7 +20,6 @@ from offbeat.controller.judges import what_judges
 from offbeat.controller.parts import SingleProcess
 from offbeat.data.stream import PromptStream
 from offbeat.errors import ConfigError
-from offbeat.evaluation.files import RESULT_NAME
 from offbeat.evaluation.result import ModelResult, SetResult, write
 from offbeat.evaluation.samples import EvaluatedSet
 from offbeat.evaluation.scores import Evaluation
@@ -35,6 +34,7 @@ from offbeat.runs.evaluated_model import EvaluatedModel, find_models
 from offbeat.runs.rollouts import EngineRollouts, Rewards, open_rewards, open_user_code
 from offbeat.runs.threads import choose_threads, usable_cores
 from offbeat.telemetry.console import Console
+from offbeat.telemetry.evaluation_log import RESULT_NAME
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
 from offbeat.weights.adapters import adapter_name

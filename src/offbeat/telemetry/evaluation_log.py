@@ -8,6 +8,8 @@ import zstandard
 
 from offbeat.errors import StorageError
 
+RESULT_NAME = "evaluation.json"
+"""Name of the result of `offbeat eval` in its folder."""
 _FILE = re.compile(r"step-(\d+)(?:-([a-z0-9_]+))?\.jsonl\.zst")
 
 
