@@ -26,8 +26,9 @@ def reward(completion: str, row: offbeat.Row) -> float:
 run = offbeat.train(
     data=rows, reward=reward, name="five_lines", total_steps=60, lr=2e-4, max_new_tokens=10, every_steps=20, warm_up=True,
     sft={"total_steps": 300, "evaluate_every_steps": 25, "stop_at_accuracy": 0.3})
-if run.heldout_after is not None:  # it is None if the run was stopped before its first evaluation
+if run.heldout_after is not None:  # it is None if the run was stopped before an evaluation after a step
     print(f"held-out accuracy: {run.heldout_before:.2f} before, {run.heldout_after:.2f} after")
-print(f"the model is in {run.model}")
-best = max(run.rollouts(step=run.rollout_steps[-1]), key=lambda rollout: rollout.reward)
-print(f"{best.prompt!r} was answered {best.completion!r}")
+if run.steps:  # there are none if the run was stopped in its warm-up
+    print(f"the model is in {run.model}")
+    best = max(run.rollouts(step=run.rollout_steps[-1]), key=lambda rollout: rollout.reward)
+    print(f"{best.prompt!r} was answered {best.completion!r}")

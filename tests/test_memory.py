@@ -80,4 +80,4 @@ def test_pages_that_are_freed_are_kept_for_what_comes_next_on_threads_too() -> N
     plain_environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     said = subprocess.run([sys.executable, "-c", _FAULTS], env=plain_environment, check=True, capture_output=True, text=True).stdout
     plain, kept = map(int, said.split())
-    assert kept < 1_000 < 10_000 < plain
+    assert kept < plain / 10

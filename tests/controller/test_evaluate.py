@@ -216,13 +216,13 @@ def test_a_run_evaluates_each_set_as_it_asks_and_goes_on_with_them(shop: Worksho
     assert many.accuracies.mean() == 1 and many.num_samples == 2 and all(prompt.samples[0].num_tokens for prompt in many.prompts)
     assert "accuracy on many 1.000 after step 2 (4 prompts), pass@1 1.000, pass@2 1.000" in done.said
     result = json.loads((run.folder / "result.json").read_text())
-    assert result["sets"]["many"] == {"before": 1, "after": 1} and result["sets"].keys() == {"file", "many"}
+    assert result["sets"]["many"] == {"before": 1, "after": 1, "after_step": 2} and result["sets"].keys() == {"file", "many"}
     assert "accuracy on many" in (run.folder / "report.html").read_text()
     again = shop.train(run, run__total_steps="3", **sets | {"evaluate__sets__file__every_steps": "2"})
     assert again.code == 0, again.error
     assert any(line.startswith("continues with ") and "every_steps = 2" in line for line in again.said), again.said
     result = json.loads((run.folder / "result.json").read_text())
-    assert result["sets"]["many"] == {"before": 1, "after": 1}
+    assert result["sets"]["many"] == {"before": 1, "after": 1, "after_step": 3}
 
 
 def test_the_best_model_is_kept_and_a_run_ends_when_nothing_is_gained_any_more(shop: Workshop, tmp_path: Path, model_dir: str) -> None:

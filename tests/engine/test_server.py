@@ -480,7 +480,7 @@ def compute_until(let_go: threading.Event) -> None:
 
 
 @pytest.mark.parametrize(("act", "patience_s", "how"), [
-    (lambda let_go: let_go.wait(60), 1.0, "and has computed nothing for 1 s of it"), (compute_until, 0.6, "although it computes")],
+    (lambda let_go: let_go.wait(60), 1.0, "and has computed nothing for 1 s of it"), (compute_until, 1.5, "although it computes")],
     ids=["sleeps", "computes"])
 def test_a_step_that_does_not_end_is_told_by_health(act, patience_s, how, model_folder):
     let_go, told = threading.Event(), []

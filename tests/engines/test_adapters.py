@@ -1,17 +1,14 @@
 """Adapters in every engine, beside each other and beside the model alone, against PEFT's own modules."""
 
 import asyncio
-import os
 import shutil
-import subprocess
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
-from contract import CANARY, MAX_ADAPTERS, MAX_RANK, WITH_VLLM, Engine, Models
-from offbeat.engine import inside
+from contract import CANARY, MAX_ADAPTERS, MAX_RANK, WITH_VLLM, Engine, Models, run_in_vllm
 from offbeat.errors import EngineError, RefusedError
 from offbeat.inference.client import EngineClient
 from offbeat.inference.sampling import Sample, Sampling
@@ -191,7 +188,5 @@ for have in (lambda: None, vllm_plain.skip_plain_rows):
     except RuntimeError as exc:
         print(exc)
 """
-    env = os.environ | {"PYTHONPATH": str(Path(inside.__file__ or "").parent)}
-    done = subprocess.run([".venv-vllm/bin/python", "-c", program], env=env, capture_output=True, text=True, timeout=300, check=True)
-    mixes, apart = done.stdout.splitlines()[-2:]
+    *_, mixes, apart = run_in_vllm("-c", program)
     assert mixes.startswith("this vLLM mixes adapters into requests without one") and apart == "apart"

@@ -1,6 +1,6 @@
 """A vLLM worker that goes wrong as it is told to. Runs in vLLM's processes, in the place of Offbeat's own extension:
 
-    PYTHONPATH=.../offbeat/inference/inside:.../tests/support OFFBEAT_TEST_FAULT=FILE vllm serve MODEL \
+    PYTHONPATH=.../offbeat/engine/inside:.../tests/support OFFBEAT_TEST_FAULT=FILE vllm serve MODEL \
         --worker-extension-cls vllm_faults.FaultyWorker ...
 
 What goes wrong stands in the file, as JSON: `fault`, of the next load of weights, and `adapter`, the folder that is read in the

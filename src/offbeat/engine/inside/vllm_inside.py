@@ -2,7 +2,7 @@
 
 Runs in vLLM's own processes and environment, and imports nothing of `offbeat` except its neighbours in this folder:
 
-    PYTHONPATH=.../offbeat/inference/inside vllm serve MODEL --middleware vllm_inside.Inside \
+    PYTHONPATH=.../offbeat/engine/inside vllm serve MODEL --middleware vllm_inside.Inside \
         --worker-extension-cls vllm_inside.WorkerExtension --logprobs-mode processed_logprobs
 
 `Inside` lives in the API server and adds routes when it starts; `WorkerExtension` is mixed into vLLM's workers (`vllm_worker`). With
