@@ -177,7 +177,8 @@ def test_in_a_notebook_one_output_has_all_notes_and_the_newest_steps(monkeypatch
             if step == 3:
                 console.note("checkpoint saved")
             console.update(step, METRICS)
-        assert len(shown[0]) == 4, "steps that follow one another at once are shown together with what comes next"
+        assert [text.count("\nstep ") for text in shown[0]] == [0, 0, 0, 1, 2], (
+            "the first step is shown at once, and those that follow at once wait for what comes next")
         console.finish({"held-out accuracy": 0.88})
     [versions] = shown
     lines = versions[-1].splitlines()
