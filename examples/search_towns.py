@@ -12,11 +12,11 @@ import random
 from functools import cache
 from pathlib import Path
 
+from offbeat import Row
 from offbeat.agents.environments.schema import tool_of
 from offbeat.agents.tools.search import TextIndex
 from offbeat.chat.messages import Message, ToolCall
 from offbeat.chat.rendering import Renderer
-from offbeat.data.row import Row
 from offbeat.data.tokenizer import load_tokenizer
 
 TEXTS = Path("runs/towns/texts")

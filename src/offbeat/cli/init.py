@@ -28,7 +28,7 @@ examples:
 _REWARD = '''\
 """The reward of this task: called with each completion and its row, in a process of its own."""
 
-from offbeat.data.row import Row
+from offbeat import Row
 
 
 def digits_in_place(completion: str, row: Row) -> float:
