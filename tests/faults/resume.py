@@ -62,6 +62,7 @@ GIVEN: Mapping[str, str] = {
     "algorithm.constants": "{tau_low = 1.2}", "algorithm.objective": "gspo", "algorithm.credit": "code.py:credit",
     "algorithm.gae_lambda": "0.9", "algorithm.critic_lambda": "0.9", "critic.optimizer.beta1": "0.8", "critic.optimizer.beta2": "0.9",
     "critic.optimizer.min_lr_ratio": "0.5",
+    "algorithm.turn_gamma": "0.9", "train.precision": "bf16_mixed",
 }
 """Values that mean something; other settings get the next value that is allowed."""
 
@@ -307,7 +308,7 @@ class Bench:
         arguments = run.arguments(**{key.replace(".", "__"): value for key, value in given.items()})
         if not own:
             return self._shop.command("train", *arguments, "--json")
-        done = offbeat("train", *arguments, "--json", timeout_s=120)
+        done = offbeat("train", *arguments, "--json", timeout_s=_TIMEOUT_S)
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         return Done(done.returncode, done.stderr, tuple(line["text"] for line in lines if line["event"] == "note"), "")
 
@@ -318,6 +319,9 @@ class Bench:
 
 
 _STEPS = "run.total_steps = 3, was 2"
+
+_TIMEOUT_S = 600
+"""Compiling a model's blocks takes minutes on a busy machine."""
 
 
 def _larger(root: Path) -> str:
