@@ -126,9 +126,10 @@ print(json.dumps([run.stopped_early, run.steps, run.heldout_after, str(run.model
 """
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(("sent", "said"), [
-    pytest.param(signal.SIGINT, "stopping after this step; interrupt again to stop at once", id="ctrl_c"),
-    pytest.param(signal.SIGTERM, "asked to stop; this step is the last", id="sigterm", marks=pytest.mark.drill)])
+    (signal.SIGINT, "stopping after this step; interrupt again to stop at once"),
+    (signal.SIGTERM, "asked to stop; this step is the last")], ids=["ctrl_c", "sigterm"])
 def test_a_script_that_is_stopped_keeps_what_was_trained_and_says_how_to_go_on(
     sent: signal.Signals, said: str, tmp_path: Path, model_dir: str,
 ) -> None:
