@@ -31,9 +31,15 @@ settings.register_profile("offbeat", deadline=None, derandomize=True, suppress_h
 settings.load_profile("offbeat")
 
 
-def pytest_collection_finish() -> None:
-    """What has been loaded by now stays until the end: no garbage collection has to walk it, in a test or when this process ends."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What modules load stays until the end: no garbage collection has to walk it, meanwhile, in a test or when this process ends."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from offbeat.dashboard.rollout_filter import Filter
+from offbeat.dashboard.rollout_index import RolloutIndex
 from offbeat.telemetry.rollout_log import RolloutLog
 
 Group = dict[str, Any]
@@ -51,3 +53,10 @@ def write_small_run(run_dir: Path) -> None:
         group("Say 100% of it_ ", ("same", 0.0), ("same", 0.0), index=2, rejected="all rewards are 0", why="equal rewards"),
         group("Too hard", index=3, rejected="PromptError: too many tokens", why="prompt refused")])
     write_rollouts(run_dir, 3, [group("Name a fruit. ", ("Äpfel <script>alert(1)</script>", 2.0), ("Banana", 0.25, ), index=1)])
+
+
+def addresses(index: RolloutIndex, order: str = "newest", **wanted: object) -> list[str]:
+    """Addresses of the rollouts that a filter lets pass, which are as many as are counted."""
+    found = [each.address for each in index.find(Filter(**wanted), order=order)]
+    assert len(found) == index.count(Filter(**wanted))
+    return found

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from memory_tables import MODELS
 from offbeat.config.load import load_config
-from offbeat.runs.memory import _MODELS, engine_weights, rank_memory
+from offbeat.runs.memory import engine_weights, rank_memory
 from offbeat.runs.slurm import SlurmJob, slurm_script
 from offbeat.runs.threads import choose_threads, usable_cores
 
@@ -34,7 +35,7 @@ def test_an_example_for_gpus_takes_as_many_as_it_is_for(name: str, gpus: int) ->
     ranks, engines = config.train.num_ranks, config.inference.num_engines * config.inference.devices_per_engine
     assert config.train.devices_per_rank == 1
     assert (max(ranks, engines) if config.cluster.share_devices else ranks + engines) == gpus
-    shape = _MODELS[config.model.path.removeprefix("Qwen/")]
+    shape = MODELS[config.model.path.removeprefix("Qwen/")]
     held = rank_memory(
         shape, tokens=config.train.max_tokens_per_microbatch, num_shards=config.train.parallel.shard,
         mixed=config.train.computes_in == "bf16_mixed", checkpointing=config.train.recomputes == "full").total

@@ -303,9 +303,10 @@ def test_a_shared_key_has_a_bounded_number_of_named_sessions(monkeypatch):
                 opened.find(group.key, name)
         assert opened.find(session.key, "a") is session
         opened.close(group)
-        assert first.is_sealed and group.is_sealed
         with pytest.raises(SealedError):
             group.session("new")
+        with pytest.raises(SealedError):
+            first.enter(REQUEST, Attempt(b"1"))
 
     running(body)
 

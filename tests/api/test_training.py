@@ -126,6 +126,7 @@ print(json.dumps([run.stopped_early, run.steps, run.heldout_after, str(run.model
 """
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(("sent", "said"), [
     (signal.SIGINT, "stopping after this step; interrupt again to stop at once"),
     (signal.SIGTERM, "asked to stop; this step is the last")], ids=["ctrl_c", "sigterm"])

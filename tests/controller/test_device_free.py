@@ -57,6 +57,7 @@ def test_a_whole_run_with_warm_up_evaluation_and_recovery_touches_no_device(tmp_
     assert [row["global_step"] for row in run.metrics()] == [1, 2, 3]
 
 
+@pytest.mark.drill
 def test_supervised_fine_tuning_touches_no_device(tmp_path: Path, model_dir: str) -> None:
     run = SmallRun(tmp_path, model_dir)
     done = control("sft", *run.arguments(sft__total_steps="2", sft__batch_size="4", sft__evaluate_every_steps="1"), "--json")

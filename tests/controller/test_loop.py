@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from faults.workshop import Workshop
 from offbeat.checkpoint.recover import CheckpointIndex
 from offbeat.controller.state import SavedState
 from offbeat.dashboard.report import write_report
@@ -77,12 +78,11 @@ def test_the_time_line_shows_trainer_and_engine_beside_the_controller(finished_r
 
 
 def test_a_run_is_told_of_equal_rewards_and_a_slow_first_step_on_the_console_in_its_events_and_in_its_report(
-    tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
+    shop: Workshop, tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("offbeat.controller.loop.SLOW_STEP_S", 0.0)
     printed = io.StringIO()
-    run_training(
-        small_config(tmp_path, model_dir, run__total_steps="5", rollout__reward=f"{REWARDS}:right"), Console("plain", stream=printed))
+    shop.run(small_config(tmp_path, model_dir, run__total_steps="5", rollout__reward=f"{REWARDS}:right"), Console("plain", stream=printed))
     run = SmallRun(tmp_path, model_dir)
     slow, told = [event["text"] for event in run.events("advice") if "publishing" not in event["text"]]
     assert slow.startswith("the first step takes more than 30 s on CPUs: it has 2 prompts of 2 samples") and slow in printed.getvalue()
@@ -91,6 +91,7 @@ def test_a_run_is_told_of_equal_rewards_and_a_slow_first_step_on_the_console_in_
     assert told in unescape(write_report(run.folder).read_text())
 
 
+@pytest.mark.drill
 def test_a_publish_that_fails_beside_the_loop_ends_the_run_with_the_engines_reason(
     tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -119,7 +120,7 @@ def test_batches_are_made_while_the_step_before_trains(stopped_run: SmallRun) ->
 
 
 def test_a_batch_that_is_being_made_ahead_is_given_up_before_rollouts_end_when_the_wait_for_them_fails(
-    tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
+    shop: Workshop, tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended: list[str] = []
     begun = asyncio.Event()
@@ -151,12 +152,12 @@ def test_a_batch_that_is_being_made_ahead_is_given_up_before_rollouts_end_when_t
     monkeypatch.setattr(RolloutExecutor, "prepare_batch", fail_if_ahead)
     monkeypatch.setattr(RolloutExecutor, "__aexit__", note)
     with pytest.raises(RolloutError, match="engines keep failing"):
-        run_training(small_config(tmp_path, model_dir), Console("quiet"))
+        shop.run(small_config(tmp_path, model_dir))
     assert ended == ["made ahead", "rollouts"]
 
 
 def test_the_loop_holds_the_groups_of_a_step_last_and_lets_them_go_in_portions(
-    tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
+    shop: Workshop, tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     freed: list[list[bool]] = []
 
@@ -166,5 +167,5 @@ def test_the_loop_holds_the_groups_of_a_step_last_and_lets_them_go_in_portions(
         freed.append([ref() is None for ref in known])
 
     monkeypatch.setattr("offbeat.controller.loop.let_go", watched)
-    run_training(small_config(tmp_path, model_dir), Console("quiet"))
+    shop.run(small_config(tmp_path, model_dir))
     assert freed == [[], [True, True]]

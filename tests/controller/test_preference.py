@@ -42,7 +42,8 @@ def cut_off_and_whole(groups, argument: dict) -> list[list[dict]] | None:
 
 
 @pytest.mark.parametrize(("world", "changes"), [
-    (1, {}), (1, {"preference__loss": "simpo"}), (2, {"preference__loss": "kto", "model__lora__rank": "4"}),
+    (1, {}), (1, {"preference__loss": "simpo"}), (1, {"preference__loss": "kto", "model__lora__rank": "4"}),
+    pytest.param(2, {"preference__loss": "kto", "model__lora__rank": "4"}, marks=pytest.mark.drill),
 ])
 def test_a_run_that_crashes_goes_on_with_the_losses_of_one_that_did_not(
     world: int, changes: dict[str, str], tmp_path: Path, model_dir: str,

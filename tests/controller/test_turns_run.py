@@ -77,6 +77,7 @@ def check_turns(run: SmallRun, *, steps: int, first: int = 0) -> None:
             assert generated == sorted(generated) and all(0 <= first + step - 1 - version <= 1 for version in generated)
 
 
+@pytest.mark.drill
 def test_engines_hold_no_weights_while_the_ranks_train_and_serve_every_version(
     tmp_path: Path, engines: list[EngineGroup], monkeypatch: pytest.MonkeyPatch,
 ) -> None:

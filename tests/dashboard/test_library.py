@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.dashboard.library import Library
-from offbeat.dashboard.rollout_index import Filter
+from offbeat.dashboard.rollout_filter import Filter
 from offbeat.errors import DataError
 from rollout_samples import group, write_rollouts, write_small_run
 

@@ -9,24 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.dashboard.rollout_index import Filter, RolloutIndex
+from offbeat.dashboard.rollout_filter import Filter
+from offbeat.dashboard.rollout_index import RolloutIndex
 from offbeat.data.kept import Address, find_group
-from offbeat.errors import ConfigError
-from rollout_samples import group, write_rollouts, write_small_run
-
-
-@pytest.fixture
-def index(tmp_path: Path) -> RolloutIndex:
-    write_small_run(tmp_path / "run")
-    made = RolloutIndex(tmp_path / "run")
-    made.update()
-    return made
-
-
-def addresses(index: RolloutIndex, order: str = "newest", **wanted: object) -> list[str]:
-    found = [each.address for each in index.find(Filter(**wanted), order=order)]
-    assert len(found) == index.count(Filter(**wanted))
-    return found
+from rollout_samples import addresses, group, write_rollouts, write_small_run
 
 
 def test_the_newest_come_first_and_each_is_found_again_by_its_address(index: RolloutIndex) -> None:
@@ -41,43 +27,6 @@ def test_the_newest_come_first_and_each_is_found_again_by_its_address(index: Rol
             assert (t.reward, t.num_generated, t.completion, t.advantage) == (each.reward, each.length, each.preview, each.advantage)
 
 
-@pytest.mark.parametrize(("wanted", "expected"), [
-    ({"min_step": 2, "max_step": 2, "status": "trained"}, ["2.0.0", "2.0.1"]),
-    ({"min_reward": 1.0}, ["3.0.0", "2.0.0", "1.0.0"]),
-    ({"min_reward": 0.25, "max_reward": 0.5}, ["3.0.1", "1.1.0"]),
-    ({"max_length": 4}, ["2r.0.0", "2r.0.1", "2r.1.0", "1.1.1"]),
-    ({"min_version": 4}, []),
-    ({"max_version": 3, "min_step": 3}, ["3.0.0", "3.0.1"]),
-    ({"prompt": "fruit"}, ["3.0.0", "3.0.1", "1.1.0", "1.1.1"]),
-    ({"prompt": "0% of it_"}, ["2r.0.0", "2r.0.1"]),
-    ({"prompt": "0_"}, []),
-    ({"text": "is 42"}, ["2.0.0", "1.0.0"]),
-    ({"text": "IT IS"}, ["1.0.0"]),
-    ({"text": "42 is"}, []),
-    ({"text": "ban*"}, ["3.0.1"]),
-    ({"text": "ban"}, []),
-    ({"text": "apfel"}, ["3.0.0"]),
-    ({"text": "alert(1)"}, ["3.0.0"]),
-    ({"text": "NOT apple OR * \" NEAR"}, []),
-    ({"reason": "too long"}, ["1.1.1"]),
-    ({"reason": "equal rewards"}, ["2r.0.0", "2r.0.1"]),
-    ({"status": "rejected"}, ["2r.0.0", "2r.0.1", "2r.1.0"]),
-    ({"status": "left out"}, ["1.1.1"]),
-    ({"same_prompt": Address(1, False, 0, 1)}, ["2.0.0", "2.0.1", "1.0.0", "1.0.1"]),
-    ({"text": "is", "prompt": "6 * 7", "min_reward": 1}, ["2.0.0", "1.0.0"]),
-])
-def test_filters(index: RolloutIndex, wanted: dict, expected: list[str]) -> None:
-    assert addresses(index, **wanted) == expected
-
-
-@pytest.mark.parametrize(("order", "first"), [
-    ("oldest", ["1.0.0", "1.0.1"]), ("best", ["3.0.0", "2.0.0"]), ("worst", ["2.0.1", "2r.0.0"]), ("longest", ["3.0.0", "1.1.0"]),
-    ("shortest", ["2r.1.0", "2r.0.0"])])
-def test_orders(index: RolloutIndex, order: str, first: list[str]) -> None:
-    assert [each.address for each in index.find(Filter(), order=order, limit=2)] == first
-    assert len(index.find(Filter(), order=order, limit=50)) == 11
-
-
 def test_pages_follow_each_other(index: RolloutIndex) -> None:
     pages = [index.find(Filter(), limit=4, offset=offset) for offset in (0, 4, 8)]
     assert [each for page in pages for each in page] == index.find(Filter())
@@ -89,12 +38,6 @@ def test_reasons_are_counted_and_details_kept(index: RolloutIndex) -> None:
     (left_out,) = index.find(Filter(status="left out"))
     assert left_out.why == "too long: 999 tokens" and left_out.reward is None and left_out.advantage is None
     assert index.find(Filter(reason="equal rewards"))[0].why == "all rewards are 0"
-
-
-def test_a_search_without_a_word_is_refused(index: RolloutIndex) -> None:
-    for text in ("<>", '"', "*"):
-        with pytest.raises(ConfigError, match="has none; give letters or digits"):
-            index.find(Filter(text=text))
 
 
 def test_what_a_run_adds_changes_and_removes_is_seen_by_the_next_update(index: RolloutIndex) -> None:
@@ -197,14 +140,3 @@ def test_an_index_that_goes_away_while_it_is_read_is_made_again(index: RolloutIn
     assert index.progress().num_rollouts == 0
     assert index.update().num_rollouts == 1 and addresses(index) == ["1.0.0"]
     assert (index.run_dir / "rollouts" / "index.sqlite").is_file()
-
-
-def test_a_prompt_is_found_in_any_case_of_its_letters(tmp_path: Path) -> None:
-    write_rollouts(tmp_path, 1, [group("Größe der Äpfel? ", ("12", 1.0))])
-    index = RolloutIndex(tmp_path)
-    index.update()
-    assert addresses(index, prompt="GRÖSSE der äPFEL") == ["1.0.0"] and addresses(index, prompt="x" * 60_000) == []
-
-
-def test_a_search_with_a_nul_character_is_one_for_the_words_around_it(index: RolloutIndex) -> None:
-    assert addresses(index, text="is\x0042") == ["2.0.0", "1.0.0"]

@@ -479,10 +479,11 @@ def compute_until(let_go: threading.Event) -> None:
         pass
 
 
-@pytest.mark.parametrize(("act", "patience_s", "how"), [
-    (lambda let_go: let_go.wait(60), 1.0, "and has computed nothing for 1 s of it"), (compute_until, 1.5, "although it computes")],
+@pytest.mark.parametrize(("act", "patience_s", "factor", "how"), [
+    (lambda let_go: let_go.wait(60), 1.0, 60, "and has computed nothing for 1 s of it"), (compute_until, 1.5, 2, "although it computes")],
     ids=["sleeps", "computes"])
-def test_a_step_that_does_not_end_is_told_by_health(act, patience_s, how, model_folder):
+def test_a_step_that_does_not_end_is_told_by_health(act, patience_s, factor, how, model_folder, monkeypatch):
+    monkeypatch.setattr("offbeat.engine.stall.COMPUTING_FACTOR", factor)
     let_go, told = threading.Event(), []
 
     def ill() -> bool:

@@ -29,6 +29,7 @@ from offbeat.ranks.trainers import Trainers
 from offbeat.runs.assemble import open_policy
 from offbeat.runs.rank_info import RankInfo
 from offbeat.runs.rollouts import EngineRollouts, open_user_code
+from offbeat.runs.run import RunResult, SupervisedResult, run_training
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.record import RunRecord
 from offbeat.weights.protocol import Manifest
@@ -87,18 +88,28 @@ class Workshop:
 
     def command(self, *arguments: str) -> Done:
         """Any command, in this process."""
-        self._published.clear()
         out, err = io.StringIO(), io.StringIO()
-        with patch("offbeat.runs.run.open_run", self._open_session), patch("asyncio.run", self._loop.run_until_complete), \
-                contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                code = main(arguments)
-            finally:  # as the end of a loop of its own would
-                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-                    self._loop.remove_signal_handler(number)
+        with self._lending(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(arguments)
         lines = [_line(line) for line in out.getvalue().splitlines()]
         said = tuple(line["text"] for line in lines if line.get("event") == "note")
         return Done(code, err.getvalue(), said, self._published[0] if self._published else "")
+
+    def run(self, config: Config, console: Console | None = None) -> RunResult | SupervisedResult | None:
+        """What `run_training` makes of a configuration, with its errors."""
+        with self._lending():
+            return run_training(config, console or Console("quiet", stream=io.StringIO()))
+
+    @contextmanager
+    def _lending(self) -> Iterator[None]:
+        """Runs that begin in this process use the processes of the workshop."""
+        self._published.clear()
+        with patch("offbeat.runs.run.open_run", self._open_session), patch("asyncio.run", self._loop.run_until_complete):
+            try:
+                yield
+            finally:  # as the end of a loop of its own would
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                    self._loop.remove_signal_handler(number)
 
     @asynccontextmanager
     async def _open_session(self, config: Config, _place: RankInfo, inputs: RunInputs, record: RunRecord) -> AsyncIterator[RunParts]:

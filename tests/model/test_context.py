@@ -28,7 +28,7 @@ from offbeat.model.logprobs import dummy_row, token_logprobs
 from offbeat.model.lora import AdapterBank
 from offbeat.model.rows import spread_rows
 from offbeat.model.top import top_logprobs
-from offbeat.model.values import give_value_head, token_values
+from offbeat.model.values import put_value_head, token_values
 from ranks import run_ranks
 from row_samples import SIZES, build, make_batch
 
@@ -172,7 +172,7 @@ def _play(groups, _):
     seen["checkpointing"] = _compare(model, row, context)
 
     model = build("qwen3")
-    give_value_head(model)
+    put_value_head(model)
     torch.nn.init.normal_(model.get_output_embeddings().weight)
     seen["values"] = _compare(model, row, context, _values)
 

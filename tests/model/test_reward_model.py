@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrained
 from offbeat.errors import ModelError
 from offbeat.model.load import load_causal_lm
 from offbeat.model.reward_model import Classifier, load_reward_model, score_texts, set_padding
-from offbeat.model.values import give_value_head
+from offbeat.model.values import put_value_head
 from small_run import build_small_model
 
 TEXTS = [[5, 6, 7], [5], [9, 8, 7, 6, 5, 4, 3], [5, 6, 7, 0, 8]]
@@ -43,7 +43,7 @@ def test_a_folder_without_a_head_is_refused(tmp_path: Path) -> None:
 
 def test_a_language_model_has_a_classifier_of_the_same_weights(tmp_path: Path) -> None:
     model = load_causal_lm(build_small_model(tmp_path / "model", seed=0), attention="sdpa")
-    give_value_head(model, bias=False)
+    put_value_head(model, bias=False)
     classifier = Classifier(model)
     assert classifier.head == "lm_head.weight"
     assert classifier.settings(padding=3) == {

@@ -8,7 +8,7 @@ from transformers import CohereConfig, CohereForCausalLM
 from offbeat.config.train import TrainConfig
 from offbeat.data.packing import pack_row
 from offbeat.errors import ModelError
-from offbeat.model.values import ValueHead, give_value_head, token_values
+from offbeat.model.values import ValueHead, check_value_head, put_value_head, token_values
 from offbeat.trainer.policy import load_policy
 from train_samples import build_model, make_batch
 
@@ -20,7 +20,8 @@ def model(tmp_path):
 
 def test_values_begin_at_zero_and_are_those_of_each_sequence_alone(model):
     batch = make_batch(2, 3)
-    give_value_head(model)
+    put_value_head(model)
+    check_value_head(model)
     row = pack_row(batch, share_prefix=True)
     assert not token_values(model, row).any()
     head = model.get_output_embeddings()
@@ -52,5 +53,7 @@ def test_a_model_that_computes_with_what_its_head_gives_is_refused(tmp_path):
     config = CohereConfig(
         vocab_size=23, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
         max_position_embeddings=32, logit_scale=0.5, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    model = CohereForCausalLM(config).eval()
+    put_value_head(model)
     with pytest.raises(ModelError, match=r"CohereForCausalLM changes what its output head gives, so that it cannot give values"):
-        give_value_head(CohereForCausalLM(config).eval())
+        check_value_head(model)

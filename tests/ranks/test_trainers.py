@@ -272,11 +272,10 @@ def test_two_ranks_train_adapters_as_one_does(tmp_path: Path, model_dir: str) ->
     assert norms_2 == pytest.approx(norms, rel=1e-3) and len(norms) == 3
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(("point", "kind", "sentence"), [
     ("optim_step", "exception", r"rank 1 failed in optim_step: RuntimeError: injected at 'optim_step'"),
-    pytest.param(
-        "optim_step", "slow", r"'optim_step' timed out after 3 s with 1 of 2 ranks there: rank 1 is slow, for .* in phase 'injected delay'",
-        marks=pytest.mark.drill),
+    ("optim_step", "slow", r"'optim_step' timed out after 3 s with 1 of 2 ranks there: rank 1 is slow, for .* in phase 'injected delay'"),
     ("optim_step_gradients", "kill", r"rank 1 \(process \d+\) was killed by SIGKILL in optim_step"),
 ], ids=["exception", "slow", "kill"])
 def test_a_rank_that_misbehaves_in_a_step_is_named(

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from offbeat.runs.memory import _MODELS, ModelShape, adapter_table, cache_bytes_per_token, engine_weights, memory_table, rank_memory
+from memory_tables import GIB, MODELS, adapter_table, memory_table
+from offbeat.runs.memory import ModelShape, cache_bytes_per_token, engine_weights, rank_memory
 
 PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
-GIB = 2**30
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -25,17 +25,17 @@ def test_parameters_are_those_of_the_model(tied: bool) -> None:
 
 @pytest.mark.parametrize(("name", "billions"), [("Qwen3-0.6B", 0.596), ("Qwen3-1.7B", 1.72), ("Qwen3-8B", 8.19), ("Llama-3.1-70B", 70.55)])
 def test_shapes_in_the_table_have_the_published_sizes(name: str, billions: float) -> None:
-    assert _MODELS[name].num_parameters / 1e9 == pytest.approx(billions, rel=0.002)
+    assert MODELS[name].num_parameters / 1e9 == pytest.approx(billions, rel=0.002)
 
 
 def test_activations_are_near_what_was_counted_on_a_model() -> None:
-    shape = _MODELS["Qwen3-1.7B"]  # counted for 16,384 tokens, logits included: see docs/gpu.md
+    shape = MODELS["Qwen3-1.7B"]  # counted for 16,384 tokens, logits included: see docs/gpu.md
     assert rank_memory(shape, tokens=16384, mixed=False).activations / GIB == pytest.approx(92.5, rel=0.03)
     assert rank_memory(shape, tokens=16384).activations / GIB == pytest.approx(57.5, rel=0.03)
 
 
 def test_states_are_sixteen_bytes_a_parameter_and_divided_among_shards() -> None:
-    shape = _MODELS["Qwen3-8B"]
+    shape = MODELS["Qwen3-8B"]
     whole, sharded = rank_memory(shape, tokens=0), rank_memory(shape, tokens=0, num_shards=8)
     assert whole.total == 16 * shape.num_parameters and not whole.gathered
     offloading = rank_memory(shape, tokens=0, num_shards=8, offloads=True)
@@ -46,7 +46,7 @@ def test_states_are_sixteen_bytes_a_parameter_and_divided_among_shards() -> None
 
 
 def test_an_adapter_has_states_of_its_own_and_the_model_under_it_none() -> None:
-    shape = _MODELS["Qwen3-1.7B"]
+    shape = MODELS["Qwen3-1.7B"]
     # q, k, v, o, gate, up and down, of each the inputs and the outputs.
     widths = [(2048, 2048), (2048, 1024), (2048, 1024), (2048, 2048), (2048, 6144), (2048, 6144), (6144, 2048)]
     adapter = 28 * 16 * sum(map(sum, widths))
@@ -57,11 +57,11 @@ def test_an_adapter_has_states_of_its_own_and_the_model_under_it_none() -> None:
 
 
 def test_an_engine_holds_two_bytes_a_parameter_and_keys_and_values_of_every_layer() -> None:
-    shape = _MODELS["Qwen3-32B"]
+    shape = MODELS["Qwen3-32B"]
     assert engine_weights(shape, num_devices=4) * 4 == pytest.approx(2 * shape.num_parameters, abs=8)
     assert cache_bytes_per_token(shape) == 2 * 64 * 8 * 128 * 2
 
 
 def test_the_table_in_the_docs_is_what_the_formulas_say() -> None:
-    assert memory_table() in PAGE.read_text(), "put the output of offbeat.runs.memory.memory_table() into docs/scaling.md"
-    assert adapter_table() in PAGE.read_text(), "put the output of offbeat.runs.memory.adapter_table() into docs/scaling.md"
+    page = PAGE.read_text()
+    assert memory_table() in page and adapter_table() in page, "put the output of python tests/memory_tables.py into docs/scaling.md"

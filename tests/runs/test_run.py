@@ -1,4 +1,4 @@
-"""Whole runs, in processes of their own: what they leave behind, how they go on, and what they never touch."""
+"""Whole runs in real processes: what they leave behind, how they go on, and what they never touch."""
 
 import io
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offbeat.cli.main import main
+from faults.workshop import Workshop
 from offbeat.config.load import load_config
 from offbeat.data.tokenizer import load_tokenizer
 from offbeat.errors import CodeError
@@ -16,10 +16,6 @@ from offbeat.model.load import load_causal_lm
 from offbeat.runs.run import run_training
 from offbeat.telemetry.console import Console
 from small_run import REWARDS, SmallRun, small_config
-
-
-def quiet() -> Console:
-    return Console("quiet", stream=io.StringIO())
 
 
 def test_a_run_leaves_its_result_and_its_controller_stays_small_and_free_of_torch(finished_run: SmallRun) -> None:
@@ -67,13 +63,15 @@ def saved_state(run: SmallRun, step: int) -> dict:
     return json.loads((run.folder / "checkpoints" / f"step-{step:08d}" / "complete.json").read_text())
 
 
-def test_a_run_that_is_started_again_goes_on_and_loses_no_prompt(stopped_run: SmallRun, tmp_path: Path, model_dir: str) -> None:
+def test_a_run_that_is_started_again_goes_on_and_loses_no_prompt(
+    stopped_run: SmallRun, shop: Workshop, tmp_path: Path, model_dir: str,
+) -> None:
     run = SmallRun(tmp_path, model_dir)
     shutil.copytree(stopped_run.folder, run.folder)
     done = stopped_run.metrics()[-1]["global_step"]
     (saved,) = saved_state(run, done)["heads"]
     assert saved["in_flight"], "nothing was in flight at the checkpoint, so this test shows nothing"
-    result = run_training(small_config(tmp_path, model_dir, run__total_steps=str(done + 2)), quiet())
+    result = shop.run(small_config(tmp_path, model_dir, run__total_steps=str(done + 2)))
     assert (result.steps, result.stopped_early) == (done + 2, False)
     assert [row["global_step"] for row in run.metrics()] == list(range(1, done + 3))
     (resumed,) = run.events("resumed")
@@ -87,14 +85,14 @@ def test_a_run_that_is_started_again_goes_on_and_loses_no_prompt(stopped_run: Sm
     assert set(saved["in_flight"][:2]) <= set(trained[2 * done :])
 
 
-def test_a_run_saves_by_time_as_well_and_goes_on_from_there(tmp_path: Path, model_dir: str) -> None:
+def test_a_run_saves_by_time_as_well_and_goes_on_from_there(shop: Workshop, tmp_path: Path, model_dir: str) -> None:
     settings = {"checkpoint__every_steps": "0", "checkpoint__every_minutes": "1e-9"}
     run = SmallRun(tmp_path, model_dir)
-    run_training(small_config(tmp_path, model_dir, **settings), quiet())
+    shop.run(small_config(tmp_path, model_dir, **settings))
     assert [event["global_step"] for event in run.events("checkpoint")] == [1, 2], "the last step is saved anyway"
     whole = [run.groups(step) for step in (1, 2)]
     shutil.rmtree(run.folder / "checkpoints" / "step-00000002")  # as if it had been killed in its second step
-    result = run_training(small_config(tmp_path, model_dir, **settings), quiet())
+    result = shop.run(small_config(tmp_path, model_dir, **settings))
     assert result is not None and (result.steps, [event["global_step"] for event in run.events("resumed")]) == (2, [1])
     assert [group["prompt_id"] for group in run.groups(1)] == [group["prompt_id"] for group in whole[0]]
 
@@ -105,19 +103,19 @@ def test_no_log_of_a_run_is_empty_and_its_time_line_is_valid_json(finished_run: 
 
 
 def test_a_reward_that_breaks_later_leaves_a_checkpoint_to_go_on_from(
-    tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    shop: Workshop, tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = SmallRun(tmp_path, model_dir)
     given = {"rollout__reward": f"{REWARDS}:breaks_later", "rollout__max_failures_in_a_row": "2", "data__heldout_size": "0"}
-    assert main(["train", *run.arguments(**given, run__total_steps="30")]) == 2
-    captured = capsys.readouterr()
+    failed = shop.train(run, **given, run__total_steps="30")
+    [line] = failed.error.splitlines()
+    assert failed.code == 2 and line.startswith("offbeat: ") and f"the reward {REWARDS}:breaks_later raised ValueError: it broke" in line
     [saved] = run.events("checkpoint")
     done = saved["global_step"]
     assert 0 < done < 10 and done == len(run.metrics())
-    assert f"rollouts fail, so the run ends after step {done}, of which a checkpoint is saved" in captured.out
-    assert "\nto go on: " in captured.out and "raised ValueError: it broke" in captured.err
+    assert f"rollouts fail, so the run ends after step {done}, of which a checkpoint is saved" in failed.said
     monkeypatch.setenv("STAYS_WELL", "1")
-    result = run_training(small_config(tmp_path, model_dir, **given, run__total_steps=str(done + 1)), quiet())
+    result = shop.run(small_config(tmp_path, model_dir, **given, run__total_steps=str(done + 1)))
     assert result is not None and result.steps == done + 1
     assert [row["global_step"] for row in run.metrics()] == [*range(1, done + 2)]
 
@@ -126,7 +124,7 @@ def test_a_run_that_fails_says_why_in_its_events(tmp_path: Path, model_dir: str)
     run = SmallRun(tmp_path, model_dir)
     config = small_config(tmp_path, model_dir, rollout__reward=f"{REWARDS}:gives_text")
     with pytest.raises(CodeError, match="gives_text returned what cannot be trained on: 'good'"):
-        run_training(config, quiet())
+        run_training(config, Console("quiet", stream=io.StringIO()))
     (failed,) = run.events("failed")
     assert failed["error"].startswith("CodeError: the reward")
     assert "the run failed" in (run.folder / "logs" / "controller.log").read_text()

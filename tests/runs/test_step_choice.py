@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from memory_tables import MODELS
 from offbeat.config.root import Config
 from offbeat.machine import Device
-from offbeat.runs.memory import _MODELS
 from offbeat.runs.step_choice import choose_step, shape_of, step_choices
 
 GIB = 2**30
@@ -26,12 +26,12 @@ def configured(
 
 
 def chosen(config: Config, device: Device | None = H100, model: str = "Qwen3-1.7B") -> tuple[str, str]:
-    result = choose_step(config, device=device, shape=_MODELS.get(model)).train
+    result = choose_step(config, device=device, shape=MODELS.get(model)).train
     return result.precision, result.gradient_checkpointing
 
 
 def why(config: Config, device: Device | None = H100, model: str = "Qwen3-1.7B") -> dict[str, str]:
-    return {choice.setting: choice.why for choice in step_choices(config, device=device, shape=_MODELS.get(model))}
+    return {choice.setting: choice.why for choice in step_choices(config, device=device, shape=MODELS.get(model))}
 
 
 def test_on_cpus_everything_is_float32_and_kept() -> None:

@@ -1,4 +1,4 @@
-"""Peers and publishing over real ranks. Whole runs are in `test_spmd.py`."""
+"""Peers and publishing over real ranks. Whole runs are in `test_rank.py`."""
 
 import asyncio
 from dataclasses import dataclass, replace

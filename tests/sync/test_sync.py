@@ -166,6 +166,7 @@ def _failure(groups):
     store = hosted or connect_store("127.0.0.1", port, timeout_s=60)
     sync = Sync.start(rank=groups.rank, world=3, store=store, config=DistConfig(), hosts_store=bool(hosted))
     sync.arrive("start")
+    groups.sync.barrier("started")  # a failure would also end somebody's wait at "start"
     if groups.rank == 1:
         sync.fail("ValueError: no such prompt")
         sync.fail("something else")

@@ -5,15 +5,16 @@ import math
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("mlflow")
-pytest.importorskip("alembic")
-
 from offbeat.telemetry.mlflow_sink import flat_settings, metric_name, open_sink
+
+# Found but not loaded, which takes seconds that every process of a test run would spend.
+pytestmark = pytest.mark.skipif(not (find_spec("mlflow") and find_spec("alembic")), reason="needs mlflow and alembic")
 
 WRITE = """
 import math, sys

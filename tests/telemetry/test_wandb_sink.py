@@ -1,5 +1,6 @@
 """Metrics in the files that `wandb sync` uploads."""
 
+import importlib
 import json
 import os
 import struct
@@ -7,7 +8,6 @@ import subprocess
 import sys
 
 import psutil
-from wandb.proto.wandb_internal_pb2 import Record
 
 from offbeat.telemetry.sample_table import COLUMNS, SampleTable
 from offbeat.telemetry.stats import StatsLogger
@@ -18,6 +18,7 @@ BLOCK, FILE_HEADER = 32_768, 7
 
 def records(path):
     """What is in a .wandb file: a LevelDB log (blocks of 32 KiB; each piece has crc, length, kind) of protobuf records."""
+    record = importlib.import_module("wandb.proto.wandb_internal_pb2").Record  # only here: it takes seconds to load
     data, at, pending = path.read_bytes(), FILE_HEADER, b""
     while at < len(data):
         if BLOCK - at % BLOCK < 7:
@@ -27,7 +28,7 @@ def records(path):
         pending += data[at + 7:at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # the whole of a record, or its last piece
-            yield Record.FromString(pending)
+            yield record.FromString(pending)
             pending = b""
 
 

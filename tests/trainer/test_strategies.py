@@ -13,7 +13,7 @@ from offbeat.config.train import TrainConfig
 from offbeat.errors import ModelError
 from offbeat.model.load import load_causal_lm
 from offbeat.model.logprobs import packs_rows
-from offbeat.model.values import give_value_head
+from offbeat.model.values import put_value_head
 from offbeat.sync.mesh import MeshShape
 from offbeat.trainer import strategies
 from offbeat.trainer.messages import Folder
@@ -32,7 +32,7 @@ def test_one_rank_holds_the_model_bare(tmp_path):
 
 def test_mixed_precision_on_one_rank_keeps_float32_weights_that_a_layer_casts_when_it_runs(tmp_path):
     model = load_causal_lm(build_model(tmp_path))
-    give_value_head(model)  # which is untied from the embeddings
+    put_value_head(model)  # which is untied from the embeddings
     seen = {}
 
     def note(name):

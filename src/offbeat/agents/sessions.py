@@ -101,10 +101,6 @@ class Session:
         """Number of answers that were given or are being sampled."""
         return self._recorder.num_turns
 
-    @property
-    def is_sealed(self) -> bool:
-        return self._is_sealed
-
     def enter(self, request: ChatRequest, attempt: Attempt) -> Call:
         """Begin to answer a request, or join the call that it repeats; the caller waits for `task` and then calls `leave`.
 
@@ -201,10 +197,6 @@ class SessionGroup:
         self._begin = begin
         self._named: dict[str, Session] = {}
         self._is_sealed = False
-
-    @property
-    def is_sealed(self) -> bool:
-        return self._is_sealed
 
     def session(self, name: str) -> Session:
         """Return the session of that name, a new one if it has none yet.

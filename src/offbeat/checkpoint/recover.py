@@ -111,7 +111,7 @@ class CheckpointIndex:
     def prune(self, keep: int) -> None:
         """Remove all but the newest `keep` >= 1 complete checkpoints, and what crashes left unfinished before the newest one."""
         assert keep >= 1, f"at least one checkpoint is kept, got keep={keep}"
-        complete = self._complete_steps()
+        complete = [step for step in self._steps() if (self.folder(step) / MARKER).is_file()]
         kept = set(complete[-keep:])
         for step in self._steps():
             if complete and step < complete[-1] and step not in kept:
@@ -145,9 +145,6 @@ class CheckpointIndex:
         paths = (path for path in self.directory.iterdir() if path.is_dir()) if self.directory.is_dir() else ()
         name_of = re.compile(rf"{re.escape(self.kind)}-(\d{{8,}})")
         return sorted(int(match[1]) for path in paths if (match := name_of.fullmatch(path.name)))
-
-    def _complete_steps(self) -> list[int]:
-        return [step for step in self._steps() if (self.folder(step) / MARKER).is_file()]
 
 
 def none_sound(damages: Sequence[Damage]) -> StorageError:

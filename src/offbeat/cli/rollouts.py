@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.dashboard.conversation import messages_of
-from offbeat.dashboard.rollout_index import ORDERS, STATUSES, Filter, RolloutIndex
+from offbeat.dashboard.rollout_filter import ORDERS, STATUSES, Filter
+from offbeat.dashboard.rollout_index import RolloutIndex
 from offbeat.dashboard.run_files import check_run
 from offbeat.data.kept import Address, KeptGroup, KeptTrajectory, find_group
 from offbeat.data.wire import encode_json

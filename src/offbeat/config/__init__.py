@@ -1,1 +1,1 @@
-"""Typed configuration: one module per layer, composed in `root`."""
+"""Typed configuration: one module per section, composed in `root`."""

@@ -19,8 +19,9 @@
 What runs at the same time:
 
     train          consumes batches of groups; produces weights; waits for rollouts, ranks and engines, each under a named deadline
-    make_ahead     consumes the groups of the step after the one that trains, as soon as the staleness bound releases them; produces its
-                   batch and the shares of the ranks; the next step waits for it, or cancels it where no groups were released
+    make_ahead     (controller/batches.py) consumes the groups of the step after the one that trains, as soon as the staleness bound
+                   releases them; produces its batch and the shares of the ranks; the next step waits for it, or cancels it where no
+                   groups were released
     the executor   (rollout/executor.py) generates all the while, as far ahead as the staleness bound allows
     the publisher  brings versions to the engines beside the loop, each engine at its own pace; a step waits until none is more versions
                    behind than the staleness bound allows, evaluation and checkpoint until all serve the newest
@@ -42,21 +43,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from offbeat.aio import cancelled, run_beside
+from offbeat.aio import run_beside
 from offbeat.algorithms.coefficients import Coefficients
 from offbeat.algorithms.critic import critic_batch
-from offbeat.algorithms.experience import batch_metrics, batch_stats, make_batch, reference_stats
-from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.algorithms.experience import batch_metrics, reference_stats
+from offbeat.controller.batches import StepBatches
 from offbeat.controller.checkpoints import Checkpoints
 from offbeat.controller.evaluate import Evaluator, check_known, make_evaluators
 from offbeat.controller.learning import LearningAdvice
-from offbeat.controller.own_code import with_credit
 from offbeat.controller.parts import Rollouts, RunParts
 from offbeat.controller.samples import best_and_worst, sample_table
 from offbeat.controller.scoring import score_batch
 from offbeat.controller.state import HeadState, Highlights, RunState, SavedState, Step
 from offbeat.data.batch import Batch
-from offbeat.data.functions import at_step
 from offbeat.data.keeping import keep_lines
 from offbeat.data.pieces import Pieces
 from offbeat.data.stream import PromptStream
@@ -93,14 +92,6 @@ async def train(parts: RunParts, state: RunState, begun: Highlights) -> TrainRes
     return await run_beside(_Training(parts, state, begun).run(), parts.watch())
 
 
-@dataclass(frozen=True, eq=False)
-class _Made:
-    """The batch of a step, and its statistics."""
-
-    batch: Batch
-    stats: StatsPart
-
-
 class _Training:
     """One run's parts, bound together."""
 
@@ -109,6 +100,7 @@ class _Training:
         self._state = state
         self._config = parts.config
         self._record = parts.record
+        self._batches = StepBatches(parts)
         self._checkpoints = Checkpoints(parts)
         self._stream = PromptStream(
             parts.inputs.train, seed=parts.config.run.seed, shuffle=parts.config.data.shuffle, curriculum=parts.config.curriculum)
@@ -118,7 +110,6 @@ class _Training:
         self._advisers = (PublishingAdvice(parts.config), LearningAdvice(parts.config, warm_up_steps=begun.warm_up_steps))
         self._coefficients = Coefficients.of(parts.config.algorithm)
         self._pieces = Pieces(parts.inputs.tokenizer)
-        self._ahead: asyncio.Task[_Made] | None = None
         self._past_groups: list[Group] = []
         """Of the step before; in a list of their own, as others may still read the one that they came in."""
 
@@ -146,7 +137,7 @@ class _Training:
         if saved is None and (before := await self._evaluate(evaluators, 0, last=True)):
             self._record.stats.commit(0, 0, 0, before)
             self._advise(before)
-        async with rollouts, self._ending_ahead(), self._timing_first_step() as timer:
+        async with rollouts, self._batches, self._timing_first_step() as timer:
             for step in state.steps():
                 start = time.monotonic()
                 groups, batch, stats = await self._step(step, rollouts)
@@ -180,7 +171,7 @@ class _Training:
             # Groups for this step can only be there when no engine is further behind the version that it trains.
             await self._parts.publisher.settle(behind=config.rollout.max_head_offpolicyness)
             gate_s = clock.lap()
-            ahead = await self._settle_ahead(rollouts)
+            await self._batches.settle(rollouts)
             try:
                 groups = await run_beside(rollouts.prepare_batch(), self._parts.publisher.watch())
             except CodeError:  # the user's own code fails every time now; what was trained before can be gone on with
@@ -188,8 +179,7 @@ class _Training:
                 raise
         waited_s = clock.lap()
         with span("advantage", "controller"):
-            made = await (ahead if ahead is not None else self._make(groups, algorithm, step))
-            batch, own = made.batch, made.stats
+            batch, own = await self._batches.take(groups, step, algorithm)
         made_s = clock.lap()
         await self._parts.turns.to_ranks(self._parts.publisher.settle)
         clock.lap()  # which the turns have measured
@@ -200,7 +190,8 @@ class _Training:
                     batch, self._parts, algorithm, seed=config.run.seed + step.global_step,
                     row_of=lambda group: self._stream.row(groups[group].prompt_id))
             scored_s = clock.lap()
-        self._begin_ahead(step, rollouts)
+        if step.global_step < self._state.total_steps:
+            self._batches.make_ahead(step.following(), rollouts, algorithm)
         with span("train", "controller", step=step.global_step):
             stats = await self._train(batch, step)
         trained_s = made_s + clock.lap()
@@ -216,52 +207,6 @@ class _Training:
         stats |= batch_metrics(parts) | times | self._coefficients.metrics(config.algorithm)
         self._coefficients = self._coefficients.after(stats, config.algorithm)
         return groups, batch.with_columns(**known), stats
-
-    async def _make(self, groups: list[Group], algorithm: AlgorithmConfig, step: Step) -> _Made:
-        """Make the batch of these groups and its statistics; on a thread, as it would hold up the rollouts."""
-
-        def flatten() -> _Made:
-            with at_step(step.global_step):
-                batch = make_batch(groups, config=algorithm, max_new_tokens=self._config.rollout.max_new_tokens)
-            return _Made(batch, batch_stats(groups, version=step.version, config=algorithm))
-
-        if algorithm.credit:
-            return await with_credit(
-                flatten, credit=algorithm.credit, step=step.global_step, timeout_s=self._config.train.step_timeout_s)
-        return await asyncio.to_thread(flatten)
-
-    def _begin_ahead(self, step: Step, rollouts: Rollouts) -> None:
-        """Begin to make the batch of the step after this one, which is about to train, unless its coefficients depend on this one."""
-        self._ahead, algorithm = None, self._config.algorithm
-        if step.global_step < self._state.total_steps and not (algorithm.kl_target or algorithm.entropy_target):
-            following = Step(step.global_step + 1, step.next_version, step.next_version + 1)
-            self._ahead = asyncio.create_task(self._make_ahead(following, rollouts), name="make_ahead")
-
-    async def _make_ahead(self, step: Step, rollouts: Rollouts) -> _Made:
-        """Make the batch of the step after the one that trains, and spread it if nothing is added to it before it is trained on."""
-        groups = await rollouts.take_ahead()
-        algorithm = self._coefficients.applied(self._config.algorithm)
-        with self._record.tracer.span("make_ahead", "controller, ahead", step=step.global_step):
-            made = await self._make(groups, algorithm, step)
-            if not algorithm.needs_scores and self._parts.critic is None:
-                await self._parts.trainers.prepare(made.batch, num_minibatches=algorithm.num_minibatches)
-        return made
-
-    async def _settle_ahead(self, rollouts: Rollouts) -> asyncio.Task[_Made] | None:
-        """Return the task that makes the batch of the step that begins now, if groups were released for it; it must not wait any more."""
-        if self._ahead is not None and not rollouts.has_ahead:
-            await cancelled(self._ahead)
-            self._ahead = None
-        return self._ahead
-
-    @asynccontextmanager
-    async def _ending_ahead(self) -> AsyncIterator[None]:
-        """Leave no task behind that makes a batch which nobody will train on."""
-        try:
-            yield
-        finally:
-            if self._ahead is not None:
-                await cancelled(self._ahead)
 
     @asynccontextmanager
     async def _timing_first_step(self) -> AsyncIterator[asyncio.TimerHandle]:

@@ -26,6 +26,10 @@ class Step:
     version: Version
     next_version: Version
 
+    def following(self) -> "Step":
+        """Return the step after this one."""
+        return Step(self.global_step + 1, self.next_version, self.next_version + 1)
+
 
 @dataclass(frozen=True)
 class SetHighlights:

@@ -7,31 +7,22 @@ file per transaction, so that several readers, and a run that goes on, do not di
 import sqlite3
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate, compress
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import msgspec
 
+from offbeat.dashboard.rollout_filter import ORDER_BY, Filter, Order
 from offbeat.data.kept import FOLDER, Address, KeptFile, Numbers, kept_files, read_lines
-from offbeat.errors import ConfigError, DataError
-
-Order = Literal["newest", "oldest", "best", "worst", "longest", "shortest"]
-ORDERS: tuple[Order, ...] = get_args(Order)
-
-Status = Literal["trained", "left out", "rejected"]
-STATUSES: tuple[Status, ...] = get_args(Status)
+from offbeat.errors import DataError
 
 _LAYOUT = 1
 _BUSY_S = 20.0
 _PREVIEW = 240
-_ORDER_BY = {
-    "newest": "step DESC, rejected, position, place", "oldest": "step, rejected, position, place",
-    "best": "reward DESC, step DESC", "worst": "reward IS NULL, reward, step DESC",
-    "longest": "length DESC, step DESC", "shortest": "length, step DESC"}
 _TABLES = """
 CREATE TABLE files (id INTEGER PRIMARY KEY, step INTEGER, rejected INTEGER, size INTEGER, mtime_ns INTEGER, damage TEXT);
 CREATE TABLE prompts (id INTEGER PRIMARY KEY, text TEXT UNIQUE);
@@ -69,60 +60,6 @@ class _Group(msgspec.Struct):
     rejected: str | None = None
     prompt: str = ""
     why: str = ""
-
-
-@dataclass(frozen=True)
-class Filter:
-    """Which rollouts are wanted; None and "" let everything pass, and bounds are included.
-
-    Attributes:
-        prompt: a part of the row's prompt, in any case of its letters.
-        text: words that follow each other in what the policy wrote or was answered; punctuation and case do not count, and a last `*`
-            stands for any end of a word.
-        reason: how it ended, such as "stop" or "too long", or why its group was rejected, such as "equal rewards".
-        same_prompt: address of a rollout whose prompt is wanted.
-    """
-
-    min_step: int | None = None
-    max_step: int | None = None
-    min_reward: float | None = None
-    max_reward: float | None = None
-    min_length: int | None = None
-    max_length: int | None = None
-    min_version: int | None = None
-    max_version: int | None = None
-    prompt: str = ""
-    text: str = ""
-    reason: str = ""
-    status: Status | Literal[""] = ""
-    same_prompt: Address | None = None
-
-    def condition(self) -> tuple[str, list[Any]]:
-        """Return the condition in SQL with its values.
-
-        Raises:
-            ConfigError: the text has no word.
-        """
-        parts, values = [], []
-        for column in ("step", "reward", "length", "version"):
-            for bound, sign in ((f"min_{column}", ">="), (f"max_{column}", "<=")):
-                if (value := getattr(self, bound)) is not None:
-                    parts.append(f"{column} {sign} ?")
-                    values.append(value)
-        if self.prompt:
-            parts.append("prompt IN (SELECT id FROM prompts WHERE instr(folded(text), ?))")
-            values.append(self.prompt.casefold())
-        if self.text:
-            parts.append("samples.id IN (SELECT rowid FROM words WHERE words MATCH ?)")
-            values.append(_phrase(self.text))
-        for column in ("reason", "status"):
-            if value := getattr(self, column):
-                parts.append(f"{column} = ?")
-                values.append(value)
-        if (same := self.same_prompt) is not None:
-            parts.append(f"prompt = (SELECT prompt FROM samples WHERE {_AT})")
-            values += _at(same)
-        return " AND ".join(parts) or "1", values
 
 
 @dataclass(frozen=True)
@@ -222,11 +159,11 @@ class RolloutIndex:
         """
         condition, values = wanted.condition()
         with self._open() as db:
-            chosen = f"SELECT * FROM samples WHERE {condition} ORDER BY {_ORDER_BY[order]} LIMIT ? OFFSET ?"
+            chosen = f"SELECT * FROM samples WHERE {condition} ORDER BY {ORDER_BY[order]} LIMIT ? OFFSET ?"
             rows = db.execute(
                 "SELECT step, rejected, position, place, prompt_id, prompts.text, preview, status, reason, why, agent, reward,"
                 f" advantage, length, version FROM ({chosen}) AS chosen JOIN shown ON shown.id = chosen.id"
-                f" LEFT JOIN prompts ON prompts.id = chosen.prompt ORDER BY {_ORDER_BY[order]}",
+                f" LEFT JOIN prompts ON prompts.id = chosen.prompt ORDER BY {ORDER_BY[order]}",
                 [*values, limit, offset])
             return [
                 Found(str(Address(step, bool(rejected), position, place)), step, prompt_id, prompt or "", *rest)
@@ -354,13 +291,6 @@ _DECODER = msgspec.json.Decoder(_Group)
 _NOTHING = _Trajectory([], [], None, reason="")
 """Stands for the samples of a group that has none, so that it can be found."""
 
-_AT = "step = ? AND rejected = ? AND position = ? AND place = ?"
-
-
-def _at(address: Address) -> Sequence[int]:
-    return [address.step, int(address.is_rejected), address.group, address.place]
-
-
 def _drop(db: sqlite3.Connection, file: int) -> None:
     """Remove a file's rollouts. Their words stay behind under numbers that are never given again."""
     db.execute("DELETE FROM shown WHERE id IN (SELECT id FROM samples WHERE file = ?)", (file,))
@@ -395,14 +325,6 @@ def _texts(t: _Trajectory) -> tuple[str, str]:
         parts.append(t.text[bounds[start] : bounds[end]])
         start = mask.index(True, end) if True in mask[end:] else len(mask)
     return "\n".join(parts), t.text[bounds[first] :]
-
-
-def _phrase(text: str) -> str:
-    """Return a query for words that follow each other."""
-    words = text.rstrip("*").replace('"', " ").replace("\0", " ").strip()  # with a NUL the query would end
-    if not any(letter.isalnum() for letter in words):
-        raise ConfigError(f"rollouts are searched for words, and {text[:40]!r} has none; give letters or digits")
-    return f'"{words}"{"*" if text.endswith("*") else ""}'
 
 
 @contextmanager

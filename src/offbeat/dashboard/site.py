@@ -25,7 +25,7 @@ from offbeat.dashboard.conversation import messages_of
 from offbeat.dashboard.library import Library
 from offbeat.dashboard.processes import processes_html
 from offbeat.dashboard.report import CHARTS_SCRIPT, STYLE, details_html, overview_html, subtitle, timeline_html
-from offbeat.dashboard.rollout_index import ORDERS, STATUSES, Filter
+from offbeat.dashboard.rollout_filter import ORDERS, STATUSES, Filter
 from offbeat.data.kept import Address, KeptGroup, KeptTrajectory, find_group
 from offbeat.errors import ConfigError, OffbeatError, UserError
 

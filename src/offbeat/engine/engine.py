@@ -18,14 +18,15 @@ from torch import Tensor
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.engine.adapters import Adapters
 from offbeat.engine.budget import default_cache_bytes
-from offbeat.engine.cache import PromptRows, SlotCache
+from offbeat.engine.cache import SlotCache
 from offbeat.engine.forward import Forward
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import Event, FinishReason, Output, Request, SamplingParams, Scored, ScoreJob
 from offbeat.engine.rest import Rest
 from offbeat.engine.rows import Rows
+from offbeat.engine.runner import Runner
 from offbeat.engine.sampler import row_keys, sample
-from offbeat.engine.scheduler import Scheduler, plan_prefill
+from offbeat.engine.scheduler import Scheduler
 from offbeat.engine.scoring import Scorer
 from offbeat.engine.versions import PendingSwitch, Source, VersionStore, read_version
 from offbeat.errors import EngineError
@@ -56,7 +57,6 @@ class Engine:
         self.switch_s = 0.0
         self._forward = forward
         self.tokenizer = tokenizer
-        self._max_prefill_tokens = options.max_prefill_tokens
         self._cache = SlotCache(
             forward.cache_shape, device=forward.device, max_slots=options.max_running, max_positions=self.max_context,
             max_bytes=options.max_cache_bytes or default_cache_bytes(forward.device, num_engines=options.num_engines),
@@ -67,6 +67,7 @@ class Engine:
         )
         self._rows = Rows(max_rows=options.max_running, device=forward.device)
         self.adapters = Adapters(forward, options, in_use=self._adapters_in_use)
+        self._runner = Runner(forward, self._cache, self._rows, self.adapters, max_prefill_tokens=options.max_prefill_tokens)
         self._scorer = Scorer(
             forward, self.adapters, max_context=self.max_context, max_queued=options.max_queued,
             max_tokens=min(options.max_prefill_tokens, forward.max_score_tokens),
@@ -166,7 +167,7 @@ class Engine:
         if not self._has_samples:
             return events
         admitted = self._schedule()
-        logits = self._run(admitted)
+        logits = self._runner.next_logits(admitted)
         self._starting = []
         return events + self._postprocess(logits)
 
@@ -190,49 +191,6 @@ class Engine:
             self._rows.add(request, keys=row_keys(seed, request.n), stop_ids=params.stop_token_ids + eos, tokenizer=self.tokenizer)
             self.num_prompt_tokens += len(request.prompt)
         return admitted
-
-    def _run(self, admitted: list[Request]) -> Tensor:
-        """Compute the logits of the next token of every row, [B, V]: old rows decode, new rows prefill."""
-        counts = [request.n for request in admitted]
-        old = len(self._rows) - sum(counts)
-        parts = []
-        self.adapters.place(self._rows.adapters())
-        if old:
-            step = self._cache.step(self._rows.length[:old] - 1)
-            lora = self.adapters.rows(self._rows.adapters()[:old])
-            parts.append(self._forward.decode(self._send(self._rows.last_tokens(old)), step, lora=lora))
-        if admitted:
-            prompts = np.repeat(np.arange(len(admitted)), counts)
-            sequences = [np.array(request.prompt) for request in admitted]
-            adapters = [request.adapter for request in admitted]
-            logits = self._prefill(sequences, adapters, slots=np.arange(old, len(self._rows)), prompts=prompts)
-            parts.append(logits[self._send(prompts)])
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-    def _send(self, array: np.ndarray) -> Tensor:
-        """Copy a host array to the model's device, with its dtype."""
-        return torch.from_numpy(array).to(self._forward.device)
-
-    def _prefill(self, sequences: list[np.ndarray], adapters: Sequence[str], *, slots: np.ndarray, prompts: np.ndarray) -> Tensor:
-        """Write the keys and values of sequence `prompts[i]` to slot `slots[i]`; returns the logits after each sequence, [P, V]."""
-        lengths = np.array([len(s) for s in sequences])
-        self._cache.reserve(slots=len(self._rows), positions=int(self._rows.length[: len(self._rows)].max()))
-        logits: Tensor | None = None
-        for chunk in plan_prefill(lengths, max_tokens=self._max_prefill_tokens):
-            tokens = np.zeros((len(chunk), lengths[chunk].max()), np.int64)
-            for row, i in enumerate(chunk):
-                tokens[row, : lengths[i]] = sequences[i]
-            place = np.full(len(sequences), -1)
-            place[chunk] = np.arange(len(chunk))
-            here = place[prompts] >= 0
-            rows = PromptRows(self._send(slots[here]), self._send(place[prompts[here]]))
-            lora = self.adapters.rows([adapters[int(i)] for i in chunk], repeat=tokens.shape[1])
-            new = self._forward.prefill(self._send(tokens), self._send(lengths[chunk]), cache=self._cache, rows=rows, lora=lora)
-            if logits is None:
-                logits = new.new_empty(len(sequences), new.shape[-1])
-            logits[self._send(chunk)] = new
-        assert logits is not None, "a prefill has at least one sequence"
-        return logits
 
     def _postprocess(self, logits: Tensor) -> list[Event]:
         """Sample from logits [B, V], account for the tokens, report events and free finished slots."""
@@ -328,7 +286,7 @@ class Engine:
         """End a sleep with the weights that it has kept; raises RefusedError if it has not kept them."""
         if self.asleep:
             self._rest.restore()
-            self._recompute()
+            self._runner.recompute()
 
     def fail(self, error: EngineError) -> list[Event]:
         """End every request and any pending switch with an error; the engine must not be used afterwards."""
@@ -403,19 +361,9 @@ class Engine:
         self.version = pending.version
         self._rest.end()
         if recompute:
-            self._recompute()
+            self._runner.recompute()
         self.switch_s = time.monotonic() - pending.started
         pending.done.set_result(self.switch_s)
-
-    @torch.inference_mode()
-    def _recompute(self) -> None:
-        """Recompute the cache of all running samples under the live weights."""
-        if not self._rows.samples:
-            return
-        sequences = [self._rows.cached_tokens(row) for row in range(len(self._rows))]
-        rows = np.arange(len(sequences))
-        self.adapters.place(self._rows.adapters())
-        self._prefill(sequences, self._rows.adapters(), slots=rows, prompts=rows)
 
     def weights(self) -> tuple[Version, dict[str, Tensor]]:
         """Return the live version and its tensors under their Hugging Face names; they are never modified, so any thread may read them.

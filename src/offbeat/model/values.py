@@ -1,6 +1,6 @@
 """A value model: a causal language model whose head gives one number at each position instead of logits.
 
-Built from a language model by `give_value_head`, or by `put_value_head` before it has weights and `check_value_head` after that; called by
+Built from a language model by `put_value_head`, also before it has weights, and checked by `check_value_head` once it has them; called by
 trainers of critics and of reward models.
 """
 
@@ -52,14 +52,8 @@ class ValueHead(nn.Linear):
         self.scale.fill_(scale)
 
 
-def give_value_head(model: PreTrainedModel, *, bias: bool = True) -> None:
-    """Replace a language model's output head by a `ValueHead`, untied from its embeddings; arguments and errors as of its two halves."""
-    put_value_head(model, bias=bias)
-    check_value_head(model)
-
-
 def put_value_head(model: PreTrainedModel, *, bias: bool = True) -> None:
-    """Replace the output head; the model may be one that has no weights yet.
+    """Replace a language model's output head by a `ValueHead`, untied from its embeddings; the model may be one that has no weights yet.
 
     Args:
         bias: whether the head has a bias.

@@ -5,7 +5,6 @@ model first, as a run of its own.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
 from offbeat.config.root import Config
 from offbeat.controller.checkpoints import TRAINING, index_of
@@ -28,11 +27,7 @@ def on_base(config: Config, make: Callable[[Config], object], *, fresh: bool) ->
     base = base_config(config)
     export = base.run_dir / "export"
     goes_on = not fresh and index_of(config, TRAINING).newest() is not None
-    if not (goes_on and _is_there(export)):
+    if not (goes_on and (export / "config.json").exists()):
         make(base)
     model = config.model.model_copy(update={"path": str(export), "tokenizer": ""})
     return config.model_copy(update={"model": model, "run": config.run.model_copy(update={"warm_up": False})})
-
-
-def _is_there(folder: Path) -> bool:
-    return (folder / "config.json").exists()

@@ -70,7 +70,7 @@ class Usage:
         use, limits = self.of(owner), self._limits_of(owner)
         for name, amount in amounts.items():
             if amount:
-                _CHECKS[name](getattr(use, name), amount, getattr(limits, f"max_{name}"))
+                _check(name, getattr(use, name), amount, getattr(limits, f"max_{name}"))
         self.add(owner, **amounts)
 
     def add(self, owner: str, **amounts: int) -> None:
@@ -87,51 +87,37 @@ class Usage:
         self.add(owner, **{name: -amount for name, amount in amounts.items()})
 
 
-def _check_tokens(used: int, more: int, most: int) -> None:
-    if more > most:
-        raise TooLargeError(f"the request costs {more} tokens, but you may have at most {most} under way; send smaller ones")
+_NEVER = {
+    "queued_tokens": "the request costs {more} tokens, but you may have at most {most} under way; send smaller ones",
+    "queued_bytes": (
+        "the request may take {more} bytes of memory, but you may have at most {most} under way; send fewer datums, targets or samples"
+        " at once, or ask for fewer likeliest tokens")}
+"""What is said of a request that a queue could never hold."""
+
+_FULL = {
+    "queued_tokens": "you have {used} tokens under way and may have {most}; the request will be taken later",
+    "queued_bytes": "your requests may take {used} bytes of memory and {most} are allowed; the request will be taken later",
+    "disk_bytes": (
+        "your checkpoints, samplers and answers take up {used} bytes, {more} more would exceed the {most} that you may have; delete"
+        " checkpoints, finish sessions whose unnamed samplers you do not need any more, or wait until old answers are forgotten"),
+    "models": (
+        "you have {used} of {most} models that you may have; close the ServiceClient of one that you do not need any more, or wait"
+        " until its session has been silent for a while"),
+    "sessions": (
+        "you have {used} of {most} sessions that you may have; close ServiceClients that you do not need any more, and delete the"
+        " checkpoints of their runs"),
+    "samplers": (
+        "you have {used} of {most} samplers that you may have; use one again for the same weights, or close ServiceClients whose"
+        " samplers you do not need any more")}
+"""What is said when a limit is reached."""
+
+assert _FULL.keys() == {field.name for field in fields(Use)}, "every amount has its sentence"
+
+
+def _check(name: str, used: int, more: int, most: int) -> None:
+    """Check that an owner may use `more` of an amount; queues empty by themselves, so that a request may be sent again."""
+    if name in _NEVER and more > most:
+        raise TooLargeError(_NEVER[name].format(more=more, most=most))
     if used + more > most:
-        raise OverLimitError(f"you have {used} tokens under way and may have {most}; the request will be taken later")
-
-
-def _check_memory(used: int, more: int, most: int) -> None:
-    if more > most:
-        raise TooLargeError(
-            f"the request may take {more} bytes of memory, but you may have at most {most} under way; send fewer datums, targets or samples"
-            " at once, or ask for fewer likeliest tokens")
-    if used + more > most:
-        raise OverLimitError(f"your requests may take {used} bytes of memory and {most} are allowed; the request will be taken later")
-
-
-def _check_disk(used: int, more: int, most: int) -> None:
-    if used + more > most:
-        raise RequestError(
-            f"your checkpoints, samplers and answers take up {used} bytes, {more} more would exceed the {most} that you may have; delete "
-            "checkpoints, finish sessions whose unnamed samplers you do not need any more, or wait until old answers are forgotten")
-
-
-def _check_models(used: int, more: int, most: int) -> None:
-    if used + more > most:
-        raise RequestError(
-            f"you have {used} of {most} models that you may have; close the ServiceClient of one that you do not need any more, or wait "
-            "until its session has been silent for a while")
-
-
-def _check_sessions(used: int, more: int, most: int) -> None:
-    if used + more > most:
-        raise RequestError(
-            f"you have {used} of {most} sessions that you may have; close ServiceClients that you do not need any more, and delete the "
-            "checkpoints of their runs")
-
-
-def _check_samplers(used: int, more: int, most: int) -> None:
-    if used + more > most:
-        raise RequestError(
-            f"you have {used} of {most} samplers that you may have; use one again for the same weights, or close ServiceClients whose "
-            "samplers you do not need any more")
-
-
-_CHECKS: dict[str, Callable[[int, int, int], None]] = {
-    "models": _check_models, "queued_tokens": _check_tokens, "disk_bytes": _check_disk, "queued_bytes": _check_memory,
-    "sessions": _check_sessions, "samplers": _check_samplers}
-assert _CHECKS.keys() == {field.name for field in fields(Use)}, "every amount has its check"
+        kind = OverLimitError if name in _NEVER else RequestError
+        raise kind(_FULL[name].format(used=used, more=more, most=most))

@@ -1,0 +1,77 @@
+"""The batches of a run's steps, each made when its step begins, or ahead of time, while the step before it trains.
+
+Called by the loop, which says what runs beside what. Batches are made on a thread, so that answers of engines are read meanwhile.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Self
+
+from offbeat.aio import cancelled
+from offbeat.algorithms.experience import batch_stats, make_batch
+from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.controller.own_code import with_credit
+from offbeat.controller.parts import Rollouts, RunParts
+from offbeat.controller.state import Step
+from offbeat.data.batch import Batch
+from offbeat.data.functions import at_step
+from offbeat.data.trajectory import Group
+from offbeat.telemetry.tracker import StatsPart
+
+MadeBatch = tuple[Batch, StatsPart]
+"""A batch, and the statistics of its groups."""
+
+
+class StepBatches:
+    """Makes one run's batches. Use as `async with`, at whose end nothing is made ahead any more."""
+
+    def __init__(self, parts: RunParts) -> None:
+        self._parts = parts
+        self._ahead: asyncio.Task[MadeBatch] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._ahead is not None:
+            await cancelled(self._ahead)
+
+    async def settle(self, rollouts: Rollouts) -> None:
+        """Give up what is made ahead if no groups were released for it: the step that begins now must not wait for it."""
+        if self._ahead is not None and not rollouts.has_ahead:
+            await cancelled(self._ahead)
+            self._ahead = None
+
+    async def take(self, groups: Sequence[Group], step: Step, algorithm: AlgorithmConfig) -> MadeBatch:
+        """Return the batch of a step: what was made ahead, which is of these groups, or else one that is made of them now."""
+        if self._ahead is None:
+            return await self._make(groups, step, algorithm)
+        made = await self._ahead
+        self._ahead = None
+        return made
+
+    def make_ahead(self, step: Step, rollouts: Rollouts, algorithm: AlgorithmConfig) -> None:
+        """Begin to make the batch of a step while the one before it trains, unless its coefficients depend on that one."""
+        if not (algorithm.kl_target or algorithm.entropy_target):
+            self._ahead = asyncio.create_task(self._make_ahead(step, rollouts, algorithm), name="make_ahead")
+
+    async def _make_ahead(self, step: Step, rollouts: Rollouts, algorithm: AlgorithmConfig) -> MadeBatch:
+        """Make it, and distribute it over the ranks if nothing is added to it before it is trained on."""
+        groups = await rollouts.take_ahead()
+        with self._parts.record.tracer.span("make_ahead", "controller, ahead", step=step.global_step):
+            batch, stats = await self._make(groups, step, algorithm)
+            if not algorithm.needs_scores and self._parts.critic is None:
+                await self._parts.trainers.prepare(batch, num_minibatches=algorithm.num_minibatches)
+        return batch, stats
+
+    async def _make(self, groups: Sequence[Group], step: Step, algorithm: AlgorithmConfig) -> MadeBatch:
+        config = self._parts.config
+
+        def make() -> MadeBatch:
+            with at_step(step.global_step):
+                batch = make_batch(groups, config=algorithm, max_new_tokens=config.rollout.max_new_tokens)
+            return batch, batch_stats(groups, version=step.version, config=algorithm)
+
+        if algorithm.credit:
+            return await with_credit(make, credit=algorithm.credit, step=step.global_step, timeout_s=config.train.step_timeout_s)
+        return await asyncio.to_thread(make)
