@@ -107,9 +107,9 @@ def test_engines_hold_no_weights_while_the_ranks_train_and_serve_every_version(
     assert all(asleep < awake - 0.2 * WEIGHTS_BYTES for asleep, awake in zip(held["asleep"], held["awake"], strict=True)), held
 
 
-@pytest.mark.drill
 @pytest.mark.parametrize("fault", [
-    pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped")])
+    pytest.param(signal.SIGKILL, id="killed", marks=pytest.mark.drill),
+    pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.whole_run)])
 def test_an_engine_that_is_lost_asleep_is_restarted_and_the_run_goes_on(
     fault: signal.Signals, tmp_path: Path, model_dir: str, engines: list[EngineGroup], monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -157,9 +157,10 @@ def test_a_run_that_is_killed_goes_on_with_turns_or_without(tmp_path: Path, mode
 
 
 @pytest.mark.parametrize(("changes", "first"), [
-    pytest.param({"model__lora__rank": "4", "inference__num_engines": "2"}, 0, id="an adapter", marks=pytest.mark.drill),
+    pytest.param({"model__lora__rank": "4", "inference__num_engines": "2"}, 0, id="an adapter", marks=pytest.mark.whole_run),
     pytest.param(
-        {"run__warm_up": "true", "sft__total_steps": "2", "sft__evaluate_every_steps": "1"}, 3, id="a warm-up", marks=pytest.mark.drill),
+        {"run__warm_up": "true", "sft__total_steps": "2", "sft__evaluate_every_steps": "1"}, 3, id="a warm-up",
+        marks=pytest.mark.whole_run),
     pytest.param({"algorithm__kl_loss": "k3", "inference__num_engines": "2"}, 0, id="scores, and two engines", marks=pytest.mark.whole_run),
     pytest.param(
         {"weights__channel": "collective", "weights__whole_every_versions": "3"}, 0, id="broadcasts", marks=pytest.mark.whole_run),
