@@ -18,6 +18,7 @@ whole program.
 # ruff: noqa: PTH102, PTH103, PTH110, PTH112, PTH120, PTH123
 
 import _ast
+import _signal
 import ctypes
 import os
 import resource
@@ -67,6 +68,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def main() -> None:
     """Confine this process as the dict in its first argument says, tell the parent, and run the code on standard input."""
+    _signal.signal(_signal.SIGTERM, _signal.SIG_IGN)  # sent to all processes of a job, it would be taken for the program's own end
     order = eval(sys.argv[1])  # noqa: S307 (the parent's own `repr`; what parses more carefully takes longer to import than all else)
     code = os.fdopen(0, "rb").read().decode()
     os.open(os.devnull, os.O_RDONLY)  # is 0 again
