@@ -265,9 +265,12 @@ def hearing_signals() -> Iterator[None]:
 
     Before that they do what they did, and afterwards again. Only for the main thread, on which the run is, too.
     """
-    ending, before = Ending(), {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    ending, heard = Ending(), False
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def attach(loop: asyncio.AbstractEventLoop, end: End) -> None:
+        nonlocal heard
+        heard = True
         # Not handlers of the loop: closing it would leave the defaults in their place.
         signal.signal(signal.SIGINT, lambda _number, _frame: ending.ask(PRESSED))
         signal.signal(signal.SIGTERM, lambda _number, _frame: ending.terminate())
@@ -278,7 +281,7 @@ def hearing_signals() -> Iterator[None]:
         yield
     finally:
         listener.reset(token)
-        for number, handler in before.items():
+        for number, handler in before.items() if heard else ():
             signal.signal(number, handler)
 
 
