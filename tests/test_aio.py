@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from offbeat.aio import HaltingClock, SideThread, deadline, gather_all, run_beside, run_interruptible
+from offbeat.aio import HaltingClock, SideThread, Terminations, deadline, gather_all, run_beside, run_interruptible
 from offbeat.errors import DeadlineError
 
 
@@ -203,6 +203,15 @@ def test_what_is_interruptible_ends_in_good_order(number: signal.Signals) -> Non
         run_interruptible(main())
     assert ended == [number] and signal.getsignal(number) == before
     assert run_interruptible(value(3)) == 3
+
+
+def test_sigterm_that_comes_again_within_seconds_is_the_same_request() -> None:
+    now_s = [100.0]
+    terminations = Terminations(now_s=lambda: now_s[0])
+    asked = []
+    for now_s[0] in (100.0, 100.1, 104.9, 105.1, 109.0, 110.2):
+        asked.append(terminations.asks())
+    assert asked == [True, False, False, True, False, True]
 
 
 def test_deadlines_stand_still_together_and_go_on_with_the_time_that_was_left() -> None:

@@ -82,14 +82,45 @@ async def deadline(name: str, timeout_s: float, *, clock: HaltingClock | None = 
 ASKED_TO_STOP = "asked to stop; this step is the last"
 """What a run says when it is asked to end by SIGTERM."""
 
+PRESSED = "stopping after this step; press Ctrl-C again to stop at once"
+"""What it says at the first Ctrl-C."""
+
+ONE_REQUEST_S = 5.0
+"""Seconds after a SIGTERM within which another one is the same request."""
+
 End = Callable[[str], None]
 """Asks a run to end; says how it was asked. Called on the run's own thread."""
 
 
+class Terminations:
+    """Tells a SIGTERM that asks from one that repeats it.
+
+    A scheduler sends it to all processes of a job: a run gets it, and once more from the batch script or the torchrun that passes it on.
+    """
+
+    def __init__(self, *, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._last_s: float | None = None
+
+    def asks(self) -> bool:
+        """Note that a SIGTERM has come; whether it is a new request."""
+        now_s = self._now_s()
+        if self._last_s is not None and now_s - self._last_s < ONE_REQUEST_S:
+            return False
+        self._last_s = now_s
+        return True
+
+
 def listen_to_signals(loop: asyncio.AbstractEventLoop, end: End) -> None:
-    """Call `end` at each SIGINT and SIGTERM; only the main thread can."""
-    loop.add_signal_handler(signal.SIGINT, end, "stopping after this step; press Ctrl-C again to stop at once")
-    loop.add_signal_handler(signal.SIGTERM, end, ASKED_TO_STOP)
+    """Call `end` at each SIGINT, and at SIGTERM as often as it asks anew; only the main thread can."""
+    terminations = Terminations()
+
+    def terminate() -> None:
+        if terminations.asks():
+            end(ASKED_TO_STOP)
+
+    loop.add_signal_handler(signal.SIGINT, end, PRESSED)
+    loop.add_signal_handler(signal.SIGTERM, terminate)
 
 
 listener: ContextVar[Callable[[asyncio.AbstractEventLoop, End], None]] = ContextVar("listener", default=listen_to_signals)

@@ -5,7 +5,9 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from offbeat.config.load import load_config
 from offbeat.errors import ConfigError
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.log import set_up_logging
+from waiting import wait_until
 
 CONFIG = load_config(None)
 _DEADLINE_S = 20
@@ -154,17 +157,53 @@ def test_a_run_on_another_thread_than_the_main_one_leaves_signals_alone() -> Non
 
 
 def test_what_is_asked_between_two_parts_of_a_run_is_heard_by_the_next() -> None:
-    ending, heard = Ending(), []
-    ending.ask("early")
-    loop = asyncio.new_event_loop()
-    ending.attach(loop, heard.append)
-    loop.close()
-    ending.ask("between")
-    assert heard == ["early"]
-    ending.attach(asyncio.new_event_loop(), heard.append)
-    assert heard == ["early", "between"]
-    ending.after_step("again")
-    assert heard == ["early", "between"]
+    for asked in ("early", "between"):
+        ending, heard = Ending(), []
+        if asked == "early":
+            ending.ask("early")
+        loop = asyncio.new_event_loop()
+        ending.attach(loop, heard.append)
+        loop.close()
+        if asked == "between":
+            ending.ask("between")
+            assert not heard
+        with closing(asyncio.new_event_loop()) as following:
+            ending.attach(following, heard.append)
+        ending.after_step("again")
+        assert heard == [asked]
+
+
+def test_a_signal_while_the_report_is_written_changes_nothing_and_a_second_one_ends_the_call() -> None:
+    written = []
+
+    def work(console: Console, *, signals: Sequence[signal.Signals]) -> str:
+        asked = steps_until_asked(console, most=2)
+        for number in signals:
+            os.kill(os.getpid(), number)
+        heard.wait(_DEADLINE_S if len(signals) > 1 else 0)
+        written.append(signals)
+        return f"written, asked {len(asked)} times before"
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        heard = threading.Event()
+        assert run_alone(partial(work, signals=[number]), CONFIG) == "written, asked 0 times before"
+        with pytest.raises(KeyboardInterrupt):
+            run_alone(partial(work, signals=[number, signal.SIGINT if number == signal.SIGTERM else signal.SIGTERM]), CONFIG)
+        assert len(written) == 1, "the call did not wait for the report"
+        heard.set()
+        wait_until(lambda: len(written) == 2, timeout_s=_DEADLINE_S)
+        written.clear()
+
+
+def test_sigterm_that_comes_once_more_from_a_batch_script_is_one_request() -> None:
+    def work(console: Console) -> list[str]:
+        def twice(step: int) -> None:
+            if step in (2, 3):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        return steps_until_asked(console, on_step=twice)
+
+    assert run_alone(work, CONFIG) == ["asked to stop; this step is the last"]
 
 
 def test_the_process_is_afterwards_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

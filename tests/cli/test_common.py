@@ -1,16 +1,21 @@
 """What commands share."""
 
 import argparse
+import asyncio
 import io
 import os
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from offbeat.aio import ASKED_TO_STOP, PRESSED, listener
 from offbeat.cli import common
 from offbeat.cli.common import add_config_argument, given_words, keep_private, make_console, report_line, run_console, telling_how_to_go_on
-from offbeat.cli.main import build_parser
+from offbeat.cli.main import build_parser, main
 from offbeat.errors import CodeError, ConfigError, DataError, OffbeatError, RunError, StorageError
 from offbeat.telemetry.console import Console
 from small_run import small_config
@@ -151,3 +156,62 @@ def test_the_live_page_is_there_for_a_run_whose_command_asks_for_it(
 @pytest.mark.parametrize("command", ["train", "sft", "dpo", "reward-model", "quickstart"])
 def test_commands_that_train_take_the_wish_for_a_live_page(command: str) -> None:
     assert parse_command(command, "--dashboard").dashboard and not parse_command(command).dashboard
+
+
+def train_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, in_step: Callable[[], object], in_report: Callable[[], object],
+) -> int:
+    """The exit code of a command whose run is one step long, and whose report is written when what `in_report` calls lets it."""
+    def run(*_: object, **__: object) -> SimpleNamespace:
+        asked: list[str] = []
+
+        async def step() -> None:
+            listener.get()(asyncio.get_running_loop(), asked.append)
+            in_step()
+            await asyncio.sleep(0)  # what a signal's handler has left to the loop
+
+        asyncio.run(step())
+        print(f"asked: {asked}")
+        return SimpleNamespace(stopped_early=bool(asked))
+
+    def report(_run_dir: Path) -> Path:
+        in_report()
+        return Path("the report")
+
+    (tmp_path / "a.toml").touch()
+    monkeypatch.setattr("offbeat.cli.train.run_training", run)
+    monkeypatch.setattr(common, "write_report", report)
+    return main(["train", str(tmp_path / "a.toml"), "--data.task", "sort_digits"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_report_is_written_changes_nothing_and_a_second_one_ends_the_command(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    other = signal.SIGINT if number == signal.SIGTERM else signal.SIGTERM
+    before = [signal.getsignal(each) for each in (number, other)]
+
+    def send(*numbers: signal.Signals) -> None:
+        for each in numbers:
+            os.kill(os.getpid(), each)
+
+    assert train_with(monkeypatch, tmp_path, in_step=send, in_report=lambda: send(number)) == 0
+    assert capsys.readouterr().out == "asked: []\nreport: the report\n"
+    assert train_with(monkeypatch, tmp_path, in_step=lambda: send(number), in_report=send) == 130
+    said = PRESSED if number == signal.SIGINT else ASKED_TO_STOP
+    assert capsys.readouterr().out.startswith(f"asked: ['{said}']\nreport: the report\n")
+    assert train_with(monkeypatch, tmp_path, in_step=send, in_report=lambda: send(number, other)) == 130
+    assert capsys.readouterr() == ("asked: []\n", "offbeat: interrupted\n")
+    assert train_with(monkeypatch, tmp_path, in_step=lambda: send(number), in_report=lambda: send(other)) == 130
+    assert capsys.readouterr().err == "offbeat: interrupted\n"
+    assert [signal.getsignal(each) for each in (number, other)] == before
+
+
+def test_a_sigterm_of_a_job_that_comes_twice_stops_a_run_once_and_lets_its_report_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    def terminate() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert train_with(monkeypatch, tmp_path, in_step=terminate, in_report=terminate) == 130
+    assert capsys.readouterr().out.startswith(f"asked: ['{ASKED_TO_STOP}']\nreport: the report\n")

@@ -45,6 +45,9 @@ def test_what_the_tiny_model_does_not_know_cannot_be_used(tmp_path: Path, capsys
     shown = capsys.readouterr().out
     assert "prompts: 1 rows to train on" in shown and "all rows can be used" not in shown and "<unk>" not in shown
     assert f"'{rows}', line 2: 'M' in its answer is not in the alphabet of the tiny model: digits, lower-case letters" in shown
+    assert main(["data", "show", str(path), "--run.warm_up", "false", "--rollout.reward", "mine.py:score"]) == 0
+    *_, usable, warned = capsys.readouterr().out.splitlines()
+    assert usable == "all rows can be used" and warned.startswith("1 of the first 2 rows have an answer that the model can never write")
     rows.write_text('{"prompt": "Today?", "answer": "sunday"}\n')
     assert main(["data", "show", str(path)]) == 2
     assert "no rows that can be used; the first: " in capsys.readouterr().err

@@ -19,6 +19,7 @@ import pytest
 from http_serving import Client
 from offbeat.cli.main import main
 from protocol import PROTOBUF, datum, finished, model_of, pass_body, session_of
+from signals import has_signal
 from small_run import start_offbeat
 from waiting import wait_until
 
@@ -58,7 +59,9 @@ def use(url: str, body: Callable[[Client], Awaitable[Any]]) -> Any:
     return asyncio.run(main())
 
 
-def test_ctrl_c_saves_every_model_and_leaves_nothing(model_dir: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [
+    pytest.param(signal.SIGINT, id="ctrl-c"), pytest.param(signal.SIGTERM, id="sigterm to all processes of a job, twice")])
+def test_a_signal_saves_every_model_and_leaves_nothing(number: signal.Signals, model_dir: str, tmp_path: Path) -> None:
     async def train(client: Client) -> str:
         model = await model_of(client, await session_of(client))
         await client.post("forward_backward", pass_body(model, 1, [datum([13, 14, 15, 9, 8, 7])]), headers=PROTOBUF)
@@ -70,7 +73,12 @@ def test_ctrl_c_saves_every_model_and_leaves_nothing(model_dir: str, tmp_path: P
         model = use(url, train)
         tree = psutil.Process(process.pid).children(recursive=True)
         assert main(["serve", "--model", model_dir, "--port", "0", "--data-dir", str(folder)]) == 2, "the folder is taken"
-        process.send_signal(signal.SIGINT)
+        if number == signal.SIGTERM:
+            for child in tree:
+                child.terminate()
+            process.terminate()
+            wait_until(lambda: not has_signal(process.pid, signal.SIGTERM, mask="ShdPnd"), timeout_s=30)  # two at once are one
+        process.send_signal(number)
         stdout, stderr = process.communicate(timeout=120)
         assert (process.returncode, stderr) == (0, "") and "ending: saving every model" in stdout
         wait_until(lambda: not any(child.is_running() for child in tree), timeout_s=60)

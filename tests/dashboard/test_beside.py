@@ -41,6 +41,8 @@ def test_the_page_shows_this_run_until_the_end_and_its_address_is_told_once(tmp_
         assert [run["name"] for run in get(f"{url}api/runs")] == ["mine"]
         [child] = [each for each in psutil.Process().children() if "page_process" in " ".join(each.cmdline())]
         assert child.nice() >= 10
+        child.terminate()  # as all processes of a job are, while the run goes on
+        assert [run["name"] for run in get(f"{url}api/runs")] == ["mine"]
     assert not child.is_running() and shown.getvalue().count("\n") == 1
     with pytest.raises(OSError):
         get(f"{url}api/runs")

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from offbeat.config.data import DataConfig
 from offbeat.data.dataset import open_datasets
-from offbeat.data.known import check_preference, check_row, describe_alphabet
+from offbeat.data.known import check_preference, check_row, describe_alphabet, unwritable_answers
 from offbeat.data.pairs import open_pairs
 from offbeat.data.row import Row
 from offbeat.data.tokenizer import DEFAULT_ALPHABET, Tokenizer, character_tokenizer
@@ -109,6 +109,20 @@ def test_prompts_of_a_task_are_asked_before_the_run() -> None:
     with pytest.raises(DataError, match="row 0: '.' in its prompt is not in the alphabet"):
         open_datasets(config, seed=0, check=check_row(character_tokenizer("0123>"), config, answered=False))
     assert open_datasets(config, seed=0, check=check_row(TINY, config, answered=True))[1].num_rows == 2
+
+
+def test_answers_for_rewards_that_the_model_cannot_write_are_counted_and_the_first_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "days.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "1>", "answer": answer}) + "\n" for answer in ("sunday", "MONday", "Friday", "")))
+    config = DataConfig(path=str(path), heldout_size=0, shuffle=False)
+    rows, _ = open_datasets(config, seed=0, needs_answer=False, check=check_row(TINY, config, answered=False))
+    said = unwritable_answers(TINY, rows)
+    assert said.startswith(
+        "2 of the first 4 rows have an answer that the model can never write; a reward that compares with it is never earned."
+        f" The first is '{path}', line 2: 'M' is not in the alphabet of the tiny model: digits, lower-case letters")
+    assert said.endswith("; use lower case, or use a pretrained model (model.path)")
+    assert unwritable_answers(over_bytes(), rows) == "" == unwritable_answers(TINY, open_datasets(
+        DataConfig(task="countdown", heldout_size=2), seed=0)[0])
 
 
 def test_an_alphabet_is_described_by_what_is_whole_in_it() -> None:

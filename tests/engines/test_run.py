@@ -1,4 +1,4 @@
-"""A run on vLLM: it publishes with proofs, heals an engine that dies, and leaves nothing however it ends."""
+"""A run on vLLM: it publishes with proofs, heals an engine that dies, saves when its job is ended, and leaves nothing however it ends."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ import pytest
 
 from contract import WITH_VLLM, Models
 from offbeat.data.trajectory import PROMPT_VERSION
-from small_run import SmallRun, offbeat, start_offbeat
+from small_run import REWARDS, SmallRun, offbeat, start_offbeat
 from waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.skipif(not WITH_VLLM, reason="make test-vllm runs it")]
@@ -51,6 +51,28 @@ def test_a_run_publishes_with_proofs_heals_a_dead_server_and_leaves_nothing_when
         finally:
             for process in (*alive(tree), controller):
                 process.kill()
+
+
+def test_sigterm_to_all_processes_of_a_job_leaves_the_server_to_the_run_which_saves(tmp_path: Path, models: Models) -> None:
+    run = SmallRun(tmp_path, models.folder())
+    slow = {"rollout__reward": f"{REWARDS}:slow"}
+    with start_offbeat("train", *run.arguments(**VLLM, **slow, run__total_steps="100000"), "--json") as controller:
+        wait_until(lambda: len(run.metrics()) > 1 or controller.poll() is not None, timeout_s=START_TIMEOUT_S)
+        assert controller.poll() is None, controller.communicate()
+        tree = psutil.Process(controller.pid).children(recursive=True)
+        assert any("VLLM::EngineCore" in " ".join(each.cmdline()) for each in tree)
+        quarantined = len(run.events("quarantine"))
+        try:
+            for process in (*tree, psutil.Process(controller.pid)):
+                process.terminate()
+            _, stderr = controller.communicate(timeout=90)
+            assert (controller.returncode, stderr) == (130, "")
+            wait_until(lambda: not alive(tree), timeout_s=30)
+        finally:
+            for process in (*alive(tree), controller):
+                process.kill()
+    assert run.events("checkpoint")[-1]["global_step"] == run.metrics()[-1]["global_step"]
+    assert run.events("quarantine")[quarantined:] == [] == run.events("failed")
 
 
 @pytest.mark.parametrize("lora", [{}, {"model__lora__rank": "4"}], ids=["whole", "adapter"])

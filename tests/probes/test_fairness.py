@@ -1,4 +1,7 @@
-"""Whatever one owner sends, others go on beside it: seen by what is done of that owner's work before theirs is."""
+"""Whatever one owner sends, others go on beside it: seen by what is done of that owner's work before theirs is.
+
+Floods are sent at once, because a server would work most of them off meanwhile where a busy machine holds up who sends one after the other.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Iterator
@@ -64,7 +67,8 @@ def test_a_neighbours_step_is_done_beside_a_flood_of_passes(probe: Probe) -> Non
         mallory, alice = client.of(MALLORY), client.of(ALICE)
         theirs = await model_of(mallory, await session_of(mallory), base_model=MODEL_NAME)
         ours = await model_of(alice, await session_of(alice), base_model=MODEL_NAME)
-        flood = [later(mallory, await learn(mallory, theirs, seq, [datum([5] * 201)] * 10)) for seq in range(1, 21)]
+        sent = await asyncio.gather(*(learn(mallory, theirs, seq, [datum([5] * 201)] * 10) for seq in range(1, 21)))
+        flood = [later(mallory, ack) for ack in sent]
         acks = [await learn(alice, ours, 1, [datum([5, 6, 7])]), await step(alice, ours, 2)]
         for ack in acks:
             assert "metrics" in await soon(finished(alice, ack))
@@ -96,7 +100,8 @@ def test_a_neighbours_passes_are_done_beside_a_flood_of_savings(probe: Probe) ->
         mallory, alice = client.of(MALLORY), client.of(ALICE)
         theirs = await model_of(mallory, await session_of(mallory), base_model=MODEL_NAME)
         ours = await model_of(alice, await session_of(alice), base_model=MODEL_NAME)
-        saves = [await mallory.post("save_weights", {"model_id": theirs, "seq_id": seq, "path": f"s{seq}"}) for seq in range(1, 101)]
+        saves = await asyncio.gather(*(
+            mallory.post("save_weights", {"model_id": theirs, "seq_id": seq, "path": f"s{seq}"}) for seq in range(1, 101)))
         flood = [later(mallory, ack) for ack in saves]
         acks = []
         for seq in range(1, 9, 2):

@@ -2,9 +2,10 @@
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,40 @@ SUPPORT = str(Path(__file__).parents[1] / "support")
 
 
 @asynccontextmanager
-async def crowd() -> AsyncIterator[Child]:
+async def child_of(handler: str) -> AsyncIterator[Child]:
     path = os.pathsep.join(filter(None, (SUPPORT, os.environ.get("PYTHONPATH"))))
-    child = await Child.start(ChildSpec("worker 3", "handlers:Crowd", {"PYTHONPATH": path}), timeout_s=60)
+    child = await Child.start(ChildSpec("worker 3", f"handlers:{handler}", {"PYTHONPATH": path}), timeout_s=60)
     try:
         yield child
     finally:
         await child.kill()
+
+
+def crowd() -> AbstractAsyncContextManager[Child]:
+    return child_of("Crowd")
+
+
+def test_sigterm_to_all_processes_of_a_job_leaves_a_child_to_its_parent() -> None:
+    async def body() -> None:
+        async with child_of("Echo") as child, crowd() as other:
+            sleeping = asyncio.create_task(child.call("sleep", b"0.5", timeout_s=60))
+            await asyncio.sleep(0.1)
+            for each in (child, other):
+                os.killpg(each.pid, signal.SIGTERM)
+            assert await sleeping == b"" and await child.call("echo", b"here", timeout_s=60) == b"here"
+            assert await other.call("sleep", b"0", timeout_s=60) == b"0"
+            await child.stop(timeout_s=60)  # which a deadline and SIGKILL would follow
+            assert child._process.returncode == 0
+
+    asyncio.run(body())
+
+
+def test_what_a_child_starts_still_ends_by_sigterm() -> None:
+    async def body() -> None:
+        async with child_of("Parent") as child:
+            assert await child.call("start", timeout_s=60) == b"-15 -15"
+
+    asyncio.run(body())
 
 
 def test_calls_of_a_coroutine_run_at_the_same_time_and_are_answered_in_the_order_in_which_they_end() -> None:

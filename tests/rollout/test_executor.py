@@ -95,6 +95,7 @@ class Play:
     rejected: list[Settled] = field(default_factory=list)
     unusable: list[tuple[str, list[str]]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
     accept: Callable[[Group], bool] = lambda _group: True
     dynamic: DynamicSampling | None = None
     door: Door = Door(TOKENIZER.vocab_size)
@@ -109,7 +110,8 @@ class Play:
         return RolloutExecutor(
             gate=self.gate, stream=self.stream, workflow=self.workflow, make_episode=episode, config=self.config, sampling=Sampling(8),
             accept=self.accept, dynamic=self.dynamic, door=self.door, places=self.places, on_rejected=self.rejected.append,
-            on_unusable=lambda prompt_id, reasons: self.unusable.append((prompt_id, reasons)), warn=self.warnings.append)
+            on_unusable=lambda prompt_id, reasons: self.unusable.append((prompt_id, reasons)), warn=self.warnings.append,
+            advise=self.advice.append)
 
     async def advance(self, executor: RolloutExecutor, version: int) -> None:
         executor.advance(version)
@@ -262,7 +264,8 @@ def test_episodes_that_wait_for_a_place_while_engines_idle_are_told_of_the_place
             for version in (1, 2):
                 await executor.prepare_batch()
                 await play.advance(executor, version)
-        [told] = play.warnings
+        [told] = play.advice
+        assert not play.warnings
         assert "agent.processes = 1 times agent.episodes_per_process = 64 are all the places there are" in told
 
     run(body)

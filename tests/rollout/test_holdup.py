@@ -11,6 +11,7 @@ import pytest
 from offbeat.errors import CodeError
 from offbeat.rollout import holdup
 from offbeat.rollout.holdup import HoldupGuard
+from waiting import until
 
 
 def call_user_code(code: Callable[[], None]) -> None:
@@ -71,7 +72,18 @@ def test_our_own_code_is_left_alone_and_so_is_what_awaits() -> None:
         with (one := guard([])).on(), one.on():
             block()
             await asyncio.sleep(0.6)
-            call_user_code(lambda: time.sleep(0.05))
+
+    asyncio.run(main())
+
+
+def test_user_code_has_its_whole_time_anew_whenever_the_loop_has_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holdup, "_TELL_AFTER_S", 0.04)  # looks, and turns of the loop, come four times as often
+
+    async def main() -> None:
+        with (one := guard([], timeout_s=20.0)).on():
+            one._num_looks = 10_000  # as after a long time in our own code
+            await until(lambda: one._num_looks < 1_000)
+            call_user_code(lambda: time.sleep(0.1))
 
     asyncio.run(main())
 

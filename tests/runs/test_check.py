@@ -52,7 +52,9 @@ def test_all_that_is_wrong_is_told_together(tmp_path: Path) -> None:
 def test_what_the_tiny_model_cannot_write_is_refused(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", [{"prompt": "1 day before 12:", "answer": day} for day in ("sunday", "monday", "Sunday")])
     settings = {"data.path": rows, "data.heldout_size": "0", "rollout.reward": f"{REWARDS}:equal"}
-    assert "the first 3 rows are prompts" in check_named(load_config(None, list(settings.items())))[0]  # the reward may read it as it likes
+    said, warned, _ = check_named(load_config(None, list(settings.items())))
+    assert "the first 3 rows are prompts" in said  # the reward may read it as it likes
+    assert warned.startswith("data: 1 of the first 3 rows have an answer that the model can never write; a reward that compares with it")
     with pytest.raises(ConfigError, match=f"'{rows}', line 3: 'S' in its answer is not in the alphabet of the tiny model"):
         check_named(load_config(None, [*settings.items(), ("run.warm_up", "true")]))
     elsewhere = check_named(load_config(None, [*settings.items(), ("run.warm_up", "true"), ("model.path", "org/model")]))

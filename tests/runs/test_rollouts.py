@@ -1,6 +1,7 @@
 """Rewards and rollouts of an source. Whole arenas run in the tests of the controller and of SPMD mode."""
 
 import asyncio
+import io
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -131,6 +132,22 @@ def test_dynamic_sampling_goes_on_with_what_a_checkpoint_counted(preset: str, nu
         source = EngineRollouts(config, record, inputs, generate, code(config))
         rollouts = source.rollouts(PromptStream(inputs.train, seed=0), version=0, last_version=1, num_flat_rejected=3)
     assert rollouts.num_flat_rejected == num_rejected
+
+
+def test_advice_on_engines_that_idle_is_an_event_of_the_run_and_on_the_console(tmp_path: Path, model_dir: str) -> None:
+    config, shown, now_s = small_config(tmp_path, model_dir), io.StringIO(), [0.0]
+    inputs = read_inputs(config)
+    with RunRecord(tmp_path / "run", trace=False, console=Console("plain", stream=shown)) as record:
+        executor = EngineRollouts(config, record, inputs, generate, code(config)).rollouts(
+            PromptStream(inputs.train, seed=0), version=0, last_version=1)
+        hint = executor.idle
+        hint._now_s, hint._num_running, hint._limit = lambda: now_s[0], lambda: 4, lambda: limit_of_running(config.rollout)
+        with hint.scoring():
+            for now_s[0] in (1e6, 2e6, 3e6, 4e6):
+                hint.look()
+    [event] = [event for event in read_json_lines(tmp_path / "run" / "events.jsonl") if event["kind"] == "advice"]
+    assert event["text"].startswith("engines had nothing to do for 100% of the last minute in which groups ran")
+    assert shown.getvalue() == f"  {event['text']}\n"
 
 
 def test_engines_that_play_an_evaluation_set_are_not_idle_for_the_run(tmp_path: Path, model_dir: str) -> None:

@@ -13,7 +13,7 @@ from offbeat.config.load import load_config
 from offbeat.data.tokenizer import load_tokenizer
 from offbeat.errors import CodeError
 from offbeat.model.load import load_causal_lm
-from offbeat.runs.run import run_training
+from offbeat.runs.run import execute, run_training
 from offbeat.telemetry.console import Console
 from small_run import REWARDS, SmallRun, small_config
 
@@ -118,6 +118,21 @@ def test_a_reward_that_breaks_later_leaves_a_checkpoint_to_go_on_from(
     result = shop.run(small_config(tmp_path, model_dir, **given, run__total_steps=str(done + 1)))
     assert result is not None and result.steps == done + 1
     assert [row["global_step"] for row in run.metrics()] == [*range(1, done + 2)]
+
+
+def test_answers_that_the_model_can_never_write_are_advice_where_an_own_reward_gets_them(
+    tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def start_nothing(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr("offbeat.runs.run._with_parts", start_nothing)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1>", "answer": "Yes"}\n' * 3)
+    own = {"data__task": "", "data__path": str(rows), "data__heldout_size": "0"}
+    execute(small_config(tmp_path, model_dir, **own), quiet(), lambda _parts, _state: start_nothing())
+    [advice] = SmallRun(tmp_path, model_dir).events("advice")
+    assert advice["text"].startswith("3 of the first 3 rows have an answer that the model can never write; ")
 
 
 def test_a_run_that_fails_says_why_in_its_events(tmp_path: Path, model_dir: str) -> None:

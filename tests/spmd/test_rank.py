@@ -12,7 +12,7 @@ from offbeat.engine.options import EngineOptions
 from offbeat.engine.server import EngineServer
 from offbeat.errors import RefusedError
 from offbeat.telemetry.jsonl import read_json_lines
-from small_run import REWARDS, SmallRun, torchrun
+from small_run import REWARDS, SmallRun, start_torchrun, torchrun
 from waiting import wait_until
 
 LORA = {"model__lora__rank": "4", "rollout__max_head_offpolicyness": "0", "checkpoint__every_steps": "2"}
@@ -55,6 +55,29 @@ def test_ranks_under_torchrun_train_save_and_go_on(changes: dict[str, str], tmp_
     assert [row["global_step"] for row in run.metrics()] == [1, 2, 3]
     (resumed,) = run.events("resumed")
     assert (resumed["global_step"], resumed["version"]) == (2, 2)
+
+
+@pytest.mark.drill
+def test_sigterm_to_torchrun_and_all_its_processes_saves_and_leaves_nothing(tmp_path: Path, model_dir: str) -> None:
+    run = SmallRun(tmp_path, model_dir)
+    arguments = run.arguments(run__total_steps="100000", rollout__reward=f"{REWARDS}:slow")
+    with start_torchrun("train", *arguments, "--json", world=2) as agent:
+        try:
+            wait_until(lambda: len(run.metrics()) > 2 or agent.poll() is not None, timeout_s=120)
+            tree = [*psutil.Process(agent.pid).children(recursive=True), psutil.Process(agent.pid)]
+            assert len(tree) >= 5, "torchrun, two ranks, an engine and a reward process"
+            for process in tree:  # and torchrun passes its own on to the ranks
+                process.terminate()
+            _, stderr = agent.communicate(timeout=90)
+        finally:
+            agent.kill()
+    wait_until(lambda: not processes_of(run), timeout_s=30)
+    last = run.metrics()[-1]["global_step"]
+    assert run.events("checkpoint")[-1]["global_step"] == last, stderr
+    assert json.loads((run.folder / "result.json").read_text())["stopped_early"] and not run.events("failed")
+    again = torchrun("train", *run.arguments(run__total_steps=str(last + 1)), "--json", world=2)
+    assert again.returncode == 0, again.stderr
+    assert run.events("resumed")[-1]["global_step"] == last
 
 
 def skewed(run: SmallRun, engine: str, **changes: str) -> list[str]:

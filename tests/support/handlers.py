@@ -2,8 +2,11 @@
 
 import asyncio
 import ctypes
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -37,6 +40,19 @@ class Echo:
             case "ours":
                 raise ConfigError("x must be 1, got 2")
         raise KeyError(method)
+
+
+class Parent:
+    """Starts processes and ends them by SIGTERM, as user code may; answers with how they ended."""
+
+    def handle(self, _method: str, _payload: bytes) -> bytes:
+        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as program:
+            program.terminate()
+        forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        forked.start()
+        forked.terminate()
+        forked.join()
+        return f"{program.returncode} {forked.exitcode}".encode()
 
 
 class Watched(Echo):

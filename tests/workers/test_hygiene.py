@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from small_run import REWARDS, SmallRun, start_offbeat
+from signals import has_signal
+from small_run import REWARDS, SmallRun, offbeat, start_offbeat
 from waiting import wait_until
 
 DRILLS = [pytest.param("local", marks=pytest.mark.drill), pytest.param("ray", marks=pytest.mark.ray)]
@@ -45,12 +46,6 @@ def shared_memory(processes: list[psutil.Process]) -> set[Path]:
     return {path for path in maps if SHARED_MEMORY in path.parents}
 
 
-def interrupt_pends(pid: int) -> bool:
-    """Whether the process has not taken an interrupt yet."""
-    (mask,) = re.findall(r"^ShdPnd:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    return bool(int(mask, 16) >> (signal.SIGINT - 1) & 1)
-
-
 def ranks_of(tree: list[psutil.Process]) -> list[psutil.Process]:
     return [process for process in tree if "trainer.worker" in " ".join(process.cmdline())]
 
@@ -74,13 +69,31 @@ def test_nothing_is_left_after_two_interrupts(launcher: str, tmp_path: Path, mod
     with training(tmp_path, model_dir, cluster__launcher=launcher, rollout__reward=f"{REWARDS}:slow") as (_, controller, tree):
         held = shared_memory(tree)
         controller.send_signal(signal.SIGINT)
-        wait_until(lambda: not interrupt_pends(controller.pid), timeout_s=30)  # two signals at once are one
+        wait_until(lambda: not has_signal(controller.pid, signal.SIGINT, mask="ShdPnd"), timeout_s=30)  # two signals at once are one
         controller.send_signal(signal.SIGINT)
         _, stderr = controller.communicate(timeout=90)
         assert controller.returncode == 130
         assert stderr.endswith("offbeat: interrupted\n") and "Traceback" not in stderr
         wait_until(lambda: not alive(tree), timeout_s=30)
     assert not [path for path in held if path.exists()]
+
+
+@pytest.mark.drill
+def test_sigterm_to_all_processes_of_a_job_saves_in_mid_step_and_leaves_nothing(tmp_path: Path, model_dir: str) -> None:
+    with training(tmp_path, model_dir, train__num_ranks="2", rollout__reward=f"{REWARDS}:slow") as (run, controller, tree):
+        assert len(tree) >= 4  # two ranks, an engine and a reward process, where most of a step's time goes
+        for _ in range(2):  # from the scheduler, and from a batch script that passes its own on
+            for process in (*tree, psutil.Process(controller.pid)):
+                process.terminate()
+        _, stderr = controller.communicate(timeout=90)
+        assert (controller.returncode, stderr) == (130, "")
+        wait_until(lambda: not alive(tree), timeout_s=30)
+    last = run.metrics()[-1]["global_step"]
+    assert run.events("checkpoint")[-1]["global_step"] == last
+    assert not any(run.events(kind) for kind in ("failed", "quarantine"))
+    again = offbeat("train", *run.arguments(run__total_steps=str(last + 1), train__num_ranks="2"), "--json")
+    assert again.returncode == 0, again.stderr
+    assert run.events("resumed")[-1]["global_step"] == last and run.metrics()[-1]["global_step"] == last + 1
 
 
 @pytest.mark.ray

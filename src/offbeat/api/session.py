@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from offbeat.aio import ASKED_TO_STOP, End, listener
+from offbeat.aio import ASKED_TO_STOP, PRESSED, End, Terminations, listener
 from offbeat.config.root import Config
 from offbeat.dashboard.beside import LivePage
 from offbeat.errors import CodeError, ConfigError, RunError, StorageError
@@ -33,15 +33,18 @@ PRIVATE_UMASK = 0o077
 
 _INTERRUPTED = "stopping after this step; interrupt again to stop at once"
 
+_LOOK_UP_S = 0.5
+
 _RUNNING = threading.Lock()
 """Held while a run goes on: two in one process would share its log and its umask."""
 
 
 class Ending:
-    """Asks a run on another thread to end. `attach` is what `aio.listener` calls there, once for each part of the run."""
+    """Asks a run to end, from signals and callbacks. `attach` is what `aio.listener` calls where it runs, once for each part of the run."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal may come while it is held
+        self._terminations = Terminations()
         self._target: tuple[asyncio.AbstractEventLoop, End] | None = None
         self._unheard: list[str] = []
         self._asked = False
@@ -60,14 +63,28 @@ class Ending:
             self.ask(how)
 
     def ask(self, how: str) -> None:
-        """Ask the run to end: after its step at first, and at once if it has been asked before."""
+        """Ask the run to end: after its step at first, and at once if it has been asked before.
+
+        Where no part of it goes on any more, the next one hears it. After the last one there is only a report to write, which is finished
+        unless this is the second time.
+
+        Raises:
+            KeyboardInterrupt: no part goes on, and it has been asked before; so only the main thread may ask then.
+        """
         with self._lock:
-            self._asked = True
-            with suppress(RuntimeError):  # the loop of an earlier part is closed; the next part hears it
+            again, self._asked = self._asked, True
+            with suppress(RuntimeError):  # the loop of an earlier part is closed
                 if self._target is not None:
                     self._target[0].call_soon_threadsafe(self._target[1], how)
                     return
             self._unheard.append(how)
+            if again and self._target is not None:
+                raise KeyboardInterrupt
+
+    def terminate(self) -> None:
+        """Ask as SIGTERM does."""
+        if self._terminations.asks():
+            self.ask(ASKED_TO_STOP)
 
 
 @dataclass(frozen=True)
@@ -170,7 +187,7 @@ def _in_thread(
     thread = threading.Thread(target=body, name="offbeat run", daemon=True)
     with _terminations(ending), _interrupts(ending) as interruptible:
         thread.start()
-        while (step := inbox.get()) is not None:
+        while (step := _next(inbox)) is not None:
             if failed:
                 continue
             try:
@@ -187,6 +204,13 @@ def _in_thread(
     if errors:
         raise errors[0]
     return results[0]
+
+
+def _next(inbox: "SimpleQueue[Step | None]") -> Step | None:
+    """Wait for a step or the end; looks up now and then, because a signal that the system gives another thread does not wake this one."""
+    while True:
+        with suppress(Empty):
+            return inbox.get(timeout=_LOOK_UP_S)
 
 
 @contextmanager
@@ -228,11 +252,37 @@ def _terminations(ending: Ending) -> Iterator[None]:
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-    signal.signal(signal.SIGTERM, lambda _number, _frame: ending.ask(ASKED_TO_STOP))
+    signal.signal(signal.SIGTERM, lambda _number, _frame: ending.terminate())
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def hearing_signals() -> Iterator[None]:
+    """Let SIGINT and SIGTERM ask a command's run to end from when it first listens until the body ends, its report included.
+
+    Before that they do what they did, and afterwards again. Only for the main thread, on which the run is, too.
+    """
+    ending, heard = Ending(), False
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def attach(loop: asyncio.AbstractEventLoop, end: End) -> None:
+        nonlocal heard
+        heard = True
+        # Not handlers of the loop: closing it would leave the defaults in their place.
+        signal.signal(signal.SIGINT, lambda _number, _frame: ending.ask(PRESSED))
+        signal.signal(signal.SIGTERM, lambda _number, _frame: ending.terminate())
+        ending.attach(loop, end)
+
+    token = listener.set(attach)
+    try:
+        yield
+    finally:
+        listener.reset(token)
+        for number, handler in before.items() if heard else ():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol, TextIO
 
 from offbeat.api import session
-from offbeat.api.session import PRIVATE_UMASK
+from offbeat.api.session import PRIVATE_UMASK, hearing_signals
 from offbeat.config.load import load_config
 from offbeat.config.root import Config
 from offbeat.dashboard.beside import LivePage
@@ -49,7 +49,7 @@ def _train(train: Callable[..., Result | None], args: argparse.Namespace, overri
     """Train, and print where the report is; return 130 if stopped before the end, like any interrupted command."""
     config = load_config(args.config, overrides)
     keep_private(config)
-    with telling_how_to_go_on(config, args, given_words()) as stopped, run_console(config, args) as console:
+    with hearing_signals(), telling_how_to_go_on(config, args, given_words()) as stopped, run_console(config, args) as console:
         result = train(config, console, debug=args.debug)
         if result is None:  # the leader reports for all
             return 0

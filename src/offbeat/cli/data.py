@@ -100,6 +100,8 @@ def _summary(found: Preview) -> Iterator[str]:
     if found.refused:
         yield f"rows that a run refuses: {len(found.refused)} of the first {len(found.refused) + len(found.lengths)}"
         yield from _reasons(found.refused)
+    if found.unwritable:
+        yield found.unwritable
 
 
 def _reasons(reasons: Sequence[str]) -> Iterator[str]:

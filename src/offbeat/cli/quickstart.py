@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from offbeat.api.session import hearing_signals
 from offbeat.cli.common import (
     add_dashboard_argument,
     add_json_argument,
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     keep_private(config)
     # The quick start itself begins anew each time.
     again = given_words("train", str(config.run_dir / "config.toml"))
-    with telling_how_to_go_on(config, args, again) as stopped, run_console(config, args) as console:
+    with hearing_signals(), telling_how_to_go_on(config, args, again) as stopped, run_console(config, args) as console:
         result = run_training(config, console, debug=args.debug, fresh=True)
         if result is None:  # a rank in SPMD mode; the leader reports for all
             return 0

@@ -16,7 +16,7 @@ from offbeat.data.dataset import Dataset, ListDataset, PromptDataset, open_datas
 from offbeat.data.ends import Ends, find_ends
 from offbeat.data.evaluation_set import open_set
 from offbeat.data.identity import Identity, code_digest, command_digest, digest_of, model_digest
-from offbeat.data.known import check_preference, check_row
+from offbeat.data.known import check_preference, check_row, unwritable_answers
 from offbeat.data.mixture import Mixture, RowsOfSet
 from offbeat.data.model_folder import check_model_folder, read_context_length, read_end_token_ids, read_vocab_size
 from offbeat.data.pairs import PairEncoder, Preference, open_pairs
@@ -72,6 +72,7 @@ class RunInputs:
         trains: what the run trains.
         sets: those of the evaluation sets by name, with their rows as `heldout` and as `train`; empty where no prompts are trained on.
         unusable: why each row that cannot be used is left out, as `data.max_unusable_rows` allows.
+        unwritable: a sentence on answers that the model can never write; "" if there are none.
     """
 
     model: str
@@ -89,6 +90,7 @@ class RunInputs:
     trains: Trainee = "policy"
     sets: Mapping[str, "RunInputs"] = field(default_factory=dict)
     unusable: tuple[str, ...] = ()
+    unwritable: str = ""
 
     @property
     def plays(self) -> bool:
@@ -132,7 +134,8 @@ def read_inputs(config: Config, *, trains: bool = True, supervised: bool = False
         base.model, base.build, base.tokenizer_folder, base.tokenizer, context, sampling, train, heldout, supervision, num_dropped,
         _identify(config, base, train))
     sets = {} if supervised else {name: _read_set(name, config, base, inputs) for name in config.evaluate.sets}
-    return replace(inputs, sets=sets, unusable=(*refused, *(reason for of_set in sets.values() for reason in of_set.unusable)))
+    unusable = (*refused, *(reason for of_set in sets.values() for reason in of_set.unusable))
+    return replace(inputs, sets=sets, unusable=unusable, unwritable=unwritable_answers(base.tokenizer, train))
 
 
 def open_mixed(

@@ -10,7 +10,7 @@ import numpy as np
 from offbeat.config.root import Config
 from offbeat.controller.inputs import Base, open_mixed, read_base
 from offbeat.data.dataset import Dataset
-from offbeat.data.known import check_preference
+from offbeat.data.known import check_preference, unwritable_answers
 from offbeat.data.pairs import PairEncoder, Preference, open_pairs
 from offbeat.data.prompt import check_length, render
 from offbeat.data.row import Row
@@ -62,6 +62,7 @@ class Preview:
         unusable: why each row that cannot be used is left out.
         allowed: number of those that a run leaves out; more are an error.
         refused: why each of the first rows whose tokens cannot be used is refused, such as one that is too long.
+        unwritable: a sentence on answers for rewards that the model can never write; "" if there are none.
     """
 
     kind: Kind
@@ -72,6 +73,7 @@ class Preview:
     unusable: tuple[str, ...]
     allowed: int
     refused: tuple[str, ...]
+    unwritable: str = ""
 
 
 def preview(config: Config, kind: Kind, *, count: int) -> Preview:
@@ -90,15 +92,17 @@ def preview(config: Config, kind: Kind, *, count: int) -> Preview:
     data = config.data.model_copy(update={"sets": sets} if sets else {"max_unusable_rows": _ANY_NUMBER})
     config = config.model_copy(update={"data": data})
     unusable: list[str] = []
+    unwritable = ""
     if kind == "pairs":
         dataset, heldout = open_pairs(data, unpaired=True, refused=unusable, check=check_preference(base.tokenizer, data))
         show = _pairs(config, base)
     else:
         dataset, heldout = open_mixed(config, base, supervised=kind == "sft", refused=unusable)
         show = _prompts(config, base) if kind == "rl" else _imitated(config, base)
+        unwritable = unwritable_answers(base.tokenizer, dataset)
     rows, lengths, refused = _read(dataset, show, count=count)
     return Preview(
-        kind, tuple(rows), dataset.num_rows, heldout.num_rows or 0, tuple(lengths), tuple(unusable), allowed, tuple(refused))
+        kind, tuple(rows), dataset.num_rows, heldout.num_rows or 0, tuple(lengths), tuple(unusable), allowed, tuple(refused), unwritable)
 
 
 def _read(

@@ -29,6 +29,7 @@ class LivePage:
         self._run_dir = run_dir
         self._process: subprocess.Popen[str] | None = None
         self._reading: threading.Thread | None = None
+        self._told = False
 
     def __enter__(self) -> Self:
         return self
@@ -62,21 +63,23 @@ class LivePage:
         if self._process is None:
             return
         process, self._process = self._process, None
-        process.terminate()
+        assert self._reading is not None and process.stdin is not None, "a process has a reader and a standard input"
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+        if not self._told:
+            process.kill()  # it is still loading libraries, and would see the end of its standard input only then
         try:
             process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        assert self._reading is not None and process.stdin is not None, "a process has a reader and a standard input"
         self._reading.join()
-        with suppress(BrokenPipeError):
-            process.stdin.close()
 
     def _read(self, process: "subprocess.Popen[str]", console: Console, log: Path, starter: threading.Thread) -> None:
         assert process.stdout is not None, "it is a pipe"
         with process.stdout as lines:
             if url := lines.readline().strip():
+                self._told = True
                 console.announce(f"watch this run at {url}")
             elif self._process is process and starter.is_alive():  # otherwise the run has ended before the page was there
                 why = (log_tail(log) or "it said nothing").strip().splitlines()[-1]

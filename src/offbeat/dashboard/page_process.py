@@ -1,7 +1,7 @@
 """What the process beside a run executes: `python -m offbeat.dashboard.page_process RUN_DIR PARENT`. Started by `beside.LivePage`.
 
-It serves the page of one run, and prints its address once that can be opened. It ends at SIGTERM, and with its parent: the kernel kills it
-then, and where the kernel does not do such a thing, the end of its standard input ends it.
+It serves the page of one run, and prints its address once that can be opened. It ends when its standard input does, and with its parent:
+the kernel kills it then, where the kernel does such a thing. SIGTERM, which schedulers send to all processes of a job, does not end it.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from offbeat.dashboard.library import Library
 from offbeat.dashboard.serving import PORT, serve, url_of
 from offbeat.errors import OffbeatError
 from offbeat.listening import bind
-from offbeat.process.serving import die_with_parent
+from offbeat.process.serving import die_with_parent, outlive_sigterm
 
 _NUM_PORTS = 20
 _NICE = 10
@@ -26,6 +26,7 @@ def main() -> None:
     """Serve until the run ends."""
     run_dir, parent = sys.argv[1:]
     die_with_parent(int(parent))
+    outlive_sigterm()
     os.nice(_NICE)  # the run comes first
     try:
         with closing(Library([Path(run_dir)])) as library, closing(bind_next(PORT)) as listener:
@@ -37,12 +38,12 @@ def main() -> None:
 async def _serve(library: Library, listener: socket.socket) -> None:
     loop = asyncio.get_running_loop()
 
-    def parent_is_gone() -> None:
+    def end() -> None:
         loop.remove_reader(sys.stdin)
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
 
-    loop.add_reader(sys.stdin, parent_is_gone)  # nobody writes there, so it becomes readable at its end
-    await serve(library, listener, ready=lambda: print(url_of(listener), flush=True))
+    loop.add_reader(sys.stdin, end)  # nobody writes there, so it becomes readable at its end
+    await serve(library, listener, ready=lambda: print(url_of(listener), flush=True), until=[signal.SIGINT])
 
 
 def bind_next(port: int) -> socket.socket:

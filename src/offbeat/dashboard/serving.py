@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from urllib.parse import quote
 
 import uvicorn
@@ -16,17 +16,21 @@ PORT = 8765
 """Where the page is, unless somebody says otherwise."""
 
 
-async def serve(library: Library, listener: socket.socket, *, key: str = "", ready: Callable[[], object]) -> None:
-    """Serve the page on a bound socket until SIGINT or SIGTERM.
+async def serve(
+    library: Library, listener: socket.socket, *, key: str = "", ready: Callable[[], object],
+    until: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
+) -> None:
+    """Serve the page on a bound socket until a signal comes.
 
     Args:
         key: what is demanded of every request; empty if only this machine can reach the server.
         ready: called once requests are answered.
+        until: signals that end it.
     """
     server = GuestServer(uvicorn.Config(make_site(library, key=key), log_level="warning", access_log=False, server_header=False))
     loop = asyncio.get_running_loop()
     serving = loop.create_task(server.serve(sockets=[listener]))
-    for name in (signal.SIGINT, signal.SIGTERM):
+    for name in until:
         loop.add_signal_handler(name, setattr, server, "should_exit", True)
     await server.ready.wait()
     ready()

@@ -1,13 +1,14 @@
 """Refuses rows with text that the tokenizer does not know: the model would see an unknown token there, and never write it.
 
 What opens the data is given these checks, and counts such rows among those that cannot be used. A tokenizer over bytes knows every text, so
-its rows are not looked at.
+its rows are not looked at. Answers that are only given to a reward are told of, and not refused.
 """
 
 import string
 from collections.abc import Callable, Iterable, Iterator
 
 from offbeat.config.data import DataConfig
+from offbeat.data.dataset import PromptDataset
 from offbeat.data.messages import Message, text_of
 from offbeat.data.pairs import Preference
 from offbeat.data.prompt import messages_of
@@ -16,6 +17,7 @@ from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import DataError
 
 _MOST_SHOWN = 20
+_LOOKED_AT = 100
 _CHARACTERS = {" ": "space", "\n": "line break"}
 _WHOLE = {string.digits: "digits", string.ascii_lowercase: "lower-case letters", string.ascii_uppercase: "capital letters"}
 
@@ -49,6 +51,23 @@ def check_preference(tokenizer: Tokenizer, config: DataConfig) -> Callable[[Pref
         _check(tokenizer, [*_prompt(preference.prompt, config), *(("answers", text) for said in answers for text in said)], where)
 
     return check
+
+
+def unwritable_answers(tokenizer: Tokenizer, rows: PromptDataset) -> str:
+    """Say of the first rows how many have an answer that the model can never write; "" where it can write all, or that is unknown.
+
+    No reason to refuse them: an own reward may use an answer for something else than a comparison.
+    """
+    if tokenizer.unknown_id is None:
+        return ""
+    count = _LOOKED_AT if rows.num_rows is None else min(rows.num_rows, _LOOKED_AT)
+    found = [(index, unknown) for index in range(count) if (unknown := tokenizer.unknown_in(rows.row(index).answer))]
+    if not found:
+        return ""
+    index, unknown = found[0]
+    return (
+        f"{len(found)} of the first {count} rows have an answer that the model can never write; a reward that compares with it is never"
+        f" earned. The first is {rows.where(index)}: {unknown[:_MOST_SHOWN]!r} {_why(tokenizer, unknown)}")
 
 
 def describe_alphabet(alphabet: str) -> str:

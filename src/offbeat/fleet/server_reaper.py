@@ -58,6 +58,7 @@ def _is_tracker(process: psutil.Process) -> bool:
 
 def main() -> None:
     """Wait for the end of standard input, then reap."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler sends it to all processes of a job, and the worker may need the server
     sys.stdin.read()
     reap(int(sys.argv[1]))
 

@@ -11,6 +11,7 @@ from offbeat.config.root import Config
 from offbeat.engine import inside
 from offbeat.errors import ConfigError
 
+_INSIDE = Path(inside.__file__ or "").parent
 _CPU_CACHE_BYTES = 1 << 29
 """Size of vLLM's cache on a CPU; by default each engine would take most of the machine's memory."""
 _SHARED_MEMORY = "0.4"
@@ -76,13 +77,14 @@ def _find_python(config: Config) -> Path:
 def _vllm(config: Config, model: str, tokenizer: str, seed: int) -> tuple[list[str], dict[str, str]]:
     inference, lora = config.inference, config.model.lora
     command = [
-        "-m", "vllm.entrypoints.cli.main", "serve", model, "--tokenizer", tokenizer, "--dtype", config.model.dtype, "--seed", str(seed),
+        str(_INSIDE / "vllm_serve.py"),  # vLLM's own command line, which a signal to the whole job does not end
+        "serve", model, "--tokenizer", tokenizer, "--dtype", config.model.dtype, "--seed", str(seed),
         "--max-num-seqs", str(inference.max_running),
         "--generation-config", "vllm",  # otherwise the model's own sampling defaults apply to every request
         "--logprobs-mode", "processed_logprobs",  # those of the distribution that was sampled
         "--scheduling-policy", "priority",  # proofs go ahead of waiting requests
         "--middleware", "vllm_inside.Inside", "--worker-extension-cls", "vllm_inside.WorkerExtension"]
-    env = {"PYTHONPATH": str(Path(inside.__file__ or "").parent), "VLLM_NO_USAGE_STATS": "1"}
+    env = {"PYTHONPATH": str(_INSIDE), "VLLM_NO_USAGE_STATS": "1"}
     if inference.max_context:
         command += ["--max-model-len", str(inference.max_context)]
     if config.weights.interrupt == "keep":
@@ -114,7 +116,7 @@ def _lora_rank(config: Config) -> int:
 def _sglang(config: Config, model: str, tokenizer: str, seed: int) -> tuple[list[str], dict[str, str]]:
     inference, lora = config.inference, config.model.lora
     command = [
-        str(Path(inside.__file__ or "").with_name("sglang_keyed.py")),  # the server, which takes its key from its environment
+        str(_INSIDE / "sglang_keyed.py"),  # the server, which takes its key from its environment
         "--model-path", model, "--tokenizer-path", tokenizer, "--dtype", config.model.dtype,
         "--random-seed", str(seed), "--max-running-requests", str(inference.max_running)]
     if inference.max_context:

@@ -4,7 +4,7 @@ A handler with a plain `handle` is called in the main thread, one call at a time
 runs an event loop: calls run concurrently and are answered in any order, and one that the parent no longer waits for is cancelled.
 
 The socket is also a lifeline: when the parent is gone, for whatever reason, the reader thread sees the end of the stream and ends the
-process.
+process. Ctrl-C and SIGTERM do not end it: the parent decides.
 
     _Server._read    consumes frames from the parent; produces queued frames, and stack dumps at once; ends the process at end of stream
     _Server._work    consumes queued frames; produces replies, one after another
@@ -23,6 +23,7 @@ import threading
 import traceback
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from types import FrameType
 from typing import Protocol, runtime_checkable
 
 from offbeat import errors
@@ -199,9 +200,39 @@ def die_with_parent(parent: int) -> None:
         os._exit(0)
 
 
+def outlive_sigterm() -> None:
+    """Arrange that SIGTERM does not end this process, because the parent decides when it has to.
+
+    Schedulers send the signal to all processes of a job, while the parent may still need this one to save. Programs that this process
+    executes, and processes that it forks, end by the signal as usual, so that user code can end its own.
+    """
+    signal.signal(signal.SIGTERM, _go_on)
+    signal.siginterrupt(signal.SIGTERM, False)  # system calls of native code go on, too
+    blocked = threading.local()
+
+    def block() -> None:
+        blocked.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked.before)
+
+    def end_by_it_again() -> None:
+        if signal.getsignal(signal.SIGTERM) is _go_on:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        unblock()
+
+    # Blocked meanwhile, or one that comes before the forked process has done anything would be lost.
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=end_by_it_again)
+
+
+def _go_on(_number: int, _frame: FrameType | None) -> None:
+    """A handler, because a signal that is ignored would be ignored by programs that this process executes."""
+
+
 def main() -> None:
     """Entry point of the child: `python -m offbeat.process TARGET NAME FD PARENT`."""
     target, name, fd, parent = sys.argv[1:]
     die_with_parent(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    outlive_sigterm()
     _Server(name, socket.socket(fileno=int(fd))).run(target)

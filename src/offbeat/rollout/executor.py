@@ -82,6 +82,7 @@ class RolloutExecutor:
         on_rejected: Callable[[Settled], None] = lambda _settled: None,
         on_unusable: Callable[[str, list[str]], None] = lambda _prompt_id, _reasons: None,
         warn: Callable[[str], None] = lambda _text: None,
+        advise: Callable[[str], None] = lambda _text: None,
     ) -> None:
         """Set up the executor; admission starts on entering it.
 
@@ -95,6 +96,7 @@ class RolloutExecutor:
             on_rejected: called for every group that is not trained on.
             on_unusable: called with a prompt and the reasons of its episodes that are not trained on, if others of the group are.
             warn: called with a warning when too many prompts or samples are lost for one reason.
+            advise: called once with what would keep engines busy, if they idle.
         """
         self._gate = gate
         self._stream = stream
@@ -108,7 +110,7 @@ class RolloutExecutor:
         self._holdups = HoldupGuard(timeout_s=config.episode_timeout_s, callers=CALLERS, tell=warn)
         self._limit_of_running, self._limit_of_staleness = limit_of_running(config), limit_of_staleness(config)
         self.idle = IdleHint(
-            warn, num_running=lambda: len(self._gate.running), limit=self._limit, places=places, besides=waits_besides(config.workflow),
+            advise, num_running=lambda: len(self._gate.running), limit=self._limit, places=places, besides=waits_besides(config.workflow),
             reward_workers=config.reward_workers)
         self._player = GroupPlayer(
             workflow=workflow, make_episode=make_episode, accept=accept, config=config, halted=halted, idle=self.idle)

@@ -17,7 +17,7 @@ from offbeat.controller.judges import choose_rewards, reward_model_of
 from offbeat.data.dataset import open_datasets
 from offbeat.data.files import Sieve
 from offbeat.data.functions import resolve
-from offbeat.data.known import check_preference, check_row
+from offbeat.data.known import check_preference, check_row, unwritable_answers
 from offbeat.data.pairs import holds_pairs, open_pairs
 from offbeat.data.reward_model import open_reward_folder
 from offbeat.data.sources import open_source
@@ -87,6 +87,7 @@ def _check_data(config: Config) -> Iterator[str]:
         yield "data: data.task and data.path are both empty, and a run needs one of them"
         return
     refused: list[str] = []
+    unwritable = ""
     tokenizer = _tokenizer_here(config)
     if pairs_in(data):
         known = None if tokenizer is None else check_preference(tokenizer, data)
@@ -98,10 +99,13 @@ def _check_data(config: Config) -> Iterator[str]:
         train, _ = open_datasets(
             data, seed=config.run.seed, needs_answer=answered, limit=FIRST_ROWS, refused=refused, check=known)
         what = "prompts" if answered else "prompts, which need no answer"
+        unwritable = "" if tokenizer is None else unwritable_answers(tokenizer, train)
     train.row(0)
     left_out = f"; {len(refused)} of them cannot be used, the first: {refused[0]}" if refused else ""
     count = "makes its rows" if train.num_rows is None else f"the first {train.num_rows + len(refused)} rows are {what}"
     yield f"data: {data.task or data.path}: {count}{left_out}"
+    if unwritable:
+        yield f"data: {unwritable}"
 
 
 def _tokenizer_here(config: Config) -> Tokenizer | None:

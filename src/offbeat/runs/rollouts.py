@@ -118,7 +118,7 @@ class EngineRollouts:
             door=Door(self.inputs.vocab_size, lambda trajectory: self._too_long(trajectory.row_tokens)),
             accounts=Accounts(record.tracer.add if self.config.telemetry.trace else None, tell=record.console.note),
             places=limit_of_places(self.config.agent) if config.workflow in PLAYS else None, halted=self.halted,
-            on_rejected=on_rejected, warn=record.console.note,
+            on_rejected=on_rejected, warn=record.console.note, advise=partial(record.note, "advice"),
             on_unusable=lambda prompt_id, reasons: record.events.record("unusable_samples", prompt_id=prompt_id, reasons=reasons))
         self.hints.append(executor.idle)
         return executor

@@ -259,6 +259,8 @@ def execute(
             record.console.note(
                 f"rows that cannot be used and are left out: {len(inputs.unusable)}, with the reasons in events.jsonl; the first:"
                 f" {inputs.unusable[0]}")
+        if inputs.unwritable:
+            record.note("advice", inputs.unwritable)
         if devices:
             record.console.note(describe_devices(config, devices=devices))
             record.console.note(f"training steps: {config.train.computes_in}, activations computed again: {config.train.recomputes}")

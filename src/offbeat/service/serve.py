@@ -24,7 +24,7 @@ import psutil
 import uvicorn
 import uvloop
 
-from offbeat.aio import beside, both
+from offbeat.aio import Terminations, beside, both
 from offbeat.config.root import Config
 from offbeat.controller.inputs import Base, read_base
 from offbeat.data.model_folder import read_model_config
@@ -317,12 +317,13 @@ class _Run:
         BaseModels.of(self._name, config.serve)  # refuses two models with one name before a process is started
         self._ready = False
         self._stop = asyncio.Event()
+        self._terminations = Terminations()
 
     async def serve(self, record: RunRecord, listener: socket.socket) -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None, "runs inside a task"
-        for name in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(name, self._interrupted, task)
+        loop.add_signal_handler(signal.SIGINT, self._interrupted, task)
+        loop.add_signal_handler(signal.SIGTERM, self._terminated, task)
         config = self._config
         num_engines = len(config.inference.urls) or config.inference.num_engines
         incidents = Incidents()
@@ -360,6 +361,10 @@ class _Run:
             server.should_exit = True
 
         await both(server.serve(sockets=[listener]), tell_and_wait())  # a failure of either ends the other
+
+    def _terminated(self, task: asyncio.Task[None]) -> None:
+        if self._terminations.asks():
+            self._interrupted(task)
 
     def _interrupted(self, task: asyncio.Task[None]) -> None:
         if self._stop.is_set():

@@ -5,6 +5,7 @@ it, one per line. When the controller is gone, for whatever reason, it kills tho
 """
 
 import contextlib
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -33,6 +34,7 @@ class Reaper:
 
 def main() -> None:
     """Collect process ids until the end of standard input, then kill the processes."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler sends it to all processes of a job, which may go on for a while
     processes = []
     for line in sys.stdin:
         with contextlib.suppress(psutil.NoSuchProcess):

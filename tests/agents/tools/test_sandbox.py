@@ -15,6 +15,7 @@ import pytest
 from offbeat.agents.tools import sandbox
 from offbeat.agents.tools.sandbox import Confinement, Ran, Sandbox
 from offbeat.errors import MachineError
+from signals import has_signal
 from waiting import wait_until
 
 MODES: tuple[Confinement, ...] = ("namespaces", "landlock")
@@ -134,6 +135,23 @@ def test_a_program_that_does_not_end_is_ended(mode) -> None:
                  "print('begun')\nimport signal\nfor i in range(1, 32):\n    try:\n        signal.signal(i, signal.SIG_IGN)\n"
                  "    except OSError:\n        pass\nwhile True:\n    pass"):
         assert ran(code, mode, timeout_s=1.0) == Ran("begun\n", 128 + signal.SIGKILL, "it ran for more than 1 s")
+
+
+def test_sigterm_to_all_processes_of_a_job_does_not_end_a_program(mode) -> None:
+    code = ("import signal, time\ntold = []\nsignal.signal(signal.SIGUSR1, lambda *_: told.append('through'))\n"
+            "while not told:\n    time.sleep(0.01)\nprint(*told)")
+
+    def family() -> list[psutil.Process]:
+        return [each for each in psutil.Process().children(recursive=True) if "folder_bytes" in " ".join(each.cmdline())]
+
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(ran, code, mode, timeout_s=60.0)
+        wait_until(lambda: any(has_signal(each.pid, signal.SIGUSR1, mask="SigCgt") for each in family()), timeout_s=60)
+        for each in family():
+            each.terminate()
+        [program] = [each for each in family() if has_signal(each.pid, signal.SIGUSR1, mask="SigCgt")]
+        program.send_signal(signal.SIGUSR1)
+        assert answer.result() == Ran("through\n", 0, "")
 
 
 def test_it_cannot_signal_its_parents_nor_leave_their_group(mode) -> None:

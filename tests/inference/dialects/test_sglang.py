@@ -163,7 +163,8 @@ def test_adapters_are_loaded_once_used_by_name_and_forgotten(start_engine, model
         assert set(sample.versions) == {7} and server.bodies("/generate")[-1]["lora_path"] == "alice@7"
         proof, base = [await client.prove(CANARY, timeout_s=60, adapter=adapter) for adapter in ("alice@7", "")]
         assert (proof.version, base.version) == (7, 0)
-        assert abs(fmean(proof.canary_logprobs) - fmean(base.canary_logprobs)) > 1e-3
+        moved = [abs(one - other) for one, other in zip(proof.canary_logprobs, base.canary_logprobs, strict=True)]
+        assert max(moved) > 0.05, "of one token; in their mean, moves up and down may cancel"
         for _ in range(2):
             await client.unload_adapter("alice@7", timeout_s=60)
         with pytest.raises(RefusedError, match="not loaded: alice@7"):

@@ -28,6 +28,7 @@ from types import CodeType
 _NEW_USER, _NEW_MOUNT, _NEW_NET, _NEW_PID, _NEW_IPC = 0x10000000, 0x20000, 0x40000000, 0x20000000, 0x08000000
 _BIND, _RECURSIVE, _PRIVATE, _NO_SUID, _NO_DEV, _DETACH = 0x1000, 0x4000, 0x40000, 2, 4, 2
 _AT_RECURSIVE, _ATTR_READ_ONLY, _ATTR_NO_SUID = 0x8000, 1, 2
+_SIGTERM, _IGNORED = 15, ctypes.c_void_p(1)
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _MOUNT_SETATTR, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 442, 444, 445, 446
 _FILE_READ, _FILE_WRITE = 0b100, 0b110
@@ -67,6 +68,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def main() -> None:
     """Confine this process as the dict in its first argument says, tell the parent, and run the code on standard input."""
+    _libc.signal(_SIGTERM, _IGNORED)  # sent to all processes of a job, it would be taken for the program's own end
     order = eval(sys.argv[1])  # noqa: S307 (the parent's own `repr`; what parses more carefully takes longer to import than all else)
     code = os.fdopen(0, "rb").read().decode()
     os.open(os.devnull, os.O_RDONLY)  # is 0 again

@@ -1,4 +1,5 @@
-"""SGLang's server with the key from $OFFBEAT_ENGINE_KEY. Runs in SGLang's own environment and imports nothing of `offbeat`.
+"""SGLang's server with the key from $OFFBEAT_ENGINE_KEY, in a process that SIGTERM does not end. Runs in SGLang's own environment and
+imports nothing of `offbeat`.
 
 SGLang takes its key only as an argument. Arguments that a program adds to itself at run time are not shown by `ps`.
 """
@@ -6,6 +7,10 @@ SGLang takes its key only as an argument. Arguments that a program adds to itsel
 import os
 import runpy
 import sys
+
+from no_sigterm import ignore_sigterm
+
+ignore_sigterm()
 
 
 def main() -> None:

@@ -1,0 +1,25 @@
+"""Keeps SIGTERM from ending a server of another make. Runs in that engine's environment and imports nothing of `offbeat`.
+
+Schedulers send the signal to all processes of a job, while the run still needs its engines to save; the run ends them by SIGKILL. A server
+replaces any handler by its own, so it is kept from that. The programs that start servers import this before all else, at their top level:
+`multiprocessing` imports them in processes that it spawns, too.
+"""
+
+import signal
+from typing import Any
+
+_set = signal.signal
+
+
+def ignore_sigterm() -> None:
+    """Ignore SIGTERM from now on in this process and all that it starts, whatever handlers they set.
+
+    It is ignored by the kernel: a handler in Python, even an empty one, would wake event loops, which then call what they were given.
+    """
+    _set(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal = _set_another
+
+
+def _set_another(number: int, handler: Any) -> Any:
+    """Set the handler of any other signal, as `signal.signal` does."""
+    return signal.getsignal(number) if number == signal.SIGTERM else _set(number, handler)
