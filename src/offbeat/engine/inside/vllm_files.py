@@ -44,8 +44,8 @@ class MemoryFile:
         names = sorted(tensors, key=lambda name: -tensors[name].element_size())  # so that each lies where its numbers are aligned
         header, end = {}, 0
         for name in names:
-            tensor, start, end = tensors[name], end, end + tensors[name].nbytes
-            header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+            start, end = end, end + tensors[name].nbytes
+            header[name] = {"dtype": _CODES[tensors[name].dtype], "shape": list(tensors[name].shape), "data_offsets": [start, end]}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         with os.fdopen(self._descriptor, "wb", closefd=False) as file:
