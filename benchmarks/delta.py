@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from engine import build
 from offbeat.algorithms.adam import adam_params
 from offbeat.config.train import OptimizerConfig
-from offbeat.model.changes import read_weights, write_changes
+from offbeat.model.changes_io import read_weights, write_changes
 from offbeat.model.hf_io import write_safetensors
 from offbeat.model.load import load_causal_lm
 from offbeat.trainer.optim import build_optimizer, set_params

@@ -1,5 +1,7 @@
 """[weights]: publishing."""
 
+from itertools import product
+
 import pytest
 from pydantic import ValidationError
 
@@ -19,11 +21,13 @@ def test_values_without_meaning_are_refused(values):
 
 
 @pytest.mark.parametrize("section, values, told", [
-    ("model", {"lora": {"rank": 4}}, "model.lora.rank = 4"), ("inference", {"engine": "vllm"}, "inference.engine = 'vllm'"),
+    ("model", {"lora": {"rank": 4}}, "model.lora.rank = 4"), ("inference", {"engine": "sglang"}, "inference.engine = 'sglang'"),
 ])
-def test_changed_weights_are_for_whole_models_in_the_embedded_engine(section, values, told):
+def test_changes_of_weights_are_for_whole_models_in_the_embedded_engine_and_vllm(section, values, told):
     weights = {"whole_every_versions": 5}
-    for channel in ("disk", "collective"):
-        assert Config.model_validate({"weights": weights | {"channel": channel}}).weights.whole_every_versions == 5
-    with pytest.raises(ValidationError, match=rf"weights.whole_every_versions must be 1 with {told}, got 5; only the embedded engine"):
+    for channel, engine in product(("disk", "collective"), ("embedded", "vllm")):
+        config = Config.model_validate({"weights": weights | {"channel": channel}, "inference": {"engine": engine}})
+        assert config.weights.whole_every_versions == 5
+    told = rf"weights.whole_every_versions must be 1 with {told}, got 5; only the embedded engine and vLLM take"
+    with pytest.raises(ValidationError, match=told):
         Config.model_validate({section: values, "weights": weights})

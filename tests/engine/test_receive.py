@@ -9,7 +9,7 @@ from offbeat.engine.receive import receive_weights
 from offbeat.engine.server import EngineServer
 from offbeat.engine.versions import Source, fingerprint_tensors
 from offbeat.errors import EngineError
-from offbeat.model.changes import smaller_changes
+from offbeat.model.changes_io import smaller_changes
 from offbeat.model.hf_io import read_safetensors
 from offbeat.sync import broadcast
 from offbeat.sync.offer import Changes, WeightBroadcast

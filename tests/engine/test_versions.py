@@ -9,7 +9,7 @@ from torch import Tensor
 
 from offbeat.engine.versions import Source, VersionStore, read_version
 from offbeat.errors import RefusedError
-from offbeat.model.changes import write_changes
+from offbeat.model.changes_io import write_changes
 
 
 def test_a_version_is_staged_then_live_and_others_that_are_staged_are_dropped() -> None:

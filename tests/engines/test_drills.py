@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from offbeat.config.weights import WeightsConfig
 from offbeat.engine import matrix
 from offbeat.engine.options import EngineAddress, EngineOptions
 from offbeat.engine.server import EngineServer
-from offbeat.errors import ProofError, PublishError
+from offbeat.errors import EngineError, ProofError, PublishError
 from offbeat.fleet.adapters import AdapterCache, Installed
 from offbeat.fleet.pool import EnginePool
 from offbeat.fleet.publishers import WeightsPublisher
@@ -221,6 +221,26 @@ def test_an_engine_with_wrong_weights_is_refused_and_serves_once_it_is_healed(dr
         assert (await client.prove(CANARY, timeout_s=60)).live
 
     drilled.engine.run(body)
+
+
+@pytest.mark.skipif(not WITH_VLLM, reason="make test-vllm runs it")
+@pytest.mark.parametrize("drilled", ENGINES[2:], indirect=True)
+def test_weights_that_were_received_and_kept_are_compared_again_at_every_proof(drilled: Drilled, models: Models) -> None:
+    keeping = VllmDialect(model=drilled.engine.model, whole_weights=True, lora=True, on_cpu=True, changes=True)
+    engine = replace(drilled.engine, dialect=keeping, next_version=drilled.engine.version + 1)
+    drilled.spoil()
+    engine.serve(models.folder(2))
+    for fault in ("old weights come back", ""):
+        drilled.spoil(fault=fault)
+        offer = WeightBroadcast(
+            dict(read_safetensors(models.folder(1))), host="127.0.0.1", num_receivers=1, timeout_s=60, write_folder=lambda _state: None)
+        try:
+            engine.run(lambda client, offer=offer: engine.publish(client, "", folder=f"{offer.address}-nowhere", broadcast=offer.address))
+        finally:
+            offer.close()
+        with pytest.raises(EngineError, match=r"tensors are not what was read") if fault else nullcontext():
+            assert engine.run(lambda client: client.prove(CANARY, timeout_s=60)).version == engine.version
+    drilled.engine.version = engine.version
 
 
 @pytest.mark.parametrize("drilled", [SPLIT_ENGINE], indirect=True)

@@ -87,3 +87,17 @@ def test_a_run_whose_server_sleeps_while_the_rank_trains(tmp_path: Path, models:
     assert all(event["canary_gap"] < 1e-3 and not event["quarantined"] for event in publishes)
     assert len(run.events("slept")) == 4 and not run.events("engine_failed")
     assert all(row["rollout/staleness_max_versions"] <= 1 and row["turns/asleep_s"] > 0 for row in run.metrics())
+
+
+def test_a_run_publishes_only_changes_between_whole_versions(tmp_path: Path, models: Models) -> None:
+    run = SmallRun(tmp_path, models.folder())
+    changes = {
+        "weights__whole_every_versions": "4", "weights__channel": "collective", "model__dtype": "bfloat16", "train__optimizer__lr": "1e-6"}
+    done = offbeat("train", *run.arguments(**VLLM, **changes, run__total_steps="5"), "--json", timeout_s=380)
+    assert done.returncode == 0, done.stderr
+    publishes = run.events("publish")
+    assert [event["version"] for event in publishes] == list(range(6))
+    assert not any(event["quarantined"] or event["inconclusive"] for event in publishes)
+    sizes = [event["num_bytes"] for event in publishes]
+    assert sizes[0] == sizes[4] and all(size < sizes[0] / 4 for size in (*sizes[1:4], sizes[5]))
+    assert not list((run.folder / "weights").glob("v*")), "nothing is written"

@@ -2,8 +2,10 @@
 
 import asyncio
 import io
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -147,3 +149,17 @@ def test_an_engine_that_is_restarted_is_judged_anew(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(("engine", "dialect"), [("embedded", EmbeddedDialect), ("vllm", VllmDialect), ("sglang", SGLangDialect)])
 def test_each_kind_of_engine_has_its_dialect(engine: str, dialect: type, tmp_path: Path) -> None:
     assert type(make_dialect(small_config(tmp_path, inference__engine=engine), "model")) is dialect
+
+
+@pytest.mark.parametrize(("whole_every", "keeps"), [("1", False), ("2", True)])
+def test_vllm_is_asked_to_keep_weights_where_their_changes_are_published(whole_every: str, keeps: bool, tmp_path: Path) -> None:
+    asked: list[Mapping[str, Any]] = []
+
+    class Wire:
+        async def call(self, method: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+            asked.append(body)
+            return {}
+
+    config = small_config(tmp_path, inference__engine="vllm", weights__whole_every_versions=whole_every)
+    asyncio.run(make_dialect(config, "model").stage(cast(Any, Wire()), Manifest(1, "v1", "", (), ())))
+    assert [body.get("keep", False) for body in asked] == [keeps]

@@ -69,7 +69,7 @@ async def play(acts: list[tuple[str, str]]) -> None:
                 await inside._wake(engine, b"")
             else:
                 if act != engine.live or inside._broken:
-                    inside._staged[int(act)] = vllm_inside.Staged("a", "f", None)
+                    inside._staged[int(act)] = vllm_inside.Weights("a", "f")
                 await inside._switch(engine, json.dumps({"version": int(act)}).encode())
         except OSError as exc:
             print("raised:", exc, end=" ")

@@ -15,7 +15,7 @@ from offbeat.config.model import TinyConfig
 from offbeat.config.train import OptimizerConfig
 from offbeat.config.weights import WeightsConfig
 from offbeat.errors import StorageError
-from offbeat.model.changes import read_weights
+from offbeat.model.changes_io import read_weights
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.load import load_causal_lm
 from offbeat.model.tiny import build_tiny

@@ -38,13 +38,14 @@ def check_step(train: TrainConfig, *, model: ModelConfig) -> None:
 def check_channel(weights: WeightsConfig, *, model: ModelConfig, inference: InferenceConfig) -> None:
     """Check how weights reach engines."""
     if weights.whole_every_versions > 1:
-        for name, value, wanted in (
-            ("model.lora.rank", model.lora.rank, 0), ("inference.engine", inference.engine, "embedded"),
+        for name, value, refused in (
+            ("model.lora.rank", model.lora.rank, model.lora.rank > 0),
+            ("inference.engine", inference.engine, inference.engine == "sglang"),
         ):
-            if value != wanted:
+            if refused:
                 raise ValueError(
                     f"weights.whole_every_versions must be 1 with {name} = {shown(value)}, got {weights.whole_every_versions};"
-                    " only the embedded engine takes changed weights, and adapters are small")
+                    " only the embedded engine and vLLM take changes of weights, and adapters are small")
     if weights.channel == "collective" and inference.engine == "sglang":
         raise ValueError(
             "weights.channel must be 'disk' with inference.engine = 'sglang', got 'collective'; a folder in /dev/shm (weights.dir) is"

@@ -15,8 +15,8 @@ class WeightsConfig(Section):
     keep: int = field(2, "Published versions kept on disk.", ge=1)
     whole_every_versions: int = field(
         1, "Versions from one that is written whole to the next; those between are written, or broadcast to engines that have the one"
-        " before, as the weights that have changed since, where that is smaller. For the embedded engine. The ranks that write keep a copy"
-        " of the weights for it.", ge=1)
+        " before, as the weights that have changed since, where that is smaller. For the embedded engine and vLLM. The ranks that write and"
+        " vLLM's servers keep a copy of the weights in memory for it.", ge=1)
     interrupt: Literal["recompute", "keep", "drain"] = field(
         "recompute", "Requests in flight when weights are switched: continue under the new weights with a recomputed cache (recompute) or"
         " with the old cache (keep), or finish first (drain).")

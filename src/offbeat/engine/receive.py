@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from offbeat.errors import EngineError, ModelError, first_line
-from offbeat.model.changes import apply_changes
+from offbeat.errors import EngineError, first_line
+from offbeat.model.changes import ChangesError, apply_changes
 from offbeat.sync.broadcast import Held, receive
 
 
@@ -26,7 +26,7 @@ def receive_weights(
         state = dict(tensors())
         try:
             apply_changes(state, changes)
-        except ModelError:  # the weights in use are not what they should be
+        except ChangesError:  # the weights in use are not what they should be
             return None
         return state
 

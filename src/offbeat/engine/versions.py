@@ -16,7 +16,7 @@ from torch import Tensor
 from offbeat.engine.forward import Forward
 from offbeat.engine.receive import receive_weights
 from offbeat.errors import ModelError, RefusedError
-from offbeat.model.changes import read_weights
+from offbeat.model.changes_io import read_weights
 from offbeat.model.fingerprint import fingerprint
 from offbeat.types import Version
 

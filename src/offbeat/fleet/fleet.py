@@ -166,6 +166,7 @@ def make_dialect(config: Config, model: str) -> Dialect:
             return EmbeddedDialect(model=model, lora_rank=config.model.lora.rank)
         case "vllm":
             on_cpu = not config.inference.devices_per_engine  # also of engines by URL, of which nothing else tells
-            return VllmDialect(model=model, whole_weights=not lora, lora=lora, on_cpu=on_cpu)
+            changes = config.weights.whole_every_versions > 1
+            return VllmDialect(model=model, whole_weights=not lora, lora=lora, on_cpu=on_cpu, changes=changes)
         case "sglang":
             return SGLangDialect()

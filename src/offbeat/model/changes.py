@@ -1,4 +1,4 @@
-"""Weights as their changes since an earlier version: written by the trainer, read by the embedded engine; lossless in any number format.
+"""Weights as their changes since an earlier version: what they look like, and how they become whole again; lossless in any number format.
 
 A folder of changes holds one file, `changes.safetensors`, or one of each rank that wrote it, `changes-00001-of-00008.safetensors`. They
 name the folder beside it that it builds on, its *base*: a whole model, or changes to another one. Of a tensor that has changed they have
@@ -10,30 +10,31 @@ either
 or, where that is not smaller, `whole:NAME`. A distance is at most 255: where more lies between two changes, elements that have not changed
 are named on the way. `sum:NAME` is the wrapping sum of the result's bit patterns, which changes that are applied to anything but the base
 would miss.
+
+Called by `changes_io` and by engines; needs only torch, safetensors and the standard library, so that it also runs inside another engine's
+process.
 """
 
 import re
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
-
-from offbeat.errors import ModelError, StorageError
-from offbeat.model.hf_io import read_safetensors
-from offbeat.pulse import progress
 
 FILE = "changes.safetensors"
 _FILES = re.compile(r"changes(?:-\d{5}-of-(\d{5}))?\.safetensors")
 
-_AT, _TO, _WHOLE, _SUM = "at:", "to:", "whole:", "sum:"
+AT, TO, WHOLE, SUM = "at:", "to:", "whole:", "sum:"
 _FARTHEST = 255
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_BASES = 10_000
 """Longest chain of folders that is followed; a damaged one may lead in a circle."""
+
+
+class ChangesError(ValueError):
+    """Changes cannot be read, or are not those of what they are applied to."""
 
 
 def encode(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -63,90 +64,30 @@ def apply(old: Tensor, at: Tensor, to: Tensor) -> Tensor:
     """Return a tensor with changes; see `encode`.
 
     Raises:
-        ModelError: the changes are those of another tensor.
+        ChangesError: the changes are those of another tensor.
     """
     new = old.contiguous().clone()
     positions = _positions(at)
     if to.dtype != old.dtype or len(at) != len(to) or (len(positions) and int(positions[-1]) >= new.numel()) or bool((at == 0).any()):
-        raise ModelError(f"changes of {len(at)} elements, {to.dtype}, do not fit a tensor of {new.numel()} elements, {old.dtype}")
+        raise ChangesError(f"changes of {len(at)} elements, {to.dtype}, do not fit a tensor of {new.numel()} elements, {old.dtype}")
     new.view(-1)[positions] = to
     return new
 
 
-def find_changes(state: Mapping[str, Tensor], *, since: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """Return what has changed between two states, CPU tensors by their published names.
-
-    Returns:
-        Tensors by the keys that they have in a file of changes; None if another tensor was added or is gone.
-    """
-    if state.keys() != since.keys():
-        return None
-    tensors: dict[str, Tensor] = {}
-    for name, new in state.items():
-        progress("compare_weights")
-        found = encode(since[name], new)
-        if found is None:
-            tensors[_WHOLE + name] = new.contiguous()
-        elif len(found[0]):
-            tensors[_AT + name], tensors[_TO + name] = found
-            tensors[_SUM + name] = _sum(new)
-    return tensors
-
-
-def smaller_changes(state: Mapping[str, Tensor], *, since: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """Return what `find_changes` finds; None, too, if that is not smaller than the weights themselves."""
-    found = find_changes(state, since=since)
-    if found is None or sum(tensor.nbytes for tensor in found.values()) >= sum(tensor.nbytes for tensor in state.values()):
-        return None
-    return found
-
-
-def save_changes(tensors: Mapping[str, Tensor], file: Path, *, base: Path) -> None:
-    """Write what `find_changes` has found to a file. Raises OSError or SafetensorError."""
-    progress("write_weights")
-    save_file(dict(tensors), file, metadata={"base": base.name})
-
-
-def changes_file(number: int, count: int) -> str:
-    """Return the name of the file of a folder with `count` files of changes that is counted `number`, from 1 on."""
-    return FILE if count == 1 else f"changes-{number:05d}-of-{count:05d}.safetensors"
-
-
-def write_changes(state: Mapping[str, Tensor], folder: Path, *, since: Mapping[str, Tensor], base: Path) -> int:
-    """Write what has changed in `state` as a new folder, which appears complete or not at all.
-
-    Args:
-        state, since: CPU tensors by their published names; `since` are those that `base` holds.
-        folder: beside `base`; must not exist.
-
-    Returns:
-        Size of the tensors in it, in bytes; 0 if nothing was written, because the changes are not smaller than the weights themselves, or
-        another tensor was added or is gone.
+def apply_changes(state: dict[str, Tensor], changes: Mapping[str, Tensor]) -> None:
+    """Apply changes, by the keys that they have in a file, to tensors by their published names, which are replaced, not modified.
 
     Raises:
-        StorageError: the disk is full or the folder cannot be written.
+        ChangesError: these are changes of something else.
     """
-    tensors = smaller_changes(state, since=since)
-    if tensors is None:
-        return 0
-    part = folder.with_name(f".{folder.name}.changes")
-    try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        save_changes(tensors, part / FILE, base=base)
-        part.rename(folder)
-    except (OSError, SafetensorError) as exc:
-        raise StorageError(f"changed weights could not be written to {folder}: {exc}; free space or choose another folder") from exc
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return max(sum(tensor.nbytes for tensor in tensors.values()), 1)
+    _change(state, changes, changes.__getitem__, source="what was received")
 
 
 def base_of(folder: str | Path) -> Path | None:
     """Return the folder that a folder of changes builds on; None for a folder of whole weights.
 
     Raises:
-        ModelError: a file is missing or cannot be read, or they name no folder beside it.
+        ChangesError: a file is missing or cannot be read, or they name no folder beside it.
     """
     files = _files(folder)
     if not files:
@@ -157,10 +98,10 @@ def base_of(folder: str | Path) -> Path | None:
             with safe_open(file, framework="pt") as tensors:
                 bases.add((tensors.metadata() or {}).get("base", ""))
         except (OSError, SafetensorError) as exc:
-            raise ModelError(f"{file} cannot be read as safetensors: {exc}") from exc
+            raise ChangesError(f"{file} cannot be read as safetensors: {exc}") from exc
     base, *others = sorted(bases)
     if others or not base or Path(base).name != base or base in (".", "..") or base == Path(folder).name:
-        raise ModelError(f"{files[0]} builds on {base[:120]!r}, which is not another folder beside it; publish the weights again")
+        raise ChangesError(f"{files[0]} builds on {base[:120]!r}, which is not another folder beside it; publish the weights again")
     return Path(folder).parent / base
 
 
@@ -169,31 +110,36 @@ def _files(folder: str | Path) -> list[Path]:
     found = {path: match for path in sorted(Path(folder).glob("changes*")) if (match := _FILES.fullmatch(path.name))}
     for path, match in found.items():
         if len(found) != int(match[1] or 1):
-            raise ModelError(f"{path.parent} has {len(found)} files of changes, and {path.name} tells of others; publish the weights again")
+            raise ChangesError(
+                f"{path.parent} has {len(found)} files of changes, and {path.name} tells of others; publish the weights again")
     return list(found)
 
 
-def read_weights(folder: str | Path, *, held: Callable[[Path], Mapping[str, Tensor] | None] = lambda _folder: None) -> dict[str, Tensor]:
+def read_weights(
+    folder: str | Path, *, read_whole: Callable[[Path], Iterable[tuple[str, Tensor]]],
+    held: Callable[[Path], Mapping[str, Tensor] | None] = lambda _folder: None,
+) -> dict[str, Tensor]:
     """Read a folder of whole weights, or of changes on top of what they build on.
 
     Args:
+        read_whole: yields name and CPU tensor of every weight in a folder of whole weights; what it raises is not caught.
         held: returns the tensors of a folder if the caller has them already; they are not modified. None if it does not.
 
     Returns:
         CPU tensors by their published names, or on the device of those that the caller has.
 
     Raises:
-        ModelError: a folder is missing, damaged, or holds changes of something else.
+        ChangesError: a folder is damaged, or holds changes of something else.
     """
     layers: list[Path] = []
     at: Path | None = Path(folder)
     state: dict[str, Tensor] | None = None
     while at is not None and state is None:
         if len(layers) >= _MAX_BASES:
-            raise ModelError(f"{folder} builds on more than {_MAX_BASES} others; publish the weights again")
+            raise ChangesError(f"{folder} builds on more than {_MAX_BASES} others; publish the weights again")
         base = base_of(at)
         if base is None:
-            state = dict(read_safetensors(at))
+            state = dict(read_whole(at))
         else:
             layers.append(at)
             if (mine := held(base)) is not None and _names(at) <= mine.keys():
@@ -214,21 +160,12 @@ def _names(folder: Path) -> set[str]:
     return names
 
 
-def apply_changes(state: dict[str, Tensor], changes: Mapping[str, Tensor]) -> None:
-    """Apply what `find_changes` has found to tensors by their published names, which are replaced, not modified.
-
-    Raises:
-        ModelError: these are changes of something else.
-    """
-    _change(state, changes, changes.__getitem__, source="what was received")
-
-
 def _change_by_file(state: dict[str, Tensor], file: Path) -> None:
     try:
         with safe_open(file, framework="pt") as tensors:
             _change(state, tensors.keys(), tensors.get_tensor, source=str(file))
     except (OSError, SafetensorError) as exc:
-        raise ModelError(f"{file} cannot be read as changes of these weights: {exc}") from exc
+        raise ChangesError(f"{file} cannot be read as changes of these weights: {exc}") from exc
 
 
 def _change(state: dict[str, Tensor], keys: Iterable[str], get: Callable[[str], Tensor], *, source: str) -> None:
@@ -236,16 +173,16 @@ def _change(state: dict[str, Tensor], keys: Iterable[str], get: Callable[[str], 
     try:
         for key in keys:
             kind, _, name = key.partition(":")
-            if kind + ":" == _WHOLE:
+            if kind + ":" == WHOLE:
                 state[name] = get(key)
-            elif kind + ":" == _AT:
+            elif kind + ":" == AT:
                 old = state[name]
-                new = apply(old.cpu(), get(key).cpu(), get(_TO + name).cpu())
-                if not torch.equal(_sum(new), get(_SUM + name).cpu()):
-                    raise ModelError(f"{source} has changes of {name!r} that do not fit what they were applied to; publish again")
+                new = apply(old.cpu(), get(key).cpu(), get(TO + name).cpu())
+                if not torch.equal(sum_bits(new), get(SUM + name).cpu()):
+                    raise ChangesError(f"{source} has changes of {name!r} that do not fit what they were applied to; publish again")
                 state[name] = new.to(old.device)
     except KeyError as exc:
-        raise ModelError(f"{source} has changes of a tensor that is not there: {exc}") from exc
+        raise ChangesError(f"{source} has changes of a tensor that is not there: {exc}") from exc
 
 
 def _positions(steps: Tensor) -> Tensor:
@@ -256,6 +193,6 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(_BITS[tensor.element_size()])
 
 
-def _sum(tensor: Tensor) -> Tensor:
+def sum_bits(tensor: Tensor) -> Tensor:
     """Return [1] int64, the wrapping sum of a tensor's bit patterns."""
     return _bits(tensor.contiguous().view(-1)).sum(dtype=torch.int64).view(1)

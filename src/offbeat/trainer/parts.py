@@ -17,7 +17,7 @@ from torch import Tensor
 from offbeat.data.wire import decode, encode
 from offbeat.disk import put_in_place
 from offbeat.errors import StorageError
-from offbeat.model.changes import changes_file, find_changes, save_changes
+from offbeat.model.changes_io import changes_file, find_changes, save_changes
 from offbeat.model.fingerprint import combine
 from offbeat.model.hf_io import check_room, save_weights, weight_file, without_tied
 from offbeat.sync.mesh import ProcessGroups

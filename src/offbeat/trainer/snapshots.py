@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from offbeat.data.model_folder import check_model_folder
 from offbeat.errors import StorageError
-from offbeat.model.changes import smaller_changes, write_changes
+from offbeat.model.changes_io import smaller_changes, write_changes
 from offbeat.model.checkpoint_names import published_names
 from offbeat.model.fingerprint import combine, digests
 from offbeat.model.peft_io import Adapter, write_adapter

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.peft_io import Adapter, read_adapter, write_adapter
@@ -35,6 +35,20 @@ def test_received_weights_are_a_file_for_other_processes_until_they_are_forgotte
     path = memory.path
     del memory, tensor
     assert not path.exists()
+
+
+def test_a_file_in_memory_is_one_like_any_other_and_takes_the_tensors_that_it_is_given() -> None:
+    files = importlib.import_module("vllm_files")
+    dtypes = (torch.int8, torch.bfloat16, torch.bool, torch.float64, torch.float32, torch.int64, torch.float8_e4m3fn)
+    tensors = {str(dtype): torch.arange(15).view(3, 5).to(dtype).T for dtype in dtypes}
+    tensors |= {"none": torch.zeros(0, 3), "one": torch.tensor(2.5)}
+    given = dict(tensors)
+    memory = files.MemoryFile(given)
+    assert not given, "they are not held twice"
+    read = load_file(memory.path)
+    assert read.keys() == tensors.keys()
+    assert all(read[name].dtype == tensor.dtype and read[name].tolist() == tensor.tolist() for name, tensor in tensors.items())
+    assert files.read_shapes([memory.path]) == {name: list(tensor.shape) for name, tensor in tensors.items()}
 
 
 def test_weights_of_another_model_and_files_that_are_cut_are_refused(tmp_path: Path) -> None:

@@ -149,6 +149,14 @@ def test_whole_weights_are_proven_by_the_endpoint_inside_and_the_canary_goes_wit
     assert asyncio.run(dialect().prove(wire, (7, 1, 2), adapter="")) == Proof(4, None, (-1.0, -2.0), live=False)
 
 
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_server_keeps_weights_where_the_next_ones_may_come_as_their_changes(changes: bool) -> None:
+    wire = Wire({"/v1/weights/stage": {}})
+    asyncio.run(dialect(changes=changes).stage(wire, Manifest(4, "v4", "f", (7, 1, 2), (), "host:1", base="v3")))
+    body = {"version": 4, "folder": "v4", "broadcast": "host:1", "fingerprint": "f"}
+    assert wire.asked == [("POST", "/v1/weights/stage", body | ({"keep": True} if changes else {}))]
+
+
 def test_an_adapter_is_proven_one_token_at_a_time_and_ahead_of_others_where_the_server_hears_of_priorities() -> None:
     shown = {"fingerprint": "f", "priority": -1, "wrong": [], "num_unread": 2}
     wire = Wire({"/v1/completions": scored, "/v1/weights/adapter": shown})

@@ -1,7 +1,7 @@
 """Published weights as vLLM's processes see them: files in a folder, or in memory where they were received. Used by `vllm_inside`.
 
-Imports nothing of `offbeat`, which is not in vLLM's environment; two of its files, which need only numpy and torch, are loaded by their
-paths.
+Imports nothing of `offbeat`, which is not in vLLM's environment; three of its files, which need only numpy, torch and safetensors, are
+loaded by their paths.
 """
 
 import importlib.util
@@ -13,10 +13,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save
 
+_CODES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL"}
+"""What number formats are called in safetensors files."""
 _BUFFERS = ("e_score_correction_bias", "inv_freq", "masked_bias")
 """Suffixes of the names of tensors that transformers does not treat as parameters, so that the trainer's fingerprint omits them."""
 
@@ -33,23 +38,23 @@ class MemoryFile:
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Write CPU tensors, and take each out of `tensors` when it is written, so that memory never holds all of them twice."""
         self._descriptor = os.memfd_create("offbeat-weights")
         self.path = Path(f"/proc/{os.getpid()}/fd/{self._descriptor}")
+        names = sorted(tensors, key=lambda name: -tensors[name].element_size())  # so that each lies where its numbers are aligned
+        header, end = {}, 0
+        for name in names:
+            start, end = end, end + tensors[name].nbytes
+            header[name] = {"dtype": _CODES[tensors[name].dtype], "shape": list(tensors[name].shape), "data_offsets": [start, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
         with os.fdopen(self._descriptor, "wb", closefd=False) as file:
-            file.write(save(tensors))
+            file.write(struct.pack("<Q", len(text)) + text)
+            for name in names:
+                file.write(_bytes_of(tensors.pop(name)))
 
     def __del__(self) -> None:
         os.close(self._descriptor)
-
-
-def receive(address: str) -> MemoryFile | None:
-    """Receive the weights offered at `host:port`; None where they are to be read from the version's folder.
-
-    Raises:
-        RefusedError: Offbeat's own file is not where it should be.
-    """
-    tensors = _offbeat_module("sync", "broadcast").receive(address, device=torch.device("cpu"))
-    return None if tensors is None else MemoryFile(tensors)
 
 
 def files_of(folder: str) -> list[Path]:
@@ -102,9 +107,17 @@ def fingerprint_files(files: Iterable[str | Path], *, dtype: torch.dtype | None 
     Raises:
         RefusedError: Offbeat's own file is not where it should be.
     """
-    return _offbeat_module("model", "fingerprint").fingerprint((
-        (name, tensor.to(dtype or tensor.dtype).contiguous().view(-1).view(torch.uint8).numpy())
-        for name, tensor in read_files(files) if not name.endswith(_BUFFERS)))
+    return fingerprint_tensors((name, tensor.to(dtype or tensor.dtype)) for name, tensor in read_files(files))
+
+
+def fingerprint_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Compute `offbeat.model.fingerprint` of CPU tensors with their names. Raises as `fingerprint_files`."""
+    return offbeat_module("model", "fingerprint").fingerprint(
+        (name, _bytes_of(tensor)) for name, tensor in tensors if not name.endswith(_BUFFERS))
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def read_files(files: Iterable[str | Path]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -115,7 +128,7 @@ def read_files(files: Iterable[str | Path]) -> Iterator[tuple[str, torch.Tensor]
                 yield name, file.get_tensor(name)
 
 
-def _offbeat_module(folder: str, name: str) -> ModuleType:
+def offbeat_module(folder: str, name: str) -> ModuleType:
     """Load one of Offbeat's own files by its path.
 
     Raises:

@@ -19,7 +19,6 @@ import time
 import uuid
 from collections.abc import Callable
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,9 +30,10 @@ from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm_files import MemoryFile, RefusedError, check_weights, files_of, fingerprint_files, receive
+from vllm_files import RefusedError, check_weights, files_of, fingerprint_files
 from vllm_guard import may_enter, refuse
 from vllm_sleep import check_sleep
+from vllm_weights import Weights, obtain
 from vllm_worker import WorkerExtension as WorkerExtension  # vLLM finds it here
 from vllm_worker import read_answers
 
@@ -50,32 +50,19 @@ _AHEAD = -1
 
 
 @dataclasses.dataclass(frozen=True)
-class Staged:
-    """A version that may be switched to. A resumed run may stage the same number again with other weights."""
-
-    folder: str
-    fingerprint: str
-    received: MemoryFile | None = None
-
-    @property
-    def files(self) -> list[Path]:
-        return [self.received.path] if self.received else files_of(self.folder)
-
-
-@dataclasses.dataclass(frozen=True)
 class Loaded:
     """The version being served, as far as it is known.
 
     Attributes:
         fingerprint: fingerprint of the tensors that were read.
         num_unread: number of tensors that could not be read back.
-        folder: folder to compare with again; empty if the weights were received and are no longer available.
+        weights: what was read, to compare with again, and to apply changes to; None if it was received and is no longer there.
     """
 
     version: int
     fingerprint: str
     num_unread: int
-    folder: str
+    weights: Weights | None
 
 
 class Inside:
@@ -84,7 +71,7 @@ class Inside:
     def __init__(self, app: Callable[..., Any]) -> None:
         check_interface()
         self._app = app
-        self._staged: dict[int, Staged] = {}
+        self._staged: dict[int, Weights] = {}
         self._loaded: Loaded | None = None
         self._adapters: dict[str, str] = {}
         self._state: Any = None
@@ -130,13 +117,16 @@ class Inside:
         return answer
 
     async def _stage(self, engine: AsyncLLM, body: bytes) -> dict[str, Any]:
-        """Check a version, and remember where its weights are; vLLM has no room for two sets of them."""
-        version, folder, broadcast, fingerprint = read_body(body, version=int, folder=str, broadcast="", fingerprint="")
+        """Check a version, and remember where its weights are; vLLM has no room for two sets of them.
+
+        With `keep`, weights in this process's memory stay there while they are served, so that changes can be applied to them.
+        """
+        version, folder, broadcast, fingerprint, keep = read_body(body, version=int, folder=str, broadcast="", fingerprint="", keep=False)
         known = self._staged.get(version)
         if known is None or (known.folder, known.fingerprint) != (folder, fingerprint):
             self._staged.pop(version, None)
-            received = await asyncio.to_thread(receive, broadcast) if broadcast else None
-            staged = Staged(folder, fingerprint, received)
+            held = None if self._loaded is None else self._loaded.weights
+            staged = await asyncio.to_thread(obtain, folder, fingerprint, broadcast=broadcast, keep=keep, held=held)
             await self._check(engine, staged)
             self._staged[version] = staged
         return {"version": version, "folder": folder}
@@ -173,7 +163,7 @@ class Inside:
             self._staged = {}  # a run stages one version at a time; any others were abandoned, perhaps by an earlier run
             return {"version": version, "switch_s": time.monotonic() - start}
 
-    async def _load(self, engine: AsyncLLM, version: int, staged: Staged, *, reset: bool) -> None:
+    async def _load(self, engine: AsyncLLM, version: int, staged: Weights, *, reset: bool) -> None:
         """Load into the paused engine. If that fails, its weights are neither old nor new, and no client may get tokens from them."""
         try:
             self._loaded = None
@@ -183,8 +173,7 @@ class Inside:
             if reset:
                 await engine.reset_prefix_cache()
             await engine.update_weight_version(str(version))
-            folder = "" if staged.received else staged.folder
-            self._loaded = Loaded(version, told[0]["fingerprint"], max(each["num_unread"] for each in told), folder)
+            self._loaded = Loaded(version, told[0]["fingerprint"], max(each["num_unread"] for each in told), staged.lasting())
         except BaseException as exc:  # a handler that is cancelled leaves them half loaded, too
             await self._break(engine, f"loading version {version} failed half-way", exc)
             raise
@@ -237,7 +226,7 @@ class Inside:
             self._broken = f"it is paused for a switch and could not be resumed; switch again: {str(exc) or type(exc).__name__}"
             raise
 
-    async def _check(self, engine: AsyncLLM, staged: Staged) -> None:
+    async def _check(self, engine: AsyncLLM, staged: Weights) -> None:
         config = engine.model_config
         tied = bool(getattr(config.hf_config, "tie_word_embeddings", False))
         await asyncio.to_thread(check_weights, staged.files, staged.folder, config.model, tied=tied)
@@ -260,19 +249,19 @@ class Inside:
         logprobs, version = await canary.answer()
         async with self._switching:
             told = await self._fingerprint(engine, b"")
-            if self._loaded is not None and self._loaded.folder:
-                await self._compare(engine, self._loaded)
+            if self._loaded is not None and self._loaded.weights is not None:
+                await self._compare(engine, self._loaded.version, self._loaded.weights)
         if told["version"] != version:
             raise RuntimeError(f"it changed from version {version} to {told['version']} during its proof")
         return told | {"logprobs": logprobs}
 
-    async def _compare(self, engine: AsyncLLM, loaded: Loaded) -> None:
-        """Compare the weights in use with their folder again, while it exists, since they may have changed after loading."""
+    async def _compare(self, engine: AsyncLLM, version: int, weights: Weights) -> None:
+        """Compare the weights in use with what was read again, while it exists, since they may have changed after loading."""
         try:
-            if files := [str(path) for path in files_of(loaded.folder)]:
+            if files := [str(path) for path in weights.files]:
                 await _ask_workers(engine, "offbeat_compare", files)
         except Exception as exc:
-            await self._break(engine, f"version {loaded.version} is no longer what is computed with", exc)
+            await self._break(engine, f"version {version} is no longer what is computed with", exc)
             raise
 
     async def _adapter(self, engine: AsyncLLM, body: bytes) -> dict[str, Any]:

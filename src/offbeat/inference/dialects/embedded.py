@@ -25,6 +25,7 @@ class EmbeddedDialect:
 
     _model_hint = ""
     _unversioned: Version | None = None
+    _staging: Mapping[str, Any] = {}
 
     def __init__(self, *, model: str = "", lora_rank: int = 0) -> None:
         """`model` is the folder that must be served (any if empty); `lora_rank` is the rank of the adapters to come, 0 for none."""
@@ -90,7 +91,7 @@ class EmbeddedDialect:
     async def stage(self, wire: Wire, manifest: Manifest) -> None:
         body = {
             "version": manifest.version, "folder": manifest.folder, "broadcast": manifest.broadcast, "fingerprint": manifest.fingerprint}
-        await wire.call("POST", "/v1/weights/stage", body)
+        await wire.call("POST", "/v1/weights/stage", {**body, **self._staging})
 
     async def switch(self, wire: Wire, manifest: Manifest, interrupt: Interrupt) -> None:
         await wire.call("POST", "/v1/weights/switch", {"version": manifest.version, "interrupt": interrupt})

@@ -29,18 +29,20 @@ class VllmDialect(EmbeddedDialect):
     _model_hint = " or under that --served-model-name"
     _unversioned = _INITIAL
 
-    def __init__(self, *, model: str, whole_weights: bool, lora: bool, on_cpu: bool = False) -> None:
+    def __init__(self, *, model: str, whole_weights: bool, lora: bool, on_cpu: bool = False, changes: bool = False) -> None:
         """
         Args:
             model: the folder or hub id that must be served; any where it is empty.
             whole_weights, lora: what will be published.
             on_cpu: whether servers compute on CPUs, as far as is known. With adapters, they do not survive a request for a prompt's
                 log-probabilities there, and mix adapters into other requests if they run without `vllm_inside`.
+            changes: whether versions of whole weights may be published as changes of those before, which servers keep for it.
         """
         super().__init__(model=model)
         self._whole_weights = whole_weights
         self._lora = lora
         self._lora_on_cpu = lora and on_cpu
+        self._staging = {"keep": True} if changes else {}
 
     async def check(self, wire: Wire) -> None:
         await wire.call("GET", "/health")

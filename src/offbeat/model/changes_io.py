@@ -1,0 +1,99 @@
+"""Folders of changes, as Offbeat's own processes write and read them; `changes` says what is in them.
+
+Called by the trainer, which writes them, and by the embedded engine.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from offbeat.errors import ModelError, StorageError
+from offbeat.model import changes
+from offbeat.model.changes import AT, FILE, SUM, TO, WHOLE, ChangesError, encode, sum_bits
+from offbeat.model.hf_io import read_safetensors
+from offbeat.pulse import progress
+
+
+def find_changes(state: Mapping[str, Tensor], *, since: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """Return what has changed between two states, CPU tensors by their published names.
+
+    Returns:
+        Tensors by the keys that they have in a file of changes; None if another tensor was added or is gone.
+    """
+    if state.keys() != since.keys():
+        return None
+    tensors: dict[str, Tensor] = {}
+    for name, new in state.items():
+        progress("compare_weights")
+        found = encode(since[name], new)
+        if found is None:
+            tensors[WHOLE + name] = new.contiguous()
+        elif len(found[0]):
+            tensors[AT + name], tensors[TO + name] = found
+            tensors[SUM + name] = sum_bits(new)
+    return tensors
+
+
+def smaller_changes(state: Mapping[str, Tensor], *, since: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """Return what `find_changes` finds; None, too, if that is not smaller than the weights themselves."""
+    found = find_changes(state, since=since)
+    if found is None or sum(tensor.nbytes for tensor in found.values()) >= sum(tensor.nbytes for tensor in state.values()):
+        return None
+    return found
+
+
+def save_changes(tensors: Mapping[str, Tensor], file: Path, *, base: Path) -> None:
+    """Write what `find_changes` has found to a file. Raises OSError or SafetensorError."""
+    progress("write_weights")
+    save_file(dict(tensors), file, metadata={"base": base.name})
+
+
+def changes_file(number: int, count: int) -> str:
+    """Return the name of the file of a folder with `count` files of changes that is counted `number`, from 1 on."""
+    return FILE if count == 1 else f"changes-{number:05d}-of-{count:05d}.safetensors"
+
+
+def write_changes(state: Mapping[str, Tensor], folder: Path, *, since: Mapping[str, Tensor], base: Path) -> int:
+    """Write what has changed in `state` as a new folder, which appears complete or not at all.
+
+    Args:
+        state, since: CPU tensors by their published names; `since` are those that `base` holds.
+        folder: beside `base`; must not exist.
+
+    Returns:
+        Size of the tensors in it, in bytes; 0 if nothing was written, because the changes are not smaller than the weights themselves, or
+        another tensor was added or is gone.
+
+    Raises:
+        StorageError: the disk is full or the folder cannot be written.
+    """
+    tensors = smaller_changes(state, since=since)
+    if tensors is None:
+        return 0
+    part = folder.with_name(f".{folder.name}.changes")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        save_changes(tensors, part / FILE, base=base)
+        part.rename(folder)
+    except (OSError, SafetensorError) as exc:
+        raise StorageError(f"changed weights could not be written to {folder}: {exc}; free space or choose another folder") from exc
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return max(sum(tensor.nbytes for tensor in tensors.values()), 1)
+
+
+def read_weights(folder: str | Path, *, held: Callable[[Path], Mapping[str, Tensor] | None] = lambda _folder: None) -> dict[str, Tensor]:
+    """Read a folder of whole weights, or of changes, as `changes.read_weights` does.
+
+    Raises:
+        ModelError: a folder is missing, damaged, or holds changes of something else.
+    """
+    try:
+        return changes.read_weights(folder, read_whole=read_safetensors, held=held)
+    except ChangesError as exc:
+        raise ModelError(str(exc)) from exc
