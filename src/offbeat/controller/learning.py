@@ -65,6 +65,8 @@ class LearningAdvice:
         self._warm_up_steps = warm_up_steps
         self._compares = config.algorithm.learns_from_differences
         self._before: Mapping[str, float] = {}
+        self._warmed_up: Mapping[str, float] = {}
+        """The evaluation after the warm-up, if samples of the first step were right much less often."""
         self._steps: deque[_Step] = deque(maxlen=_LAST)
         self._told = _Level.NOTHING_WRONG
 
@@ -81,13 +83,15 @@ class LearningAdvice:
             stats.get("rollout/truncated_share", 0.0))
         self._steps.append(step)
         before, self._before = self._before, {}
+        if self._is_far_below(before, stats):
+            self._warmed_up = {**before, "reward/right_share": stats["reward/right_share"]}
         level = self._level(before, step)
         if len(self._steps) == _LAST and _mean([each.flat_share for each in self._steps]) < _OVER:
             self._told = _Level.NOTHING_WRONG
         if level > self._told:
             self._told = level
             return self._warning(level)
-        return self._of_warm_up(before, stats)
+        return self._of_warm_up(stats)
 
     def _level(self, before: Mapping[str, float], step: _Step) -> _Level:
         steps = list(self._steps)
@@ -136,20 +140,26 @@ class LearningAdvice:
             return f"make the task easier or the reward finer, or {larger}"
         return f"choose prompts that are neither always nor never solved, make the reward finer, or {larger}"
 
-    def _of_warm_up(self, before: Mapping[str, float], stats: Mapping[str, float]) -> str:
-        """Return a remark where hardly any sample is right although the greedy answers after a warm-up were."""
-        config, accuracy, right = self._config, before.get("eval/accuracy", 0.0), stats.get("reward/right_share")
-        expected = accuracy * config.rollout.group_size * config.rollout.consumer_batch_size
-        if not self._warm_up_steps or right is None or expected < _FEWEST_RIGHT or right >= _FAR_BELOW * accuracy:
+    def _is_far_below(self, before: Mapping[str, float], stats: Mapping[str, float]) -> bool:
+        """Tell whether hardly any sample of a step is right although the greedy answers after a warm-up were."""
+        accuracy, right, rollout = before.get("eval/accuracy", 0.0), stats.get("reward/right_share"), self._config.rollout
+        expected = accuracy * rollout.group_size * rollout.consumer_batch_size
+        return self._warm_up_steps > 0 and right is not None and expected >= _FEWEST_RIGHT and right < _FAR_BELOW * accuracy
+
+    def _of_warm_up(self, stats: Mapping[str, float]) -> str:
+        """Return a remark, once, where what a warm-up taught is lost because hardly any sample was right."""
+        before, config = self._warmed_up, self._config
+        if not before or stats.get("eval/accuracy_high", 1.0) >= before["eval/accuracy_low"]:
             return ""
-        stop = config.sft.stop_at_accuracy
+        self._warmed_up = {}
+        accuracy, stop = before["eval/accuracy"], config.sft.stop_at_accuracy
         ended_by = (
-            f"sft.stop_at_accuracy = {min(2 * stop, (1 + stop) / 2):.2g} (it is {stop:g})" if accuracy >= stop
-            else f"sft.total_steps above {self._warm_up_steps}")
+            f"to sft.stop_at_accuracy = {(1 + accuracy) / 2:.2g} (it is {stop:g})" if accuracy >= stop
+            else f"with sft.total_steps above {self._warm_up_steps}")
         return (
-            f"{right:.1%} of the samples of the first step were right, while held-out accuracy after the warm-up is {accuracy:.3f} at"
-            f" evaluate.temperature = {config.evaluate.temperature:g}: with so few right samples, learning from partial credit may undo"
-            f" what was imitated; set {ended_by} and start over")
+            f"held-out accuracy fell from {accuracy:.3f} after the warm-up to {stats['eval/accuracy']:.3f}: only"
+            f" {before['reward/right_share']:.1%} of the samples of the first step were right, so what was learnt from partial credit undid"
+            f" what was imitated; let the warm-up go on, {ended_by}, and start over")
 
 
 def _mean(values: Sequence[float]) -> float:
