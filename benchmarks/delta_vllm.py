@@ -14,6 +14,7 @@ server loads, because whatever else the machine does only adds to them. Every ve
 import argparse
 import asyncio
 import json
+import shutil
 import statistics
 import tempfile
 import time
@@ -64,10 +65,11 @@ def main() -> None:
     parser.add_argument("--channels", nargs="+", choices=["disk", "collective"], default=["disk", "collective"])
     options = parser.parse_args()
     model = options.model or str(SMOLLM2 if SMOLLM2.exists() else build("27M"))
-    asyncio.run(measure(model, options.channels, rate=options.rate, num_rounds=options.rounds))
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as work:
+        asyncio.run(measure(model, Path(work), options.channels, rate=options.rate, num_rounds=options.rounds))
 
 
-async def measure(folder: str, channels: list[str], *, rate: float, num_rounds: int) -> None:
+async def measure(folder: str, work: Path, channels: list[str], *, rate: float, num_rounds: int) -> None:
     """One server, which gets versions by each channel in turns."""
     WORK.mkdir(parents=True, exist_ok=True)
     config = Config.model_validate({
@@ -84,8 +86,10 @@ async def measure(folder: str, channels: list[str], *, rate: float, num_rounds: 
             if number == EVERY * len(channels) * num_rounds:
                 break
             if kind == "whole":
-                shm, since, base = tempfile.TemporaryDirectory(dir="/dev/shm"), None, Path()
-            version = Path(shm.name) / f"v{number}"
+                since, base = None, Path()
+                for old in work.iterdir():  # no later version builds on them
+                    shutil.rmtree(old)
+            version = work / f"v{number}"
             one = await publish(client, channel, number + 1, version, state, since=since, base=base, config_from=folder)
             since, base = state, version
             note(f"{channel}, {kind}: {one.num_bytes / 1e6:.1f} MB, staged in {one.stage_s:.2f} s, switched in {one.switch_s:.2f} s")
