@@ -81,6 +81,7 @@ def test_a_signal_saves_every_model_and_leaves_nothing(number: signal.Signals, m
         process.send_signal(number)
         stdout, stderr = process.communicate(timeout=120)
         assert (process.returncode, stderr) == (0, "") and "ending: saving every model" in stdout
+        assert stdout.rstrip().endswith("and the same command serves them again")
         wait_until(lambda: not any(child.is_running() for child in tree), timeout_s=60)
     with closing(sqlite3.connect(folder / "service.db")) as database:
         ((state, step),) = database.execute("SELECT state_folder, step FROM models WHERE id = ?", (model,))

@@ -187,6 +187,14 @@ def test_in_a_notebook_one_output_has_all_notes_and_the_newest_steps(monkeypatch
     assert [line.split()[0] for line in lines if line.startswith("  ")] == ["stale:", "gap:", "checkpoint", "held-out"]
 
 
+def test_a_step_that_was_evaluated_says_how_much_of_its_time_that_took():
+    stream = io.StringIO()
+    with Console("plain", stream=stream) as console:
+        console.start("sort8 · grpo", 30)
+        console.update(1, METRICS | {"step/evaluate_s": 0.3})
+    assert "s/step 0.50 (20% wait, 60% eval)" in stream.getvalue()
+
+
 def test_json_shows_one_object_per_line():
     events = [json.loads(line) for line in play("json", io.StringIO()).splitlines()]
     assert [event["event"] for event in events] == ["start", "step", "note", "step", "finish"]

@@ -253,6 +253,7 @@ class _Training:
     async def _evaluate(self, evaluators: Sequence[Evaluator], global_step: int, *, last: bool) -> dict[str, float]:
         """Evaluate what is due after a step, one set after the other; returns its metrics."""
         stats: dict[str, float] = {}
+        clock = _Clock()
         for evaluator in evaluators:
             if not evaluator.due(global_step, last=last):
                 continue
@@ -276,7 +277,7 @@ class _Training:
             self._record.note("no_gain", f"{best.metric} has not risen above {best.value:.3f}, of step {best.global_step}, in"
                               f" {best.num_since} evaluations, so step {global_step} is the last")
             self._state.total_steps = global_step
-        return stats
+        return stats | {"step/evaluate_s": clock.lap()} if stats else {}
 
     async def _keep(self, global_step: int, played: EvaluatedSet) -> None:
         await self._record.evaluation(global_step, played.name, encode_lines(played))

@@ -348,6 +348,7 @@ class _Run:
                 timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=_GRACE_S), connections)
             async with beside(front.page.watch()):
                 await self._until_stopped(server, listener)
+        self._say(f"ended; the models of all tenants are in {config.serve.data_dir}, and the same command serves them again")
 
     async def _until_stopped(self, server: HttpServer, listener: socket.socket) -> None:
         async def tell_and_wait() -> None:

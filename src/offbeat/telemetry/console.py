@@ -317,9 +317,9 @@ def compact(value: float | None, digits: int = 3) -> str:
 def _figures(metrics: Mapping[str, float], *, between: str = " max ") -> dict[str, str]:
     """Return the figures shown for a step, by label; `between` separates a mean from its maximum."""
     get = metrics.get
-    total_s, wait_s = get("step/total_s"), get("step/rollout_wait_s")
+    total_s, parts_s = get("step/total_s"), {"wait": get("step/rollout_wait_s"), "eval": get("step/evaluate_s")}
     mfu, memory = get("train/mfu"), get("train/peak_memory_bytes")
-    waiting = f" ({wait_s / total_s:.0%} wait)" if total_s and wait_s is not None else ""
+    shares = ", ".join(f"{part_s / total_s:.0%} {part}" for part, part_s in parts_s.items() if total_s and part_s is not None)
     return {
         "reward": compact(get("reward/mean")),
         "held-out": compact(get(_HELD_OUT)),
@@ -328,7 +328,7 @@ def _figures(metrics: Mapping[str, float], *, between: str = " max ") -> dict[st
         "log-prob gap": between.join((compact(get("policy/logprob_gap_mean")), compact(get("policy/logprob_gap_max")))),
         "loss": compact(get("train/loss"), 4),
         "grad norm": compact(get("train/grad_norm")),
-        "s/step": compact(total_s, 2) + waiting,
+        "s/step": compact(total_s, 2) + (f" ({shares})" if shares else ""),
         "memory": "-" if memory is None else f"{memory / 2**30:.1f} GiB peak",
         "MFU": "-" if mfu is None else f"{mfu:.0%}",
     }
