@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from offbeat.data.given import find
+from offbeat.data.raised import describe_at
 from offbeat.errors import CodeError, OwnCodeError, describe
 
 
@@ -91,7 +92,7 @@ def _import(name: str, kind: str) -> ModuleType:
         raise CodeError(
             f"{kind} module {name!r} was not found; check the spelling, install it, or name its file: path/to/file.py:function") from exc
     except (Exception, SystemExit) as exc:
-        raise CodeError(f"{kind} module {name!r} failed on import: {describe(exc)}") from exc
+        raise CodeError(f"{kind} module {name!r} failed on import: {describe_at(exc)}") from exc
 
 
 @functools.cache  # so that functions from one file share its state
@@ -105,5 +106,5 @@ def _load_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as exc:
         del sys.modules[name]
-        raise CodeError(f"file {str(path)!r} failed on import: {describe(exc)}") from exc
+        raise CodeError(f"file {str(path)!r} failed on import: {describe_at(exc)}") from exc
     return module
