@@ -119,7 +119,7 @@ def build_parser(command: str) -> argparse.ArgumentParser:
             commands.add_parser(name, help=known.summary)
         return parser
     if COMMANDS[command].needs_train:
-        require("train", TRAIN, wanted_by=f"offbeat {command}")
+        require("train", TRAIN, wanted_by=command)
     with _loading_hint(command):
         load_module(f"offbeat.cli.{COMMANDS[command].module}").add_parser(commands)
     return parser
