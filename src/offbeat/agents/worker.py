@@ -17,7 +17,7 @@ from offbeat.agents.task import AgentTask, Played, played
 from offbeat.agents.user_code import blame, call
 from offbeat.chat.messages import Message, Tool
 from offbeat.data import wire
-from offbeat.data.functions import resolve
+from offbeat.data.functions import check_takes, resolve
 from offbeat.data.given import Given, receive
 from offbeat.data.raised import FirstTracebacks
 from offbeat.data.row import Row
@@ -131,6 +131,7 @@ class PlayWorker:
         self._name = request.program or ", ".join(request.stage)
         if request.program:
             self._program = resolve(request.program, kind="agent.program")
+            check_takes(self._program, request.program, ("task",), kind="agent.program")
             return Loaded()
         self._stage = find_stage(request.stage, request.options, step_timeout_s=request.step_timeout_s, tools=request.tools)
         await self._stage.open()

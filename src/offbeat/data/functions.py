@@ -8,9 +8,11 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import inspect
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -53,6 +55,26 @@ def resolve(dotted: str, *, kind: str) -> Callable[..., Any]:
     if not callable(function):
         raise CodeError(f"{kind} {dotted!r} must be a function, got a {type(function).__name__}")
     return function
+
+
+def check_takes(function: Callable[..., Any], dotted: str, given: Sequence[str], *, kind: str) -> None:
+    """Refuse a function that cannot be called with so many arguments by position; one whose signature is not known is taken.
+
+    Args:
+        given: what it is called with, for messages.
+
+    Raises:
+        CodeError: it takes more arguments or fewer.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of native code
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as exc:
+        raise CodeError(
+            f"{kind} {dotted!r} takes {re.sub(' ->.*', '', str(signature))}, but it is called with ({', '.join(given)}); {exc}") from exc
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from offbeat.data.functions import resolve
+from offbeat.data.functions import check_takes, resolve
 from offbeat.data.raised import FirstTracebacks, describe_at
 from offbeat.data.reward import JUDGE_PREFIX, FailedReward, check_reward, is_of_group
 from offbeat.data.row import Row
@@ -58,6 +58,9 @@ class RewardFunction:
             raise CodeError(
                 f"the reward {dotted} takes ({', '.join(self._named)}), which does not say where the row goes; a reward takes"
                 " (completion, row), or (completions, row) for all completions of a group at once")
+        if not self._is_of_columns:
+            taken = "completions" if self._is_of_group else "completion"
+            check_takes(self._function, dotted, ("row", taken) if self._row_first else (taken, "row"), kind="reward")
         self._is_async = any(map(inspect.iscoroutinefunction, (self._function, type(self._function).__call__)))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tracebacks = FirstTracebacks()
