@@ -120,6 +120,12 @@ def test_a_name_of_one_section_is_its_own_where_that_is_read() -> None:
         pass
 
 
+def test_what_a_call_does_not_read_is_not_suggested_either() -> None:
+    with pytest.raises(ConfigError, match="which this call does not read; 'offbeat config docs' lists them all$"), configured(
+            None, None, {"beta": 0.5}, homes=("sft", "sft.optimizer", "run", "train", "data", "model"), given={}, rows={}):
+        pass
+
+
 def test_functions_are_known_under_their_names_for_as_long_as_the_run() -> None:
     def reward(completion: str, row: object) -> float:
         return 1.0

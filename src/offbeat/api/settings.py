@@ -134,7 +134,8 @@ def _setting(name: str, homes: Sequence[str]) -> str:
             return f"{home}.{name}"
     if found and all(map(partial(_is_of_others, homes=homes), found)):
         readers = " or ".join(f"{key} of offbeat.{_OWN_SECTIONS[key.partition('.')[0]]}" for key in found)
-        near = [key for key in _near(name, homes) if key not in found]
+        own = {home.partition(".")[0] for home in homes}
+        near = [key for key in _near(name, homes) if key.partition(".")[0] in own]
         raise ConfigError(f"{name} is {readers}, which this call does not read; {_advice(near)}")
     if len(found) > 1:
         raise ConfigError(
