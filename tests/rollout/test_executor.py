@@ -34,6 +34,7 @@ from offbeat.errors import (
     RolloutError,
     TooLongError,
     WorkerError,
+    describe,
 )
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.rollout import idle
@@ -928,11 +929,12 @@ def test_a_group_that_failed_is_drawn_again_a_bounded_number_of_times(error: Exc
     async def body() -> None:
         play, trained = await play_it(failures=2)
         assert sorted(trained) == [f"0:{i}" for i in range(6)]
-        assert play.rejected == [Settled("0:1", describe_at(error), kind, drawn_again=True)] * 2
+        told = describe_at(error) if kind == "code failed" else describe(error)
+        assert play.rejected == [Settled("0:1", told, kind, drawn_again=True)] * 2
         play, trained = await play_it(failures=3)
         assert sorted(trained) == [f"0:{i}" for i in (0, 2, 3, 4, 5, 6)]
         assert [settled.drawn_again for settled in play.rejected] == [True, True, False]
-        assert play.rejected[-1].rejected == f"{describe_at(error)} (the last of 3 tries)"
+        assert play.rejected[-1].rejected == f"{told} (the last of 3 tries)"
 
     run(body)
 
