@@ -103,7 +103,7 @@ def test_a_command_that_trains_or_serves_says_in_one_sentence_what_is_missing(pr
 def test_parts_of_checks_that_need_torch_say_so_too(programs: Path, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('[data]\ntask = "sort_digits"\n[model]\npath = "m"\n')
     done = run(programs / "offbeat", "config", "check", "run.toml", "--memory", cwd=tmp_path, check=False)
-    assert done.returncode == 2 and "offbeat config check --memory needs torch, " in done.stderr
+    assert done.returncode == 2 and "offbeat: config check --memory needs torch, " in done.stderr
     checks = json.loads(run(programs / "offbeat", "doctor", "--json", cwd=tmp_path, check=False).stdout)
     (torch,) = (check for check in checks if check["name"] == "torch")
     assert torch["status"] == "fail" and "pip install 'offbeat[train]'" in torch["advice"]

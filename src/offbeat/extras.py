@@ -15,7 +15,7 @@ def require(extra: str, modules: Sequence[str], *, wanted_by: str) -> None:
     Args:
         extra: name of the extra, such as "train".
         modules: top-level modules that it brings; none of them is imported here.
-        wanted_by: what needs them, such as "offbeat train".
+        wanted_by: what needs them, such as "train".
 
     Raises:
         MissingExtraError: names the modules that are missing, and the command that installs them.

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from offbeat.agents import user_code
+from offbeat.data.raised import place_of
 
 
 def test_plain_functions_run_beside_the_loop_and_coroutines_on_it() -> None:
@@ -41,7 +42,8 @@ def test_errors_come_through_and_say_where_they_come_from() -> None:
         with pytest.raises(KeyError) as caught:
             await user_code.call(fail)
         line = fail.__code__.co_firstlineno + 1
-        assert str(user_code.blame(caught.value, "f")) == f"f raised KeyError: 'x' at {__file__}, line {line}"
+        assert str(user_code.blame(caught.value, "f")) == f"f raised KeyError: 'x' at {place_of(caught.value)}"
+        assert place_of(caught.value).endswith(f"test_user_code.py, line {line}")
         with pytest.raises(Exception, match="StopIteration"):
             await user_code.call(stop)
         for leave in (leave_at_once, leave_from_a_coroutine):  # in a task, as in its process, where it would end the loop

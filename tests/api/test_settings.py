@@ -83,8 +83,19 @@ def test_a_keyword_may_be_the_name_that_other_projects_have() -> None:
     ({"lr": 1, "learning_rate": 2}, "lr and learning_rate are two names of one setting, train.optimizer.lr; give one of them"),
     ({"total_steps": 1, "run.total_steps": 2}, "total_steps and run.total_steps are two names of one setting, run.total_steps"),
     ({"beta1": 0.5, "settings": {"train.lr": 1}}, "train.lr is not a setting; did you mean train.optimizer.lr?"),
-    ({"label_smoothing": 0.1, "total_steps": 0}, "run.total_steps must be >= 1, got 0; use 1 for a single step"),
+    ({"num_engines": 1, "total_steps": 0}, "run.total_steps must be >= 1, got 0; use 1 for a single step"),
     ({"batch_size": 4}, "batch_size may be sft.batch_size or preference.batch_size or reward_model.batch_size; give it by its whole name"),
+    ({"beta": 0.5}, "beta is preference.beta of offbeat.dpo, which this call does not read; did you mean algorithm.kl_coefficient?"
+     " algorithm.kl_coefficient acts with algorithm.kl_loss = 'k3'"),
+    ({"label_smoothing": 0.1}, "label_smoothing is preference.label_smoothing of offbeat.dpo, which this call does not read; 'offbeat"),
+    ({"kl_coef": 0.1}, "kl_coef is not a setting; did you mean algorithm.kl_coefficient? algorithm.kl_coefficient acts with algorithm"),
+    ({"epochs": 3}, "epochs is not a setting; did you mean run.total_steps?"),
+    ({"num_train_epochs": 3}, "num_train_epochs is not a setting; did you mean run.total_steps?"),
+    ({"total_step": 3}, "total_step is not a setting; did you mean run.total_steps?"),
+    ({"rewards": len}, "rewards takes several rewards with their weights, as in rewards={mine: 1.0, 'exact_match': 0.5}, got <built-in fu"),
+    ({"rewards": "math"}, "rewards takes several rewards with their weights, as in rewards={mine: 1.0, 'exact_match': 0.5}, got 'math'"),
+    ({"rollout": 3}, "rollout takes settings by name, as a mapping, got 3 (int)"),
+    ({"settings": {"train": {"optimizer": 3}}}, "train.optimizer takes settings by name, as a mapping, got 3 (int)"),
     ({"config": 3}, "config must be a TOML file or a mapping of settings, got int"),
     ({"config": "gone.toml"}, "configuration file gone.toml does not exist"),
 ])
@@ -92,6 +103,27 @@ def test_a_mistake_is_told_as_on_the_command_line(given: dict[str, Any], told: s
     with pytest.raises(ConfigError) as refused:
         load(**given)
     assert str(refused.value).startswith(told)
+
+
+def test_a_name_of_one_section_is_its_own_where_that_is_read() -> None:
+    homes = ("preference", "preference.optimizer", "run", "train", "data", "model")
+    with configured(None, None, {"beta": 0.5, "loss": "ipo"}, homes=homes, given={}, rows={}) as found:
+        assert (found.preference.beta, found.preference.loss) == (0.5, "ipo")
+    with configured(None, {"preference.beta": 0.5}, {"stop_at_accuracy": 0.5}, homes=HOMES, given={}, rows={}) as found:
+        assert found.preference.beta == 0.5, "by its whole name it may always be given"
+        assert found.sft.stop_at_accuracy == 0.5, "the warm-up reads it"
+    with pytest.raises(ConfigError, match=r"total_step is not a setting; did you mean preference.total_steps\?$"), configured(
+            None, None, {"total_step": 3}, homes=homes, given={}, rows={}):
+        pass
+    with pytest.raises(ConfigError, match=r"epochs is not a setting; did you mean preference.total_steps\?$"), configured(
+            None, None, {"epochs": 3}, homes=homes, given={}, rows={}):
+        pass
+
+
+def test_what_a_call_does_not_read_is_not_suggested_either() -> None:
+    with pytest.raises(ConfigError, match="which this call does not read; 'offbeat config docs' lists them all$"), configured(
+            None, None, {"beta": 0.5}, homes=("sft", "sft.optimizer", "run", "train", "data", "model"), given={}, rows={}):
+        pass
 
 
 def test_functions_are_known_under_their_names_for_as_long_as_the_run() -> None:

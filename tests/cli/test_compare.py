@@ -47,7 +47,7 @@ def test_the_same_as_json(both: list[str], capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize(("arguments", "why"), [
     (["gone", "gone"], "there is no file gone"), (["a", "b", "--changes", "-1"], "--changes must be at least 0, got -1"),
-    (["a", "b", "--run.name", "x"], "offbeat compare takes no settings, got --run.name")])
+    (["a", "b", "--run.name", "x"], "compare takes no settings, got --run.name")])
 def test_mistakes_are_one_sentence(arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["compare", *arguments]) == 2
     assert why in capsys.readouterr().err

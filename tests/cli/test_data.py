@@ -80,3 +80,4 @@ def test_a_wrong_number_of_rows_and_missing_data_are_one_sentence(show) -> None:
     assert show("-n", "-1", code=2) == ["offbeat: -n must be at least 0, got -1"]
     [line] = show("--data.path", "none.jsonl", code=2)
     assert line.startswith("offbeat: data file 'none.jsonl' does not exist; give ")
+    assert line.endswith("; a path is relative to the working directory")

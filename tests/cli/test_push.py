@@ -49,7 +49,7 @@ def test_a_dry_run_shows_files_and_card_and_needs_no_token(
 
 def test_what_cannot_be_pushed_is_one_sentence(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in {
-            ("digits",): "must be named as OWNER/NAME", ("me/digits", "--run.seed", "3"): "offbeat push takes no settings, got --run.seed",
+            ("digits",): "must be named as OWNER/NAME", ("me/digits", "--run.seed", "3"): "push takes no settings, got --run.seed",
             ("me/digits", "--checkpoint", "newest"): "--checkpoint must be last, best or the number of a step",
             ("me/digits", "--revision", ""): "--revision must name a branch"}.items():
         assert main(["push", str(run_dir), *words]) == 2

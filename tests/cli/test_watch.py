@@ -4,11 +4,12 @@ import json
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,17 @@ def test_what_cannot_be_served_is_one_sentence(
     monkeypatch.chdir(tmp_path)
     assert main(["watch", *argv]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert said in line and line.count("offbeat") == 1 + line.count("see offbeat")
+
+
+def test_a_port_that_is_taken_is_told_with_the_name_of_the_program_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_small_run(tmp_path / "mine")
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        assert main(["watch", "mine", "--port", str(taken.getsockname()[1])]) == 2
+    assert capsys.readouterr().err.startswith("offbeat: the live page cannot listen on 127.0.0.1:")
 
 
 def rendered(url: str, profile: Path) -> str:

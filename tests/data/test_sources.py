@@ -160,6 +160,18 @@ def test_a_line_that_is_no_json_object_is_named(tmp_path, line, sentence):
         open_any(path)
 
 
+def test_a_missing_file_is_answered_with_the_data_file_beside_it_whose_name_is_nearest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("{}")
+    (tmp_path / "rowz.txt.bak").write_text("")
+    with pytest.raises(DataError) as caught:
+        open_source("row.jsonl", split="train", sieve=Sieve(lambda _record, _where: None))
+    assert str(caught.value) == (
+        "data file 'row.jsonl' does not exist; did you mean 'rows.jsonl'? A path is relative to the working directory")
+    with pytest.raises(DataError, match=r"'else/row.jsonl' does not exist; give .jsonl.*; a path is relative to the working directory$"):
+        open_source("else/row.jsonl", split="train", sieve=Sieve(lambda _record, _where: None))
+
+
 def test_an_empty_file_a_missing_file_and_a_strange_suffix_are_errors(tmp_path):
     with pytest.raises(DataError, match="has no rows"):
         open_any(write_lines(tmp_path / "d.jsonl", [""]))

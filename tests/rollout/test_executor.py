@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -19,6 +20,7 @@ from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.curriculum import CurriculumConfig
 from offbeat.config.rollout import RolloutConfig
 from offbeat.data.dataset import ListDataset
+from offbeat.data.raised import describe_at
 from offbeat.data.reward import FailedReward
 from offbeat.data.row import Row
 from offbeat.data.stream import PromptStream
@@ -490,13 +492,14 @@ def test_a_filter_that_raises_rejects_its_group_with_the_error() -> None:
         return True
 
     async def body() -> None:
+        place = f"{Path(__file__).relative_to(Path.cwd())}, line {accept.__code__.co_firstlineno + 2}"
         play = make()
         play.accept = accept
         async with play.executor() as executor:
             for version in range(3):
                 await executor.prepare_batch()
                 await play.advance(executor, version + 1)
-        again = Settled("0:2", "should_accept raised KeyError: 'score'", "code failed", drawn_again=True)
+        again = Settled("0:2", f"should_accept raised KeyError: 'score' at {place}", "code failed", drawn_again=True)
         assert play.rejected == [again, again, replace(again, rejected=f"{again.rejected} (the last of 3 tries)", drawn_again=False)]
 
     run(body)
@@ -555,7 +558,7 @@ async def generator(_: Episode):
 
 @pytest.mark.parametrize(("workflow", "why"), [
     (lambda _: [], "must be an async function, but calling it gave .. .list.$"), (generator, "must be an async function"),
-    (lambda _: sys.exit(3), "the first with CodeError: SystemExit: 3$"), (lambda: None, "takes 0 positional arguments"),
+    (lambda _: sys.exit(3), "the first with CodeError: SystemExit: 3 at .*line"), (lambda: None, "takes 0 positional arguments"),
     (speechless, "the first with Unspeakable: it cannot say what is wrong"),
 ])
 def test_what_is_no_workflow_at_all_ends_the_run_in_a_sentence(workflow: Callable, why: str) -> None:
@@ -594,7 +597,9 @@ def test_whatever_a_workflow_raises_fails_its_group_alone_and_its_prompt_is_draw
             groups += await executor.prepare_batch()
         assert "0:1" in [group.prompt_id for group in groups]
         (settled,) = play.rejected
-        assert (settled.prompt_id, settled.rejected, settled.drawn_again) == ("0:1", why, True)
+        said, _, place = str(settled.rejected).partition(" at ")
+        assert (settled.prompt_id, said, settled.drawn_again) == ("0:1", why, True)
+        assert ("test_executor.py, line " in place) == (not isinstance(error, ExceptionGroup)), "those in the group were never raised"
         assert settled.kind == ("engine failed" if "engine 0" in why else "code failed")
 
     run(body)
@@ -924,11 +929,12 @@ def test_a_group_that_failed_is_drawn_again_a_bounded_number_of_times(error: Exc
     async def body() -> None:
         play, trained = await play_it(failures=2)
         assert sorted(trained) == [f"0:{i}" for i in range(6)]
-        assert play.rejected == [Settled("0:1", describe(error), kind, drawn_again=True)] * 2
+        told = describe_at(error) if kind == "code failed" else describe(error)
+        assert play.rejected == [Settled("0:1", told, kind, drawn_again=True)] * 2
         play, trained = await play_it(failures=3)
         assert sorted(trained) == [f"0:{i}" for i in (0, 2, 3, 4, 5, 6)]
         assert [settled.drawn_again for settled in play.rejected] == [True, True, False]
-        assert play.rejected[-1].rejected == f"{describe(error)} (the last of 3 tries)"
+        assert play.rejected[-1].rejected == f"{told} (the last of 3 tries)"
 
     run(body)
 

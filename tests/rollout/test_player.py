@@ -98,6 +98,25 @@ def test_what_a_workflow_raises_is_the_reason_of_its_group() -> None:
         assert reason in str(group.rejected) and not group.trajectories
 
 
+def test_what_user_code_raises_is_told_with_its_line_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def raises(episode: Episode) -> Sequence[Trajectory]:
+        raise KeyError("turns")
+
+    def refuses(group: Group) -> bool:
+        raise ValueError("no score")
+
+    plays = player(raises, accept=refuses)
+    line = raises.__code__.co_firstlineno + 1
+    for _ in range(3):
+        group, _ = played(plays)
+        assert str(group.rejected).startswith("KeyError: 'turns' at ") and str(group.rejected).endswith(f"test_player.py, line {line}")
+        failed, _, _ = plays.ask_filter(GROUP)
+        assert str(failed.rejected).endswith(f"test_player.py, line {line + 3}")
+    workflow, accept = (record.getMessage() for record in caplog.records)
+    assert workflow.startswith("the workflow mine.py:mine raised\nTraceback") and f'test_player.py", line {line}, in raises' in workflow
+    assert accept.startswith("should_accept raised\nTraceback") and "ValueError: no score" in accept
+
+
 def test_a_prompt_of_which_no_episode_can_be_made_is_not_tried_again() -> None:
     def refuse(row: Row, group_size: int, sampling: Sampling) -> Episode:
         raise TooLongError("prompt 0:0 has 9 tokens")
@@ -134,4 +153,4 @@ def test_a_filter_accepts_refuses_or_fails_a_group() -> None:
     ):
         failed, failure, kind = player(accept=accept).ask_filter(GROUP)  # type: ignore[arg-type]
         assert failure is not None and failure.kind == "code failed" and kind is None
-        assert failed.rejected == reason and not failed.trajectories
+        assert str(failed.rejected).startswith(reason) and not failed.trajectories

@@ -89,7 +89,14 @@ def test_completions_are_scored_and_fail_one_by_one(values, name) -> None:
     right, missing, failed = values(name, ["3", "none", "x"], ROW)
     assert (right, missing) == (1.0, None)
     assert isinstance(failed, FailedReward)
-    assert f"own.py:{name} raised ValueError: x is no number (completion 'x')" in failed.reason
+    assert f"own.py:{name} raised ValueError: x is no number at " in failed.reason
+    assert failed.reason.endswith("own.py, line 7 (completion 'x')")
+
+
+def test_the_traceback_goes_to_the_log_of_the_process_once(values, capfd) -> None:
+    values("single", ["x", "x"], ROW)
+    said = capfd.readouterr().err
+    assert said.count("Traceback") == 1 and "own.py" in said and "line 7, in single" in said
 
 
 def test_an_async_reward_is_called_again_on_the_same_loop(values, tmp_path) -> None:

@@ -24,7 +24,8 @@ def test_what_is_there_is_told(tmp_path: Path) -> None:
         "rollout.workflow": "offbeat.rollout.workflows.single_turn:single_turn"}
     data, reward = check_named(load_config(None, list(settings.items())))
     assert data == (
-        f"data: {rows}: the first 100 rows are prompts, which need no answer; 1 of them cannot be used, the first: '{rows}', line 2, has no"
+        f"data: {rows}: the first 100 rows are prompts, which need no answer; the last 256 of all are held out;"
+        f" 1 of them cannot be used, the first: '{rows}', line 2, has no"
         " field 'prompt'; it has no; set data.prompt, data.prompt_field or data.format")
     assert reward == f"reward: {REWARDS}:equal + 0.5 * {REWARDS}:right"
 
@@ -65,5 +66,28 @@ def test_preferences_are_known_by_their_fields(tmp_path: Path) -> None:
     pairs = write(tmp_path / "pairs.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "b"}] * 3)
     config = load_config(None, [("data.path", pairs), ("data.heldout_size", "1")])
     assert pairs_in(config.data)
-    assert check_named(config)[0] == f"data: {pairs}: the first 2 rows are preferences"
+    assert check_named(config)[0] == f"data: {pairs}: the first 3 rows are preferences; the last 1 of all are held out"
     assert not pairs_in(load_config(None, [("data.task", "addition")]).data)
+
+
+def test_rows_that_were_looked_at_and_rows_that_are_held_out_are_told_apart(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", [{"prompt": "p", "answer": "a"}] * 114)
+    said = check_named(load_config(None, [("data.path", rows), ("data.heldout_size", "32"), ("rollout.reward", f"{REWARDS}:equal")]))
+    assert said[0] == f"data: {rows}: the first 100 rows are prompts, which need no answer; the last 32 of all are held out"
+
+
+def test_the_program_of_an_agent_is_imported_and_gives_the_reward(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("async def run(task):\n    return 1.0\n\ndef reward(completion):\n    return 1.0\n\ndef accept():\n    return True\n")
+    settings = {"data.task": "addition", "rollout.workflow": "agent", "agent.program": f"{mine}:run"}
+    _, reward, agent = check_named(load_config(None, list(settings.items())))
+    assert reward == "reward: what the agent gives; where that is None, offbeat.rollout.rewards.exact_match:exact_match"
+    assert agent == f"agent: {mine}:run"
+    with pytest.raises(ConfigError) as caught:
+        check_named(load_config(None, [*settings.items(), ("rollout.reward", f"{mine}:reward"), ("rollout.should_accept", f"{mine}:accept"),
+                                       ("agent.program", "no_such_agent:run")]))
+    _, reward, accept, program = str(caught.value).splitlines()
+    assert reward == (
+        f"  reward '{mine}:reward' takes (completion), but it is called with (completion, row); too many positional arguments")
+    assert accept == f"  should_accept '{mine}:accept' takes (), but it is called with (group); too many positional arguments"
+    assert "agent.program module 'no_such_agent' was not found" in program

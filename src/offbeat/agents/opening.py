@@ -84,6 +84,19 @@ async def _open_player(
     return ProgramPlayer(await stack.enter_async_context(_pool(config, request, log_dir=log_dir, tell=tell)))
 
 
+async def load_program(config: Config) -> None:
+    """Load `agent.program` in a process of its own, as a run does, and end it.
+
+    Raises:
+        CodeError: it cannot be found, imported, or called with a task.
+        WorkerError, DeadlineError: the process does not start.
+    """
+    agent = config.agent
+    request = LoadRequest(program=agent.program, memory_bytes=agent.memory_bytes, given=pack([agent.program]))
+    async with PlayPool(request, num_processes=1, num_episodes=1, log_dir=None, allowed=agent.env, host=agent.reached_at):
+        pass
+
+
 def _pool(config: Config, request: LoadRequest, *, log_dir: Path | None, tell: Callable[[str], None]) -> PlayPool:
     agent = config.agent
     return PlayPool(

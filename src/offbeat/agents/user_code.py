@@ -2,11 +2,11 @@
 
 import asyncio
 import inspect
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
+from offbeat.data.raised import describe_at
 from offbeat.errors import CodeError, describe
 
 _UNHELD = (StopIteration, SystemExit, KeyboardInterrupt)
@@ -67,15 +67,4 @@ async def _call(function: Callable[..., Any], *arguments: Any, **named: Any) -> 
 
 def blame(exc: BaseException, name: str) -> CodeError:
     """Return the error that tells what user code raised, and where."""
-    return CodeError(f"{name} raised {describe(exc)} at {_place(exc)}")
-
-
-def _place(exc: BaseException) -> str:
-    """Return file and line of the innermost frame outside of Offbeat and of installed packages."""
-    frames, at = [], exc.__traceback__
-    while at is not None:
-        frames.append((at.tb_frame.f_code.co_filename, at.tb_lineno))
-        at = at.tb_next
-    own = [frame for frame in frames if "/offbeat/" not in frame[0] and not frame[0].startswith((sys.prefix, sys.base_prefix, "<"))]
-    file, line = (own or frames or [("?", 0)])[-1]
-    return f"{file}, line {line}"
+    return CodeError(f"{name} raised {describe_at(exc)}")

@@ -17,10 +17,13 @@ from offbeat.agents.task import AgentTask, Played, played
 from offbeat.agents.user_code import blame, call
 from offbeat.chat.messages import Message, Tool
 from offbeat.data import wire
-from offbeat.data.functions import resolve
+from offbeat.data.functions import check_takes, resolve
 from offbeat.data.given import Given, receive
+from offbeat.data.raised import FirstTracebacks
 from offbeat.data.row import Row
 from offbeat.errors import OffbeatError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class PlayWorker:
         self._program: Callable[[AgentTask], Any] | None = None
         self._name = ""
         self._episodes: dict[int, _Episode] = {}
+        self._tracebacks = FirstTracebacks()
 
     async def handle(self, method: str, payload: bytes) -> bytes:
         match method:
@@ -127,6 +131,7 @@ class PlayWorker:
         self._name = request.program or ", ".join(request.stage)
         if request.program:
             self._program = resolve(request.program, kind="agent.program")
+            check_takes(self._program, request.program, ("task",), kind="agent.program")
             return Loaded()
         self._stage = find_stage(request.stage, request.options, step_timeout_s=request.step_timeout_s, tools=request.tools)
         await self._stage.open()
@@ -146,6 +151,8 @@ class PlayWorker:
         except OffbeatError:
             raise
         except Exception as exc:
+            if told := self._tracebacks.take(exc):
+                logger.warning("episode %d: %s raised\n%s", number, self._name, told)
             raise blame(exc, self._name) from exc
         finally:
             task.cancel()

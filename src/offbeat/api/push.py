@@ -143,7 +143,7 @@ def _refusals(push: Push, endpoint: str) -> Iterator[None]:
 
 
 def _check_name(name: str, what: str) -> None:
-    require("hub", ["huggingface_hub"], wanted_by="offbeat push")
+    require("hub", ["huggingface_hub"], wanted_by="push")
     from huggingface_hub.errors import HFValidationError  # noqa: PLC0415
     from huggingface_hub.utils import validate_repo_id  # noqa: PLC0415
 

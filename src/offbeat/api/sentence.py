@@ -1,20 +1,15 @@
 """What a program sees of an error: its own line, and the sentence. Used by the public functions."""
 
 import functools
-import os
-import sysconfig
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
+from offbeat.data.raised import is_own
 from offbeat.errors import OffbeatError, UserError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_NOT_OWN = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))))
-"""Folders whose frames say nothing of the user's own code."""
 
 
 def short_errors(function: Callable[P, T]) -> Callable[P, T]:
@@ -43,6 +38,6 @@ def _own_frames(found: TracebackType | None) -> TracebackType | None:
     if found is None:
         return None
     after = _own_frames(found.tb_next)
-    if found.tb_frame.f_code.co_filename.startswith(_NOT_OWN):
+    if not is_own(found.tb_frame.f_code.co_filename):
         return after
     return TracebackType(after, found.tb_frame, found.tb_lasti, found.tb_lineno)

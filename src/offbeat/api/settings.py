@@ -7,21 +7,21 @@ of their own, such as `model`. A function given as a setting, wherever it is, is
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import ValidationError
 
 from offbeat.api.rows import FOLDER, Rows, RowsFile, is_named, write_rows
 from offbeat.config.data import DataConfig
 from offbeat.config.evaluation_sets import setting_of
-from offbeat.config.load import ALIASES, load_config, near_settings
+from offbeat.config.load import ALIASES, load_config, near_settings, suggestion
 from offbeat.config.load import settings as all_settings
 from offbeat.config.root import Config
 from offbeat.data.files import named
 from offbeat.data.given import give, import_name, withdraw
-from offbeat.errors import CodeError, ConfigError
+from offbeat.errors import CodeError, ConfigError, shorten
 
 Settings = Mapping[str, Any]
 """Settings by "section.key", or sections as mappings."""
@@ -32,6 +32,9 @@ Source = str | os.PathLike[str] | Settings
 _NOT_YET = "(rows)"
 _HELDOUT_SHARE = 5
 _MOST_NAMED = 6
+
+_OWN_SECTIONS = {"sft": "sft", "preference": "dpo", "reward_model": "reward_model", "serve": "service"}
+"""Sections that one kind of call reads, by the function that does; `train` reads [sft], too, for its warm-up."""
 
 
 @contextmanager
@@ -55,6 +58,7 @@ def configured(
     values.update(_flat(settings or {}))
     values.update(_flat(_by_setting(keywords, homes)))
     values.update({key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in given.items() if value is not None})
+    _check_tables(values)
     names: list[str] = []
     try:
         values = {key: _named(value, key, names) for key, value in values.items()}
@@ -119,7 +123,7 @@ def _setting(name: str, homes: Sequence[str]) -> str:
     """Return the setting that a keyword means: "section.key" itself, a section, or the last part of a setting's name or alias.
 
     Raises:
-        ConfigError: no setting has this name, or several have.
+        ConfigError: no setting has this name, several have, or only one that this call does not read.
     """
     if "." in name or name in Config.model_fields:
         return ALIASES.get(name, name)
@@ -128,14 +132,52 @@ def _setting(name: str, homes: Sequence[str]) -> str:
     for home in homes:
         if f"{home}.{name}" in found:
             return f"{home}.{name}"
+    if found and all(map(partial(_is_of_others, homes=homes), found)):
+        readers = " or ".join(f"{key} of offbeat.{_OWN_SECTIONS[key.partition('.')[0]]}" for key in found)
+        own = {home.partition(".")[0] for home in homes}
+        near = [key for key in _near(name, homes) if key.partition(".")[0] in own]
+        raise ConfigError(f"{name} is {readers}, which this call does not read; {_advice(near)}")
     if len(found) > 1:
         raise ConfigError(
             f"{name} may be {' or '.join(found[:_MOST_NAMED])}; give it by its whole name, as in settings={{{found[0]!r}: ...}}")
     if not found:
-        near = near_settings(name)
-        advice = f"did you mean {' or '.join(near[:_MOST_NAMED])}?" if near else "'offbeat config docs' lists them all"
-        raise ConfigError(f"{name} is not a setting; {advice}")
+        raise ConfigError(f"{name} is not a setting; {_advice(_near(name, homes))}")
     return found[0]
+
+
+def _near(name: str, homes: Sequence[str]) -> list[str]:
+    """Return the settings that a keyword may mean: those of its homes first, and none that it does not read."""
+    known = {key for key, _ in all_settings()}
+    near: list[str] = []
+    for key in near_settings(name):
+        at_home = [own for home in homes if (own := f"{home}.{key.rpartition('.')[2]}") in known][:1]
+        near += [own for own in at_home or [key] if own not in near and not _is_of_others(own, homes=homes)]
+    return near
+
+
+def _is_of_others(key: str, *, homes: Sequence[str]) -> bool:
+    """Whether no call with these homes reads a setting."""
+    section = key.partition(".")[0]
+    return section in _OWN_SECTIONS and section not in homes and not (section == "sft" and "algorithm" in homes)
+
+
+def _advice(near: Sequence[str]) -> str:
+    return suggestion(near[:_MOST_NAMED]) if near else "'offbeat config docs' lists them all"
+
+
+def _check_tables(values: Settings) -> None:
+    """Raise ConfigError if something else is given where a mapping has to be, in words of Python and not of TOML."""
+    sections = {key[:at] for key, _ in all_settings() for at, letter in enumerate(key) if letter == "."}
+    tables = {key for key, info in all_settings() if get_origin(info.annotation) is dict}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            continue
+        if key == "rollout.rewards":
+            raise ConfigError(
+                f"rewards takes several rewards with their weights, as in rewards={{mine: 1.0, 'exact_match': 0.5}}, got {shorten(value)};"
+                " did you mean reward=, which takes one?")
+        if key in sections | tables:
+            raise ConfigError(f"{key} takes settings by name, as a mapping, got {shorten(value)}")
 
 
 def _named(value: Any, key: str, names: list[str]) -> Any:

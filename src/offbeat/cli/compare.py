@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         DataError: one of them is no evaluation, or both have nothing in common.
     """
     if overrides:
-        raise ConfigError(f"offbeat compare takes no settings, got --{overrides[0][0]}; evaluations are compared as they are")
+        raise ConfigError(f"compare takes no settings, got --{overrides[0][0]}; evaluations are compared as they are")
     if args.changes < 0:
         raise ConfigError(f"--changes must be at least 0, got {args.changes}")
     first, second = find_evaluation(args.first), find_evaluation(args.second)

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         ConfigError: settings were given.
     """
     if overrides:
-        raise ConfigError(f"offbeat completion takes no settings, got --{overrides[0][0]}")
+        raise ConfigError(f"completion takes no settings, got --{overrides[0][0]}")
     print({"bash": bash_script, "zsh": zsh_script, "fish": fish_script}[args.shell](), end="")
     return 0
 

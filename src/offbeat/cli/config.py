@@ -127,7 +127,7 @@ def _memory(config: Config) -> Iterator[str]:
         ConfigError: there is no model to count, or it cannot be read.
         MissingExtraError: torch is not installed.
     """
-    require("train", TRAIN, wanted_by="offbeat config check --memory")
+    require("train", TRAIN, wanted_by="config check --memory")
     if not config.model.path:
         raise ConfigError("model.path must name a model for --memory, got none; the tiny model fits anywhere")
     done = subprocess.run(

@@ -93,7 +93,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         ConfigError: settings were given, but the checks do not depend on any.
     """
     if overrides:
-        raise ConfigError(f"offbeat doctor takes no settings, got --{overrides[0][0]}; check a configuration with offbeat config check")
+        raise ConfigError(f"doctor takes no settings, got --{overrides[0][0]}; check a configuration with offbeat config check")
     checks = all_checks()
     if args.json:
         print(json.dumps([asdict(check) for check in checks], indent=2, ensure_ascii=False))

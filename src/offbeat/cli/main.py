@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from importlib.metadata import version
 from typing import Any
 
-from offbeat.config.load import near_settings, split_overrides
+from offbeat.config.load import near_settings, split_overrides, suggestion
 from offbeat.errors import ConfigError, OffbeatError
 from offbeat.extras import TRAIN, require
 from offbeat.loading import load_module
@@ -119,7 +119,7 @@ def build_parser(command: str) -> argparse.ArgumentParser:
             commands.add_parser(name, help=known.summary)
         return parser
     if COMMANDS[command].needs_train:
-        require("train", TRAIN, wanted_by=f"offbeat {command}")
+        require("train", TRAIN, wanted_by=command)
     with _loading_hint(command):
         load_module(f"offbeat.cli.{COMMANDS[command].module}").add_parser(commands)
     return parser
@@ -137,7 +137,7 @@ def _no_argument(word: str, command: str) -> str:
     name = word.partition("=")[0]
     near = near_settings(name.lstrip("-"))
     advice = (
-        f"did you mean {' or '.join(f'--{key}' for key in near[:_MOST_NAMED])}?" if near else
+        suggestion(near[:_MOST_NAMED], prefix="--") if near else
         f"'offbeat {command} --help' lists them, and any setting can be given as --section.key value")
     return f"{name} is not an option of 'offbeat {command}'; {advice}"
 

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         HubError: the hub cannot be reached, or refuses.
     """
     if overrides:
-        raise ConfigError(f"offbeat push takes no settings, got --{overrides[0][0]}; the model is sent as the run has exported it")
+        raise ConfigError(f"push takes no settings, got --{overrides[0][0]}; the model is sent as the run has exported it")
     push = plan_push(
         args.run_dir, args.repo_id, checkpoint=args.checkpoint, adapter=args.adapter, base_model=args.base_model,
         revision=args.revision, message=args.message, private=args.private)

@@ -39,6 +39,6 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         DataError: the folder is not a run.
     """
     if overrides:
-        raise ConfigError(f"offbeat report takes no settings, got --{overrides[0][0]}; a report shows the run as it was configured")
+        raise ConfigError(f"report takes no settings, got --{overrides[0][0]}; a report shows the run as it was configured")
     print(write_report(args.run_dir))
     return 0

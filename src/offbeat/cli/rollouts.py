@@ -82,7 +82,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         DataError: the folder is not a run, or has no such rollout.
     """
     if overrides:
-        raise ConfigError(f"offbeat rollouts takes no settings, got --{overrides[0][0]}; see offbeat rollouts --help")
+        raise ConfigError(f"rollouts takes no settings, got --{overrides[0][0]}; see offbeat rollouts --help")
     if not 1 <= args.limit <= _LARGEST:
         raise ConfigError(f"--limit must be at least 1 and at most 2^53, got {args.limit}")
     check_run(args.run_dir)

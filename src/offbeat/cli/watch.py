@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         PortBusyError: the port is taken.
     """
     if overrides:
-        raise ConfigError(f"offbeat watch takes no settings, got --{overrides[0][0]}; see offbeat watch --help")
+        raise ConfigError(f"watch takes no settings, got --{overrides[0][0]}; see offbeat watch --help")
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {args.port}")
     is_local = is_loopback(args.host)
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     if not key and not is_local:
         key = secrets.token_urlsafe(24)
     with closing(Library(args.paths or [Path("runs")])) as library:
-        with closing(bind(args.host, args.port, who="offbeat watch", another="another --port")) as listener:
+        with closing(bind(args.host, args.port, who="the live page", another="another --port")) as listener:
 
             def tell() -> None:
                 url = url_of(listener, key=key)

@@ -62,10 +62,12 @@ ALIASES = {
 
 COUNTERPARTS = {
     "beta": "algorithm.kl_coefficient",
+    "epochs": "run.total_steps",
     "epsilon": "algorithm.clip_low",
     "epsilon_high": "algorithm.clip_high",
     "eval_dataset": "data.heldout_path",
     "eval_steps": "evaluate.every_steps",
+    "kl_coef": "algorithm.kl_coefficient",
     "learning_rate": "train.optimizer.lr",
     "lora_alpha": "model.lora.alpha",
     "lora_r": "model.lora.rank",
@@ -93,6 +95,9 @@ COUNTERPARTS = {
     "use_vllm": "inference.engine",
 }
 """Arguments of TRL's trainers, and the setting here that is nearest to each. They are suggested and not accepted, because values differ."""
+
+_ACTS_WITH = {"algorithm.kl_coefficient": "algorithm.kl_loss = 'k3'"}
+"""What else has to be set for a suggested setting to act."""
 
 _TYPES = {"bool": "true or false", "int": "an integer", "float": "a number", "string": "text", "tuple": 'a list, such as ["a", "b"]'}
 _BOUNDS = {"greater_than_equal": (">=", "ge"), "greater_than": (">", "gt"), "less_than_equal": ("<=", "le"), "less_than": ("<", "lt")}
@@ -311,15 +316,22 @@ def _explain(error: Any) -> str:
 def near_settings(name: str) -> list[str]:
     """Return the settings that a name without its section may mean; empty if none is near.
 
-    They are those whose last part it is, the counterpart of an argument of TRL, or those whose last part or counterpart is spelt nearly so.
+    They are the counterpart of an argument of TRL and those settings whose last part it is, or whose last part or counterpart is spelt
+    nearly so.
     """
     known = [key for key, _ in settings()]
     name = name.replace("-", "_")
     named = {key.rpartition(".")[2] for key in known}
     if name not in named | COUNTERPARTS.keys():
         name = next(iter(get_close_matches(name, sorted(named | COUNTERPARTS.keys()), n=1, cutoff=0.8)), name)
-    found = [key for key in known if key.rpartition(".")[2] == name]
-    return found or ([COUNTERPARTS[name]] if name in COUNTERPARTS else [])
+    counterpart = [COUNTERPARTS[name]] if name in COUNTERPARTS else []
+    return [*counterpart, *(key for key in known if key.rpartition(".")[2] == name)]
+
+
+def suggestion(near: Sequence[str], *, prefix: str = "") -> str:
+    """Ask whether one of these settings was meant, and say of one that needs another to act, which."""
+    asked = f"did you mean {' or '.join(f'{prefix}{key}' for key in near)}?"
+    return asked + "".join(f" {prefix}{key} acts with {_ACTS_WITH[key]}" for key in near if key in _ACTS_WITH)
 
 
 def _unknown(key: str) -> str:
@@ -337,7 +349,7 @@ def _unknown(key: str) -> str:
         near = [f"{section}.{k}" for k in get_close_matches(name, siblings, n=1)]
     near = near or [k for k in known if k.rpartition(".")[2] == name]
     near = near or ([COUNTERPARTS[name]] if name in COUNTERPARTS else get_close_matches(key, known, n=1, cutoff=0.75))
-    advice = f"did you mean {near[0]}?" if near else "'offbeat config docs' lists them all"
+    advice = suggestion(near[:1]) if near else "'offbeat config docs' lists them all"
     return f"{key} is not a setting; {advice}"
 
 

@@ -8,15 +8,18 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import inspect
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from offbeat.data.given import find
+from offbeat.data.raised import describe_at
 from offbeat.errors import CodeError, OwnCodeError, describe
 
 
@@ -52,6 +55,26 @@ def resolve(dotted: str, *, kind: str) -> Callable[..., Any]:
     if not callable(function):
         raise CodeError(f"{kind} {dotted!r} must be a function, got a {type(function).__name__}")
     return function
+
+
+def check_takes(function: Callable[..., Any], dotted: str, given: Sequence[str], *, kind: str) -> None:
+    """Refuse a function that cannot be called with so many arguments by position; one whose signature is not known is taken.
+
+    Args:
+        given: what it is called with, for messages.
+
+    Raises:
+        CodeError: it takes more arguments or fewer.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of native code
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as exc:
+        raise CodeError(
+            f"{kind} {dotted!r} takes {re.sub(' ->.*', '', str(signature))}, but it is called with ({', '.join(given)}); {exc}") from exc
 
 
 @contextmanager
@@ -91,7 +114,7 @@ def _import(name: str, kind: str) -> ModuleType:
         raise CodeError(
             f"{kind} module {name!r} was not found; check the spelling, install it, or name its file: path/to/file.py:function") from exc
     except (Exception, SystemExit) as exc:
-        raise CodeError(f"{kind} module {name!r} failed on import: {describe(exc)}") from exc
+        raise CodeError(f"{kind} module {name!r} failed on import: {describe_at(exc)}") from exc
 
 
 @functools.cache  # so that functions from one file share its state
@@ -105,5 +128,5 @@ def _load_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as exc:
         del sys.modules[name]
-        raise CodeError(f"file {str(path)!r} failed on import: {describe(exc)}") from exc
+        raise CodeError(f"file {str(path)!r} failed on import: {describe_at(exc)}") from exc
     return module

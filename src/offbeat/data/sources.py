@@ -7,6 +7,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from glob import glob, has_magic
 from itertools import accumulate, chain
@@ -88,8 +89,19 @@ def _open(path: str, *, split: str, sieve: Sieve) -> Source:
             raise DataError(f"no data file matches the pattern {path!r}; a pattern is relative to the working directory")
         return _open_files(files, sieve)
     if not has_splits(path) or not _HUB_ID.fullmatch(path):
-        raise DataError(f"data file {path!r} does not exist; give {_SOURCES}")
+        advice = f"did you mean {near!r}? A path is" if (near := _nearest(found)) else f"give {_SOURCES}; a path is"
+        raise DataError(f"data file {path!r} does not exist; {advice} relative to the working directory")
     return _open_hub(path, split=split, sieve=sieve)
+
+
+def _nearest(path: Path) -> str:
+    """Return the data file beside this path whose name is spelt most nearly so; empty if there is none."""
+    try:
+        names = [file.name for file in path.parent.iterdir() if is_data_file(file)]
+    except OSError:  # there is no such folder, or it cannot be read
+        return ""
+    near = get_close_matches(path.name, names, n=1, cutoff=0.8)
+    return str(path.with_name(near[0])) if near else ""
 
 
 def _open_files(files: Sequence[Path], sieve: Sieve) -> Source:

@@ -22,10 +22,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 from offbeat.config.rollout import RolloutConfig
+from offbeat.data.raised import describe_at
 from offbeat.data.row import Row
 from offbeat.data.stream import PromptStream
 from offbeat.data.trajectory import Group
-from offbeat.errors import CodeError, DeadlineError, OffbeatError, RolloutError, RunError, describe
+from offbeat.errors import CodeError, DeadlineError, OffbeatError, RolloutError, RunError
 from offbeat.inference.sampling import Sampling
 from offbeat.phase import phase
 from offbeat.rollout.accounts import Accounts
@@ -380,5 +381,5 @@ class RolloutExecutor:
         first = self._failures[0]
         # An error that is not a RunError was raised by user code: the reward, or the workflow itself.
         kind = RolloutError if isinstance(first, RunError) else CodeError
-        said = f"{type(first).__name__}: {first}" if isinstance(first, OffbeatError) else describe(first)
+        said = f"{type(first).__name__}: {first}" if isinstance(first, OffbeatError) else describe_at(first)
         raise kind(f"the last {len(self._failures)} groups of rollouts failed; the first with {said}") from first

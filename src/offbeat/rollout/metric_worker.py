@@ -5,6 +5,7 @@ It sets its own memory limit before any of that runs.
 
 import re
 import resource
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 from offbeat.data import wire
 from offbeat.data.functions import resolve
 from offbeat.data.given import Given, receive
+from offbeat.data.raised import FirstTracebacks, describe_at
 from offbeat.data.reward import FailedReward, NamedReward, check_reward
-from offbeat.errors import CodeError, describe, printable, shorten
+from offbeat.errors import CodeError, printable, shorten
 from offbeat.evaluation.samples import MetricSample
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,99}")
@@ -59,7 +61,8 @@ class MetricWorker:
         try:
             found = function(list(request.samples))
         except BaseException as exc:  # sys.exit() too
-            raise CodeError(printable(f"the metric {request.metric} raised {describe(exc)}", most=1000)) from None
+            sys.stderr.write(FirstTracebacks().take(exc))  # of this one call
+            raise CodeError(printable(f"the metric {request.metric} raised {describe_at(exc)}", most=1000)) from None
         return wire.encode(MetricValues(metric_values(found, request.metric)))
 
 

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from offbeat.data.raised import describe_at
 from offbeat.data.trajectory import UNUSABLE, Group, Trajectory, Unusable
-from offbeat.errors import CodeError, DeadlineError, RefusedError, RewardError, RunError, TooLongError, WorkerError, describe
+from offbeat.errors import CodeError, DeadlineError, RefusedError, RewardError, RunError, TooLongError, WorkerError
 from offbeat.telemetry.tracker import StatsPart
 
 Kind = Literal[
@@ -78,7 +79,7 @@ def unwrap(exc: BaseException) -> Exception:
     """Unwrap the exception groups of a workflow's task groups, to recognize an engine's failure; errors of user code come first."""
     while isinstance(exc, BaseExceptionGroup):
         exc = next((each for each in exc.exceptions if not isinstance(each, RunError)), exc.exceptions[0])
-    return exc if isinstance(exc, Exception) else CodeError(describe(exc))
+    return exc if isinstance(exc, Exception) else CodeError(describe_at(exc))
 
 
 class Outcomes:

@@ -6,15 +6,17 @@ returns fails its own group alone.
 
 import asyncio
 import inspect
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from offbeat.config.rollout import RolloutConfig
+from offbeat.data.raised import FirstTracebacks, describe_at
 from offbeat.data.row import Row
 from offbeat.data.trajectory import Group
-from offbeat.errors import CodeError, describe, shorten
+from offbeat.errors import CodeError, OffbeatError, describe, shorten
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.rollout.accounts import Accounts
 from offbeat.rollout.clock import EpisodeClock
@@ -23,6 +25,8 @@ from offbeat.rollout.episode import Episode, Workflow
 from offbeat.rollout.idle import IdleHint
 from offbeat.rollout.outcomes import Failure, Kind, failure_of, failure_to_ask, unwrap
 from offbeat.types import Version
+
+logger = logging.getLogger(__name__)
 
 MakeEpisode = Callable[[Row, int, Sampling], Episode]
 Accept = Callable[[Group], bool]
@@ -42,6 +46,7 @@ class GroupPlayer:
         self._config = config
         self._idle = idle
         self._halted = halted
+        self._tracebacks = FirstTracebacks()
 
     async def play(
         self, prompt_id: str, row: Row, group_size: int, sampling: Sampling, *, version: Version, accounts: Accounts,
@@ -72,7 +77,10 @@ class GroupPlayer:
             return Group(prompt_id, version, rejected=str(failure)), failure_of(failure)
         except (Exception, SystemExit) as exc:  # boundary to user code: any error of a workflow rejects only its own group
             error = unwrap(exc)
-            return Group(prompt_id, version, rejected=describe(error)), failure_of(error)
+            if isinstance(error, OffbeatError):
+                return Group(prompt_id, version, rejected=describe(error)), failure_of(error)
+            self._log(f"the workflow {self._config.workflow}", error)
+            return Group(prompt_id, version, rejected=describe_at(error)), failure_of(error)
 
     def _watched(self, episode: Episode, clock: EpisodeClock) -> Episode:
         """Return an episode that stops the clock where it should, and tells the hint what it waits for."""
@@ -106,12 +114,17 @@ class GroupPlayer:
             answer: object = self._accept(group)
             accepted = None if answer is None else bool(answer)
         except (Exception, SystemExit) as exc:
-            return self._fail_filter(group, f"raised {describe(exc)}")
+            self._log("should_accept", exc)
+            return self._fail_filter(group, f"raised {describe_at(exc)}")
         if accepted is None:
             return self._fail_filter(group, "must return True or False, got None")
         if not accepted:
             return replace(group, trajectories=(), rejected="not accepted by should_accept"), None, "not accepted"
         return group, None, None
+
+    def _log(self, who: str, exc: BaseException) -> None:
+        if told := self._tracebacks.take(exc):
+            logger.warning("%s raised\n%s", who, told)
 
     def _fail_filter(self, group: Group, how: str) -> tuple[Group, Failure, None]:
         reason = f"should_accept {how}"

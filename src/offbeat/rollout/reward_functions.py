@@ -16,13 +16,15 @@ round. A function in which a completion comes second without a `row` before it, 
 import asyncio
 import inspect
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from offbeat.data.functions import resolve
+from offbeat.data.functions import check_takes, resolve
+from offbeat.data.raised import FirstTracebacks, describe_at
 from offbeat.data.reward import JUDGE_PREFIX, FailedReward, check_reward, is_of_group
 from offbeat.data.row import Row
-from offbeat.errors import CodeError, describe, printable, shorten
+from offbeat.errors import CodeError, printable, shorten
 from offbeat.rollout.judges import judge_reward
 
 _LONGEST_REASON = 1000
@@ -56,8 +58,12 @@ class RewardFunction:
             raise CodeError(
                 f"the reward {dotted} takes ({', '.join(self._named)}), which does not say where the row goes; a reward takes"
                 " (completion, row), or (completions, row) for all completions of a group at once")
+        if not self._is_of_columns:
+            taken = "completions" if self._is_of_group else "completion"
+            check_takes(self._function, dotted, ("row", taken) if self._row_first else (taken, "row"), kind="reward")
         self._is_async = any(map(inspect.iscoroutinefunction, (self._function, type(self._function).__call__)))
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._tracebacks = FirstTracebacks()
 
     @property
     def takes_group(self) -> bool:
@@ -104,7 +110,7 @@ class RewardFunction:
         except MemoryError:
             raise
         except BaseException as exc:  # sys.exit() too, since restarting a process takes a second
-            return self._failed(f"raised {describe(exc)}", shown)
+            return self._raised(exc, shown)
 
     async def _together(self, completions: Sequence[str], row: Row) -> list[Any]:
         async def one(completion: str) -> Any:
@@ -113,7 +119,7 @@ class RewardFunction:
             except MemoryError:
                 raise
             except BaseException as exc:
-                return self._failed(f"raised {describe(exc)}", completion)
+                return self._raised(exc, completion)
 
         return list(await asyncio.gather(*map(one, completions)))
 
@@ -137,6 +143,12 @@ class RewardFunction:
     @property
     def _prefix(self) -> str:
         return f"the reward {self.dotted} "
+
+    def _raised(self, exc: BaseException, completion: str) -> FailedReward:
+        """Return what stands for the reward; the traceback goes to stderr, which is the log of the process, once for each kind."""
+        sys.stderr.write(self._tracebacks.take(exc))
+        sys.stderr.flush()
+        return self._failed(f"raised {describe_at(exc)}", completion)
 
     def _failed(self, how: str, completion: str) -> FailedReward:
         return FailedReward(printable(f"{self._prefix}{how} (completion {completion[:60]!r})", most=_LONGEST_REASON))

@@ -1,6 +1,6 @@
 """Tries what a configuration names before a run needs it: data, rewards and workflows. `offbeat config check` calls it. Torch-free.
 
-Of data, the first rows are read; rewards are loaded by the processes that run them, as in a run, but not called.
+Of data, the first rows are read; rewards and an agent's program are loaded by the processes that run them, as in a run, but not called.
 """
 
 import asyncio
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from offbeat.agents.opening import load_program
 from offbeat.config.agent import PLAYS
 from offbeat.config.data import DataConfig
 from offbeat.config.load import listed_errors
@@ -16,7 +17,7 @@ from offbeat.controller.inputs import needs_answer
 from offbeat.controller.judges import choose_rewards, reward_model_of
 from offbeat.data.dataset import open_datasets
 from offbeat.data.files import Sieve
-from offbeat.data.functions import resolve
+from offbeat.data.functions import check_takes, resolve
 from offbeat.data.known import check_preference, check_row, unwritable_answers
 from offbeat.data.pairs import holds_pairs, open_pairs
 from offbeat.data.reward_model import open_reward_folder
@@ -27,6 +28,8 @@ from offbeat.rollout.reward_pool import RewardPool
 
 FIRST_ROWS = 100
 """Rows of each source that are read."""
+_PLAYED = {"agent": "agent", "gym": "environment", "tool_loop": "class of tools"}
+"""What may give the reward of each workflow that plays something."""
 
 
 def check_named(config: Config) -> list[str]:
@@ -45,8 +48,9 @@ def check_named(config: Config) -> list[str]:
     evaluated = [(f"evaluate.sets.{name}: ", config.evaluation_set(name)) for name in config.evaluate.sets]
     for prefix, own in (*(data_sets or [("", config)]), *evaluated):
         for what, names, check in (
-            ("data", _source_of(own.data), _check_data), ("rewards", [*_chosen(own)], _check_rewards),
+            ("data", _source_of(own.data), _check_data), ("rewards", [*_chosen(own), own.rollout.workflow], _check_rewards),
             ("workflow", [own.rollout.workflow, own.rollout.should_accept], _check_workflow),
+            ("agent", [own.rollout.workflow, own.agent], _check_agent),
         ):
             if (key := f"{what} {names}") in tried:
                 continue
@@ -91,18 +95,23 @@ def _check_data(config: Config) -> Iterator[str]:
     tokenizer = _tokenizer_here(config)
     if pairs_in(data):
         known = None if tokenizer is None else check_preference(tokenizer, data)
-        train, _ = open_pairs(data, unpaired=True, limit=FIRST_ROWS, refused=refused, check=known)
+        train, heldout = open_pairs(data, unpaired=True, limit=FIRST_ROWS, refused=refused, check=known)
         what = "preferences"
     else:
         answered = needs_answer(config, supervised=False)
         known = None if tokenizer is None else check_row(tokenizer, data, answered=answered)
-        train, _ = open_datasets(
+        train, heldout = open_datasets(
             data, seed=config.run.seed, needs_answer=answered, limit=FIRST_ROWS, refused=refused, check=known)
         what = "prompts" if answered else "prompts, which need no answer"
         unwritable = "" if tokenizer is None else unwritable_answers(tokenizer, train)
     train.row(0)
     left_out = f"; {len(refused)} of them cannot be used, the first: {refused[0]}" if refused else ""
-    count = "makes its rows" if train.num_rows is None else f"the first {train.num_rows + len(refused)} rows are {what}"
+    if train.num_rows is None:
+        count = "makes its rows"
+    else:
+        own_rows = data.heldout_size and not (data.heldout_path or data.heldout_split)
+        looked_at = train.num_rows + len(refused) + (heldout.num_rows or 0 if own_rows else 0)
+        count = f"the first {looked_at} rows are {what}" + (f"; the last {data.heldout_size} of all are held out" if own_rows else "")
     yield f"data: {data.task or data.path}: {count}{left_out}"
     if unwritable:
         yield f"data: {unwritable}"
@@ -123,7 +132,9 @@ def _check_rewards(config: Config) -> Iterator[str]:
         open_reward_folder(model)
     elif own := {name: weight for name, weight in weights.items() if not name.startswith("offbeat.")}:
         asyncio.run(_load(own, config))
-    yield f"reward: {' + '.join(_weighed(name, weight) for name, weight in weights.items())}"
+    rewards = " + ".join(_weighed(name, weight) for name, weight in weights.items())
+    played = f"what the {_PLAYED[rollout.workflow]} gives; where that is None, " if rollout.workflow in PLAYS else ""
+    yield f"reward: {played}{rewards}"
 
 
 async def _load(weights: dict[str, float], config: Config) -> None:
@@ -146,6 +157,12 @@ def _check_workflow(config: Config) -> Iterator[str]:
         named["workflow"] = rollout.workflow
     for kind, name in named.items():
         if name:
-            resolve(name, kind=kind)
+            check_takes(resolve(name, kind=kind), name, ("group" if kind == "should_accept" else "episode",), kind=kind)
             if not name.startswith("offbeat."):
                 yield f"{kind}: {name}"
+
+
+def _check_agent(config: Config) -> Iterator[str]:
+    if config.rollout.workflow == "agent" and config.agent.program:
+        asyncio.run(load_program(config))
+        yield f"agent: {config.agent.program}"
