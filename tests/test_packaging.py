@@ -96,7 +96,7 @@ def test_a_command_that_trains_or_serves_says_in_one_sentence_what_is_missing(pr
     done = run(programs / "offbeat", *words.split(), cwd=tmp_path, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"offbeat: offbeat {words.split()[0]} needs torch, transformers, tokenizers, safetensors, sqlalchemy, prometheus_client and"
+        f"offbeat: {words.split()[0]} needs torch, transformers, tokenizers, safetensors, sqlalchemy, prometheus_client and"
         " math_verify, which are not installed; run pip install 'offbeat[train]'\n")
 
 

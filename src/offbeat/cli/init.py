@@ -132,7 +132,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         StorageError: the folder cannot be written.
     """
     if overrides:
-        raise ConfigError(f"offbeat init takes no settings, got --{overrides[0][0]}; write it into task.toml")
+        raise ConfigError(f"init takes no settings, got --{overrides[0][0]}; write it into task.toml")
     folder = Path(args.folder)
     name = _run_name(folder)
     files = {"data.jsonl": _rows(), "reward.py": _REWARD} | {
