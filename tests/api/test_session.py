@@ -173,6 +173,16 @@ def test_what_is_asked_between_two_parts_of_a_run_is_heard_by_the_next() -> None
         assert heard == [asked]
 
 
+def test_a_stop_by_a_callback_is_no_signal_so_one_while_the_report_is_written_changes_nothing() -> None:
+    ending = Ending()
+    with closing(asyncio.new_event_loop()) as loop:
+        ending.attach(loop, print)
+        ending.after_step("a callback asked to stop")
+    ending.ask("first")
+    with pytest.raises(KeyboardInterrupt):
+        ending.ask("second")
+
+
 def test_a_signal_while_the_report_is_written_changes_nothing_and_a_second_one_ends_the_call() -> None:
     written = []
 

@@ -107,8 +107,8 @@ def test_a_mistake_is_told_as_on_the_command_line(given: dict[str, Any], told: s
 
 def test_a_name_of_one_section_is_its_own_where_that_is_read() -> None:
     homes = ("preference", "preference.optimizer", "run", "train", "data", "model")
-    with configured(None, None, {"beta": 0.5, "loss": "ipo"}, homes=homes, given={}, rows={}) as found:
-        assert (found.preference.beta, found.preference.loss) == (0.5, "ipo")
+    with configured(None, None, {"beta": 0.5, "loss": "ipo", "too_long": "drop"}, homes=homes, given={}, rows={}) as found:
+        assert (found.preference.beta, found.preference.loss, found.sft.too_long) == (0.5, "ipo", "drop")
     with configured(None, {"preference.beta": 0.5}, {"stop_at_accuracy": 0.5}, homes=HOMES, given={}, rows={}) as found:
         assert found.preference.beta == 0.5, "by its whole name it may always be given"
         assert found.sft.stop_at_accuracy == 0.5, "the warm-up reads it"

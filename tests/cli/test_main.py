@@ -45,7 +45,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(config: str, capsys: pytest.C
     (["train", "run.toml", "--lr", "1e-4"], "--lr is not an option of 'offbeat train'; did you mean --train.optimizer.lr or"),
     (["train", "--max-steps=3", "run.toml"], "--max-steps is not an option of 'offbeat train'; did you mean --run.total_steps?"),
     (["train", "run.toml", "--beta", "1"], "--beta is not an option of 'offbeat train'; did you mean --algorithm.kl_coefficient or"
-     " --preference.beta? --algorithm.kl_coefficient acts with algorithm.kl_loss = 'k3'"),
+     " --preference.beta? --algorithm.kl_coefficient acts with --algorithm.kl_loss k3"),
     (["train", "run.toml", "--colour"], "--colour is not an option of 'offbeat train'; 'offbeat train --help' lists them"),
     (["report", "runs/a", "runs/b"], "'offbeat report' has no use for 'runs/b'; 'offbeat report --help' shows what it takes"),
     (["trian", "run.toml"], "trian is not a command; did you mean train?"),

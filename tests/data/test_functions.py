@@ -1,10 +1,11 @@
 """Dotted names of user code: what resolves, and one clear sentence for everything that does not."""
 
+import functools
 import math
 
 import pytest
 
-from offbeat.data.functions import at_step, blaming, resolve
+from offbeat.data.functions import at_step, blaming, check_takes, resolve
 from offbeat.errors import CodeError, OwnCodeError
 from offbeat.rollout.rewards.exact_match import exact_match
 
@@ -93,3 +94,17 @@ def test_a_builtin_has_no_line_of_its_own_so_that_of_the_call_is_told():
     with pytest.raises(OwnCodeError, match=r"raised ValueError: .* at .*test_functions.py, line \d+$"), blaming(
             "math:sqrt", math.sqrt, kind="credit"):
         math.sqrt(-1)
+
+
+def test_arguments_are_those_of_what_is_called_and_not_of_what_it_wraps():
+    def scaled(completion, row, scale):
+        return scale * len(completion)
+
+    @functools.wraps(scaled)
+    def wrapped(completion, row):
+        return scaled(completion, row, 2)
+
+    check_takes(wrapped, "mine.py:wrapped", ("completion", "row"), kind="reward")
+    check_takes(functools.partial(scaled, scale=2), "mine.py:partial", ("completion", "row"), kind="reward")
+    with pytest.raises(CodeError, match=r"takes \(completion, row, scale\), but it is called with \(completion, row\); missing a required"):
+        check_takes(scaled, "mine.py:scaled", ("completion", "row"), kind="reward")

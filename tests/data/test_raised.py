@@ -34,6 +34,14 @@ def test_the_innermost_line_of_the_users_own_is_told_as_a_path_from_here(tmp_pat
     assert describe_at(raised(path, "")) == "ZeroDivisionError: division by zero at mine.py, line 7"
 
 
+def test_code_that_is_made_at_run_time_is_told_by_the_line_that_runs_it(tmp_path: Path) -> None:
+    path = tmp_path / "sums.py"
+    path.write_text("def f(text):\n    return eval(text)\n")
+    with pytest.raises(ZeroDivisionError) as caught:
+        resolve(f"{path}:f", kind="reward")("1 / 0")
+    assert place_of(caught.value) == f"{path}, line 2"
+
+
 @pytest.mark.parametrize(("file", "place"), [
     ("/tmp/ipykernel_99/123.py", "a cell of the notebook, line 2"), ("<ipython-input-3-ab>", "a cell of the notebook, line 2"),
     ("/home/me/offbeat/train.py", "/home/me/offbeat/train.py, line 2"), ("/x/site-packages/trl/a.py", ""), ("<frozen os>", "")])

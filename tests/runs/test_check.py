@@ -76,6 +76,12 @@ def test_rows_that_were_looked_at_and_rows_that_are_held_out_are_told_apart(tmp_
     assert said[0] == f"data: {rows}: the first 100 rows are prompts, which need no answer; the last 32 of all are held out"
 
 
+def test_all_rows_of_an_evaluation_set_are_asked(tmp_path: Path) -> None:
+    few = write(tmp_path / "few.jsonl", [{"prompt": "p", "answer": "a"}] * 50)
+    said = check_named(load_config(None, [("data.task", "addition"), ("evaluate.sets", f"{{few = {{data = {{path = '{few}'}}}}}}")]))
+    assert f"evaluate.sets.few: data: {few}: the first 50 rows are prompts" in said
+
+
 def test_the_program_of_an_agent_is_imported_and_gives_the_reward(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text("async def run(task):\n    return 1.0\n\ndef reward(completion):\n    return 1.0\n\ndef accept():\n    return True\n")

@@ -47,7 +47,7 @@ class Ending:
         self._terminations = Terminations()
         self._target: tuple[asyncio.AbstractEventLoop, End] | None = None
         self._unheard: list[str] = []
-        self._asked = False
+        self._asked = self._signalled = False
 
     def attach(self, loop: asyncio.AbstractEventLoop, end: End) -> None:
         """Ask `end` from now on, and for what it was too early before."""
@@ -60,26 +60,32 @@ class Ending:
     def after_step(self, how: str) -> None:
         """Ask the run to end after the step that it does, once however often this is called."""
         if not self._asked:
-            self.ask(how)
+            self._pass_on(how)
 
     def ask(self, how: str) -> None:
-        """Ask the run to end: after its step at first, and at once if it has been asked before.
+        """Ask the run to end, as a signal does: after its step at first, and at once if it has been asked before.
 
         Where no part of it goes on any more, the next one hears it. After the last one there is only a report to write, which is finished
-        unless this is the second time.
+        unless this is the second signal.
 
         Raises:
-            KeyboardInterrupt: no part goes on, and it has been asked before; so only the main thread may ask then.
+            KeyboardInterrupt: no part goes on, and there was a signal before; so only the main thread may ask then.
         """
         with self._lock:
-            again, self._asked = self._asked, True
+            again, self._signalled = self._signalled, True
+            if not self._pass_on(how) and again and self._target is not None:
+                raise KeyboardInterrupt
+
+    def _pass_on(self, how: str) -> bool:
+        """Tell the part that goes on, and return whether there is one."""
+        with self._lock:
+            self._asked = True
             with suppress(RuntimeError):  # the loop of an earlier part is closed
                 if self._target is not None:
                     self._target[0].call_soon_threadsafe(self._target[1], how)
-                    return
+                    return True
             self._unheard.append(how)
-            if again and self._target is not None:
-                raise KeyboardInterrupt
+            return False
 
     def terminate(self) -> None:
         """Ask as SIGTERM does."""

@@ -158,6 +158,8 @@ def _near(name: str, homes: Sequence[str]) -> list[str]:
 def _is_of_others(key: str, *, homes: Sequence[str]) -> bool:
     """Whether no call with these homes reads a setting."""
     section = key.partition(".")[0]
+    if key == "sft.too_long" and not {"preference", "reward_model"}.isdisjoint(homes):  # which is for pairs, too
+        return False
     return section in _OWN_SECTIONS and section not in homes and not (section == "sft" and "algorithm" in homes)
 
 

@@ -96,8 +96,8 @@ COUNTERPARTS = {
 }
 """Arguments of TRL's trainers, and the setting here that is nearest to each. They are suggested and not accepted, because values differ."""
 
-_ACTS_WITH = {"algorithm.kl_coefficient": "algorithm.kl_loss = 'k3'"}
-"""What else has to be set for a suggested setting to act."""
+_ACTS_WITH = {"algorithm.kl_coefficient": ("algorithm.kl_loss", "k3")}
+"""What else has to be set, and to what, for a suggested setting to act."""
 
 _TYPES = {"bool": "true or false", "int": "an integer", "float": "a number", "string": "text", "tuple": 'a list, such as ["a", "b"]'}
 _BOUNDS = {"greater_than_equal": (">=", "ge"), "greater_than": (">", "gt"), "less_than_equal": ("<=", "le"), "less_than": ("<", "lt")}
@@ -331,7 +331,8 @@ def near_settings(name: str) -> list[str]:
 def suggestion(near: Sequence[str], *, prefix: str = "") -> str:
     """Ask whether one of these settings was meant, and say of one that needs another to act, which."""
     asked = f"did you mean {' or '.join(f'{prefix}{key}' for key in near)}?"
-    return asked + "".join(f" {prefix}{key} acts with {_ACTS_WITH[key]}" for key in near if key in _ACTS_WITH)
+    others = {key: f"{prefix}{other} {value}" if prefix else f"{other} = {value!r}" for key, (other, value) in _ACTS_WITH.items()}
+    return asked + "".join(f" {prefix}{key} acts with {others[key]}" for key in near if key in others)
 
 
 def _unknown(key: str) -> str:

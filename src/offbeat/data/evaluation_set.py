@@ -11,6 +11,11 @@ _FIELDS = ("format", "prompt", "prompt_field", "answer_field", "system_field", "
 """Settings that say how a record becomes a row."""
 
 
+def has_own_rows(config: DataConfig, *, of_run: DataConfig) -> bool:
+    """Whether an evaluation set names other rows than the run has, all of which may be asked then."""
+    return any(getattr(config, name) != getattr(of_run, name) for name in _SOURCE)
+
+
 def open_set(
     config: DataConfig, *, of_run: DataConfig, heldout: PromptDataset, most: int, seed: int, needs_answer: bool = True,
     refused: list[str] | None = None, check: Check[Row] | None = None,
@@ -28,7 +33,7 @@ def open_set(
         DataError: as `open_datasets`; or the rows are the run's, and it holds none out.
         MissingExtraError: the source needs an optional dependency.
     """
-    if any(getattr(config, name) != getattr(of_run, name) for name in _SOURCE):
+    if has_own_rows(config, of_run=of_run):
         alone = config.model_copy(update={"heldout_size": most if config.task else 0})
         train, heldout = open_datasets(alone, seed=seed, needs_answer=needs_answer, refused=refused, check=check)
         rows = heldout if config.task else train

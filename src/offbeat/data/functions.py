@@ -67,7 +67,7 @@ def check_takes(function: Callable[..., Any], dotted: str, given: Sequence[str],
         CodeError: it takes more arguments or fewer.
     """
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function, follow_wrapped=False)  # a decorator may add arguments to what it wraps
     except (TypeError, ValueError):  # of native code
         return
     try:

@@ -14,18 +14,21 @@ _NOT_OWN = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], *
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _CELLS = (f"{os.sep}ipykernel_", "<ipython-input-")
 """What the file names of a notebook's cells contain."""
+_TYPED = ("<stdin>", "<ipython-input-")
+"""What the names of code begin with that was typed, and not made at run time."""
 _MOST_FRAMES, _MOST_CHARACTERS, _MOST_KINDS = 20, 20_000, 50
 
 
 def place_of(exc: BaseException) -> str:
     """Return file and line of the innermost frame in the user's own code, as in "rewards.py, line 2"; empty if there is none.
 
+    Code that was made at run time, by `eval` for example, has no file, and its caller is named instead.
     A file below the working directory is named from there. A function that was sent from a script or a notebook has the name of that file,
     or is in "a cell of the notebook".
     """
     for raised in (exc, exc.__cause__):  # which may be the same
         for frame, line in reversed([*traceback.walk_tb(raised.__traceback__ if raised else None)]):
-            if is_own(file := frame.f_code.co_filename):
+            if is_own(file := frame.f_code.co_filename) and not (file.startswith("<") and not file.startswith(_TYPED)):
                 return f"{_shown(file)}, line {line}"
     return ""
 

@@ -16,6 +16,7 @@ from offbeat.config.root import Config
 from offbeat.controller.inputs import needs_answer
 from offbeat.controller.judges import choose_rewards, reward_model_of
 from offbeat.data.dataset import open_datasets
+from offbeat.data.evaluation_set import has_own_rows
 from offbeat.data.files import Sieve
 from offbeat.data.functions import check_takes, resolve
 from offbeat.data.known import check_preference, check_row, unwritable_answers
@@ -45,7 +46,7 @@ def check_named(config: Config) -> list[str]:
     wrong: list[str] = []
     tried: set[str] = set()
     data_sets = [(f"data.sets.{name}: ", config.data_set(name)) for name in config.data.sets]
-    evaluated = [(f"evaluate.sets.{name}: ", config.evaluation_set(name)) for name in config.evaluate.sets]
+    evaluated = [(f"evaluate.sets.{name}: ", _evaluated(config, name)) for name in config.evaluate.sets]
     for prefix, own in (*(data_sets or [("", config)]), *evaluated):
         for what, names, check in (
             ("data", _source_of(own.data), _check_data), ("rewards", [*_chosen(own), own.rollout.workflow], _check_rewards),
@@ -115,6 +116,14 @@ def _check_data(config: Config) -> Iterator[str]:
     yield f"data: {data.task or data.path}: {count}{left_out}"
     if unwritable:
         yield f"data: {unwritable}"
+
+
+def _evaluated(config: Config, name: str) -> Config:
+    """Return the configuration of an evaluation set, of whose own rows none are held out."""
+    own = config.evaluation_set(name)
+    if own.data.task or not has_own_rows(own.data, of_run=config.data):
+        return own
+    return own.model_copy(update={"data": own.data.model_copy(update={"heldout_size": 0})})
 
 
 def _tokenizer_here(config: Config) -> Tokenizer | None:

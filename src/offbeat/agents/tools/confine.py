@@ -68,11 +68,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def main() -> None:
     """Confine this process as the dict in its first argument says, tell the parent, and run the code on standard input."""
-    _libc.signal(_SIGTERM, _IGNORED)  # sent to all processes of a job, it would be taken for the program's own end
     order = eval(sys.argv[1])  # noqa: S307 (the parent's own `repr`; what parses more carefully takes longer to import than all else)
     code = os.fdopen(0, "rb").read().decode()
     os.open(os.devnull, os.O_RDONLY)  # is 0 again
     mode = order["mode"]
+    if mode != "none":  # sent to all processes of a job, it would be taken for the program's own end; only here can it start no others
+        _libc.signal(_SIGTERM, _IGNORED)
     if sys.platform == "linux":
         _die_with(order["parent"])
     if mode == "namespaces":

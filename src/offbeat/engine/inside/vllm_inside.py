@@ -124,7 +124,7 @@ class Inside:
         version, folder, broadcast, fingerprint, keep = read_body(body, version=int, folder=str, broadcast="", fingerprint="", keep=False)
         known = self._staged.get(version)
         if known is None or (known.folder, known.fingerprint) != (folder, fingerprint):
-            self._staged.pop(version, None)
+            self._staged.clear()  # a run stages one version at a time, and each may be a whole model in memory
             held = None if self._loaded is None else self._loaded.weights
             staged = await asyncio.to_thread(obtain, folder, fingerprint, broadcast=broadcast, keep=keep, held=held)
             await self._check(engine, staged)

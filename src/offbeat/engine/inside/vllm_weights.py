@@ -91,6 +91,7 @@ def _read_changes(folder: str, fingerprint: str, held: Weights | None) -> dict[s
             tensors = changes.read_weights(folder, read_whole=_read_whole, held=partial(_tensors_of, base))
             if not (reason := _differ(tensors, fingerprint)):
                 return tensors
+            del tensors  # before the next are read
         except (changes.ChangesError, RefusedError, OSError, SafetensorError) as exc:
             reason = str(exc)
     raise RefusedError(f"{folder} cannot be read: {reason}")
