@@ -240,7 +240,7 @@ def test_weights_that_were_received_and_kept_are_compared_again_at_every_proof(d
             offer.close()
         with pytest.raises(EngineError, match=r"tensors are not what was read") if fault else nullcontext():
             assert engine.run(lambda client: client.prove(CANARY, timeout_s=60)).version == engine.version
-    drilled.engine.version = engine.version
+    drilled.engine.version, drilled.versions.folder = engine.version, models.folder(1)
 
 
 @pytest.mark.parametrize("drilled", [SPLIT_ENGINE], indirect=True)
