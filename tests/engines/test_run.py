@@ -53,6 +53,7 @@ def test_a_run_publishes_with_proofs_heals_a_dead_server_and_leaves_nothing_when
                 process.kill()
 
 
+@pytest.mark.whole_run
 def test_sigterm_to_all_processes_of_a_job_leaves_the_server_to_the_run_which_saves(tmp_path: Path, models: Models) -> None:
     run = SmallRun(tmp_path, models.folder())
     slow = {"rollout__reward": f"{REWARDS}:slow"}
@@ -89,6 +90,7 @@ def test_a_run_whose_server_sleeps_while_the_rank_trains(tmp_path: Path, models:
     assert all(row["rollout/staleness_max_versions"] <= 1 and row["turns/asleep_s"] > 0 for row in run.metrics())
 
 
+@pytest.mark.whole_run
 def test_a_run_publishes_only_changes_between_whole_versions(tmp_path: Path, models: Models) -> None:
     run = SmallRun(tmp_path, models.folder())
     changes = {
