@@ -34,7 +34,10 @@ _HELDOUT_SHARE = 5
 _MOST_NAMED = 6
 
 _OWN_SECTIONS = {"sft": "sft", "preference": "dpo", "reward_model": "reward_model", "serve": "service"}
-"""Sections that one kind of call reads, by the function that does; `train` reads [sft], too, for its warm-up."""
+"""Sections that one kind of call reads, by the function that does."""
+
+_ALSO_READ_BY = {"sft": {"algorithm"}, "sft.too_long": {"algorithm", "preference", "reward_model"}}
+"""Homes of other calls that read such a section, or one setting of it: `train` has a warm-up, and pairs may be too long as well."""
 
 
 @contextmanager
@@ -158,9 +161,7 @@ def _near(name: str, homes: Sequence[str]) -> list[str]:
 def _is_of_others(key: str, *, homes: Sequence[str]) -> bool:
     """Whether no call with these homes reads a setting."""
     section = key.partition(".")[0]
-    if key == "sft.too_long" and not {"preference", "reward_model"}.isdisjoint(homes):  # which is for pairs, too
-        return False
-    return section in _OWN_SECTIONS and section not in homes and not (section == "sft" and "algorithm" in homes)
+    return section in _OWN_SECTIONS and ({section} | _ALSO_READ_BY.get(key, _ALSO_READ_BY.get(section, set()))).isdisjoint(homes)
 
 
 def _advice(near: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 _CELLS = (f"{os.sep}ipykernel_", "<ipython-input-")
 """What the file names of a notebook's cells contain."""
 _TYPED = ("<stdin>", "<ipython-input-")
-"""What the names of code begin with that was typed, and not made at run time."""
+"""What the names begin with of code that was typed; other names in angle brackets are of code that was made at run time."""
 _MOST_FRAMES, _MOST_CHARACTERS, _MOST_KINDS = 20, 20_000, 50
 
 
@@ -28,7 +28,7 @@ def place_of(exc: BaseException) -> str:
     """
     for raised in (exc, exc.__cause__):  # which may be the same
         for frame, line in reversed([*traceback.walk_tb(raised.__traceback__ if raised else None)]):
-            if is_own(file := frame.f_code.co_filename) and not (file.startswith("<") and not file.startswith(_TYPED)):
+            if is_own(file := frame.f_code.co_filename) and _is_written(file):
                 return f"{_shown(file)}, line {line}"
     return ""
 
@@ -38,10 +38,20 @@ def is_own(file: str) -> bool:
     return not (file.startswith((*_NOT_OWN, "<frozen ")) or any(part in file for part in _INSTALLED))
 
 
+def _is_written(file: str) -> bool:
+    return not file.startswith("<") or file.startswith(_TYPED)
+
+
 def describe_at(exc: BaseException) -> str:
     """Describe an exception as `describe` does, and add where in the user's own code it was raised, if that is known."""
     place = place_of(exc)
     return f"{describe(exc)} at {place}" if place else describe(exc)
+
+
+def traceback_of(exc: BaseException) -> str:
+    """Return the innermost frames of an exception, and the exception, as lines for a log."""
+    text = "".join(traceback.format_exception(exc, limit=-_MOST_FRAMES))
+    return text[:_MOST_CHARACTERS].encode("utf-8", "backslashreplace").decode()
 
 
 class FirstTracebacks:
@@ -56,8 +66,7 @@ class FirstTracebacks:
         if kind in self._kinds or len(self._kinds) >= _MOST_KINDS:
             return ""
         self._kinds.add(kind)
-        text = "".join(traceback.format_exception(exc, limit=-_MOST_FRAMES))
-        return text[:_MOST_CHARACTERS].encode("utf-8", "backslashreplace").decode()
+        return traceback_of(exc)
 
 
 def _shown(file: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from offbeat.data import wire
 from offbeat.data.functions import resolve
 from offbeat.data.given import Given, receive
-from offbeat.data.raised import FirstTracebacks, describe_at
+from offbeat.data.raised import describe_at, traceback_of
 from offbeat.data.reward import FailedReward, NamedReward, check_reward
 from offbeat.errors import CodeError, printable, shorten
 from offbeat.evaluation.samples import MetricSample
@@ -61,7 +61,7 @@ class MetricWorker:
         try:
             found = function(list(request.samples))
         except BaseException as exc:  # sys.exit() too
-            sys.stderr.write(FirstTracebacks().take(exc))  # of this one call
+            sys.stderr.write(traceback_of(exc))
             raise CodeError(printable(f"the metric {request.metric} raised {describe_at(exc)}", most=1000)) from None
         return wire.encode(MetricValues(metric_values(found, request.metric)))
 
