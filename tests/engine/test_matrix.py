@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from offbeat.engine import matrix as matrix_module
-from offbeat.engine.matrix import ByColumns, ByRows, Packed, head_matrix, matrix
+from offbeat.engine.matrix import ByColumns, ByRows, Packed, head_matrix, matrix, packs_in
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", [ByColumns, ByRows, Packed])
 def test_every_form_multiplies_and_adds_alike_and_gives_its_numbers_back(form, dtype):
+    if form is Packed and not packs_in(dtype):
+        pytest.skip(f"oneDNN does not pack {dtype} on this CPU, and so neither does the engine")
     torch.manual_seed(0)
     weight, bias = torch.randn(96, 64).to(dtype), torch.randn(96).to(dtype)
     formed = form(weight)
@@ -30,3 +32,12 @@ def test_only_large_matrices_are_packed(monkeypatch):
     assert head_matrix(weight).plain is weight, "a tied head takes no memory of its own"
     monkeypatch.setattr(matrix_module, "PACK_FROM", 256)
     assert type(matrix(weight)) is type(head_matrix(weight)) is Packed
+
+
+def test_a_matrix_of_a_format_that_this_cpu_does_not_pack_is_kept_plain(monkeypatch):
+    monkeypatch.setattr(matrix_module, "PACK_FROM", 256)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    for dtype, packed in ((torch.float32, True), (torch.bfloat16, False)):
+        weight, x = torch.randn(16, 16).to(dtype), torch.randn(3, 16).to(dtype)
+        assert type(matrix(weight)) is (Packed if packed else ByColumns) and type(head_matrix(weight)) is (Packed if packed else ByRows)
+        torch.testing.assert_close(matrix(weight)(x).double(), x.double() @ weight.double().t(), atol=0.1, rtol=0.02)

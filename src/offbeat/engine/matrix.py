@@ -83,4 +83,11 @@ def head_matrix(weight: Tensor) -> Matrix:
 
 
 def _packs(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.numel() >= PACK_FROM and torch.backends.mkldnn.is_available()
+    return weight.device.type == "cpu" and weight.numel() >= PACK_FROM and packs_in(weight.dtype)
+
+
+def packs_in(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs matrices of this format here: bfloat16 needs AVX-512 on x86, and bf16 instructions on ARM."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
