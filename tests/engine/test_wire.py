@@ -3,9 +3,12 @@
 import pytest
 
 from offbeat.chat.messages import ChatRequest
+from offbeat.chat.shaping import Shaping, Structure
 from offbeat.engine.request import SamplingParams
 from offbeat.engine.wire import ChatExtras, CompletionBody, SwitchBody, body_of, read_body
 from offbeat.errors import RefusedError
+
+SHAPING = Shaping(min_p=0.25, logit_bias=((3, 1.0), (7, -2.0)), structure=Structure.of_choices(["a", "b"]))
 
 
 def test_defaults_are_openais():
@@ -39,8 +42,7 @@ def test_token_ids_and_prompts_are_not_mixed():
 
 
 @pytest.mark.parametrize("field", [
-    {"frequency_penalty": 0.1}, {"presence_penalty": -1}, {"repetition_penalty": 1.2}, {"length_penalty": 2}, {"min_p": 0.1},
-    {"min_tokens": 3}, {"logit_bias": {"5": 1}}, {"best_of": 4}, {"suffix": "x"}, {"use_beam_search": True}, {"prompt_logprobs": 1}])
+    {"length_penalty": 2}, {"best_of": 4}, {"suffix": "x"}, {"use_beam_search": True}, {"prompt_logprobs": 1}])
 def test_what_would_be_left_undone_is_refused(field):
     with pytest.raises(RefusedError, match=f"{next(iter(field))} is not offered here"):
         CompletionBody(prompt="a", n=2, **field).check()
@@ -60,11 +62,12 @@ def test_null_zero_and_vllms_minus_one_mean_no_limit():
 
 def test_a_chats_settings_are_those_of_a_completion():
     request = ChatRequest(
-        (), max_new_tokens=4, temperature=0.5, top_p=0.9, top_k=7, n=3, seed=11, stop=("a",), logprobs=True, include_usage=True)
+        (), max_new_tokens=4, temperature=0.5, top_p=0.9, top_k=7, n=3, seed=11, stop=("a",), logprobs=True, include_usage=True,
+        shaping=SHAPING)
     body = body_of(request, ChatExtras([5], ignore_eos=True, scaled_logprobs=True), stops=("a", "b"), stop_token_ids=[5], stream=True)
     assert body.params(default_max_tokens=16) == SamplingParams(
         max_new_tokens=4, temperature=0.5, top_p=0.9, top_k=7, seed=11, stop=("a", "b"), stop_token_ids=(5,), ignore_eos=True,
-        scaled_logprobs=True)
+        scaled_logprobs=True, shaping=SHAPING)
     assert body.wants_logprobs and body.include_usage and body.n == 3 and body.stream
     assert not body_of(ChatRequest(()), ChatExtras(), stops=(), stop_token_ids=[], stream=False).wants_logprobs
     assert read_body(CompletionBody, b'{"prompt": "a", "logprobs": true}').num_top == 0

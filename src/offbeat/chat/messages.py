@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from offbeat.chat.shaping import PLAIN, Shaping
+
 Role = Literal["system", "user", "assistant", "tool"]
 Finish = Literal["stop", "length", "tool_calls", "abort"]
 
@@ -66,6 +68,7 @@ class ChatRequest:
         n: number of answers.
         logprobs: whether each token's log-probability is wanted.
         include_usage: whether a stream ends with the numbers of tokens.
+        shaping: penalties, biases, structured outputs; see `Shaping`, and `ShapingFields` for how bodies write it.
         return_token_ids: whether the ids of tokens, and the versions that sampled them, are wanted; only chat completions can ask.
     """
 
@@ -86,6 +89,7 @@ class ChatRequest:
     stream: bool = False
     include_usage: bool = False
     return_token_ids: bool = False
+    shaping: Shaping = PLAIN
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ creates requests; the engine answers each sample with one `Output`, or with one 
 from dataclasses import dataclass, field
 from typing import Literal
 
+from offbeat.chat.shaping import PLAIN, Shaping
 from offbeat.errors import EngineError, RefusedError
 from offbeat.inference.sampling import TopTokens
 from offbeat.types import Version
@@ -36,8 +37,10 @@ class SamplingParams:
         stop_token_ids: tokens that end the sample, besides the tokenizer's end token; they are part of the output.
         stop: strings that end the sample; the text is cut before them, the tokens are not.
         ignore_eos: continue past the tokenizer's end token; `stop_token_ids` still end the sample.
-        scaled_logprobs: report log-probabilities as if top_p and top_k were not set.
+        scaled_logprobs: report log-probabilities of the policy as it is trained: over all tokens at the temperature, as if top_p, top_k and
+            `shaping` were not set.
         top_logprobs: number of most likely tokens to report at each position.
+        shaping: penalties, biases, and tokens and texts that are left out or required; see `Shaping`.
     """
 
     max_new_tokens: int = 16
@@ -50,6 +53,7 @@ class SamplingParams:
     ignore_eos: bool = False
     scaled_logprobs: bool = False
     top_logprobs: int = 0
+    shaping: Shaping = PLAIN
 
     def __post_init__(self) -> None:
         stop_chars = sum(map(len, self.stop))
@@ -63,6 +67,8 @@ class SamplingParams:
             (stop_chars <= MAX_STOP_CHARS, f"stop takes at most {MAX_STOP_CHARS} characters in all", stop_chars),
             (all(0 <= t < 2**31 for t in self.stop_token_ids), "stop_token_ids must be >= 0 and below 2**31", self.stop_token_ids[:9]),
             (len(self.stop_token_ids) <= MAX_STOPS, f"stop_token_ids takes at most {MAX_STOPS} ids", len(self.stop_token_ids)),
+            (self.shaping.min_tokens <= self.max_new_tokens, f"min_tokens must be at most max_tokens, {self.max_new_tokens}",
+             self.shaping.min_tokens),
             (0 <= self.top_logprobs <= MAX_TOP, f"logprobs must be 0 to {MAX_TOP} likeliest tokens", self.top_logprobs),
         )
         for holds, rule, value in checks:
@@ -101,6 +107,13 @@ class Request:
         if min(self.prompt) < 0 or max(self.prompt) >= vocab_size:
             bad = next(t for t in self.prompt if not 0 <= t < vocab_size)
             raise RefusedError(f"prompt token {bad} is outside the vocabulary of {vocab_size} tokens")
+        shaping = self.params.shaping
+        if not shaping.is_plain:
+            raise RefusedError(f"{' and '.join(shaping.acting)} cannot be honoured here; leave it out")
+        for name, ids in (("logit_bias", [token for token, _ in shaping.logit_bias]), ("allowed_token_ids", shaping.allowed_token_ids)):
+            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+                bad = next(t for t in ids if not 0 <= t < vocab_size)
+                raise RefusedError(f"{name} has token {bad}, which is outside the vocabulary of {vocab_size} tokens")
         if length + most > max_context:
             raise RefusedError(
                 f"the prompt has {length} tokens and max_tokens is {most}, together more than the context of {max_context}; shorten the "

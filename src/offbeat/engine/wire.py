@@ -10,6 +10,7 @@ import msgspec
 from offbeat.chat import dialects
 from offbeat.chat.dialects import check_harmless
 from offbeat.chat.messages import ChatRequest
+from offbeat.chat.shaping import ShapingFields, StructuredOutputs
 from offbeat.engine.request import SamplingParams
 from offbeat.errors import RefusedError
 from offbeat.weights.protocol import Interrupt
@@ -23,14 +24,15 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class GenerateBody(msgspec.Struct, kw_only=True):
+class GenerateBody(ShapingFields, kw_only=True):
     """Fields that completions and chats share.
 
     Attributes:
         model: the name of a loaded adapter or of the base model; None is the base model.
         max_tokens: None uses the endpoint's default: 16 for completions, the rest of the context for chats.
         logprobs: anything but null or false returns the log-probability of each sampled token.
-        scaled_logprobs: report log-probabilities as if top_p and top_k were not set.
+        scaled_logprobs: report log-probabilities over all tokens at the temperature, as if nothing else changed the distribution.
+        include_stop_str_in_output: keep the stop string at the end of the text.
         return_token_ids: return token ids, and with them the weight version of each token.
         encoding_format: "base64" gives token ids, versions and log-probabilities as base64 of little-endian int32 and float32.
     """
@@ -49,6 +51,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     logprobs: int | bool | None = None
     scaled_logprobs: bool = False
+    include_stop_str_in_output: bool | None = None
     return_token_ids: bool = False
     encoding_format: Literal["float", "base64"] = "float"
 
@@ -69,6 +72,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
             ignore_eos=self.ignore_eos,
             scaled_logprobs=self.scaled_logprobs,
             top_logprobs=self.num_top,
+            shaping=self.shaping(),
         )
 
     @property
@@ -98,13 +102,7 @@ class CompletionBody(GenerateBody, kw_only=True):
 
     prompt: str | list[int | str | list[int]]
     echo: bool = False
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
     length_penalty: float | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    logit_bias: dict[str, float] | None = None
     best_of: int | None = None
     suffix: str | None = None
     use_beam_search: bool | None = None
@@ -119,9 +117,7 @@ class CompletionBody(GenerateBody, kw_only=True):
         if self.echo:
             raise RefusedError("echo is not offered; POST /v1/score gives log-probabilities of a prompt")
         check_harmless(
-            frequency_penalty=(self.frequency_penalty, 0), presence_penalty=(self.presence_penalty, 0),
-            repetition_penalty=(self.repetition_penalty, 1), length_penalty=(self.length_penalty, 1), min_p=(self.min_p, 0),
-            min_tokens=(self.min_tokens, 0), logit_bias=(self.logit_bias, {}), best_of=(self.best_of, self.n), suffix=(self.suffix, ""),
+            length_penalty=(self.length_penalty, 1), best_of=(self.best_of, self.n), suffix=(self.suffix, ""),
             use_beam_search=(self.use_beam_search, False), prompt_logprobs=(self.prompt_logprobs, 0))
 
     @property
@@ -158,7 +154,10 @@ def body_of(
     request: ChatRequest, extras: ChatExtras, *, stops: tuple[str, ...], stop_token_ids: list[int], stream: bool
 ) -> GenerateBody:
     """Write a chat's settings as those of a completion."""
+    shaping = request.shaping.fields()
+    structured = shaping.pop("structured_outputs", None)
     return GenerateBody(
+        **shaping, structured_outputs=structured and StructuredOutputs(**structured),
         model=request.model, max_tokens=request.max_new_tokens, n=request.n, temperature=request.temperature, top_p=request.top_p,
         top_k=request.top_k, seed=request.seed, stop=list(stops), stop_token_ids=stop_token_ids, ignore_eos=extras.ignore_eos,
         stream=stream, stream_options=StreamOptions(request.include_usage), logprobs=request.logprobs or None,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from offbeat.chat.shaping import PLAIN, Shaping
 from offbeat.errors import EngineError
 from offbeat.types import Version
 
@@ -20,9 +21,10 @@ class Sampling:
         stop: strings that end a sample; the tokens that complete one are part of the sample.
         stop_token_ids: tokens that end a sample, besides the tokenizer's end token; they are part of the sample.
         ignore_eos: continue past the tokenizer's end token.
-        scaled_logprobs: report log-probabilities over all tokens at this temperature, as if top_k and top_p were not set; without them
-            this changes nothing.
+        scaled_logprobs: report log-probabilities of the policy as it is trained: over all tokens at this temperature, as if top_k, top_p
+            and `shaping` were not set; without them this changes nothing.
         top_logprobs: number of most likely tokens to report at each sampled position.
+        shaping: penalties, biases, and tokens and texts that are left out or required; see `Shaping`.
         first_sample: where a request with a seed was split, the index of the first sample of this part within the whole request.
     """
 
@@ -37,11 +39,12 @@ class Sampling:
     scaled_logprobs: bool = False
     top_logprobs: int = 0
     first_sample: int = 0
+    shaping: Shaping = PLAIN
 
     @property
     def is_restricted(self) -> bool:
-        """Whether top_k or top_p excludes some tokens from being drawn."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+        """Whether tokens are drawn from another distribution than that of all tokens at this temperature."""
+        return (self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)) or not self.shaping.is_plain
 
 
 @dataclass(frozen=True, eq=False)

@@ -89,7 +89,7 @@ def test_tokens_of_a_server_without_our_endpoints_are_its_first_weights() -> Non
 
 def test_what_it_cannot_tell_is_refused_in_a_sentence() -> None:
     wire = Wire({})
-    with pytest.raises(RefusedError, match="vLLM returns log-probabilities only over the tokens that top_k and top_p keep; leave out"):
+    with pytest.raises(RefusedError, match="vLLM returns log-probabilities only of the distribution that it draws from"):
         asyncio.run(dialect().generate(wire, (1,), Sampling(2, top_k=3, scaled_logprobs=True), n=1, adapter=""))
     with pytest.raises(RefusedError, match="vLLM on CPUs with adapters cannot return log-probabilities of prompts, which would end it"):
         asyncio.run(dialect(on_cpu=True).score(wire, ScoreRequest((1, 2)), adapter=""))

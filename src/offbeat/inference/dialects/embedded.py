@@ -57,7 +57,7 @@ class EmbeddedDialect:
         if adapter:
             body["model"] = adapter
         read = partial(read_samples, adapter=adapter, num_top=sampling.top_logprobs, unversioned=self._unversioned)
-        return await wire.fetch("/v1/completions", body | self._reporting(sampling), read)
+        return await wire.fetch("/v1/completions", body | sampling.shaping.fields() | self._reporting(sampling), read)
 
     def _seed(self, seed: int, first: int) -> int:
         """Return the seed under which the engine's samples 0, 1, ... equal those from `first` on of the whole request."""

@@ -6,6 +6,7 @@ Log-probabilities are at the sampling temperature, before top_p and top_k.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import msgspec
 import numpy as np
 
 from offbeat.aio import deadline, gather_all
+from offbeat.chat.shaping import Shaping, StructureKind
 from offbeat.errors import EngineError, RefusedError
 from offbeat.inference.dialects.base import Wire
 from offbeat.inference.sampling import PromptScore, Sample, Sampling, ScoreRequest, TopTokens
@@ -23,6 +25,7 @@ from offbeat.weights.protocol import Interrupt, Manifest, Proof
 
 _PAUSES: dict[Interrupt, str] = {"recompute": "retract", "keep": "in_place"}
 _CONTINUE_TIMEOUT_S = 10.0
+_STRUCTURES: Mapping[StructureKind, str] = {"json_schema": "json_schema", "regex": "regex", "grammar": "ebnf"}
 _UNPUBLISHED: Version = -1
 _ANY_TOKENS = (0, 0)
 
@@ -67,7 +70,7 @@ class SGLangDialect:
                 " SGLang 0.5.23 or later")
 
     async def generate(self, wire: Wire, prompt: tuple[int, ...], sampling: Sampling, *, n: int, adapter: str) -> list[Sample]:
-        params: dict[str, Any] = {
+        params: dict[str, Any] = _shaping(sampling.shaping) | {
             "max_new_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1, "stop": list(sampling.stop)}
         if sampling.stop_token_ids:
@@ -168,6 +171,29 @@ class SGLangDialect:
         if wire.name in self._namespaces:
             body["extra_key"] = self._namespaces[wire.name]
         return body
+
+
+def _shaping(shaping: Shaping) -> dict[str, Any]:
+    """Return the parameters of /generate that mean this.
+
+    Raises:
+        RefusedError: SGLang has none for a part of it.
+    """
+    told = shaping.fields()
+    told.pop("structured_outputs", None)
+    if "min_tokens" in told:
+        told["min_new_tokens"] = told.pop("min_tokens")
+    if (structure := shaping.structure) is not None:
+        if structure.kind == "choice":
+            told["regex"] = "|".join(map(re.escape, structure.content if isinstance(structure.content, list) else ()))
+        elif structure.kind == "json_object":
+            told["json_schema"] = '{"type": "object"}'
+        else:
+            told[_STRUCTURES[structure.kind]] = structure.definition
+    for name in ("bad_words", "allowed_token_ids"):
+        if name in told:
+            raise RefusedError(f"SGLang has no {name}; leave it out, or use the embedded engine or vLLM")
+    return told
 
 
 def _top_tokens(row: Sequence[Sequence[Any]]) -> TopTokens:

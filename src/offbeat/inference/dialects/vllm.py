@@ -65,7 +65,8 @@ class VllmDialect(EmbeddedDialect):
     async def generate(self, wire: Wire, prompt: tuple[int, ...], sampling: Sampling, *, n: int, adapter: str) -> list[Sample]:
         if sampling.scaled_logprobs and sampling.is_restricted:
             raise RefusedError(
-                "vLLM returns log-probabilities only over the tokens that top_k and top_p keep; leave out both, or use the embedded engine")
+                "vLLM returns log-probabilities only of the distribution that it draws from, after top_k, top_p, penalties and structures;"
+                " leave them out, or use the embedded engine")
         if sampling.temperature == 0 and n > 1:  # vLLM refuses n > 1 at temperature 0, where all samples would be equal
             return await self.generate(wire, prompt, sampling, n=1, adapter=adapter) * n
         return await super().generate(wire, prompt, sampling, n=n, adapter=adapter)
