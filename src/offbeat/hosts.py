@@ -1,7 +1,21 @@
-"""Recognises names and addresses of this machine. Used by the servers, which trust other machines only with a key."""
+"""Recognises names and addresses of this machine, and keeps requests to it away from proxies.
 
+Used by servers, which trust other machines only with a key, and by clients. A server on this machine, or one that a run started, is asked
+directly, whatever HTTP_PROXY says; others as HTTP_PROXY, HTTPS_PROXY and NO_PROXY say. Sessions of aiohttp ask directly unless told not to.
+"""
+
+import http.client
+import socket
+import urllib.request
+from collections.abc import Mapping
 from ipaddress import ip_address
 from urllib.parse import urlsplit
+
+import psutil
+
+LOOPBACK = "127.0.0.1"
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def is_loopback(host: str) -> bool:
@@ -21,3 +35,38 @@ def names_loopback(authority: str) -> bool:
         return is_loopback(urlsplit(f"//{authority}").hostname or "")
     except ValueError:
         return False
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether a host of a URL is this machine: its loopback, its name, or the address of one of its interfaces."""
+    if is_loopback(host.lower()) or host.lower() == socket.gethostname().lower():
+        return True
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return False
+    return address.is_unspecified or str(address) in {
+        each.address.partition("%")[0] for interface in psutil.net_if_addrs().values() for each in interface}
+
+
+def open_url(request: urllib.request.Request, *, timeout_s: float) -> http.client.HTTPResponse:
+    """Send a request and return the answer: directly to this machine, else as the environment's proxies say.
+
+    Raises:
+        OSError: no answer came; an urllib.error.HTTPError has a status of 400 or more.
+    """
+    if is_this_machine(urlsplit(request.full_url).hostname or ""):
+        return open_directly(request, timeout_s=timeout_s)
+    return urllib.request.urlopen(request, timeout=timeout_s)
+
+
+def open_directly(request: urllib.request.Request, *, timeout_s: float) -> http.client.HTTPResponse:
+    """Send a request to a server of one's own, wherever it is, and return the answer; errors are those of `open_url`."""
+    return _DIRECT.open(request, timeout=timeout_s)
+
+
+def direct(environ: Mapping[str, str], host: str = LOOPBACK) -> dict[str, str]:
+    """Return the variables by which clients reach this machine directly, `host` among its names, where a proxy is set for all else."""
+    known = environ.get("no_proxy") or environ.get("NO_PROXY")
+    hosts = ",".join(filter(None, (known, f"{LOOPBACK},localhost", "" if is_loopback(host) else host)))
+    return {"NO_PROXY": hosts, "no_proxy": hosts}

@@ -56,6 +56,20 @@ def gone(*processes: psutil.Process) -> bool:
     return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
 
 
+def test_a_server_is_asked_directly_and_asks_itself_directly_beside_a_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with worker_of(tmp_path / "log") as worker:
+            server, *_ = await start(worker)
+            assert server.environ()["NO_PROXY"] == "127.0.0.1,localhost"
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setattr(sys.modules[__name__], "_read", lambda url: urllib.request.build_opener(
+        urllib.request.ProxyHandler({})).open(url, timeout=60).read().decode())
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_a_server_ends_with_its_worker_and_leaves_nothing(tmp_path: Path, how: str) -> None:
     async def main() -> None:

@@ -6,6 +6,7 @@ import math
 import re
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -240,6 +241,17 @@ def test_the_key_comes_from_the_environment(serve, monkeypatch) -> None:
     monkeypatch.setenv("OFFBEAT_TEST_JUDGE_KEY", "sesame")
     assert judge.score("a", ROW) == 0.5
     assert endpoint.keys == ["Bearer sesame"]
+
+
+def test_a_judge_on_this_machine_is_asked_past_the_proxies_of_the_environment(serve, monkeypatch) -> None:
+    proxy = serve(lambda prompt: (502, b"no such host", {}))
+    monkeypatch.setenv("http_proxy", proxy.url)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    urllib.request.install_opener(None)  # it would be another test's
+    endpoint = serve(by_length)
+    assert Judge(endpoint.url, "judge").scores(["ab"], ROW) == [0.2]
+    assert len(endpoint.bodies) == 1 and not proxy.bodies
 
 
 def test_a_generative_reward_model_is_asked_and_read_in_its_own_form(serve) -> None:

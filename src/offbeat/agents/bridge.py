@@ -22,9 +22,10 @@ from offbeat.agents import bridges
 from offbeat.agents.command import end_group, launcher
 from offbeat.agents.places import Places
 from offbeat.agents.pool import LostError
-from offbeat.agents.task import EPISODE, LOOPBACK, AgentTask, Played, environment_of_programs, played
+from offbeat.agents.task import EPISODE, AgentTask, Played, environment_of_programs, played
 from offbeat.aio import deadline
 from offbeat.errors import CodeError, WorkerError, printable
+from offbeat.hosts import LOOPBACK
 from offbeat.onlooker import log_tail
 from offbeat.rollout.episode import Waiting, on_the_clock
 from offbeat.rollout.measures import numbers_of

@@ -15,9 +15,10 @@ from typing import Self
 
 from offbeat.agents import launch
 from offbeat.agents.places import Places
-from offbeat.agents.task import EPISODE, LOOPBACK, AgentTask, Played, environment_of_programs, printed
+from offbeat.agents.task import EPISODE, AgentTask, Played, environment_of_programs, printed
 from offbeat.aio import deadline
 from offbeat.errors import CodeError, printable
+from offbeat.hosts import LOOPBACK
 from offbeat.rollout.episode import Waiting, on_the_clock
 
 _KEPT_BYTES = 64 << 10

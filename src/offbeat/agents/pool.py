@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from offbeat.agents.places import Places
-from offbeat.agents.task import LOOPBACK, direct
 from offbeat.agents.worker import CloseRequest, Loaded, LoadRequest
 from offbeat.aio import gather_all
 from offbeat.chat.messages import Tool
 from offbeat.data import wire
 from offbeat.errors import CodeError, DeadlineError, DeathError, WorkerError
+from offbeat.hosts import LOOPBACK, direct
 from offbeat.process.child import Child, ChildSpec
 from offbeat.rollout.episode import Waiting, on_the_clock
 from offbeat.rollout.reward_pool import secret_variables

@@ -20,7 +20,6 @@ from starlette.routing import Route
 
 from offbeat.agents.recorder import Limits, Recorder
 from offbeat.agents.sessions import Attempt, SealedError, Session, SessionGroup, Sessions, UnknownKeyError
-from offbeat.agents.task import LOOPBACK
 from offbeat.aio import deadline
 from offbeat.chat.anthropic import Anthropic
 from offbeat.chat.completions import Completions
@@ -30,7 +29,7 @@ from offbeat.chat.rendering import Renderer
 from offbeat.chat.responses import Responses
 from offbeat.chat.sending import GONE, KEEP_ALIVE_S, ChatResponse, Refusal
 from offbeat.errors import BusyError, EngineError, OffbeatError, RefusedError, RunError, UserError
-from offbeat.hosts import is_loopback
+from offbeat.hosts import LOOPBACK, is_loopback
 from offbeat.inference.sampling import Sampling
 from offbeat.listening import GuestServer, bind
 from offbeat.rollout.episode import Generate

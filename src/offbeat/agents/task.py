@@ -9,15 +9,12 @@ from typing import Any
 from offbeat.data.reward import FailedReward, NamedReward, check_reward
 from offbeat.data.row import Row
 from offbeat.errors import shorten
-from offbeat.hosts import is_loopback
+from offbeat.hosts import LOOPBACK, direct
 from offbeat.rollout.measures import numbers_of
 from offbeat.rollout.reward_pool import secret_variables
 
 EPISODE = "an episode (agent.timeout_s)"
 """What is waited for, in messages."""
-
-
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -55,13 +52,6 @@ def environment_of_programs(environ: Mapping[str, str], *, allowed: Collection[s
     """Return the environment of programs of users: without what looks like a secret and is not in `allowed`, and reaching us directly."""
     hidden = secret_variables(environ, allowed=allowed)
     return {name: value for name, value in environ.items() if name not in hidden} | direct(environ, host)
-
-
-def direct(environ: Mapping[str, str], host: str = LOOPBACK) -> dict[str, str]:
-    """Return the variables by which clients reach this machine directly, `host` among its names, where a proxy is set for all else."""
-    known = environ.get("no_proxy") or environ.get("NO_PROXY")
-    hosts = ",".join(filter(None, (known, f"{LOOPBACK},localhost", "" if is_loopback(host) else host)))
-    return {"NO_PROXY": hosts, "no_proxy": hosts}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from http.client import HTTPException
 from offbeat.engine.options import EngineAddress
 from offbeat.errors import EngineError, MachineError
 from offbeat.fleet.server_reaper import ServerReaper
+from offbeat.hosts import direct, open_directly
 from offbeat.machine import PROMISED_DEVICES, has_devices
 from offbeat.workers.worker import Nothing, Service
 
@@ -77,7 +78,8 @@ class ServerWorker(Service):
         host, _, port = address.rpartition(":")
         command = [*request.command, "--host", host, "--port", port]
         try:
-            server = subprocess.Popen(command, env=os.environ | request.env, stdin=subprocess.DEVNULL, start_new_session=True)
+            env = os.environ | request.env | direct(os.environ, host)  # SGLang asks itself over HTTP when it starts
+            server = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
         except OSError as exc:
             raise EngineError(f"{command[0]} cannot be executed: {exc.strerror}; run make vllm, or set inference.python") from exc
         self._reaper = ServerReaper(server.pid)
@@ -96,7 +98,7 @@ def _free_port(host: str) -> int:
 def _answers(url: str, key: str) -> bool:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=_PROBE_TIMEOUT_S) as response:
+        with open_directly(urllib.request.Request(url, headers=headers), timeout_s=_PROBE_TIMEOUT_S) as response:
             return response.status == 200
     except (OSError, HTTPException):
         return False

@@ -202,13 +202,20 @@ class EngineClient:
 
 
 class EngineSession:
-    """Holds the HTTP connections of all clients: `async with EngineSession() as http: EngineClient(name, url, http.session)`."""
+    """Holds the HTTP connections of all clients: `async with EngineSession() as http: EngineClient(name, url, http.session)`.
+
+    Engines are asked directly, whatever proxies the environment names, unless `through_proxies` is set.
+    """
 
     session: aiohttp.ClientSession
 
+    def __init__(self, *, through_proxies: bool = False) -> None:
+        self._through_proxies = through_proxies
+
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
-        self.session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        self.session = aiohttp.ClientSession(
+            connector=connector, timeout=aiohttp.ClientTimeout(total=None), trust_env=self._through_proxies)
         return self
 
     async def __aexit__(self, *exc: object) -> None:

@@ -34,6 +34,7 @@ from typing import Any
 from offbeat.data.reward import FailedReward, NamedReward, check_reward, of_group
 from offbeat.data.row import Row
 from offbeat.errors import CodeError, describe, printable
+from offbeat.hosts import open_url
 
 SCORE_PROMPT = """Judge how well the answer meets the request.
 
@@ -274,7 +275,7 @@ class Judge:
         for attempt in itertools.count():
             pause = min(_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S)
             try:
-                with urllib.request.urlopen(request, timeout=max(0.01, until - time.monotonic())) as response:
+                with open_url(request, timeout_s=max(0.01, until - time.monotonic())) as response:
                     return _answer(response.read())
             except urllib.error.HTTPError as exc:
                 with exc:

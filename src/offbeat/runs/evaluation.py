@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from offbeat.aio import both, run_beside, run_interruptible
 from offbeat.config.root import Config
@@ -25,6 +26,7 @@ from offbeat.evaluation.samples import EvaluatedSet
 from offbeat.evaluation.scores import Evaluation
 from offbeat.fleet.engine_group import EngineGroup
 from offbeat.fleet.fleet import UNPUBLISHED, Fleet, open_fleet
+from offbeat.hosts import is_this_machine
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.rollout.episode import Generate
 from offbeat.rollout.metric import Metric, check_metrics
@@ -136,7 +138,8 @@ async def _ask_endpoint(
 ) -> list[SetResult]:
     asked = read_sets(config)
     async with AsyncExitStack() as stack:
-        http = await stack.enter_async_context(EngineSession())
+        elsewhere = not is_this_machine(urlsplit(model.url).hostname or "")
+        http = await stack.enter_async_context(EngineSession(through_proxies=elsewhere))
         endpoint = await Endpoint.connect(http.session, model, key_env=key_env)
         await check_metrics([of_set.config for of_set in asked], log_dir=record.log_dir)
         rewards = await _open_rewards(stack, asked, config, record)
