@@ -10,6 +10,8 @@ from types import FrameType
 
 from offbeat.loading import load_module
 
+_STDERR = 2
+
 
 def main() -> int:
     """Run the command and return its exit code.
@@ -19,12 +21,23 @@ def main() -> int:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end_at_once)
+    _fill_closed_streams()
     try:
         # By name and not at the top: it takes a second in which Ctrl-C would show a traceback.
         return load_module("offbeat.cli.main").main()
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # all is said, and the interpreter has only to end
+
+
+def _fill_closed_streams() -> None:
+    """Open closed standard streams on nothing (`offbeat train >&-`), before a socket takes their numbers and what is printed goes there."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdin = sys.stdin or open(0, encoding="utf-8")  # noqa: SIM115 - as the others, it stays open
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(_STDERR, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def _end_at_once(_number: int, _frame: FrameType | None) -> None:

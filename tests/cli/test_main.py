@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.cli import common, train
 from offbeat.cli import main as cli
-from offbeat.cli import train
 from offbeat.errors import ConfigError, WorkerError
 from small_run import offbeat
 
@@ -144,3 +144,32 @@ def test_an_interrupt_while_libraries_load_is_one_line(number: signal.Signals, b
         process.send_signal(number)
         out, error = process.communicate(timeout=50)
     assert (process.returncode, out, error) == (130, "", "offbeat: interrupted\n")
+
+
+def test_closed_streams_are_opened_on_nothing_before_a_socket_takes_their_numbers() -> None:
+    program = (
+        "import os, sys; from offbeat.__main__ import _fill_closed_streams; _fill_closed_streams();"
+        "print('lost'); print('lost', file=sys.stderr);"
+        "end = os.open('/dev/null', os.O_RDONLY); sys.exit(40 + (end > 2) + os.get_inheritable(1))")
+    done = subprocess.run(
+        ["sh", "-c", f'exec "{sys.executable}" -c "{program}" <&- >&- 2>&-'], check=False, env=os.environ | {"PYTHONPATH": str(SOURCE)})
+    assert done.returncode == 42
+
+
+def test_a_command_whose_reader_goes_away_trains_on_if_it_trains_and_else_ends(config: str, monkeypatch, capsys) -> None:
+    def print_much(*_: object, **__: object) -> None:
+        for line in range(3):
+            print(line, flush=True)
+        trained.append(line)
+
+    trained: list[int] = []
+    monkeypatch.setattr(train, "run_training", print_much)
+    monkeypatch.setattr(common, "report_line", lambda *_: None)
+    for words, goes_on in ((["train", config], True), (["config", "docs"], False)):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "w", encoding="utf-8") as pipe:
+            monkeypatch.setattr(sys, "stdout", pipe)
+            assert cli.main(words) == 0
+        assert ("Broken pipe" in capsys.readouterr().err) is goes_on
+    assert trained == [2]

@@ -1,9 +1,12 @@
 """What a person sees while a run goes on."""
 
+import contextlib
 import io
 import json
 import math
+import os
 import re
+import sys
 from functools import partial
 
 import pytest
@@ -266,3 +269,19 @@ def test_whoever_waits_for_the_run_s_folder_is_called_with_the_console_and_what_
         assert not stream.getvalue()
         console.open("run")
         assert stream.getvalue() == shown
+
+
+def test_a_console_without_a_stream_or_a_reader_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert choose_mode(None) == "quiet"
+    reader, writer = os.pipe()
+    os.close(reader)
+    pipe = os.fdopen(writer, "w", encoding="ascii")
+    for mode, stream in (("quiet", None), ("plain", pipe), ("json", pipe)):
+        with Console(mode, stream=stream) as console:
+            console.start("a · b", 1)
+            console.update(1, {})
+            console.announce("saved")
+            console.finish({})
+    with contextlib.suppress(BrokenPipeError):
+        pipe.close()

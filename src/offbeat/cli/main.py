@@ -4,7 +4,6 @@ Exit codes: 0 done, 1 a run failed, 2 user error, 130 interrupted.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from offbeat.config.load import near_settings, split_overrides, suggestion
 from offbeat.errors import ConfigError, OffbeatError
 from offbeat.extras import TRAIN, require
 from offbeat.loading import load_module
+from offbeat.telemetry.streams import drop, tolerant_output
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Command:
     Attributes:
         module: module of `offbeat.cli` that adds its arguments and runs it.
         summary: what the list says of it.
-        needs_train: whether it loads models or runs workers, for which the extra `train` must be installed.
+        needs_train: whether it loads models or runs workers, for which the extra `train` must be installed. Such work goes on when
+            nobody reads any more what it prints.
     """
 
     module: str
@@ -69,6 +70,11 @@ Then `offbeat train CONFIG` for your own task. Any setting can be given as --sec
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    with tolerant_output(survives=any(word in COMMANDS and COMMANDS[word].needs_train for word in argv)):
+        return _run(argv)
+
+
+def _run(argv: list[str]) -> int:
     debug = "--debug" in argv
     try:
         overrides, rest = split_overrides([word for word in argv if word != "--debug"])
@@ -89,8 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print_error(exc)
         return exc.exit_code
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # of a command that only prints: its reader has seen enough
+        drop(sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         print("offbeat: interrupted", file=sys.stderr)

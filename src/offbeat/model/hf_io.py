@@ -153,7 +153,7 @@ def _move_into_place(staging: Path, folder: Path) -> None:
 
 def _weight_files(folder: Path) -> list[Path]:
     if (folder / _INDEX_FILE).is_file():
-        weight_map = json.loads((folder / _INDEX_FILE).read_text())["weight_map"]
+        weight_map = json.loads((folder / _INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
         return [folder / name for name in sorted(set(weight_map.values()))]
     if (folder / _SINGLE_FILE).is_file():
         return [folder / _SINGLE_FILE]

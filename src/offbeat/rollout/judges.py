@@ -302,7 +302,7 @@ def read_judge(path: str | Path) -> Judge:
     """
     known = {each.name for each in fields(Judge)} - {"parse"}
     try:
-        values = tomllib.loads(Path(path).read_text())
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         if unknown := sorted(values.keys() - known):
             raise CodeError(f"the judge {str(path)!r} has unknown keys {', '.join(unknown)}; it takes {', '.join(sorted(known))}")
         values["rubric"] = {name: (float(each["weight"]), str(each["text"])) for name, each in values.get("rubric", {}).items()}

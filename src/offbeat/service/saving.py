@@ -167,4 +167,5 @@ class Saving:
 def _name_base(folder: Path, base_model: str) -> None:
     """Write the clients' name of the base model into a PEFT folder, which must not reveal where the trainers have it."""
     file = folder / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base_model}, indent=2))
+    changed = json.loads(file.read_text(encoding="utf-8")) | {"base_model_name_or_path": base_model}
+    file.write_text(json.dumps(changed, indent=2), encoding="utf-8")

@@ -28,6 +28,7 @@ from offbeat.errors import describe
 from offbeat.phase import marks
 from offbeat.telemetry.notebook import CellOutput, is_notebook
 from offbeat.telemetry.pace import Pace, duration
+from offbeat.telemetry.streams import tolerant
 from offbeat.telemetry.summary import in_words
 
 Mode = Literal["live", "plain", "notebook", "json", "quiet"]
@@ -49,11 +50,11 @@ _SPANS = {
 """Phases that are spans of the time line, in words."""
 
 
-def choose_mode(stream: TextIO, *, as_json: bool = False, enabled: bool = True) -> Mode:
+def choose_mode(stream: TextIO | None, *, as_json: bool = False, enabled: bool = True) -> Mode:
     """Return "json" if requested, "quiet" if turned off, "live" on a terminal, "notebook" in a notebook, else "plain"."""
     if as_json:
         return "json"
-    if not enabled:
+    if not enabled or stream is None:  # a service may have closed it
         return "quiet"
     return "live" if stream.isatty() else "notebook" if is_notebook(stream) else "plain"
 
@@ -62,14 +63,14 @@ class Console:
     """Shows one run. Use as a context manager, so that an interrupted run leaves the terminal in order."""
 
     def __init__(self, mode: Mode, *, stream: TextIO | None = None, on_open: "Callable[[Console], object] | None" = None) -> None:
-        """Show the run on `stream`, by default stdout.
+        """Show the run on `stream`, by default stdout. That it cannot be written, or is not read any more, does not end the run.
 
         Args:
             on_open: called with this console each time it is opened, when the run's folder is there.
         """
         self._mode = mode
         self._on_open = on_open
-        self._stream = stream if stream is not None else sys.stdout
+        self._stream = tolerant(stream if stream is not None else sys.stdout)
         self._rich = RichConsole(file=self._stream, highlight=False, force_jupyter=False)
         self._cell = CellOutput()
         self._history: dict[str, deque[float]] = {}
