@@ -104,12 +104,20 @@ class Client:
         return self.open.service.load_weights(
             self.caller, model_id=self.model_id, seq_id=self.next(), path=path, optimizer=optimizer)
 
+    async def resumed(self, path: str, *, optimizer: bool = True, seq: int = 1) -> "Client":
+        """Another model of the same session, which begins with a checkpoint."""
+        request = await self.open.service.create_from_weights(
+            self.caller, session_id=self.model_id.partition(":")[0], model_seq_id=seq, path=path, optimizer=optimizer, base_model=None,
+            metadata={})
+        return Client(self.open, self.caller, request.removesuffix(":create"))
+
     def sampler(self, name: str | None = None, *, number: int | None = None) -> Awaitable[str]:
         return self.open.service.save_for_sampler(
             self.caller, model_id=self.model_id, seq_id=self.next(), name=name, sampling_session_seq_id=number, ttl_s=None, metadata={})
 
-    def export(self, name: str) -> Awaitable[str]:
-        return self.open.service.save_external(self.caller, model_id=self.model_id, seq_id=self.next(), name=name, ttl_s=None)
+    def export(self, name: str, *, recipients: tuple[str, ...] = ()) -> Awaitable[str]:
+        return self.open.service.save_external(
+            self.caller, model_id=self.model_id, seq_id=self.next(), name=name, ttl_s=None, recipients=recipients)
 
 
 @dataclass

@@ -47,6 +47,11 @@ class Trainee:
     async def save(self, name: str) -> str:
         return (await self.do("save_weights", path=name, overwrite=True))["path"]
 
+    async def resumed(self, path: str) -> tuple["Trainee", Any]:
+        """Another model, which begins with a checkpoint, and what came of that."""
+        other = await Trainee.make(self.client)
+        return other, await other.do("load_weights", path=path, optimizer=True)
+
     async def loss(self) -> float:
         return next(value for name, value in (await self.do("forward"))["metrics"].items() if name == "loss:sum")
 
@@ -75,9 +80,9 @@ async def demand(client: Client, known: dict[str, float]) -> None:
     trainee = await Trainee.make(client)
     assert len(known) >= 6
     for path, loss in known.items():
-        loaded = await trainee.do("load_weights", path=path, optimizer=True)
+        resumed, loaded = await trainee.resumed(path)
         assert loaded.get("path") == path, loaded
-        assert path.endswith("latest") or await trainee.loss() == pytest.approx(loss, rel=1e-5)
+        assert path.endswith("latest") or await resumed.loss() == pytest.approx(loss, rel=1e-5)
 
 
 def kill_all(server: Server) -> None:
@@ -183,7 +188,7 @@ def test_a_copy_beside_a_delete_is_whole_or_refused(probe: Probe, server: Server
         *others, copied, deleted = await asyncio.gather(*asking)
         assert [answer.status for answer in others] == [200, 200] and deleted.status in (200, 204) and copied.status in (200, 404)
         if copied.status == 200:
-            loaded = await trainee.do("load_weights", path=copied.json["tinker_path"], optimizer=True)
+            _, loaded = await trainee.resumed(copied.json["tinker_path"])
             assert loaded.get("path") == copied.json["tinker_path"], loaded
 
     probe(body)
@@ -229,11 +234,11 @@ def test_a_damaged_checkpoint_is_said_and_changes_nothing(probe: Probe, server: 
         for file in made.iterdir():
             intact = file.read_bytes()
             file.write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
-            told = await trainee.do("load_weights", path=path, optimizer=True)
+            _, told = await trainee.resumed(path)
             assert "damaged" in told["error"] and str(folder) not in told["error"]
             file.write_bytes(intact)
         assert await trainee.loss() == pytest.approx(loss, rel=1e-5)
-        assert (await trainee.do("load_weights", path=path, optimizer=True)).get("path") == path
+        assert (await trainee.resumed(path))[1].get("path") == path
 
     probe(body)
 

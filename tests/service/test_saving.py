@@ -4,8 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyrage
+import pytest
 
 from offbeat.inference.sampling import Sampling
+from offbeat.service.errors import RequestError, UnknownError
 from offbeat.service.ids import CheckpointPath
 from offbeat.service.limits import Limits
 from offbeat.service.types import CheckpointSaved, Failed, Outcome, PassDone, SamplerSaved, WeightsLoaded
@@ -37,10 +40,53 @@ def test_training_goes_on_exactly_from_a_checkpoint_and_with_a_fresh_optimizer_i
             assert isinstance(saved, CheckpointSaved) and saved.path.endswith("/weights/000003") and saved.size_bytes > 1000
             await model.both(model.learn(training_data(2)), model.step())
             straight = await losses(model)
-            for optimizer in (True, False):
-                await model.both(model.learn(training_data(7)))  # a gradient that loading drops
-                await model.both(model.load(saved.path, optimizer=optimizer), model.learn(training_data(2)), model.step())
-                assert np.array_equal(await losses(model), straight) is optimizer
+            for seq, optimizer in enumerate((True, False), start=1):
+                other, resumed = await running.model(), await model.resumed(saved.path, optimizer=optimizer, seq=seq)
+                await other.both(other.load(saved.path, optimizer=optimizer))
+                for again in (other, resumed):
+                    await again.both(again.learn(training_data(2)), again.step())
+                    assert np.array_equal(await losses(again), straight) is optimizer
+
+    cluster.run(body)
+
+
+def test_a_model_is_loaded_into_as_its_first_request_only(cluster: SmallCluster, tmp_path: Path) -> None:
+    async def body() -> None:
+        async with cluster.open(tmp_path) as running:
+            model = await trained(running)
+            (saved,) = await model.both(model.save("one"))
+            assert isinstance(saved, CheckpointSaved)
+            before = await losses(model)
+            with pytest.raises(RequestError, match="not permitted as request 5 of a model, only as its first; create") as told:
+                await model.load(saved.path)
+            assert told.value.status == 400
+            with pytest.raises(UnknownError):
+                await replace(model, caller=BOB).load(saved.path)
+            np.testing.assert_array_equal(await losses(model), before)
+
+    cluster.run(body)
+
+
+def test_an_export_for_recipients_is_read_by_them_alone_and_is_what_a_plain_one_holds(cluster: SmallCluster, tmp_path: Path) -> None:
+    async def body() -> None:
+        async with cluster.open(tmp_path) as running:
+            model = await trained(running)
+            ours, theirs, stranger = (pyrage.x25519.Identity.generate() for _ in range(3))
+            recipients = (str(ours.to_public()), str(theirs.to_public()))
+            plain, secret = await model.both(model.export("plain"), model.export("secret", recipients=recipients))
+            assert isinstance(plain, CheckpointSaved) and isinstance(secret, CheckpointSaved)
+            files, encrypted = (running.service.library.external_files(ALICE, saved.path) for saved in (plain, secret))
+            assert set(files) == {"adapter_config.json", "adapter_model.safetensors"}
+            assert set(encrypted) == {f"{name}.age" for name in files}
+            folder = next(iter(encrypted.values())).parent
+            assert {path.suffix for path in folder.iterdir()} == {".age", ".json"}, "and the manifest"
+            for name, file in files.items():
+                data = encrypted[f"{name}.age"].read_bytes()
+                assert data.startswith(b"age-encryption.org/v1\n")
+                for identity in (ours, theirs):
+                    assert pyrage.decrypt(data, [identity]) == file.read_bytes()
+                with pytest.raises(pyrage.DecryptError):
+                    pyrage.decrypt(data, [stranger])
 
     cluster.run(body)
 
@@ -53,9 +99,11 @@ def test_what_cannot_be_loaded_or_saved_is_one_sentence_and_changes_nothing(clus
             assert isinstance(saved, CheckpointSaved) and isinstance(sampler, SamplerSaved)
             before = await losses(model)
             small = await running.model(lora=replace(LORA, rank=2))
+            others, fresh = await running.model(BOB), await running.model()
             taken, kind, rank, foreign, missing = [
-                *(await model.both(model.save("one"), model.load(sampler.path))), *(await small.both(small.load(saved.path))),
-                *(await other.both(other.load(saved.path), other.load(f"{saved.path}-not")))]
+                *(await model.both(model.save("one"))), *(await fresh.both(fresh.load(sampler.path))),
+                *(await small.both(small.load(saved.path))), *(await other.both(other.load(saved.path))),
+                *(await others.both(others.load(f"{saved.path}-not")))]
             assert "already; choose another name" in reason(taken)
             assert "holds no state to train on from" in reason(kind)
             assert "rank 4 and the model one of rank 2" in reason(rank)
@@ -64,7 +112,8 @@ def test_what_cannot_be_loaded_or_saved_is_one_sentence_and_changes_nothing(clus
             assert "your checkpoints, samplers and answers take up" in full and running.usage.of("alice").disk_bytes <= 200_000
             row = running.service.checkpoints.readable(ALICE, CheckpointPath.parse(saved.path))
             (running.service.checkpoints.path(row.folder) / "adapter_state.safetensors").write_bytes(b"broken")
-            assert "is not what was written" in reason((await model.both(model.load(saved.path)))[0], "server")
+            broken = await running.model()
+            assert "is not what was written" in reason((await broken.both(broken.load(saved.path)))[0], "server")
             np.testing.assert_array_equal(await losses(model), before)
 
     cluster.run(body)

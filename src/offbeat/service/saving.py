@@ -4,6 +4,7 @@ Called by `training`. Writing has two parts: the trainers write a folder, and th
 concurrently with the next turns. A folder that ends up unused is deleted.
 """
 
+import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from offbeat.runs.adapters import Adapters
 from offbeat.service.checkpoints import Checkpoints
+from offbeat.service.encryption import encrypt_files
 from offbeat.service.errors import RequestError
 from offbeat.service.ids import CheckpointPath
 from offbeat.service.models import Model, Models
@@ -92,6 +94,8 @@ class Saving:
         async def finish_export() -> Outcome:
             assert isinstance(request, Export), "chosen below"
             _name_base(self._checkpoints.path(folder), model.row.base_model)
+            if request.recipients:
+                await asyncio.to_thread(encrypt_files, self._checkpoints.path(folder), request.recipients)
             size_bytes = await self._checkpoints.seal(folder)
             path = await self._add(model, "external", request.name, folder, size_bytes, step=step, ttl_s=request.ttl_s)
             return CheckpointSaved(path, "external", size_bytes)

@@ -19,7 +19,7 @@ from offbeat.fleet.sampling_models import SamplingModel
 from offbeat.runs.adapters import Adapters
 from offbeat.service.base_models import BaseModels
 from offbeat.service.checkpoints import Checkpoints
-from offbeat.service.errors import BadRequestError, LostError
+from offbeat.service.errors import BadRequestError, LostError, RequestError
 from offbeat.service.futures import Future, Futures
 from offbeat.service.ids import CheckpointPath, check_name, create_request, model_id
 from offbeat.service.library import Library
@@ -272,8 +272,18 @@ class Service:
         return self._submit(caller, model_id, seq_id, request, kind="save_weights")
 
     async def load_weights(self, caller: Caller, *, model_id: str, seq_id: int, path: str, optimizer: bool) -> str:
-        """Replace the model's state by a checkpoint."""
-        return self._submit(caller, model_id, seq_id, Load(CheckpointPath.parse(path), optimizer), kind="load_weights")
+        """Begin with the state of a checkpoint.
+
+        Raises:
+            RequestError: it is not the model's first request.
+        """
+        where = CheckpointPath.parse(path)
+        self._models.find(caller, model_id)
+        if seq_id > 1:
+            raise RequestError(
+                f"load_weights is not permitted as request {seq_id} of a model, only as its first; create another model from the "
+                "checkpoint, with create_training_client_from_state or create_training_client_from_state_with_optimizer")
+        return self._submit(caller, model_id, seq_id, Load(where, optimizer), kind="load_weights")
 
     async def save_for_sampler(
         self, caller: Caller, *, model_id: str, seq_id: int, name: str | None, sampling_session_seq_id: int | None,
@@ -285,9 +295,11 @@ class Service:
         request = SaveSampler(name and check_name(name), sampling_session_seq_id, ttl_s, metadata)
         return self._submit(caller, model_id, seq_id, request, kind="save_weights_for_sampler")
 
-    async def save_external(self, caller: Caller, *, model_id: str, seq_id: int, name: str, ttl_s: float | None) -> str:
-        """Write weights in PEFT's format for download."""
-        return self._submit(caller, model_id, seq_id, Export(check_name(name), ttl_s), kind="save_weights_external")
+    async def save_external(
+        self, caller: Caller, *, model_id: str, seq_id: int, name: str, ttl_s: float | None, recipients: tuple[str, ...] = (),
+    ) -> str:
+        """Write weights in PEFT's format for download, encrypted if there are recipients."""
+        return self._submit(caller, model_id, seq_id, Export(check_name(name), ttl_s, recipients), kind="save_weights_external")
 
     def skip(self, caller: Caller, model_id: str, seq_id: int) -> None:
         """Note that the request with this number was refused, so that nothing waits for it. Never raises."""

@@ -65,10 +65,11 @@ class SaveSampler:
 
 @dataclass(frozen=True)
 class Export:
-    """Export weights for download, in PEFT's format."""
+    """Export weights for download, in PEFT's format; encrypted for these recipients of age, or plain if there are none."""
 
     name: str
     ttl_s: float | None
+    recipients: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

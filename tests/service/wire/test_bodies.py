@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import msgspec
+import pyrage
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -115,7 +116,11 @@ def test_weights_for_a_sampler_have_a_name_or_a_sampler() -> None:
 
 def test_exports_are_plain() -> None:
     assert read(SaveExternalBody, STEP, path="a", age_encryption_recipients=[]).path == "a"
-    assert "does not encrypt" in refused(SaveExternalBody, STEP, path="a", age_encryption_recipients=["age1x"])
+    key = str(pyrage.x25519.Identity.generate().to_public())
+    assert read(SaveExternalBody, STEP, path="a", age_encryption_recipients=[key] * 10).age_encryption_recipients == [key] * 10
+    assert "10, got 11" in refused(SaveExternalBody, STEP, path="a", age_encryption_recipients=[key] * 11)
+    for wrong in ("age1x", "", "ssh-ed25519 x", key.upper() + "x"):
+        assert "is no recipient of age" in refused(SaveExternalBody, STEP, path="a", age_encryption_recipients=[key, wrong])
 
 
 def test_weights_are_loaded_into_a_model_or_into_a_new_one() -> None:

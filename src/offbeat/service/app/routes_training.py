@@ -63,7 +63,8 @@ class TrainingRoutes:
                 caller, model_id=body.model_id, seq_id=body.seq_id, name=body.path, sampling_session_seq_id=body.sampling_session_seq_id,
                 ttl_s=body.ttl_seconds, metadata=metadata_of(body.user_metadata))),
             "save_weights_external": self._json(SaveExternalBody, lambda caller, body: service.save_external(
-                caller, model_id=body.model_id, seq_id=body.seq_id, name=body.path, ttl_s=body.ttl_seconds)),
+                caller, model_id=body.model_id, seq_id=body.seq_id, name=body.path, ttl_s=body.ttl_seconds,
+                recipients=tuple(body.age_encryption_recipients or ()))),
             "load_weights": self._json(LoadWeightsBody, self._load_weights),
         }
         return [

@@ -7,6 +7,7 @@ import msgspec
 
 from offbeat.algorithms.adam import AdamParams
 from offbeat.errors import ConfigError
+from offbeat.service.encryption import MAX_RECIPIENTS, read_recipient
 from offbeat.service.types import LoraSpec
 from offbeat.service.wire.json_body import Body, Count, Label, Metadata, Seed, Text, TrainingBody, TrainingSeq, TtlSeconds, metadata_of
 
@@ -172,7 +173,7 @@ class SaveForSamplerBody(TrainingBody):
 
 
 class SaveExternalBody(TrainingBody):
-    """Body of POST save_weights_external."""
+    """Body of POST save_weights_external; with recipients, the exported files are encrypted for them."""
 
     path: Text
     ttl_seconds: TtlSeconds | None = None
@@ -180,7 +181,10 @@ class SaveExternalBody(TrainingBody):
 
     def __post_init__(self) -> None:
         if self.age_encryption_recipients:
-            raise ValueError("this server does not encrypt exports; leave age_encryption_recipients out and download the files plain")
+            if len(self.age_encryption_recipients) > MAX_RECIPIENTS:
+                raise ValueError(f"age_encryption_recipients may name {MAX_RECIPIENTS}, got {len(self.age_encryption_recipients)}")
+            for recipient in self.age_encryption_recipients:
+                read_recipient(recipient)
 
 
 class LoadWeightsBody(Body):

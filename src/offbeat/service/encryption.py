@@ -1,0 +1,51 @@
+"""Encrypts exports with age (age-encryption.org) for the recipients that a client names.
+
+`wire` checks recipients as they arrive, and `saving` encrypts. The library, `pyrage`, is loaded at its first use.
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from offbeat.errors import StorageError
+from offbeat.extras import require
+
+SUFFIX = ".age"
+"""Ending of an encrypted file's name, as in `adapter_model.safetensors.age`."""
+MAX_RECIPIENTS = 10
+
+
+def read_recipient(text: str) -> Any:
+    """Read a recipient: a public key of age (`age1...`) or of SSH (`ssh-ed25519 ...`, `ssh-rsa ...`).
+
+    Raises:
+        ValueError: it is neither.
+        MissingExtraError: `pyrage` is not installed.
+    """
+    pyrage = _pyrage()
+    kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
+    try:
+        return kind.Recipient.from_str(text)
+    except pyrage.RecipientError as exc:
+        raise ValueError(f"{text[:80]!r} is no recipient of age; give a public key that begins with age1, ssh-ed25519 or ssh-rsa") from exc
+
+
+def encrypt_files(folder: Path, recipients: Sequence[str]) -> None:
+    """Replace each file of a folder by an encrypted one, whose name ends in `SUFFIX`. Each recipient can decrypt all of them.
+
+    Raises:
+        StorageError: a file cannot be read or written.
+    """
+    pyrage, readers = _pyrage(), [read_recipient(text) for text in recipients]
+    try:
+        for file in sorted(folder.iterdir()):
+            pyrage.encrypt_file(str(file), str(file) + SUFFIX, readers)
+            file.unlink()
+    except (OSError, pyrage.EncryptError) as exc:
+        raise StorageError(f"the export in {folder} cannot be encrypted: {exc}") from exc
+
+
+def _pyrage() -> Any:
+    require("train", ("pyrage",), wanted_by="an encrypted export")
+    return import_module("pyrage")
