@@ -25,7 +25,7 @@ OTHERS = (
     "ppo", "vapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "lite_ppo", "scale_rl", "max_rl", "opo", "gdpo", "raft", "opd", "sdft")
 AGGREGATIONS = {
     "dr_grpo": "fixed_length", "gspo": "sequence_mean", "sapo": "sequence_mean", "gmpo": "sequence_mean", "luspo": "sequence_sum",
-    "scale_rl": "prompt_mean"}
+    "scale_rl": "prompt_mean", "deepseek_v32": "sequence_mean"}
 
 
 @dataclass(frozen=True)

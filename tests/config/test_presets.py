@@ -35,10 +35,26 @@ def test_a_preset_has_a_source_and_a_sentence_that_says_when_to_use_it(preset):
 
 
 def test_the_page_explains_every_preset_once_with_its_source_and_settings():
-    page, _, _ = PAGE.partition("## Preference pairs")
+    _, _, page = PAGE.partition("## Preference pairs")[0].partition("The formulas and settings:")
     rows = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \| (.*) \| (.*) \|$", page, re.MULTILINE)
     assert [name for name, *_ in rows] == list(PRESETS)
     for name, _, settings, source, use in rows:
         row = PRESETS[name]
         assert row.source in source and use == row.use
         assert re.findall(r"`(\w+) = ", settings) == list(row.settings)
+
+
+def test_the_page_says_of_every_preset_what_its_ratio_compares_and_where_it_differs():
+    page = PAGE.partition("## The presets\n")[2].partition("The formulas and settings:")[0]
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    assert [name for name, *_ in rows] == [f"`{name}`" for name in PRESETS]
+    for name, source, _, anchor, _, _, aggregation, _, differs in rows:
+        row, config = PRESETS[name.strip("`")], AlgorithmConfig(preset=name.strip("`"))
+        assert row.source in source and differs == (row.differs or "as published") and aggregation == f"`{config.loss_aggregation}`"
+        assert anchor == ("-" if config.objective == "cross_entropy" else {"prox": "prox", "rollout": "beh"}[config.anchor])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_ratio_compares_with_the_policy_that_sampled_unless_a_weight_or_filter_does_or_the_source_has_no_ratio(preset):
+    config = AlgorithmConfig(preset=preset)
+    assert config.anchor == "rollout" or config.weight != "none" or config.filters or config.objective == "cross_entropy"
