@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from named_bytes import named_bytes
+from offbeat.chat.shaping import PLAIN, Shaping
 from offbeat.engine.engine import Engine
 from offbeat.engine.loader import load_engine
 from offbeat.engine.options import EngineOptions
@@ -371,3 +372,33 @@ def test_a_bad_score_is_refused(make_engine):
     for tokens, message in (([5], "takes 2 to 160 tokens, got 1"), ([5, 99], "vocabulary of 54")):
         with pytest.raises(RefusedError, match=message):
             make_engine().score(tokens)
+
+
+def test_shaped_samples_beside_plain_ones_keep_their_settings_over_many_steps_and_a_switch(model_folder) -> None:
+    """Penalties and bans follow the tokens of their own sample, also where rows move and the cache is recomputed."""
+    engine = load_engine(EngineOptions(model=model_folder("qwen3"), max_running=8))
+    plain = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=12, seed=3, ignore_eos=True), n=2)[0]
+    settings = {
+        "few": Shaping(
+            allowed_token_ids=tuple(range(8, 20)), logit_bias=tuple((token, 100.0) for token in range(8, 20)), repetition_penalty=1e3),
+        "long": Shaping(min_tokens=12, logit_bias=((engine.tokenizer.eos_token_id, 100.0),)),
+        "plain": PLAIN, "short": Shaping(logit_bias=((engine.tokenizer.eos_token_id, 100.0),)),
+        "none": Shaping(allowed_token_ids=(8,), bad_words=(engine.tokenizer.decode([8]),)),
+    }
+    for name, shaping in settings.items():
+        params = SamplingParams(max_new_tokens=12, seed=3, ignore_eos=name == "plain", shaping=shaping)
+        engine.submit(Request(id=name, prompt=[5, 6, 7], params=params, n=2))
+    told: dict[str, list] = {name: [] for name in settings}
+    for step in range(14):
+        if step == 5:
+            engine.stage(1, Source(model_folder("qwen3")), engine.prepare(model_folder("qwen3")))
+            engine.switch(1, "recompute")
+        for event in engine.step():
+            told[event.request_id].append(event.result)
+    assert [sorted(output.token_ids) for output in told["few"]] == [list(range(8, 20))] * 2, "each token once"
+    assert [len(output.token_ids) for output in told["long"]] == [12, 12]
+    assert all(engine.tokenizer.eos_token_id not in output.token_ids[:11] for output in told["long"])
+    assert [output.token_ids for output in told["short"]] == [[engine.tokenizer.eos_token_id]] * 2
+    assert [output.token_ids for output in sorted(told["plain"], key=lambda output: output.index)] == [o.token_ids for o in plain]
+    assert len(told["none"]) == 1 and isinstance(told["none"][0], RefusedError) and "no token may follow" in str(told["none"][0])
+    assert not engine.has_work

@@ -223,6 +223,7 @@ def test_a_stream_adds_up_to_the_whole_answer(url):
         ("/v1/completions", {"prompt": {"text": "a"}}, "prompt takes a string, a list of token ids, or a list of such prompts"),
         ("/v1/completions", {"prompt": ["a", ""]}, "the prompt is empty"),
         ("/v1/completions", {"prompt": ["a"] * 4097}, "prompt takes at most 4096 prompts here, got 4097"),
+        ("/v1/completions", {"prompt": "a", "presence_penalty": 5}, "presence_penalty must be -2 to 2, got 5"),
         ("/v1/chat/completions", {"messages": [], "top_logprobs": 3}, "top_logprobs is not offered here"),
         ("/v1/completions", {"prompt": "a", "max_tokens": "many"}, "$.max_tokens"),
         ("/v1/completions", {"prompt": "a", "max_tokens": 0}, "max_tokens must be >= 1, got 0"),

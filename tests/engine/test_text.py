@@ -31,6 +31,24 @@ def test_pieces_add_up_to_the_text_before_the_first_stop(text, stops):
     assert stream.stopped == any(stop in seen for stop in stops) == any(stop in text for stop in stops)
 
 
+@given(
+    st.text(alphabet="abé", max_size=16), st.lists(st.text(alphabet="abé", min_size=1, max_size=3), min_size=1, max_size=3),
+    st.integers(0, 8), st.booleans())
+def test_stop_strings_end_a_text_only_after_its_least_number_of_tokens_and_may_stay(text, stops, min_tokens, keep_stop):
+    stream, data = TextStream(Bytes(), tuple(stops), min_tokens=min_tokens, keep_stop=keep_stop), text.encode()
+    pieces = [*map(stream.push, data), stream.finish()]
+    found = []  # (where it ends, where it begins)
+    for end in range(1, len(text) + 1):
+        found += [(end, end - len(stop)) for stop in stops if text[:end].endswith(stop) and len(text[:end].encode()) > min_tokens]
+    cut = min((end if keep_stop else begin for end, begin in found), default=len(text)) if found else len(text)
+    assert stream.stopped == bool(found)
+    if keep_stop or len({end for end, _ in found}) < 2:
+        assert "".join(pieces) == text[:cut]
+    if not min_tokens:
+        first = [at for at in map(text.find, stops) if at >= 0]
+        assert cut_at_stop(text, tuple(stops), keep_stop=keep_stop) == (text[:cut] if keep_stop or not first else text[: min(first)])
+
+
 def test_a_stop_string_is_seen_with_its_last_token():
     stream = TextStream(Bytes(), ("ab",))
     assert [stream.push(b) for b in b"xa"] == ["x", ""]

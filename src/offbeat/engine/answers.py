@@ -86,7 +86,7 @@ class Answer:
         self._num_generated = sum(len(output.token_ids) for output in outputs)
         choices = []
         for output in sorted(outputs, key=lambda o: o.index):
-            text = cut_at_stop(self._tokenizer.decode(told_ids(output, self._body)), self._body.stops)
+            text = self._text(told_ids(output, self._body))
             choices.append(self._choice(output, text, first=True))
         return msgspec.json.encode({**self._head, "object": self._form.kind, "choices": choices, "usage": self._usage()})
 
@@ -94,11 +94,24 @@ class Answer:
         """Encode one event of a streaming answer."""
         self._num_generated += len(output.token_ids)
         first = output.index not in self._streams
-        stream = self._streams.setdefault(output.index, TextStream(self._tokenizer, self._body.stops))
+        stream = self._streams.setdefault(output.index, self._stream())
         text = "".join(map(stream.push, told_ids(output, self._body)))
         if output.finish_reason is not None:
             text += stream.finish()
         return self._chunk([self._choice(output, text, first=first)], {"usage": None})
+
+    def _text(self, ids: list[int]) -> str:
+        """Return the text of a whole sample, up to its stop string."""
+        body = self._body
+        if not (body.stops and body.min_tokens):
+            return cut_at_stop(self._tokenizer.decode(ids), body.stops, keep_stop=bool(body.include_stop_str_in_output))
+        stream = self._stream()
+        return "".join([*map(stream.push, ids), stream.finish()])
+
+    def _stream(self) -> TextStream:
+        body = self._body
+        return TextStream(
+            self._tokenizer, body.stops, min_tokens=body.min_tokens or 0, keep_stop=bool(body.include_stop_str_in_output))
 
     def ending(self) -> bytes:
         """Encode what comes after the last event: the numbers of tokens, if they are wanted, and the end of the stream."""
@@ -129,6 +142,8 @@ def _bytes(values: Sequence[float], dtype: type) -> bytes:
 
 
 def told_ids(output: Output, body: GenerateBody) -> list[int]:
-    """Return the tokens whose text belongs to the answer: all but a stop token at the end."""
+    """Return the tokens whose text belongs to the answer: all but a stop token at the end, unless the body keeps what stops."""
+    if body.include_stop_str_in_output:
+        return output.token_ids
     stopped = output.finish_reason == "stop" and output.token_ids[-1] in (body.stop_token_ids or ())
     return output.token_ids[:-1] if stopped else output.token_ids

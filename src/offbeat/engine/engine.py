@@ -7,7 +7,7 @@ sampled it, that a staged version never changes, and that a sample with a seed d
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from typing import Literal
 
@@ -29,10 +29,14 @@ from offbeat.engine.sampler import row_keys, sample
 from offbeat.engine.scheduler import Scheduler
 from offbeat.engine.scoring import Scorer
 from offbeat.engine.versions import PendingSwitch, Source, VersionStore, read_version
-from offbeat.errors import EngineError
+from offbeat.errors import EngineError, RefusedError
 from offbeat.model.peft_io import Adapter
 from offbeat.types import Version
 from offbeat.weights.protocol import Interrupt
+
+_DIVERGED = "the logits of adapter {adapter} are not finite: it has diverged or is damaged"
+_NOTHING_LEFT = (
+    "no token may follow: allowed_token_ids, bad_words and min_tokens together leave none; allow the end token, or leave them out")
 
 
 class Engine:
@@ -197,7 +201,10 @@ class Engine:
         drawn = sample(logits, self._rows.sampling(), self._rows.uniforms())
         stopped, full = self._rows.append(drawn, version=self.version)
         self.num_generated_tokens += len(drawn.tokens)
-        failed = [] if drawn.valid.all() else self._diverged(drawn.valid)
+        empty = self._rows_of([self._rows.samples[row].request for row in drawn.empty])
+        drawn.valid[empty] = True
+        diverged = [] if drawn.valid.all() else self._diverged(drawn.valid)
+        failed = empty + diverged
         events = []
         for row in self._rows.watched():
             running = self._rows.samples[row]
@@ -208,8 +215,11 @@ class Engine:
                 events.append(Event(running.request.id, self._rows.output(row, None)))
         ended = [row for row in np.flatnonzero(stopped | full).tolist() if row not in failed]
         events += [self._end(row, "stop" if stopped[row] else "length") for row in ended]
-        if failed:
-            events += self._fail_rows(failed)
+        if diverged:
+            self._cache.clear(diverged)
+            events += self._fail_rows(diverged, EngineError, _DIVERGED)
+        if empty:
+            events += self._fail_rows(empty, RefusedError, _NOTHING_LEFT)
         self._release(ended + failed)
         return events
 
@@ -218,15 +228,17 @@ class Engine:
         broken = {self._rows.samples[row].request for row in np.flatnonzero(~valid)}
         if not all(request.adapter for request in broken):
             raise EngineError("the model's logits are not finite: its weights have diverged or are damaged")
-        return [row for row, sample in enumerate(self._rows.samples) if sample.request in broken]
+        return self._rows_of(broken)
 
-    def _fail_rows(self, rows: list[int]) -> list[Event]:
-        """End the requests of diverged adapters, and clear their slots in the cache."""
-        self._cache.clear(rows)
+    def _rows_of(self, requests: Collection[Request]) -> list[int]:
+        """Return the rows of all samples of these requests."""
+        return [row for row, sample in enumerate(self._rows.samples) if sample.request in requests] if requests else []
+
+    def _fail_rows(self, rows: list[int], error: type[EngineError], text: str) -> list[Event]:
+        """End the requests of these rows with an error, in whose text `{adapter}` stands for theirs."""
         self.finished["error"] += len(rows)
         requests = dict.fromkeys(self._rows.samples[row].request for row in rows)
-        text = "the logits of adapter {} are not finite: it has diverged or is damaged"
-        return [Event(request.id, EngineError(text.format(request.adapter))) for request in requests]
+        return [Event(request.id, error(text.format(adapter=request.adapter))) for request in requests]
 
     def _end(self, row: int, reason: FinishReason) -> Event:
         self.finished[reason] += 1

@@ -108,8 +108,8 @@ class Request:
             bad = next(t for t in self.prompt if not 0 <= t < vocab_size)
             raise RefusedError(f"prompt token {bad} is outside the vocabulary of {vocab_size} tokens")
         shaping = self.params.shaping
-        if not shaping.is_plain:
-            raise RefusedError(f"{' and '.join(shaping.acting)} cannot be honoured here; leave it out")
+        if shaping.structure is not None:
+            raise RefusedError("the structure of an answer cannot be honoured here; leave it out")
         for name, ids in (("logit_bias", [token for token, _ in shaping.logit_bias]), ("allowed_token_ids", shaping.allowed_token_ids)):
             if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
                 bad = next(t for t in ids if not 0 <= t < vocab_size)

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from offbeat.data.tokenizer import Tokenizer
 from offbeat.engine.cache import BUCKET, round_up
 from offbeat.engine.request import FinishReason, Output, Request
 from offbeat.engine.sampler import Drawn, SamplingRows, uniforms
-from offbeat.engine.text import Decoder, TextStream
+from offbeat.engine.shaping import ShapedRows, ShapedSample, bad_word_ids
+from offbeat.engine.text import TextStream
 from offbeat.inference.sampling import TopTokens
 from offbeat.types import Version
 
@@ -23,6 +25,7 @@ class Sample:
         text: decodes the text where the request has stop strings, else None.
         top: the most likely tokens at each position so far, where the request wants them, else None.
         sent: number of generated tokens already sent to a streaming request.
+        shaped: follows the tokens where the request has a shaping, else None.
     """
 
     request: Request
@@ -30,6 +33,7 @@ class Sample:
     text: TextStream | None
     top: list[TopTokens] | None
     sent: int = 0
+    shaped: ShapedSample | None = None
 
 
 class Rows:
@@ -61,7 +65,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def add(self, request: Request, *, keys: np.ndarray, stop_ids: tuple[int, ...], tokenizer: Decoder) -> None:
+    def add(self, request: Request, *, keys: np.ndarray, stop_ids: tuple[int, ...], tokenizer: Tokenizer) -> None:
         """Append the n samples of a request; `keys` [n] uint64 determine their random numbers (see `sampler.row_keys`)."""
         params, first = request.params, len(self.samples)
         rows = slice(first, first + request.n)
@@ -76,8 +80,14 @@ class Rows:
         self._stop_ids[rows] = NO_TOKEN
         self._stop_ids[rows, : len(stop_ids)] = stop_ids
         self.samples += [
-            Sample(request, i, TextStream(tokenizer, params.stop) if params.stop else None, [] if params.top_logprobs else None)
+            Sample(
+                request, i, TextStream(tokenizer, params.stop, min_tokens=params.shaping.min_tokens) if params.stop else None,
+                [] if params.top_logprobs else None)
             for i in range(request.n)]
+        if not params.shaping.is_plain:
+            words = bad_word_ids(params.shaping.bad_words, tokenizer)
+            for sample in self.samples[first:]:
+                sample.shaped = ShapedSample(params, prompt=request.prompt, end_ids=stop_ids, bad_words=words)
         self._sampling = self._watched = self._adapters = None
 
     def _reserve(self, *, positions: int, stop_ids: int) -> None:
@@ -95,9 +105,13 @@ class Rows:
             rows = slice(0, len(self))
             self._sampling = SamplingRows(
                 temperature=self._temperature[rows], top_p=self._top_p[rows], top_k=self._top_k[rows], scaled=self._scaled[rows],
-                num_top=self._num_top[rows], device=self._device,
+                num_top=self._num_top[rows], device=self._device, shaped=self._shaped_rows(),
             )
         return self._sampling
+
+    def _shaped_rows(self) -> ShapedRows | None:
+        shaped = {row: sample.shaped for row, sample in enumerate(self.samples) if sample.shaped is not None}
+        return ShapedRows(list(shaped), list(shaped.values()), device=self._device) if shaped else None
 
     def watched(self) -> list[int]:
         """Rows that must be inspected after every token: those that stream or have stop strings."""
@@ -137,6 +151,8 @@ class Rows:
         self.length[:count] += 1
         if drawn.top_ids is not None and drawn.top_logprobs is not None:
             self._append_top(drawn.top_ids, drawn.top_logprobs)
+        if (shaped := self.sampling().shaped) is not None:
+            shaped.push(drawn.tokens)
         return (self._stop_ids[:count] == drawn.tokens[:, None]).any(axis=1), self.length[:count] >= self._limit[:count]
 
     def _append_top(self, ids: np.ndarray, logprobs: np.ndarray) -> None:

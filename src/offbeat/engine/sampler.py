@@ -4,8 +4,9 @@ Tokens are drawn by inverting the cumulative distribution at one uniform number 
 than one exponential number per logit, and the uniform number can be a pure function of (row key, position). So a sample depends on its key
 alone, never on what else runs in the batch.
 
-The log-probability returned is that of the distribution sampled from, after temperature, top-k and top-p with renormalisation, or, where a
-row requests it, after temperature alone. At temperature 0 (greedy) it is the log-softmax at temperature 1.
+Logits are changed in this order: masks, biases and penalties (`shaping`), temperature, min_p, top-k, top-p. The log-probability returned
+is that of the distribution sampled from, after all of them with renormalisation ("as sampled"), or, where a row requests it, after
+temperature alone, which is what the trainer computes ("as trained"). At temperature 0 (greedy) it is the log-softmax at temperature 1.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+
+from offbeat.engine.shaping import ShapedRows
 
 _BLOCKED_FROM = 4096
 """Smallest vocabulary for which tokens are drawn by blocks."""
@@ -56,16 +59,17 @@ class SamplingRows:
     Attributes:
         greedy: [B] bool; None if no row is greedy.
         scale: [B, 1] float32, divisor of the logits; None if it is 1 everywhere.
+        shaped: the rows whose logits are masked, biased or penalised; None if there are none.
         restricted: int64 indices of the rows with top-k or top-p; None if there are none.
         top_p, top_k: parameters of the restricted rows, as `restrict` takes them.
-        scaled: int64 indices of the restricted rows that report log-probabilities over all tokens; None if there are none.
+        scaled: int64 indices of the shaped and restricted rows that report log-probabilities as trained; None if there are none.
         top: int64 indices of the rows that report most likely tokens; None if there are none.
         num_top: the largest number of most likely tokens that a row requests.
     """
 
     def __init__(
         self, *, temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray, scaled: np.ndarray, num_top: np.ndarray,
-        device: torch.device,
+        device: torch.device, shaped: ShapedRows | None = None,
     ) -> None:
         """All arrays are [B]. Temperature 0 is greedy; top_p 1 and top_k 0 set no limit; num_top is 0 where nothing is reported."""
         greedy = temperature == 0
@@ -76,7 +80,9 @@ class SamplingRows:
         self.restricted = torch.from_numpy(restricted).to(device) if restricted.size else None
         self.top_p = torch.from_numpy(top_p[restricted]).to(device)[:, None]
         self.top_k = torch.from_numpy(top_k[restricted]).to(device)[:, None]
-        self.scaled = torch.from_numpy(restricted[scaled[restricted]]).to(device) if scaled[restricted].any() else None
+        self.shaped = shaped
+        changed = np.union1d(restricted, () if shaped is None else shaped.rows.cpu().numpy()).astype(np.int64)
+        self.scaled = torch.from_numpy(changed[scaled[changed]]).to(device) if scaled[changed].any() else None
         self.num_top = int(num_top.max(initial=0))
         self.top = torch.from_numpy(np.flatnonzero(num_top)).to(device) if self.num_top else None
 
@@ -89,6 +95,7 @@ class Drawn:
         tokens: [B] int64.
         logprobs: [B] float32, log-probabilities of the tokens; the module's docstring says under which distribution.
         valid: [B] bool, False where the logits define no distribution (NaN or infinite), so that the token is meaningless.
+        empty: rows whose shaping leaves no token to draw; they are not valid either.
         top_ids, top_logprobs: [R, num_top] int64 and float32, the most likely tokens of the R rows in `SamplingRows.top`, -inf for those
             that cannot be drawn; None where there are no such rows.
     """
@@ -98,6 +105,7 @@ class Drawn:
     valid: np.ndarray
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
+    empty: tuple[int, ...] = ()
 
 
 def restrict(logits: Tensor, *, top_p: Tensor, top_k: Tensor) -> Tensor:
@@ -126,10 +134,13 @@ def sample(logits: Tensor, rows: SamplingRows, uniform: np.ndarray) -> Drawn:
         rows: parameters of the B rows, on the same device.
         uniform: [B] float64 in [0, 1), see `uniforms`.
     """
-    logits = logits.float()
+    raw = full = logits = logits.float()
+    empty: tuple[int, ...] = ()
     if rows.scale is not None:
-        logits = logits / rows.scale
-    full = logits
+        full = logits = raw / rows.scale
+    if rows.shaped is not None:
+        changed, empty = rows.shaped.change(raw, rows.scale)
+        logits = logits.index_copy(0, rows.shaped.rows, changed)
     if rows.restricted is not None:
         kept = restrict(logits[rows.restricted], top_p=rows.top_p, top_k=rows.top_k)
         logits = logits.index_copy(0, rows.restricted, kept)
@@ -144,9 +155,9 @@ def sample(logits: Tensor, rows: SamplingRows, uniform: np.ndarray) -> Drawn:
     drawn = torch.cat([tokens.double(), logprobs.double(), total], dim=1).cpu().numpy()
     columns = (drawn[:, 0].astype(np.int64), drawn[:, 1].astype(np.float32), np.isfinite(drawn[:, 2]))
     if rows.top is None:
-        return Drawn(*columns)
+        return Drawn(*columns, empty=empty)
     top = table[rows.top].topk(min(rows.num_top, table.shape[-1]), dim=-1)
-    return Drawn(*columns, top.indices.cpu().numpy(), (top.values - normalizer[rows.top]).cpu().numpy())
+    return Drawn(*columns, top.indices.cpu().numpy(), (top.values - normalizer[rows.top]).cpu().numpy(), empty)
 
 
 def _draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -18,9 +18,9 @@ class Decoder(Protocol):
     def decode(self, ids: list[int]) -> str: ...
 
 
-def cut_at_stop(text: str, stops: tuple[str, ...]) -> str:
-    """Return the text before the first stop string in it."""
-    found = [at for at in map(text.find, stops) if at >= 0]
+def cut_at_stop(text: str, stops: tuple[str, ...], *, keep_stop: bool = False) -> str:
+    """Return the text before the first stop string in it, or with it."""
+    found = [at + keep_stop * len(stop) for stop in stops if (at := text.find(stop)) >= 0]
     return text[: min(found)] if found else text
 
 
@@ -81,11 +81,14 @@ stop_strings = lru_cache(maxsize=16)(StopStrings)
 class TextStream:
     """Text of one sample, token by token, held back where a character or a stop string may be incomplete.
 
-    The pieces that `push` and `finish` return concatenate to `cut_at_stop(decode(ids), stops)`.
+    The pieces that `push` and `finish` return concatenate to the decoded text, up to the first stop string that ends after `min_tokens`
+    tokens, with it if `keep_stop` is set.
     """
 
-    def __init__(self, tokenizer: Decoder, stops: tuple[str, ...] = ()) -> None:
+    def __init__(self, tokenizer: Decoder, stops: tuple[str, ...] = (), *, min_tokens: int = 0, keep_stop: bool = False) -> None:
         self.stopped = False
+        self._min_tokens = min_tokens
+        self._keep_stop = keep_stop
         self._tokenizer = tokenizer
         self._stops = stop_strings(stops)
         self._state = 0
@@ -118,8 +121,10 @@ class TextStream:
         text, cut = self._held + new, -1
         for end, char in enumerate(new, start=len(self._held) + 1):
             self._state = self._stops.step(self._state, char)
-            if length := self._stops.found(self._state):
-                cut = end - length if cut < 0 else min(cut, end - length)
+            length = self._stops.found(self._state)
+            if length and len(self._ids) > self._min_tokens:
+                at = end if self._keep_stop else end - length
+                cut = at if cut < 0 else min(cut, at)
         self.stopped = cut >= 0
         begun = 0 if final else self._stops.begun(self._state)
         certain = cut if self.stopped else len(text) - begun
