@@ -11,6 +11,7 @@ from datasets import Dataset
 
 from offbeat.api.rows import is_named, sets_of, write_rows
 from offbeat.config.data import DataConfig
+from offbeat.data.dataset import open_datasets
 from offbeat.data.row import Row, parse_record
 from offbeat.errors import DataError, StorageError
 
@@ -53,6 +54,32 @@ def test_a_row_loses_nothing_on_its_way(record: dict[str, Any], tmp_path: Path) 
     again = parse_record(read(file.path)[0], DataConfig(), where="there")
     assert (again.prompt, again.answer, again.tools, again.imitated) == (row.prompt, row.answer, row.tools, row.imitated)
     assert {name: again.extra[name] for name in row.extra} == row.extra and set(row.json_fields) <= set(again.json_fields)
+
+
+CALLS = [{"name": "f", "arguments": {"city": "Paris"}}, {"name": "f", "arguments": {"limit": 3}}]
+CALLED = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]} for call in CALLS]
+
+
+@pytest.mark.parametrize("kind", ["pandas", "datasets", "Parquet"])
+def test_keys_that_a_table_has_filled_in_with_null_are_gone_again(kind: str, tmp_path: Path) -> None:
+    table = Dataset.from_list(CALLED)
+    table.to_parquet(tmp_path / "rows.parquet")
+    if kind == "Parquet":
+        rows, _ = open_datasets(DataConfig(path=str(tmp_path / "rows.parquet"), heldout_size=0), seed=0)
+        found = [rows.row(index).imitated["tool_calls"] for index in range(2)]
+    else:
+        rows = table if kind == "datasets" else pandas.read_parquet(tmp_path / "rows.parquet")
+        written = read(write_rows(rows, tmp_path, argument="data").path)
+        found = [parse_record(record, DataConfig(), where="here").imitated["tool_calls"] for record in written]
+    assert found == [[call] for call in CALLS]
+
+
+def test_a_null_that_a_program_gives_stays(tmp_path: Path) -> None:
+    call = {"name": "f", "arguments": {"limit": None}}
+    given = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]}]
+    for rows in (given, pandas.DataFrame(given)):
+        [record] = read(write_rows(rows, tmp_path, argument="data").path)
+        assert parse_record(record, DataConfig(), where="here").imitated["tool_calls"] == [call]
 
 
 @pytest.mark.parametrize("row", [

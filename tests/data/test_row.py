@@ -5,6 +5,7 @@ import json
 import pytest
 
 from offbeat.config.data import DataConfig
+from offbeat.data.messages import is_learnt
 from offbeat.data.row import Row, parse_record
 from offbeat.data.wire import decode, encode
 from offbeat.errors import DataError
@@ -32,7 +33,7 @@ def test_gsm8k_takes_the_number_after_the_marks_and_keeps_the_solution():
 
 def test_messages_become_a_chat_of_role_and_content():
     row = parse({"messages": CHAT, "answer": "a"}, format="messages")
-    assert row.prompt == ({"role": "system", "content": "s"}, {"role": "user", "content": "u"})
+    assert row.prompt == ({"role": "system", "content": "s", "name": "x"}, {"role": "user", "content": "u"})
 
 
 SAID = [*CHAT, {"role": "assistant", "content": "1+1=2"}]
@@ -100,15 +101,46 @@ def test_tools_and_their_calls_are_kept_as_templates_take_them():
     called = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
     row = parse({"messages": called, "tools": [TOOL]})
     made = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
-    assert row.said == row.imitated == {"role": "assistant", "content": "", "tool_calls": [made]}
+    assert row.said == row.imitated == {"role": "assistant", "content": "", "tool_calls": [CALL]}
     assert row.tools == ({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},)
     assert json.loads(row.answer) == [made] and row.extra == {}
     assert parse({"messages": called, "tools": json.dumps([TOOL])}).tools == row.tools
     went_on = parse({"messages": [
         *called, {"role": "tool", "name": "add", "tool_call_id": "1", "content": "3"}, {"role": "assistant", "content": "It is 3."}]})
     assert went_on.prompt[-1] == {"role": "tool", "name": "add", "tool_call_id": "1", "content": "3"}
-    assert went_on.prompt[-2]["tool_calls"] == [made]
+    assert went_on.prompt[-2]["tool_calls"] == [CALL]
     assert (went_on.answer, went_on.said) == ("It is 3.", None)
+
+
+def test_a_chat_as_json_text_is_a_chat_and_other_text_under_its_name_is_refused():
+    as_list, as_text = ({"messages": chat} for chat in (SAID, json.dumps(SAID)))
+    assert parse(as_text) == parse(as_list)
+    assert parse({"prompt": json.dumps(CHAT), "answer": "a"}).prompt == parse({"prompt": CHAT, "answer": "a"}).prompt
+    assert parse({"prompt": json.dumps(CHAT), "answer": "a"}, format="prompt_answer").prompt == json.dumps(CHAT)
+    pair = {"prompt": json.dumps(CHAT), "completion": json.dumps(SAID[-1:])}
+    row, same = parse(pair), parse({"prompt": CHAT, "completion": SAID[-1:]})
+    assert (row.prompt, row.answer) == (same.prompt, same.answer)
+
+
+TURNS = [CHAT[1], {"role": "assistant", "content": "5"}, {"role": "user", "content": "no"}]
+
+
+def test_a_prompt_with_a_completion_beside_it_is_context():
+    for rest in ({"completion": SAID[-1:]}, {"answer": "1+1=2"}, {"completion": "1+1=2"}):
+        row = parse({"prompt": TURNS, **rest})
+        assert [is_learnt(message) for message in (*row.prompt, row.imitated)] == [False, False, False, True]
+    row = parse({"messages": TURNS, "answer": "1+1=2"})
+    assert [is_learnt(message) for message in (*row.prompt, row.imitated)] == [False, True, False, True]
+    with pytest.raises(DataError, match="the chat in 'prompt' ends with the assistant's message, which 'completion' cannot go on with"):
+        parse({"prompt": TURNS[:2], "completion": SAID[-1:]})
+
+
+def test_a_chat_ends_with_the_last_message_that_is_learnt():
+    wrong = {"role": "assistant", "content": "5", "weight": 0}
+    row = parse({"messages": [*SAID, CHAT[1], wrong]})
+    assert (row.answer, len(row.prompt)) == ("1+1=2", 2)
+    with pytest.raises(DataError, match="all of the assistant's messages in 'messages' are marked not to be trained on"):
+        parse({"messages": [*CHAT, wrong]})
 
 
 @pytest.mark.parametrize("row", [
@@ -140,7 +172,9 @@ def test_rows_cross_processes(row):
     ({"q": None, "answer": "y"}, {"prompt": "{q}"}, "field 'q', which data.prompt names, is null"),
     ({"prompt": "x", "answer": "y"}, {"system_field": "persona"}, "has no field 'persona'; it has prompt, answer; set data.system_field"),
     ({"prompt": CHAT, "answer": "y"}, {"format": "prompt_answer"}, "field 'prompt' must be text, got list; a chat needs data.format ="),
-    ({"messages": "hi", "answer": "a"}, {"format": "messages"}, "must be a list of messages, got str"),
+    ({"messages": "hi", "answer": "a"}, {"format": "messages"}, "must be a list of messages, or one as JSON text, got str"),
+    ({"messages": "hi", "answer": "a"}, {}, "must be a list of messages, or one as JSON text, got str"),
+    ({"messages": str(SAID)}, {}, "field 'messages' holds a chat as Python prints it, which is not JSON"),
     ({"messages": [], "answer": "a"}, {"format": "messages"}, "must be a list of messages, got an empty list"),
     ({"messages": [{"role": "user"}], "answer": "a"}, {"format": "messages"}, "must have text in 'role' and 'content', got {\"role\""),
 ])

@@ -203,3 +203,23 @@ def test_special_tokens_are_known_by_their_text():
     tokenizer = character_tokenizer()
     assert (tokenizer.special_id("<eos>"), tokenizer.special_id("1"), tokenizer.special_id("<s>")) == (0, None, None)
     assert (tokenizer.special_text_in("1<eos>2"), tokenizer.special_text_in("12")) == ("<eos>", "")
+
+
+CALLED = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [
+    {"type": "function", "function": {"name": "f", "arguments": '{"city": "Paris"}'}}]}]
+CALL = "{% for m in messages %}{% for c in m.tool_calls or [] %}<call>ARGUMENTS</call>{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(("written", "is_text", "shown"), [
+    ("{{ c.function.arguments | tojson }}", False, '{"city": "Paris"}'),
+    ("{{ 'args ' + c.function.arguments }}", True, 'args {"city": "Paris"}'),
+    ("{{ c.function.arguments }}", True, '{"city": "Paris"}'),
+    ("{% for key, value in c.function.arguments.items() %}{{ key }}={{ value }}{% endfor %}", False, "city=Paris"),
+    ("{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}", False, '{"city": "Paris"}'),
+], ids=["JSON of an object", "joined with text", "printed", "its items", "either"])
+def test_a_template_is_given_the_arguments_of_calls_in_the_form_that_it_takes(written, is_text, shown):
+    tokenizer = character_tokenizer(chat_template=CALL.replace("ARGUMENTS", written))
+    assert tokenizer.takes_arguments_as_text is is_text
+    for arguments in ('{"city": "Paris"}', {"city": "Paris"}):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        assert tokenizer.chat_text([*CALLED[:1], {**CALLED[1], "tool_calls": [call]}]) == f"<call>{shown}</call>"

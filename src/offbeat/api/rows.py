@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import msgspec
 
+from offbeat.data.messages import without_filled_nulls
 from offbeat.data.row import Row
 from offbeat.errors import DataError, StorageError, shorten
 
@@ -93,9 +94,11 @@ def _records(rows: Any, argument: str) -> Iterator[Mapping[str, Any]]:
             f"{argument} must be rows, got a mapping of {', '.join(map(repr, list(rows)[:4]))}; give one of them, such as"
             " dataset['train']")
     if hasattr(rows, "iter_rows"):  # a data frame of polars
-        rows = rows.iter_rows(named=True)
+        rows = map(without_filled_nulls, rows.iter_rows(named=True))
     elif hasattr(rows, "columns") and hasattr(rows, "to_dict"):  # of pandas
-        rows = rows.to_dict("records")
+        rows = map(_of_pandas, rows.to_dict("records"))
+    elif hasattr(rows, "features"):  # an object of datasets
+        rows = map(without_filled_nulls, rows)
     if not isinstance(rows, Iterable):
         raise DataError(f"{argument} must be a file, a hub id, or rows as a list of dicts, got {shorten(rows)}")
     for number, row in enumerate(rows, start=1):
@@ -105,6 +108,20 @@ def _records(rows: Any, argument: str) -> Iterator[Mapping[str, Any]]:
             yield row
         else:
             raise DataError(f"{argument}, row {number}, must be a dict or an offbeat.Row, got {shorten(row)}")
+
+
+def _of_pandas(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of a data frame; its cells that are arrays come from a table, which fills in null for keys of other rows."""
+    cells = {name: _lists(value) for name, value in record.items() if getattr(value, "ndim", 0)}
+    return {**record, **without_filled_nulls(cells)}
+
+
+def _lists(value: Any) -> Any:
+    """Return arrays of numpy as lists, at any depth."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, Mapping):
+        return {key: _lists(each) for key, each in value.items()}
+    return [_lists(each) for each in value] if isinstance(value, list) else value
 
 
 def _record_of(row: Row, where: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from offbeat.data.messages import is_learnt
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import DataError
 
@@ -77,7 +78,7 @@ def mark_answers(
         DataError: no message is the assistant's, one is empty, or the template omits it or changes what precedes it.
         ModelError: there is no chat template, or it refuses these messages.
     """
-    answers = [index for index, message in enumerate(messages) if index >= first and message["role"] == "assistant"]
+    answers = [index for index, message in enumerate(messages) if index >= first and is_learnt(message)]
     if not answers:
         raise DataError("the chat has no message of the assistant that answers another, so there is nothing to imitate")
     parts: list[MarkedText] = []

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import msgspec
 import zstandard
 
+from offbeat.data.messages import without_filled_nulls
 from offbeat.errors import DataError, MissingExtraError, first_line
 
 Check = Callable[[dict[str, Any], str], object]
@@ -193,7 +194,7 @@ class Table:
 
     def record(self, index: int) -> dict[str, Any]:
         """See `Source.record`."""
-        return self.table.slice(self.rows[index], 1).to_pylist()[0]
+        return without_filled_nulls(self.table.slice(self.rows[index], 1).to_pylist()[0])
 
     def where(self, index: int) -> str:
         """See `Source.where`."""
@@ -226,6 +227,7 @@ def table_source(table: Any, name: str, sieve: Sieve) -> Table:
     used = array("q")
     for start in range(0, table.num_rows, _TABLE_CHUNK):
         for index, record in enumerate(table.slice(start, _TABLE_CHUNK).to_pylist(), start=start):
+            record = without_filled_nulls(record)
             if sieve.is_full:
                 return Table(table, name, used)
             if sieve.passes(record, f"{name!r}, row {index}"):

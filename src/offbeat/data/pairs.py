@@ -23,7 +23,7 @@ from offbeat.config.data import DataConfig
 from offbeat.config.template import parse_template
 from offbeat.data.chat import mark_answers
 from offbeat.data.dataset import Check, Dataset, open_records
-from offbeat.data.messages import Message, Tool, kind_of, parse_messages, parse_tools, with_system
+from offbeat.data.messages import Message, Tool, chat_in, kind_of, parse_messages, parse_tools, same, with_system
 from offbeat.data.prompt import messages_of, sft_sequence
 from offbeat.data.row import TOOLS, Prompt, Row, system_of
 from offbeat.data.stream import PromptStream
@@ -254,8 +254,8 @@ def _split(
     if chats and (prompt is None or any(chat[0]["role"] != "assistant" for chat in chats)):
         most = min(len(chat) for chat in chats) - 1
         # The common beginning of a single chat is all but its last message.
-        same = takewhile(lambda messages: all(m == messages[0] for m in messages), zip(*chats, strict=False))
-        count = min(most, sum(1 for _ in same))
+        shared = takewhile(lambda messages: all(same(m, messages[0]) for m in messages), zip(*chats, strict=False))
+        count = min(most, sum(1 for _ in shared))
         if not count:
             raise DataError(
                 f"{where}: {_listed(names)} must begin with the same messages, which are the prompt, or there must be a field"
@@ -265,7 +265,8 @@ def _split(
     else:
         if prompt is None:
             raise DataError(f"{where}, has no field {prompt_field!r}; it has {', '.join(record)}; set data.prompt_field")
-        split = prompt if isinstance(prompt, str) else parse_messages(prompt, prompt_field, where)
+        is_text = isinstance(prompt, str) and chat_in(prompt, prompt_field, where) is None
+        split = prompt if is_text else parse_messages(prompt, prompt_field, where)
         if chats and isinstance(split, str):
             split = ({"role": "user", "content": split},)
         answers = tuple(given)
@@ -276,9 +277,9 @@ def _split(
 
 
 def _answer(value: Any, name: str, where: str) -> Answer:
-    if isinstance(value, str):
+    if isinstance(value, str) and chat_in(value, name, where) is None:
         return value
-    if isinstance(value, list):
+    if isinstance(value, str | list):
         return parse_messages(value, name, where)
     raise DataError(f"{where}: field {name!r} must be text or a list of messages, got {kind_of(value)}")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from offbeat.config.data import DataConfig
 from offbeat.config.template import missing_column, parse_template
-from offbeat.data.messages import Message, Tool, kind_of, parse_messages, parse_tools, text_of, with_system
+from offbeat.data.messages import Message, Tool, as_context, chat_in, is_learnt, kind_of, parse_messages, parse_tools, text_of, with_system
 from offbeat.errors import DataError
 
 Prompt = str | tuple[Message, ...]
@@ -83,7 +83,7 @@ def parse_record(record: Mapping[str, Any], config: DataConfig, *, where: str, n
         prompt = record[prompt_field]
     system = system_of(record, config, where)
     used |= {answer_field, *([config.system_field] if config.system_field else [])}
-    if not config.prompt and (config.format == "messages" or (config.format == "auto" and isinstance(prompt, list))):
+    if not config.prompt and (config.format == "messages" or (config.format == "auto" and _is_chat(prompt, prompt_field, config, where))):
         return _chat(record, prompt_field, answer_field, system, where, used, needs_answer=needs_answer)
     if not isinstance(prompt, str):
         raise DataError(f"{where}: field {prompt_field!r} must be text, got {kind_of(prompt)}; a chat needs data.format = \"messages\"")
@@ -102,6 +102,12 @@ def _prompt_field(record: Mapping[str, Any], layout: str) -> str:
         found = next((name for name in _CHATS if name in record), None)
         return found or ("messages" if layout == "messages" else "prompt")
     return "prompt"
+
+
+def _is_chat(prompt: Any, name: str, config: DataConfig, where: str) -> bool:
+    """Whether a prompt is a chat: a list of messages, or one as JSON text. What is in a column that is named after chats has to be one."""
+    is_named = name in _CHATS and not config.prompt_field
+    return isinstance(prompt, list) or is_named or (isinstance(prompt, str) and chat_in(prompt, name, where) is not None)
 
 
 def system_of(record: Mapping[str, Any], config: DataConfig, where: str) -> str:
@@ -132,13 +138,26 @@ def _answer(record: Mapping[str, Any], name: str, where: str, config: DataConfig
 def _chat(
     record: Mapping[str, Any], prompt_field: str, answer_field: str, system: str, where: str, used: set[str], *, needs_answer: bool,
 ) -> Row:
-    """Make a row whose prompt ends where the assistant is to answer. A last message by the assistant is the answer or solution."""
+    """Make a row whose prompt ends where the assistant is to answer. A last message by the assistant is the answer or solution.
+
+    A prompt with a completion or an answer beside it is context, as in TRL's pairs: its turns are not trained on. What comes after the
+    last message that is trained on teaches nothing, and is left out.
+    """
     messages = with_system(parse_messages(record[prompt_field], prompt_field, where), system)
     given = record.get(answer_field)
-    if isinstance(given, list) and given:  # the rest of the chat, as in TRL's pairs of prompt and completion
-        messages, given = (*messages, *parse_messages(given, answer_field, where)), None
+    rest = chat_in(given, answer_field, where) if isinstance(given, str) else given
+    is_pair = given is not None and (prompt_field == "prompt" or answer_field == "completion")
+    if is_pair and messages[-1]["role"] != "assistant":
+        messages = as_context(messages)
+    if isinstance(rest, list) and rest:  # the rest of the chat, as in TRL's pairs of prompt and completion
+        if messages[-1]["role"] == "assistant":
+            raise DataError(
+                f"{where}: the chat in {prompt_field!r} ends with the assistant's message, which {answer_field!r} cannot go on with; end it"
+                " with another's")
+        messages, given = (*messages, *parse_messages(rest, answer_field, where)), None
     extra, json_fields = _extra(record, {*used, TOOLS}, answer_field)
     tools = parse_tools(record.get(TOOLS), TOOLS, where)
+    messages = _up_to_learnt(messages, prompt_field, where)
     if messages[-1]["role"] != "assistant":
         if given is None and needs_answer:
             raise DataError(
@@ -154,6 +173,18 @@ def _chat(
     if given is None:
         return Row(prompt, text, extra, tools=tools, said=kept, json_fields=json_fields)
     return Row(prompt, _text(given, answer_field, where), extra, text, tools, kept, json_fields)
+
+
+def _up_to_learnt(messages: tuple[Message, ...], prompt_field: str, where: str) -> tuple[Message, ...]:
+    """Return a chat that ends with the assistant up to the last of its messages that is not marked as context."""
+    if messages[-1]["role"] != "assistant" or is_learnt(messages[-1]):
+        return messages
+    last = max((index for index, message in enumerate(messages) if is_learnt(message)), default=-1)
+    if last < 0:
+        raise DataError(
+            f"{where}: all of the assistant's messages in {prompt_field!r} are marked not to be trained on; leave the row out, or the mark"
+            " of one of them")
+    return messages[: last + 1]
 
 
 def _extra(record: Mapping[str, Any], used: set[str], answer_field: str) -> tuple[dict[str, str], tuple[str, ...]]:

@@ -17,6 +17,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from offbeat.data.messages import for_template
 from offbeat.errors import ModelError
 
 DEFAULT_ALPHABET = string.digits + string.ascii_lowercase + " \n+-*/=()>,.?#:"
@@ -168,13 +169,35 @@ class Tokenizer:
             raise ModelError(
                 f"tokenizer {self.name!r} has no chat template; put a chat_template.jinja beside its tokenizer.json,"
                 " or use plain prompts (data.chat_template = false)")
+        as_text = any(message.get("tool_calls") for message in messages) and self.takes_arguments_as_text
         try:
-            return cast(str, self.hf.apply_chat_template(
-                [dict(m) for m in messages], tools=None if not tools else [dict(t) for t in tools],
-                tokenize=False, add_generation_prompt=to_answer, **self.template_kwargs))
+            return self._rendered([for_template(m, arguments_as_text=as_text) for m in messages], tools or (), to_answer=to_answer)
         except (TemplateError, ValueError, TypeError) as exc:
             roles = ", ".join(str(m.get("role")) for m in messages)
             raise ModelError(f"the chat template of tokenizer {self.name!r} refuses messages with roles {roles}: {exc}") from exc
+
+    @cached_property
+    def takes_arguments_as_text(self) -> bool:
+        """Whether the chat template takes the arguments of calls as JSON text, as DeepSeek V3's does; most take an object."""
+        tool = {"type": "function", "function": {"name": "probe_tool", "parameters": {"type": "object", "properties": {}}}}
+        found = []
+        for as_text in (False, True):
+            call = {"id": "000000000", "type": "function", "function": {"name": "probe_tool", "arguments": {"probe_key": "probe_value"}}}
+            messages = [
+                {"role": "user", "content": _PROBE},
+                for_template({"role": "assistant", "content": "", "tool_calls": [call]}, arguments_as_text=as_text),
+                {"role": "tool", "name": "probe_tool", "tool_call_id": "000000000", "content": _PROBE}]
+            try:
+                found.append(self._rendered(messages, [tool], to_answer=False))
+            except Exception:  # a template may raise anything on this unusual chat
+                found.append("")
+        is_read, is_printed = ("probe_value" in text and "'probe_key'" not in text for text in found)
+        return is_printed and not is_read
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, to_answer: bool) -> str:
+        return cast(str, self.hf.apply_chat_template(
+            [dict(message) for message in messages], tools=[dict(tool) for tool in tools] or None, tokenize=False,
+            add_generation_prompt=to_answer, **self.template_kwargs))
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json, tokenizer_config.json and the chat template into `folder`."""
