@@ -98,3 +98,28 @@ def test_a_format_is_recognised_by_the_template(template, name) -> None:
 
 def test_a_template_without_calls_has_no_format() -> None:
     assert recognise("{{ messages }}") is None and HERMES in FORMATS
+
+
+CALL = "<｜tool▁call▁begin｜>"
+
+
+@pytest.mark.parametrize(("name", "head", "piece", "tail"), [
+    ("gpt-oss", "", "<|channel|>analysis<|message|>x<|end|>", ""), ("gpt-oss", "", "<|channel|>final<|message|>x<|end|>", ""),
+    ("deepseek", "a", " ", ""), ("deepseek", f"{CALL}a", " ", ""), ("deepseek", f"{CALL}f<｜tool▁sep｜>{{}}", " ", "x"),
+    ("deepseek", "", f"{CALL}f<｜tool▁sep｜>{{}}<｜tool▁call▁end｜>", ""), ("llama3", "", " ", ""),
+    ("mistral-args", "[TOOL_CALLS]f[ARGS]{}", " ", "x"),
+    ("glm", "<tool_call>f\n<arg_key>a", " ", "b</arg_key><arg_value>1</arg_value></tool_call>"),
+    ("glm", "<tool_call>f\n", "<arg_key>a</arg_key>", "</tool_call>"), ("glm", "", "<tool_call>f\n", ""),
+    ("glm", "<tool_call>f\n" + "</arg_value>" * 3000, "<arg_key>a</arg_key><arg_value>", "</tool_call>")])
+def test_whatever_repeats_is_read_in_linear_time(name: str, head: str, piece: str, tail: str) -> None:
+    text = head + piece * ((256 << 10) // len(piece)) + tail  # a time that grows with the square would pass any deadline
+    message = parser_of(name).parse(text, [SUM], call_ids=str).message
+    assert message.content or message.calls or message.reasoning
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("glm", "<tool_call>add_all\n<arg_key>note</arg_key></arg_value><arg_value></tool_call>"),
+    ("qwen-xml", "<tool_call>\n<function=add_all>\n</parameter><parameter=note>\nx</function>\n</tool_call>")])
+def test_ends_that_come_before_their_beginnings_make_no_whole_call(name: str, text: str) -> None:
+    parsed = read(name, text)
+    assert parsed.message.calls == () and parsed.message.content == text and "without its" in parsed.malformed

@@ -24,7 +24,7 @@ class ToolFormat:
         marks: texts of which one is in the chat templates of models that write this.
         begins: pattern of where a call begins. Text that only mentions a tag does not match.
         fields: the fields of a response template (see `transformers.utils.chat_parsing`); `content` is whatever is no call.
-        balanced: pairs of texts that are equally frequent in whole calls, where a cut call could pass for a whole one.
+        balanced: pairs of texts that alternate in whole calls, where a cut call could pass for a whole one.
         some_call: what a call begins with, before the tool's name.
         named_call: the same with the tool's name, for which `{name}` stands.
         end: what ends a call; a sample that stops there has one call. Empty if nothing does.
@@ -52,15 +52,21 @@ def _fields(begins: str, **call: Any) -> dict[str, Any]:
     return {"tool_calls": {"open_pattern": begins, "repeats": True, **call}, "content": _REST}
 
 
-# White space belongs to a call from its first character on: tried from each one, a long run of it would take quadratic time.
+# Whatever a model writes, a pattern takes linear time: white space belongs to a call from its first character on, and a run followed by
+# another is possessive (`*+`, `++`). Tried from each character, or at each division of a run, it would take quadratic time.
 _HERMES = r"(?<!\s)\s*<tool_call>\s*(?=[\[{])"
 _XML = r"(?<!\s)\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>"
-_LLAMA = r'\A\s*(?:<\|python_tag\|>)?\s*(?=\{\s*"(?:type|name|function)"\s*:)'
+_LLAMA = r'\A\s*+(?:<\|python_tag\|>\s*+)?(?=\{\s*"(?:type|name|function)"\s*:)'
 _MISTRAL = r"(?<!\s)\s*\[TOOL_CALLS\]\s*(?=\[\s*\{)"
 _MISTRAL_ARGS = r"(?<!\s)\s*\[TOOL_CALLS\]\s*(?P<name>[\w.\-]+)(?:\[CALL_ID\][\w\-]+)?\[ARGS\]\s*"
 _GLM = r"(?<!\s)\s*<tool_call>\s*(?P<name>[\w.\-]+)(?=\s*(?:<arg_key>|</tool_call>|\Z))"
 _DEEPSEEK = (
-    r"(?<!\s)\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[^\n<]+)(?:<｜tool▁sep｜>|\s*```json\s)")
+    r"(?:(?<!\s)\s*+)?(?:<｜tool▁calls▁begin｜>\s*+)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>(?:[^\n<`]|`(?!``json\s))++)"
+    r"(?:<｜tool▁sep｜>|\s*+```json\s)")
+_DEEPSEEK_END = r"(?:(?<!\s)\s*+(?:```\s*+)?)?<｜tool▁call▁end｜>(?:\s*+<｜tool▁calls▁end｜>)?"
+_MISTRAL_NEXT = r"(?<!\s)(?=\s*+\[TOOL_CALLS\])|(?=\[TOOL_CALLS\])"
+_GLM_ARGUMENT = (
+    r"<arg_key>\s*+(?P<key>(?:[^\s<]|\s++(?!</arg_key>)|<(?!/arg_key>))*+)\s*+</arg_key>\s*+<arg_value>(?P<value>.*?)</arg_value>")
 _OSS = (
     r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)? to=functions\.(?P<name>[\w.\-]+)"
     r"(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>\s*\w+)?<\|message\|>"
@@ -89,7 +95,7 @@ FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         name="deepseek", marks=("<｜tool▁call▁begin｜>",), begins=_DEEPSEEK,
         fields=_fields(
-            _DEEPSEEK, close_pattern=r"\s*(?:```)?\s*<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?", content="json", transform=_NAMED),
+            _DEEPSEEK, close_pattern=_DEEPSEEK_END, content="json", transform=_NAMED),
         some_call="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>",
         named_call="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n", end="<｜tool▁call▁end｜>",
     ),
@@ -98,7 +104,7 @@ FORMATS: tuple[ToolFormat, ...] = (
             ("<tool_call>", "</tool_call>"), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>")),
         fields=_fields(
             _GLM, close="</tool_call>", content="xml-inline", transform=_NAMED, content_args={
-                "tag_pattern": r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"}),
+                "tag_pattern": _GLM_ARGUMENT}),
         some_call="<tool_call>", named_call="<tool_call>{name}\n", end="</tool_call>",
     ),
     ToolFormat(
@@ -110,7 +116,7 @@ FORMATS: tuple[ToolFormat, ...] = (
     ),
     ToolFormat(
         name="mistral-args", marks=("[ARGS]",), begins=_MISTRAL_ARGS, id_chars=9,
-        fields=_fields(_MISTRAL_ARGS, close_pattern=r"(?=\s*\[TOOL_CALLS\])", content="json", transform=_NAMED),
+        fields=_fields(_MISTRAL_ARGS, close_pattern=_MISTRAL_NEXT, content="json", transform=_NAMED),
         some_call="[TOOL_CALLS]", named_call="[TOOL_CALLS]{name}[ARGS]",
     ),
     ToolFormat(

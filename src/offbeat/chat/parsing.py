@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers.utils.chat_parsing import parse_response
-
 from offbeat.chat.messages import Message, Tool, ToolCall
+from offbeat.chat.reading import read_response
 from offbeat.chat.rendering import Renderer, tool_json
 from offbeat.errors import first_line
 
@@ -72,7 +71,7 @@ class AnswerParser:
         described = [tool_json(tool) for tool in tools]
         try:
             self._check_balance(text)
-            read = parse_response(text, dict(template), prefix=prefix, tools=described)  # type: ignore[reportArgumentType]
+            read = read_response(text, template, prefix=prefix, tools=described)
             reasoning = reasoning or next((str(read[field]) for field in _REASONING if read.get(field)), "")
             calls = _calls(read.get("tool_calls") or [], call_ids) if tools else ()
             content = str(read.get("content") or "").strip()
@@ -85,7 +84,8 @@ class AnswerParser:
 
     def _check_balance(self, text: str) -> None:
         for opened, closed in self._format.balanced if self._format is not None and self._own is None else ():
-            if text.count(opened) != text.count(closed):
+            marks = [match[0] for match in re.finditer(f"{re.escape(opened)}|{re.escape(closed)}", text)]
+            if marks != [opened, closed] * (len(marks) // 2):
                 raise ValueError(f"the call has a {opened} without its {closed}")
 
     def _attempts(self, text: str) -> bool:
