@@ -44,7 +44,8 @@ def words(template: str | None, *merges: tuple[str, str]) -> Tokenizer:
 WITH_TOOLS = (
     "{% if tools %}{{ '<|im_start|>tools\\n' }}{% for tool in tools %}{{ tool['name'] }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}"
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}"
-    "{% for call in message['tool_calls'] or [] %}{{ '<call>' + call['function']['name'] + '</call>' }}{% endfor %}{{ '<|im_end|>\\n' }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '<call>' + call['function']['name'] + (call['function']['arguments'] | tojson) + '</call>' }}{% endfor %}{{ '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' + ('' if thinks else '<quiet>') }}{% endif %}")
 """Writes tools, calls of them between added tokens, and the variable `thinks`."""
 

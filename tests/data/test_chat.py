@@ -3,12 +3,13 @@
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers.processors import ByteLevel
 
-from chats import CHAT, CHATML, FORGETS_THOUGHTS, MARKED, MARKED_WITHOUT_END, TEXT_ALPHABET, words, words_with_tools
+from chats import CHAT, CHATML, FORGETS_THOUGHTS, MARKED, MARKED_WITHOUT_END, OPENING, TEXT_ALPHABET, words, words_with_tools
 from offbeat.config.data import DataConfig
 from offbeat.data.chat import mark_answers
 from offbeat.data.prompt import render, sft_sequence
@@ -17,10 +18,10 @@ from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenize
 from offbeat.errors import DataError, ModelError
 
 
-def trained(messages: list[dict[str, str]], tokenizer: Tokenizer, turns: str = "all") -> list[tuple[str, list[str]]]:
+def trained(messages: list[dict[str, Any]], tokenizer: Tokenizer, turns: str = "all", tools: Any = ()) -> list[tuple[str, list[str]]]:
     """The text of each sequence, and the runs in it that are trained on."""
     found = []
-    for part in mark_answers(messages, tokenizer, turns=turns):
+    for part in mark_answers(messages, tokenizer, turns=turns, tools=tools):
         tokens, mask = part.sequence(tokenizer)
         assert (tokens.dtype, mask.dtype, bool(mask[-1])) == (np.int32, np.bool_, True)
         edges = [0, *(np.flatnonzero(np.diff(mask)) + 1), len(mask)]
@@ -61,13 +62,14 @@ def test_a_call_of_a_tool_is_trained_on_up_to_the_end_of_its_turn() -> None:
     tokenizer = replace(words_with_tools(), template_kwargs={"thinks": True})
     chat = [
         {"role": "user", "content": "3+4"},
-        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}, {"function": {"name": "sub"}}]},
+        {"role": "assistant", "content": "", "tool_calls": [
+            {"function": {"name": "add", "arguments": {"a": "3"}}}, {"function": {"name": "sub", "arguments": {}}}]},
         {"role": "tool", "content": "7"}, {"role": "assistant", "content": "It is 7."}]
     [part] = mark_answers(chat, tokenizer, turns="all", tools=[{"name": "add"}, {"name": "sub"}])
     tokens, mask = part.sequence(tokenizer)
     assert tokenizer.decode(tokens, skip_special_tokens=False).startswith("<|im_start|>tools\naddsub<|im_end|>\n<|im_start|>user\n3+4")
     assert tokenizer.decode(tokens[mask], skip_special_tokens=False) == (
-        "<call>add</call><call>sub</call><|im_end|>It is 7.<|im_end|>")
+        '<call>add{"a": "3"}</call><call>sub{}</call><|im_end|>It is 7.<|im_end|>')
 
 
 def test_turns_that_the_template_rewrites_later_are_sequences_of_their_own() -> None:
@@ -146,17 +148,144 @@ def test_an_answer_that_leaves_nothing_to_imitate_is_named() -> None:
 
 
 def test_templates_that_refuse_or_rewrite_are_told_in_a_sentence() -> None:
-    with pytest.raises(ModelError, match="refuses messages with roles system, user, assistant: no system"):
-        mark_answers(CHAT[:3], words("{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"), turns="all")
-    counts = "{{ messages | length }}" + CHATML
-    with pytest.raises(DataError, match=r"writes what precedes message 2 differently once that message is there.*\{% generation %\}"):
-        mark_answers(CHAT[:3], words(counts), turns="all")
+    with pytest.raises(ModelError, match="refuses messages with roles system, user: no chats"):
+        mark_answers(CHAT[:3], words("{{ raise_exception('no chats') }}"), turns="all")
+    other = CHATML.replace("'<|im_start|>assistant", "'<|im_start|>answer")
+    with pytest.raises(DataError, match=r"writes what precedes message 2 differently once that message is there.*set data.chat_template"):
+        mark_answers(CHAT[:3], words(other), turns="all")
     with pytest.raises(ModelError, match="has no chat template"):
         mark_answers(CHAT, words(None), turns="all")
 
 
 def test_the_character_tokenizer_trains_every_turn_with_its_end_token() -> None:
     assert trained(CHAT, character_tokenizer(TEXT_ALPHABET))[0][1] == ["3+4=7<eos>", "7+5=12<eos>"]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+THINKS = OPENING + (
+    "{% if message.reasoning_content %}{{ '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}{% endif %}{% endif %}"
+    "{{ message.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+FORGETS = OPENING + (
+    "{{ message.content.split('</think>')[-1].lstrip() }}{% else %}{{ message.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' + opening }}{% endif %}")
+CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(("thoughts", "said"), [("2 + 2 = 4", "4"), ("is it 4?", "4"), ("assistant", "assistant"), ("a\n</think>b", "a")])
+def test_thoughts_that_hold_the_answer_are_not_taken_for_it(thoughts: str, said: str) -> None:
+    chat = [user("assistant?"), assistant(said, reasoning_content=thoughts)]
+    assert trained(chat, words(THINKS))[0][1] == [f"<think>\n{thoughts}\n</think>\n\n{said}<|im_end|>"]
+
+
+def test_a_channel_named_like_the_answer_is_not_taken_for_it() -> None:
+    tokenizer = words(CHATML.replace("message['content'] +", "'<|channel|>final<|message|>' + message['content'] +"))
+    tokenizer.hf.add_tokens(["<|channel|>", "<|message|>"])
+    assert trained([user("final"), assistant("final")], tokenizer)[0][1] == ["<|channel|>final<|message|>final<|im_end|>"]
+
+
+@pytest.mark.parametrize(("opening", "message", "right"), [
+    ("<think>\n", assistant("4", reasoning_content="two and two"), "two and two\n</think>\n\n4<|im_end|>"),
+    ("<think>\n", assistant("<think>\ntwo and two\n</think>\n\n4"), "two and two\n</think>\n\n4<|im_end|>"),
+    ("<think>\n", assistant("two and two\n</think>\n\n4"), "two and two\n</think>\n\n4<|im_end|>"),
+    ("<think>\n", assistant("4"), "\n</think>\n\n4<|im_end|>"),
+    ("<think>", assistant("4", reasoning_content="two and two"), "\ntwo and two\n</think>\n\n4<|im_end|>"),
+    ("<think>\n\n</think>\n\n", assistant("4"), "4<|im_end|>"),
+    ("", assistant("4", reasoning_content="two and two"), "<think>\ntwo and two\n</think>\n\n4<|im_end|>"),
+])
+def test_an_answer_continues_the_thought_that_its_prompt_opens(opening: str, message: dict[str, Any], right: str) -> None:
+    tokenizer = replace(words(FORGETS), template_kwargs={"opening": opening})
+    chat = [user("2 + 2?"), message, user("And 3?"), message]
+    parts = mark_answers(chat, tokenizer, turns="all")
+    for part, asked in zip(parts, (chat[:1], chat[:3]), strict=True):
+        tokens, mask = part.sequence(tokenizer)
+        assert tokens[~mask].tolist() == tokenizer.chat(asked)
+        assert tokenizer.decode(tokens[mask], skip_special_tokens=False) == right
+
+
+def test_an_empty_thought_is_closed_as_the_template_closes_it() -> None:
+    shows = THINKS.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
+    assert trained([user("2 + 2?"), assistant("4")], words(shows))[0][1] == ["\n</think>\n\n4<|im_end|>"]
+
+
+def test_reasoning_that_the_prompt_rules_out_is_refused() -> None:
+    tokenizer = replace(words(FORGETS), template_kwargs={"opening": "<think>\n\n</think>\n\n"})
+    with pytest.raises(DataError, match="message 1 of the chat, the assistant's, has reasoning, .* asks for an answer without"):
+        mark_answers([user("2 + 2?"), assistant("4", reasoning_content="two and two")], tokenizer, turns="all")
+
+
+def test_tools_and_calls_that_the_template_does_not_write_are_trained_on_in_words() -> None:
+    result = {"role": "tool", "content": "sunny", "tool_call_id": "1"}
+    chat = [user("Weather?"), assistant("", tool_calls=[CALL]), result, assistant("Sunny.")]
+    [(text, runs)] = trained(chat, words(CHATML), tools=[TOOL])
+    assert runs == ['<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>', "Sunny.<|im_end|>"]
+    assert '"description": "Tells it."' in text and "<|im_start|>user\n<tool_response>\nsunny\n</tool_response><|im_end|>" in text
+
+
+@pytest.mark.parametrize("arguments", ['{"city":"Rome"}', {"city": "Rome"}])
+def test_arguments_are_text_where_the_template_joins_text(arguments: Any) -> None:
+    joins = CHATML.replace("message['content'] +", (
+        "message['content'] }}{% for c in message.tool_calls or [] %}"
+        "{{ '<call>' + c.function.name + ' ' + c.function.arguments + '</call>' }}{% endfor %}{{"))
+    call = {"function": {"name": "weather", "arguments": arguments}}
+    right = arguments if isinstance(arguments, str) else '{"city": "Rome"}'
+    assert trained([user("?"), assistant("", tool_calls=[call])], words(joins))[0][1] == [f"<call>weather {right}</call><|im_end|>"]
+
+
+def test_arguments_that_a_template_prints_as_python_are_given_as_text() -> None:
+    prints = CHATML.replace("message['content'] +", "message['content'] }}{% for c in message.tool_calls or [] %}{{ '<call>' }}"
+                            "{{ c.function.name }} {{ c.function.arguments }}{{ '</call>' }}{% endfor %}{{")
+    [(_, runs)] = trained([user("?"), assistant("", tool_calls=[CALL])], words(prints))
+    assert runs == ['<call>weather {"city": "Rome"}</call><|im_end|>']
+
+
+def test_text_is_given_in_parts_to_a_template_that_writes_parts_alone() -> None:
+    parts = CHATML.replace("message['content'] +", "'' }}{% for p in message.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}"
+                           "{% endfor %}{{")
+    assert trained(CHAT, words(parts)) == trained(CHAT, words(CHATML))
+
+
+def test_a_system_message_becomes_part_of_the_users_first_where_the_template_writes_none() -> None:
+    [(text, runs)] = trained(CHAT, words("{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + CHATML))
+    assert text.startswith("<|im_start|>user\nadd\n\n3+4<|im_end|>") and runs == ["3+4=7<|im_end|>", "7+5=12<|im_end|>"]
+
+
+def test_the_template_that_tools_choose_is_the_one_that_is_read() -> None:
+    tools = "{{ '<|im_start|>system\n' }}{{ tools | tojson }}{{ '<|im_end|>\n' }}" + CHATML.replace("message['content'] +", (
+        "message['content'] + (message.tool_calls | tojson if message.tool_calls else '') +"))
+    tokenizer = words(MARKED)
+    tokenizer.hf.chat_template = {"default": MARKED, "tool_use": tools}
+    [(text, runs)] = trained(CHAT[1:3], tokenizer, tools=[TOOL])
+    assert runs == ["3+4=7<|im_end|>"] and '"Tells it."' in text
+    assert trained(CHAT[1:3], tokenizer)[0] == trained(CHAT[1:3], words(MARKED))[0]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_what_a_template_writes_at_the_end_of_a_chat_is_no_part_of_an_answer(template: str) -> None:
+    tokenizer = words(template + "{% if not add_generation_prompt %}{{ '<|endoftext|>' }}{% endif %}")
+    assert trained(CHAT, tokenizer) == trained(CHAT, words(template))
+
+
+def test_a_template_that_counts_messages_gives_each_turn_its_own_sequence() -> None:
+    tokenizer = words("{{ messages | length }}" + CHATML)
+    (first, first_runs), (second, second_runs) = trained(CHAT, tokenizer)
+    assert (first_runs, second_runs) == (["3+4=7<|im_end|>"], ["7+5=12<|im_end|>"])
+    assert first == tokenizer.chat_text(CHAT[:2]) + first_runs[0] and second == tokenizer.chat_text(CHAT[:4]) + second_runs[0]
+
+
+def test_what_is_asked_and_not_written_is_refused() -> None:
+    nameless = CHATML.replace("message['content'] +", "message['content'][:5] +")
+    with pytest.raises(DataError, match="does not write the text of a message with role 'user' of the chat, 'What is it\\?'"):
+        mark_answers([user("What is it?"), assistant("7")], words(nameless), turns="all")
+    with pytest.raises(DataError, match="message 1 of the chat, the assistant's, does not show.*'a mountain' is left out or changed"):
+        mark_answers([user("W?"), assistant("a mountain")], words(nameless), turns="all")
 
 
 SMOLLM2 = Path(__file__).parents[2] / ".models" / "smollm2-135m-instruct"

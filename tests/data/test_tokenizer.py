@@ -104,7 +104,7 @@ def test_a_folder_of_another_tokenizer_class_loads(tmp_path):
 
 
 def test_a_missing_chat_template_says_so():
-    with pytest.raises(ModelError, match=r"'characters' has no chat template; put a chat_template.jinja .*data.chat_template = false"):
+    with pytest.raises(ModelError, match=r"'characters' has no chat template; set .* to a file .*data.chat_template = false"):
         character_tokenizer(chat_template=None).chat(CHAT)
 
 
@@ -207,7 +207,9 @@ def test_special_tokens_are_known_by_their_text():
 
 CALLED = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [
     {"type": "function", "function": {"name": "f", "arguments": '{"city": "Paris"}'}}]}]
-CALL = "{% for m in messages %}{% for c in m.tool_calls or [] %}<call>ARGUMENTS</call>{% endfor %}{% endfor %}"
+CALL = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} ARGUMENTS</call>{% endfor %}"
+    "{% endfor %}")
 
 
 @pytest.mark.parametrize(("written", "is_text", "shown"), [
@@ -219,7 +221,7 @@ CALL = "{% for m in messages %}{% for c in m.tool_calls or [] %}<call>ARGUMENTS<
 ], ids=["JSON of an object", "joined with text", "printed", "its items", "either"])
 def test_a_template_is_given_the_arguments_of_calls_in_the_form_that_it_takes(written, is_text, shown):
     tokenizer = character_tokenizer(chat_template=CALL.replace("ARGUMENTS", written))
-    assert tokenizer.takes_arguments_as_text is is_text
+    assert tokenizer.form().arguments_as_text is is_text
     for arguments in ('{"city": "Paris"}', {"city": "Paris"}):
         call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-        assert tokenizer.chat_text([*CALLED[:1], {**CALLED[1], "tool_calls": [call]}]) == f"<call>{shown}</call>"
+        assert tokenizer.chat_text([*CALLED[:1], {**CALLED[1], "tool_calls": [call]}]) == f"?<call>f {shown}</call>"

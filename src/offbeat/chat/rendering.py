@@ -1,7 +1,7 @@
 """Messages to token ids, by the tokenizer's own chat template. Called by the recorder of agents and by the endpoints of chats.
 
-`Renderer` gives the ids of a whole prompt, and those that a further turn adds. Where the template writes tools in a format that `parsing`
-reads, it does; elsewhere tools, calls and results become text of system, assistant and user messages, in Hermes' format. No I/O.
+`Renderer` gives the ids of a whole prompt, and those that a further turn adds, from the texts that training reads (`data.forms`). Where the
+template writes tools in a format that `parsing` reads, it does; elsewhere they become text in Hermes' format. No I/O.
 """
 
 import json
@@ -14,23 +14,7 @@ from offbeat.chat.messages import Message, Tool, ToolCall
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import ModelError, RefusedError
 
-_TOOLS = """# Tools
-
-You may call one or more functions to assist with the user query.
-
-You are provided with function signatures within <tools></tools> XML tags:
-<tools>
-{tools}
-</tools>
-
-For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
-<tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
-
 _SYSTEM, _USER = Message("system", "probe_system"), Message("user", "probe_user")
-_CALL = ToolCall("000000000", "probe_tool", '{"probe_key": "probe_value"}')
-_TOOL = Tool("probe_tool", "probe", {"type": "object", "properties": {"probe_key": {"type": "string", "description": "probe"}}})
 _MOST_CACHED = 64
 """Number of sets of tools whose rendering is remembered; a process serves few at a time."""
 
@@ -59,12 +43,9 @@ class Renderer:
         self.writes_tools = True  # as long as the template is only asked
         self.format: ToolFormat | None = None
         self.response_template: dict[str, Any] | None = getattr(tokenizer.hf, "response_template", None)
-        self._objects = True  # whether the template takes a call's arguments as an object
-        self._folds_system = False
         self._cache: dict[bytes, str] = {}
         plain = self._text([_USER], to_answer=False)
         self.generation_prompt = _rest(self._text([_USER], to_answer=True), plain)
-        self._folds_system = not self._shows([_SYSTEM, _USER], (), _SYSTEM.content)
         self.format = self._format(tool_format)
         self.writes_tools = self._can_write_tools()
         if not self.writes_tools:
@@ -163,23 +144,8 @@ class Renderer:
         return known[name]
 
     def _can_write_tools(self) -> bool:
-        """Whether the template writes tools, calls and results; finds out in which form it takes arguments."""
-        if self.format is None and self.response_template is None:
-            return False
-        if not self._shows([_USER], (_TOOL,), _TOOL.name):
-            return False
-        history = [_USER, Message("assistant", calls=(_CALL,)), Message("tool", "probe_result", call_id=_CALL.id, name=_CALL.name)]
-        for self._objects in (True, False):
-            if self._shows(history, (_TOOL,), "probe_value") and self._shows(history, (_TOOL,), "probe_result"):
-                return True
-        self._objects = True
-        return False
-
-    def _shows(self, messages: Sequence[Message], tools: Sequence[Tool], text: str) -> bool:
-        try:
-            return text in self._text(messages, tools, to_answer=False)
-        except ModelError:
-            return False
+        """Whether the template writes tools, calls and results, in a format that can be read."""
+        return (self.format is not None or self.response_template is not None) and self.tokenizer.form(with_tools=True).writes_calls
 
     # -- text --------------------------------------------------------------------------------------------------------------------------
 
@@ -193,12 +159,9 @@ class Renderer:
         return self._cache[key]
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, to_answer: bool) -> str:
-        if not self.writes_tools:
-            messages, tools = _in_words(messages, tools), ()
-        if self._folds_system:
-            messages = _folded(messages)
-        written = [tool_json(tool) for tool in tools] or None
-        return self.tokenizer.chat_text([self._written(message) for message in messages], tools=written, to_answer=to_answer)
+        return self.tokenizer.chat_text(
+            [self._written(message) for message in messages], tools=[tool_json(tool) for tool in tools], to_answer=to_answer,
+            in_words=not self.writes_tools)
 
     def _written(self, message: Message) -> dict[str, Any]:
         """Write a message as templates expect it, with text even where there is none: several templates fail on null."""
@@ -206,15 +169,14 @@ class Renderer:
         if message.role == "assistant":
             if message.calls:
                 written["tool_calls"] = [self._call(call) for call in message.calls]
-            if message.reasoning:  # each template knows one of these names
-                written |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), message.reasoning)
+            if message.reasoning:
+                written["reasoning_content"] = message.reasoning
         elif message.role == "tool":
             written |= {"tool_call_id": self._id(message.call_id), "name": message.name}
         return written
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
-        arguments = arguments_of(call)
-        function = {"name": call.name, "arguments": arguments if self._objects else json.dumps(arguments, ensure_ascii=False)}
+        function = {"name": call.name, "arguments": arguments_of(call)}
         return {"id": self._id(call.id), "type": "function", "function": function}
 
     def _id(self, call_id: str) -> str:
@@ -246,44 +208,3 @@ def _rest(text: str, before: str) -> str:
     """Return what `text` adds to `before`; all from where they differ, should it not begin with it."""
     same = next((i for i, (a, b) in enumerate(zip(text, before, strict=False)) if a != b), min(len(text), len(before)))
     return text[same:]
-
-
-def _in_words(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """Put tools into the system message, calls into content, and results into messages of the user, in Hermes' format."""
-    words: list[Message] = []
-    results: list[str] = []
-    for message in messages:
-        if message.role == "tool":
-            results.append(f"<tool_response>\n{message.content}\n</tool_response>")
-            continue
-        if results:
-            words.append(Message("user", "\n".join(results)))
-            results = []
-        words.append(Message("assistant", _with_calls(message), reasoning=message.reasoning) if message.calls else message)
-    if results:
-        words.append(Message("user", "\n".join(results)))
-    if tools:
-        told = _TOOLS.format(tools="\n".join(json.dumps(tool_json(tool), ensure_ascii=False) for tool in tools))
-        first = words[0] if words and words[0].role == "system" else None
-        words[: 0 if first is None else 1] = [Message("system", f"{first.content}\n\n{told}" if first is not None else told)]
-    return words
-
-
-def _with_calls(message: Message) -> str:
-    calls = [
-        f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {json.dumps(arguments_of(call), ensure_ascii=False)}}}\n</tool_call>'
-        for call in message.calls
-    ]
-    return "\n".join(([message.content] if message.content else []) + calls)
-
-
-def _folded(messages: Sequence[Message]) -> list[Message]:
-    """Put the system message before the first user's, for templates that have none."""
-    if not messages or messages[0].role != "system":
-        return list(messages)
-    system, *rest = messages
-    at = next((i for i, message in enumerate(rest) if message.role == "user"), None)
-    if at is None:
-        return [Message("user", system.content), *rest]
-    rest[at] = Message("user", f"{system.content}\n\n{rest[at].content}", name=rest[at].name)
-    return rest

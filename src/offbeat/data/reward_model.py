@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from offbeat.data.chat import judged_text
 from offbeat.data.dataset import Dataset
 from offbeat.data.messages import Tool, with_system
 from offbeat.data.model_folder import TOKENIZER_FILES, check_model_folder, read_context_length, read_model_config
@@ -73,13 +74,14 @@ def judged_tokens(
         tools: as in `Row`.
 
     Raises:
+        DataError: the template does not write all of it.
         ModelError: there is a chat and no chat template, or the template refuses it.
     """
     if isinstance(prompt, str) and isinstance(answer, str) and not tokenizer.has_chat_template:
         return [*tokenizer.prompt(prompt), *tokenizer.encode(answer), tokenizer.eos_token_id]
     asked = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
     said = ({"role": "assistant", "content": answer},) if isinstance(answer, str) else answer
-    return tokenizer.encode(tokenizer.chat_text((*with_system(asked, system_prompt), *said), tools=tools, to_answer=False))
+    return tokenizer.encode(judged_text((*with_system(asked, system_prompt), *said), tokenizer, tools=tools))
 
 
 def reads_chats(dataset: Dataset[Preference]) -> bool:
@@ -106,8 +108,8 @@ class JudgedPairEncoder(PairEncoder):
             texts = [
                 judged_tokens(preference.prompt, answer, self.tokenizer, system_prompt=self.data.system_prompt, tools=preference.tools)
                 for answer in preference.answers]
-        except ModelError as exc:
-            raise ModelError(f"{name} cannot be encoded: {exc}") from exc
+        except (DataError, ModelError) as exc:
+            raise type(exc)(f"{name} cannot be encoded: {exc}") from exc
         shared = _common_length(texts)
         longest = max(map(len, texts))
         needed = sum(map(len, texts)) - (shared * (len(texts) - 1) if self.share_prefix else 0)

@@ -4,10 +4,12 @@
 `PreTrainedTokenizerFast`, which can be imported without torch (`AutoTokenizer` cannot).
 """
 
+import json
+import re
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,8 +18,9 @@ from jinja2 import TemplateError
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from offbeat.data.messages import for_template
+from offbeat.data.forms import Form, Messages, Tools, find_form
 from offbeat.errors import ModelError
 
 DEFAULT_ALPHABET = string.digits + string.ascii_lowercase + " \n+-*/=()>,.?#:"
@@ -122,6 +125,12 @@ class Tokenizer:
         added = {token.content: index for index, token in self.hf.added_tokens_decoder.items() if token.special}
         return {**added, **dict(zip(self.hf.all_special_tokens, self.hf.all_special_ids, strict=True))}
 
+    @cached_property
+    def added_pattern(self) -> re.Pattern[str]:
+        """Matches every added token, special or not; of two that begin alike, the longer one."""
+        added = sorted(map(str, self.hf.added_tokens_decoder.values()), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, added)) or r"(?!)")
+
     def special_id(self, text: str) -> int | None:
         """Return the id of the special token with this text; None if there is none."""
         return self.special_tokens.get(text)
@@ -137,8 +146,8 @@ class Tokenizer:
             return None
         messages = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _ANSWER}]
         try:
-            text = cast(str, self.hf.apply_chat_template(messages, tokenize=False, **self.template_kwargs))
-        except Exception:  # a template may raise anything on this unusual chat
+            text = self.chat_text(messages, to_answer=False)
+        except ModelError:  # a template may refuse this unusual chat
             return None
         _, answer, after = text.rpartition(_ANSWER)
         ids = self.encode(after.lstrip()) if answer else []
@@ -148,60 +157,105 @@ class Tokenizer:
         """Return the text of token ids."""
         return cast(str, self.hf.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def chat(self, messages: Messages, *, tools: Tools = ()) -> list[int]:
         """Return the token ids of a chat, up to where the assistant is to answer. Arguments and errors are those of `chat_text`."""
         return self.encode(self.chat_text(messages, tools=tools))
 
     def chat_text(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None, to_answer: bool = True
-    ) -> str:
-        """Render a chat with the template.
+        self, messages: Messages, *, tools: Tools | None = None, to_answer: bool = True, in_words: bool = False) -> str:
+        """Render a chat with the template, in the form in which it writes all of the chat (see `data.forms`).
 
         Args:
             messages: each with `role` and `content`, and with what else the template knows.
-            tools: descriptions of functions, for templates that write them.
+            tools: descriptions of functions that may be called.
             to_answer: whether to add what precedes the assistant's next answer.
+            in_words: write tools, calls and results in Hermes' format, whatever the template can do.
 
         Raises:
             ModelError: there is no chat template, or it refuses these messages.
         """
+        return self.render(*self.written(messages, tools or (), in_words=in_words), to_answer=to_answer)
+
+    def written(
+        self, messages: Messages, tools: Tools = (), *, in_words: bool = False) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return a chat and its tools in the form that the template takes. Arguments and errors are those of `chat_text`."""
+        return self.form(with_tools=bool(tools) and not in_words).write(messages, tools, in_words=in_words)
+
+    def form(self, *, with_tools: bool = False) -> Form:
+        """Return what the template takes, with or without tools.
+
+        Raises:
+            ModelError: there is no chat template.
+        """
+        return _find_form(self.template(with_tools=with_tools), *self._template_names, with_tools)
+
+    def template(self, *, with_tools: bool = False) -> str:
+        """Return the chat template that is used with or without tools.
+
+        Raises:
+            ModelError: there is none.
+        """
         if not self.has_chat_template:
             raise ModelError(
-                f"tokenizer {self.name!r} has no chat template; put a chat_template.jinja beside its tokenizer.json,"
-                " or use plain prompts (data.chat_template = false)")
-        as_text = any(message.get("tool_calls") for message in messages) and self.takes_arguments_as_text
+                f"tokenizer {self.name!r} has no chat template; set data.chat_template to a file with one, put a chat_template.jinja beside"
+                " its tokenizer.json, or use plain prompts (data.chat_template = false)")
         try:
-            return self._rendered([for_template(m, arguments_as_text=as_text) for m in messages], tools or (), to_answer=to_answer)
-        except (TemplateError, ValueError, TypeError) as exc:
+            return str(self.hf.get_chat_template(tools=[{}] if with_tools else None))
+        except ValueError as exc:
+            raise ModelError(
+                f"tokenizer {self.name!r} has chat templates by name, of which none is the default; set data.chat_template to a file with"
+                " the one that is to be used") from exc
+
+    def render(self, messages: Messages, tools: Tools = (), *, to_answer: bool = True) -> str:
+        """Render a chat that already has the form that the template takes. Errors are those of `chat_text`."""
+        try:
+            return _render(self.template(with_tools=bool(tools)), self._template_variables, messages, tools, to_answer=to_answer)
+        except (TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError) as exc:
             roles = ", ".join(str(m.get("role")) for m in messages)
             raise ModelError(f"the chat template of tokenizer {self.name!r} refuses messages with roles {roles}: {exc}") from exc
 
-    @cached_property
-    def takes_arguments_as_text(self) -> bool:
-        """Whether the chat template takes the arguments of calls as JSON text, as DeepSeek V3's does; most take an object."""
-        tool = {"type": "function", "function": {"name": "probe_tool", "parameters": {"type": "object", "properties": {}}}}
-        found = []
-        for as_text in (False, True):
-            call = {"id": "000000000", "type": "function", "function": {"name": "probe_tool", "arguments": {"probe_key": "probe_value"}}}
-            messages = [
-                {"role": "user", "content": _PROBE},
-                for_template({"role": "assistant", "content": "", "tool_calls": [call]}, arguments_as_text=as_text),
-                {"role": "tool", "name": "probe_tool", "tool_call_id": "000000000", "content": _PROBE}]
-            try:
-                found.append(self._rendered(messages, [tool], to_answer=False))
-            except Exception:  # a template may raise anything on this unusual chat
-                found.append("")
-        is_read, is_printed = ("probe_value" in text and "'probe_key'" not in text for text in found)
-        return is_printed and not is_read
+    def generated(self, messages: Messages, tools: Tools = ()) -> tuple[str, list[tuple[int, int]]]:
+        """Render a chat as `render` does, and return the ranges of characters between the template's marks of generation as well."""
+        rendered: Any = render_jinja_template(
+            [[dict(message) for message in messages]], tools=[dict(tool) for tool in tools] or None,
+            chat_template=self.template(with_tools=bool(tools)), return_assistant_tokens_mask=True, **self._template_variables)
+        [text], [spans] = rendered
+        return text, [(start, end) for start, end in spans]
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, to_answer: bool) -> str:
-        return cast(str, self.hf.apply_chat_template(
-            [dict(message) for message in messages], tools=[dict(tool) for tool in tools] or None, tokenize=False,
-            add_generation_prompt=to_answer, **self.template_kwargs))
+    @property
+    def _template_variables(self) -> dict[str, Any]:
+        return {**self.hf.special_tokens_map, **self.template_kwargs}
+
+    @property
+    def _template_names(self) -> tuple[str, str]:
+        """What a template is given besides messages and tools, as text by which its form is remembered."""
+        return json.dumps(self.hf.special_tokens_map, default=str), json.dumps(dict(self.template_kwargs), default=str)
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json, tokenizer_config.json and the chat template into `folder`."""
         self.hf.save_pretrained(folder)
+
+
+def _render(
+    template: str, variables: Mapping[str, Any], messages: Messages, tools: Tools, *, to_answer: bool) -> str:
+    rendered: Any = render_jinja_template(
+        [[dict(message) for message in messages]], tools=[dict(tool) for tool in tools] or None, chat_template=template,
+        add_generation_prompt=to_answer, **variables)
+    [text], _ = rendered
+    return text
+
+
+@lru_cache(maxsize=64)
+def _find_form(template: str, special_tokens: str, template_kwargs: str, with_tools: bool) -> Form:
+    variables = {**json.loads(special_tokens), **json.loads(template_kwargs)}
+
+    def render(messages: Messages, tools: Tools) -> str | None:
+        try:
+            return _render(template, variables, messages, tools, to_answer=False)
+        except Exception:  # a template may raise anything on these unusual chats
+            return None
+
+    return find_form(render, with_tools=with_tools)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

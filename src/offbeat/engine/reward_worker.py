@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from offbeat.data.reward_model import RewardFolder, choose_padding, judged_tokens, open_reward_folder
 from offbeat.engine.reward_options import RewardModelOptions, ScoredTexts, TextsToScore
-from offbeat.errors import ModelError
+from offbeat.errors import DataError, ModelError
 from offbeat.model.reward_model import load_reward_model, score_texts, set_padding
 from offbeat.workers.worker import Nothing, Service
 
@@ -39,7 +39,7 @@ class RewardModelWorker(Service):
         for index, (prompt, answer) in enumerate(zip(request.prompts, request.answers, strict=True)):
             try:
                 texts[index] = judged_tokens(prompt, answer, self._folder.tokenizer, system_prompt=options.system_prompt)
-            except ModelError as exc:
+            except (DataError, ModelError) as exc:
                 failures[index] = str(exc)
                 continue
             context = self._folder.context
