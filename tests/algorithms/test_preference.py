@@ -8,7 +8,8 @@ from offbeat.algorithms.preference import answer_values, evaluate_pairs, pair_ba
 from offbeat.data.batch import Batch, LossSpec
 from offbeat.data.pairs import EncodedPair
 
-DPO, KTO = LossSpec("dpo", {"beta": 0.5, "label_smoothing": 0.0}), LossSpec("kto", {"beta": 0.5, "z": 0.0})
+DPO = LossSpec("dpo", {"beta": 0.5, "label_smoothing": 0.0})
+KTO = LossSpec("kto", {"beta": 0.5, "z": 0.0, "desirable_weight": 1.0, "undesirable_weight": 1.0})
 
 
 def answer(*tokens: int, prompt: int) -> tuple[np.ndarray, np.ndarray]:

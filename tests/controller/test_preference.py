@@ -42,7 +42,7 @@ def cut_off_and_whole(groups, argument: dict) -> list[list[dict]] | None:
 
 
 @pytest.mark.parametrize(("world", "changes"), [
-    (1, {}), (1, {"preference__loss": "simpo"}), (1, {"preference__loss": "kto", "model__lora__rank": "4"}),
+    (1, {}), (1, {"preference__mix": "{simpo = 1.0, sft = 0.5}"}), (1, {"preference__loss": "kto", "model__lora__rank": "4"}),
     pytest.param(2, {"preference__loss": "kto", "model__lora__rank": "4"}, marks=pytest.mark.drill),
 ])
 def test_a_run_that_crashes_goes_on_with_the_losses_of_one_that_did_not(
@@ -55,7 +55,7 @@ def test_a_run_that_crashes_goes_on_with_the_losses_of_one_that_did_not(
     assert [row["global_step"] for row in whole] == list(range(1, 6)) and cut == whole
     assert whole[-1]["train/loss"] < whole[0]["train/loss"] and whole[-1]["preference/margin_mean"] > whole[0]["preference/margin_mean"]
     assert [("eval/accuracy" in row) for row in whole] == [False, True, False, True, True]
-    if changes.get("preference__loss") != "simpo":
+    if "preference__mix" not in changes:
         assert abs(whole[0]["preference/chosen_logratio_mean"]) < 1e-4, "before the first step, the policy is the reference"
         assert whole[0]["train/loss"] == pytest.approx(0.5 if changes else np.log(2), abs=1e-4)
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from offbeat.config.algorithms import AlgorithmConfig
-from offbeat.config.preference import USUAL_BETA, PreferenceConfig
+from offbeat.config.preference import PreferenceConfig
 from offbeat.data.batch import Batch, FilterSpec, LossSpec, RegulariserSpec, WeightSpec
 from offbeat.errors import ConfigError, DataError
 
@@ -49,6 +49,7 @@ class Objective:
         by_group: whether it depends on the other sequences of its group (`group_ids`), such as the two answers of a preference pair, which
             are then in one micro-batch and one minibatch. Each target has the loss of its whole group, and weighs 1 / (number of groups *
             targets of its group).
+        by_token: whether it compares means over an answer's targets instead of sums.
         drops_inputs: whether an adapter's dropout applies. A ratio compares the policy with the one that sampled, and neither uses dropout.
     """
 
@@ -58,12 +59,24 @@ class Objective:
     bounds: Literal["", "ratio", "distance"] = ""
     by_sequence: bool = False
     by_group: bool = False
+    by_token: bool = False
     drops_inputs: bool = False
+
+    @property
+    def refers(self) -> bool:
+        """Whether it compares with the reference policy."""
+        return "ref_logprobs" in self.reads
+
+
+def _compares(constants: Mapping[str, Constant], *, reads: tuple[str, ...] = ("ref_logprobs",), by_token: bool = False) -> Objective:
+    """Return an objective of preference training."""
+    return Objective(reads, constants, uses_anchor=False, by_group=True, by_token=by_token)
 
 
 _RATIO = {"clip_low": Constant(0.8), "clip_high": Constant(1.2)}
 _POSITIVE = 1e-6
-_REFERENCE = ("ref_logprobs",)
+_BETA = {"beta": Constant(0.1, low=_POSITIVE)}
+_SMOOTHING = {"label_smoothing": Constant(0.0, high=0.5)}
 OBJECTIVES: Mapping[str, Objective] = MappingProxyType({
     "cross_entropy": Objective((), uses_anchor=False, drops_inputs=True),
     "reinforce": Objective(uses_anchor=False),
@@ -82,12 +95,24 @@ OBJECTIVES: Mapping[str, Objective] = MappingProxyType({
     "reverse_kl": Objective(("teacher_logprobs", "teacher_least"), uses_anchor=False),
     "value": Objective(("values", "returns"), {"clip": Constant(0.0)}, uses_anchor=False),
     # Of preference training, in `losses.pairs`.
-    "dpo": Objective(
-        _REFERENCE, {"beta": Constant(0.1, low=_POSITIVE), "label_smoothing": Constant(0.0, high=0.5)}, uses_anchor=False, by_group=True),
-    "ipo": Objective(_REFERENCE, {"beta": Constant(0.1, low=_POSITIVE)}, uses_anchor=False, by_group=True),
-    "simpo": Objective((), {"beta": Constant(2.0, low=_POSITIVE), "gamma": Constant(0.5)}, uses_anchor=False, by_group=True),
+    "dpo": _compares(_BETA | _SMOOTHING),
+    "robust": _compares(_BETA | _SMOOTHING),
+    "hinge": _compares(_BETA),
+    "exo_pair": _compares(_BETA | {"label_smoothing": Constant(1e-3, low=_POSITIVE, high=0.5)}),
+    "nca_pair": _compares(_BETA),
+    "bco_pair": _compares(_BETA),
+    "sppo_hard": _compares(_BETA),
+    "apo_zero": _compares(_BETA),
+    "apo_down": _compares(_BETA),
+    "ipo": _compares(_BETA, by_token=True),
+    "sigmoid_norm": _compares({"beta": Constant(5.0, low=_POSITIVE)}, by_token=True),
+    "simpo": _compares({"beta": Constant(2.0, low=_POSITIVE), "gamma": Constant(0.5)}, reads=(), by_token=True),
+    "orpo": _compares(_BETA, reads=(), by_token=True),
+    "sft": _compares({}, reads=(), by_token=True),
     # `z` is the divergence from the reference, measured before each step over the whole batch; its groups are single answers.
-    "kto": Objective(_REFERENCE, {"beta": Constant(0.1, low=_POSITIVE), "z": Constant(0.0)}, uses_anchor=False, by_group=True),
+    "kto": _compares(_BETA | {"z": Constant(0.0), "desirable_weight": Constant(1.0), "undesirable_weight": Constant(1.0)}),
+    # Its constants are the weights of its losses by name, and theirs as "dpo.beta".
+    "mix": _compares({}),
     # Of reward models, in `losses.pairs`, too.
     "bradley_terry": Objective(("margins",), {"centring": Constant(0.01)}, uses_anchor=False, by_group=True),
 })
@@ -205,9 +230,31 @@ def value_loss(clip: float) -> LossSpec:
 
 def preference_loss(config: PreferenceConfig) -> LossSpec:
     """Return the loss of preference training that [preference] describes; that of kto with a `z` of 0."""
-    values = {"beta": config.beta or USUAL_BETA[config.loss], "label_smoothing": config.label_smoothing, "gamma": config.gamma}
-    constants = OBJECTIVES[config.loss].constants
-    return LossSpec(config.loss, {key: values.get(key, constant.default) for key, constant in constants.items()})
+    if not config.mix:
+        return LossSpec(config.loss, _pair_constants(config.loss, config))
+    constants: dict[str, float | str] = dict(config.mix)
+    for name in config.mix:
+        constants |= {f"{name}.{key}": value for key, value in _pair_constants(name, config).items()}
+    return LossSpec("mix", constants)
+
+
+def _pair_constants(name: str, config: PreferenceConfig) -> dict[str, float | str]:
+    given = {key: value for key, value in (
+        ("beta", config.beta), ("label_smoothing", config.label_smoothing)) if value}  # 0 takes the default of the loss
+    given |= {key: getattr(config, key) for key in ("gamma", "desirable_weight", "undesirable_weight")}
+    return {key: given.get(key, constant.default) for key, constant in OBJECTIVES[name].constants.items()}
+
+
+def parts_of(constants: Mapping[str, float | str]) -> list[tuple[LossSpec, float]]:
+    """Return the losses of a mix, from its constants, with their weights."""
+    names = [name for name in constants if "." not in name]
+    return [(LossSpec(name, {key.partition(".")[2]: value for key, value in constants.items() if key.startswith(f"{name}.")}),
+             float(constants[name])) for name in names]
+
+
+def first_of(loss: LossSpec) -> LossSpec:
+    """Return the loss by which answers are compared in metrics: the first of a mix, or the loss itself."""
+    return parts_of(loss.constants)[0][0] if loss.name == "mix" else loss
 
 
 def client_loss(name: str, **constants: float) -> LossSpec:

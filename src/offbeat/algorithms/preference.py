@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from offbeat.algorithms.objectives import OBJECTIVES
 from offbeat.data.batch import Batch, LossSpec, bounds
 from offbeat.data.pairs import EncodedPair
 from offbeat.data.supervised import Sequence as Encoded
@@ -74,29 +75,29 @@ def answer_batch(
 
 
 def answer_values(lengths: Sequence[int], logprobs: np.ndarray, ref_logprobs: np.ndarray | None, *, loss: str) -> np.ndarray:
-    """Return [N] float64, what a loss compares of each answer: see `losses.pairs.Comparison`.
+    """Return [N] float64, what a loss, which is no mix, compares of each answer: see `losses.pairs.Comparison`.
 
     Args:
         lengths: numbers of tokens of the N answers.
         logprobs, ref_logprobs: [M] of the answers' tokens, back to back.
     """
     values = logprobs.astype(np.float64)
-    if loss != "simpo":
+    if OBJECTIVES[loss].refers:
         assert ref_logprobs is not None, f"{loss} compares with the reference"
         values = values - ref_logprobs
     counts = np.asarray(lengths, np.int64)
     sums = np.diff(np.concatenate([[0.0], np.cumsum(values)])[bounds(counts)])
-    return sums / counts if loss in ("ipo", "simpo") else sums
+    return sums / counts if OBJECTIVES[loss].by_token else sums
 
 
 def evaluate_pairs(values: np.ndarray, pairs: Sequence[EncodedPair], loss: LossSpec) -> PairEvaluation:
-    """Compare the answers of held-out preferences; `values` are [N] float64, of all answers in order."""
+    """Compare the answers of held-out preferences by a loss that is no mix; `values` are [N] float64, of all answers in order."""
     liked = np.array([liked for pair in pairs for liked in pair.liked], np.bool_)
     chosen, rejected = values[liked], values[~liked]
     paired = all(len(pair.liked) == 2 for pair in pairs)
     gaps = chosen - rejected if paired else (chosen[:, None] - rejected[None, :]).ravel()
-    beta = 1.0 if loss.name == "ipo" else float(loss.constants["beta"])
+    beta = 1.0 if loss.name == "ipo" else float(loss.constants.get("beta", 1.0))
     return PairEvaluation(
         float((gaps > 0).mean()) if len(gaps) else 0.0, float(beta * gaps.mean()) if len(gaps) else 0.0,
         float(chosen.mean()) if len(chosen) else None, float(rejected.mean()) if len(rejected) else None,
-        "logprob" if loss.name == "simpo" else "logratio")
+        "logratio" if OBJECTIVES[loss.name].refers else "logprob")

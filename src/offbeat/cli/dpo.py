@@ -14,10 +14,10 @@ data.path names a file, a folder or a hub id whose rows have one of these layout
   {"chosen": [the whole chat], "rejected": [the whole chat]}
   {"prompt": "7+5=", "completion": "12", "label": true}          only for preference.loss = "kto"
 
-preference.loss is dpo, ipo, simpo or kto. All but simpo keep the model near the initial model, whose log-probabilities of all answers are
-computed once, before the first step. Watch eval/accuracy, the share of held-out pairs that the model ranks correctly, and
-preference/chosen_logratio_mean: if it falls together with that of rejected answers, both become less likely; then lower the learning rate
-or raise beta.
+preference.loss is dpo, ipo, simpo, orpo, kto or another of docs/algorithms.md; preference.mix sums several. All but simpo, orpo and sft
+keep the model near the initial model, whose log-probabilities of all answers are computed once, before the first step. Watch
+eval/accuracy, the share of held-out pairs that the model ranks correctly, and preference/chosen_logratio_mean: if it falls together with
+that of rejected answers, both become less likely; then lower the learning rate or raise beta.
 """
 _EXAMPLES = """\
 examples:

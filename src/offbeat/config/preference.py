@@ -5,24 +5,61 @@ from typing import Literal
 from offbeat.config.base import Section, field
 from offbeat.config.train import OptimizerConfig
 
-USUAL_BETA = {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "kto": 0.1}
-"""beta of each loss where none is given."""
 USUAL_GAMMA = 0.5
+SMOOTHED = ("dpo", "robust", "exo_pair")
+"""Losses that read `label_smoothing`."""
+PAIR_LOSSES = (
+    "dpo", "robust", "hinge", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "ipo", "sigmoid_norm", "simpo",
+    "orpo", "sft")
+"""Losses of pairs."""
 
 
 class PreferenceConfig(Section):
     """Preference training, `offbeat dpo`: the chosen answer of each pair in [data] is to become likelier than the rejected one."""
 
-    loss: Literal["dpo", "ipo", "simpo", "kto"] = field(
-        "dpo", "DPO; IPO, which stops at a distance and suits clear preferences; SimPO, which needs no reference; or KTO, which also learns"
-        " from single answers with a label.")
+    loss: Literal[(*PAIR_LOSSES, "kto")] = field(  # pyright: ignore[reportInvalidTypeForm]
+        "dpo", "Formula, in docs/algorithms.md: DPO; IPO, which stops at a distance and suits clear preferences; SimPO and ORPO, which need"
+        " no reference; KTO, which also learns from single answers with a label; or another of the table.")
+    mix: dict[str, float] = field(
+        {}, "Several losses of pairs by name with their weights, such as {dpo = 0.8, sft = 0.2}, in place of `loss`; metrics are those of"
+        " the first.")
     beta: float = field(
-        0.0, "Strength with which the policy is kept close to the reference (SimPO: steepness of the loss); 0 takes the default of the"
-        " loss: 0.1, or 2 for simpo.", ge=0)
-    label_smoothing: float = field(0.0, "Assumed share of pairs with swapped labels; dpo only.", ge=0, lt=0.5)
+        0.0, "Strength with which the policy is kept close to the reference (SimPO: steepness of the loss; ORPO: weight of the odds); 0"
+        " takes the default of the loss: 0.1, 2 for simpo, or 5 for sigmoid_norm.", ge=0)
+    label_smoothing: float = field(
+        0.0, "Assumed share of pairs with swapped labels, for dpo, robust and exo_pair; 0 is 0.001 for exo_pair.", ge=0, lt=0.5)
     gamma: float = field(USUAL_GAMMA, "Margin by which the chosen answer should lead; simpo only.", ge=0)
+    desirable_weight: float = field(
+        1.0, "Weight of the loss of good answers; kto only. Where good and bad answers are not balanced, choose weights so that number"
+        " times weight of good ones is 1 to 1.33 times that of bad ones.", gt=0)
+    undesirable_weight: float = field(1.0, "Weight of the loss of bad answers; kto only.", gt=0)
     total_steps: int = field(200, "Optimizer steps.", ge=1)
     batch_size: int = field(32, "Pairs per step; rows of any kind for kto.", ge=1)
     optimizer: OptimizerConfig = field(
         OptimizerConfig(lr=5e-7, warmup_steps=10), "AdamW and its schedule; an adapter needs about ten times the rate of a whole model.")
     evaluate_every_steps: int = field(0, "Steps between evaluations on held-out pairs; 0 evaluates only at the end.", ge=0)
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """The losses that are trained on, by name."""
+        return tuple(self.mix) or (self.loss,)
+
+    def check(self) -> None:
+        """Raise ValueError for a setting that none of the losses reads."""
+        if self.mix and self.loss != "dpo":
+            raise ValueError(f"preference.loss must be left out with preference.mix, got '{self.loss}'; name it in the mix")
+        if unknown := [name for name in self.mix if name not in PAIR_LOSSES]:
+            raise ValueError(f"preference.mix has no loss of pairs {unknown[0][:80]!r}; it takes {', '.join(PAIR_LOSSES)}")
+        if bad := [name for name, weight in self.mix.items() if not 0 < weight < float("inf")]:
+            raise ValueError(f"preference.mix.{bad[0]} must be a finite weight above 0, got {self.mix[bad[0]]:g}")
+        shown = f"preference.mix of {', '.join(self.mix)}" if self.mix else f"preference.loss = '{self.loss}'"
+        if self.label_smoothing and not set(self.losses) & set(SMOOTHED):
+            raise ValueError(
+                f"preference.label_smoothing must be 0 with {shown}, got {self.label_smoothing:g}; only {', '.join(SMOOTHED)} smooth"
+                " labels")
+        if self.gamma != USUAL_GAMMA and "simpo" not in self.losses:
+            raise ValueError(
+                f"preference.gamma must be left out with {shown}, got {self.gamma:g}; only simpo has a margin to reach")
+        for name in ("desirable_weight", "undesirable_weight"):
+            if getattr(self, name) != 1 and self.losses != ("kto",):
+                raise ValueError(f"preference.{name} must be 1 with {shown}, got {getattr(self, name):g}; only kto weighs labels")

@@ -67,7 +67,7 @@ _TABLE: dict[Change, list[str]] = {
         "train.precision", *(f"train.optimizer.{name}" for name in _OPTIMIZER),
         *_of("sft", "total_steps batch_size assistant_turns too_long stop_at_accuracy"), *(f"sft.optimizer.{name}" for name in _OPTIMIZER),
         *_of("reward_model", "centring total_steps batch_size"), *(f"reward_model.optimizer.{name}" for name in _OPTIMIZER),
-        *_of("preference", "total_steps batch_size beta label_smoothing gamma"),
+        *_of("preference", "total_steps batch_size beta label_smoothing gamma desirable_weight undesirable_weight"),
         *(f"preference.optimizer.{name}" for name in _OPTIMIZER),
         *_of("rollout", "group_size consumer_batch_size max_head_offpolicyness on_stale max_new_tokens temperature top_p top_k stop"
              " stop_token_ids"),
@@ -77,7 +77,7 @@ _TABLE: dict[Change, list[str]] = {
         *_of("teacher", "path url engine top_k template"),
         *_of("evaluate", "num_prompts samples_per_prompt pass_at temperature metric keep_best stop_after_no_gain sets"),
     ],
-    Change.REFUSED: ["run.seed", "data.shuffle", "preference.loss", *_of("model.lora", "rank alpha targets")],
+    Change.REFUSED: ["run.seed", "data.shuffle", "preference.loss", "preference.mix", *_of("model.lora", "rank alpha targets")],
     Change.CONTENT: [
         *_of("model", "path tokenizer"),
         *_of("model.tiny", "hidden_size num_layers num_heads num_kv_heads head_dim intermediate_size max_positions"),

@@ -20,7 +20,7 @@ from offbeat.config.dist import DistConfig
 from offbeat.config.evaluation_sets import check_best, errors_in_set, values_of_set
 from offbeat.config.inference import InferenceConfig
 from offbeat.config.model import ModelConfig
-from offbeat.config.preference import USUAL_GAMMA, PreferenceConfig
+from offbeat.config.preference import PreferenceConfig
 from offbeat.config.process_rules import (
     check_adapter,
     check_channel,
@@ -123,7 +123,7 @@ class Config(Section):
         self._check_groups()
         check_algorithm(
             self.algorithm, rollout=self.rollout, critic=self.critic, teacher=self.teacher, total_steps=self.run.total_steps)
-        self._check_preference()
+        self.preference.check()
         if self.data.task and self.data.path:
             raise ValueError(f"data.task and data.path exclude each other, got {self.data.task!r} and {self.data.path!r}; give one")
         if self.data.sets:
@@ -158,17 +158,6 @@ class Config(Section):
         if curriculum.hard_up_to > curriculum.normal_up_to:
             raise ValueError(
                 f"curriculum.hard_up_to must be at most normal_up_to = {curriculum.normal_up_to:g}, got {curriculum.hard_up_to:g}")
-
-    def _check_preference(self) -> None:
-        preference = self.preference
-        if preference.label_smoothing and preference.loss != "dpo":
-            raise ValueError(
-                f"preference.label_smoothing must be 0 with preference.loss = '{preference.loss}', got {preference.label_smoothing:g}; only"
-                " dpo smooths labels")
-        if preference.gamma != USUAL_GAMMA and preference.loss != "simpo":
-            raise ValueError(
-                f"preference.gamma must be left out with preference.loss = '{preference.loss}', got {preference.gamma:g}; only simpo has a"
-                " margin to reach")
 
     def _check_rollouts(self) -> None:
         rollout = self.rollout

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from offbeat.algorithms.objectives import OBJECTIVES, preference_loss
+from offbeat.algorithms.objectives import OBJECTIVES, first_of, preference_loss
 from offbeat.algorithms.preference import PairEvaluation, answer_batch, answer_values, evaluate_pairs, pair_batch
 from offbeat.controller.checkpoints import PREFERENCE, index_of
 from offbeat.controller.parts import RunParts
@@ -26,7 +26,7 @@ async def prefer(parts: RunParts, state: RunState) -> SftResult:
 
 
 class PreferenceLesson(Lesson):
-    """DPO, IPO, SimPO or KTO on the preferences of the run.
+    """Training on the preferences of the run, by the loss of [preference].
 
     Losses that compare with the reference have its log-probabilities of every row, from before the first step. KTO also has, for each row,
     the prompt with the answer of another row: how much likelier the policy finds those than the reference does says how far it has moved.
@@ -44,7 +44,7 @@ class PreferenceLesson(Lesson):
         self.dataset = pairs.train
         self._encoder = pairs.encoder
         self._loss = preference_loss(config.preference)
-        self._refers = "ref_logprobs" in OBJECTIVES[self._loss.name].reads
+        self._refers = OBJECTIVES[self._loss.name].refers
         self._others = _derangement(pairs.train.num_rows or 0, seed=config.run.seed) if self._loss.name == "kto" else None
         self._reference = self._heldout_reference = Reference(np.zeros(0, np.float32), np.zeros(1, np.int64))
         self._heldout_rows = pairs.heldout
@@ -85,8 +85,9 @@ class PreferenceLesson(Lesson):
             async def compare() -> PairEvaluation:
                 reference = _joined([self._heldout_reference.row(at) for at in range(len(self._heldout))]) if self._refers else None
                 lengths = [_num_targets([sequence]) for sequence in _sequences_of(self._heldout)]
-                values = answer_values(lengths, logprobs, reference, loss=self._loss.name)
-                return evaluate_pairs(values, self._heldout, self._loss)
+                loss = first_of(self._loss)
+                values = answer_values(lengths, logprobs, reference, loss=loss.name)
+                return evaluate_pairs(values, self._heldout, loss)
 
             return await parts.peers.lead("evaluate_pairs", compare, PairEvaluation)
 

@@ -1,12 +1,13 @@
 """What a step over a run's samples reports of its targets, by name; `trainer.stats.merge` describes every metric. No gradients."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from offbeat.algorithms.objectives import OBJECTIVES, first_of
 from offbeat.data.batch import LossSpec
 from offbeat.losses.objectives import clips, gates, plain_ratios
 from offbeat.losses.pairs import compare, margins
@@ -79,10 +80,12 @@ def value_report(targets: Targets) -> Report:
 
 @torch.no_grad()
 def pair_report(targets: Targets, loss: LossSpec, trained: Tensor) -> Report:
-    """Compute the metrics of a loss of preference pairs; `trained` is [M] bool."""
+    """Compute the metrics of a loss of preference pairs, of a mix those of its first loss; `trained` is [M] bool."""
+    loss = first_of(loss)
+    targets = replace(targets, constants=loss.constants)
     found = compare(loss.name, targets, trained)
     margin = margins(loss.name, found, targets)[found.has_chosen | found.has_rejected]
-    what = "logprob" if loss.name == "simpo" else "logratio"
+    what = "logratio" if OBJECTIVES[loss.name].refers else "logprob"
     return Report(groups={
         "preference/accuracy": margin > 0,
         "preference/margin_mean": margin,

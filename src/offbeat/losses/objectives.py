@@ -127,7 +127,7 @@ def value(targets: Targets, trained: Tensor) -> Tensor:
 OBJECTIVES: dict[str, Callable[[Targets, Tensor], Tensor]] = {
     "cross_entropy": cross_entropy, "reinforce": reinforce, "importance_sampling": importance_sampling, "ppo": ppo, "cispo": cispo,
     "dro": dro, "gspo": gspo, "sapo": sapo, "gmpo": gmpo, "dppo": dppo, "forward_kl": forward_kl, "reverse_kl": reverse_kl,
-    "value": value, "dpo": pairs.dpo, "ipo": pairs.ipo, "simpo": pairs.simpo, "kto": pairs.kto, "bradley_terry": pairs.bradley_terry}
+    "value": value, "bradley_terry": pairs.bradley_terry, **pairs.OF_PAIRS}
 """Functions of M targets and [M] bool, which of them are trained; each returns [M] losses with gradient."""
 
 

@@ -1,12 +1,25 @@
 """Losses that compare the answers of a preference pair, or an answer with its label; rows of `losses.objectives.OBJECTIVES`.
 
 With d the sum of lp - ref over an answer's targets, n their number, p the mean of lp over them, s the sigmoid, c the chosen answer and j
-the rejected one:
+the rejected one, x = beta * (d_c - d_j) and e = label_smoothing:
 
-    dpo    -(1 - e) log s(x) - e log s(-x), x = beta * (d_c - d_j), e = label_smoothing
-    ipo    (d_c / n_c - d_j / n_j - 1 / (2 beta))^2
-    simpo  -log s(beta * (p_c - p_j) - gamma)
-    kto    1 - s(beta * (d - z)) of an answer labelled as good, 1 - s(beta * (z - d)) of another; z is a constant
+    dpo           -(1 - e) log s(x) - e log s(-x)
+    robust        (-(1 - e) log s(x) + e log s(-x)) / (1 - 2 e), unbiased where a share e of the labels is swapped
+    hinge         max(0, 1 - x)
+    exo_pair      s(x) (log s(x) - log(1 - e)) + s(-x) (log s(-x) - log e)
+    nca_pair      -log s(beta d_c) - log s(-beta d_c) / 2 - log s(-beta d_j) / 2
+    bco_pair      -log s(beta d_c) - log s(-beta d_j)
+    sppo_hard     (d_c - 1 / (2 beta))^2 + (d_j + 1 / (2 beta))^2
+    apo_zero      1 - s(beta d_c) + s(beta d_j)
+    apo_down      s(beta d_c) + 1 - s(x)
+    ipo           (d_c / n_c - d_j / n_j - 1 / (2 beta))^2
+    sigmoid_norm  -log s(beta * (d_c / n_c - d_j / n_j))
+    simpo         -log s(beta * (p_c - p_j) - gamma)
+    orpo          -p_c - beta * log s(o_c - o_j), o = p - log(1 - exp(p)), the log odds of an answer
+    sft           -p_c
+    kto           weight * (1 - s(beta (d - z))) of an answer labelled as good, weight * (1 - s(beta (z - d))) of another; z is a constant,
+                  and the weight is desirable_weight or undesirable_weight
+    mix           the sum of several of these of pairs, each times its weight
 
 and of a reward model, with c and j the rewards of the chosen and of the rejected answer, each of which has one target:
 
@@ -15,17 +28,25 @@ and of a reward model, with c and j the rewards of the chosen and of the rejecte
 Each target has the loss of its whole group; the batch's weights divide by the number of its targets. Sums are in float64: in float32, those
 of long answers are too coarse to tell which answer is the likelier one.
 
-Source: DPO, arXiv:2305.18290; label smoothing, https://ericmitchell.ai/cdpo.pdf; IPO, arXiv:2310.12036, by length as in TRL; SimPO,
-arXiv:2405.14734; KTO, arXiv:2402.01306; centring, arXiv:2312.09244.
+Source: DPO, arXiv:2305.18290; label smoothing, https://ericmitchell.ai/cdpo.pdf; robust, arXiv:2403.00409; hinge, arXiv:2309.06657; EXO,
+arXiv:2402.00856; NCA, arXiv:2402.05369; BCO without its moving shift, arXiv:2404.04656; SPPO, arXiv:2405.00675; APO, arXiv:2408.06266; IPO,
+arXiv:2310.12036, by length as in TRL; sigmoid_norm, arXiv:2411.15124; SimPO, arXiv:2405.14734; ORPO, arXiv:2403.07691; KTO,
+arXiv:2402.01306; mixes, arXiv:2411.10442; centring, arXiv:2312.09244.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from offbeat.algorithms.objectives import OBJECTIVES, parts_of
 from offbeat.losses.targets import Targets, only
+
+_TINY = 1e-12  # nats below certainty, where the odds of an answer stay finite
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +54,7 @@ class Comparison:
     """What the loss sees of G groups, in float64.
 
     Attributes:
-        chosen, rejected: [G] value of each answer, with gradient: d of dpo and kto, d / n of ipo, p of simpo, the reward of
+        chosen, rejected: [G] value of each answer, with gradient: d, or d / n or p where the loss compares by token, or the reward of
             bradley_terry; 0 where a group has no such answer.
         has_chosen, has_rejected: [G] bool, which answers there are.
     """
@@ -46,8 +67,8 @@ class Comparison:
 
 def compare(name: str, targets: Targets, trained: Tensor) -> Comparison:
     """Compute the values of all answers, from the targets that are `trained`, [M] bool."""
-    values = targets.logprobs.double()
-    if name not in ("simpo", "bradley_terry"):
+    objective, values = OBJECTIVES[name], targets.logprobs.double()
+    if objective.refers:
         values = values - targets.reference.double()
     num_groups = int(targets.groups.max()) + 1 if len(targets.groups) else 0
     zeros = values.new_zeros(num_groups)
@@ -55,7 +76,7 @@ def compare(name: str, targets: Targets, trained: Tensor) -> Comparison:
     def of(answer: Tensor) -> tuple[Tensor, Tensor]:
         sums = zeros.index_add(0, targets.groups, only(answer, values))
         counts = zeros.index_add(0, targets.groups, answer.double())
-        return (sums / counts.clamp(min=1) if name in ("ipo", "simpo") else sums), counts > 0
+        return (sums / counts.clamp(min=1) if objective.by_token else sums), counts > 0
 
     chosen, has_chosen = of(trained & targets.liked)
     rejected, has_rejected = of(trained & ~targets.liked)
@@ -65,7 +86,7 @@ def compare(name: str, targets: Targets, trained: Tensor) -> Comparison:
 def margins(name: str, found: Comparison, targets: Targets) -> Tensor:
     """Return [G] float64, how far each group is on the right side, as the loss measures it: above 0, it is right."""
     constants = targets.constants
-    if name in ("ipo", "bradley_terry"):
+    if name in ("ipo", "sft", "bradley_terry"):
         return found.chosen - found.rejected
     if name == "kto":
         z = constants["z"]
@@ -73,29 +94,99 @@ def margins(name: str, found: Comparison, targets: Targets) -> Tensor:
     return constants["beta"] * (found.chosen - found.rejected)
 
 
-def dpo(targets: Targets, trained: Tensor) -> Tensor:
-    """Compute direct preference optimisation."""
-    x = margins("dpo", compare("dpo", targets, trained), targets)
-    smoothing = targets.constants["label_smoothing"]
-    return _of_groups(-(1 - smoothing) * logsigmoid(x) - smoothing * logsigmoid(-x), targets, trained)
+def _dpo(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001 - one signature for all
+    smoothing = constants["label_smoothing"]
+    return -(1 - smoothing) * logsigmoid(x) - smoothing * logsigmoid(-x)
 
 
-def ipo(targets: Targets, trained: Tensor) -> Tensor:
-    """Compute identity preference optimisation, with values by token."""
-    x = margins("ipo", compare("ipo", targets, trained), targets)
-    return _of_groups((x - 1 / (2 * targets.constants["beta"])).square(), targets, trained)
+def _robust(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001
+    smoothing = constants["label_smoothing"]
+    return (-(1 - smoothing) * logsigmoid(x) + smoothing * logsigmoid(-x)) / (1 - 2 * smoothing)
 
 
-def simpo(targets: Targets, trained: Tensor) -> Tensor:
-    """Compute simple preference optimisation, which compares mean log-probabilities and needs no reference."""
-    x = margins("simpo", compare("simpo", targets, trained), targets)
-    return _of_groups(-logsigmoid(x - targets.constants["gamma"]), targets, trained)
+def _hinge(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001
+    return (1 - x).clamp(min=0)
 
 
-def kto(targets: Targets, trained: Tensor) -> Tensor:
-    """Compute Kahneman-Tversky optimisation, whose groups are single answers."""
-    x = margins("kto", compare("kto", targets, trained), targets)
-    return _of_groups(1 - torch.sigmoid(x), targets, trained)
+def _exo_pair(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001
+    smoothing = constants["label_smoothing"]
+    right, wrong = logsigmoid(x), logsigmoid(-x)
+    return right.exp() * (right - math.log1p(-smoothing)) + wrong.exp() * (wrong - math.log(smoothing))
+
+
+def _nca_pair(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001
+    chosen, rejected = constants["beta"] * found.chosen, constants["beta"] * found.rejected
+    return -logsigmoid(chosen) - (logsigmoid(-chosen) + logsigmoid(-rejected)) / 2
+
+
+def _bco_pair(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001
+    return -logsigmoid(constants["beta"] * found.chosen) - logsigmoid(-constants["beta"] * found.rejected)
+
+
+def _sppo_hard(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001
+    target = 1 / (2 * constants["beta"])
+    return (found.chosen - target).square() + (found.rejected + target).square()
+
+
+def _apo_zero(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001
+    return torch.sigmoid(-constants["beta"] * found.chosen) + torch.sigmoid(constants["beta"] * found.rejected)
+
+
+def _apo_down(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:
+    return torch.sigmoid(constants["beta"] * found.chosen) + torch.sigmoid(-x)
+
+
+def _ipo(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001
+    return (x - 1 / (2 * constants["beta"])).square()
+
+
+def _sigmoid_norm(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001
+    return -logsigmoid(x)
+
+
+def _simpo(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001
+    return -logsigmoid(x - constants["gamma"])
+
+
+def _orpo(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001
+    odds = [values - torch.log(-torch.expm1(values.clamp(max=-_TINY))) for values in (found.chosen, found.rejected)]
+    return -found.chosen - constants["beta"] * logsigmoid(odds[0] - odds[1])
+
+
+def _sft(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001
+    return -found.chosen
+
+
+def _kto(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:
+    weights = torch.where(found.has_chosen, constants["desirable_weight"], constants["undesirable_weight"])
+    return weights * (1 - torch.sigmoid(x))
+
+
+_FORMULAS: Mapping[str, Callable[[Comparison, Tensor, Mapping[str, float]], Tensor]] = MappingProxyType({
+    "dpo": _dpo, "robust": _robust, "hinge": _hinge, "exo_pair": _exo_pair, "nca_pair": _nca_pair, "bco_pair": _bco_pair,
+    "sppo_hard": _sppo_hard, "apo_zero": _apo_zero, "apo_down": _apo_down, "ipo": _ipo, "sigmoid_norm": _sigmoid_norm, "simpo": _simpo,
+    "orpo": _orpo, "sft": _sft, "kto": _kto})
+"""Losses [G] float64 of G groups, from their values, margins and constants."""
+
+
+def _objective(name: str) -> Callable[[Targets, Tensor], Tensor]:
+    """Return the objective of a formula."""
+    def objective(targets: Targets, trained: Tensor) -> Tensor:
+        found = compare(name, targets, trained)
+        return _of_groups(_FORMULAS[name](found, margins(name, found, targets), targets.constants), targets, trained)
+    return objective
+
+
+def mix(targets: Targets, trained: Tensor) -> Tensor:
+    """Compute the weighted sum of several losses of pairs."""
+    losses = [weight * OF_PAIRS[part.name](replace(targets, constants=part.constants), trained)
+              for part, weight in parts_of(targets.constants)]
+    return torch.stack(losses).sum(0)
+
+
+OF_PAIRS: Mapping[str, Callable[[Targets, Tensor], Tensor]] = MappingProxyType(
+    {**{name: _objective(name) for name in _FORMULAS}, "mix": mix})
+"""Objectives of preference training, by name."""
 
 
 def bradley_terry(targets: Targets, trained: Tensor) -> Tensor:
