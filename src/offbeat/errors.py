@@ -110,9 +110,16 @@ class RefusedError(EngineError):
 
     Attributes:
         said: the engine's own words, where the message contains more than those.
+        param: the field of the request that is wrong, such as "messages[0].role"; empty if it is none in particular.
     """
 
     said = ""
+    param = ""
+
+    def __init__(self, *said: object, param: str = "") -> None:
+        super().__init__(*said)
+        if param:
+            self.param = param
 
 
 class BusyError(EngineError):

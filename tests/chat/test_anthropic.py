@@ -16,8 +16,8 @@ CALL = ToolCall("toolu_1", "add", '{"a": 3}')
 USER = [{"role": "user", "content": "hi"}]
 
 
-def read(messages=USER, **body) -> ChatRequest:
-    return Anthropic().read(json.dumps({"model": "m", "max_tokens": 64, "messages": messages, **body}).encode())
+def read(messages=USER, at="engine", **body) -> ChatRequest:
+    return Anthropic(at).read(json.dumps({"model": "m", "max_tokens": 64, "messages": messages, **body}).encode())
 
 
 def answer(reply: Reply) -> ChatAnswer:
@@ -88,15 +88,15 @@ def test_a_choice_of_tools_is_read(choice, wanted) -> None:
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools has one of type 'web_search_20250305'"),
     ({"tool_choice": {"type": "tool", "name": "sub"}, "tools": [TOOL]}, "names 'sub', which is not among tools: add"),
     ({"tool_choice": {"type": "any"}}, "tools is empty"),
-    ({"output_format": {"type": "json_schema", "schema": {}}}, "output_format 'json_schema' cannot be honoured"),
-    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format 'json_schema' cannot be honoured"),
-    ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not offered"),
+    ({"output_format": {"type": "json_schema", "schema": {}}}, "output_format is not honoured"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format is not honoured"),
+    ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not honoured"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}]}]}]}, "block of type 'image'"),
     ({"max_tokens": "many"}, r"at `\$.max_tokens`"),
 ])
 def test_what_cannot_be_honoured_is_refused_in_a_sentence(body, told) -> None:
     with pytest.raises(RefusedError, match=told):
-        read(**body)
+        read(**body, at="service")
 
 
 def test_a_whole_answer_has_a_block_for_each_thing_and_can_be_sent_back() -> None:

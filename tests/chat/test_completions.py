@@ -14,8 +14,8 @@ USER = [{"role": "user", "content": "hi"}]
 CALLS = (ToolCall("call_1", "add", '{"a": 3}'), ToolCall("call_2", "add", "{}"))
 
 
-def read(messages=USER, **body) -> ChatRequest:
-    return Completions().read(json.dumps({"model": "m", "messages": messages, **body}).encode())
+def read(messages=USER, at="engine", **body) -> ChatRequest:
+    return Completions(at).read(json.dumps({"model": "m", "messages": messages, **body}).encode())
 
 
 def answer(*replies: Reply) -> ChatAnswer:
@@ -74,8 +74,8 @@ TOOLS = {"tools": [{"type": "function", "function": FUNCTION}]}
 
 
 @pytest.mark.parametrize(("body", "told"), [
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format 'json_schema' cannot be honoured"),
-    ({"response_format": {"type": "json_object"}}, "response_format 'json_object' cannot be honoured"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format is not honoured"),
+    ({"response_format": {"type": "json_object"}}, "response_format is not honoured"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, r"messages\[0\].content has a"),
     ({"messages": [{"role": "oracle", "content": "x"}]}, r"messages\[0\].role must be one of system, .*got 'oracle'"),
     ({"messages": []}, "messages is empty"),
@@ -86,11 +86,11 @@ TOOLS = {"tools": [{"type": "function", "function": FUNCTION}]}
     ({**TOOLS, "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "names 'sub', which is not among tools: add"),
     ({**TOOLS, "tool_choice": "maybe"}, "must be 'auto', 'none', 'required' or name one tool, got 'maybe'"),
     ({**TOOLS, "tool_choice": {"type": "allowed_tools"}}, "got type 'allowed_tools'"),
-    ({"functions": [FUNCTION]}, "functions is the old form of tools"),
-    ({"presence_penalty": 0.5}, "presence_penalty is not offered here, got 0.5"),
-    ({"logit_bias": {"3": 1}}, "logit_bias is not offered"),
-    ({"top_logprobs": 3}, "top_logprobs is not offered"), ({"guided_choice": ["a", "b"]}, "guided_choice is not offered"),
-    ({"modalities": ["text", "audio"]}, "modalities is not offered"),
+    ({"functions": [FUNCTION]}, "functions is not honoured"),
+    ({"presence_penalty": 0.5}, "presence_penalty is not honoured by this service, got 0.5"),
+    ({"logit_bias": {"3": 1}}, "logit_bias is not honoured"),
+    ({"top_logprobs": 3}, "top_logprobs is not honoured"), ({"guided_choice": ["a", "b"]}, "guided_choice is not honoured"),
+    ({"modalities": ["text", "audio"]}, "modalities is not honoured"),
     ({"n": 0}, "n must be >= 1, got 0"),
     ({"temperature": "hot"}, r"Expected `float \| null`, got `str` - at `\$.temperature`"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "add", "arguments": "{"}}]}]}, "are not JSON"),
@@ -99,7 +99,7 @@ TOOLS = {"tools": [{"type": "function", "function": FUNCTION}]}
 ])
 def test_what_cannot_be_honoured_is_refused_in_a_sentence(body, told) -> None:
     with pytest.raises(RefusedError, match=told):
-        read(**{"messages": USER, **body})
+        read(**{"messages": USER, **body}, at="service")
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"messages": 3}', b"\xff", b"[" * 9999])
@@ -148,8 +148,8 @@ def test_a_stream_ends_with_the_numbers_of_tokens_if_they_are_wanted() -> None:
 
 
 def test_errors_are_in_openais_form() -> None:
-    wanted = {"error": {"message": "no", "type": "invalid_request_error", "code": 400}}
-    assert json.loads(Completions().error("no", status=400)) == wanted
+    wanted = {"error": {"message": "no", "type": "invalid_request_error", "param": "n", "code": "invalid_request"}}
+    assert json.loads(Completions().error("no", status=400, param="n")) == wanted
     stream = Completions().stream_error("dead", status=500)
     assert stream.startswith(b"data: ") and stream.endswith(b"\n\n") and json.loads(stream[6:])["error"]["type"] == "server_error"
     assert Completions().keep_alive.startswith(b":") and Completions().keep_alive.endswith(b"\n\n")

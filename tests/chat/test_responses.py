@@ -13,8 +13,8 @@ TOOL = {"type": "function", "name": "add", "description": "Add.", "parameters": 
 CALL = ToolCall("call_1", "add", '{"a": 3}')
 
 
-def read(items="hi", **body) -> ChatRequest:
-    return Responses().read(json.dumps({"model": "m", "input": items, **body}).encode())
+def read(items="hi", at="engine", **body) -> ChatRequest:
+    return Responses(at).read(json.dumps({"model": "m", "input": items, **body}).encode())
 
 
 def answer(reply: Reply) -> ChatAnswer:
@@ -71,11 +71,11 @@ def test_what_was_answered_can_be_sent_back() -> None:
 
 
 @pytest.mark.parametrize(("body", "told"), [
-    ({"previous_response_id": "resp_1"}, "previous_response_id is not offered, because answers are not stored"),
-    ({"conversation": {"id": "c"}}, "conversation is not offered"),
-    ({"background": True}, "background is not offered"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id is not honoured"),
+    ({"conversation": {"id": "c"}}, "conversation is not honoured"),
+    ({"background": True}, "background is not honoured"),
     ({"tools": [{"type": "web_search"}]}, "tools has one of type 'web_search', and none is built in"),
-    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format 'json_schema' cannot be honoured"),
+    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format is not honoured"),
     ({"items": []}, "input is empty"),
     ({"items": [{"type": "item_reference", "id": "x"}]}, r"input\[0\] has the type 'item_reference'"),
     ({"items": [{"role": "user", "content": [{"type": "input_image"}]}]}, "part of type 'input_image'"),
@@ -86,7 +86,7 @@ def test_what_was_answered_can_be_sent_back() -> None:
 ])
 def test_what_cannot_be_honoured_is_refused_in_a_sentence(body, told) -> None:
     with pytest.raises(RefusedError, match=told):
-        read(**body)
+        read(**body, at="service")
 
 
 def test_a_whole_answer_has_an_item_for_each_thing() -> None:

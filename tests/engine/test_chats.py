@@ -202,11 +202,11 @@ def test_a_stream_without_tools_comes_token_by_token(serve) -> None:
 
 
 @pytest.mark.parametrize(("path", "body", "told"), [
-    ("/v1/chat/completions", {"messages": USER, "response_format": {"type": "json_schema"}}, "response_format 'json_schema' cannot"),
+    ("/v1/chat/completions", {"messages": USER, "response_format": {"type": "json_schema"}}, "response_format of type 'json_schema' needs"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "part of type 'image_url'"),
     ("/v1/chat/completions", {"messages": USER, "max_tokens": 5000}, "more than the context of 2048"),
     ("/v1/chat/completions", {"messages": USER, "tools": [TOOL], "temperature": -1, "stream": True}, "temperature must be 0"),
-    ("/v1/responses", {"input": "x", "previous_response_id": "r"}, "previous_response_id is not offered"),
+    ("/v1/responses", {"input": "x", "previous_response_id": "r"}, "previous_response_id is not honoured"),
     ("/v1/messages", {"messages": USER, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools has one of type 'bash_20250124'"),
     ("/v1/messages", {"messages": USER, "stop_sequences": [""]}, "stop must not hold an empty string"),
 ])

@@ -1,18 +1,22 @@
 """Bodies become sampling parameters as OpenAI and vLLM mean them."""
 
+import json
+
 import pytest
 
+from offbeat.chat.dialects import read_body
+from offbeat.chat.fields import FIELDS
 from offbeat.chat.messages import ChatRequest
 from offbeat.chat.shaping import Shaping, Structure
 from offbeat.engine.request import SamplingParams
-from offbeat.engine.wire import ChatExtras, CompletionBody, SwitchBody, body_of, read_body
+from offbeat.engine.wire import CompletionBody, SwitchBody, body_of, read_completion
 from offbeat.errors import RefusedError
 
 SHAPING = Shaping(min_p=0.25, logit_bias=((3, 1.0), (7, -2.0)), structure=Structure.of_choices(["a", "b"]))
 
 
 def test_defaults_are_openais():
-    body = read_body(CompletionBody, b'{"prompt": "a", "model": "anything", "user": "x"}')
+    body = read_completion(b'{"prompt": "a", "model": "anything", "user": "x"}')
     assert body.params(default_max_tokens=16) == SamplingParams(max_new_tokens=16)
     assert not body.wants_logprobs and not body.stream and body.model == "anything"
 
@@ -20,7 +24,7 @@ def test_defaults_are_openais():
 def test_every_field_arrives():
     data = b"""{"prompt": [1, 2], "n": 3, "max_tokens": 4, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "seed": 11, "stop": ["a", "b"],
         "stop_token_ids": [5], "ignore_eos": true, "logprobs": 6, "scaled_logprobs": true, "return_token_ids": true, "stream": true}"""
-    body = read_body(CompletionBody, data)
+    body = read_completion(data)
     assert body.prompt == [1, 2] and body.n == 3 and body.wants_logprobs and body.return_token_ids and body.stream
     assert body.params(default_max_tokens=16) == SamplingParams(
         max_new_tokens=4, temperature=0.5, top_p=0.9, top_k=7, seed=11, stop=("a", "b"), stop_token_ids=(5,), ignore_eos=True,
@@ -38,24 +42,17 @@ def test_token_ids_and_prompts_are_not_mixed():
     with pytest.raises(RefusedError, match="prompt mixes token ids with prompts"):
         CompletionBody(prompt=[1, "a"]).prompts  # noqa: B018
     with pytest.raises(RefusedError, match=r"\$\.prompt.*prompt takes a string, a list of token ids, or a list of such prompts"):
-        read_body(CompletionBody, b'{"prompt": [[1, "a"]]}')
+        read_completion(b'{"prompt": [[1, "a"]]}')
 
 
-@pytest.mark.parametrize("field", [
-    {"length_penalty": 2}, {"best_of": 4}, {"suffix": "x"}, {"use_beam_search": True}, {"prompt_logprobs": 1}])
-def test_what_would_be_left_undone_is_refused(field):
-    with pytest.raises(RefusedError, match=f"{next(iter(field))} is not offered here"):
-        CompletionBody(prompt="a", n=2, **field).check()
-
-
-def test_what_changes_nothing_is_taken():
-    CompletionBody(
-        prompt="a", n=2, frequency_penalty=0, presence_penalty=0.0, repetition_penalty=1, min_p=0, logit_bias={}, best_of=2,
-        suffix="").check()
+def test_null_means_left_out_in_every_field():
+    fields = {name: None for name in FIELDS["completions"] if name not in ("prompt", "stream_options.include_usage")}
+    assert read_completion(json.dumps({**fields, "prompt": "a"}).encode()) == CompletionBody(prompt="a")
+    assert not read_completion(b'{"prompt": "a", "stream_options": {"include_usage": null}}').include_usage
 
 
 def test_null_zero_and_vllms_minus_one_mean_no_limit():
-    body = read_body(CompletionBody, b'{"prompt": "a", "top_k": -1, "top_p": null, "temperature": 0, "stop": "x", "logprobs": null}')
+    body = read_completion(b'{"prompt": "a", "top_k": -1, "top_p": null, "temperature": 0, "stop": "x", "logprobs": null}')
     assert body.params(default_max_tokens=1) == SamplingParams(max_new_tokens=1, temperature=0, stop=("x",))
     assert not body.wants_logprobs
 
@@ -63,14 +60,14 @@ def test_null_zero_and_vllms_minus_one_mean_no_limit():
 def test_a_chats_settings_are_those_of_a_completion():
     request = ChatRequest(
         (), max_new_tokens=4, temperature=0.5, top_p=0.9, top_k=7, n=3, seed=11, stop=("a",), logprobs=True, include_usage=True,
-        shaping=SHAPING)
-    body = body_of(request, ChatExtras([5], ignore_eos=True, scaled_logprobs=True), stops=("a", "b"), stop_token_ids=[5], stream=True)
+        shaping=SHAPING, ignore_eos=True, scaled_logprobs=True)
+    body = body_of(request, stops=("a", "b"), stop_token_ids=[5], stream=True)
     assert body.params(default_max_tokens=16) == SamplingParams(
         max_new_tokens=4, temperature=0.5, top_p=0.9, top_k=7, seed=11, stop=("a", "b"), stop_token_ids=(5,), ignore_eos=True,
         scaled_logprobs=True, shaping=SHAPING)
     assert body.wants_logprobs and body.include_usage and body.n == 3 and body.stream
-    assert not body_of(ChatRequest(()), ChatExtras(), stops=(), stop_token_ids=[], stream=False).wants_logprobs
-    assert read_body(CompletionBody, b'{"prompt": "a", "logprobs": true}').num_top == 0
+    assert not body_of(ChatRequest(()), stops=(), stop_token_ids=[], stream=False).wants_logprobs
+    assert read_completion(b'{"prompt": "a", "logprobs": true}').num_top == 0
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"version": "one"}', b'{"version": 1, "interrupt": "now"}', b"\xff"])

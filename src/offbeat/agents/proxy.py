@@ -27,7 +27,7 @@ from offbeat.chat.dialects import Dialect, list_models
 from offbeat.chat.parsing import AnswerParser
 from offbeat.chat.rendering import Renderer
 from offbeat.chat.responses import Responses
-from offbeat.chat.sending import GONE, KEEP_ALIVE_S, ChatResponse, Refusal
+from offbeat.chat.sending import GONE, KEEP_ALIVE_S, ChatResponse, Refusal, param_of
 from offbeat.errors import BusyError, EngineError, OffbeatError, RefusedError, RunError, UserError
 from offbeat.hosts import LOOPBACK, is_loopback
 from offbeat.inference.sampling import Sampling
@@ -146,10 +146,10 @@ class Proxy:
     # -- routes ------------------------------------------------------------------------------------------------------------------------
 
     def _routes(self) -> list[Route]:
-        anthropic = Anthropic()
+        anthropic = Anthropic("proxy")
         table: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
-            ("POST", "/v1/chat/completions", self._answering(Completions())),
-            ("POST", "/v1/responses", self._answering(Responses())),
+            ("POST", "/v1/chat/completions", self._answering(Completions("proxy"))),
+            ("POST", "/v1/responses", self._answering(Responses("proxy"))),
             ("POST", "/v1/messages", self._answering(anthropic)),
             ("POST", "/v1/messages/count_tokens", self._counting(anthropic)),
             ("GET", "/v1/models", self._models),
@@ -224,7 +224,7 @@ def _explain(exc: BaseException) -> Refusal:
         exc = SealedError("this episode ended before the answer was complete")
     status = next((status for kind, status in _STATUS.items() if isinstance(exc, kind)), None)
     if status is not None:
-        return Refusal(str(exc), status)
+        return Refusal(str(exc), status, param=param_of(exc))
     logger.error("a call of an agent failed", exc_info=exc)
     return Refusal(f"unexpected {type(exc).__name__}: {exc}; the run's log says where", 500)
 
@@ -233,7 +233,7 @@ def _refuse(dialect: Dialect, exc: Exception) -> Response:
     if isinstance(exc, ClientDisconnect):
         return Response(status_code=GONE)
     told = _explain(exc)
-    return _json(dialect.error(told.sentence, status=told.status), status=told.status)
+    return _json(dialect.error(told.sentence, status=told.status, param=told.param), status=told.status)
 
 
 def _json(data: bytes, *, status: int = 200) -> Response:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from offbeat.chat.answering import Answering, Chat, split_stops
+from offbeat.chat.answering import Answering, Chat, check_structure, split_stops
 from offbeat.chat.messages import ChatRequest, Message, Reply, Tool
 from offbeat.chat.parsing import AnswerParser
 from offbeat.chat.rendering import Renderer
@@ -108,8 +108,9 @@ class Recorder:
         """Begin an episode.
 
         Args:
-            sampling: the run's. Of a request, only the stop strings and a smaller number of tokens count, because the trainer has to know
-                the distribution that tokens were sampled from, and equal seeds would make the samples of a group equal.
+            sampling: the run's. Of a request, only what ends a sample and the form of its text count, because the trainer has to know the
+                distribution that tokens were sampled from, and equal seeds would make the samples of a group equal. Under a form, the
+                log-probabilities of a sample are those among the tokens that the form allows, as the engine states them.
             keep_reasoning: leave reasoning that was sampled in the prompts of later turns, although clients and templates drop it. Without
                 it, an answer with reasoning ends its chain.
         """
@@ -140,6 +141,7 @@ class Recorder:
                 f"this episode may have agent.max_turns = {self._limits.max_turns} answers and has had {self.num_turns}, so there is no"
                 f" room for {request.n} more; end it")
         opening = self._renderer.opening(request.tool_choice, request.tool_name)
+        check_structure(request)
         parent, num_known, history = self._find(request)
         given = None if parent is None else self._continue(parent, request, num_known, opening)
         if given is None:
@@ -250,7 +252,8 @@ class Recorder:
         wanted = ours.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
         return replace(
             ours, max_new_tokens=min(ours.max_new_tokens, wanted, room), stop=_distinct([*ours.stop, *stop]),
-            stop_token_ids=_distinct([*ours.stop_token_ids, *stop_token_ids]))
+            stop_token_ids=_distinct([*ours.stop_token_ids, *stop_token_ids, *request.stop_token_ids]),
+            shaping=replace(ours.shaping, structure=request.shaping.structure or ours.shaping.structure))
 
 
 def _tokens(path: Iterable[Node]) -> tuple[int, ...]:

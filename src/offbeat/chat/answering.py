@@ -15,6 +15,7 @@ from offbeat.chat.messages import ChatAnswer, ChatRequest, Finish, Message, Repl
 from offbeat.chat.parsing import AnswerParser
 from offbeat.chat.rendering import Renderer
 from offbeat.data.tokenizer import Tokenizer
+from offbeat.errors import RefusedError
 
 
 class Sampled(Protocol):
@@ -78,10 +79,12 @@ class Answering:
     def prepare(self, request: ChatRequest, dialect: Dialect) -> Chat:
         """Render a request; errors are those of `Renderer.prompt` and `Renderer.opening`."""
         opening = self.renderer.opening(request.tool_choice, _only_tool(request))
+        check_structure(request)
         stop, stop_token_ids = split_stops(request.stop, self._tokenizer)
         form, one_call = self.renderer.format, bool(request.tools) and not request.parallel_calls
         return Chat(
-            request, self.renderer.prompt(request.messages, request.tools, opening=opening), opening, stop, stop_token_ids,
+            request, self.renderer.prompt(request.messages, request.tools, opening=opening), opening, stop,
+            (*stop_token_ids, *request.stop_token_ids),
             call_end=form.end if one_call and form is not None else "", plain=not (request.tools or dialect.always_parsed))
 
     def reply(self, chat: Chat, sample: Sampled) -> Reply:
@@ -106,6 +109,14 @@ class Answering:
             logprobs=token_logprobs(sample, self._tokenizer) if request.logprobs else (),
             token_ids=tuple(sample.token_ids) if request.return_token_ids else (),
             versions=tuple(sample.versions) if request.return_token_ids else ())
+
+
+def check_structure(request: ChatRequest) -> None:
+    """Refuse a form of the text beside tools that may be called, since a call has another form."""
+    if request.shaping.structure is not None and request.tools and request.tool_choice != "none":
+        raise RefusedError(
+            f"tools that may be called and a form of the answer, {request.shaping.structure.kind}, cannot both be kept; set tool_choice"
+            " to 'none', or leave one of them out", param="tool_choice")
 
 
 def answer_of(request: ChatRequest, prompt: Sequence[int], replies: Sequence[Reply], *, model: str) -> ChatAnswer:

@@ -8,8 +8,10 @@ from typing import Any
 
 import msgspec
 
-from offbeat.chat.dialects import call_of, check_choice, check_harmless, check_tools, event, named, read_body, refuse_format, tool_of
+from offbeat.chat.dialects import call_of, check_choice, check_tools, event, extras_of, named, read_fields, tool_of
+from offbeat.chat.fields import Surface
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Reply, Tool
+from offbeat.chat.shaping import ShapingFields, Structure, structure_of
 from offbeat.errors import RefusedError
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "pause_turn"}
@@ -47,7 +49,11 @@ class _Tool(msgspec.Struct):
 class _Choice(msgspec.Struct):
     type: str = "auto"
     name: str = ""
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: bool | None = None
+
+
+class _OutputConfig(msgspec.Struct):
+    format: dict[str, Any] | None = None
 
 
 class _Body(msgspec.Struct):
@@ -63,9 +69,10 @@ class _Body(msgspec.Struct):
     top_k: int | None = None
     stream: bool | None = None
     output_format: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
-    mcp_servers: list[Any] | None = None
-    container: Any = None
+    output_config: _OutputConfig | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    scaled_logprobs: bool | None = None
 
 
 class Anthropic:
@@ -74,10 +81,12 @@ class Anthropic:
     keep_alive = event({"type": "ping"})
     always_parsed = True
 
+    def __init__(self, surface: Surface = "engine") -> None:
+        """`surface` says whose column of the table of fields counts."""
+        self._surface: Surface = surface
+
     def read(self, body: bytes) -> ChatRequest:
-        got = read_body(_Body, body)
-        check_harmless(mcp_servers=(got.mcp_servers, []), container=(got.container, None))
-        _check_format(got)
+        got = read_fields(_Body, body, api="Messages", surface=self._surface)
         tools = check_tools([_tool(tool) for tool in got.tools or ()])
         choice, name = _choice(got.tool_choice)
         check_choice(choice, name, tools)
@@ -97,6 +106,8 @@ class Anthropic:
             temperature=got.temperature, top_p=got.top_p, top_k=got.top_k,
             stop=tuple(got.stop_sequences or ()),
             stream=bool(got.stream),
+            shaping=ShapingFields().shaping(structure=_structure(got)),
+            **extras_of(got),
         )
 
     def read_count(self, body: bytes) -> ChatRequest:
@@ -124,7 +135,7 @@ class Anthropic:
         yield event({"type": "message_delta", "delta": _ending(reply), "usage": {"output_tokens": reply.num_tokens}})
         yield event({"type": "message_stop"})
 
-    def error(self, message: str, *, status: int) -> bytes:
+    def error(self, message: str, *, status: int, param: str = "") -> bytes:  # noqa: ARG002 (its form has no place for it)
         return msgspec.json.encode(_error(message, status))
 
     def stream_error(self, message: str, *, status: int) -> bytes:
@@ -134,11 +145,9 @@ class Anthropic:
 # -- reading -------------------------------------------------------------------------------------------------------------------------------
 
 
-def _check_format(got: _Body) -> None:
-    inner = (got.output_config or {}).get("format")
-    for field, form in (("output_format", got.output_format), ("output_config.format", inner)):
-        if isinstance(form, dict):
-            refuse_format(field, str(form.get("type") or ""))
+def _structure(got: _Body) -> Structure | None:
+    config = got.output_config.format if got.output_config is not None else None
+    return structure_of(config, "output_config.format") or structure_of(got.output_format, "output_format")
 
 
 def _messages(got: _Body) -> tuple[Message, ...]:

@@ -11,16 +11,15 @@ from offbeat.chat.dialects import (
     Wishes,
     call_of,
     check_choice,
-    check_harmless,
     check_tools,
     data,
     named,
     openai_error,
-    read_body,
-    refuse_format,
+    read_fields,
     text_of,
     tool_of,
 )
+from offbeat.chat.fields import Surface
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Reply, Role, Tool
 from offbeat.errors import RefusedError
 
@@ -62,7 +61,7 @@ class _Tool(msgspec.Struct):
 
 
 class _Options(msgspec.Struct):
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class _Body(Wishes, kw_only=True):
@@ -74,22 +73,6 @@ class _Body(Wishes, kw_only=True):
     logprobs: bool | int | None = None
     stream_options: _Options | None = None
     return_token_ids: bool | None = None
-    response_format: dict[str, Any] | None = None
-    functions: list[Any] | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    min_p: float | None = None
-    logit_bias: dict[str, float] | None = None
-    modalities: list[str] | None = None
-    audio: Any = None
-    web_search_options: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
-    min_tokens: int | None = None
 
 
 class Completions:
@@ -98,18 +81,12 @@ class Completions:
     keep_alive = COMMENT
     always_parsed = False
 
+    def __init__(self, surface: Surface = "engine") -> None:
+        """`surface` says whose column of the table of fields counts."""
+        self._surface: Surface = surface
+
     def read(self, body: bytes) -> ChatRequest:
-        got = read_body(_Body, body)
-        check_harmless(
-            top_logprobs=(got.top_logprobs, 0), frequency_penalty=(got.frequency_penalty, 0), presence_penalty=(got.presence_penalty, 0),
-            repetition_penalty=(got.repetition_penalty, 1), min_p=(got.min_p, 0), logit_bias=(got.logit_bias, {}),
-            modalities=(got.modalities, ["text"]), audio=(got.audio, None), web_search_options=(got.web_search_options, None),
-            guided_json=(got.guided_json, None), guided_regex=(got.guided_regex, None), guided_choice=(got.guided_choice, None),
-            guided_grammar=(got.guided_grammar, None), structured_outputs=(got.structured_outputs, None), min_tokens=(got.min_tokens, 0))
-        if got.functions:
-            raise RefusedError("functions is the old form of tools, and is not offered; use tools")
-        if got.response_format is not None:
-            refuse_format("response_format", str(got.response_format.get("type") or ""))
+        got = read_fields(_Body, body, api="chat completions", surface=self._surface)
         tools = check_tools([_tool(tool) for tool in got.tools or ()])
         choice, name = _choice(got.tool_choice)
         check_choice(choice, name, tools)
@@ -123,7 +100,7 @@ class Completions:
             max_new_tokens=got.max_completion_tokens if got.max_tokens is None else got.max_tokens,
             n=got.n or 1,
             logprobs=got.logprobs is not None and got.logprobs is not False,
-            include_usage=got.stream_options is not None and got.stream_options.include_usage,
+            include_usage=got.stream_options is not None and bool(got.stream_options.include_usage),
             return_token_ids=bool(got.return_token_ids),
             **got.wanted(),
         )
@@ -149,8 +126,8 @@ class Completions:
             yield data({**head, "choices": [], "usage": usage_of(answer)})
         yield DONE
 
-    def error(self, message: str, *, status: int) -> bytes:
-        return msgspec.json.encode(openai_error(message, status=status))
+    def error(self, message: str, *, status: int, param: str = "") -> bytes:
+        return msgspec.json.encode(openai_error(message, status=status, param=param))
 
     def stream_error(self, message: str, *, status: int) -> bytes:
         return data(openai_error(message, status=status))

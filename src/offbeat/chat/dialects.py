@@ -1,17 +1,20 @@
 """What the three dialects of chats share: their contract, and how bodies are read and answers written. No I/O.
 
-`completions`, `responses` and `anthropic` each hold one dialect. Fields that change nothing are ignored; one that cannot be honoured is
-refused in a sentence, because an agent would otherwise wait for what does not come.
+`completions`, `responses` and `anthropic` each hold one dialect. What each field of a body does says the table in `fields`; one that cannot
+be honoured is refused in a sentence, because an agent would otherwise wait for what does not come.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from offbeat.chat.fields import Api, Surface, check_fields
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Tool, ToolCall
+from offbeat.chat.shaping import ShapingFields, Structure
 from offbeat.errors import RefusedError, first_line
 
 T = TypeVar("T")
@@ -48,8 +51,8 @@ class Dialect(Protocol):
         """Write an answer as a whole stream of server-sent events."""
         ...
 
-    def error(self, message: str, *, status: int) -> bytes:
-        """Write the body of an error."""
+    def error(self, message: str, *, status: int, param: str = "") -> bytes:
+        """Write the body of an error; `param` is the field that is wrong, empty if it is none in particular."""
         ...
 
     def stream_error(self, message: str, *, status: int) -> bytes:
@@ -57,7 +60,7 @@ class Dialect(Protocol):
         ...
 
 
-class Wishes(msgspec.Struct, kw_only=True):
+class Wishes(ShapingFields, kw_only=True):
     """Fields that chat completions and Responses have in common."""
 
     model: str | None = None
@@ -69,14 +72,32 @@ class Wishes(msgspec.Struct, kw_only=True):
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
-    top_logprobs: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    scaled_logprobs: bool | None = None
 
-    def wanted(self) -> dict[str, Any]:
-        """Return what they mean, as fields of a `ChatRequest`."""
+    def wanted(self, *, structure: Structure | None = None) -> dict[str, Any]:
+        """Return what they mean, as fields of a `ChatRequest`; `structure` is a form of answers that the API writes in its own way."""
         return {
+            **extras_of(self), "shaping": self.shaping(structure=structure),
             "model": self.model or "", "parallel_calls": self.parallel_tool_calls is not False, "temperature": self.temperature,
             "top_p": self.top_p, "top_k": self.top_k, "seed": self.seed, "stream": bool(self.stream),
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())}
+
+
+class Extras(Protocol):
+    """Fields of Offbeat's and vLLM's engines that every API of chats has besides its own."""
+
+    stop_token_ids: list[int] | None
+    ignore_eos: bool | None
+    scaled_logprobs: bool | None
+
+
+def extras_of(body: Extras) -> dict[str, Any]:
+    """Return what they mean, as fields of a `ChatRequest`."""
+    return {
+        "stop_token_ids": tuple(body.stop_token_ids or ()), "ignore_eos": bool(body.ignore_eos),
+        "scaled_logprobs": bool(body.scaled_logprobs)}
 
 
 class Part(msgspec.Struct):
@@ -87,6 +108,10 @@ class Part(msgspec.Struct):
     refusal: str | None = None
 
 
+_PATH = re.compile(r"at `\$\.?([^`]+)`")
+_CODES = {
+    400: "invalid_request", 401: "invalid_api_key", 403: "forbidden", 404: "not_found", 405: "method_not_allowed", 409: "conflict",
+    413: "request_too_large", 415: "unsupported_media_type", 429: "rate_limit_exceeded", 503: "unavailable"}
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "summary_text", "reasoning_text")
 
 
@@ -99,7 +124,26 @@ def read_body(kind: type[T], data: bytes) -> T:
     try:
         return msgspec.json.decode(data or b"{}", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise RefusedError(f"the request body is wrong: {exc}") from exc
+        raise _wrong(exc) from exc
+
+
+def read_fields(kind: type[T], data: bytes, *, api: Api, surface: Surface) -> T:
+    """Decode a body of an API, and check that each of its fields is honoured. A field that is null is one that was left out.
+
+    Raises:
+        RefusedError: as `read_body`, and as `fields.check_fields`.
+    """
+    body = read_body(dict[str, Any], data)
+    check_fields(api, surface, body)
+    try:
+        return msgspec.convert({name: value for name, value in body.items() if value is not None}, kind)
+    except (msgspec.ValidationError, RecursionError) as exc:
+        raise _wrong(exc) from exc
+
+
+def _wrong(exc: Exception) -> RefusedError:
+    path = _PATH.search(str(exc))
+    return RefusedError(f"the request body is wrong: {exc}", param=path.group(1) if path else "")
 
 
 def text_of(content: str | Sequence[Part] | None, where: str) -> str:
@@ -151,21 +195,6 @@ def check_choice(choice: str, name: str, tools: Sequence[Tool]) -> None:
         raise RefusedError(f"tool_choice names {name!r}, which is not among tools: {', '.join(tool.name for tool in tools)}")
 
 
-def check_harmless(**fields: tuple[Any, Any]) -> None:
-    """Refuse fields that would change how tokens are drawn; each is given with the value that changes nothing."""
-    for name, (value, neutral) in fields.items():
-        if value and value != neutral:
-            raise RefusedError(f"{name} is not offered here, got {str(value)[:80]}; leave it out")
-
-
-def refuse_format(field: str, kind: str) -> None:
-    """Refuse a format of answers other than text."""
-    if kind not in ("", "text"):
-        raise RefusedError(
-            f"{field} {kind!r} cannot be honoured, because no grammar constrains the model here; leave it out, and ask for JSON in the"
-            " prompt or offer a tool with these parameters")
-
-
 def named(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Give each tool's result the name of the tool that it came from, where the call was told and the result does not say."""
     names = {call.id: call.name for message in messages for call in message.calls}
@@ -185,9 +214,10 @@ def event(value: Mapping[str, Any]) -> bytes:
     return b"event: " + value["type"].encode() + b"\n" + data(value)
 
 
-def openai_error(message: str, *, status: int) -> dict[str, Any]:
+def openai_error(message: str, *, status: int, param: str = "") -> dict[str, Any]:
     """Return an error in OpenAI's form."""
-    return {"error": {"message": message, "type": "invalid_request_error" if status < 500 else "server_error", "code": status}}
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param or None, "code": _CODES.get(status, kind)}}
 
 
 def list_models(created: Mapping[str, float]) -> bytes:

@@ -69,6 +69,7 @@ class ChatRequest:
         logprobs: whether each token's log-probability is wanted.
         include_usage: whether a stream ends with the numbers of tokens.
         shaping: penalties, biases, structured outputs; see `Shaping`, and `ShapingFields` for how bodies write it.
+        stop_token_ids, ignore_eos, scaled_logprobs: as in `inference.sampling.Sampling`.
         return_token_ids: whether the ids of tokens, and the versions that sampled them, are wanted; only chat completions can ask.
     """
 
@@ -90,6 +91,9 @@ class ChatRequest:
     include_usage: bool = False
     return_token_ids: bool = False
     shaping: Shaping = PLAIN
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    scaled_logprobs: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,17 @@ from offbeat.chat.dialects import (
     Wishes,
     call_of,
     check_choice,
-    check_harmless,
     check_tools,
     event,
     named,
     openai_error,
-    read_body,
-    refuse_format,
+    read_fields,
     text_of,
     tool_of,
 )
+from offbeat.chat.fields import Surface
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Role, Tool, ToolCall
+from offbeat.chat.shaping import structure_of
 from offbeat.errors import RefusedError
 
 _ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -57,12 +57,8 @@ class _Body(Wishes, kw_only=True):
     instructions: str | None = None
     tools: list[_Tool] | None = None
     max_output_tokens: int | None = None
-    text: _Text | None = None
     include: list[str] | None = None
-    previous_response_id: str | None = None
-    conversation: Any = None
-    background: bool | None = None
-    prompt: Any = None
+    text: _Text | None = None
 
 
 class Responses:
@@ -71,14 +67,12 @@ class Responses:
     keep_alive = COMMENT
     always_parsed = True
 
+    def __init__(self, surface: Surface = "engine") -> None:
+        """`surface` says whose column of the table of fields counts."""
+        self._surface: Surface = surface
+
     def read(self, body: bytes) -> ChatRequest:
-        got = read_body(_Body, body)
-        if got.previous_response_id or got.conversation:
-            field = "previous_response_id" if got.previous_response_id else "conversation"
-            raise RefusedError(f"{field} is not offered, because answers are not stored; send all items of the conversation in input")
-        check_harmless(background=(got.background, False), prompt=(got.prompt, None), top_logprobs=(got.top_logprobs, 0))
-        if got.text is not None and got.text.format is not None:
-            refuse_format("text.format", str(got.text.format.get("type") or ""))
+        got = read_fields(_Body, body, api="Responses", surface=self._surface)
         tools = check_tools([_tool(tool) for tool in got.tools or ()])
         choice, name = _choice(got.tool_choice)
         check_choice(choice, name, tools)
@@ -89,7 +83,7 @@ class Responses:
             tool_name=name,
             max_new_tokens=got.max_output_tokens,
             logprobs="message.output_text.logprobs" in (got.include or ()),
-            **got.wanted(),
+            **got.wanted(structure=structure_of(got.text.format if got.text is not None else None, "text.format")),
         )
 
     def whole(self, request: ChatRequest, answer: ChatAnswer) -> bytes:
@@ -99,13 +93,13 @@ class Responses:
         for number, told in enumerate(_events(request, answer)):
             yield event({**told, "sequence_number": number})
 
-    def error(self, message: str, *, status: int) -> bytes:
-        return msgspec.json.encode(openai_error(message, status=status))
+    def error(self, message: str, *, status: int, param: str = "") -> bytes:
+        return msgspec.json.encode(openai_error(message, status=status, param=param))
 
     def stream_error(self, message: str, *, status: int) -> bytes:
         # The API's own event has no `error`, which is where OpenAI's client looks before it raises.
         told = openai_error(message, status=status)
-        return event({"type": "error", **told, "message": message, "code": str(status), "param": None, "sequence_number": 0})
+        return event({"type": "error", **told, "message": message, "code": told["error"]["code"], "param": None, "sequence_number": 0})
 
 
 # -- reading -------------------------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from offbeat.chat.dialects import Dialect
 from offbeat.chat.messages import ChatAnswer, ChatRequest
+from offbeat.errors import RefusedError
 
 KEEP_ALIVE_S = 5.0
 """Seconds of silence after which a stream that waits sends a sign of life; clients and proxies wait longer."""
@@ -24,17 +25,23 @@ _JSON, _EVENTS = "application/json", "text/event-stream"
 
 @dataclass(frozen=True)
 class Refusal:
-    """An error as clients are told it: one sentence, its HTTP status, and headers."""
+    """An error as clients are told it: one sentence, its HTTP status, headers, and the field that is wrong, empty if it is none."""
 
     sentence: str
     status: int
     headers: Mapping[str, str] = field(default_factory=dict)
+    param: str = ""
+
+
+def param_of(exc: BaseException) -> str:
+    """Return the field that an error, or the error behind it, says is wrong; empty if it says none."""
+    return exc.param if isinstance(exc, RefusedError) else exc.__cause__.param if isinstance(exc.__cause__, RefusedError) else ""
 
 
 class WriteError(Protocol):
     """Writes the body of an error."""
 
-    def __call__(self, message: str, *, status: int) -> bytes: ...
+    def __call__(self, message: str, *, status: int, param: str = "") -> bytes: ...
 
 
 def _nothing() -> None:
@@ -106,8 +113,10 @@ class ChatResponse(Response):
             return 200, "", data, {}
         except (Exception, asyncio.CancelledError) as exc:
             told = self._explain(exc)
-            write = dialect.stream_error if begun else dialect.error
-            return told.status, told.sentence, write(told.sentence, status=told.status), told.headers
+            body = (
+                dialect.stream_error(told.sentence, status=told.status) if begun
+                else dialect.error(told.sentence, status=told.status, param=told.param))
+            return told.status, told.sentence, body, told.headers
 
     async def _start(self, send: Send, status: int, headers: Mapping[str, str]) -> None:
         told = [(name.encode(), value.encode()) for name, value in headers.items()]

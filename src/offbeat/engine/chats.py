@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from offbeat.chat.answering import Answering, Chat, answer_of
 from offbeat.chat.anthropic import Anthropic
 from offbeat.chat.completions import Completions
-from offbeat.chat.dialects import Dialect, read_body
+from offbeat.chat.dialects import Dialect
 from offbeat.chat.messages import ChatAnswer
 from offbeat.chat.responses import Responses
 from offbeat.chat.sending import ChatResponse, WriteError
@@ -25,7 +25,7 @@ from offbeat.engine.answers import Answer, ChatFormat
 from offbeat.engine.engine import Engine
 from offbeat.engine.request import Output, Request
 from offbeat.engine.web import OPENAI, Disconnected, Handler, json_answer, refusal_of
-from offbeat.engine.wire import ChatExtras, body_of
+from offbeat.engine.wire import body_of
 from offbeat.errors import EngineError
 
 Outputs = Callable[[HttpRequest, Request], AsyncGenerator[Output]]
@@ -66,16 +66,14 @@ class Chats:
         return json_answer(_ANTHROPIC.count(len(self._answering.renderer.prompt(asked.messages, asked.tools))))
 
     async def _answer(self, http: HttpRequest, dialect: Dialect) -> Response:
-        data = await http.body()
-        asked, extras = dialect.read(data), read_body(ChatExtras, data)
+        asked = dialect.read(await http.body())
         chat = self._answering.prepare(asked, dialect)
-        chat = replace(chat, stop_token_ids=(*chat.stop_token_ids, *(extras.stop_token_ids or ())))
         rest = max(self._engine.max_context - len(chat.prompt), 1)
         if isinstance(dialect, Anthropic) and asked.max_new_tokens is not None:
             # The field is obligatory there, so clients fill in what their largest model may write.
             asked = replace(asked, max_new_tokens=min(asked.max_new_tokens, rest))
         flows = asked.stream and chat.plain
-        body = body_of(asked, extras, stops=chat.stops, stop_token_ids=self._ends(chat, ignore_eos=extras.ignore_eos), stream=flows)
+        body = body_of(asked, stops=chat.stops, stop_token_ids=self._ends(chat), stream=flows)
         adapter = self._adapter_of(asked.model)
         params = body.params(default_max_tokens=rest)
         request = Request(id=uuid.uuid4().hex, prompt=list(chat.prompt), params=params, n=asked.n, adapter=adapter, stream=flows)
@@ -94,9 +92,9 @@ class Chats:
 
         return ChatResponse(asyncio.create_task(answer(), name=f"chat {request.id}"), dialect, asked, explain=refusal_of)
 
-    def _ends(self, chat: Chat, *, ignore_eos: bool) -> list[int]:
+    def _ends(self, chat: Chat) -> list[int]:
         """Return the tokens that end an answer besides the tokenizer's own: that of the template's turns, and the client's."""
-        turn = None if ignore_eos else self._engine.tokenizer.end_of_turn_id
+        turn = None if chat.request.ignore_eos else self._engine.tokenizer.end_of_turn_id
         return [*(() if turn is None else (turn,)), *chat.stop_token_ids]
 
 

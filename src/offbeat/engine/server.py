@@ -23,6 +23,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from offbeat.chat.dialects import read_body
 from offbeat.chat.sending import WriteError
 from offbeat.engine.adapters import MAX_NAME, UnknownAdapterError
 from offbeat.engine.answers import Answer, CompletionFormat
@@ -36,7 +37,6 @@ from offbeat.engine.stall import LOOKED_AT_S, StepWatch
 from offbeat.engine.versions import Source, fingerprint_tensors
 from offbeat.engine.web import Disconnected, Handler, HttpServer, error_answer, json_answer, refusal, refusal_of
 from offbeat.engine.wire import (
-    CompletionBody,
     LoadAdapterBody,
     PauseBody,
     ProveBody,
@@ -45,7 +45,7 @@ from offbeat.engine.wire import (
     StageBody,
     SwitchBody,
     UnloadAdapterBody,
-    read_body,
+    read_completion,
 )
 from offbeat.errors import DeadlineError, EngineError, RefusedError
 from offbeat.listening import bind
@@ -163,13 +163,12 @@ class EngineServer:
                 return await handler(http)
             except Exception as exc:
                 told = refusal_of(exc)
-                return error_answer(told.sentence, status=told.status, write=write, headers=told.headers)
+                return error_answer(told.sentence, status=told.status, write=write, headers=told.headers, param=told.param)
 
         return guarded
 
     async def _completions(self, http: HttpRequest) -> Response:
-        body = read_body(CompletionBody, await http.body())
-        body.check()
+        body = read_completion(await http.body())
         prompts = [self._tokenizer.prompt(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
         if len(prompts) > self._options.max_queued:
             raise RefusedError(f"prompt takes at most {self._options.max_queued} prompts here, got {len(prompts)}; send several requests")

@@ -16,7 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from offbeat.chat.completions import Completions
-from offbeat.chat.sending import GONE, Refusal, WriteError
+from offbeat.chat.sending import GONE, Refusal, WriteError, param_of
 from offbeat.engine.adapters import UnknownAdapterError
 from offbeat.errors import BusyError, OffbeatError, RefusedError, UserError
 from offbeat.hosts import names_loopback
@@ -75,9 +75,9 @@ def refusal_of(exc: BaseException) -> Refusal:
         case BusyError():
             return Refusal(str(exc), 429, {"Retry-After": "1"})
         case UnknownAdapterError():
-            return Refusal(str(exc), 404)
+            return Refusal(str(exc), 404, param="model")
         case RefusedError() | UserError():
-            return Refusal(str(exc), 400)
+            return Refusal(str(exc), 400, param=param_of(exc))
         case Disconnected() | asyncio.CancelledError():
             return Refusal("the client went away", GONE)
         case OffbeatError():
@@ -92,6 +92,8 @@ def json_answer(data: bytes) -> Response:
     return Response(data, media_type="application/json")
 
 
-def error_answer(message: str, *, status: int, write: WriteError = OPENAI, headers: Mapping[str, str] | None = None) -> Response:
-    """Answer with an error."""
-    return Response(write(message, status=status), status_code=status, headers=headers, media_type="application/json")
+def error_answer(
+    message: str, *, status: int, write: WriteError = OPENAI, headers: Mapping[str, str] | None = None, param: str = "",
+) -> Response:
+    """Answer with an error; `param` is the field that is wrong, empty if it is none in particular."""
+    return Response(write(message, status=status, param=param), status_code=status, headers=headers, media_type="application/json")

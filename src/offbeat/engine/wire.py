@@ -1,27 +1,24 @@
 """Request bodies of the engine's HTTP endpoints, checked by msgspec, and their translation to requests. Used by `server`.
 
-Bodies follow OpenAI's and vLLM's; fields that are not named here are ignored.
+Bodies follow OpenAI's and vLLM's; `chat.fields` says what each field of a completion or a chat does.
 """
 
-from typing import Literal, TypeVar, cast
+from typing import Literal, cast
 
 import msgspec
 
-from offbeat.chat import dialects
-from offbeat.chat.dialects import check_harmless
+from offbeat.chat.dialects import read_fields
 from offbeat.chat.messages import ChatRequest
 from offbeat.chat.shaping import ShapingFields, StructuredOutputs
 from offbeat.engine.request import SamplingParams
 from offbeat.errors import RefusedError
 from offbeat.weights.protocol import Interrupt
 
-T = TypeVar("T")
-
 
 class StreamOptions(msgspec.Struct):
     """What a stream holds besides its text."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class GenerateBody(ShapingFields, kw_only=True):
@@ -81,7 +78,7 @@ class GenerateBody(ShapingFields, kw_only=True):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def num_top(self) -> int:
@@ -101,24 +98,6 @@ class CompletionBody(GenerateBody, kw_only=True):
     """
 
     prompt: str | list[int | str | list[int]]
-    echo: bool = False
-    length_penalty: float | None = None
-    best_of: int | None = None
-    suffix: str | None = None
-    use_beam_search: bool | None = None
-    prompt_logprobs: int | None = None
-
-    def check(self) -> None:
-        """Refuse what the engine would leave undone.
-
-        Raises:
-            RefusedError: names the field.
-        """
-        if self.echo:
-            raise RefusedError("echo is not offered; POST /v1/score gives log-probabilities of a prompt")
-        check_harmless(
-            length_penalty=(self.length_penalty, 1), best_of=(self.best_of, self.n), suffix=(self.suffix, ""),
-            use_beam_search=(self.use_beam_search, False), prompt_logprobs=(self.prompt_logprobs, 0))
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -142,26 +121,16 @@ class CompletionBody(GenerateBody, kw_only=True):
         return int(self.logprobs or 0) if self.logprobs is not True else 0
 
 
-class ChatExtras(msgspec.Struct):
-    """What a body of any dialect may hold besides its own fields, as in `SamplingParams`."""
-
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    scaled_logprobs: bool = False
-
-
-def body_of(
-    request: ChatRequest, extras: ChatExtras, *, stops: tuple[str, ...], stop_token_ids: list[int], stream: bool
-) -> GenerateBody:
+def body_of(request: ChatRequest, *, stops: tuple[str, ...], stop_token_ids: list[int], stream: bool) -> GenerateBody:
     """Write a chat's settings as those of a completion."""
     shaping = request.shaping.fields()
     structured = shaping.pop("structured_outputs", None)
     return GenerateBody(
         **shaping, structured_outputs=structured and StructuredOutputs(**structured),
         model=request.model, max_tokens=request.max_new_tokens, n=request.n, temperature=request.temperature, top_p=request.top_p,
-        top_k=request.top_k, seed=request.seed, stop=list(stops), stop_token_ids=stop_token_ids, ignore_eos=extras.ignore_eos,
+        top_k=request.top_k, seed=request.seed, stop=list(stops), stop_token_ids=stop_token_ids, ignore_eos=request.ignore_eos,
         stream=stream, stream_options=StreamOptions(request.include_usage), logprobs=request.logprobs or None,
-        scaled_logprobs=extras.scaled_logprobs, return_token_ids=request.return_token_ids)
+        scaled_logprobs=request.scaled_logprobs, return_token_ids=request.return_token_ids)
 
 
 class StageBody(msgspec.Struct):
@@ -229,11 +198,12 @@ class SleepBody(msgspec.Struct):
     keep_weights: bool = False
 
 
-def read_body(kind: type[T], data: bytes) -> T:
-    """Decode and check a body. Errors are those of `dialects.read_body`."""
+def read_completion(data: bytes) -> CompletionBody:
+    """Decode and check the body of a completion. Errors are those of `dialects.read_fields`."""
     try:
-        return dialects.read_body(kind, data)
+        return read_fields(CompletionBody, data, api="completions", surface="engine")
     except RefusedError as exc:
-        if "$.prompt" not in str(exc):
+        if not exc.param.startswith("prompt"):
             raise
-        raise RefusedError(f"{exc}; prompt takes a string, a list of token ids, or a list of such prompts") from exc
+        raise RefusedError(
+            f"{exc}; prompt takes a string, a list of token ids, or a list of such prompts", param=exc.param) from exc

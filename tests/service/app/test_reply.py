@@ -15,7 +15,7 @@ def test_answers_are_json_and_payloads_go_as_they_are() -> None:
     assert (refused.status_code, refused.body, refused.headers["retry-after"]) == (429, b'{"detail":"too much"}', "2")
     given = payload(Payload("application/x-protobuf", b"\x01"))
     assert (given.body, given.headers["content-type"]) == (b"\x01", "application/x-protobuf")
-    plain = refusal("too much", status=429, write=lambda message, *, status: f"{status} {message}".encode())
+    plain = refusal("too much", status=429, write=lambda message, *, status, param="": f"{status} {message}".encode())
     assert plain.body == b"429 too much"
 
 

@@ -222,14 +222,14 @@ def test_streams_are_whole_and_show_life_while_they_wait(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(("path", "change", "status", "told"), [
-    ("/v1/chat/completions", {"response_format": {"type": "json_schema"}}, 400, "response_format 'json_schema' cannot be honoured"),
-    ("/v1/chat/completions", {"ignore_eos": True}, 400, "ignore_eos is not offered here"),
+    ("/v1/chat/completions", {"response_format": {"type": "json_schema"}}, 400, "response_format is not honoured"),
+    ("/v1/chat/completions", {"ignore_eos": True}, 400, "ignore_eos is not honoured"),
     ("/v1/chat/completions", {"messages": []}, 400, "messages is empty"),
     ("/v1/chat/completions", {"n": 5000}, 422, "n must be"),
     ("/v1/chat/completions", {"stop": [*map(str, range(65))]}, 422, "stop"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 4096}]}, 422, "the chat must have 1 to 4096 tokens, got 4"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 2**22}]}, 413, "the body is larger than 4194304 bytes"),
-    ("/v1/responses", {"previous_response_id": "r"}, 400, "previous_response_id is not offered"),
+    ("/v1/responses", {"previous_response_id": "r"}, 400, "previous_response_id is not honoured"),
     ("/v1/responses", {"temperature": -1}, 422, "temperature must be"),
     ("/v1/messages", {"top_p": 0}, 422, "top_p must be"),
     ("/v1/messages", {"stop_sequences": [""]}, 422, "stop[0] must be"),
@@ -270,7 +270,7 @@ def test_engines_that_fail_and_queues_that_are_full_are_told_so_that_clients_com
     async def body(world: Scripted) -> None:
         world.engines.error = RuntimeError("secret")
         for path in list(ASKED)[:3]:
-            answer = await world.ask(path, stream=True, max_tokens=9, max_output_tokens=9)
+            answer = await world.ask(path, stream=True, **{"max_output_tokens" if path == "/v1/responses" else "max_tokens": 9})
             assert answer.status == 503 and "secret" not in error_of(answer) and answer.headers["content-type"] == "application/json"
         full = await world.ask("/v1/chat/completions", max_tokens=4000)
         assert full.status == 413 and "you may have at most 3000 under way" in error_of(full)

@@ -99,7 +99,8 @@ class Gate:
                 except Exception as exc:
                     told = explain(exc, f"{endpoint.method} {endpoint.path}")
                     detail = told.sentence
-                    response = refusal(told.sentence, status=told.status, headers=told.headers, write=endpoint.write_error)
+                    response = refusal(
+                        told.sentence, status=told.status, headers=told.headers, write=endpoint.write_error, param=told.param)
                 response.headers["x-request-id"] = request_id
                 if isinstance(response, ChatResponse):  # it waits now, and holds its connection for as long
                     response.ended = note

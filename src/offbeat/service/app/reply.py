@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from offbeat.chat.sending import Refusal, WriteError
+from offbeat.chat.sending import Refusal, WriteError, param_of
 from offbeat.errors import OffbeatError
 from offbeat.service.app.readers import SMALL_BYTES, Readers
 from offbeat.service.errors import FailedError, OverLimitError, RequestError
@@ -74,7 +74,7 @@ class Call:
 Handler = Callable[[Call], Awaitable[Response]]
 
 
-def write_detail(message: str, *, status: int) -> bytes:  # noqa: ARG001
+def write_detail(message: str, *, status: int, param: str = "") -> bytes:  # noqa: ARG001
     """Write an error as the SDK expects it."""
     return msgspec.json.encode({"detail": message})
 
@@ -108,10 +108,10 @@ def accepted(request_id: str, **more: Any) -> Response:
 
 
 def refusal(
-    sentence: str, *, status: int, headers: Mapping[str, str] | None = None, write: WriteError = write_detail,
+    sentence: str, *, status: int, headers: Mapping[str, str] | None = None, write: WriteError = write_detail, param: str = "",
 ) -> Response:
-    """Answer with an error in the form that clients expect."""
-    return Response(write(sentence, status=status), status_code=status, headers=headers, media_type=_JSON)
+    """Answer with an error in the form that clients expect; `param` is the field that is wrong, empty if it is none in particular."""
+    return Response(write(sentence, status=status, param=param), status_code=status, headers=headers, media_type=_JSON)
 
 
 def payload(content: Payload) -> Response:
@@ -126,7 +126,7 @@ def explain(exc: BaseException, what: str) -> Refusal:
         case OverLimitError():
             return Refusal(str(exc), exc.status, {"retry-after": f"{exc.retry_after_s:g}"})
         case RequestError() | FailedError():
-            return Refusal(str(exc), exc.status)
+            return Refusal(str(exc), exc.status, param=param_of(exc))
         case OffbeatError():  # such as a full disk or an unreachable database: it may pass, and clients must not learn where these are
             _log.error("%s failed: %s", what, exc)
             return Refusal(

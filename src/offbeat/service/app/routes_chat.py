@@ -17,7 +17,7 @@ from starlette.responses import Response
 from offbeat.chat.answering import Answering, Chat, answer_of
 from offbeat.chat.anthropic import Anthropic
 from offbeat.chat.completions import Completions
-from offbeat.chat.dialects import Dialect, check_harmless, list_models, read_body
+from offbeat.chat.dialects import Dialect, list_models
 from offbeat.chat.messages import ChatAnswer, ChatRequest
 from offbeat.chat.responses import Responses
 from offbeat.chat.sending import ChatResponse
@@ -36,14 +36,7 @@ from offbeat.service.wire.sample_body import SamplingParams
 from offbeat.telemetry.log import current_request
 
 T = TypeVar("T")
-_ANTHROPIC = Anthropic()
-
-
-class _Beyond(msgspec.Struct):
-    """Fields that the engine's endpoints of chats know besides, and that cannot be honoured here."""
-
-    ignore_eos: bool = False
-    stop_token_ids: list[int] | None = None
+_ANTHROPIC = Anthropic("service")
 
 
 class _Params(SamplingParams):
@@ -66,7 +59,7 @@ class ChatRoutes:
     def endpoints(self) -> list[Endpoint]:
         """All endpoints; they need a key."""
         answering: list[tuple[str, Dialect]] = [
-            ("/v1/chat/completions", Completions()), ("/v1/responses", Responses()), ("/v1/messages", _ANTHROPIC)]
+            ("/v1/chat/completions", Completions("service")), ("/v1/responses", Responses("service")), ("/v1/messages", _ANTHROPIC)]
         limits = {"quiet": True, "max_body_bytes": MAX_SAMPLE_BYTES}
         return [
             *(Endpoint("POST", path, partial(self._answer, dialect), write_error=dialect.error, **limits) for path, dialect in answering),
@@ -80,7 +73,7 @@ class ChatRoutes:
         return Answering.of(self._tokenizer)
 
     async def _answer(self, dialect: Dialect, call: Call) -> Response:
-        asked = await _said(call.read(lambda body: _read(dialect, body)))
+        asked = await _said(call.read(dialect.read))
         row = await self._find(call.caller, asked)
         # Always off the event loop, because a small body may take long to render.
         chat = await _said(call.beside(lambda: self._answering.prepare(asked, dialect)))
@@ -132,12 +125,6 @@ class ChatRoutes:
     def _read_answer(self, chat: Chat, row: SamplerRow, sequences: tuple[SampledSequence, ...]) -> ChatAnswer:
         replies = [self._answering.reply(chat, _sample(sequence, row)) for sequence in sequences]
         return answer_of(chat.request, chat.prompt, replies, model=chat.request.model)
-
-
-def _read(dialect: Dialect, body: bytes) -> ChatRequest:
-    beyond = read_body(_Beyond, body)
-    check_harmless(ignore_eos=(beyond.ignore_eos, False), stop_token_ids=(beyond.stop_token_ids, []))
-    return dialect.read(body)
 
 
 async def _said(work: Awaitable[T]) -> T:
