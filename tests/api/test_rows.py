@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas
 import pytest
-from datasets import Dataset
+from datasets import Dataset, Features, Value
 
 from offbeat.api.rows import is_named, sets_of, write_rows
 from offbeat.config.data import DataConfig
@@ -123,3 +123,23 @@ def test_sets_have_names_and_rows_alone_have_the_given_one() -> None:
     assert sets_of({"easy": RECORDS, "hard": "hard.jsonl"}, unnamed="heldout") == {"easy": RECORDS, "hard": "hard.jsonl"}
     assert sets_of(RECORDS, unnamed="heldout") == {"heldout": RECORDS}
     assert sets_of(None, unnamed="heldout") == {}
+
+
+@pytest.mark.parametrize("rows", [
+    [{"prompt": "?", "answer": np.float32(0.1)}], pandas.DataFrame({"prompt": ["?"], "answer": np.array([0.1], np.float32)}),
+    Dataset.from_dict({"prompt": ["?"], "answer": [0.1]}, features=Features({"prompt": Value("string"), "answer": Value("float32")}))],
+    ids=["numpy", "pandas", "datasets"])
+def test_a_float32_is_written_as_the_decimal_that_was_meant(rows: Any, tmp_path: Path) -> None:
+    assert read(write_rows(rows, tmp_path, argument="data").path) == [{"prompt": "?", "answer": 0.1}]
+
+
+def test_bytes_are_text_and_refused_where_they_are_none(tmp_path: Path) -> None:
+    assert read(write_rows([{"prompt": b"caf\xc3\xa9", "answer": "4"}], tmp_path, argument="data").path)[0]["prompt"] == "café"
+    with pytest.raises(DataError, match="data, row 1: field 'prompt' holds 2 bytes that are no text in UTF-8"):
+        write_rows([{"prompt": b"\xff\xfe", "answer": "4"}], tmp_path, argument="data")
+
+
+def test_a_row_goes_back_to_data_with_its_answer_as_it_was(tmp_path: Path) -> None:
+    row = Row("?", '["12", "twelve"]', {"answer": '["12", "twelve"]'}, json_fields=("answer",))
+    changed = Row("?", "12", {"answer": '["12", "twelve"]'}, json_fields=("answer",))
+    assert [each["answer"] for each in read(write_rows([row, changed], tmp_path, argument="data").path)] == [["12", "twelve"], "12"]

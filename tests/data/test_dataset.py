@@ -74,8 +74,8 @@ def test_rows_that_cannot_be_used_are_left_out_with_their_reasons(tmp_path):
         "line 2, has no field 'answer'", "line 4: field 'answer' must be text or a number, got list"]
     with pytest.raises(DataError, match="2 rows cannot be used, allowed are data.max_unusable_rows = 1"):
         open_datasets(DataConfig(path=str(path), max_unusable_rows=1), seed=0)
-    train, _ = open_datasets(DataConfig(path=str(path), max_unusable_rows=1, heldout_size=0), seed=0, needs_answer=False)
-    assert prompts(train) == ["a", "b", "c"]
+    train, _ = open_datasets(DataConfig(path=str(path), heldout_size=0), seed=0, needs_answer=False)
+    assert prompts(train) == ["a", "b", "c", "d"]
 
 
 def test_a_quick_look_opens_the_first_rows_alone(tmp_path):

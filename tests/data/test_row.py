@@ -1,6 +1,7 @@
 """Raw records to rows: the three formats, and every complaint."""
 
 import json
+from decimal import Decimal
 
 import pytest
 
@@ -20,7 +21,7 @@ def parse(record, **config):
 
 def test_a_plain_record_keeps_its_other_fields_as_text():
     row = parse({"prompt": "1+1=", "answer": 2, "level": "easy", "numbers": [1, 1]})
-    assert row == Row("1+1=", "2", {"level": "easy", "numbers": "[1, 1]"}, json_fields=("numbers",))
+    assert row == Row("1+1=", "2", {"answer": "2", "level": "easy", "numbers": "[1, 1]"}, json_fields=("answer", "numbers"))
 
 
 def test_gsm8k_takes_the_number_after_the_marks_and_keeps_the_solution():
@@ -183,3 +184,26 @@ def test_an_unusable_record_says_where_and_why(record, config, sentence):
         parse(record, **config)
     assert sentence in str(caught.value)
     assert "line 3" in str(caught.value)
+
+
+@pytest.mark.parametrize(("answer", "text"), [
+    (True, "true"), (False, "false"), (["12", "twelve"], '["12", "twelve"]'), ({"value": "12"}, '{"value": "12"}'), (7, "7"), ([], "[]")])
+def test_an_answer_that_a_reward_of_ones_own_reads_is_kept_as_it_is(answer, text):
+    row = parse_record({"prompt": "?", "answer": answer}, DataConfig(), where="w", needs_answer=False)
+    assert (row.answer, json.loads(row.extra["answer"]), row.json_fields) == (text, answer, ("answer",))
+    chat = parse_record({"messages": CHAT, "answer": answer}, DataConfig(format="messages"), where="w", needs_answer=False)
+    assert (chat.answer, json.loads(chat.extra["answer"])) == (text, answer)
+
+
+@pytest.mark.parametrize("answer", [True, ["12"], {"value": 1}, float("nan"), None])
+def test_an_answer_that_has_to_be_text_is_refused_with_the_reason(answer):
+    with pytest.raises(DataError, match="'answer' must be text or a number, got .*; an answer is needed where it is imitated"):
+        parse({"prompt": "?", "answer": answer})
+
+
+def test_nan_is_an_absent_answer_and_a_decimal_is_one_with_its_text():
+    absent = parse_record({"prompt": "?", "answer": float("nan")}, DataConfig(), where="w", needs_answer=False)
+    assert absent == parse_record({"prompt": "?", "answer": None}, DataConfig(), where="w", needs_answer=False) == Row("?", "")
+    with pytest.raises(DataError, match="got NaN, which stands for a missing value"):
+        parse({"prompt": "?", "answer": float("nan")})
+    assert parse({"prompt": "?", "answer": Decimal("0.10")}).answer == "0.10"

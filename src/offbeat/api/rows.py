@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 
+from offbeat.data.cells import in_memory, shortest
 from offbeat.data.messages import without_filled_nulls
 from offbeat.data.row import Row
 from offbeat.errors import DataError, StorageError, shorten
@@ -93,6 +95,7 @@ def _records(rows: Any, argument: str) -> Iterator[Mapping[str, Any]]:
         raise DataError(
             f"{argument} must be rows, got a mapping of {', '.join(map(repr, list(rows)[:4]))}; give one of them, such as"
             " dataset['train']")
+    narrow = _narrow_columns(rows)
     if hasattr(rows, "iter_rows"):  # a data frame of polars
         rows = map(without_filled_nulls, rows.iter_rows(named=True))
     elif hasattr(rows, "columns") and hasattr(rows, "to_dict"):  # of pandas
@@ -105,7 +108,7 @@ def _records(rows: Any, argument: str) -> Iterator[Mapping[str, Any]]:
         if isinstance(row, Row):
             yield _record_of(row, f"{argument}, row {number},")
         elif isinstance(row, Mapping):
-            yield row
+            yield {**row, **{name: shortest(row[name], kind) for name, kind in narrow.items() if isinstance(row.get(name), float)}}
         else:
             raise DataError(f"{argument}, row {number}, must be a dict or an offbeat.Row, got {shorten(row)}")
 
@@ -118,29 +121,40 @@ def _of_pandas(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _lists(value: Any) -> Any:
     """Return arrays of numpy as lists, at any depth."""
+    if isinstance(value, np.ndarray) and value.dtype.kind == "f":
+        return in_memory(value, "")
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, Mapping):
         return {key: _lists(each) for key, each in value.items()}
     return [_lists(each) for each in value] if isinstance(value, list) else value
 
 
+def _narrow_columns(rows: Any) -> dict[str, Any]:
+    """Return the types of columns of a data frame or data set that become longer numbers in Python's type, by name."""
+    named = getattr(rows, "features", None) or getattr(rows, "schema", None) or getattr(rows, "dtypes", None)
+    kinds = {name: str(getattr(kind, "dtype", kind)).lower() for name, kind in named.items()} if hasattr(named, "items") else {}
+    return {name: getattr(np, kind) for name, kind in kinds.items() if kind in ("float32", "float16")}
+
+
 def _record_of(row: Row, where: str) -> dict[str, Any]:
     if row.template_kwargs:
         raise DataError(f"{where} has template_kwargs, which rows in memory have no place for; set data.chat_template_kwargs")
     extra = {name: json.loads(text) if name in row.json_fields else text for name, text in row.extra.items()}
+    answer = extra["answer"] if row.extra.get("answer") == row.answer else row.answer  # as it was in the data, unless changed since
     if isinstance(row.prompt, str):
         if row.solution or row.said or row.tools:
             raise DataError(
                 f"{where} has a solution, a message or tools, which a prompt that is text has no place for; give the solution as the"
                 " answer, or a prompt that is a list of messages")
-        return {**extra, "prompt": row.prompt, "answer": row.answer}
+        return {**extra, "prompt": row.prompt, "answer": answer}
     said = [row.imitated] if row.said or row.solution else []
-    return {**extra, **({"tools": row.tools} if row.tools else {}), "messages": [*row.prompt, *said], "answer": row.answer}
+    return {**extra, **({"tools": row.tools} if row.tools else {}), "messages": [*row.prompt, *said], "answer": answer}
 
 
 def _encode(record: Mapping[str, Any], argument: str, number: int) -> bytes:
+    plain = {name: in_memory(value, f"{argument}, row {number}: field {name!r}") for name, value in record.items()}
     try:
-        return msgspec.json.encode(dict(record), enc_hook=_plain)
+        return msgspec.json.encode(plain, enc_hook=_plain)
     except (NotImplementedError, TypeError, ValueError, msgspec.EncodeError, RecursionError) as exc:
         raise DataError(f"{argument}, row {number}, cannot be written as JSON: {exc}; give text, numbers, lists and dicts") from exc
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import msgspec
 import zstandard
 
+from offbeat.data.cells import decode_record, decode_records, of_table
 from offbeat.data.messages import without_filled_nulls
 from offbeat.errors import DataError, MissingExtraError, first_line
 
@@ -141,7 +142,7 @@ class JsonLines:
         try:
             with self.path.open("rb") if self.text is None else io.BytesIO(self.text) as file:
                 file.seek(self.offsets[index])
-                return msgspec.json.decode(file.readline().removeprefix(_BYTE_ORDER_MARK), type=dict)
+                return msgspec.convert(decode_record(file.readline().removeprefix(_BYTE_ORDER_MARK)), dict)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise DataError(
                 f"{str(self.path)!r} was changed while the run reads it: its record {index} can no longer be read ({first_line(exc)});"
@@ -194,7 +195,7 @@ class Table:
 
     def record(self, index: int) -> dict[str, Any]:
         """See `Source.record`."""
-        return without_filled_nulls(self.table.slice(self.rows[index], 1).to_pylist()[0])
+        return without_filled_nulls(of_table(self.table.slice(self.rows[index], 1).to_pylist()[0], self.table.schema))
 
     def where(self, index: int) -> str:
         """See `Source.where`."""
@@ -227,10 +228,9 @@ def table_source(table: Any, name: str, sieve: Sieve) -> Table:
     used = array("q")
     for start in range(0, table.num_rows, _TABLE_CHUNK):
         for index, record in enumerate(table.slice(start, _TABLE_CHUNK).to_pylist(), start=start):
-            record = without_filled_nulls(record)
             if sieve.is_full:
                 return Table(table, name, used)
-            if sieve.passes(record, f"{name!r}, row {index}"):
+            if sieve.passes(without_filled_nulls(of_table(record, table.schema)), f"{name!r}, row {index}"):
                 used.append(index)
     return Table(table, name, used)
 
@@ -287,7 +287,7 @@ def _open_json_lines(path: Path, sieve: Sieve) -> JsonLines:
 def _decoded(line: bytes, where: str, sieve: Sieve) -> dict[str, Any] | None:
     """Return the object in a line; None where there is none, which the sieve is told."""
     try:
-        record = msgspec.json.decode(line.removeprefix(_BYTE_ORDER_MARK))
+        record = decode_record(line.removeprefix(_BYTE_ORDER_MARK))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         sieve.refuse(DataError(f"{where}, is not JSON ({exc}); write one JSON object per line"))
         return None
@@ -305,7 +305,7 @@ def _open_json(path: Path, sieve: Sieve) -> Source:
             return _open_json_lines(path, sieve)
         file.seek(0)
         try:
-            records = msgspec.json.decode(file.read().removeprefix(_BYTE_ORDER_MARK), type=list)
+            records = decode_records(file.read().removeprefix(_BYTE_ORDER_MARK))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
             raise DataError(
                 f"data file {str(path)!r} is not a JSON array of objects ({exc}); write one, or one JSON object per line") from exc

@@ -3,7 +3,6 @@
 Rows cross to reward processes, so they are frozen and plain. Every error about a record says where it is and which fields it has.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 
 from offbeat.config.data import DataConfig
 from offbeat.config.template import missing_column, parse_template
+from offbeat.data.cells import is_absent, json_text, number_or_text
 from offbeat.data.messages import Message, Tool, as_context, chat_in, is_learnt, kind_of, parse_messages, parse_tools, text_of, with_system
 from offbeat.errors import DataError
 
@@ -130,9 +130,15 @@ def _answer(record: Mapping[str, Any], name: str, where: str, config: DataConfig
             return ""
         why = "" if config.answer_field else f"; {_WHEN_NEEDED}"
         raise DataError(f"{where}, {missing_column(name, record)}; set data.answer_field or data.format{why}")
-    if record[name] is None and not needs_answer:
-        return ""
-    return _text(record[name], name, where)
+    return _answer_text(record[name], name, where, needs_answer=needs_answer)
+
+
+def _answer_text(value: Any, name: str, where: str, *, needs_answer: bool) -> str:
+    """Return an answer as text: empty if there is none, and as JSON if it is neither text nor a number, which is for a user's reward."""
+    if needs_answer:
+        return _text(value, name, where, why=f"; {_WHEN_NEEDED}")
+    text = number_or_text(value)
+    return "" if is_absent(value) else json_text(value) if text is None else text
 
 
 def _chat(
@@ -145,11 +151,12 @@ def _chat(
     """
     messages = with_system(parse_messages(record[prompt_field], prompt_field, where), system)
     given = record.get(answer_field)
+    given = None if is_absent(given) else given
     rest = chat_in(given, answer_field, where) if isinstance(given, str) else given
     is_pair = given is not None and (prompt_field == "prompt" or answer_field == "completion")
     if is_pair and messages[-1]["role"] != "assistant":
         messages = as_context(messages)
-    if isinstance(rest, list) and rest:  # the rest of the chat, as in TRL's pairs of prompt and completion
+    if isinstance(rest, list) and rest and (needs_answer or _is_chat_end(rest)):  # the rest of the chat, as in TRL's pairs
         if messages[-1]["role"] == "assistant":
             raise DataError(
                 f"{where}: the chat in {prompt_field!r} ends with the assistant's message, which {answer_field!r} cannot go on with; end it"
@@ -163,7 +170,7 @@ def _chat(
             raise DataError(
                 f"{where}, has no answer: the chat in {prompt_field!r} does not end with the assistant's message, and there is no field"
                 f" {answer_field!r}; add one of them, or set data.answer_field")
-        answer = "" if given is None else _text(given, answer_field, where)
+        answer = "" if given is None else _answer_text(given, answer_field, where, needs_answer=needs_answer)
         return Row(messages, answer, extra, tools=tools, json_fields=json_fields)
     prompt, said = messages[:-1], messages[-1]
     if not any(message["role"] != "system" for message in prompt):
@@ -172,7 +179,13 @@ def _chat(
     text = text_of(said)
     if given is None:
         return Row(prompt, text, extra, tools=tools, said=kept, json_fields=json_fields)
-    return Row(prompt, _text(given, answer_field, where), extra, text, tools, kept, json_fields)
+    return Row(prompt, _answer_text(given, answer_field, where, needs_answer=needs_answer), extra, text, tools, kept, json_fields)
+
+
+def _is_chat_end(answer: Any) -> bool:
+    """Whether an answer is messages that go on with the chat of the prompt, as in TRL's pairs of prompt and completion."""
+    turns = answer if isinstance(answer, list) else []
+    return bool(turns) and all(isinstance(turn, Mapping) and {"role", "from"} & turn.keys() for turn in turns)
 
 
 def _up_to_learnt(messages: tuple[Message, ...], prompt_field: str, where: str) -> tuple[Message, ...]:
@@ -190,20 +203,23 @@ def _up_to_learnt(messages: tuple[Message, ...], prompt_field: str, where: str) 
 def _extra(record: Mapping[str, Any], used: set[str], answer_field: str) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the fields that are no prompt as text, and the names of those that were none.
 
-    An answer of another name than "answer" is among them, because rewards may know it by its own name.
+    An answer of another name than "answer" is among them, because rewards may know it by its own name; so is one that is no text, because
+    rewards in TRL's form are given it as it is.
     """
-    left_out = used - {answer_field} if answer_field != _ANSWERS[0] else used
+    answer = record.get(answer_field)
+    is_known = answer_field == _ANSWERS[0] and (isinstance(answer, str) or is_absent(answer) or _is_chat_end(answer))
+    left_out = used if is_known else used - {answer_field}
     others = {name: value for name, value in record.items() if name not in left_out}
     json_fields = tuple(name for name, value in others.items() if not isinstance(value, str))
-    return {name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in others.items()}, json_fields
+    return {name: value if isinstance(value, str) else json_text(value) for name, value in others.items()}, json_fields
 
 
-def _text(value: Any, name: str, where: str) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    raise DataError(f"{where}: field {name!r} must be text or a number, got {kind_of(value)}")
+def _text(value: Any, name: str, where: str, *, why: str = "") -> str:
+    text = None if is_absent(value) else number_or_text(value)
+    if text is None:
+        got = "NaN, which stands for a missing value" if isinstance(value, float) else kind_of(value)
+        raise DataError(f"{where}: field {name!r} must be text or a number, got {got}{why}")
+    return text
 
 
 def _gsm8k_answer(text: str, where: str) -> str:
