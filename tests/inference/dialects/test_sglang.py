@@ -29,6 +29,10 @@ LONG = Sampling(50)
 Body = Callable[[EngineClient, SGLangServer], Awaitable[None]]
 
 
+NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""What a server may have been started with otherwise, and every request names."""
+
+
 def using(engine_url: str, body: Body) -> None:
     async def main() -> None:
         async with serve_sglang(engine_url) as (server, url), EngineSession() as http:
@@ -63,7 +67,8 @@ def test_samples_have_tokens_logprobs_and_a_version_each(start_engine, model_dir
         asked = [body["sampling_params"] for body in server.bodies("/generate")][1:]
         await client.generate(PROMPT, Sampling(1, seed=3, first_sample=32), n=2, timeout_s=60)
         assert [body["sampling_params"]["sampling_seed"] for body in server.bodies("/generate")[-2:]] == [35, 36]
-        assert asked[0] == {"max_new_tokens": 6, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "stop": ["?"], "sampling_seed": 3}
+        assert asked[0] == NEUTRAL | {
+            "max_new_tokens": 6, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "stop": ["?"], "sampling_seed": 3}
         assert sorted(params.get("sampling_seed", 0) for params in asked) == [0, 3, 4, 5]
         assert (await client.health(timeout_s=60))["version"] == 3
 

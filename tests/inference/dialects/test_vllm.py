@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from offbeat.chat.shaping import Shaping
 from offbeat.errors import BusyError, EngineError, RefusedError
 from offbeat.inference.dialects.vllm import VllmDialect
 from offbeat.inference.sampling import Draws, PromptScore, Sampling, ScoreRequest
@@ -100,6 +101,28 @@ def test_samples_of_a_request_that_was_cut_have_the_seeds_that_follow() -> None:
     wire = Wire({"/v1/completions": {"choices": []}})
     asyncio.run(dialect().generate(wire, (1,), Sampling(1, seed=7, first_sample=32), n=3, adapter=""))
     assert [body["seed"] for _, _, body in wire.asked] == [39]
+
+
+NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+def test_a_request_names_all_that_the_models_own_sampling_defaults_would_change() -> None:
+    wire = Wire({"/v1/completions": {"choices": [], "versions": [0]}})
+    asyncio.run(dialect().generate(wire, (1,), Sampling(1), n=1, adapter=""))
+    shaped = Sampling(1, top_p=0.5, top_k=9, shaping=Shaping(min_p=0.25, repetition_penalty=1.5))
+    asyncio.run(dialect().generate(wire, (1,), shaped, n=1, adapter=""))
+    plain, changed = (body for _, _, body in wire.asked)
+    assert {name: plain[name] for name in NEUTRAL} == NEUTRAL
+    assert {name: changed[name] for name in NEUTRAL} == NEUTRAL | {"top_p": 0.5, "top_k": 9, "min_p": 0.25, "repetition_penalty": 1.5}
+
+
+def test_scores_and_proofs_name_them_too() -> None:
+    rows = {"prompt_logprobs": [None, {"2": {"logprob": -3.0}}], "versions": [4]}
+    proven = {"logprobs": {"top_logprobs": [{"token_id:2": -1.0}]}}
+    wire = Wire({"/v1/completions": {"choices": [rows | proven]}})
+    asyncio.run(dialect().score(wire, ScoreRequest((1, 2)), adapter=""))
+    asyncio.run(dialect(whole_weights=False).prove(wire, (1, 2), adapter=""))
+    assert len(wire.asked) == 2 and all(body | NEUTRAL == body for _, _, body in wire.asked)
 
 
 def test_a_greedy_sample_is_asked_for_once() -> None:

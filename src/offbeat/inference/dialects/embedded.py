@@ -26,6 +26,7 @@ class EmbeddedDialect:
     _model_hint = ""
     _unversioned: Version | None = None
     _staging: Mapping[str, Any] = {}
+    _named: Mapping[str, Any] = {}
 
     def __init__(self, *, model: str = "", lora_rank: int = 0) -> None:
         """`model` is the folder that must be served (any if empty); `lora_rank` is the rank of the adapters to come, 0 for none."""
@@ -57,7 +58,8 @@ class EmbeddedDialect:
         if adapter:
             body["model"] = adapter
         read = partial(read_samples, adapter=adapter, num_top=sampling.top_logprobs, unversioned=self._unversioned)
-        return await wire.fetch("/v1/completions", body | sampling.shaping.fields() | self._reporting(sampling), read)
+        asked = {**self._named, **body, **sampling.shaping.fields(), **self._reporting(sampling)}
+        return await wire.fetch("/v1/completions", asked, read)
 
     def _seed(self, seed: int, first: int) -> int:
         """Return the seed under which the engine's samples 0, 1, ... equal those from `first` on of the whole request."""

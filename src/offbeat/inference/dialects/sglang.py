@@ -52,6 +52,10 @@ class _Answer(msgspec.Struct):
     meta_info: _MetaInfo
 
 
+_NEUTRAL: Mapping[str, Any] = {
+    "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""What changes the distribution of the next token, without effect: a server may have been started with others, as its preferred ones."""
+
 _ANSWER = msgspec.json.Decoder(_Answer)
 
 
@@ -70,7 +74,7 @@ class SGLangDialect:
                 " SGLang 0.5.23 or later")
 
     async def generate(self, wire: Wire, prompt: tuple[int, ...], sampling: Sampling, *, n: int, adapter: str) -> list[Sample]:
-        params: dict[str, Any] = _shaping(sampling.shaping) | {
+        params: dict[str, Any] = {**_NEUTRAL, **_shaping(sampling.shaping)} | {
             "max_new_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1, "stop": list(sampling.stop)}
         if sampling.stop_token_ids:
@@ -158,7 +162,7 @@ class SGLangDialect:
         return {model["id"]: model.get("root", "") for model in models["data"]}
 
     async def _score(self, wire: Wire, tokens: tuple[int, ...], *, adapter: str, **fields: Any) -> dict[str, Any]:
-        params = {"max_new_tokens": 1, "temperature": 1.0}
+        params = {**_NEUTRAL, "max_new_tokens": 1, "temperature": 1.0}
         body = self._body(wire, tokens, params, adapter=adapter, logprob_start_len=0, **fields)
         return (await wire.call("POST", "/generate", body))["meta_info"]
 

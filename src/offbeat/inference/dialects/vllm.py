@@ -19,6 +19,10 @@ from offbeat.weights.protocol import Interrupt, Manifest, Proof
 
 _GUIDE = "docs/engines.md says how to start it"
 _NARROW_TOP_P = 1e-6
+_NEUTRAL: Mapping[str, Any] = {
+    "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""What changes the distribution of the next token, without effect: a field that a request does not name is the model's own in its
+generation_config.json, unless the server was started with --generation-config vllm."""
 _INITIAL: Version = -1
 """Version that a server without our endpoints always serves: the weights that it was started with."""
 
@@ -28,6 +32,7 @@ class VllmDialect(EmbeddedDialect):
 
     _model_hint = " or under that --served-model-name"
     _unversioned = _INITIAL
+    _named = _NEUTRAL
 
     def __init__(self, *, model: str, whole_weights: bool, lora: bool, on_cpu: bool = False, changes: bool = False) -> None:
         """
@@ -85,7 +90,7 @@ class VllmDialect(EmbeddedDialect):
         if request.draws is not None:
             raise RefusedError("vLLM cannot draw alternatives to the tokens of a prompt; leave them out, or use the embedded engine")
         answer = await wire.call("POST", "/v1/completions", {
-            "prompt": request.tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": request.top_k,
+            **_NEUTRAL, "prompt": request.tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": request.top_k,
             } | ({"model": adapter} if adapter else {}))
         choice = answer["choices"][0]
         rows = [{int(token): entry["logprob"] for token, entry in row.items()} for row in choice["prompt_logprobs"][1:]]
@@ -155,7 +160,7 @@ class VllmDialect(EmbeddedDialect):
     async def _check_logprobs(self, wire: Wire) -> None:
         """Check that log-probabilities are those of the sampled distribution: where it holds a single token, they must be 0."""
         answer = await wire.call("POST", "/v1/completions", {
-            "prompt": [0], "max_tokens": 1, "temperature": 1.0, "top_p": _NARROW_TOP_P, "logprobs": 0})
+            **_NEUTRAL, "prompt": [0], "max_tokens": 1, "temperature": 1.0, "top_p": _NARROW_TOP_P, "logprobs": 0})
         if abs(answer["choices"][0]["logprobs"]["token_logprobs"][0]) > 1e-3:
             raise EngineError(f"{wire.name} runs without --logprobs-mode processed_logprobs; {_GUIDE}")
 
@@ -177,7 +182,7 @@ class VllmDialect(EmbeddedDialect):
     async def _score(self, wire: Wire, context: tuple[int, ...], token: int, adapter: str, **fields: Any) -> tuple[float, Version]:
         """Return the log-probability of a token after a context, and the version that scored it."""
         answer = await wire.call("POST", "/v1/completions", {
-            "prompt": context, "max_tokens": 1, "temperature": 1.0, "logprobs": 1, "logprob_token_ids": [token],
+            **_NEUTRAL, "prompt": context, "max_tokens": 1, "temperature": 1.0, "logprobs": 1, "logprob_token_ids": [token],
             "return_tokens_as_token_ids": True, **fields} | ({"model": adapter} if adapter else {}))
         choice = answer["choices"][0]
         try:
