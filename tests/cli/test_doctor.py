@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from offbeat.cli import doctor
+from offbeat.cpu import Cpu
 from offbeat.errors import ConfigError
 from offbeat.machine import Device
 
@@ -22,8 +23,8 @@ def call(*argv):
 def test_json_lists_every_check_of_this_machine(capsys):
     code = call("--json")
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
-    machine = {"python", "offbeat", "torch", "cores", "OMP_WAIT_POLICY", "memory", "disk", "loopback port", "Python tool"}
-    machine |= {"devices", "train.precision", "train.gradient_checkpointing", "train.compile", "attention"}
+    machine = {"python", "offbeat", "torch", "CPU", "cores", "OMP_WAIT_POLICY", "memory", "disk", "loopback port", "Python tool"}
+    machine |= {"devices", "model.dtype", "train.precision", "train.gradient_checkpointing", "train.compile", "attention"}
     assert checks.keys() == machine | {"ray", "datasets", "pyarrow", "vLLM"}
     assert code == int(any(check["status"] == "fail" for check in checks.values()))
     assert checks["torch"]["status"] == "ok" and checks["torch"]["found"][0].isdigit()
@@ -92,3 +93,9 @@ def test_the_command_imports_no_torch():
 def test_settings_are_refused():
     with pytest.raises(ConfigError, match="takes no settings"):
         doctor.run(argparse.Namespace(json=False), [("run.name", "x")])
+
+
+def test_what_the_cpu_multiplies_quickly_is_said() -> None:
+    assert doctor.check_cpu(Cpu("Laptop", "AVX2", has_bf16=False)).found == (
+        "Laptop, AVX2; products in bfloat16 are many times slower than in float32")
+    assert doctor.check_cpu(Cpu("Server", "AMX", has_bf16=True)).found == "Server, AMX; products in bfloat16 are quick"

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from offbeat.cpu import this_cpu
 from offbeat.engine import matrix as matrix_module
 from offbeat.engine.matrix import ByColumns, ByRows, Packed, head_matrix, matrix, packs_in
 
@@ -41,3 +42,7 @@ def test_a_matrix_of_a_format_that_this_cpu_does_not_pack_is_kept_plain(monkeypa
         weight, x = torch.randn(16, 16).to(dtype), torch.randn(3, 16).to(dtype)
         assert type(matrix(weight)) is (Packed if packed else ByColumns) and type(head_matrix(weight)) is (Packed if packed else ByRows)
         torch.testing.assert_close(matrix(weight)(x).double(), x.double() @ weight.double().t(), atol=0.1, rtol=0.02)
+
+
+def test_a_cpu_that_has_instructions_for_bfloat16_packs_it():
+    assert packs_in(torch.float32) and (packs_in(torch.bfloat16) or not this_cpu().has_bf16)

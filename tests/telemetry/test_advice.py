@@ -1,6 +1,8 @@
 """What a run is told about its own publishing."""
 
 from offbeat.config.load import load_config
+from offbeat.cpu import Cpu
+from offbeat.telemetry import advice as advice_module
 from offbeat.telemetry.advice import PublishingAdvice, ways_to_publish_less, ways_to_shorten_steps
 
 SLOW = {"step/publish_s": 6.0, "step/total_s": 20.0}
@@ -10,7 +12,8 @@ def config(*overrides):
     return load_config(None, [("run.name", "mine"), *overrides])
 
 
-def test_a_run_that_publishes_for_long_is_told_once_what_would_help():
+def test_a_run_that_publishes_for_long_is_told_once_what_would_help(monkeypatch):
+    monkeypatch.setattr(advice_module, "this_cpu", lambda: Cpu("Server", "AMX", has_bf16=True))
     advice = PublishingAdvice(config())
     assert advice.look({"eval/accuracy": 0.5}) == ""
     assert advice.look(SLOW) == "", "the first step may be slow for any reason"
@@ -26,10 +29,12 @@ def test_a_run_that_publishes_fast_is_told_nothing():
         assert advice.look({"step/publish_s": publish_s, "step/total_s": total_s}) == ""
 
 
-def test_nothing_is_advised_that_a_run_does_already_or_cannot_do():
+def test_nothing_is_advised_that_a_run_does_already_or_cannot_do(monkeypatch):
     assert ways_to_publish_less(config(("model.lora.rank", "8"))) == []
     done = [("weights.dir", "/dev/shm/x"), ("model.dtype", "bfloat16"), ("weights.interrupt", "keep")]
     assert [way.split(" =")[0] for way in ways_to_publish_less(config(*done))] == ["model.lora.rank"]
+    monkeypatch.setattr(advice_module, "this_cpu", lambda: Cpu("Laptop", "AVX2", has_bf16=False))
+    assert not any("bfloat16" in way for way in ways_to_publish_less(config())), "it would be slow there"
     afar = ways_to_publish_less(config(("cluster.launcher", "ray")))
     assert not any("weights.dir" in way for way in afar)
 

@@ -19,6 +19,7 @@ from offbeat.errors import ConfigError, EngineError
 from offbeat.fleet.engine_group import serve_one
 from offbeat.inference.client import EngineClient
 from offbeat.inference.sampling import Sample, Sampling
+from offbeat.runs.number_format import engine_format
 from offbeat.runs.threads import usable_cores
 
 T = TypeVar("T")
@@ -68,14 +69,14 @@ class Engine:
     """
 
     def __init__(
-        self, model: str | os.PathLike[str], *, dtype: Literal["float32", "bfloat16"] = "float32", threads: int = 0,
+        self, model: str | os.PathLike[str], *, dtype: Literal["auto", "float32", "bfloat16"] = "float32", threads: int = 0,
         device: int | None = None, max_context: int = 0, max_running: int = 256,
     ) -> None:
         """Describe an engine; nothing is started.
 
         Args:
             model: folder or hub id, its tokenizer included.
-            dtype: number format of weights and cache.
+            dtype: number format of weights and cache; "auto" takes bfloat16 where the device or the CPU has instructions for it.
             threads: CPU threads; 0 for one on each core that this process may use.
             device: accelerator to use, by its number; None for the CPU.
             max_context: longest prompt with its answer, in tokens; 0 for the model's.
@@ -90,7 +91,8 @@ class Engine:
         self.key = secrets.token_urlsafe(_KEY_BYTES)
         self._model, self._threads, self._device = os.fspath(model), threads, device
         self._options = EngineOptions(
-            model=self._model, dtype=dtype, max_running=max_running, max_context=max_context, api_key=self.key, version=-1)
+            model=self._model, dtype=engine_format(dtype, device=device), max_running=max_running, max_context=max_context,
+            api_key=self.key, version=-1)
         self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None

@@ -10,10 +10,12 @@ from offbeat.config.docs import render_docs
 from offbeat.config.load import dump_toml, load_config
 from offbeat.config.presets import PRESETS
 from offbeat.config.root import Config
+from offbeat.cpu import this_cpu
 from offbeat.errors import ConfigError
 from offbeat.extras import TRAIN, missing_modules, require
 from offbeat.machine import smallest_device
 from offbeat.runs.devices import choose_devices, describe_devices, usable_devices
+from offbeat.runs.number_format import format_choice, slow_formats
 from offbeat.runs.step_choice import shape_of, step_choices
 
 _MEMORY_TIMEOUT_S = 300
@@ -112,12 +114,17 @@ def _about(config: Config) -> Iterator[str]:
 def _here(config: Config) -> Iterator[str]:
     """Yield lines on what a run would choose on this machine, none where it has no devices; `offbeat doctor` says what CPUs do."""
     devices = usable_devices()
+    placed = choose_devices(config, devices=devices)
+    yield from (f"note: {advice}" for advice in slow_formats(placed, cpu=this_cpu()))
+    if not devices and config.model.dtype == "auto":
+        yield f"on this machine, {format_choice(placed, device=None, cpu=this_cpu())}"
     if not devices:
         return
-    placed = choose_devices(config, devices=devices)
     device = smallest_device() if placed.train.devices_per_rank else None
     yield f"on this machine, {describe_devices(placed, devices=devices)}"
     yield from (f"  {choice}" for choice in step_choices(placed, device=device, shape=shape_of(placed)))
+    served = smallest_device() if placed.inference.devices_per_engine else None
+    yield f"  {format_choice(placed, device=served, cpu=this_cpu())}"
 
 
 def _memory(config: Config) -> Iterator[str]:

@@ -24,9 +24,11 @@ from rich.text import Text
 
 from offbeat.agents.tools.sandbox import confinement, described
 from offbeat.config.root import Config
+from offbeat.cpu import Cpu, this_cpu
 from offbeat.errors import ConfigError
 from offbeat.machine import cgroup, smallest_device
 from offbeat.runs.devices import choose_devices, describe_devices, usable_devices
+from offbeat.runs.number_format import format_choice
 from offbeat.runs.step_choice import step_choices
 from offbeat.runs.threads import usable_cores
 
@@ -108,6 +110,7 @@ def all_checks() -> list[Check]:
         Check("python", "ok", f"{platform.python_version()} ({platform.system()} {platform.machine()})"),
         Check("offbeat", "ok", importlib.metadata.version("offbeat")),
         check_torch(),
+        check_cpu(this_cpu()),
         check_cores(),
         check_threads(os.environ.get("OMP_WAIT_POLICY", "")),
         check_memory(),
@@ -132,6 +135,11 @@ def check_torch() -> Check:
         return Check("torch", "fail", last, "needed to train and serve: pip install 'offbeat[train]'")
     devices = f"{answer['count']} × {', '.join(sorted(set(answer['names']))) or answer['type']}" if answer["count"] else "CPU only"
     return Check("torch", "ok", f"{answer['version']}, {devices}")
+
+
+def check_cpu(cpu: Cpu) -> Check:
+    """Say what the CPU multiplies quickly, by which "auto" chooses number formats."""
+    return Check("CPU", "ok", f"{cpu}; products in bfloat16 are {'quick' if cpu.has_bf16 else 'many times slower than in float32'}")
 
 
 def check_cores() -> Check:
@@ -183,10 +191,12 @@ def check_port() -> Check:
 def check_defaults() -> list[Check]:
     """Say what a run of a model would do on this machine where its configuration leaves that open, and why."""
     devices = usable_devices()
-    config = choose_devices(Config.model_validate({"model": {"path": "a model"}}), devices=devices)
+    config = choose_devices(Config.model_validate({"model": {"path": "a model", "dtype": "auto"}}), devices=devices)
     device = smallest_device() if config.train.devices_per_rank else None
     placed = describe_devices(config, devices=devices).removeprefix("devices: ")
     found = [Check("devices", "ok", placed or "none that torch can use: train ranks and engines compute on the CPU")]
+    auto = format_choice(config, device=device, cpu=this_cpu())
+    found.append(Check(auto.setting, "ok", f'float32, and where it is "auto" {auto.value}: {auto.why}'))
     for choice in step_choices(config, device=device, shape=None):
         by_model = device is not None and choice.setting == "train.gradient_checkpointing"
         told = "depends on the size of the model; see offbeat config check CONFIG"

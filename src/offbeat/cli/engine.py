@@ -4,16 +4,19 @@ import argparse
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from offbeat.cpu import this_cpu
 from offbeat.data.model_folder import check_model_folder
 from offbeat.data.tokenizer import load_tokenizer
 from offbeat.engine.options import EngineOptions
 from offbeat.errors import ConfigError
 from offbeat.fleet.engine_group import raise_death, serve_one
 from offbeat.hosts import is_loopback
+from offbeat.runs.number_format import engine_format, slow_dtype
 from offbeat.runs.threads import usable_cores
 
 _DESCRIPTION = """\
@@ -40,7 +43,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--model", required=True, metavar="PATH", help="folder or hub id of the model, its tokenizer included")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; one that other machines can reach needs a key")
     parser.add_argument("--port", type=int, default=8001, help="port to listen on; 0 chooses a free one (default: 8001)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="number format (default: float32)")
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="float32",
+        help="number format; auto takes bfloat16 where the device or the CPU has instructions for it (default: float32)")
     parser.add_argument("--forward", choices=("auto", "direct", "hf"), default="auto", help="own fast path, or Hugging Face's modules")
     parser.add_argument("--max-running", type=int, default=256, help="samples decoded together (default: 256)")
     parser.add_argument("--max-queued", type=int, default=4096, help="requests waiting before the answer is 429 (default: 4096)")
@@ -82,8 +87,11 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
             "listen on 127.0.0.1")
     model = check_model_folder(args.model)
     load_tokenizer(model)
+    dtype = engine_format(args.dtype, device=args.device)
+    if args.device is None and (advice := slow_dtype(dtype, cpu=this_cpu())):
+        print(advice, file=sys.stderr)
     options = EngineOptions(
-        model=str(model), dtype=args.dtype, forward=args.forward, max_running=args.max_running, max_queued=args.max_queued,
+        model=str(model), dtype=dtype, forward=args.forward, max_running=args.max_running, max_queued=args.max_queued,
         max_context=args.max_context, max_cache_bytes=args.max_cache_bytes, max_adapters=args.max_adapters,
         max_adapter_rank=args.max_adapter_rank, stall_timeout_s=args.stall_timeout_s, api_key=key, version=-1)
     asyncio.run(_serve(args, options))

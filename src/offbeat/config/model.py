@@ -4,6 +4,8 @@ from typing import Literal
 
 from offbeat.config.base import Section, field
 
+NumberFormat = Literal["float32", "bfloat16"]
+
 
 class TinyConfig(Section):
     """A small Qwen3-architecture model made from random weights, for tests and first runs."""
@@ -37,7 +39,14 @@ class ModelConfig(Section):
     tokenizer: str = field(
         "", "Folder or hub id of a tokenizer; empty takes the model's, or the built-in one for a tiny model, which has a token for each"
         " digit, lower-case letter, space, line break and `+-*/=()>,.?#:`, and for nothing else, such as capital letters.")
-    dtype: Literal["float32", "bfloat16"] = field(
-        "float32", "Number format of the engines' weights; the trainer keeps float32 masters. float32 makes both agree to 1e-4.")
+    dtype: Literal["auto", NumberFormat] = field(
+        "float32", "Number format of the engines' weights; the trainer keeps float32 masters. float32 makes both agree to 1e-4."
+        ' "auto" takes bfloat16 where engines compute on devices or CPUs with instructions for it, such as AMX.'
+        " On other CPUs, bfloat16 is many times slower than float32.")
     lora: LoraConfig = field(LoraConfig(), "Train an adapter instead of the whole model.")
     tiny: TinyConfig = field(TinyConfig(), "Sizes of the model that is built when `path` is empty.")
+
+    @property
+    def number_format(self) -> NumberFormat:
+        """Number format of the engines' weights; float32 while `dtype` is open."""
+        return "float32" if self.dtype == "auto" else self.dtype

@@ -81,7 +81,7 @@ class Config(Section):
         """Coarser one of the number formats in which engines and the trainer compute the canary; mixed precision trains in bfloat16."""
         divided = self.train.parallel.shard > 1 or self.train.parallel.tp > 1
         mixed = self.train.computes_in == "bf16_mixed" and (not self.model.lora.rank or divided)
-        return "bfloat16" if mixed else self.model.dtype
+        return "bfloat16" if mixed else self.model.number_format
 
     @property
     def timed_rollout(self) -> RolloutConfig:

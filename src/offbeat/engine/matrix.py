@@ -1,5 +1,6 @@
 """Weights of a linear layer in the layout that this machine multiplies fastest. Used by `forward_direct`."""
 
+import platform
 from typing import Protocol
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 
 PACK_FROM = 1 << 18
 """Smallest number of elements for which packing pays; below it a call costs more than its product."""
+
+_IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
 
 _PACK_ROWS = 64
 """Number of rows of x that a packed matrix is laid out for; other numbers are about as fast."""
@@ -88,6 +91,6 @@ def _packs(weight: Tensor) -> bool:
 
 def packs_in(dtype: torch.dtype) -> bool:
     """Whether oneDNN packs matrices of this format here: bfloat16 needs AVX-512 on x86, and bf16 instructions on ARM."""
-    if not torch.backends.mkldnn.is_available():
-        return False
+    if not torch.backends.mkldnn.is_available() or (_IS_ARM and not torch.ops.mkldnn._is_mkldnn_acl_supported()):
+        return False  # on ARM, oneDNN is quick by the Arm Compute Library alone
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -78,7 +78,7 @@ def _vllm(config: Config, model: str, tokenizer: str, seed: int) -> tuple[list[s
     inference, lora = config.inference, config.model.lora
     command = [
         str(_INSIDE / "vllm_serve.py"),  # vLLM's own command line, which a signal to the whole job does not end
-        "serve", model, "--tokenizer", tokenizer, "--dtype", config.model.dtype, "--seed", str(seed),
+        "serve", model, "--tokenizer", tokenizer, "--dtype", config.model.number_format, "--seed", str(seed),
         "--max-num-seqs", str(inference.max_running),
         "--generation-config", "vllm",  # otherwise the model's own sampling defaults apply to every request
         "--logprobs-mode", "processed_logprobs",  # those of the distribution that was sampled
@@ -117,7 +117,7 @@ def _sglang(config: Config, model: str, tokenizer: str, seed: int) -> tuple[list
     inference, lora = config.inference, config.model.lora
     command = [
         str(_INSIDE / "sglang_keyed.py"),  # the server, which takes its key from its environment
-        "--model-path", model, "--tokenizer-path", tokenizer, "--dtype", config.model.dtype,
+        "--model-path", model, "--tokenizer-path", tokenizer, "--dtype", config.model.number_format,
         "--random-seed", str(seed), "--max-running-requests", str(inference.max_running)]
     if inference.max_context:
         command += ["--context-length", str(inference.max_context)]

@@ -131,7 +131,7 @@ class Trainers:
         self._held = version
         timeout_s = self._config.weights.stage_timeout_s
         broadcast = BroadcastRequest(self._ranks.host, num_receivers, timeout_s) if num_receivers else None
-        request = WriteRequest(str(folder), self._config.model.dtype, canary, broadcast=broadcast, base=base)
+        request = WriteRequest(str(folder), self._config.model.number_format, canary, broadcast=broadcast, base=base)
         written = await self._all("write_weights", request, Written, timeout_s=timeout_s)
         return Manifest(
             version, str(folder), written.fingerprint, canary, written.canary_logprobs, written.broadcast, num_bytes=written.num_bytes,
@@ -154,7 +154,7 @@ class Trainers:
 
     async def export(self, folder: Path, *, tokenizer: str) -> None:
         """Write a Hugging Face folder, with the tokenizer of the folder `tokenizer`."""
-        request = ExportRequest(str(folder.absolute()), tokenizer, self._config.model.dtype)
+        request = ExportRequest(str(folder.absolute()), tokenizer, self._config.model.number_format)
         await self._all("export", request, NoneType, timeout_s=self._config.checkpoint.timeout_s)
 
     # -- many adapters -----------------------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class Trainers:
 
     async def write_adapter(self, name: str, version: Version, folder: Path, *, canary: tuple[int, ...]) -> Manifest:
         """Write an adapter to a new PEFT folder."""
-        written = await self._all("write_weights", WriteRequest(str(folder), self._config.model.dtype, canary, name), Written)
+        written = await self._all("write_weights", WriteRequest(str(folder), self._config.model.number_format, canary, name), Written)
         return Manifest(
             version, str(folder), written.fingerprint, canary, written.canary_logprobs, adapter=name, num_bytes=written.num_bytes)
 

@@ -18,6 +18,7 @@ from offbeat.aio import beside, both
 from offbeat.algorithms.adam import AdamParams
 from offbeat.config.root import Config
 from offbeat.controller.inputs import base_ends, read_base
+from offbeat.cpu import this_cpu
 from offbeat.data.batch import Batch
 from offbeat.data.model_folder import read_model_config
 from offbeat.data.tokenizer import Tokenizer
@@ -30,6 +31,7 @@ from offbeat.machine import smallest_device
 from offbeat.ranks.ranks import WorkerRanks
 from offbeat.ranks.trainers import Trainers
 from offbeat.runs.devices import choose_devices, usable_devices
+from offbeat.runs.number_format import choose_number_format, slow_formats
 from offbeat.runs.shared_disk import apart, note_apart, without_shared_disk
 from offbeat.runs.step_choice import choose_step, shape_of
 from offbeat.runs.threads import choose_threads, usable_cores
@@ -322,7 +324,9 @@ async def open_adapters(config: Config, record: RunRecord) -> AsyncIterator[Adap
             " cluster.share_devices")
     placed = choose_devices(config, devices=usable_devices())
     device = smallest_device() if placed.train.devices_per_rank else None
-    config = choose_threads(choose_step(placed, device=device, shape=shape_of(placed)), cores=usable_cores())
+    config = choose_threads(choose_number_format(choose_step(placed, device=device, shape=shape_of(placed))), cores=usable_cores())
+    for advice in slow_formats(config, cpu=this_cpu()):
+        record.note("advice", advice)
     record.events.record("threads", rank=config.train.threads, engine=config.inference.threads)
     base = read_base(config)
     ends = base_ends(base)

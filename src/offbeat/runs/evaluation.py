@@ -19,6 +19,7 @@ from offbeat.controller.evaluate import make_evaluators, score
 from offbeat.controller.inputs import RunInputs, choose_canary, read_inputs
 from offbeat.controller.judges import what_judges
 from offbeat.controller.parts import SingleProcess
+from offbeat.cpu import this_cpu
 from offbeat.data.stream import PromptStream
 from offbeat.errors import ConfigError
 from offbeat.evaluation.result import ModelResult, SetResult, write
@@ -33,6 +34,7 @@ from offbeat.rollout.metric import Metric, check_metrics
 from offbeat.runs.devices import choose_devices, usable_devices
 from offbeat.runs.endpoint import AskedSet, Endpoint, read_sets
 from offbeat.runs.evaluated_model import EvaluatedModel, find_models
+from offbeat.runs.number_format import choose_number_format, slow_formats
 from offbeat.runs.rollouts import EngineRollouts, Rewards, open_rewards, open_user_code
 from offbeat.runs.threads import choose_threads, usable_cores
 from offbeat.telemetry.console import Console
@@ -153,7 +155,7 @@ async def _ask_endpoint(
 
 async def _open_rewards(stack: AsyncExitStack, asked: Sequence[AskedSet], config: Config, record: RunRecord) -> dict[str, Rewards]:
     """Start the rewards of each set, by its name; sets that are judged alike share them."""
-    chosen = choose_devices(config, devices=usable_devices(), trains=False)
+    chosen = choose_number_format(choose_devices(config, devices=usable_devices(), trains=False))
     launcher = await stack.enter_async_context(make_launcher(chosen))
     opened: dict[Hashable, Rewards] = {}
     for of_set in asked:
@@ -209,7 +211,9 @@ async def open_rollouts(
     """
     if not config.model.path:
         raise ConfigError("model.path is empty, so there is no model to evaluate; give a folder or hub id, such as runs/quickstart/export")
-    config = choose_devices(config, devices=usable_devices(), trains=False)
+    config = choose_number_format(choose_devices(config, devices=usable_devices(), trains=False))
+    for advice in slow_formats(config, cpu=this_cpu()):
+        record.note("advice", advice)
     config = choose_threads(config, cores=usable_cores(), trains=False)
     inputs = read_inputs(config, trains=False)
     async with AsyncExitStack() as stack:

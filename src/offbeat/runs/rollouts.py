@@ -281,7 +281,7 @@ async def open_rewards(
     rollout, log_dir = config.rollout, _log_dir(record, of_set)
     if model := reward_model_of(config):
         options = RewardModelOptions(
-            model, config.model.dtype, config.data.system_prompt, config.train.max_tokens_per_microbatch)
+            model, config.model.number_format, config.data.system_prompt, config.train.max_tokens_per_microbatch)
         rewards = await stack.enter_async_context(ModelReward(
             launcher, options, num_workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s,
             start_timeout_s=config.cluster.start_timeout_s, log_dir=log_dir, threads=config.inference.threads or 1,

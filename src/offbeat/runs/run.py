@@ -28,6 +28,7 @@ from offbeat.controller.preference import prefer
 from offbeat.controller.reward_model import train_reward_model
 from offbeat.controller.state import Best, Highlights, RunState, SetHighlights
 from offbeat.controller.supervised import SftResult, fine_tune
+from offbeat.cpu import this_cpu
 from offbeat.data import wire
 from offbeat.data.identity import Identity
 from offbeat.loading import load_module
@@ -35,6 +36,7 @@ from offbeat.machine import PROMISED_DEVICES, smallest_device
 from offbeat.memory import steady_memory
 from offbeat.runs.base_model import needs_base, on_base
 from offbeat.runs.devices import choose_devices, describe_devices, usable_devices
+from offbeat.runs.number_format import choose_number_format, slow_formats
 from offbeat.runs.rank_info import RankInfo, read_rank_info, resolve_ranks
 from offbeat.runs.run_dir import check_resumption, completed, prepare_run_dir
 from offbeat.runs.step_choice import choose_step, shape_of
@@ -264,6 +266,8 @@ def execute(
         if devices:
             record.console.note(describe_devices(config, devices=devices))
             record.console.note(f"training steps: {config.train.computes_in}, activations computed again: {config.train.recomputes}")
+        for advice in slow_formats(config, cpu=this_cpu()):
+            record.note("advice", advice)
         if (config.train.threads, config.inference.threads) != (placed.train.threads, placed.inference.threads):
             users = (("train rank", config.train.threads), ("engine", config.inference.threads))
             threads = ", ".join(f"{count} for each {user}" for user, count in users if count)
@@ -282,7 +286,7 @@ def execute(
 def _with_step(config: Config, rank_info: RankInfo) -> Config:
     """Choose how a step computes. In SPMD mode over several machines each would see only its own, so the devices count as unknown."""
     known = config.train.devices_per_rank and (config.run.mode != "spmd" or rank_info.local_world == rank_info.world)
-    return choose_step(config, device=smallest_device() if known else None, shape=shape_of(config))
+    return choose_number_format(choose_step(config, device=smallest_device() if known else None, shape=shape_of(config)))
 
 
 def _open_record(

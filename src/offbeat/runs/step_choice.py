@@ -107,7 +107,7 @@ def _recomputation(config: Config, device: Device | None, shape: ModelShape | No
         tokens, num_shards = -(-train.max_tokens_per_microbatch // train.parallel.cp), train.parallel.shard * train.parallel.tp
         found = rank_memory(
             shape, tokens=tokens, num_shards=num_shards, mixed=mixed, offloads=train.offload_optimizer, adapter_rank=lora,
-            half=config.model.dtype == "bfloat16")
+            half=config.model.number_format == "bfloat16")
         another = rank_memory(shape, tokens=0, num_shards=num_shards).weights
         states = found.total - found.activations
         states += another * (config.algorithm.needs_reference and not lora) + 4 * another * config.algorithm.needs_critic

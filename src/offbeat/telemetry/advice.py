@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from offbeat.config.root import Config
+from offbeat.cpu import this_cpu
 
 PUBLISH_SHARE = 0.25
 """Share of a step's time above which publishing is worth advice."""
@@ -40,7 +41,7 @@ def ways_to_publish_less(config: Config) -> list[str]:
     if config.model.lora.rank:
         return []
     ways = ["model.lora.rank = 16 (an adapter is a hundredth of the model)"]
-    if config.model.dtype == "float32":
+    if config.model.number_format == "float32" and (config.inference.devices_per_engine or this_cpu().has_bf16):
         ways.append('model.dtype = "bfloat16" (half the bytes)')
     one_machine = config.cluster.launcher == "local" and not config.inference.urls
     if config.weights.channel == "disk" and one_machine and not config.weights_dir.is_relative_to("/dev/shm"):

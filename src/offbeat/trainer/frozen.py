@@ -42,7 +42,7 @@ class Teacher:
         progress("load_teacher")
         self.groups = groups
         self._config = config
-        self._strategy = load_frozen(config.teacher.path, config=config.train, groups=groups, dtype=config.model.dtype)
+        self._strategy = load_frozen(config.teacher.path, config=config.train, groups=groups, dtype=config.model.number_format)
 
     def score(self, request: ScoreShare) -> Scored:
         """Score a batch's targets at the temperature of the samples; collective.

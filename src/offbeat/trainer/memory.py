@@ -97,7 +97,7 @@ def estimate_memory(model_config: Any, config: Config, *, num_ranks: int, on_cpu
         on_cpu: whether the rank computes on a CPU; kernels and chunks are others there.
     """
     train, lora, parallel = config.train, config.model.lora, config.train.parallel
-    mixed, bases_half = train.computes_in == "bf16_mixed", lora.rank > 0 and config.model.dtype == "bfloat16"
+    mixed, bases_half = train.computes_in == "bf16_mixed", lora.rank > 0 and config.model.number_format == "bfloat16"
     # As `offbeat.trainer.strategies` chooses.
     sharded = parallel.shard > 1 or (parallel.tp > 1 and num_ranks > parallel.tp) or (mixed and num_ranks == 1 and not lora.rank)
     autocasts = mixed and not sharded and not bases_half
@@ -122,7 +122,7 @@ def estimate_memory(model_config: Any, config: Config, *, num_ranks: int, on_cpu
         weights=weights, gathered=_largest_units(model) // parallel.tp if sharded else copies, gradients=4 * trained,
         optimizer=kept[0], reference=4 * count // parts if algorithm.needs_reference and not lora.rank else 0,
         critic=8 * count_critic + kept[1],
-        teacher=(2 if config.model.dtype == "bfloat16" else 4) * _count(teacher, count) // parts if teacher else 0,
+        teacher=(2 if config.model.number_format == "bfloat16" else 4) * _count(teacher, count) // parts if teacher else 0,
         activations=int(activations * _AUTOCAST) if autocasts else activations,
         host=sum(moments) if train.offload_optimizer else 0)
 

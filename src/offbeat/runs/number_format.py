@@ -1,0 +1,82 @@
+"""Chooses the number format of engines where `model.dtype` leaves it open ("auto"), and says where a format is slow on this machine.
+
+Called before anything is started, so that a run's own `config.toml` states the choice; `offbeat doctor` and `offbeat config check` say it
+with the reason. Torch-free: devices are as their driver describes them, and the CPU is as `offbeat.cpu` does.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from offbeat.config.model import NumberFormat
+from offbeat.config.root import Config
+from offbeat.cpu import Cpu, this_cpu
+from offbeat.machine import Device, smallest_device
+from offbeat.runs.step_choice import Choice
+
+
+def choose_number_format(config: Config) -> Config:
+    """Return the configuration, with devices chosen, with a format in place of "auto"."""
+    if config.model.dtype != "auto":
+        return config
+    device = smallest_device() if config.inference.devices_per_engine else None
+    value = format_choice(config, device=device, cpu=this_cpu()).value
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": value})})
+
+
+def format_choice(config: Config, *, device: Device | None, cpu: Cpu) -> Choice:
+    """Return the format that engines of the run compute in, and why.
+
+    Args:
+        device: that of an engine, if it has one and its driver has said what it is.
+        cpu: that of this machine.
+    """
+    model, inference = config.model, config.inference
+    value, why = "float32", ""
+    if model.dtype != "auto":
+        return Choice("model.dtype", model.dtype, "as configured")
+    if not model.path:
+        why = "a tiny model gains nothing from bfloat16"
+    elif inference.urls:
+        why = "engines by URL have a format of their own, and are given all digits"
+    elif inference.devices_per_engine and device is None:
+        why = "it is not known whether the engines' devices compute in bfloat16"
+    elif inference.devices_per_engine and device is not None:
+        value = "bfloat16" if device.has_bf16 else "float32"
+        why = f"{device.name} {'computes' if device.has_bf16 else 'does not compute'} in bfloat16"
+    elif config.cluster.ray_address:
+        why = "it is not known which CPUs the cluster has"
+    else:
+        value = "bfloat16" if cpu.has_bf16 else "float32"
+        why = f"the CPU ({cpu}) has {'' if cpu.has_bf16 else 'no '}instructions for products in bfloat16"
+    return Choice("model.dtype", value, why)
+
+
+def slow_formats(config: Config, *, cpu: Cpu) -> Iterator[str]:
+    """Yield a sentence for each setting by which this machine's CPU would compute in bfloat16 without instructions for it.
+
+    Args:
+        config: with devices chosen.
+    """
+    if cpu.has_bf16 or config.cluster.ray_address:
+        return
+    serves = not (config.inference.devices_per_engine or config.inference.urls)
+    asked = (
+        (config.model.dtype == "bfloat16" and serves, "model.dtype = bfloat16", "takes float32 here"),
+        (config.train.precision == "bf16_mixed" and not config.train.devices_per_rank, "train.precision = bf16_mixed", "is float32 here"))
+    for acts, setting, instead in asked:
+        if acts:
+            yield (f"{setting} is many times slower than float32 on this CPU ({cpu}), which has no instructions for products in bfloat16;"
+                   f' "auto" {instead}')
+
+
+def engine_format(dtype: Literal["auto", NumberFormat], *, device: int | None) -> NumberFormat:
+    """Return the format of an engine on its own, on the accelerator with this number or on the CPU."""
+    if dtype != "auto":
+        return dtype
+    found = smallest_device() if device is not None else None
+    return "bfloat16" if (this_cpu().has_bf16 if device is None else found is not None and found.has_bf16) else "float32"
+
+
+def slow_dtype(dtype: NumberFormat, *, cpu: Cpu) -> str:
+    """Return what is to be said of an engine that computes in a format on a CPU; "" if nothing."""
+    return "" if cpu.has_bf16 or dtype == "float32" else next(slow_formats(Config.model_validate({"model": {"dtype": dtype}}), cpu=cpu))

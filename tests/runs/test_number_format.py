@@ -1,0 +1,58 @@
+"""Which number format engines get on machines that are pretended here, and what is said of a slow one."""
+
+from typing import Any
+
+import pytest
+
+from offbeat.config.root import Config
+from offbeat.cpu import Cpu
+from offbeat.machine import Device
+from offbeat.runs import number_format
+from offbeat.runs.number_format import choose_number_format, engine_format, format_choice, slow_dtype, slow_formats
+
+LAPTOP, SERVER = Cpu("Laptop", "AVX2", has_bf16=False), Cpu("Server", "AMX", has_bf16=True)
+H100, V100 = Device("NVIDIA H100", 2**36, has_bf16=True), Device("Tesla V100", 2**35, has_bf16=False)
+
+
+def configured(dtype: str = "auto", *, path: str = "some/model", precision: str = "auto", ray: str = "", **inference: Any) -> Config:
+    cluster = {"launcher": "ray", "ray_address": ray} if ray else {}
+    return Config.model_validate({
+        "model": {"path": path, "dtype": dtype}, "inference": inference, "train": {"precision": precision}, "cluster": cluster})
+
+
+@pytest.mark.parametrize(("config", "device", "cpu", "value", "why"), [
+    (configured(), None, LAPTOP, "float32", "the CPU (Laptop, AVX2) has no instructions for products in bfloat16"),
+    (configured(), None, SERVER, "bfloat16", "the CPU (Server, AMX) has instructions for products in bfloat16"),
+    (configured(devices_per_engine=1), H100, LAPTOP, "bfloat16", "NVIDIA H100 computes in bfloat16"),
+    (configured(devices_per_engine=1), V100, SERVER, "float32", "Tesla V100 does not compute in bfloat16"),
+    (configured(devices_per_engine=1), None, SERVER, "float32", "it is not known whether the engines' devices compute in bfloat16"),
+    (configured(ray="auto"), None, SERVER, "float32", "it is not known which CPUs the cluster has"),
+    (configured(path=""), None, SERVER, "float32", "a tiny model gains nothing from bfloat16"),
+    (configured(urls=["http://a:1"]), None, SERVER, "float32", "engines by URL have a format of their own, and are given all digits"),
+    (configured("bfloat16"), None, LAPTOP, "bfloat16", "as configured")])
+def test_auto_takes_bfloat16_where_it_is_quick(config: Config, device: Device | None, cpu: Cpu, value: str, why: str) -> None:
+    found = format_choice(config, device=device, cpu=cpu)
+    assert (found.setting, found.value, found.why) == ("model.dtype", value, why)
+
+
+def test_the_choice_stands_in_the_configuration_and_is_float32_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert configured().model.number_format == "float32"
+    for cpu, value in ((SERVER, "bfloat16"), (LAPTOP, "float32")):
+        monkeypatch.setattr(number_format, "this_cpu", lambda cpu=cpu: cpu)
+        chosen = choose_number_format(configured())
+        assert chosen.model.dtype == chosen.model.number_format == value
+        assert engine_format("auto", device=None) == value
+    assert choose_number_format(configured("bfloat16")).model.dtype == engine_format("bfloat16", device=None) == "bfloat16"
+
+
+def test_a_format_that_is_slow_here_is_honoured_and_said() -> None:
+    said = list(slow_formats(configured("bfloat16", precision="bf16_mixed"), cpu=LAPTOP))
+    slow = "is many times slower than float32 on this CPU (Laptop, AVX2), which has no instructions for products in bfloat16;"
+    assert said == [
+        f'model.dtype = bfloat16 {slow} "auto" takes float32 here', f'train.precision = bf16_mixed {slow} "auto" is float32 here']
+    assert slow_dtype("bfloat16", cpu=LAPTOP) == said[0]
+    for config, cpu in (
+        (configured("bfloat16"), SERVER), (configured("float32"), LAPTOP), (configured("bfloat16", devices_per_engine=1), LAPTOP),
+        (configured("bfloat16", urls=["http://a:1"]), LAPTOP), (configured("bfloat16", ray="auto"), LAPTOP)):
+        assert not list(slow_formats(config, cpu=cpu))
+    assert not slow_dtype("float32", cpu=LAPTOP) and not slow_dtype("bfloat16", cpu=SERVER)
