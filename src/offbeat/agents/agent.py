@@ -92,4 +92,4 @@ def last_answer(chains: Sequence[Trajectory], tokenizer: Tokenizer) -> str:
         return ""
     mask = last.loss_mask.copy()
     mask[: last.turns[-2].end if len(last.turns) > 1 else 0] = False
-    return tokenizer.decode(last.tokens[np.flatnonzero(mask)].tolist())
+    return tokenizer.decode_continuation(last.tokens[np.flatnonzero(mask)].tolist())

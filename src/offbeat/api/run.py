@@ -262,7 +262,7 @@ def _rollout(step: int, prompt_id: str, chain: Mapping[str, Any], tokenizer: Tok
     reward = chain.get("reward")
     return Rollout(
         step, prompt_id, tokenizer.decode(tokens[:start], skip_special_tokens=False),
-        tokenizer.decode(tokens[start:], skip_special_tokens=whole), float("nan") if reward is None else float(reward),
+        tokenizer.decode_continuation(tokens[start:], skip_special_tokens=whole), float("nan") if reward is None else float(reward),
         chain["reason"], chain.get("named_rewards") or {}, tuple(tokens), tuple(generated), tuple(chain["rollout_logprobs"]),
         tuple(chain["versions"]), chain.get("episode"), chain.get("agent") or "")
 

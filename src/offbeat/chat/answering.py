@@ -95,7 +95,7 @@ class Answering:
         elif ids and (ids[-1] in self._ends or ids[-1] in chat.stop_token_ids):
             ids, stop = ids[:-1], ()
         malformed = ""
-        text, stopped = _cut(self._tokenizer.decode(ids, skip_special_tokens=chat.plain), stop, chat.call_end)
+        text, stopped = _cut(self._tokenizer.decode_continuation(ids, skip_special_tokens=chat.plain), stop, chat.call_end)
         if chat.plain:
             message = Message("assistant", text)
         else:
@@ -135,7 +135,7 @@ def split_stops(stop: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[str, .
 
 def token_logprobs(sample: Sampled, tokenizer: Tokenizer) -> tuple[tuple[str, float], ...]:
     """Return the text and the log-probability of each token."""
-    texts = [tokenizer.decode([token], skip_special_tokens=False) for token in sample.token_ids]
+    texts = [tokenizer.decode_continuation([token], skip_special_tokens=False) for token in sample.token_ids]
     return tuple(zip(texts, sample.logprobs, strict=True))
 
 

@@ -105,7 +105,7 @@ class Renderer:
 
     def opening_ids(self, opening: str) -> list[int]:
         """Return the token ids of an answer's forced beginning."""
-        return self.tokenizer.encode(opening) if opening else []
+        return self.tokenizer.encode_continuation(opening) if opening else []
 
     def opening(self, tool_choice: str, tool_name: str = "") -> str:
         """Return what an answer has to begin with so that it is a call; empty if nothing is forced.

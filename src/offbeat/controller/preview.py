@@ -168,4 +168,5 @@ def _pieces(tokens: np.ndarray, mask: np.ndarray, tokenizer: Tokenizer) -> Itera
     edges: Sequence[int] = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(tokens)]
     for low, high in pairwise(edges):
         if low < high:
-            yield tokenizer.decode(tokens[low:high].tolist(), skip_special_tokens=False), bool(mask[low])
+            decode = tokenizer.decode_continuation if low else tokenizer.decode
+            yield decode(tokens[low:high].tolist(), skip_special_tokens=False), bool(mask[low])

@@ -61,8 +61,8 @@ def _text(trajectory: Trajectory, tokenizer: Tokenizer) -> list[str]:
     """The end of what was given and the beginning of what was answered, each indented."""
     generated = trajectory.loss_mask.argmax() if trajectory.loss_mask.any() else len(trajectory)
     tokens = trajectory.tokens.tolist()
-    prompt, answer = (
-        tokenizer.decode(part, skip_special_tokens=False) for part in (tokens[:generated], tokens[generated:]))
+    prompt = tokenizer.decode(tokens[:generated], skip_special_tokens=False)
+    answer = tokenizer.decode_continuation(tokens[generated:], skip_special_tokens=False)
     if len(prompt) > _MOST_CHARACTERS:
         prompt = f"… {prompt[-_MOST_CHARACTERS:]}"
     if len(answer) > _MOST_CHARACTERS:

@@ -92,5 +92,5 @@ def sft_sequence(row: Row, tokenizer: Tokenizer, config: DataConfig) -> tuple[np
     prompt = render(row, tokenizer, config)
     is_chat = config.chat_template or not isinstance(row.prompt, str)
     end = tokenizer.end_of_turn_id if is_chat and tokenizer.end_of_turn_id is not None else tokenizer.eos_token_id
-    answer = [*tokenizer.encode(row.solution or row.answer), end]
+    answer = [*tokenizer.encode_continuation(row.solution or row.answer), end]
     return np.array(prompt + answer, dtype=np.int32), np.repeat([False, True], [len(prompt), len(answer)])

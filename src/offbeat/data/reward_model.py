@@ -78,7 +78,7 @@ def judged_tokens(
         ModelError: there is a chat and no chat template, or the template refuses it.
     """
     if isinstance(prompt, str) and isinstance(answer, str) and not tokenizer.has_chat_template:
-        return [*tokenizer.prompt(prompt), *tokenizer.encode(answer), tokenizer.eos_token_id]
+        return [*tokenizer.prompt(prompt), *tokenizer.encode_continuation(answer), tokenizer.eos_token_id]
     asked = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
     said = ({"role": "assistant", "content": answer},) if isinstance(answer, str) else answer
     return tokenizer.encode(judged_text((*with_system(asked, system_prompt), *said), tokenizer, tools=tools))

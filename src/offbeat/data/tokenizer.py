@@ -28,6 +28,10 @@ DEFAULT_ALPHABET = string.digits + string.ascii_lowercase + " \n+-*/=()>,.?#:"
 
 _RARE = ("\U00012000", "\U00013000", "\U00010600")
 """Signs of cuneiform, hieroglyphs and Linear A: a tokenizer that knows all of them has a way to write any character."""
+_BEFORE = (*_RARE, "\n", "0", "a")
+"""Texts after which others are encoded; tokens of the first ones hold no part of the text behind them."""
+_FIRST = ("0", " 0", "a", "  a", "\n")
+"""Texts by which it is found out what a tokenizer does to the beginning of a text."""
 
 DEFAULT_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}"
@@ -90,6 +94,45 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of `text`. Special tokens spelled out in it, such as `<eos>`, are recognised."""
         return self.hf.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """Return the token ids of a text that follows another: without the space that tokenizers like sentencepiece's put before a text."""
+        if self._before is not None and text:
+            before, ids = self._before
+            whole = self.encode(before + text)
+            if tuple(whole[: len(ids)]) == ids:
+                return whole[len(ids):]
+        return self.encode(text)
+
+    def decode_continuation(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return what token ids add to a text before them, which keeps the space that decoders like sentencepiece's take from a text.
+
+        The texts of a prompt and of what a model sampled after it are together the text of all tokens. Engines answer with this text.
+        """
+        if not self.anchor:
+            return self.decode(ids, skip_special_tokens=skip_special_tokens)
+        before, text = (
+            self.decode(all_ids, skip_special_tokens=skip_special_tokens) for all_ids in (self.anchor, [*self.anchor, *ids]))
+        return text[len(before):]
+
+    @cached_property
+    def anchor(self) -> tuple[int, ...]:
+        """Tokens of a text to decode others after; empty if the text of tokens does not depend on what stands before them."""
+        ids = self.encode("a")[-1:]
+        before = self.decode(ids)
+        is_needed = any(self.decode([*ids, *rest]) != before + self.decode(rest) for rest in map(self.encode_continuation, _FIRST))
+        return tuple(ids) if is_needed and before else ()
+
+    @cached_property
+    def _before(self) -> tuple[str, tuple[int, ...]] | None:
+        """A text to encode others after, and its tokens; None if a text is encoded alike wherever it stands."""
+        for before in _BEFORE:
+            ids = self.encode(before)
+            wholes = [self.encode(before + text) for text in _FIRST]
+            if all(whole[: len(ids)] == ids for whole in wholes):
+                is_alike = all(whole[len(ids):] == self.encode(text) for whole, text in zip(wholes, _FIRST, strict=True))
+                return None if is_alike else (before, tuple(ids))
+        return None
 
     @cached_property
     def unknown_id(self) -> int | None:

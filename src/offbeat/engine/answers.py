@@ -104,14 +104,15 @@ class Answer:
         """Return the text of a whole sample, up to its stop string."""
         body = self._body
         if not (body.stops and body.min_tokens):
-            return cut_at_stop(self._tokenizer.decode(ids), body.stops, keep_stop=bool(body.include_stop_str_in_output))
+            return cut_at_stop(self._tokenizer.decode_continuation(ids), body.stops, keep_stop=bool(body.include_stop_str_in_output))
         stream = self._stream()
         return "".join([*map(stream.push, ids), stream.finish()])
 
     def _stream(self) -> TextStream:
         body = self._body
         return TextStream(
-            self._tokenizer, body.stops, min_tokens=body.min_tokens or 0, keep_stop=bool(body.include_stop_str_in_output))
+            self._tokenizer, body.stops, min_tokens=body.min_tokens or 0, keep_stop=bool(body.include_stop_str_in_output),
+            after=self._tokenizer.anchor)
 
     def ending(self) -> bytes:
         """Encode what comes after the last event: the numbers of tokens, if they are wanted, and the end of the stream."""

@@ -80,9 +80,7 @@ class Rows:
         self._stop_ids[rows] = NO_TOKEN
         self._stop_ids[rows, : len(stop_ids)] = stop_ids
         self.samples += [
-            Sample(
-                request, i, TextStream(tokenizer, params.stop, min_tokens=params.shaping.min_tokens) if params.stop else None,
-                [] if params.top_logprobs else None)
+            Sample(request, i, _text_of(request, tokenizer), [] if params.top_logprobs else None)
             for i in range(request.n)]
         if not params.shaping.is_plain:
             words = bad_word_ids(params.shaping.bad_words, tokenizer)
@@ -182,3 +180,8 @@ class Rows:
             self.samples[target] = self.samples[source]
         del self.samples[running:]
         self._sampling = self._watched = self._adapters = None
+
+
+def _text_of(request: Request, tokenizer: Tokenizer) -> TextStream | None:
+    params = request.params
+    return TextStream(tokenizer, params.stop, min_tokens=params.shaping.min_tokens, after=tokenizer.anchor) if params.stop else None

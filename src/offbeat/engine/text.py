@@ -3,6 +3,7 @@
 The cost of a token does not depend on the number or length of stop strings, or on the text so far.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Protocol
 
@@ -85,21 +86,26 @@ class TextStream:
     tokens, with it if `keep_stop` is set.
     """
 
-    def __init__(self, tokenizer: Decoder, stops: tuple[str, ...] = (), *, min_tokens: int = 0, keep_stop: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Decoder, stops: tuple[str, ...] = (), *, min_tokens: int = 0, keep_stop: bool = False, after: Sequence[int] = (),
+    ) -> None:
+        """`after` are tokens of a text that stands before (see `Tokenizer.anchor`), of which no piece holds anything."""
         self.stopped = False
         self._min_tokens = min_tokens
         self._keep_stop = keep_stop
         self._tokenizer = tokenizer
         self._stops = stop_strings(stops)
         self._state = 0
-        self._ids: list[int] = []
+        self._num_tokens = 0
+        self._ids: list[int] = list(after)
         self._context = 0
-        self._read = 0
+        self._read = len(self._ids)
         self._held = ""
 
     def push(self, token_id: int) -> str:
         """Add a token; returns the text that can no longer change."""
         self._ids.append(token_id)
+        self._num_tokens += 1
         return "" if self.stopped else self._release(self._decode_new(final=False), final=False)
 
     def finish(self) -> str:
@@ -114,6 +120,9 @@ class TextStream:
             if len(self._ids) - self._read < _MOST_HELD:
                 return ""
             text = _complete(text)
+        if len(text) == len(before):  # special tokens alone: the next piece is still decoded after the last one with text
+            del self._ids[self._read :]
+            return ""
         self._context, self._read = self._read, len(self._ids)
         return text[len(before) :]
 
@@ -122,7 +131,7 @@ class TextStream:
         for end, char in enumerate(new, start=len(self._held) + 1):
             self._state = self._stops.step(self._state, char)
             length = self._stops.found(self._state)
-            if length and len(self._ids) > self._min_tokens:
+            if length and self._num_tokens > self._min_tokens:
                 at = end if self._keep_stop else end - length
                 cut = at if cut < 0 else min(cut, at)
         self.stopped = cut >= 0

@@ -199,5 +199,5 @@ def _turns(trajectory: Trajectory, tokenizer: Tokenizer) -> list[Turn]:
         return []
     ends = [*(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(tokens)]
     return [
-        Turn(tokenizer.decode(tokens[begin:end].tolist()), bool(mask[begin]), trajectory.agent)
+        Turn(tokenizer.decode_continuation(tokens[begin:end].tolist()), bool(mask[begin]), trajectory.agent)
         for begin, end in zip([0, *ends], ends, strict=False)]
