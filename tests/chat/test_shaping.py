@@ -75,7 +75,7 @@ def test_the_form_of_responses_and_messages_has_the_schema_beside_its_type():
     ({"response_format": {"type": "json_schema"}}, "response_format of type 'json_schema' needs a schema"),
     ({"guided_regex": ""}, "the regex of an answer's structure is empty"),
     ({"guided_choice": []}, "choice takes 1 to 4096 texts"),
-    ({"guided_regex": "a" * (MAX_STRUCTURE_CHARS + 1)}, "may have 262144 characters"),
+    ({"guided_regex": "a" * (MAX_STRUCTURE_CHARS + 1)}, "may have 131072 characters"),
     ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "an answer can have one structure, got json_object, regex"),
     ({"guided_regex": "a", "min_tokens": 2}, "min_tokens cannot be kept beside the structure of an answer")])
 def test_what_cannot_be_meant_is_refused(fields, told):

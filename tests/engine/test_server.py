@@ -500,3 +500,18 @@ def test_a_step_that_does_not_end_is_told_by_health(act, patience_s, factor, how
             let_go.set()
         assert told[0].startswith("the engine is slow or hung: it has been in one step for ") and f"s, {how}; if the" in told[0]
         wait_until(lambda: fetch(url, "/health")[0] == 200, timeout_s=60)
+
+
+def test_structures_of_answers_are_kept_or_refused(url):
+    body = {"prompt": [5, 6], "max_tokens": 12, "n": 4, "guided_choice": ["one", "two", "onetwo"]}
+    status, _, answer = fetch(url, "/v1/completions", body)
+    assert status == 200 and {choice["text"] for choice in answer["choices"]} <= {"one", "two", "onetwo"}, answer
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}
+    status, _, answer = fetch(url, "/v1/completions", {**body, "guided_choice": None, "structured_outputs": {"regex": "("}})
+    assert status == 400 and "the regex of the answer's structure cannot be kept" in answer["error"]["message"]
+
+
+def test_a_stop_string_stays_where_that_is_asked_for(url):
+    body = {"prompt": [5, 6], "max_tokens": 12, "guided_regex": "ab,c+", "stop": ","}
+    texts = [fetch(url, "/v1/completions", {**body, "include_stop_str_in_output": keep})[2]["choices"][0]["text"] for keep in (True, False)]
+    assert texts == ["ab,", "ab"]

@@ -155,7 +155,8 @@ _COMPLETIONS = without_proxy([
     *harmless("stream_options.include_obfuscation", note="nothing is padded here"),
     *refused("add_special_tokens", neutral=(True,), note="give token ids to decide on every token"),
     *refused("prompt_embeds", note="give token ids"),
-    *_SHARED,
+    *[field for field in _SHARED if field.name != "include_stop_str_in_output"],
+    *acts("include_stop_str_in_output", service="refused", neutral=(False,), note="the text keeps the stop string at its end"),
 ])
 
 _RESPONSES = [

@@ -20,7 +20,7 @@ _STRUCTURED: Mapping[StructureKind, str] = {
     "json_schema": "json", "json_object": "json_object", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 """The field of vLLM's `structured_outputs` for each kind."""
 
-MAX_STRUCTURE_CHARS = 1 << 18
+MAX_STRUCTURE_CHARS = 1 << 17
 """Largest number of characters in the definition of a structure."""
 
 MAX_CHOICES = 4096

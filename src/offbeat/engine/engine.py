@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -28,6 +29,7 @@ from offbeat.engine.runner import Runner
 from offbeat.engine.sampler import row_keys, sample
 from offbeat.engine.scheduler import Scheduler
 from offbeat.engine.scoring import Scorer
+from offbeat.engine.structure import Grammars
 from offbeat.engine.versions import PendingSwitch, Source, VersionStore, read_version
 from offbeat.errors import EngineError, RefusedError
 from offbeat.model.peft_io import Adapter
@@ -45,6 +47,7 @@ class Engine:
     Attributes:
         tokenizer: the model's tokenizer.
         adapters: the adapters that requests may name.
+        grammars: compiles the structures of answers, on any thread.
         version: version of the weights being served.
         finished: number of ended samples by finish reason.
         num_prompt_tokens, num_generated_tokens: token counts since the start.
@@ -61,6 +64,7 @@ class Engine:
         self.switch_s = 0.0
         self._forward = forward
         self.tokenizer = tokenizer
+        self.grammars = Grammars(tokenizer)
         self._cache = SlotCache(
             forward.cache_shape, device=forward.device, max_slots=options.max_running, max_positions=self.max_context,
             max_bytes=options.max_cache_bytes or default_cache_bytes(forward.device, num_engines=options.num_engines),
@@ -131,6 +135,8 @@ class Engine:
             request.check(
                 vocab_size=self._forward.vocab_size, max_context=self.max_context, max_running=self._scheduler.max_running)
             self._scheduler.check(request)
+            if (structure := request.params.shaping.structure) is not None and request.grammar is None:
+                request = replace(request, grammar=self.grammars.compile(structure))
             self.adapters.use(request.adapter)
             self._scheduler.add(request)
 
@@ -203,6 +209,7 @@ class Engine:
         self.num_generated_tokens += len(drawn.tokens)
         empty = self._rows_of([self._rows.samples[row].request for row in drawn.empty])
         drawn.valid[empty] = True
+        trouble = "".join(self._rows.trouble(row) for row in drawn.empty[:1])
         diverged = [] if drawn.valid.all() else self._diverged(drawn.valid)
         failed = empty + diverged
         events = []
@@ -219,7 +226,7 @@ class Engine:
             self._cache.clear(diverged)
             events += self._fail_rows(diverged, EngineError, _DIVERGED)
         if empty:
-            events += self._fail_rows(empty, RefusedError, _NOTHING_LEFT)
+            events += self._fail_rows(empty, RefusedError, trouble or _NOTHING_LEFT)
         self._release(ended + failed)
         return events
 
@@ -238,7 +245,7 @@ class Engine:
         """End the requests of these rows with an error, in whose text `{adapter}` stands for theirs."""
         self.finished["error"] += len(rows)
         requests = dict.fromkeys(self._rows.samples[row].request for row in rows)
-        return [Event(request.id, error(text.format(adapter=request.adapter))) for request in requests]
+        return [Event(request.id, error(text.replace("{adapter}", request.adapter))) for request in requests]
 
     def _end(self, row: int, reason: FinishReason) -> Event:
         self.finished[reason] += 1

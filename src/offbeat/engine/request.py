@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from offbeat.chat.shaping import PLAIN, Shaping
+from offbeat.engine.structure import Grammar
 from offbeat.errors import EngineError, RefusedError
 from offbeat.inference.sampling import TopTokens
 from offbeat.types import Version
@@ -86,6 +87,7 @@ class Request:
         n: number of samples.
         adapter: name of the LoRA adapter that generates; empty for the base model.
         stream: answer after every decode step instead of once.
+        grammar: the compiled structure of the answer; where it is missing, the engine compiles it between two steps.
     """
 
     id: str
@@ -94,6 +96,7 @@ class Request:
     n: int = 1
     adapter: str = ""
     stream: bool = False
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if self.n < 1:
@@ -108,8 +111,8 @@ class Request:
             bad = next(t for t in self.prompt if not 0 <= t < vocab_size)
             raise RefusedError(f"prompt token {bad} is outside the vocabulary of {vocab_size} tokens")
         shaping = self.params.shaping
-        if shaping.structure is not None:
-            raise RefusedError("the structure of an answer cannot be honoured here; leave it out")
+        if shaping.structure is not None and self.params.ignore_eos:
+            raise RefusedError("ignore_eos cannot be kept beside the structure of an answer, which ends; leave one of them out")
         for name, ids in (("logit_bias", [token for token, _ in shaping.logit_bias]), ("allowed_token_ids", shaping.allowed_token_ids)):
             if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
                 bad = next(t for t in ids if not 0 <= t < vocab_size)

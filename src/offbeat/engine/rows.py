@@ -85,7 +85,8 @@ class Rows:
         if not params.shaping.is_plain:
             words = bad_word_ids(params.shaping.bad_words, tokenizer)
             for sample in self.samples[first:]:
-                sample.shaped = ShapedSample(params, prompt=request.prompt, end_ids=stop_ids, bad_words=words)
+                sample.shaped = ShapedSample(
+                    params, prompt=request.prompt, end_ids=stop_ids, bad_words=words, grammar=request.grammar and request.grammar.begin())
         self._sampling = self._watched = self._adapters = None
 
     def _reserve(self, *, positions: int, stop_ids: int) -> None:
@@ -110,6 +111,12 @@ class Rows:
     def _shaped_rows(self) -> ShapedRows | None:
         shaped = {row: sample.shaped for row, sample in enumerate(self.samples) if sample.shaped is not None}
         return ShapedRows(list(shaped), list(shaped.values()), device=self._device) if shaped else None
+
+    def trouble(self, row: int) -> str:
+        """Why a row's structure lets no token follow; empty if that is not its doing."""
+        shaped = self.samples[row].shaped
+        why = shaped.grammar.trouble if shaped is not None and shaped.grammar is not None else ""
+        return why and f"the structure of the answer cannot be kept any further: {why}"
 
     def watched(self) -> list[int]:
         """Rows that must be inspected after every token: those that stream or have stop strings."""
@@ -140,7 +147,8 @@ class Rows:
         """Append its new token to every row.
 
         Returns:
-            stopped, full: [B] bool each; whether the token is one of the row's stop ids, and whether the row has reached its token limit.
+            stopped, full: [B] bool each; whether the token is one of the row's stop ids or ends its structure, and whether the row has
+                reached its token limit.
         """
         count = len(self)
         rows, position = np.arange(count), self.length[:count]
@@ -149,9 +157,11 @@ class Rows:
         self.length[:count] += 1
         if drawn.top_ids is not None and drawn.top_logprobs is not None:
             self._append_top(drawn.top_ids, drawn.top_logprobs)
+        stopped = (self._stop_ids[:count] == drawn.tokens[:, None]).any(axis=1)
         if (shaped := self.sampling().shaped) is not None:
             shaped.push(drawn.tokens)
-        return (self._stop_ids[:count] == drawn.tokens[:, None]).any(axis=1), self.length[:count] >= self._limit[:count]
+            stopped[shaped.ended()] = True
+        return stopped, self.length[:count] >= self._limit[:count]
 
     def _append_top(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
         """Record the most likely tokens, [R, K] each, for the rows that want them; tokens that cannot be drawn are left out."""

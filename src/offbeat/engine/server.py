@@ -23,6 +23,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from offbeat.aio import deadline
 from offbeat.chat.dialects import read_body
 from offbeat.chat.sending import WriteError
 from offbeat.engine.adapters import MAX_NAME, UnknownAdapterError
@@ -55,6 +56,7 @@ T = TypeVar("T")
 
 DEFAULT_MAX_TOKENS = 16
 _KEEP_ALIVE_S = 30
+_COMPILE_TIMEOUT_S = 30.0
 _MAX_NAMES = 8
 """Number of adapters that are named to someone who asks for an unknown model."""
 
@@ -208,12 +210,22 @@ class EngineServer:
             EngineError: the engine refused one or failed.
             Disconnected: the client disconnected.
         """
+        requests = await self._with_grammars(requests)
         unfinished = sum(request.n for request in requests)
         async with self._submitted(http, *requests) as inbox:
             while unfinished:
                 output = await _next(inbox, Output)
                 unfinished -= output.finish_reason is not None
                 yield output
+
+    async def _with_grammars(self, requests: Sequence[Request]) -> tuple[Request, ...]:
+        """Compile the structure that the requests of one body share, on a thread beside the engine's."""
+        structure = requests[0].params.shaping.structure
+        if structure is None:
+            return tuple(requests)
+        async with deadline("the structure of an answer to be compiled", _COMPILE_TIMEOUT_S):
+            grammar = await asyncio.to_thread(self._engine.grammars.compile, structure)
+        return tuple(replace(request, grammar=grammar) for request in requests)
 
     @asynccontextmanager
     async def _submitted(self, http: HttpRequest, *requests: Request | ScoreJob) -> AsyncIterator[Inbox]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.engine.request import SamplingParams
+from offbeat.engine.structure import Grammar
 
 _NO_IDS = np.zeros(0, np.int64)
 
@@ -64,19 +65,23 @@ class ShapedSample:
     Attributes:
         shaping: what was asked for.
         min_p: as in `shaping`, 0 for a greedy sample, whose token it does not change.
+        grammar: the place of the sample in its structure; None without one.
         seen: the tokens that penalties apply to; None without penalties.
         bans: whether some tokens may have to be left out that depend on those before.
     """
 
     def __init__(
-        self, params: SamplingParams, *, prompt: Sequence[int], end_ids: Sequence[int], bad_words: tuple[tuple[int, ...], ...] = ()
+        self, params: SamplingParams, *, prompt: Sequence[int], end_ids: Sequence[int], bad_words: tuple[tuple[int, ...], ...] = (),
+        grammar: Grammar | None = None,
     ) -> None:
         """
         Args:
             prompt: tokens of the prompt.
             end_ids: tokens that end the sample, which `min_tokens` holds off.
             bad_words: tokens of the bad words, see `bad_word_ids`.
+            grammar: of this sample alone, at the beginning of its text.
         """
+        self.grammar = grammar
         self.shaping = shaping = params.shaping
         self.min_p = shaping.min_p if params.temperature else 0.0
         self._bad_words = bad_words
@@ -92,6 +97,8 @@ class ShapedSample:
     def push(self, token: int) -> None:
         """Add a token to the sample."""
         self._num += 1
+        if self.grammar is not None:
+            self.grammar.push(token)
         if self.seen is not None:
             self.seen.add(token)
         if self._longest:
@@ -118,6 +125,7 @@ class ShapedRows:
         self._samples = samples
         self._device = device
         settings = [sample.shaping for sample in samples]
+        self._structured = [(at, sample.grammar) for at, sample in enumerate(samples) if sample.grammar is not None]
         self._allowed = [(at, self._send(np.array(s.allowed_token_ids))) for at, s in enumerate(settings) if s.allowed_token_ids]
         biases = [(at, token, bias) for at, s in enumerate(settings) for token, bias in s.logit_bias]
         places, tokens, values = zip(*biases, strict=True) if biases else ((), (), ())
@@ -134,6 +142,10 @@ class ShapedRows:
         """Add the batch's new tokens [B] to the samples."""
         for row, sample in zip(self._rows, self._samples, strict=True):
             sample.push(int(tokens[row]))
+
+    def ended(self) -> list[int]:
+        """Return the rows of the batch whose structure has ended."""
+        return [self._rows[at] for at, grammar in self._structured if grammar.ended]
 
     def change(self, logits: Tensor, scale: Tensor | None) -> tuple[Tensor, tuple[int, ...]]:
         """Change the logits of the shaped rows.
@@ -161,6 +173,10 @@ class ShapedRows:
 
     def _mask(self, logits: Tensor) -> None:
         """Set the logits of tokens that must not be drawn to -inf."""
+        if self._structured:
+            allowed = self._send(np.stack([grammar.allowed(logits.shape[1]) for _, grammar in self._structured]))
+            places = self._send(np.array([at for at, _ in self._structured]))
+            logits[places] = logits[places].masked_fill(~allowed, -torch.inf)
         for at, ids in self._allowed:
             kept = logits[at, ids]
             logits[at] = -torch.inf
