@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from offbeat.config.docs import render_docs
 from offbeat.config.load import dump_toml, load_config
+from offbeat.config.notes import clip_note, notes_of_check
 from offbeat.config.presets import PRESETS
 from offbeat.config.root import Config
 from offbeat.cpu import this_cpu
@@ -97,12 +98,9 @@ def _about(config: Config) -> Iterator[str]:
         (_teacher(config), algorithm.needs_teacher),
         ("the entropy of each token", algorithm.needs_entropy)) if needed]
     yield f"algorithm: {name}" + (f"; besides the update's own forward pass, a step computes {' and '.join(computed)}" if computed else "")
-    if algorithm.ratio_is_one:
-        limits = {"algorithm.weight": algorithm.weight != "none", "algorithm.filters": bool(algorithm.filters)}
-        acting = [name for name, acts in limits.items() if acts]
-        who = {0: "nothing limits", 1: f"{''.join(acting)} alone limits"}.get(len(acting), f"{' and '.join(acting)} limit")
-        yield ("note: each step updates the model once from its samples (algorithm.num_minibatches = 1), so the clip range has no effect;"
-               f" {who} how far samples from an older version of the model can move it")
+    if idle := clip_note(algorithm):
+        yield f"note: {idle}"
+    yield from (f"note: {note}" for note in notes_of_check(config))
     if top_k := config.teacher.top_k:
         cost = "the teacher's logits of a whole micro-batch are held at once" if config.teacher.path else "the engine sends as many numbers"
         bias = " the reverse KL on them is biased;" if algorithm.objective == "reverse_kl" else ""

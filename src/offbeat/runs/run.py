@@ -17,9 +17,10 @@ from typing import TypeVar
 
 from offbeat.aio import listener
 from offbeat.config.load import dump_toml
+from offbeat.config.notes import notes
 from offbeat.config.resume import remembered
 from offbeat.config.root import Config
-from offbeat.controller.checkpoints import FINE_TUNING, PREFERENCE, REWARD_MODEL, TRAINING, index_of
+from offbeat.controller.checkpoints import FINE_TUNING, PREFERENCE, REWARD_MODEL, TRAINING, index_of, part_of
 from offbeat.controller.inputs import RunInputs, read_inputs, read_pair_inputs
 from offbeat.controller.loop import TrainResult, train
 from offbeat.controller.own_code import check_own_code
@@ -255,6 +256,8 @@ def execute(
     inputs = replace(inputs, identity=replace(inputs.identity, settings=remembered(config)))
     with _open_record(config, rank_info, console, inputs.identity, kind=kind, fresh=fresh, debug=debug) as record:
         record.console.open(config.run.name)
+        for text in notes(config, part_of(kind)) if rank_info.leads else ():
+            record.note("advice", text)
         for reason in inputs.unusable:
             record.events.record("unusable_row", reason=reason)
         if inputs.unusable:

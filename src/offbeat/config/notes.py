@@ -1,0 +1,108 @@
+"""What to say of a valid configuration: settings that cannot act as the others are, and learning rates at which an adapter learns nothing.
+
+Called by `offbeat config check`, and by each run at its start. Nothing is refused or changed. A setting counts as given where it differs
+from its default, so that a file that names every default is not told of it.
+"""
+
+from collections.abc import Iterator
+
+from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.config.critic import CriticConfig
+from offbeat.config.preference import PreferenceConfig
+from offbeat.config.resume import Part
+from offbeat.config.root import Config
+
+LEAST_ADAPTER_LR = {"rl": 1e-5, "preference": 5e-6}
+"""Learning rates below which an adapter hardly moves; a usual rank and scale want ten to a hundred times the rate of a whole model."""
+
+_CLIPPED = ("ppo", "gspo", "cispo", "gmpo", "dppo")
+_DEFAULT = AlgorithmConfig()
+
+
+def notes(config: Config, part: Part) -> Iterator[str]:
+    """Yield sentences on what a run of this part would do otherwise than its settings seem to say."""
+    if part == "rl":
+        yield from _adapter_rate(config, "rl", "train.optimizer.lr", config.train.optimizer.lr)
+        yield from idle_settings(config)
+        if ratio := _idle_clip(config.algorithm):
+            yield ratio
+    elif part == "preference":
+        yield from _adapter_rate(config, "preference", "preference.optimizer.lr", config.preference.optimizer.lr)
+        preference = config.preference
+        if "robust" in preference.losses and not preference.label_smoothing:
+            yield "preference.label_smoothing is 0, with which the loss robust is dpo; give the share of pairs whose labels are swapped"
+
+
+def notes_of_check(config: Config) -> Iterator[str]:
+    """Yield what `config check` says, which does not know the command: of RL, and of preference training if its section is used."""
+    prefers = config.preference != PreferenceConfig()
+    yield from notes(config, "preference") if prefers else ()
+    for note in notes(config, "rl"):
+        if not (prefers and "train.optimizer.lr" in note) and "clip range" not in note:
+            yield note
+
+
+def _adapter_rate(config: Config, part: str, name: str, lr: float) -> Iterator[str]:
+    least = LEAST_ADAPTER_LR[part]
+    if config.model.lora.rank and lr < least:
+        yield (f"{name} = {lr:g} suits the training of all weights, and an adapter (model.lora.rank = {config.model.lora.rank}) would learn"
+               f" next to nothing; {least:g} to {10 * least:g} is usual")
+
+
+def clip_note(algorithm: AlgorithmConfig) -> str:
+    """Say that no clip can act where the ratio is 1, and what limits the update instead; "" where one can."""
+    if not algorithm.ratio_is_one:
+        return ""
+    limits = {"algorithm.weight": algorithm.weight != "none", "algorithm.filters": bool(algorithm.filters)}
+    acting = [name for name, acts in limits.items() if acts]
+    who = {0: "nothing limits", 1: f"{''.join(acting)} alone limits"}.get(len(acting), f"{' and '.join(acting)} limit")
+    return ("each step updates the model once from its samples (algorithm.num_minibatches = 1), so the clip range has no effect;"
+            f" {who} how far samples from an older version of the model can move it")
+
+
+def _idle_clip(algorithm: AlgorithmConfig) -> str:
+    """Return `clip_note` where a clip was given, or nothing else limits an update: the default is said by `config check` alone."""
+    given = any(getattr(algorithm, name) != getattr(_DEFAULT, name) for name in ("clip_low", "clip_high", "dual_clip"))
+    unlimited = algorithm.weight == "none" and not algorithm.filters
+    return clip_note(algorithm) if given or unlimited else ""
+
+
+def idle_settings(config: Config) -> Iterator[str]:
+    """Yield a sentence for each group of settings of [algorithm] that were given and that nothing reads."""
+    algorithm = config.algorithm
+    for names, acts, why in _readers(algorithm):
+        given = [name for name in names if getattr(algorithm, name) != getattr(_DEFAULT, name)]
+        if given and not acts:
+            yield f"{' and '.join(f'algorithm.{name}' for name in given)} {'has' if len(given) == 1 else 'have'} no effect {why}"
+    if not algorithm.needs_critic and config.critic != CriticConfig():
+        yield "[critic] has no effect without algorithm.centre = 'critic', as in the presets ppo and vapo"
+
+
+def _readers(algorithm: AlgorithmConfig) -> Iterator[tuple[tuple[str, ...], bool, str]]:
+    """Yield settings, whether they can act, and why not."""
+    has_critic, covers = algorithm.needs_critic, algorithm.cov_control
+    yield (("clip_low", "clip_high"), algorithm.objective in _CLIPPED,
+           f"with algorithm.objective = '{algorithm.objective}', which has no clip")
+    yield (("weight_low", "weight_high"), algorithm.weight in ("clamp", "mask"),
+           f"with algorithm.weight = '{algorithm.weight}', which has no bounds")
+    yield ("weight_level",), algorithm.weight != "none", "with algorithm.weight = 'none'"
+    yield (("centre", "scale"), not algorithm.credit, "with algorithm.credit, which gives the advantages")
+    yield ("overlong_penalty",), algorithm.overlong_buffer_share > 0, "without algorithm.overlong_buffer_share"
+    yield ("equal_rewards_tolerance", "max_draw_batches"), algorithm.dynamic_sampling, "without algorithm.dynamic_sampling"
+    yield (("gae_lambda", "critic_lambda", "gae_length_alpha", "turn_level"), has_critic, "without algorithm.centre = 'critic'")
+    yield ("gae_lambda",), not algorithm.gae_length_alpha, "with algorithm.gae_length_alpha, which sets it by length"
+    yield ("state_weight",), algorithm.turn_credit == "state", "without algorithm.turn_credit = 'state'"
+    yield (("imitate_above",), algorithm.objective == "cross_entropy" or algorithm.imitation_coefficient > 0,
+           "without algorithm.objective = 'cross_entropy' or algorithm.imitation_coefficient")
+    yield ("kl_coefficient",), algorithm.kl_loss != "none", "with algorithm.kl_loss = 'none'"
+    yield ("kl_horizon",), algorithm.kl_target > 0, "without algorithm.kl_target"
+    yield ("entropy_step",), algorithm.entropy_target > 0, "without algorithm.entropy_target"
+    yield ("cov_share",), covers != "none", "with algorithm.cov_control = 'none'"
+    yield ("cov_low", "cov_high"), covers == "clip", "without algorithm.cov_control = 'clip'"
+    yield ("cov_coefficient",), covers == "kl", "without algorithm.cov_control = 'kl'"
+    yield ("teacher_credit", "teacher_coefficient"), algorithm.needs_teacher, "with algorithm.teacher = 'none'"
+    yield ("reference_refresh_steps",), algorithm.needs_reference, "without a term that compares with the reference"
+    scaled = algorithm.scale in ("group_std", "batch_std", "group_mean") or algorithm.whiten != "none"
+    others = algorithm.reward_clip or algorithm.reward_kl or algorithm.has_penalties or algorithm.credit or algorithm.needs_critic
+    yield (("reward_scale",), not scaled or bool(others),
+           "where rewards are divided by their own size (algorithm.scale, algorithm.whiten); use train.optimizer.lr")

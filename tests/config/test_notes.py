@@ -1,0 +1,65 @@
+"""What is said of settings that cannot act, and of learning rates of adapters."""
+
+import pytest
+
+from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.config.load import load_config
+from offbeat.config.notes import _readers, notes, notes_of_check
+from offbeat.config.presets import PRESETS
+
+
+def said(part, *settings):
+    return list(notes(load_config(None, settings), part))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_no_preset_has_a_setting_that_cannot_act(preset):
+    needed = [("teacher.path", "big")] if preset == "opd" else []
+    assert said("rl", ("algorithm.preset", preset), *needed) == []
+
+
+@pytest.mark.parametrize(("settings", "sentence"), [
+    ([("algorithm.clip_high", "0.3")], "so the clip range has no effect; algorithm.weight alone limits how far"),
+    ([("algorithm.weight", "none")], "so the clip range has no effect; nothing limits how far samples"),
+    ([("algorithm.objective", "importance_sampling"), ("algorithm.clip_high", "0.3"), ("algorithm.num_minibatches", "2")],
+     "algorithm.clip_high has no effect with algorithm.objective = 'importance_sampling', which has no clip"),
+    ([("algorithm.preset", "cispo"), ("algorithm.weight_low", "0.5"), ("algorithm.weight_high", "2")],
+     "algorithm.weight_low and algorithm.weight_high have no effect with algorithm.weight = 'none', which has no bounds"),
+    ([("algorithm.overlong_penalty", "2")], "algorithm.overlong_penalty has no effect without algorithm.overlong_buffer_share"),
+    ([("algorithm.kl_coefficient", "0.1")], "algorithm.kl_coefficient has no effect with algorithm.kl_loss = 'none'"),
+    ([("algorithm.gae_lambda", "0.9")], "algorithm.gae_lambda has no effect without algorithm.centre = 'critic'"),
+    ([("algorithm.preset", "vapo"), ("algorithm.gae_lambda", "0.9")], "algorithm.gae_lambda has no effect with algorithm.gae_length_alpha"),
+    ([("algorithm.imitate_above", "0.5")], "algorithm.imitate_above has no effect without"),
+    ([("algorithm.reward_scale", "10")], "algorithm.reward_scale has no effect where rewards are divided by their own size"),
+    ([("algorithm.reference_refresh_steps", "5")], "algorithm.reference_refresh_steps has no effect without a term that compares"),
+    ([("critic.optimizer.lr", "1e-4")], "[critic] has no effect without algorithm.centre = 'critic'"),
+    ([("model.lora.rank", "8")], "train.optimizer.lr = 1e-06 suits the training of all weights, and an adapter (model.lora.rank = 8)"),
+])
+def test_a_setting_that_cannot_act_is_told_of_once(settings, sentence):
+    found = said("rl", *settings)
+    assert [sentence in note for note in found] == [True], found
+    assert any(sentence in note for note in notes_of_check(load_config(None, settings))) or "clip range" in sentence  # which says it anyway
+
+
+@pytest.mark.parametrize("settings", [
+    [("algorithm.clip_high", "0.3"), ("algorithm.num_minibatches", "2")], [("algorithm.anchor", "rollout"), ("algorithm.weight", "none")],
+    [("algorithm.reward_scale", "10"), ("algorithm.scale", "none")], [("algorithm.reward_scale", "10"), ("algorithm.reward_clip", "5")],
+    [("model.lora.rank", "8"), ("train.optimizer.lr", "1e-5")], []])
+def test_settings_that_act_are_not(settings):
+    assert said("rl", *settings) == []
+
+
+def test_an_adapter_of_preference_training_is_told_of_its_own_rate():
+    lora = [("model.lora.rank", "8"), ("preference.beta", "0.2")]
+    assert [note[:33] for note in said("preference", *lora)] == ["preference.optimizer.lr = 5e-07 s"]
+    assert [note[:33] for note in notes_of_check(load_config(None, lora))] == ["preference.optimizer.lr = 5e-07 s"]
+    assert said("preference", *lora, ("preference.optimizer.lr", "5e-6")) == said("sft", *lora) == []
+
+
+def test_robust_without_wrong_labels_is_dpo():
+    assert "with which the loss robust is dpo" in said("preference", ("preference.loss", "robust"))[0]
+
+
+def test_what_is_looked_at_are_settings():
+    names = {name for group, _, _ in _readers(AlgorithmConfig()) for name in group}
+    assert names < set(AlgorithmConfig.model_fields)
