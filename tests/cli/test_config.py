@@ -44,10 +44,10 @@ def test_check_says_what_a_run_would_choose_where_there_are_devices(capsys, monk
     monkeypatch.setattr(config, "usable_devices", lambda: 2)
     monkeypatch.setattr(config, "smallest_device", lambda: None)
     assert call("check") == 0
-    *_, devices, precision, checkpointing, compiling, attention = capsys.readouterr().out.splitlines()
+    *_, devices, precision, checkpointing, compiling, attention, dtype = capsys.readouterr().out.splitlines()
     assert devices == "on this machine, devices: 1 device for each train rank, 1 device for each engine, of 2 that are visible"
-    assert [line.split(" = ")[0] for line in (precision, checkpointing, compiling, attention)] == [
-        "  train.precision", "  train.gradient_checkpointing", "  train.compile", "  attention"]
+    assert [line.split(" = ")[0] for line in (precision, checkpointing, compiling, attention, dtype)] == [
+        "  train.precision", "  train.gradient_checkpointing", "  train.compile", "  attention", "  model.dtype"]
 
 
 @pytest.mark.drill
