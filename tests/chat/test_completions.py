@@ -5,7 +5,7 @@ import json
 import pytest
 
 from offbeat.chat.completions import Completions
-from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Reply, Tool, ToolCall
+from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Reply, TokenLogprob, Tool, ToolCall
 from offbeat.errors import RefusedError
 
 FUNCTION = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
@@ -111,7 +111,8 @@ def test_a_body_that_is_no_request_is_refused(body) -> None:
 def test_a_whole_answer_has_calls_beside_null() -> None:
     whole = json.loads(Completions().whole(ChatRequest(()), answer(
         Reply(Message("assistant", calls=CALLS, reasoning="hm"), "tool_calls", num_tokens=4),
-        Reply(Message("assistant", "seven"), "stop", num_tokens=2, logprobs=(("sev", -1.0), ("en", -0.5))))))
+        Reply(Message("assistant", "seven"), "stop", num_tokens=2, logprobs=(
+            TokenLogprob("sev", -1.0, b"sev"), TokenLogprob("en", -0.5, b"en"))))))
     assert whole["id"] == "chatcmpl-1" and whole["object"] == "chat.completion" and (whole["created"], whole["model"]) == (7, "m")
     assert whole["usage"] == {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11}
     first, second = whole["choices"]

@@ -8,10 +8,13 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from chats import TEXT_ALPHABET
-from offbeat.data.tokenizer import DEFAULT_ALPHABET, DEFAULT_CHAT_TEMPLATE, character_tokenizer, load_tokenizer
+from offbeat.data.tokenizer import DEFAULT_ALPHABET, DEFAULT_CHAT_TEMPLATE, Tokenizer, character_tokenizer, load_tokenizer
 from offbeat.errors import ModelError
 
 TORCH_FREE = (
@@ -225,3 +228,15 @@ def test_a_template_is_given_the_arguments_of_calls_in_the_form_that_it_takes(wr
     for arguments in ('{"city": "Paris"}', {"city": "Paris"}):
         call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
         assert tokenizer.chat_text([*CALLED[:1], {**CALLED[1], "tool_calls": [call]}]) == f"?<call>f {shown}</call>"
+
+
+def test_the_bytes_of_a_token_are_its_own_even_where_they_are_part_of_a_character():
+    backend = Backend(models.BPE({"a": 0, "Ġ": 1, "ð": 2, "Ł": 3, "<s>": 4}, []))
+    backend.decoder = decoders.ByteLevel()
+    level = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<s>"), "x")
+    assert [level.token_bytes(token) for token in range(5)] == [b"a", b" ", b"\xf0", b"\x9f", b"<s>"]
+    backend = Backend(models.BPE({"\u2581the": 0, "<0xE2>": 1, "<s>": 2}, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    pieces = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<s>"), "x")
+    assert [pieces.token_bytes(token) for token in range(3)] == [b" the", b"\xe2", b"<s>"]
+    assert TEXT.token_bytes(TEXT.encode("é")[0] if "é" in TEXT_ALPHABET else TEXT.encode("7")[0]) in (b"7", "é".encode())

@@ -36,7 +36,7 @@ def test_tokens_logprobs_and_versions_are_given_on_request_and_text_is_cut_at_a_
     (choice,) = json.loads(answer(CompletionFormat(), logprobs=0, return_token_ids=True, stop=["="]).whole([output(0, "12=3")]))["choices"]
     assert choice["text"] == "12"
     assert choice["token_ids"] == TOKENIZER.encode("12=3")
-    assert choice["logprobs"] == {"token_logprobs": [-0.5] * 4}
+    assert choice["logprobs"] == {"token_logprobs": [-0.5] * 4, "tokens": ["1", "2", "=", "3"], "text_offset": [0, 1, 2, 3]}
     assert choice["versions"] == [7] * 4
 
 

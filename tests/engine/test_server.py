@@ -224,11 +224,11 @@ def test_a_stream_adds_up_to_the_whole_answer(url):
         ("/v1/completions", {"prompt": ["a", ""]}, "the prompt is empty"),
         ("/v1/completions", {"prompt": ["a"] * 4097}, "prompt takes at most 4096 prompts here, got 4097"),
         ("/v1/completions", {"prompt": "a", "presence_penalty": 5}, "presence_penalty must be -2 to 2, got 5"),
-        ("/v1/chat/completions", {"messages": [], "top_logprobs": 3}, "top_logprobs is not honoured"),
+        ("/v1/chat/completions", {"messages": [], "top_logprobs": 3}, "messages is empty"),
         ("/v1/completions", {"prompt": "a", "max_tokens": "many"}, "$.max_tokens"),
         ("/v1/completions", {"prompt": "a", "max_tokens": 0}, "max_tokens must be >= 1, got 0"),
         ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature must be 0"),
-        ("/v1/completions", {"prompt": "a", "echo": True}, "echo is not honoured"),
+        ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix is not honoured"),
         ("/v1/completions", {"prompt": "a", "n": 0}, "n must be >= 1"),
         ("/v1/completions", {"prompt": ""}, "the prompt is empty"),
         ("/v1/completions", {"prompt": [10**6]}, "outside the vocabulary"),
@@ -515,3 +515,41 @@ def test_a_stop_string_stays_where_that_is_asked_for(url):
     body = {"prompt": [5, 6], "max_tokens": 12, "guided_regex": "ab,c+", "stop": ","}
     texts = [fetch(url, "/v1/completions", {**body, "include_stop_str_in_output": keep})[2]["choices"][0]["text"] for keep in (True, False)]
     assert texts == ["ab,", "ab"]
+
+
+def test_a_prompt_that_is_echoed_has_its_tokens_log_probabilities_and_places(url, reference):
+    ids = [5, 9, 20]
+    table = reference("qwen3").logits(ids)[:-1].log_softmax(-1)
+    score = [float(table[at, token]) for at, token in enumerate(ids[1:])]
+    body = {"prompt": ids, "max_tokens": 2, "temperature": 0, "echo": True, "logprobs": 2, "prompt_logprobs": 1, "ignore_eos": True}
+    (choice,) = fetch(url, "/v1/completions", body)[2]["choices"]
+    told = choice["logprobs"]
+    assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
+    assert told["token_logprobs"][1:3] == pytest.approx(score, abs=1e-4) and len(told["token_logprobs"]) == 5
+    assert [max(row.values()) for row in told["top_logprobs"][1:3]] == pytest.approx(table.max(-1).values.tolist(), abs=1e-4)
+    assert "".join(told["tokens"]) == choice["text"] and told["text_offset"] == [
+        len("".join(told["tokens"][:at])) for at in range(5)]
+    prompt = choice["prompt_logprobs"]
+    assert prompt[0] is None and prompt[1]["9"]["logprob"] == pytest.approx(score[0], abs=1e-4)
+    whole = fetch(url, "/v1/completions", {"prompt": "12", "max_tokens": 0, "echo": True, "logprobs": 1})[2]["choices"][0]
+    assert whole["text"] == "12" and len(whole["logprobs"]["token_logprobs"]) == 2 and whole["finish_reason"] == "length"
+
+
+def test_likeliest_tokens_of_chats_come_with_their_bytes(url):
+    asked = {"messages": [{"role": "user", "content": "1"}], "max_tokens": 2, "temperature": 0, "top_logprobs": 3}
+    entries = fetch(url, "/v1/chat/completions", asked)[2]["choices"][0]["logprobs"]["content"]
+    assert len(entries) == 2
+    for entry in entries:
+        assert [len(entry["top_logprobs"]), entry["top_logprobs"][0]["logprob"]] == [3, entry["logprob"]]
+        assert bytes(entry["bytes"]).decode() == entry["token"]
+
+
+def test_a_model_is_described_by_its_name_and_what_is_not_there_is_an_error_object(url):
+    listed = fetch(url, "/v1/models")[2]["data"][0]
+    assert fetch(url, f"/v1/models/{listed['id']}")[2] == listed and listed["created"] > 1e9
+    status, _, missing = fetch(url, "/v1/models/nobody/knows")
+    assert status == 404 and missing["error"]["param"] == "model" and missing["error"]["code"] == "not_found"
+    status, _, missing = fetch(url, "/v1/nothing")
+    assert status == 404 and missing["error"]["message"] == "this server has no GET /v1/nothing"
+    status, _, wrong = fetch(url, "/v1/messages")
+    assert status == 405 and wrong["error"]["message"] == "/v1/messages does not take GET" and wrong["type"] == "error"

@@ -9,11 +9,14 @@ client that has gone is noticed at once.
 import asyncio
 import hashlib
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Self
 
+import msgspec
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -23,11 +26,11 @@ from offbeat.agents.sessions import Attempt, SealedError, Session, SessionGroup,
 from offbeat.aio import deadline
 from offbeat.chat.anthropic import Anthropic
 from offbeat.chat.completions import Completions
-from offbeat.chat.dialects import Dialect, list_models
+from offbeat.chat.dialects import Dialect, list_models, model_entry
 from offbeat.chat.parsing import AnswerParser
 from offbeat.chat.rendering import Renderer
 from offbeat.chat.responses import Responses
-from offbeat.chat.sending import GONE, KEEP_ALIVE_S, ChatResponse, Refusal, param_of
+from offbeat.chat.sending import GONE, KEEP_ALIVE_S, ChatResponse, Refusal, WriteError, no_such_endpoint, param_of
 from offbeat.errors import BusyError, EngineError, OffbeatError, RefusedError, RunError, UserError
 from offbeat.hosts import LOOPBACK, is_loopback
 from offbeat.inference.sampling import Sampling
@@ -83,6 +86,7 @@ class Proxy:
         self._renderer, self._parser, self._model = renderer, parser, model
         self._host, self._port, self._told_host, self._keep_alive_s = host, port, told_host or host, keep_alive_s
         self._sessions = Sessions(linger_s=linger_s)
+        self._started = time.time()
 
     # -- life --------------------------------------------------------------------------------------------------------------------------
 
@@ -103,7 +107,8 @@ class Proxy:
                 " takes part in that episode, and nothing on the way is encrypted")
             logger.warning("%s", self.exposed)
         config = uvicorn.Config(
-            Starlette(routes=self._routes()), lifespan="off", access_log=False, log_level="warning", log_config=None, ws="none",
+            Starlette(routes=self._routes(), exception_handlers={HTTPException: no_such_endpoint(_errors_of)}), lifespan="off",
+            access_log=False, log_level="warning", log_config=None, ws="none",
             timeout_keep_alive=75, timeout_graceful_shutdown=1)
         self._server = GuestServer(config)
         self._serving = asyncio.create_task(self._server.serve([listener]), name="proxy of agents")
@@ -153,6 +158,7 @@ class Proxy:
             ("POST", "/v1/messages", self._answering(anthropic)),
             ("POST", "/v1/messages/count_tokens", self._counting(anthropic)),
             ("GET", "/v1/models", self._models),
+            ("GET", "/v1/models/{name:path}", self._model_of),
         ]
         return [
             Route(before + path, handler, methods=[method]) for before in ("", "/sessions/{key}") for method, path, handler in table]
@@ -188,7 +194,18 @@ class Proxy:
             self._session_of(http)
         except OffbeatError as exc:
             return _refuse(Completions(), exc)
-        return _json(list_models({self._model: 0.0}))
+        return _json(list_models({self._model: self._started}))
+
+    async def _model_of(self, http: Request) -> Response:
+        name = http.path_params["name"]
+        try:
+            self._session_of(http)
+        except OffbeatError as exc:
+            return _refuse(Completions(), exc)
+        if name != self._model:
+            told = f"no model is called {name[:80]!r} here; it is {self._model!r}"
+            return _json(Completions().error(told, status=404, param="model"), status=404)
+        return _json(msgspec.json.encode(model_entry(name, self._started)))
 
     def _session_of(self, http: Request) -> Session:
         bearer = http.headers.get("authorization", "").removeprefix("Bearer ").strip()
@@ -198,6 +215,10 @@ class Proxy:
             return self._sessions.find(key, http.headers.get("x-session-id", ""))
         except UnknownKeyError:
             return self._sessions.find(http.headers.get("x-api-key", key), http.headers.get("x-session-id", ""))
+
+
+def _errors_of(path: str) -> WriteError:
+    return Anthropic().error if "/v1/messages" in path else Completions().error
 
 
 async def _body(http: Request) -> bytes:

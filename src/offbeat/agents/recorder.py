@@ -253,6 +253,7 @@ class Recorder:
         return replace(
             ours, max_new_tokens=min(ours.max_new_tokens, wanted, room), stop=_distinct([*ours.stop, *stop]),
             stop_token_ids=_distinct([*ours.stop_token_ids, *stop_token_ids, *request.stop_token_ids]),
+            top_logprobs=max(ours.top_logprobs, request.top_logprobs),
             shaping=replace(ours.shaping, structure=request.shaping.structure or ours.shaping.structure))
 
 

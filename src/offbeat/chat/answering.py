@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from offbeat.chat.dialects import Dialect
-from offbeat.chat.messages import ChatAnswer, ChatRequest, Finish, Message, Reply
+from offbeat.chat.messages import ChatAnswer, ChatRequest, Finish, Message, Reply, TokenLogprob
 from offbeat.chat.parsing import AnswerParser
 from offbeat.chat.rendering import Renderer
 from offbeat.data.tokenizer import Tokenizer
@@ -32,6 +32,9 @@ class Sampled(Protocol):
 
     @property
     def finish_reason(self) -> str | None: ...
+
+    @property
+    def top_logprobs(self) -> Sequence[Sequence[tuple[int, float]]] | None: ...
 
 
 @dataclass(frozen=True)
@@ -133,10 +136,14 @@ def split_stops(stop: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[str, .
         tuple(text for text, token in special.items() if token is None), tuple(token for token in special.values() if token is not None))
 
 
-def token_logprobs(sample: Sampled, tokenizer: Tokenizer) -> tuple[tuple[str, float], ...]:
-    """Return the text and the log-probability of each token."""
-    texts = [tokenizer.decode_continuation([token], skip_special_tokens=False) for token in sample.token_ids]
-    return tuple(zip(texts, sample.logprobs, strict=True))
+def token_logprobs(sample: Sampled, tokenizer: Tokenizer) -> tuple[TokenLogprob, ...]:
+    """Return the text, the bytes and the log-probability of each token, and the likeliest tokens in its place."""
+    def told(token: int, logprob: float, top: Sequence[tuple[int, float]] = ()) -> TokenLogprob:
+        text = tokenizer.decode_continuation([token], skip_special_tokens=False)
+        return TokenLogprob(text, logprob, tokenizer.token_bytes(token), tuple(told(*likely) for likely in top))
+
+    tops = sample.top_logprobs or [()] * len(sample.token_ids)
+    return tuple(told(*token) for token in zip(sample.token_ids, sample.logprobs, tops, strict=True))
 
 
 def _cut(text: str, stops: tuple[str, ...], end: str) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from offbeat.chat.dialects import (
     tool_of,
 )
 from offbeat.chat.fields import Surface
-from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Reply, Role, Tool
+from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Reply, Role, TokenLogprob, Tool
 from offbeat.errors import RefusedError
 
 DONE = b"data: [DONE]\n\n"
@@ -99,7 +99,7 @@ class Completions:
             tool_name=name,
             max_new_tokens=got.max_completion_tokens if got.max_tokens is None else got.max_tokens,
             n=got.n or 1,
-            logprobs=got.logprobs is not None and got.logprobs is not False,
+            logprobs=(got.logprobs is not None and got.logprobs is not False) or bool(got.top_logprobs),
             include_usage=got.stream_options is not None and bool(got.stream_options.include_usage),
             return_token_ids=bool(got.return_token_ids),
             **got.wanted(),
@@ -170,12 +170,13 @@ def _deltas(reply: Reply) -> Iterator[dict[str, Any]]:
 def _logprobs(reply: Reply) -> dict[str, Any] | None:
     if not reply.logprobs:
         return None
-    return {"content": [told_logprob(token, logprob) for token, logprob in reply.logprobs]}
+    return {"content": [told_logprob(token) for token in reply.logprobs]}
 
 
-def told_logprob(token: str, logprob: float) -> dict[str, Any]:
+def told_logprob(token: TokenLogprob) -> dict[str, Any]:
     """Return the entry of one token among `logprobs`; clients refuse one that lacks any of these."""
-    return {"token": token, "logprob": logprob, "bytes": list(token.encode(errors="replace")), "top_logprobs": []}
+    top = [{"token": likely.text, "logprob": likely.logprob, "bytes": list(likely.data)} for likely in token.top]
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.data), "top_logprobs": top}
 
 
 def _ids(reply: Reply) -> dict[str, Any]:
@@ -184,7 +185,7 @@ def _ids(reply: Reply) -> dict[str, Any]:
 
 def _messages(got: list[_Message]) -> tuple[Message, ...]:
     if not got:
-        raise RefusedError("messages is empty; it needs at least one message")
+        raise RefusedError("messages is empty; it needs at least one message", param="messages")
     return named([_message(message, f"messages[{at}]") for at, message in enumerate(got)])
 
 

@@ -72,6 +72,7 @@ class Wishes(ShapingFields, kw_only=True):
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
+    top_logprobs: int | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     scaled_logprobs: bool | None = None
@@ -82,6 +83,7 @@ class Wishes(ShapingFields, kw_only=True):
             **extras_of(self), "shaping": self.shaping(structure=structure),
             "model": self.model or "", "parallel_calls": self.parallel_tool_calls is not False, "temperature": self.temperature,
             "top_p": self.top_p, "top_k": self.top_k, "seed": self.seed, "stream": bool(self.stream),
+            "top_logprobs": self.top_logprobs or 0,
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())}
 
 
@@ -220,17 +222,22 @@ def openai_error(message: str, *, status: int, param: str = "") -> dict[str, Any
     return {"error": {"message": message, "type": kind, "param": param or None, "code": _CODES.get(status, kind)}}
 
 
-def list_models(created: Mapping[str, float]) -> bytes:
-    """Write the answer of /v1/models, as clients of both OpenAI and Anthropic read it.
+def model_entry(name: str, created: float) -> dict[str, Any]:
+    """Describe a model as clients of both OpenAI and Anthropic read it; `created` is when it was made, in seconds since the epoch."""
+    return {
+        "id": name, "object": "model", "type": "model", "display_name": name, "owned_by": "offbeat", "created": int(created),
+        "created_at": datetime.fromtimestamp(int(created), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
+
+
+def list_models(created: Mapping[str, float], more: Mapping[str, Mapping[str, Any]] | None = None) -> bytes:
+    """Write the answer of /v1/models.
 
     Args:
         created: when each model was made, in seconds since the epoch, by its name.
+        more: further keys of its description, by its name.
     """
     names = list(created)
-    models = [
-        {"id": name, "object": "model", "type": "model", "display_name": name, "owned_by": "offbeat", "created": int(since),
-         "created_at": datetime.fromtimestamp(int(since), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
-        for name, since in created.items()]
+    models = [{**model_entry(name, since), **(more or {}).get(name, {})} for name, since in created.items()]
     return msgspec.json.encode({
         "object": "list", "data": models, "has_more": False, "first_id": names[0] if names else None,
         "last_id": names[-1] if names else None})

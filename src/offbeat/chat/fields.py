@@ -74,8 +74,6 @@ _SAMPLING = [
     *acts("seed", proxy="run", note="equal seeds would make the samples of a group equal"),
 ]
 
-_STOP_STRING = refused("include_stop_str_in_output", neutral=(False,))
-
 _SHARED = [
     *acts("presence_penalty", "frequency_penalty", proxy="refused", service="refused", neutral=(0,), note=_DRAW),
     *acts("repetition_penalty", proxy="refused", service="refused", neutral=(1,), note=_DRAW),
@@ -95,9 +93,7 @@ _SHARED = [
     *refused("guided_whitespace_pattern", "stop_regex", "logits_processors", "custom_logit_processor", "custom_params", "vllm_xargs",
              "kv_transfer_params", "session_params", neutral=({}, [], ""), note="of other engines"),
     *refused("lora_path", neutral=("",), note="name the adapter in `model`"),
-    *refused("prompt_logprobs", neutral=(0, False), note="POST /v1/score of the engine gives log-probabilities of a prompt"),
     *refused("truncate_prompt_tokens", neutral=(-1,), note="a prompt is never cut; shorten it"),
-    *_STOP_STRING,
     *refused("return_tokens_as_token_ids", "return_hidden_states", "no_stop_trim", neutral=(False,)),
     *refused("skip_special_tokens", "spaces_between_special_tokens", neutral=(True,)),
     *harmless("priority", "request_id", "rid", "cache_salt", note="of other engines; the answer is the same without it"),
@@ -105,6 +101,8 @@ _SHARED = [
 """What vLLM's and SGLang's endpoints have besides the API, in chats and completions."""
 
 _CHAT_EXTRAS = [
+    *refused("prompt_logprobs", note="POST /v1/score of the engine gives log-probabilities of a prompt"),
+    *refused("include_stop_str_in_output", neutral=(False,)),
     *refused("chat_template_kwargs", neutral=({},), note="set data.chat_template_kwargs for a run"),
     *refused("chat_template", note="the tokenizer's own is used"),
     *refused("add_generation_prompt", neutral=(True,)),
@@ -127,7 +125,7 @@ _CHAT = [
     *acts("return_token_ids", note="adds `token_ids` and `versions` to each choice, and `prompt_token_ids`"),
     *acts("model", proxy="harmless", note="the proxy samples the policy, whatever the name"),
     *_SAMPLING,
-    *refused("top_logprobs", neutral=(0,)),
+    *acts("top_logprobs", service="refused", neutral=(0,), note="log-probabilities are told with them"),
     *acts("response_format", service="refused", neutral=({"type": "text"},), note=_FORM),
     *harmless("reasoning_effort", note="models here have no such setting"),
     *refused("verbosity", neutral=("medium",), note="ask for it in the prompt"),
@@ -146,7 +144,8 @@ _COMPLETIONS = without_proxy([
     *acts("prompt", "model", "max_tokens", "n", "stop", "logprobs", "stream", "stream_options", "stream_options.include_usage",
           "return_token_ids"),
     *_SAMPLING,
-    *refused("echo", neutral=(False,)),
+    *acts("echo", service="refused", neutral=(False,), note="with `logprobs`, the prompt's tokens have theirs"),
+    *acts("prompt_logprobs", service="refused", note="the prompt's log-probabilities, as vLLM tells them"),
     *refused("best_of", neutral=(1,), note="ask for `n`, and choose"),
     *refused("suffix", neutral=("",), note="nothing is filled in before a given end"),
     *acts("response_format", service="refused", neutral=({"type": "text"},), note=_FORM),
@@ -155,7 +154,7 @@ _COMPLETIONS = without_proxy([
     *harmless("stream_options.include_obfuscation", note="nothing is padded here"),
     *refused("add_special_tokens", neutral=(True,), note="give token ids to decide on every token"),
     *refused("prompt_embeds", note="give token ids"),
-    *[field for field in _SHARED if field.name != "include_stop_str_in_output"],
+    *_SHARED,
     *acts("include_stop_str_in_output", service="refused", neutral=(False,), note="the text keeps the stop string at its end"),
 ])
 
@@ -166,7 +165,7 @@ _RESPONSES = [
     *_SAMPLING,
     *acts("text.format", service="refused", neutral=({"type": "text"},), note=_FORM),
     *refused("text.verbosity", neutral=("medium",), note="ask for it in the prompt"),
-    *refused("top_logprobs", neutral=(0,)),
+    *acts("top_logprobs", service="refused", neutral=(0,), note="log-probabilities are told with them"),
     *harmless("reasoning", "reasoning.effort", "reasoning.summary", "reasoning.generate_summary", "reasoning.mode", "reasoning.context",
               note="reasoning is told as it was written"),
     *_OPENAI_HARMLESS,
@@ -179,6 +178,7 @@ _RESPONSES = [
     *refused("prompt", note="no prompts are stored here; write it into `instructions`"),
     *refused("context_management", neutral=([],), note="nothing is compacted here"),
     *refused("image", note="models here write text alone"),
+    *refused("include_stop_str_in_output", neutral=(False,)),
     *[field for field in _SHARED if field.name not in ("length_penalty", "use_beam_search")],
 ]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from offbeat.chat.shaping import PLAIN, Shaping
 
@@ -67,6 +67,7 @@ class ChatRequest:
         parallel_calls: whether an answer may hold several calls.
         n: number of answers.
         logprobs: whether each token's log-probability is wanted.
+        top_logprobs: number of likeliest tokens that are wanted at each position.
         include_usage: whether a stream ends with the numbers of tokens.
         shaping: penalties, biases, structured outputs; see `Shaping`, and `ShapingFields` for how bodies write it.
         stop_token_ids, ignore_eos, scaled_logprobs: as in `inference.sampling.Sampling`.
@@ -87,6 +88,7 @@ class ChatRequest:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     logprobs: bool = False
+    top_logprobs: int = 0
     stream: bool = False
     include_usage: bool = False
     return_token_ids: bool = False
@@ -96,6 +98,20 @@ class ChatRequest:
     scaled_logprobs: bool = False
 
 
+class TokenLogprob(NamedTuple):
+    """A token of an answer with its log-probability.
+
+    Attributes:
+        data: its bytes, which may be part of a character.
+        top: the likeliest tokens in its place, if they are wanted.
+    """
+
+    text: str
+    logprob: float
+    data: bytes
+    top: "tuple[TokenLogprob, ...]" = ()
+
+
 @dataclass(frozen=True)
 class Reply:
     """One answer.
@@ -103,7 +119,7 @@ class Reply:
     Attributes:
         message: the assistant's.
         stop: the stop string that ended it; empty if none did.
-        logprobs: text and log-probability of each token, if they are wanted.
+        logprobs: of each token, if they are wanted.
         num_tokens: number of generated tokens.
         token_ids: the generated tokens, if they are wanted.
         versions: of the weights that sampled each of them.
@@ -113,7 +129,7 @@ class Reply:
     message: Message
     finish: Finish
     stop: str = ""
-    logprobs: tuple[tuple[str, float], ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
     num_tokens: int = 0
     token_ids: tuple[int, ...] = ()
     versions: tuple[int, ...] = ()

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from offbeat.chat.completions import told_logprob
 from offbeat.chat.dialects import (
     COMMENT,
     Part,
@@ -82,7 +83,7 @@ class Responses:
             tool_choice=choice,  # type: ignore[reportArgumentType]
             tool_name=name,
             max_new_tokens=got.max_output_tokens,
-            logprobs="message.output_text.logprobs" in (got.include or ()),
+            logprobs="message.output_text.logprobs" in (got.include or ()) or bool(got.top_logprobs),
             **got.wanted(structure=structure_of(got.text.format if got.text is not None else None, "text.format")),
         )
 
@@ -177,7 +178,7 @@ def _items(answer: ChatAnswer) -> list[dict[str, Any]]:
             "type": "reasoning", "id": f"rs_{answer.id}", "summary": [], "status": status,
             "content": [{"type": "reasoning_text", "text": message.reasoning}]})
     if message.content or not (message.calls or message.reasoning):
-        logprobs = [{"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []} for text, value in reply.logprobs]
+        logprobs = [told_logprob(token) for token in reply.logprobs]
         part = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": logprobs}
         items.append({"type": "message", "id": f"msg_{answer.id}", "role": "assistant", "status": status, "content": [part]})
     for at, call in enumerate(message.calls):
@@ -201,7 +202,8 @@ def _response(request: ChatRequest, answer: ChatAnswer, items: list[dict[str, An
         "output": items, "usage": None if status == "in_progress" else usage,
         "error": None, "incomplete_details": {"reason": reason} if status == "incomplete" else None,
         "instructions": None, "metadata": {}, "previous_response_id": None, "store": False, "truncation": "disabled",
-        "max_output_tokens": request.max_new_tokens, "temperature": request.temperature, "top_p": request.top_p,
+        "max_output_tokens": request.max_new_tokens, "top_logprobs": request.top_logprobs,
+        "temperature": request.temperature, "top_p": request.top_p,
         "text": {"format": {"type": "text"}}, "reasoning": {"effort": None, "summary": None},
         "parallel_tool_calls": request.parallel_calls,
         "tool_choice": {"type": "function", "name": request.tool_name} if request.tool_name else request.tool_choice,

@@ -5,10 +5,11 @@ complete, with signs of life before, so that neither clients nor proxies give it
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -21,6 +22,18 @@ KEEP_ALIVE_S = 5.0
 GONE = 499
 """Status of a request whose client did not wait for the answer; nobody receives it."""
 _JSON, _EVENTS = "application/json", "text/event-stream"
+
+
+def no_such_endpoint(errors_of: "Callable[[str], WriteError]") -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Return what answers a path or a method that a server does not have; `errors_of` says how errors of a path are written."""
+
+    async def answer(http: Request, exc: Exception) -> Response:
+        status, path = getattr(exc, "status_code", 404), http.url.path
+        told = (
+            f"{path[:200]} does not take {http.method}" if status == 405 else f"this server has no {http.method} {path[:200]}")
+        return Response(errors_of(path)(told, status=status), status_code=status, media_type=_JSON)
+
+    return answer
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,12 @@ DEFAULT_CHAT_TEMPLATE = (
 )
 
 EOS, PAD, UNK = "<eos>", "<pad>", "<unk>"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTES = {
+    **{chr(byte): byte for byte in _PRINTED},
+    **{chr(0x100 + at): byte for at, byte in enumerate(byte for byte in range(0x100) if byte not in _PRINTED)}}
+"""The byte for each character in the tokens of a tokenizer over bytes: GPT-2 writes bytes that are no printed character from U+0100 on."""
 _PROBE, _ANSWER = "0", "the assistant has spoken"
 _REQUIRED = ("tokenizer.json", "tokenizer_config.json")
 _WANTED = (*_REQUIRED, "special_tokens_map.json", "chat_template.jinja")
@@ -199,6 +205,25 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
         return cast(str, self.hf.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token stands for, which may be part of a character; those of its text where that cannot be told."""
+        piece = cast(str, self.hf.convert_ids_to_tokens(token_id))
+        added = self.hf.added_tokens_decoder.get(token_id)
+        if added is None and piece is not None:
+            if "ByteLevel" in self._decoder and all(char in _BYTES for char in piece):
+                return bytes(_BYTES[char] for char in piece)
+            if "ByteFallback" in self._decoder and (byte := _BYTE_TOKEN.fullmatch(piece)):
+                return bytes([int(byte.group(1), 16)])
+            if "\u2581" in self._decoder:
+                return piece.replace("\u2581", " ").encode(errors="replace")
+        return self.decode([token_id], skip_special_tokens=False).encode(errors="replace")
+
+    @cached_property
+    def _decoder(self) -> str:
+        """The description of how tokens become text."""
+        decoder = self.hf.backend_tokenizer.decoder
+        return "" if decoder is None else json.dumps(json.loads(decoder.__getstate__()), ensure_ascii=False)
 
     def chat(self, messages: Messages, *, tools: Tools = ()) -> list[int]:
         """Return the token ids of a chat, up to where the assistant is to answer. Arguments and errors are those of `chat_text`."""

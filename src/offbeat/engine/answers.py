@@ -3,8 +3,10 @@
 Whoever asks a completion for `encoding_format: "base64"` gets arrays, which take a fortieth of the time to read.
 """
 
+import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -14,9 +16,45 @@ from offbeat.chat.answering import token_logprobs
 from offbeat.chat.completions import DONE, told_logprob
 from offbeat.chat.dialects import data
 from offbeat.data.tokenizer import Tokenizer
-from offbeat.engine.request import Output
+from offbeat.engine.request import Output, Scored
 from offbeat.engine.text import TextStream, cut_at_stop
-from offbeat.engine.wire import GenerateBody
+from offbeat.engine.wire import CompletionBody, GenerateBody
+from offbeat.inference.sampling import TopTokens
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """A prompt of a completion.
+
+    Attributes:
+        ids: its tokens.
+        given: what the client sent, text or token ids.
+        scored: its log-probabilities; None if they are not wanted, and for a prompt of one token.
+    """
+
+    ids: list[int]
+    given: str | list[int]
+    scored: Scored | None
+
+    def text(self, tokenizer: Tokenizer) -> str:
+        """The prompt as text."""
+        return self.given if isinstance(self.given, str) else tokenizer.decode(self.ids, skip_special_tokens=False)
+
+    def rows(self) -> tuple[list[float | None], list[TopTokens | None]]:
+        """Log-probabilities and likeliest tokens at each position; None at the first, before which there is nothing."""
+        if self.scored is None:
+            return [None] * len(self.ids), [None] * len(self.ids)
+        return [None, *self.scored.logprobs], [None, *(self.scored.top or [()] * len(self.scored.logprobs))]
+
+    def told(self, tokenizer: Tokenizer) -> list[dict[str, Any] | None]:
+        """Its log-probabilities in vLLM's form: at each position its token and the likeliest, by their ids."""
+        told: list[dict[str, Any] | None] = []
+        for token, logprob, top in zip(self.ids, *self.rows(), strict=True):
+            ranked = {likely: (value, rank) for rank, (likely, value) in enumerate(top or (), 1)}
+            told.append(None if logprob is None else {
+                str(one): {"logprob": value, "rank": rank, "decoded_token": tokenizer.decode_continuation([one], skip_special_tokens=False)}
+                for one, (value, rank) in {token: (logprob, None), **ranked}.items()})
+        return told
 
 
 class Format(Protocol):
@@ -30,8 +68,13 @@ class Format(Protocol):
         """Return the part of a choice that holds the text; `first` if it is the first of its sample."""
         ...
 
-    def logprobs(self, output: Output, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Return the part of a choice that holds log-probabilities."""
+    def logprobs(self, output: Output, tokenizer: Tokenizer, *, prompt: Prompt | None = None, offset: int = 0) -> dict[str, Any]:
+        """Return the part of a choice that holds log-probabilities.
+
+        Args:
+            prompt: a prompt whose log-probabilities come first; None if it is not told again.
+            offset: number of characters of the sample that were told before.
+        """
         ...
 
 
@@ -47,11 +90,18 @@ class CompletionFormat:
     def text(self, text: str, *, first: bool) -> dict[str, Any]:  # noqa: ARG002
         return {"text": text}
 
-    def logprobs(self, output: Output, tokenizer: Tokenizer) -> dict[str, Any]:  # noqa: ARG002
-        # OpenAI's `tokens` are left out: decoding them one by one would cost more than the rest of the answer.
-        told: dict[str, Any] = {"token_logprobs": _bytes(output.logprobs, np.float32) if self._packed else output.logprobs}
+    def logprobs(self, output: Output, tokenizer: Tokenizer, *, prompt: Prompt | None = None, offset: int = 0) -> dict[str, Any]:
+        before = ([], []) if prompt is None else prompt.rows()
+        logprobs = [*before[0], *output.logprobs]
+        told: dict[str, Any] = {
+            "token_logprobs": _bytes([math.nan if lp is None else lp for lp in logprobs], np.float32) if self._packed else logprobs}
         if output.top_logprobs is not None:  # in vLLM's form, which distinguishes tokens of equal text
-            told["top_logprobs"] = [{f"token_id:{token}": logprob for token, logprob in row} for row in output.top_logprobs]
+            rows = [*before[1], *output.top_logprobs]
+            told["top_logprobs"] = [None if row is None else {f"token_id:{token}": lp for token, lp in row} for row in rows]
+        if not self._packed:  # decoding tokens one by one would cost more than the rest of a packed answer
+            ids = [*(prompt.ids if prompt is not None else ()), *output.token_ids]
+            told["tokens"] = [tokenizer.decode_continuation([token], skip_special_tokens=False) for token in ids]
+            told["text_offset"] = _offsets(ids, tokenizer, offset)
         return told
 
 
@@ -63,16 +113,22 @@ class ChatFormat:
     def text(self, text: str, *, first: bool) -> dict[str, Any]:
         return {"delta": {"role": "assistant", "content": text} if first else {"content": text}}
 
-    def logprobs(self, output: Output, tokenizer: Tokenizer) -> dict[str, Any]:
-        return {"content": [told_logprob(token, logprob) for token, logprob in token_logprobs(output, tokenizer)]}
+    def logprobs(
+        self, output: Output, tokenizer: Tokenizer, *, prompt: Prompt | None = None, offset: int = 0,  # noqa: ARG002
+    ) -> dict[str, Any]:
+        return {"content": list(map(told_logprob, token_logprobs(output, tokenizer)))}
 
 
 class Answer:
     """Encodes the outputs of one request as bytes, whole or as server-sent events."""
 
     def __init__(
-        self, request_id: str, form: Format, body: GenerateBody, *, tokenizer: Tokenizer, model: str, prompt_len: int
+        self, request_id: str, form: Format, body: GenerateBody, *, tokenizer: Tokenizer, model: str, prompt_len: int,
+        prompts: Sequence[Prompt] = (),
     ) -> None:
+        """Prepare to answer; `prompts` are those of a completion, which are told again where the client asks for it."""
+        self._prompts = prompts
+        self._told: dict[int, int] = {}  # characters of each sample that were told
         self._form = form
         self._body = body
         self._tokenizer = tokenizer
@@ -127,14 +183,32 @@ class Answer:
         return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
     def _choice(self, output: Output, text: str, *, first: bool) -> dict[str, Any]:
+        body, prompt = self._body, None
+        if isinstance(body, CompletionBody) and self._prompts and first:
+            prompt = self._prompts[output.index // body.n]
+        echoed = prompt if isinstance(body, CompletionBody) and body.echo else None
+        text = text if echoed is None else echoed.text(self._tokenizer) + text
+        offset = self._told.get(output.index, 0)
+        self._told[output.index] = offset + len(text)
         choice = {"index": output.index, **self._form.text(text, first=first), "finish_reason": output.finish_reason, "logprobs": None}
-        if self._body.wants_logprobs:
-            choice["logprobs"] = self._form.logprobs(output, self._tokenizer)
+        if body.wants_logprobs:
+            choice["logprobs"] = self._form.logprobs(output, self._tokenizer, prompt=echoed, offset=offset)
+        if prompt is not None and isinstance(body, CompletionBody) and body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt.told(self._tokenizer)
         if self._body.return_token_ids:
             choice["token_ids"], choice["versions"] = (
                 (_bytes(output.token_ids, np.int32), _bytes(output.versions, np.int32)) if self._body.encoding_format == "base64"
                 else (output.token_ids, output.versions))
         return choice
+
+
+def _offsets(ids: Sequence[int], tokenizer: Tokenizer, offset: int) -> list[int]:
+    """Return where the text of each token begins; a token in the middle of a character begins where that does."""
+    stream, offsets = TextStream(tokenizer), []
+    for token in ids:
+        offsets.append(offset)
+        offset += len(stream.push(token))
+    return offsets
 
 
 def _bytes(values: Sequence[float], dtype: type) -> bytes:

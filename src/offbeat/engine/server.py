@@ -19,25 +19,27 @@ import msgspec
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
 from offbeat.aio import deadline
-from offbeat.chat.dialects import read_body
-from offbeat.chat.sending import WriteError
+from offbeat.chat.dialects import list_models, model_entry, read_body
+from offbeat.chat.sending import WriteError, no_such_endpoint
 from offbeat.engine.adapters import MAX_NAME, UnknownAdapterError
-from offbeat.engine.answers import Answer, CompletionFormat
+from offbeat.engine.answers import Answer, CompletionFormat, Prompt
 from offbeat.engine.chats import Chats, errors_of, streaming
 from offbeat.engine.loader import load_engine
 from offbeat.engine.loop import EngineLoop
 from offbeat.engine.metrics import registry_of
 from offbeat.engine.options import EngineOptions
-from offbeat.engine.request import Event, Output, Request, Scored, ScoreJob
+from offbeat.engine.request import Event, Output, Request, SamplingParams, Scored, ScoreJob
 from offbeat.engine.stall import LOOKED_AT_S, StepWatch
 from offbeat.engine.versions import Source, fingerprint_tensors
 from offbeat.engine.web import Disconnected, Handler, HttpServer, error_answer, json_answer, refusal, refusal_of
 from offbeat.engine.wire import (
+    CompletionBody,
     LoadAdapterBody,
     PauseBody,
     ProveBody,
@@ -87,6 +89,7 @@ class EngineServer:
         self._registry = registry_of(self._engine)
         self._chats = Chats(self._engine, self._outputs, self._adapter_of, model_name=self._model_name)
         self._inboxes: dict[str, _Numbered] = {}
+        self._started = time.time()
         self._pause_by, self._pause_s = "", 0.0  # who paused the engine, and when
         self._http: HttpServer | None = None
         self._thread: threading.Thread | None = None
@@ -102,8 +105,8 @@ class EngineServer:
         """
         listener = bind(host, port, who="the engine")
         config = uvicorn.Config(
-            Starlette(routes=self._routes()), lifespan="off", access_log=False, log_level="warning",
-            timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=2,
+            Starlette(routes=self._routes(), exception_handlers={HTTPException: no_such_endpoint(errors_of)}),
+            lifespan="off", access_log=False, log_level="warning", timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=2,
         )
         self._http = HttpServer(config)
         self._thread = threading.Thread(target=self._http.run, args=([listener],), name="offbeat-http", daemon=True)
@@ -139,6 +142,7 @@ class EngineServer:
             ("POST", "/v1/completions", self._completions),
             *self._chats.routes(),
             ("GET", "/v1/models", self._models),
+            ("GET", "/v1/models/{name:path}", self._model),
             ("GET", "/health", self._health),
             ("GET", "/metrics", self._metrics),
             ("POST", "/v1/weights/stage", self._stage),
@@ -174,18 +178,37 @@ class EngineServer:
         prompts = [self._tokenizer.prompt(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
         if len(prompts) > self._options.max_queued:
             raise RefusedError(f"prompt takes at most {self._options.max_queued} prompts here, got {len(prompts)}; send several requests")
-        params = body.params(default_max_tokens=DEFAULT_MAX_TOKENS)
+        generates = not (body.echo and body.max_tokens == 0)
+        params = body.params(default_max_tokens=DEFAULT_MAX_TOKENS) if generates else SamplingParams()
         form, adapter = CompletionFormat(packed=body.encoding_format == "base64"), self._adapter_of(body.model or "")
         name = f"{form.prefix}-{uuid.uuid4().hex}"
         requests = [
             Request(id=f"{name}-{index}", prompt=prompt, params=params, n=body.n, adapter=adapter, stream=body.stream)
             for index, prompt in enumerate(prompts)]
+        scores = await self._prompt_scores(http, body, prompts, adapter)
         answer = Answer(
-            name, form, body, tokenizer=self._tokenizer, model=adapter or self._model_name, prompt_len=sum(map(len, prompts)))
+            name, form, body, tokenizer=self._tokenizer, model=adapter or self._model_name, prompt_len=sum(map(len, prompts)),
+            prompts=[Prompt(*prompt) for prompt in zip(prompts, body.prompts, scores, strict=True)])
+        if not generates:
+            return json_answer(answer.whole([Output(index, [], [], [], "length", []) for index in range(len(prompts) * body.n)]))
         outputs = self._outputs(http, *requests)
         if not body.stream:
             return json_answer(answer.whole([output async for output in outputs]))
         return await streaming(answer, outputs)
+
+    async def _prompt_scores(
+        self, http: HttpRequest, body: CompletionBody, prompts: Sequence[list[int]], adapter: str
+    ) -> list[Scored | None]:
+        """Score the prompts whose log-probabilities are wanted; None where they are not, and for a prompt of one token."""
+        scores: list[Scored | None] = [None] * len(prompts)
+        if (top_k := body.prompt_top) is None:
+            return scores
+        for at, prompt in enumerate(prompts):
+            if len(prompt) > 1:
+                job = ScoreJob(id=f"score-{uuid.uuid4().hex}", tokens=prompt, top_k=top_k, adapter=adapter)
+                async with self._submitted(http, job) as inbox:
+                    scores[at] = await _next(inbox, Scored)
+        return scores
 
     def _adapter_of(self, model: str) -> str:
         """Return the adapter that a request's `model` names; empty for the base model, by the name of its folder, its path or no name.
@@ -260,10 +283,21 @@ class EngineServer:
             self._loop.abort(request.id)
 
     async def _models(self, _: HttpRequest) -> Response:
-        rest = {"object": "model", "owned_by": "offbeat", "max_model_len": self._engine.max_context}
-        adapters = [
-            {"id": name, **rest, "parent": self._model_name, "root": folder} for name, folder in self._engine.adapters.folders.items()]
-        return json_answer(msgspec.json.encode({"object": "list", "data": [{"id": self._model_name, **rest}, *adapters]}))
+        models = self._described()
+        return json_answer(list_models(dict.fromkeys(models, self._started), models))
+
+    async def _model(self, http: HttpRequest) -> Response:
+        name = self._adapter_of(http.path_params["name"]) or self._model_name
+        if (more := self._described().get(name)) is None:
+            raise UnknownAdapterError(f"no model is called {name[:MAX_NAME]!r} here; GET /v1/models lists them")
+        return json_answer(msgspec.json.encode({**model_entry(name, self._started), **more}))
+
+    def _described(self) -> dict[str, dict[str, Any]]:
+        """What is told of each model besides its name: the model itself first, then the loaded adapters."""
+        size = {"max_model_len": self._engine.max_context}
+        adapters = {
+            name: {**size, "parent": self._model_name, "root": folder} for name, folder in self._engine.adapters.folders.items()}
+        return {self._model_name: size, **adapters}
 
     async def _health(self, _: HttpRequest) -> Response:
         engine, error = self._engine, self._loop.error
@@ -360,6 +394,7 @@ class EngineServer:
 
     async def _pause(self, http: HttpRequest) -> Response:
         body = read_body(PauseBody, await http.body())
+        self._started = time.time()
         self._pause_by, self._pause_s = body.by or (http.client.host if http.client else "somebody"), time.monotonic()
         await asyncio.wrap_future(self._loop.pause(body.mode))
         return json_answer(msgspec.json.encode({"status": "paused"}))

@@ -47,6 +47,7 @@ class GenerateBody(ShapingFields, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
     logprobs: int | bool | None = None
+    top_logprobs: int | None = None
     scaled_logprobs: bool = False
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool = False
@@ -83,7 +84,7 @@ class GenerateBody(ShapingFields, kw_only=True):
     @property
     def num_top(self) -> int:
         """Number of most likely tokens to report at each position."""
-        return 0
+        return self.top_logprobs or 0
 
     @property
     def wants_logprobs(self) -> bool:
@@ -95,9 +96,20 @@ class CompletionBody(GenerateBody, kw_only=True):
 
     Attributes:
         prompt: one prompt or a list of them, each a string or a list of token ids.
+        echo: put the prompt before each answer; with `logprobs`, its log-probabilities too. `max_tokens` may then be 0.
+        prompt_logprobs: report the log-probabilities of the prompt's tokens, and of so many likeliest in their places.
     """
 
     prompt: str | list[int | str | list[int]]
+    echo: bool = False
+    prompt_logprobs: int | None = None
+
+    @property
+    def prompt_top(self) -> int | None:
+        """Number of likeliest tokens to report in place of each of the prompt's; None if none of its log-probabilities is wanted."""
+        echoed = self.num_top if self.echo and self.wants_logprobs else None
+        wanted = [num for num in (echoed, self.prompt_logprobs) if num is not None]
+        return max(wanted) if wanted else None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -130,7 +142,7 @@ def body_of(request: ChatRequest, *, stops: tuple[str, ...], stop_token_ids: lis
         model=request.model, max_tokens=request.max_new_tokens, n=request.n, temperature=request.temperature, top_p=request.top_p,
         top_k=request.top_k, seed=request.seed, stop=list(stops), stop_token_ids=stop_token_ids, ignore_eos=request.ignore_eos,
         stream=stream, stream_options=StreamOptions(request.include_usage), logprobs=request.logprobs or None,
-        scaled_logprobs=request.scaled_logprobs, return_token_ids=request.return_token_ids)
+        top_logprobs=request.top_logprobs,        scaled_logprobs=request.scaled_logprobs, return_token_ids=request.return_token_ids)
 
 
 class StageBody(msgspec.Struct):
