@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.config.load import load_config
+from offbeat.data.tokenizer import character_tokenizer
 from offbeat.errors import ConfigError
 from offbeat.runs.check import check_named, pairs_in
 
@@ -60,6 +61,20 @@ def test_what_the_tiny_model_cannot_write_is_refused(tmp_path: Path) -> None:
         check_named(load_config(None, [*settings.items(), ("run.warm_up", "true")]))
     elsewhere = check_named(load_config(None, [*settings.items(), ("run.warm_up", "true"), ("model.path", "org/model")]))
     assert elsewhere[0] == f"data: {rows}: the first 3 rows are prompts"
+
+
+def test_a_model_that_was_taught_chats_and_is_asked_with_plain_text_is_told_and_one_without_tokens_refused(tmp_path: Path) -> None:
+    model, tokenizer = tmp_path / "model", character_tokenizer()
+    tokenizer.save(model)
+    told = {}
+    for num_rows in (tokenizer.vocab_size, 20):
+        (model / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": num_rows}))
+        try:
+            told[num_rows] = check_named(load_config(None, [("data.task", "addition"), ("model.path", str(model))]))[1]
+        except ConfigError as exc:
+            told[num_rows] = str(exc)
+    assert told[54].startswith(f"data: prompts are plain text, and the tokenizer of {model} has a chat template")
+    assert f"but the embedding of {model} has 20 rows" in told[20]
 
 
 def test_preferences_are_known_by_their_fields(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from offbeat.data.reward_model import JudgedPairEncoder, choose_padding, open_re
 from offbeat.data.row import Row
 from offbeat.data.supervised import Supervision
 from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
+from offbeat.data.vocabulary import fit_vocabulary
 from offbeat.errors import ConfigError, DataError, ModelError
 from offbeat.inference.sampling import Sampling
 from offbeat.trainer.messages import BuildRequest, Trainee
@@ -343,12 +344,13 @@ def read_base(config: Config) -> Base:
     """Read model configuration and tokenizer; writes nothing.
 
     Raises:
-        ModelError: the folder holds no model or tokenizer.
+        ModelError: the folder holds no model or tokenizer, or the tokenizer has tokens that the model needs and lacks.
     """
     if config.model.path:
         model = str(check_model_folder(config.model.path))
         tokenizer_folder = config.model.tokenizer or model
-        return Base(model, None, tokenizer_folder, _rendering(load_tokenizer(tokenizer_folder), config), read_context_length(model))
+        tokenizer = fit_vocabulary(_rendering(load_tokenizer(tokenizer_folder), config), read_vocab_size(model), model=model)
+        return Base(model, None, tokenizer_folder, tokenizer, read_context_length(model))
     model = str(config.run_dir / "model")
     tokenizer = _rendering(load_tokenizer(config.model.tokenizer) if config.model.tokenizer else character_tokenizer(), config)
     tiny = config.model.tiny

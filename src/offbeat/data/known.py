@@ -31,7 +31,7 @@ def check_row(tokenizer: Tokenizer, config: DataConfig, *, answered: bool) -> Ca
     Returns:
         A function of a row and its name, which raises DataError.
     """
-    if tokenizer.unknown_id is None:
+    if tokenizer.knows_all:
         return None
 
     def check(row: Row, where: str) -> None:
@@ -43,7 +43,7 @@ def check_row(tokenizer: Tokenizer, config: DataConfig, *, answered: bool) -> Ca
 
 def check_preference(tokenizer: Tokenizer, config: DataConfig) -> Callable[[Preference, str], None] | None:
     """Return what refuses a preference with text unknown to the tokenizer; as `check_row`."""
-    if tokenizer.unknown_id is None:
+    if tokenizer.knows_all:
         return None
 
     def check(preference: Preference, where: str) -> None:
@@ -109,6 +109,10 @@ def _check(tokenizer: Tokenizer, texts: Iterable[tuple[str, str]], where: str) -
 
 def _why(tokenizer: Tokenizer, unknown: str) -> str:
     alphabet = tokenizer.alphabet
+    if tokenizer.num_rows is not None and unknown in tokenizer.hf.get_vocab():
+        return (
+            f"is a token that the tokenizer {tokenizer.name!r} knows, but the model's embedding of {tokenizer.num_rows} rows does not;"
+            " leave it out, or use a model that has it (model.path)")
     if not alphabet:
         return (
             f"is unknown to the tokenizer {tokenizer.name!r}, which reads {tokenizer.hf.unk_token} in its place; leave it out, or use a"

@@ -227,6 +227,7 @@ class PairEncoder:
         else:
             said = ({"role": "assistant", "content": text},) if isinstance(answer, str) else answer
             tokens, mask = self._chat(messages, said, preference.tools, name)
+        self.tokenizer.check_rows(tokens)
         if mask[0]:
             raise DataError(f"the prompt of {name} has no tokens; a prompt needs at least one")
         if mask.sum() < 2:

@@ -57,7 +57,8 @@ class Supervision:
         """
         chat = self._chat(row, name)
         sequences = [sft_sequence(row, self.tokenizer, self.data)] if chat is None else [text.sequence(self.tokenizer) for text in chat]
-        for _, mask in sequences:
+        for tokens, mask in sequences:
+            self.tokenizer.check_rows(tokens)
             if mask[0]:
                 raise DataError(f"the prompt of {name} has no tokens; a prompt needs at least one")
             if mask.sum() < 2:

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from offbeat.data.forms import Form, Messages, Tools, find_form
-from offbeat.errors import ModelError
+from offbeat.errors import DataError, ModelError
 
 DEFAULT_ALPHABET = string.digits + string.ascii_lowercase + " \n+-*/=()>,.?#:"
 """Characters that the built-in tasks and the default chat template need; 54 tokens with the three special ones."""
@@ -60,12 +60,14 @@ class Tokenizer:
         name: folder or hub id that it came from, for messages.
         template_kwargs: what the chat template is given besides messages and tools, such as `enable_thinking`.
         alphabet: all characters that it knows, if it was built of them here; else empty.
+        num_rows: number of rows of the model's embedding, if it has fewer than the tokenizer has tokens; else None.
     """
 
     hf: PreTrainedTokenizerFast
     name: str
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     alphabet: str = ""
+    num_rows: int | None = None
 
     def __post_init__(self) -> None:
         if self.hf.eos_token_id is None:
@@ -98,8 +100,27 @@ class Tokenizer:
         return replace(self, template_kwargs={**self.template_kwargs, **template_kwargs}) if template_kwargs else self
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the token ids of `text`. Special tokens spelled out in it, such as `<eos>`, are recognised."""
-        return self.hf.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        """Return the token ids of `text`. Special tokens spelled out in it, such as `<eos>`, are recognised.
+
+        Raises:
+            DataError: the model has no such token (see `data.vocabulary`).
+        """
+        ids = self.hf.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        self.check_rows(ids)
+        return ids
+
+    def check_rows(self, ids: Sequence[int]) -> None:
+        """Raise DataError if there is a token among these that the model's embedding lacks."""
+        if self.num_rows is not None and max(ids, default=0) >= self.num_rows:
+            token = self.hf.convert_ids_to_tokens(int(max(ids)))
+            raise DataError(
+                f"a text has {token!r}, which tokenizer {self.name!r} knows, but the model's embedding of {self.num_rows} rows does not;"
+                " leave it out")
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether the model can read and write any text."""
+        return self.unknown_id is None and self.num_rows is None
 
     def encode_continuation(self, text: str) -> list[int]:
         """Return the token ids of a text that follows another: without the space that tokenizers like sentencepiece's put before a text."""
@@ -147,13 +168,15 @@ class Tokenizer:
         return unknown if unknown is not None and any(unknown in self.encode(sign) for sign in _RARE) else None
 
     def unknown_in(self, text: str) -> str:
-        """Return the first part of a text that the tokenizer does not know; empty if it knows all of it."""
-        if self.unknown_id is None:
+        """Return the first part of a text that the tokenizer does not know, or the model has no token for; empty if there is none."""
+        if self.knows_all:
             return ""
         encoding = self.hf.backend_tokenizer.encode(text, add_special_tokens=False)
-        if self.unknown_id not in encoding.ids:
+        most = float("inf") if self.num_rows is None else self.num_rows
+        at = next((at for at, token in enumerate(encoding.ids) if token == self.unknown_id or token >= most), None)
+        if at is None:
             return ""
-        start, end = encoding.offsets[encoding.ids.index(self.unknown_id)]
+        start, end = encoding.offsets[at]
         return text[start:end] or text
 
     @cached_property

@@ -20,10 +20,13 @@ from offbeat.data.evaluation_set import has_own_rows
 from offbeat.data.files import Sieve
 from offbeat.data.functions import check_takes, resolve
 from offbeat.data.known import check_preference, check_row, unwritable_answers
+from offbeat.data.model_folder import read_vocab_size
 from offbeat.data.pairs import holds_pairs, open_pairs
 from offbeat.data.reward_model import open_reward_folder
 from offbeat.data.sources import open_source
+from offbeat.data.template_use import unused_template
 from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
+from offbeat.data.vocabulary import fit_vocabulary
 from offbeat.errors import ConfigError, DeadlineError, UserError, WorkerError
 from offbeat.rollout.reward_pool import RewardPool
 
@@ -105,7 +108,7 @@ def _check_data(config: Config) -> Iterator[str]:
             data, seed=config.run.seed, needs_answer=answered, limit=FIRST_ROWS, refused=refused, check=known)
         what = "prompts" if answered else "prompts, which need no answer"
         unwritable = "" if tokenizer is None else unwritable_answers(tokenizer, train)
-    train.row(0)
+    prompt = train.row(0).prompt
     left_out = f"; {len(refused)} of them cannot be used, the first: {refused[0]}" if refused else ""
     if train.num_rows is None:
         count = "makes its rows"
@@ -116,6 +119,9 @@ def _check_data(config: Config) -> Iterator[str]:
     yield f"data: {data.task or data.path}: {count}{left_out}"
     if unwritable:
         yield f"data: {unwritable}"
+    if tokenizer and config.rollout.workflow not in PLAYS and (
+            advice := unused_template(tokenizer, prompt, data, model=config.model.path)):
+        yield f"data: {advice}"
 
 
 def _evaluated(config: Config, name: str) -> Config:
@@ -130,7 +136,10 @@ def _tokenizer_here(config: Config) -> Tokenizer | None:
     """Return the tokenizer of the run; None if it would have to be fetched from the hub."""
     name = config.model.tokenizer or config.model.path
     folder = Path(name).expanduser()
-    return character_tokenizer() if not name else load_tokenizer(folder) if folder.is_dir() else None
+    if not name or not folder.is_dir():
+        return None if name else character_tokenizer()
+    model, tokenizer = config.model.path, load_tokenizer(folder)
+    return fit_vocabulary(tokenizer, read_vocab_size(model), model=model) if Path(model).expanduser().is_dir() and model else tokenizer
 
 
 def _check_rewards(config: Config) -> Iterator[str]:

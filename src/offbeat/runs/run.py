@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from offbeat.aio import listener
+from offbeat.config.agent import PLAYS
 from offbeat.config.load import dump_toml
 from offbeat.config.notes import notes
 from offbeat.config.resume import remembered
@@ -32,6 +33,7 @@ from offbeat.controller.supervised import SftResult, fine_tune
 from offbeat.cpu import this_cpu
 from offbeat.data import wire
 from offbeat.data.identity import Identity
+from offbeat.data.template_use import unused_template
 from offbeat.loading import load_module
 from offbeat.machine import PROMISED_DEVICES, smallest_device
 from offbeat.memory import steady_memory
@@ -236,6 +238,14 @@ def _make_base(config: Config, console: Console, *, debug: bool, fresh: bool) ->
     return config, sum(result.steps for result in results), time.monotonic() - start if results else 0.0
 
 
+def _unused_template(config: Config, inputs: RunInputs) -> str:
+    """Say that a model that was taught chats is asked with plain text; "" if it is not, and of workflows that ask in chats of their own."""
+    rows = inputs.train if inputs.pairs is None else inputs.pairs.train
+    if config.data.sets or rows.num_rows == 0 or inputs.trains == "rewards" or (inputs.plays and config.rollout.workflow in PLAYS):
+        return ""
+    return unused_template(inputs.tokenizer, rows.row(0).prompt, config.data, model=config.model.path)
+
+
 def execute(
     config: Config, console: Console, body: Body[T], *, debug: bool = False, kind: str = TRAINING, fresh: bool = False,
 ) -> T | None:
@@ -264,8 +274,8 @@ def execute(
             record.console.note(
                 f"rows that cannot be used and are left out: {len(inputs.unusable)}, with the reasons in events.jsonl; the first:"
                 f" {inputs.unusable[0]}")
-        if inputs.unwritable:
-            record.note("advice", inputs.unwritable)
+        for advice in filter(None, (inputs.unwritable, _unused_template(config, inputs))):
+            record.note("advice", advice)
         if devices:
             record.console.note(describe_devices(config, devices=devices))
             record.console.note(f"training steps: {config.train.computes_in}, activations computed again: {config.train.recomputes}")
