@@ -43,6 +43,14 @@ def test_a_command_finds_what_it_needs_in_its_environment_and_prints_its_reward(
     assert run("print('no number')").outcome is None
 
 
+def test_a_row_of_any_size_is_in_a_file() -> None:
+    code = (
+        "import json, os; row = json.load(open(os.environ['OFFBEAT_ROW_FILE']));"
+        "print(len(row['prompt']) + ('OFFBEAT_ROW' in os.environ))")
+    assert run(code, row=Row("p" * 300_000, "a")).reward == 300_000
+    assert run(code, row=Row("p", "a")).reward == 2
+
+
 def test_a_command_that_fails_says_so_with_what_it_wrote() -> None:
     with pytest.raises(CodeError, match=r"ended with code 1: .*ValueError: no idea"):
         run("raise ValueError('no idea')")

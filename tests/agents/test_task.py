@@ -1,6 +1,7 @@
 """What agents get and give."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -23,6 +24,12 @@ def test_a_command_finds_all_in_variables() -> None:
     assert environment["OPENAI_API_KEY"] == environment["ANTHROPIC_API_KEY"] == "sk-1"
     assert json.loads(environment["OFFBEAT_ROW"]) == {
         "prompt": [{"role": "user", "content": "hi"}], "answer": "7", "solution": "", "level": "2"}
+
+
+def test_a_row_is_in_a_variable_up_to_what_linux_allows() -> None:
+    around = len(json.dumps({"prompt": "", "answer": "", "solution": ""})) + len("OFFBEAT_ROW=") + 1
+    for num_bytes, fits in (((128 << 10) - around, True), ((128 << 10) - around + 1, False)):
+        assert ("OFFBEAT_ROW" in replace(TASK, row=Row("p" * num_bytes, "")).environment()) == fits
 
 
 def test_programs_reach_the_proxy_directly_under_the_name_that_they_are_told() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from logging.handlers import RotatingFileHandler
@@ -64,9 +65,12 @@ class CommandPlayer:
         Raises:
             CodeError: it ended with an error; quotes the end of what it wrote.
         """
-        async with self._places.taken(off_the_clock), deadline(EPISODE, task.timeout_s):
-            code, output, errors = await run(
-                self._command, self._environment | task.environment(), memory_bytes=self._memory_bytes, log=self._log)
+        with tempfile.TemporaryDirectory(prefix="offbeat-row-", ignore_cleanup_errors=True) as folder:
+            file = Path(folder) / "row.json"
+            async with self._places.taken(off_the_clock), deadline(EPISODE, task.timeout_s):
+                await asyncio.to_thread(file.write_text, task.row_text(), encoding="utf-8")
+                environment = self._environment | task.environment() | {"OFFBEAT_ROW_FILE": str(file)}
+                code, output, errors = await run(self._command, environment, memory_bytes=self._memory_bytes, log=self._log)
         name = Path(self._command[0]).name
         if code:
             said = printable((errors or output).strip()[-300:], most=300)

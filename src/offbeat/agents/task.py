@@ -17,6 +17,10 @@ EPISODE = "an episode (agent.timeout_s)"
 """What is waited for, in messages."""
 
 
+_LONGEST_VARIABLE = 128 << 10
+"""Bytes of an environment variable with its name and the byte that ends it, which Linux allows (MAX_ARG_STRLEN)."""
+
+
 @dataclass(frozen=True)
 class AgentTask:
     """One episode, as an agent's function is given it.
@@ -39,13 +43,19 @@ class AgentTask:
     seed: int
     timeout_s: float
 
+    def row_text(self) -> str:
+        """Return the row as a command finds it: a JSON object."""
+        row = self.row
+        return json.dumps({"prompt": row.prompt, "answer": row.answer, "solution": row.solution, **row.extra})
+
     def environment(self) -> dict[str, str]:
-        """Return the environment variables by which a command finds the same."""
-        row = {"prompt": self.row.prompt, "answer": self.row.answer, "solution": self.row.solution, **self.row.extra}
+        """Return the environment variables by which a command finds the same; a row that is too large for one is in a file alone."""
+        row = self.row_text()
+        fits = len(f"OFFBEAT_ROW={row}".encode()) < _LONGEST_VARIABLE
         return {
             "OPENAI_BASE_URL": self.base_url, "OPENAI_API_BASE": self.base_url, "OPENAI_API_KEY": self.api_key,
             "ANTHROPIC_BASE_URL": self.anthropic_base_url, "ANTHROPIC_API_KEY": self.api_key, "OFFBEAT_MODEL": self.model,
-            "OFFBEAT_SEED": str(self.seed), "OFFBEAT_ROW": json.dumps(row)}
+            "OFFBEAT_SEED": str(self.seed), **({"OFFBEAT_ROW": row} if fits else {})}
 
 
 def environment_of_programs(environ: Mapping[str, str], *, allowed: Collection[str], host: str = LOOPBACK) -> dict[str, str]:
@@ -98,7 +108,7 @@ def printed(text: str, *, of: str) -> Played:
 
     An object may hold the reward under "reward" alone, with other things beside it, among them an object "metrics" of what was measured.
     """
-    last = (text.strip().splitlines() or [""])[-1].strip()
+    last = text.strip().rpartition("\n")[2].strip()  # a line of JSON may hold other characters that splitlines takes for its end
     try:
         value = json.loads(last)
     except ValueError:

@@ -14,7 +14,7 @@ class AgentConfig(Section):
         "URL, a key and a row, and returns the reward.")
     command: tuple[str, ...] = field(
         (), "Instead of a program, a command and its arguments, which finds the same in OPENAI_BASE_URL, OPENAI_API_KEY, "
-        "ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and OFFBEAT_ROW, and prints its reward as the last line.")
+        "ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and OFFBEAT_ROW_FILE, and prints its reward as the last line.")
     environment: str = field(
         "", "What is played with rollout.workflow = \"gym\": my_env.py:MyEnv, textarena:TicTacToe-v0, skyrl-gym:gsm8k_multi_turn, "
         "gem:NAME, openenv:URL or reasoning-gym:chain_sum; with \"agent\", an environment that brings its own loop, as verifiers:my_env.")

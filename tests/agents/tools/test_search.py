@@ -17,8 +17,8 @@ def folder(tmp_path: Path) -> Path:
     (texts / "deep").mkdir(parents=True)
     (texts / "birds.md").write_text("# Birds\n\nThe swift sleeps while it is flying.\n\nThe kiwi lays large eggs and does not fly.\n")
     (texts / "deep" / "stones.txt").write_text("Stones\n\nGranite is made of quartz, feldspar and mica.\n")
-    (texts / "facts.jsonl").write_text("\n".join(json.dumps(fact) for fact in (
-        {"title": "Kettle", "text": "A kettle boils water."}, {"text": "The moon has no air."})))
+    (texts / "facts.jsonl").write_text("\n".join(json.dumps(fact, ensure_ascii=False) for fact in (
+        {"title": "Kettle", "text": "A kettle boils water.\u2028Steam is hot."}, {"text": "The moon has no air."})) + "\r\n")
     (texts / "picture.png").write_bytes(b"\xff\xfe kettle")
     return texts
 

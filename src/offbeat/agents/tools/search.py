@@ -125,7 +125,7 @@ class TextIndex:
             content = path.read_text(encoding="utf-8")
             texts = [("", content, name)] if path.suffix != ".jsonl" else [
                 (str(item.get("title", "")), item["text"], f"{name}:{number}")
-                for number, line in enumerate(content.splitlines(), start=1) if line.strip() for item in [json.loads(line)]]
+                for number, line in enumerate(content.split("\n"), start=1) if line.strip() for item in [json.loads(line)]]
         except (ValueError, LookupError, AttributeError, TypeError) as exc:
             raise DataError(f"{str(path)!r} cannot be searched: {exc}; each line of a JSONL file is an object with \"text\"") from exc
         for title, text, place in texts:
