@@ -11,7 +11,8 @@ import msgspec
 import uvicorn
 from starlette.applications import Starlette
 
-from offbeat.service.app.server import HttpServer, listen
+from offbeat.listening import GuestServer
+from offbeat.service.app.server import listen
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ Serve = Callable[[Callable[[Client], Awaitable[None]]], None]
 async def serving(app: Starlette) -> AsyncIterator[Client]:
     """The application on a free port while the body runs."""
     with listen("127.0.0.1", 0) as listener:
-        server = HttpServer(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1))
+        server = GuestServer(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1))
         task = asyncio.create_task(server.serve(sockets=[listener]))
         await server.ready.wait()
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120)) as http:

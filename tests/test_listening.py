@@ -1,11 +1,19 @@
 """Listening sockets."""
 
+import asyncio
+import resource
 import socket
+from contextlib import closing
 
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 
+from http_serving import serving
 from offbeat.errors import PortBusyError
-from offbeat.listening import bind
+from offbeat.listening import BodyTooLargeError, SlowBodyError, bind, read_body, run_bounds
 
 
 def test_a_port_that_is_taken_is_told() -> None:
@@ -18,3 +26,41 @@ def test_a_port_that_is_taken_is_told() -> None:
 def test_answers_do_not_wait_for_more_to_send() -> None:
     with bind("127.0.0.1", 0, who="the engine") as listener:
         assert listener.proto == socket.IPPROTO_TCP  # by which asyncio knows that it may turn Nagle's algorithm off
+
+
+def test_a_run_may_have_as_many_connections_as_it_may_open_files_and_all_from_one_address() -> None:
+    bounds = run_bounds()
+    now, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    now = 65536 if now == resource.RLIM_INFINITY else min(now, 65536)
+    assert bounds.of_address == bounds.connections and now // 2 < bounds.connections < now
+
+
+def test_a_body_is_read_within_its_bounds() -> None:
+    async def answer(http: Request) -> PlainTextResponse:
+        try:
+            return PlainTextResponse(str(len(await read_body(http, max_bytes=1 << 20, patience_s=0.3))))
+        except (BodyTooLargeError, SlowBodyError) as exc:
+            return PlainTextResponse(f"{type(exc).__name__}: {exc}")
+
+    async def body() -> None:
+        async with serving(Starlette(routes=[Route("/", answer, methods=["POST"])])) as client:
+
+            async def parts(size: int):
+                for _ in range(size >> 16):
+                    yield bytes(1 << 16)
+
+            async def ask(data: object) -> str:
+                async with client.http.post(client.url, data=data) as got:
+                    return await got.text()
+
+            assert await ask(bytes(1 << 20)) == await ask(parts(1 << 20)) == str(1 << 20)
+            assert await ask(parts(2 << 20)) == "BodyTooLargeError: a request may have 1 MiB; this one is larger"
+            port = int(client.url.rpartition(":")[2])
+            slow = 1000, b"x" * 999, b"SlowBodyError: 999 bytes of the body arrived"
+            for length, sent, said in (slow, (1 << 40, b"", b"BodyTooLargeError")):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                with closing(writer):
+                    writer.write(b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % length + sent)
+                    assert said in await asyncio.wait_for(reader.read(), 30)
+
+    asyncio.run(body())

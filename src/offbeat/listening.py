@@ -1,13 +1,37 @@
-"""Listening sockets, and uvicorn on an event loop that somebody else owns. Used by the engine, the service and the proxy of agents."""
+"""Listening sockets, uvicorn within bounds, and bodies of requests. Used by the engine, the service, the proxy of agents and the live page.
+
+Whoever asks, a server holds a bounded number of connections, bounded heads and bodies, and waits a bounded time for each (`connections`).
+"""
 
 import asyncio
+import math
+import resource
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
 
+import psutil
 import uvicorn
+from starlette.requests import Request
 
-from offbeat.errors import PortBusyError
+from offbeat.connections import Bounds, Connections, GuardedProtocol
+from offbeat.errors import PortBusyError, RefusedError
+
+PATIENCE_S = 10.0
+"""Time for a body to begin, and for each pause in it."""
+MIN_BYTES_PER_S = 16384
+_TICKS_PER_SWEEP = 10  # uvicorn ticks every 0.1 s
+_OPEN_FILES = 65536
+
+
+class BodyTooLargeError(RefusedError):
+    """A request's body is larger than its server takes."""
+
+
+class SlowBodyError(RefusedError):
+    """A request's body did not arrive in time."""
 
 
 def bind(host: str, port: int, *, who: str, another: str = "another port") -> socket.socket:
@@ -31,11 +55,52 @@ def bind(host: str, port: int, *, who: str, another: str = "another port") -> so
     return listener
 
 
-class GuestServer(uvicorn.Server):
+def allow_files() -> None:
+    """Raise this process's limit of open files, since each client that waits holds a connection."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+def num_free_files() -> float:
+    """Return how many more files this process may open, a connection being one; infinite without a limit."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return math.inf if most == resource.RLIM_INFINITY else most - psutil.Process().num_fds()
+
+
+def run_bounds() -> Bounds:
+    """Return the bounds of a server that a run asks: as many connections as files allow, from one address, too, as all are the run's.
+
+    Half-sent and idle connections of others still give way to new ones.
+    """
+    allow_files()
+    most = int(max(min(num_free_files(), _OPEN_FILES) * 3 // 4, 1))
+    return Bounds(connections=most, of_address=most, unfetched_s=300.0)
+
+
+class BoundedServer(uvicorn.Server):
+    """uvicorn whose connections are within bounds."""
+
+    def __init__(self, config: uvicorn.Config, connections: Connections | None = None) -> None:
+        """`connections` counts all connections; by default within the default bounds."""
+        self._open = Connections(Bounds()) if connections is None else connections
+        config.http = cast(Any, partial(GuardedProtocol, connections=self._open))
+        config.ws = "none"  # an upgraded connection would leave the bounds
+        super().__init__(config)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Sweep connections once a second. Called ten times a second; returns whether to exit."""
+        if counter % _TICKS_PER_SWEEP == 0:
+            self._open.sweep()
+        return await super().on_tick(counter)
+
+
+class GuestServer(BoundedServer):
     """uvicorn on an event loop that is not its own, whose owner handles signals; sets `ready` when it listens."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
+    def __init__(self, config: uvicorn.Config, connections: Connections | None = None) -> None:
+        super().__init__(config, connections)
         self.ready = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -47,3 +112,49 @@ class GuestServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Capture no signals, since the owner of the loop handles them."""
         yield
+
+
+async def read_body(http: Request, *, max_bytes: int, patience_s: float = PATIENCE_S) -> bytes:
+    """Read a request's body within bounds.
+
+    Args:
+        max_bytes: of the whole body; one that says that it is larger is refused unread.
+        patience_s: how long the body may pause; in all it must arrive at `MIN_BYTES_PER_S`.
+
+    Raises:
+        BodyTooLargeError: it is larger.
+        SlowBodyError: it arrives too slowly.
+        ClientDisconnect: the client went away.
+    """
+    declared = http.headers.get("content-length", "")
+    parts: list[bytes] = []
+    num_bytes = int(declared) if declared.isdecimal() and len(declared) < 20 else 0
+    if num_bytes > max_bytes:
+        raise _too_large(max_bytes)
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(patience_s) as patience:
+            async for part in http.stream():
+                num_bytes += len(part)
+                if num_bytes > max_bytes:
+                    raise _too_large(max_bytes)
+                parts.append(part)
+                extend(patience, len(part), patience_s=patience_s)
+    except TimeoutError as exc:
+        raise SlowBodyError(
+            f"{num_bytes} bytes of the body arrived, and then fewer than {MIN_BYTES_PER_S} a second for {patience_s:g} s; send it again"
+        ) from exc
+    return b"".join(parts)
+
+
+def extend(
+    patience: asyncio.Timeout, num_bytes: int, *, patience_s: float = PATIENCE_S, min_bytes_per_s: float = MIN_BYTES_PER_S,
+) -> None:
+    """Extend the deadline for each byte, but never beyond the initial patience: bodies that stall or trickle run out of time."""
+    now, until = asyncio.get_running_loop().time(), patience.when()
+    assert until is not None, "it has a deadline from the start"
+    patience.reschedule(min(until + num_bytes / min_bytes_per_s, now + patience_s))
+
+
+def _too_large(max_bytes: int) -> BodyTooLargeError:
+    return BodyTooLargeError(f"a request may have {max_bytes >> 20} MiB; this one is larger")

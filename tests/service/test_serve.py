@@ -16,7 +16,7 @@ from offbeat.config.load import load_config
 from offbeat.config.root import Config
 from offbeat.controller.inputs import read_base
 from offbeat.errors import ConfigError, StorageError
-from offbeat.service.app.server import HttpServer
+from offbeat.listening import GuestServer
 from offbeat.service.errors import NameRefusedError
 from offbeat.service.keys import Keys
 from offbeat.service.limits import Limits
@@ -76,7 +76,7 @@ def test_http_that_fails_ends_the_server(model_dir: str, tmp_path: Path) -> None
     async def body(run: _Run) -> None:
         closed = socket.socket()
         closed.close()
-        server = HttpServer(uvicorn.Config(Starlette(), lifespan="off", log_config=None))
+        server = GuestServer(uvicorn.Config(Starlette(), lifespan="off", log_config=None))
         running = asyncio.create_task(run._until_stopped(server, closed))
         await asyncio.wait([running], timeout=60)
         assert running.done() and isinstance(running.exception(), OSError)

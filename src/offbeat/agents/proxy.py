@@ -31,25 +31,22 @@ from offbeat.chat.parsing import AnswerParser
 from offbeat.chat.rendering import Renderer
 from offbeat.chat.responses import Responses
 from offbeat.chat.sending import GONE, KEEP_ALIVE_S, ChatResponse, Refusal, WriteError, no_such_endpoint, param_of
-from offbeat.errors import BusyError, EngineError, OffbeatError, RefusedError, RunError, UserError
+from offbeat.connections import Connections
+from offbeat.errors import BusyError, EngineError, OffbeatError, RefusedError, UserError
 from offbeat.hosts import LOOPBACK, is_loopback
 from offbeat.inference.sampling import Sampling
-from offbeat.listening import GuestServer, bind
+from offbeat.listening import BodyTooLargeError, GuestServer, SlowBodyError, bind, read_body, run_bounds
 from offbeat.rollout.episode import Generate
 
 MAX_BODY_BYTES = 32 << 20
 _START_S = _STOP_S = 10.0
+_PATIENCE_S = 60.0  # for programs on a busy machine
 
 logger = logging.getLogger(__name__)
 
-
-class TooLargeError(RunError):
-    """A request's body is larger than `MAX_BODY_BYTES`."""
-
-
 _STATUS: dict[type[Exception], int] = {
-    UnknownKeyError: 401, SealedError: 409, TooLargeError: 413, BusyError: 429, RefusedError: 400, UserError: 400, EngineError: 503,
-    OffbeatError: 503}
+    UnknownKeyError: 401, SealedError: 409, BodyTooLargeError: 413, SlowBodyError: 408, BusyError: 429, RefusedError: 400, UserError: 400,
+    EngineError: 503, OffbeatError: 503}
 """The status of each error; the first that fits counts. SDKs try again after 409, 429 and 503."""
 
 
@@ -110,7 +107,7 @@ class Proxy:
             Starlette(routes=self._routes(), exception_handlers={HTTPException: no_such_endpoint(_errors_of)}), lifespan="off",
             access_log=False, log_level="warning", log_config=None, ws="none",
             timeout_keep_alive=75, timeout_graceful_shutdown=1)
-        self._server = GuestServer(config)
+        self._server = GuestServer(config, Connections(run_bounds(), write_error=Completions().error))
         self._serving = asyncio.create_task(self._server.serve([listener]), name="proxy of agents")
         async with deadline("the proxy of agents to listen", _START_S):
             await self._server.ready.wait()
@@ -222,13 +219,7 @@ def _errors_of(path: str) -> WriteError:
 
 
 async def _body(http: Request) -> bytes:
-    parts, num_bytes = [], 0
-    async for part in http.stream():
-        num_bytes += len(part)
-        if num_bytes > MAX_BODY_BYTES:
-            raise TooLargeError(f"a request may have {MAX_BODY_BYTES >> 20} MiB; this one is larger")
-        parts.append(part)
-    return b"".join(parts)
+    return await read_body(http, max_bytes=MAX_BODY_BYTES, patience_s=_PATIENCE_S)
 
 
 def _attempt(http: Request, body: bytes) -> Attempt:

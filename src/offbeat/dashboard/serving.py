@@ -8,12 +8,14 @@ from urllib.parse import quote
 
 import uvicorn
 
+from offbeat.connections import Bounds, Connections
 from offbeat.dashboard.library import Library
 from offbeat.dashboard.site import make_site
-from offbeat.listening import GuestServer
+from offbeat.listening import GuestServer, num_free_files
 
 PORT = 8765
 """Where the page is, unless somebody says otherwise."""
+_MAX_CONNECTIONS = 1024
 
 
 async def serve(
@@ -27,7 +29,8 @@ async def serve(
         ready: called once requests are answered.
         until: signals that end it.
     """
-    server = GuestServer(uvicorn.Config(make_site(library, key=key), log_level="warning", access_log=False, server_header=False))
+    config = uvicorn.Config(make_site(library, key=key), log_level="warning", access_log=False, server_header=False)
+    server = GuestServer(config, Connections(Bounds(connections=int(max(min(_MAX_CONNECTIONS, num_free_files() // 2), 1)))))
     loop = asyncio.get_running_loop()
     serving = loop.create_task(server.serve(sockets=[listener]))
     for name in until:

@@ -24,7 +24,7 @@ from offbeat.chat.sending import ChatResponse, WriteError
 from offbeat.engine.answers import Answer, ChatFormat
 from offbeat.engine.engine import Engine
 from offbeat.engine.request import Output, Request
-from offbeat.engine.web import OPENAI, Disconnected, Handler, json_answer, refusal_of
+from offbeat.engine.web import OPENAI, Disconnected, Handler, json_answer, refusal_of, whole_body
 from offbeat.engine.wire import body_of
 from offbeat.errors import EngineError
 
@@ -62,11 +62,11 @@ class Chats:
         ]
 
     async def _count(self, http: HttpRequest) -> Response:
-        asked = _ANTHROPIC.read_count(await http.body())
+        asked = _ANTHROPIC.read_count(await whole_body(http))
         return json_answer(_ANTHROPIC.count(len(self._answering.renderer.prompt(asked.messages, asked.tools))))
 
     async def _answer(self, http: HttpRequest, dialect: Dialect) -> Response:
-        asked = dialect.read(await http.body())
+        asked = dialect.read(await whole_body(http))
         chat = self._answering.prepare(asked, dialect)
         rest = max(self._engine.max_context - len(chat.prompt), 1)
         if isinstance(dialect, Anthropic) and asked.max_new_tokens is not None:

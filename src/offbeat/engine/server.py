@@ -37,7 +37,7 @@ from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import Event, Output, Request, SamplingParams, Scored, ScoreJob
 from offbeat.engine.stall import LOOKED_AT_S, StepWatch
 from offbeat.engine.versions import Source, fingerprint_tensors
-from offbeat.engine.web import Disconnected, Handler, HttpServer, error_answer, json_answer, refusal, refusal_of
+from offbeat.engine.web import Disconnected, Handler, HttpServer, error_answer, json_answer, refusal, refusal_of, whole_body
 from offbeat.engine.wire import (
     CompletionBody,
     LoadAdapterBody,
@@ -174,7 +174,7 @@ class EngineServer:
         return guarded
 
     async def _completions(self, http: HttpRequest) -> Response:
-        body = read_completion(await http.body())
+        body = read_completion(await whole_body(http))
         prompts = [self._tokenizer.prompt(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
         if len(prompts) > self._options.max_queued:
             raise RefusedError(f"prompt takes at most {self._options.max_queued} prompts here, got {len(prompts)}; send several requests")
@@ -322,12 +322,12 @@ class EngineServer:
     # -- control -----------------------------------------------------------------------------------------------------------------------
 
     async def _stage(self, http: HttpRequest) -> Response:
-        body = read_body(StageBody, await http.body())
+        body = read_body(StageBody, await whole_body(http))
         await asyncio.to_thread(self._loop.stage, body.version, Source(body.folder, body.fingerprint), body.broadcast)
         return json_answer(msgspec.json.encode({"version": body.version, "folder": body.folder}))
 
     async def _switch(self, http: HttpRequest) -> Response:
-        body = read_body(SwitchBody, await http.body())
+        body = read_body(SwitchBody, await whole_body(http))
         done = await asyncio.wrap_future(self._loop.call(lambda: self._engine.switch(body.version, body.interrupt)))
         switch_s = await asyncio.wrap_future(done)
         return json_answer(msgspec.json.encode({"version": body.version, "switch_s": switch_s}))
@@ -337,7 +337,7 @@ class EngineServer:
         return json_answer(msgspec.json.encode({"version": version, "fingerprint": fingerprint}))
 
     async def _prove(self, http: HttpRequest) -> Response:
-        body = read_body(ProveBody, await http.body())
+        body = read_body(ProveBody, await whole_body(http))
         # Ahead of everything that waits, as a proof has a deadline.
         job = ScoreJob(id=f"score-{uuid.uuid4().hex}", tokens=body.tokens, adapter=body.adapter, urgent=True)
         async with self._submitted(http, job) as inbox:
@@ -356,7 +356,7 @@ class EngineServer:
         return version, await asyncio.to_thread(fingerprint_tensors, tensors)
 
     async def _sleep(self, http: HttpRequest) -> Response:
-        body = read_body(SleepBody, await http.body())
+        body = read_body(SleepBody, await whole_body(http))
         await asyncio.wrap_future(self._loop.call(lambda: self._engine.sleep(keep_weights=body.keep_weights)))
         return json_answer(msgspec.json.encode({"status": "asleep"}))
 
@@ -365,7 +365,7 @@ class EngineServer:
         return json_answer(msgspec.json.encode({"status": "ok"}))
 
     async def _score(self, http: HttpRequest) -> Response:
-        body = read_body(ScoreBody, await http.body())
+        body = read_body(ScoreBody, await whole_body(http))
         job = ScoreJob(
             id=f"score-{uuid.uuid4().hex}", tokens=body.tokens, top_k=body.top_k, targets=body.targets, draws=body.draws,
             temperature=body.temperature, seed=body.seed, adapter=body.adapter, urgent=body.urgent)
@@ -381,19 +381,19 @@ class EngineServer:
         return json_answer(msgspec.json.encode(answer))
 
     async def _load_adapter(self, http: HttpRequest) -> Response:
-        body = read_body(LoadAdapterBody, await http.body())
+        body = read_body(LoadAdapterBody, await whole_body(http))
         if body.lora_name == self._model_name:
             raise RefusedError(f"{body.lora_name!r} is the base model's name; give the adapter another")
         await asyncio.to_thread(self._loop.load_adapter, body.lora_name, body.lora_path)
         return json_answer(msgspec.json.encode({"status": "ok"}))
 
     async def _unload_adapter(self, http: HttpRequest) -> Response:
-        body = read_body(UnloadAdapterBody, await http.body())
+        body = read_body(UnloadAdapterBody, await whole_body(http))
         await asyncio.wrap_future(self._loop.call(lambda: self._engine.adapters.unload(body.lora_name)))
         return json_answer(msgspec.json.encode({"status": "ok"}))
 
     async def _pause(self, http: HttpRequest) -> Response:
-        body = read_body(PauseBody, await http.body())
+        body = read_body(PauseBody, await whole_body(http))
         self._started = time.time()
         self._pause_by, self._pause_s = body.by or (http.client.host if http.client else "somebody"), time.monotonic()
         await asyncio.wrap_future(self._loop.pause(body.mode))

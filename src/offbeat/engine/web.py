@@ -17,11 +17,17 @@ from starlette.responses import Response
 
 from offbeat.chat.completions import Completions
 from offbeat.chat.sending import GONE, Refusal, WriteError, param_of
+from offbeat.connections import Connections
 from offbeat.engine.adapters import UnknownAdapterError
 from offbeat.errors import BusyError, OffbeatError, RefusedError, UserError
 from offbeat.hosts import names_loopback
+from offbeat.listening import BodyTooLargeError, BoundedServer, SlowBodyError, read_body, run_bounds
 
 logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 << 20
+"""Largest body: eight million token ids."""
+_PATIENCE_S = 60.0  # for a run's controller, which may be busy with something else
 
 Handler = Callable[[HttpRequest], Coroutine[Any, Any, Response]]
 
@@ -33,13 +39,13 @@ class Disconnected(Exception):  # noqa: N818 (an event, not an error)
 OPENAI: WriteError = Completions().error
 
 
-class HttpServer(uvicorn.Server):
+class HttpServer(BoundedServer):
     """A uvicorn server on a thread of its own, which reports when it listens and on which event loop it runs."""
 
     loop: asyncio.AbstractEventLoop
 
     def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
+        super().__init__(config, Connections(run_bounds(), write_error=OPENAI))
         self.ready = threading.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -69,6 +75,11 @@ def refusal(http: HttpRequest, key: str) -> tuple[str, int] | None:
     return None
 
 
+async def whole_body(http: HttpRequest) -> bytes:
+    """Read the body of a request; errors are those of `read_body`."""
+    return await read_body(http, max_bytes=MAX_BODY_BYTES, patience_s=_PATIENCE_S)
+
+
 def refusal_of(exc: BaseException) -> Refusal:
     """Return what a client is told of an error."""
     match exc:
@@ -76,6 +87,10 @@ def refusal_of(exc: BaseException) -> Refusal:
             return Refusal(str(exc), 429, {"Retry-After": "1"})
         case UnknownAdapterError():
             return Refusal(str(exc), 404, param="model")
+        case BodyTooLargeError():
+            return Refusal(str(exc), 413)
+        case SlowBodyError():
+            return Refusal(str(exc), 408)
         case RefusedError() | UserError():
             return Refusal(str(exc), 400, param=param_of(exc))
         case Disconnected() | asyncio.CancelledError():

@@ -6,9 +6,7 @@ what runs, and saves every model. A second Ctrl-C ends at once, which leaves mod
 
 import asyncio
 import logging
-import math
 import os
-import resource
 import signal
 import socket
 import sys
@@ -20,23 +18,23 @@ from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from types import MappingProxyType
 
-import psutil
 import uvicorn
 import uvloop
 
 from offbeat.aio import Terminations, beside, both
 from offbeat.config.root import Config
+from offbeat.connections import Bounds, Connections
 from offbeat.controller.inputs import Base, read_base
 from offbeat.data.model_folder import read_model_config
 from offbeat.errors import ConfigError, StorageError
 from offbeat.fleet.sampling_models import SamplingModel, open_sampling_models
 from offbeat.hosts import is_loopback
+from offbeat.listening import GuestServer, allow_files, num_free_files
 from offbeat.runs.adapters import Adapters, BaseLimits, open_adapters
 from offbeat.service.app.assembly import open_front
 from offbeat.service.app.auth import Names
-from offbeat.service.app.connections import Bounds, Connections
 from offbeat.service.app.reply import Served
-from offbeat.service.app.server import HttpServer, listen
+from offbeat.service.app.server import listen
 from offbeat.service.base_models import BaseModels
 from offbeat.service.cost import max_resident
 from offbeat.service.futures import Futures
@@ -62,7 +60,6 @@ _KEEP_ALIVE_S = 75
 _BACKLOG = 4096
 _SWITCH_INTERVAL_S = 0.0005
 """A thread that reads a large body gives way to the event loop after this long; Python's 5 ms would add up over a request's turns."""
-_OPEN_FILES = 65536
 _SHARE_OF_ONE = 4
 _CLUSTER = "cluster"
 _MAX_FAILURES = 3
@@ -89,7 +86,7 @@ def run_service(config: Config, *, say: Say, debug: bool = False) -> None:
     check_address(config)
     check_proxies(config)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    _allow_connections()
+    allow_files()
     folder = Path(config.serve.data_dir).resolve()
     config = config.model_copy(update={
         "run": config.run.model_copy(update={"dir": str(folder), "name": _CLUSTER}),
@@ -107,19 +104,9 @@ def run_service(config: Config, *, say: Say, debug: bool = False) -> None:
             store.close()
 
 
-def _allow_connections() -> None:
-    """Raise this process's limit of open files, since each waiting client holds a connection."""
-    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)
-    if now != resource.RLIM_INFINITY and now < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-
-
 def max_connections(config: Config) -> int:
     """Return the configured limit, but at most half of the free descriptors: engine calls, the database and results need some, too."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    left = math.inf if most == resource.RLIM_INFINITY else most - psutil.Process().num_fds()
-    return int(min(config.serve.max_connections, max(left // 2, 1)))
+    return int(min(config.serve.max_connections, max(num_free_files() // 2, 1)))
 
 
 def check_address(config: Config) -> None:
@@ -341,7 +328,7 @@ class _Run:
                 max_requests_of_one=max(most // _SHARE_OF_ONE, 1), incidents=incidents)
             connections = Connections(
                 Bounds(connections=most, of_address=config.serve.max_connections_per_address), is_exempt=partial(is_exempt, config))
-            server = HttpServer(uvicorn.Config(
+            server = GuestServer(uvicorn.Config(
                 front.app, lifespan="off", access_log=False, server_header=False, log_config=None, backlog=_BACKLOG,
                 log_level="error",  # errors in strangers' requests deserve no warning
                 proxy_headers=bool(config.serve.trusted_proxies), forwarded_allow_ips=list(config.serve.trusted_proxies),
@@ -350,7 +337,7 @@ class _Run:
                 await self._until_stopped(server, listener)
         self._say(f"ended; the models of all tenants are in {config.serve.data_dir}, and the same command serves them again")
 
-    async def _until_stopped(self, server: HttpServer, listener: socket.socket) -> None:
+    async def _until_stopped(self, server: GuestServer, listener: socket.socket) -> None:
         async def tell_and_wait() -> None:
             await server.ready.wait()
             self._ready = True

@@ -3,12 +3,14 @@
 import asyncio
 import time
 from contextlib import AsyncExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import zstandard
 from starlette.requests import Request
 
+from offbeat.listening import extend
 from offbeat.service.app.body import Bodies
 from offbeat.service.errors import BadRequestError, OverLimitError, RequestError, SlowBodyError, TooLargeError
 from waiting import until
@@ -115,7 +117,7 @@ class Trickle:
 def test_a_body_that_stalls_or_trickles_is_given_up_wherever_it_is(
     monkeypatch: pytest.MonkeyPatch, first: int, size: int, every_s: float,
 ):
-    monkeypatch.setattr("offbeat.service.app.body._PATIENCE_S", 0.2)
+    monkeypatch.setattr("offbeat.service.app.body.PATIENCE_S", 0.2)
     bodies, begin = Bodies(LIMIT), time.monotonic()
     with pytest.raises(SlowBodyError, match="fewer than 16384 a second for 0.2 s"):
         asyncio.run(read(bodies, Trickle(first, size, every_s).request()))
@@ -123,8 +125,8 @@ def test_a_body_that_stalls_or_trickles_is_given_up_wherever_it_is(
 
 
 def test_a_body_that_arrives_fast_enough_may_take_long(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("offbeat.service.app.body._PATIENCE_S", 0.6)
-    monkeypatch.setattr("offbeat.service.app.body._MIN_BYTES_PER_S", 1000)
+    monkeypatch.setattr("offbeat.service.app.body.PATIENCE_S", 0.6)
+    monkeypatch.setattr("offbeat.service.app.body.extend", partial(extend, min_bytes_per_s=1000))
     trickle = Trickle(100, 1000, 0.03)
     with pytest.raises(TooLargeError):
         asyncio.run(read(Bodies(40_000), trickle.request()))

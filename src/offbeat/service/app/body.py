@@ -12,11 +12,10 @@ from contextlib import asynccontextmanager
 
 from starlette.requests import ClientDisconnect, Request
 
+from offbeat.listening import MIN_BYTES_PER_S, PATIENCE_S, extend
 from offbeat.service.errors import BadRequestError, OverLimitError, RequestError, SlowBodyError, TooLargeError
 from offbeat.service.wire.unpack import unpack, unpacked_size
 
-_MIN_BYTES_PER_S = 16384
-_PATIENCE_S = 10.0
 _FAST_BYTES_PER_S = 1 << 20
 _RATE_OVER_S = 1.0
 _HELD_BODIES, _HELD_BY_ONE = 4, 2
@@ -70,7 +69,7 @@ class Bodies:
             raise arrival.too_large()
         chunks: list[bytes] = []
         try:
-            async with asyncio.timeout(_PATIENCE_S) as patience:
+            async with asyncio.timeout(PATIENCE_S) as patience:
                 self._arriving[arrival] = patience
                 async for chunk in http.stream():
                     if arrival.num_bytes + len(chunk) > arrival.max_bytes:
@@ -79,7 +78,7 @@ class Bodies:
                     chunks.append(chunk)
                     arrival.note(len(chunk))
                     if not arrival.gives_way:
-                        self._extend(patience, len(chunk))
+                        extend(patience, len(chunk), patience_s=PATIENCE_S)
         except TimeoutError as exc:
             raise arrival.ended() from exc
         except ClientDisconnect as exc:
@@ -87,12 +86,6 @@ class Bodies:
         finally:
             self._arriving.pop(arrival, None)
         return b"".join(chunks) if arrival.num_bytes < _JOINED_AT_ONCE_BYTES else await asyncio.to_thread(b"".join, chunks)
-
-    def _extend(self, patience: asyncio.Timeout, num_bytes: int) -> None:
-        """Extend the deadline for each byte, but never beyond the initial patience: bodies that stall or trickle run out of time."""
-        now, until = asyncio.get_running_loop().time(), patience.when()
-        assert until is not None, "it has a deadline from the start"
-        patience.reschedule(min(until + num_bytes / _MIN_BYTES_PER_S, now + _PATIENCE_S))
 
     def _hold(self, size: int, arrival: "_Arrival") -> None:
         if arrival.num_bytes + size > _SMALL_BYTES:
@@ -144,7 +137,7 @@ class _Arrival:
         if self.gives_way:
             return _full()
         return SlowBodyError(
-            f"{self.num_bytes} bytes of the body arrived, and then fewer than {_MIN_BYTES_PER_S} a second for {_PATIENCE_S:g} s; send it "
+            f"{self.num_bytes} bytes of the body arrived, and then fewer than {MIN_BYTES_PER_S} a second for {PATIENCE_S:g} s; send it "
             "again, with less at once if your connection is slow")
 
 

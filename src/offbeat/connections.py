@@ -1,8 +1,8 @@
-"""Bounds connections before it is known who asks: their number, what they send, and how long they take. Used by `server`.
+"""Bounds connections before it is known who asks: their number, what they send, and how long they take. Used by `listening`.
 
 uvicorn with its fast parser bounds none of this. Bounded here are: connections, in total and per address; bytes, fields and time of a
 request's head; requests sent before earlier ones are answered; the rest of a body whose request was answered without reading it; and
-answers that are not fetched. Bodies that are read have their own bounds, in `body`.
+answers that are not fetched. Bodies that are read have their own bounds (`listening.read_body`, and `Bodies` of the service).
 
     Connections.sweep   consumes deadlines of connections; closes those that passed them; called every second by the server's tick
 """
@@ -44,6 +44,12 @@ class Bounds:
     unfetched_s: float = 60.0
 
 
+class WriteError(Protocol):
+    """Writes the body of an error."""
+
+    def __call__(self, message: str, *, status: int) -> bytes: ...
+
+
 class Connection(Protocol):
     """The part of a connection that `Connections` needs."""
 
@@ -58,12 +64,25 @@ class Connection(Protocol):
         ...
 
 
-class Connections:
-    """All open connections. For one event loop."""
+def write_detail(message: str, *, status: int) -> bytes:  # noqa: ARG001
+    """Write the body of a refusal as `{"detail": message}`."""
+    return msgspec.json.encode({"detail": message})
 
-    def __init__(self, bounds: Bounds, *, is_exempt: Callable[[str], bool] = lambda _: False) -> None:
-        """`is_exempt` tells which addresses may have any number of connections."""
+
+class Connections:
+    """All open connections of a server. For one event loop."""
+
+    def __init__(
+        self, bounds: Bounds, *, is_exempt: Callable[[str], bool] = lambda _: False, write_error: WriteError = write_detail,
+    ) -> None:
+        """Begin without connections.
+
+        Args:
+            is_exempt: tells which addresses may have any number of connections.
+            write_error: writes the body of a refusal, as the server's other errors are written.
+        """
         self.bounds = bounds
+        self.write_error = write_error
         self._is_exempt = is_exempt
         self._open: dict[Connection, None] = {}
         self._idle: dict[Connection, None] = {}
@@ -201,12 +220,12 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unsent_bytes, self._drained = unsent, False
 
     def _refuse(self, status: int, sentence: str) -> None:
-        """Answer like the service's other refusals, unless an answer is already on its way, and close the connection."""
+        """Answer like the server's other refusals, unless an answer is already on its way, and close the connection."""
         if self._ended:
             return
         self._ended = True
         if not (self._is_answering and self.cycle.response_started):
-            body = msgspec.json.encode({"detail": sentence})
+            body = self._connections.write_error(sentence, status=status)
             self.transport.write(
                 b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
                 % (status, _REASONS[status].encode(), len(body), body))

@@ -13,8 +13,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from offbeat.service.app.connections import Bounds, Connections, address_of
-from offbeat.service.app.server import HttpServer, listen
+from offbeat.connections import Bounds, Connections, address_of
+from offbeat.listening import GuestServer, bind
 from waiting import until
 
 QUICK = Bounds(head_s=60.0, unread_s=0.2, unfetched_s=1.5)
@@ -66,8 +66,8 @@ def run(body: Callable[[Server], Awaitable[None]], bounds: Bounds = QUICK, *, ex
         nonlocal server
         app = Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])
         connections = Connections(bounds, is_exempt=lambda _: exempt)
-        with listen("127.0.0.1", 0) as listener:
-            http = HttpServer(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1), connections)
+        with bind("127.0.0.1", 0, who="the test") as listener:
+            http = GuestServer(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1), connections)
             task = asyncio.create_task(http.serve(sockets=[listener]))
             await http.ready.wait()
             server = Server(listener.getsockname()[1], connections)
