@@ -58,8 +58,15 @@ def test_metrics_stand_beside_rewards_and_are_none(returned: dict, outcome: floa
 
 
 @pytest.mark.parametrize(("text", "outcome"), [
-    ("hello\n0.5\n", 0.5), ('x\n{"reward": 1, "note": "y"}', 1.0), ('{"a": 1, "b": 2}', 3.0), ("", None), ("done", None), ("true", None),
-    ('{"reward": "much"}', None), ("1\nbye", None),
+    ("hello\n0.5\n", 0.5), ('x\n{"reward": 1, "note": "y"}', 1.0), ('{"a": 1, "b": 2}', 3.0), ("", None), ("done", None), ("1\nbye", None),
+    ("true", 1.0), ("false", 0.0), ('{"reward": true}', 1.0), ('{"reward": false, "note": "y"}', 0.0), ('{"reward": {"a": true}}', 1.0),
+    ("null", None), ('{"reward": null}', None), ('"0.5"', None), ("[1]", None),
     ('{"reward": 2, "metrics": {"a": 1}}', 2.0), ('{"metrics": {"a": 1}}', None)])
 def test_the_last_line_of_a_command_may_be_its_reward(text: str, outcome: float | None) -> None:
     assert printed(text, of="c").outcome == outcome
+
+
+@pytest.mark.parametrize("value", ['"much"', "[1]", "NaN", '{"a": "x"}', "1e400", "{}"])
+def test_what_a_command_prints_as_its_reward_and_is_none_is_told_and_not_replaced_by_another(value: str) -> None:
+    outcome = printed(f'{{"reward": {value}}}', of="the command x").outcome
+    assert isinstance(outcome, FailedReward) and outcome.reason.startswith("the command x returned")

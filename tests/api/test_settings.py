@@ -4,10 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from offbeat.api.settings import configured
 from offbeat.config.data import DataConfig
 from offbeat.config.load import dump_toml, load_config
+from offbeat.config.rollout import reward_name
 from offbeat.config.root import Config
 from offbeat.data.dataset import open_datasets
 from offbeat.data.functions import resolve
@@ -195,3 +197,43 @@ def test_text_names_a_task_a_file_or_a_hub_id(tmp_path: Path) -> None:
     assert load(rows={"data": "sort_digits"}).data.task == "sort_digits"
     assert load({"data": {"task": "addition"}}, rows={"data": tmp_path / "a.jsonl"}).data.path == str(tmp_path / "a.jsonl")
     assert load(rows={"data": "org/sort"}).data.path == "org/sort"
+
+
+def longer(completions: list[str], **columns: object) -> list[float]:
+    return [float(len(each)) for each in completions]
+
+
+def shorter(completion: str, row: object) -> float:
+    return -float(len(completion))
+
+
+@pytest.mark.parametrize(("given", "keywords", "weights"), [
+    ([longer, shorter], {}, [1.0, 1.0]), ({longer: 0.3, shorter: 1}, {}, [0.3, 1.0]),
+    (None, {"reward_funcs": [longer, shorter]}, [1.0, 1.0]), (None, {"rewards": (longer, shorter)}, [1.0, 1.0]),
+    (None, {"reward_funcs": {longer: 2, shorter: 1}}, [2.0, 1.0])])
+def test_several_rewards_are_taken_as_a_list_or_with_weights_and_are_named_after_their_functions(
+    given: Any, keywords: dict[str, Any], weights: list[float],
+) -> None:
+    with configured(None, {}, keywords, homes=HOMES, given={"rollout.reward": given}, rows={}) as found:
+        assert [reward_name(name) for name in found.rollout.rewards] == ["longer", "shorter"]
+        assert list(found.rollout.rewards.values()) == weights
+        assert [resolve(name, kind="reward") for name in found.rollout.rewards] == [longer, shorter]
+
+
+def test_one_reward_in_a_list_is_one_and_two_names_of_it_are_refused() -> None:
+    with configured(None, {}, {"reward_funcs": [shorter]}, homes=HOMES, given={}, rows={}) as found:
+        assert reward_name(found.rollout.reward) == "shorter" and not found.rollout.rewards
+    with (
+        pytest.raises(ConfigError, match="rollout.reward is given twice, by an argument of its own and by a keyword; give one of them"),
+        configured(None, {}, {"reward_funcs": longer}, homes=HOMES, given={"rollout.reward": shorter}, rows={})):
+        pass
+
+
+@pytest.mark.parametrize(("key", "sentence"), [
+    ("rollout.reward", r"reward got a Linear as an object, .*save_pretrained\('judge'\) and give reward='model:judge', or a function"),
+    ("model.path", r"model.path got a Linear as an object, .*; save it and its tokenizer with save_pretrained\('folder'\) and give")])
+def test_models_as_objects_are_refused_with_the_way_in(key: str, sentence: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    for value in [model, *([[shorter, model], {model: 0.5}] if key == "rollout.reward" else [])]:
+        with pytest.raises(ConfigError, match=sentence), configured(None, {}, {}, homes=HOMES, given={key: value}, rows={}):
+            pass

@@ -213,7 +213,8 @@ def test_a_setting_that_was_replaced_names_those_that_took_its_place(tmp_path):
 def test_familiar_names_stand_for_ours_and_are_written_as_ours(alias: str, name: str, tmp_path: Path) -> None:
     section, _, old = alias.rpartition(".")
     file = tmp_path / "run.toml"
-    file.write_text(f"[{section}]\n{old} = 3\n")
+    one, other = ("math", "countdown") if name == "rollout.reward" else (3, 4)
+    file.write_text(f"[{section}]\n{old} = {one!r}\n")
 
     def value(config: Config) -> object:
         found: object = config
@@ -221,9 +222,9 @@ def test_familiar_names_stand_for_ours_and_are_written_as_ours(alias: str, name:
             found = getattr(found, part)
         return found
 
-    assert value(load_config(str(file))) == value(load_config(None, [(alias, "3")])) == 3
-    assert value(load_config(str(file), [(name, "4")])) == value(load_config(str(file), [(alias, "4")])) == 4
-    assert split_overrides([f"--{alias}", "3"]) == ([(alias, "3")], [])
+    assert value(load_config(str(file))) == value(load_config(None, [(alias, str(one))])) == one
+    assert value(load_config(str(file), [(name, str(other))])) == value(load_config(str(file), [(alias, str(other))])) == other
+    assert split_overrides([f"--{alias}", str(one)]) == ([(alias, str(one))], [])
     assert old not in dump_toml(load_config(str(file)))
     for path, overrides in ((file, [(name, "4"), (alias, "4")]), (_both(tmp_path, section, old, name), [])):
         with pytest.raises(ConfigError, match=f"{alias} and {name} are two names of one setting; give {name} alone"):

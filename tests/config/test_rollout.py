@@ -27,7 +27,11 @@ def test_values_out_of_range_are_refused(values):
 @pytest.mark.parametrize(("settings", "sentence"), [
     ({"rollout.reward": "exact_mach"},
      "rollout.reward: there is no reward 'exact_mach'; use one of exact_match, math, countdown, reasoning,"
-     " or 'path/to/file.py:function'; did you mean 'exact_match'?"),
+     " 'path/to/file.py:function', or 'model:' before the folder or hub id of a reward model; did you mean 'exact_match'?"),
+    ({"rollout.reward": '["math", "math"]'}, "rollout.reward names 'math' twice; give it once, or with its weight"),
+    ({"rollout.reward": "[]"}, "rollout.reward is [] and names no reward; give one, or leave it out"),
+    ({"rollout.reward": '["math"]', "rollout.rewards": "{countdown = 1}"}, "exclude each other, got math and countdown"),
+    ({"rollout.reward": "[3]"}, "rollout.reward must be a list of names of rewards, got 3 in it"),
     ({"rollout.workflow": "tool_lop"},
      "rollout.workflow: there is no workflow 'tool_lop'; use one of single_turn, agent, gym, tool_loop, or 'path/to/file.py:function'; did"
      " you mean 'tool_loop'?"),
@@ -53,3 +57,21 @@ def test_several_rewards_are_written_as_a_file_that_loads(tmp_path):
     (tmp_path / "c.toml").write_text(dump_toml(config))
     assert load_config(str(tmp_path / "c.toml")) == config
     assert config.rollout.rewards == {"math": 1.0, "my file.py:short": -0.2}
+
+
+@pytest.mark.parametrize(("given", "weights"), [
+    ({"reward": ["math", "a.py:f"]}, {"math": 1.0, "a.py:f": 1.0}), ({"reward": {"math": 0.3, "a.py:f": 1}}, {"math": 0.3, "a.py:f": 1.0}),
+    ({"rewards": ["math", "a.py:f"]}, {"math": 1.0, "a.py:f": 1.0}), ({"reward": {"math": 2}}, {"math": 2.0}), ({"reward": ["math"]}, {})])
+def test_several_rewards_may_be_given_under_the_name_of_one(given, weights):
+    config = RolloutConfig(**given)
+    assert (config.rewards, config.reward) == (weights, "" if weights else "math")
+
+
+def test_several_rewards_may_be_given_in_every_place_of_one(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[rollout.reward]\nmath = 0.5\n"a.py:f" = 1\n[evaluate.sets.hard]\nrollout = {reward = ["math", "countdown"]}\n')
+    config = load_config(str(file))
+    assert config.rollout.rewards == {"math": 0.5, "a.py:f": 1.0}
+    assert config.evaluation_set("hard").rollout.rewards == {"math": 1.0, "countdown": 1.0}
+    assert load_config(str(file), [("rollout.reward", '["math", "countdown"]'), ("rollout.rewards", "{}")]).rollout.rewards == {
+        "math": 1.0, "countdown": 1.0}

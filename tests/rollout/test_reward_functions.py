@@ -11,7 +11,7 @@ from offbeat.errors import CodeError
 from offbeat.rollout.reward_functions import RewardFunction
 
 CODE = """
-import asyncio
+import asyncio, numpy as np, torch
 from offbeat.data.reward import of_group
 
 def single(completion, row):
@@ -47,6 +47,35 @@ def trl_chat(completions, truth=None, unknown="default"):
 async def trl_async(completions, **kwargs):
     await asyncio.sleep(0)
     return [float(len(each)) for each in completions]
+
+def trl_numpy(completions, **kwargs):
+    return np.array([len(each) for each in completions], np.float32)
+
+def trl_torch(completions, **kwargs):
+    return torch.tensor([float(len(each)) for each in completions], requires_grad=True)
+
+def trl_bools(completions, answer, **kwargs):
+    return np.array(completions) == np.array(answer)
+
+def trl_yields(completions, **kwargs):
+    for each in completions:
+        yield None if each == "none" else float(len(each))
+
+def trl_missing(completions, **kwargs):
+    return np.array([1.0, np.nan])
+
+def trl_columns(completions, **kwargs):
+    return np.ones((2, 1))
+
+def trl_set(completions, **kwargs):
+    return {1.0, 2.0}
+
+def trl_text(completions, **kwargs):
+    return "12"
+
+def trl_breaks(completions, **kwargs):
+    yield 1.0
+    raise KeyError("late")
 
 def trl_ids(completions, completion_ids):
     return [0.0] * len(completions)
@@ -119,11 +148,17 @@ def test_a_reward_in_trls_form_gets_the_columns_that_it_names_as_they_were(value
     assert values("trl", ["3", "4"], ROW) == [0.5, None]
     assert values("trl_async", ["ab", ""], ROW) == [2.0, 0.0]
     chat = Row(({"role": "user", "content": "1+2="},), "3", {"truth": "3"})
+    assert values("trl_numpy", ["ab", ""], ROW) == values("trl_torch", ["ab", ""], ROW) == [2.0, 0.0]
+    assert values("trl_bools", ["3", "4"], ROW) == [1.0, 0.0] and values("trl_yields", ["ab", "none"], ROW) == [2.0, None]
+    first, missing = values("trl_missing", ["3", "4"], ROW)
+    assert first == 1.0 and isinstance(missing, FailedReward), "one fails alone"
     assert values("trl_chat", ["3", "4"], chat) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(("name", "reason"), [
     ("trl_ids", "takes 'completion_ids', which no column of the data is called; there are answer, completions, level, numbers, prompts"),
+    ("trl_columns", "must return a list of 2 rewards, returned array([[1.],"), ("trl_set", "must return a list of 2 rewards, returned {"),
+    ("trl_text", "must return a list of 2 rewards, returned '12' (str)"), ("trl_breaks", "raised KeyError: 'late'"),
     ("trl_few", "must return a list of 2 rewards, returned [1.0] (list)"), ("trl_raises", "raised KeyError: 'truth'"),
 ])
 def test_a_reward_in_trls_form_that_fails_says_why_for_the_group(values, name, reason) -> None:

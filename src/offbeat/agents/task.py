@@ -104,9 +104,10 @@ def played(returned: Any, *, of: str) -> Played:
 
 
 def printed(text: str, *, of: str) -> Played:
-    """Read the reward that a command printed as its last line: a number, a JSON object of names and numbers, or nothing of the kind.
+    """Read the reward that a command printed as its last line: a number, true or false, or a JSON object of names and numbers.
 
     An object may hold the reward under "reward" alone, with other things beside it, among them an object "metrics" of what was measured.
+    What stands under "reward" and is no reward, such as a text, is a failure; null leaves it to `rollout.reward`.
     """
     last = text.strip().rpartition("\n")[2].strip()  # a line of JSON may hold other characters that splitlines takes for its end
     try:
@@ -116,8 +117,9 @@ def printed(text: str, *, of: str) -> Played:
     value, metrics = _parted(value)
     if isinstance(value, Mapping) and ("reward" in value or (metrics is not None and not value)):
         value = value.get("reward")
-    found = played(value, of=of) if isinstance(value, int | float | Mapping) and not isinstance(value, bool) else Played()
-    return replace(found, metrics=metrics or {})
+    elif not isinstance(value, int | float | Mapping):  # a text or a list as the last line is what the program says
+        value = None
+    return replace(played(value, of=of), metrics=metrics or {})
 
 
 def _parted(returned: Any) -> tuple[Any, dict[str, float] | None]:

@@ -8,7 +8,7 @@ from offbeat.api.rows import Rows, Sets, sets_of
 from offbeat.api.sentence import short_errors
 from offbeat.api.session import run_alone
 from offbeat.api.settings import Settings, Source, configured, is_task
-from offbeat.api.training import Code
+from offbeat.api.training import Code, Several
 from offbeat.controller.evaluate import Evaluation
 from offbeat.runs.evaluation import evaluate_model
 
@@ -23,7 +23,7 @@ _HOMES = ("evaluate", "rollout", "run", "data", "model", "inference")
 
 @short_errors
 def evaluate(
-    model: str | os.PathLike[str] | None = None, data: Sets | None = None, *, reward: Code | None = None,
+    model: str | os.PathLike[str] | None = None, data: Sets | None = None, *, reward: Code | Several | None = None,
     workflow: Code | None = None, config: Source | None = None, settings: Settings | None = None, **keywords: Any,
 ) -> dict[str, Evaluation]:
     """Measure how often a model's answers are right, without training it, as `offbeat eval` does.

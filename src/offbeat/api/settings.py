@@ -59,9 +59,13 @@ def configured(
     """
     values = dict(_flat(_base(config)))
     values.update(_flat(settings or {}))
-    values.update(_flat(_by_setting(keywords, homes)))
+    chosen = _by_setting(keywords, homes)
+    if twice := next((key for key, value in given.items() if value is not None and key in chosen), None):
+        raise ConfigError(f"{twice} is given twice, by an argument of its own and by a keyword; give one of them")
+    values.update(_flat(chosen))
     values.update({key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in given.items() if value is not None})
     _check_tables(values)
+    _check_models(values)
     names: list[str] = []
     try:
         values = {key: _named(value, key, names) for key, value in values.items()}
@@ -173,7 +177,7 @@ def _check_tables(values: Settings) -> None:
     sections = {key[:at] for key, _ in all_settings() for at, letter in enumerate(key) if letter == "."}
     tables = {key for key, info in all_settings() if get_origin(info.annotation) is dict}
     for key, value in values.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) or (setting_of(key) == "rollout.rewards" and isinstance(value, list | tuple)):
             continue
         if key == "rollout.rewards":
             raise ConfigError(
@@ -181,6 +185,25 @@ def _check_tables(values: Settings) -> None:
                 " did you mean reward=, which takes one?")
         if key in sections | tables:
             raise ConfigError(f"{key} takes settings by name, as a mapping, got {shorten(value)}")
+
+
+def _check_models(values: Settings) -> None:
+    """Raise ConfigError if a model is given as an object: a run loads models in processes of its own, from a folder or the hub."""
+    for key, value in values.items():
+        setting = setting_of(key)
+        for each in value if isinstance(value, list | tuple | Mapping) else [value]:
+            kinds = {kind.__name__ for kind in type(each).__mro__}
+            if not kinds & {"Module", "Pipeline", "PreTrainedTokenizerBase", "PushToHubMixin"} or isinstance(each, type):
+                continue
+            what = f"{setting.rpartition('.')[2] if setting.startswith('rollout.') else setting} got a {type(each).__name__} as an object"
+            if setting in ("rollout.reward", "rollout.rewards"):
+                raise ConfigError(
+                    f"{what}, and rewards are computed in processes of their own; save the reward model and its tokenizer with"
+                    " save_pretrained('judge') and give reward='model:judge', or a function that loads what it needs")
+            peft = " merge a PEFT adapter with merge_and_unload() first;" if "PeftModel" in kinds else ""
+            raise ConfigError(
+                f"{what}, and a run loads its models itself;{peft} save it and its tokenizer with save_pretrained('folder') and give that"
+                " folder")
 
 
 def _named(value: Any, key: str, names: list[str]) -> Any:

@@ -1,7 +1,7 @@
 """`offbeat.train`, `sft`, `dpo` and `reward_model`: what the commands of these names do, from a Python program or a notebook."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +19,16 @@ from offbeat.telemetry.console import Console
 Code = str | Callable[..., Any]
 """A function, or the name of one: module:function or path/to/file.py:function."""
 
+Several = Sequence[Code] | Mapping[Any, float]
+"""Rewards that count alike, or each with its weight."""
+
 _RL_HOMES = ("run", "rollout", "train", "train.optimizer", "algorithm", "data", "model", "evaluate")
 
 
 @short_errors
 def train(
-    *, model: str | os.PathLike[str] | None = None, data: Rows | None = None, reward: Code | None = None, workflow: Code | None = None,
-    tools: Sequence[Code] = (), evaluate: Sets | None = None, config: Source | None = None,
+    *, model: str | os.PathLike[str] | None = None, data: Rows | None = None, reward: Code | Several | None = None,
+    workflow: Code | None = None, tools: Sequence[Code] = (), evaluate: Sets | None = None, config: Source | None = None,
     settings: Settings | None = None, callbacks: Iterable[Callback] = (), fresh: bool = False, progress: bool = True,
     dashboard: bool = False, **keywords: Any,
 ) -> Run:
@@ -46,7 +49,8 @@ def train(
             of `offbeat.Row`, a data frame, or a data set of `datasets`. Rows in memory are written below `run.dir` first; unless
             `heldout_size` says otherwise, a fifth of them, at most 256, is held out.
         reward: `(completion, row) -> float`. Functions of a script or a notebook are sent to the processes that call them, with what they
-            refer to; without one, as docs/rewards-and-workflows.md says.
+            refer to; several are a list, or a mapping with weights as `{f: 0.3, "math": 1}`; without one, as
+            docs/rewards-and-workflows.md says.
         workflow: how an episode is played: "single_turn", "agent", "tool_loop" or "gym", or an async function `(episode) -> trajectories`.
         tools: typed functions, or one class whose public methods are tools; the workflow is then "tool_loop".
         evaluate: held-out rows, in any form that `data` has; or evaluation sets by name.

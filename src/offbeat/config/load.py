@@ -56,6 +56,7 @@ REPLACED = {
 ALIASES = {
     "rollout.max_staleness": "rollout.max_head_offpolicyness",
     "rollout.num_generations": "rollout.group_size",
+    "rollout.reward_funcs": "rollout.reward",
     "train.optimizer.learning_rate": "train.optimizer.lr",
 }
 """Names under which other projects have a setting, and its name here, which is the one that is documented and written."""
@@ -82,7 +83,9 @@ COUNTERPARTS = {
     "num_generations": "rollout.group_size",
     "num_train_epochs": "run.total_steps",
     "output_dir": "run.dir",
+    "peft_config": "model.lora.rank",
     "per_device_train_batch_size": "rollout.consumer_batch_size",
+    "processing_class": "model.path",
     "report_to": "telemetry.sinks",
     "resume_from_checkpoint": "run.resume",
     "reward_funcs": "rollout.reward",
@@ -219,6 +222,8 @@ def _parse_value(key: str, text: str) -> Any:
         return text
     info = dict(settings()).get(setting_of(key))
     is_text = info is not None and (info.annotation is str or get_origin(info.annotation) is Literal)
+    if setting_of(key) == "rollout.reward" and isinstance(parsed.get("value"), list | dict):  # several
+        is_text = False
     if parsed.keys() != {"value"} or (is_text and not isinstance(parsed["value"], str)):
         return text
     return parsed["value"]

@@ -3,7 +3,7 @@
 from collections import Counter
 from difflib import get_close_matches
 from pathlib import PurePath
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import field_validator, model_validator
 
@@ -20,6 +20,9 @@ REWARDS = {
 
 REWARD_MODEL = "model:"
 """What the name of a reward begins with that is a model: the rest is its folder or hub id."""
+
+
+_EXCLUDE = "rollout.reward and rollout.rewards exclude each other, got {} and {}; put all of them into rollout.rewards"
 
 
 class RolloutConfig(Section):
@@ -45,7 +48,8 @@ class RolloutConfig(Section):
         " [agent]; or an async function of your own, as module:function.")
     reward: str = field(
         "", "Dotted name, module:function or file.py:function, of the reward; exact_match, math, countdown or reasoning; model:FOLDER for "
-        "a reward model, or judge:FILE for a judge behind an endpoint. Empty takes the task's own, math for GSM8K, else exact_match.")
+        "a reward model, or judge:FILE for a judge behind an endpoint. Empty takes the task's own, math for GSM8K, else exact_match. A "
+        "list of names, or a table with weights, is taken as rollout.rewards.")
     rewards: dict[str, float] = field(
         {}, "Several rewards instead of one, each with its weight in the sum, such as {exact_match = 1.0, \"my.py:short\" = 0.2}; metrics "
         "show each by the name of its function.")
@@ -107,13 +111,38 @@ class RolloutConfig(Section):
             raise ValueError(f"the weight of {none!r} must not be 0, with which it would count for nothing; leave it out")
         return weights
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_several(cls, given: Any) -> Any:
+        """Take several rewards under either name: a table of their weights, or a list where each counts alike."""
+        if not isinstance(given, dict):
+            return given
+        tables = {key: _weights(key, given[key]) for key in ("reward", "rewards") if isinstance(given.get(key), list | tuple | dict)}
+        if "reward" not in tables:
+            return {**given, **tables}
+        if given.get("rewards"):
+            raise ValueError(_EXCLUDE.format(", ".join(tables["reward"]), ", ".join(given["rewards"])))
+        alone = next(iter(tables["reward"]), "") if set(tables["reward"].values()) <= {1.0} and len(tables["reward"]) < 2 else ""
+        return {**given, "reward": alone, "rewards": {} if alone else tables["reward"]}
+
     @model_validator(mode="after")
     def _check_one_or_several(self) -> Self:
         if self.reward and self.rewards:
-            raise ValueError(
-                f"rollout.reward and rollout.rewards exclude each other, got {self.reward!r} and {', '.join(self.rewards)}; put all of them"
-                " into rollout.rewards")
+            raise ValueError(_EXCLUDE.format(repr(self.reward), ", ".join(self.rewards)))
         return self
+
+
+def _weights(key: str, given: Any) -> Any:
+    """Return rewards by their names with their weights; those of a list count alike."""
+    if not given and key == "reward":
+        raise ValueError(f"rollout.reward is {given!r} and names no reward; give one, or leave it out for the reward of the data")
+    if isinstance(given, dict):
+        return given
+    if wrong := next((name for name in given if not isinstance(name, str)), None):
+        raise ValueError(f"rollout.{key} must be a list of names of rewards, got {wrong!r} in it")
+    if twice := next((name for name in given if list(given).count(name) > 1), None):
+        raise ValueError(f"rollout.{key} names {twice!r} twice; give it once, or with its weight as in {{{twice!r}: 2.0}}")
+    return dict.fromkeys(given, 1.0)
 
 
 def reward_name(name: str) -> str:
@@ -128,5 +157,5 @@ def _known_reward(name: str) -> str:
         return name
     near = get_close_matches(name, REWARDS, n=1)
     raise ValueError(
-        f"there is no reward {name!r}; use one of {', '.join(REWARDS)}, or 'path/to/file.py:function'"
-        + (f"; did you mean {near[0]!r}?" if near else ""))
+        f"there is no reward {name!r}; use one of {', '.join(REWARDS)}, 'path/to/file.py:function', or 'model:' before the"
+        " folder or hub id of a reward model" + (f"; did you mean {near[0]!r}?" if near else ""))

@@ -5,9 +5,10 @@
     @of_group / def reward(completions: list[str], row)       called once for a group
     def reward(completions, **columns) -> list[float]         the same, in TRL's form
 
-Each of them may also be async. TRL's form is told by its parameter `completions`: it is given `prompts` and `completions`, and the columns
-of the data that it names, or all if it takes any; each is a list with an entry for every completion, and those of a chat are lists of one
-message. A number may be None, where the reward does not apply.
+Instead of a list, one of groups may return an array of numpy or torch of one dimension, or yield its rewards. Each may also be async.
+TRL's form is told by its parameter `completions`: it is given `prompts` and `completions`, and the columns of the data that it names, or
+all if it takes any; each is a list with an entry for every completion, and those of a chat are lists of one message. A number may be None,
+where the reward does not apply.
 
 The first parameter is the completion, or the completions, and the second the row. Where `row` is the name of the first, it is the other way
 round. A function in which a completion comes second without a `row` before it, such as `(prompt, completion)`, is refused.
@@ -17,7 +18,7 @@ import asyncio
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from offbeat.data.functions import check_takes, resolve
@@ -94,9 +95,15 @@ class RewardFunction:
             found = self._called(completions[0], *self._given(list(completions), row))
         if isinstance(found, FailedReward):
             return [found] * len(completions)
-        if not isinstance(found, list | tuple) or len(found) != len(completions):
+        try:
+            listed = _listed(found)
+        except MemoryError:
+            raise
+        except BaseException as exc:  # a generator of user code
+            return [self._raised(exc, completions[0])] * len(completions)
+        if listed is None or len(listed) != len(completions):
             return self._failed_group(f"must return a list of {len(completions)} rewards, returned {shorten(found)}", completions)
-        return [self._checked(value, completion) for value, completion in zip(found, completions, strict=True)]
+        return [self._checked(value, completion) for value, completion in zip(listed, completions, strict=True)]
 
     def _given(self, written: str | list[str], row: Row) -> tuple[Any, Any]:
         """Return the two arguments in the order of the function's parameters."""
@@ -155,6 +162,15 @@ class RewardFunction:
 
     def _failed_group(self, how: str, completions: Sequence[str]) -> list[float | None]:
         return [self._failed(how, completions[0])] * len(completions)
+
+
+def _listed(found: Any) -> list[Any] | None:
+    """Return what a function of groups returned as a list; None unless it is a sequence, an iterator, or an array of one dimension."""
+    if getattr(found, "ndim", None) == 1 and callable(getattr(found, "tolist", None)):  # of numpy, torch, jax and pandas
+        return list(found.tolist())
+    if isinstance(found, str | bytes | bytearray | memoryview) or hasattr(found, "ndim"):
+        return None
+    return list(found) if isinstance(found, Sequence | Iterator) else None
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
