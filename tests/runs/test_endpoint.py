@@ -138,6 +138,7 @@ def test_a_busy_endpoint_is_asked_again_and_a_prompt_that_fails_costs_itself(tmp
     assert [prompt.failed for prompt in answered.prompts] == [False, True, True, False]
     assert "answered with 429" in answered.prompts[1].failure and "answered with 400" in answered.prompts[2].failure
     assert sum(body["prompt"] == "wrong" for _, _, body in scripted.asked) == 1, "what is refused is not asked again"
+    assert all(body["top_p"] == 1.0 for _, _, body in scripted.asked), "what is not named may be the endpoint's own default"
     with pytest.raises(RolloutError, match="none of 1 held-out prompts could be evaluated; the first because of .*answered with 401"):
         play(Scripted(statuses={"x": [401]}), configured(tmp_path), Row("x", ""))
 

@@ -218,9 +218,10 @@ class EndpointBusy(EngineError):  # noqa: N818
 def _request(row: Row, config: Config) -> tuple[str, dict[str, Any]]:
     """Return the path and the body of a request for answers to a row, without the model and the number of answers."""
     rollout = config.rollout
-    body: dict[str, Any] = {"temperature": config.evaluate.temperature, "max_tokens": rollout.max_new_tokens}
+    # What is not named may be the endpoint's own default, such as the top_p of the model's generation_config.json.
+    body: dict[str, Any] = {"temperature": config.evaluate.temperature, "max_tokens": rollout.max_new_tokens, "top_p": rollout.top_p}
     for name, value, usual in (
-        ("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0), ("stop", list(rollout.stop), []),
+        ("top_k", rollout.top_k, 0), ("stop", list(rollout.stop), []),
         ("stop_token_ids", list(rollout.stop_token_ids), []),
     ):
         if value != usual:
