@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chats import CHATML, FORGETS_THOUGHTS, words
-from offbeat.agents.recorder import Limits, Recorder, Turn
+from offbeat.agents.recorder import Limits, Recorder, Turn, _say_structured
 from offbeat.chat.messages import ChatRequest, Message, Reply, Tool, ToolCall
 from offbeat.chat.parsing import AnswerParser
 from offbeat.chat.rendering import Renderer
+from offbeat.chat.shaping import Shaping, Structure
 from offbeat.data.tokenizer import load_tokenizer
 from offbeat.errors import RefusedError
 from offbeat.inference.sampling import Sample, Sampling
@@ -402,3 +403,12 @@ def test_no_token_drifts_over_turns_of_a_real_tokenizer():
         num_chains += len(trajectories)
     assert num_chains == 60
     assert num_drifting > 100, "encoded again, most of these would be other tokens"
+
+
+def test_it_says_once_that_the_trainer_does_not_normalise_over_the_tokens_of_a_structure(caplog):
+    _say_structured.cache_clear()
+    for _ in range(2):
+        turn = recorder().open(ChatRequest((HELLO,), shaping=Shaping(structure=Structure("regex", "ok"))))
+        assert turn.sampling.shaping.structure == Structure("regex", "ok")
+    recorder().open(ChatRequest((HELLO,)))
+    assert [record.message.count("the trainer does not normalise over the same tokens") for record in caplog.records] == [1]

@@ -8,8 +8,10 @@ Called by `sessions`; no I/O. docs/recording.md describes the rules by which mes
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from offbeat.chat.answering import Answering, Chat, check_structure, split_stops
 from offbeat.chat.messages import ChatRequest, Message, Reply, Tool
@@ -19,6 +21,8 @@ from offbeat.data.trajectory import Trajectory
 from offbeat.errors import RefusedError
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.rollout.builder import TrajectoryBuilder
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -249,12 +253,22 @@ class Recorder:
                 f"the chat has {self._limits.max_tokens - room} tokens and there is room for {self._limits.max_tokens} with its answer, by"
                 " the model's context and train.max_tokens_per_microbatch; shorten it, or begin a new one")
         ours, (stop, stop_token_ids) = self._sampling, split_stops(request.stop, self._renderer.tokenizer)
+        if request.shaping.structure is not None:
+            _say_structured()
         wanted = ours.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
         return replace(
             ours, max_new_tokens=min(ours.max_new_tokens, wanted, room), stop=_distinct([*ours.stop, *stop]),
             stop_token_ids=_distinct([*ours.stop_token_ids, *stop_token_ids, *request.stop_token_ids]),
             top_logprobs=max(ours.top_logprobs, request.top_logprobs),
             shaping=replace(ours.shaping, structure=request.shaping.structure or ours.shaping.structure))
+
+
+@cache
+def _say_structured() -> None:
+    """Say once what structured outputs mean for training."""
+    logger.warning(
+        "an agent asks for structured outputs: the log-probabilities of such samples are those among the tokens that the structure allows,"
+        " and the trainer does not normalise over the same tokens, but over all (docs/numerics.md)")
 
 
 def _tokens(path: Iterable[Node]) -> tuple[int, ...]:
