@@ -553,3 +553,28 @@ def test_a_model_is_described_by_its_name_and_what_is_not_there_is_an_error_obje
     assert status == 404 and missing["error"]["message"] == "this server has no GET /v1/nothing"
     status, _, wrong = fetch(url, "/v1/messages")
     assert status == 405 and wrong["error"]["message"] == "/v1/messages does not take GET" and wrong["type"] == "error"
+
+
+PROMPTS = [[5, 6, 7, 8, 9], [10], [11, 12, 13]]
+
+
+def test_prompts_of_one_request_are_scored_together_each_with_its_own_numbers(url, reference):
+    body = {"prompt": PROMPTS, "max_tokens": 2, "temperature": 0, "logprobs": 3, "echo": True, "n": 2, "return_token_ids": True}
+    status, _, answer = fetch(url, "/v1/completions", body)
+    assert status == 200 and len(answer["choices"]) == 6, answer
+    for choice in answer["choices"]:
+        tokens, told = [*PROMPTS[choice["index"] // 2], *choice["token_ids"]], choice["logprobs"]
+        expected = reference("qwen3").logits(tokens)[:-1].log_softmax(-1)
+        assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
+        own = [float(row[token]) for row, token in zip(expected, tokens[1:], strict=True)]
+        assert told["token_logprobs"][1:] == pytest.approx(own, abs=1e-4)
+        for row, found in zip(expected, told["top_logprobs"][1:], strict=True):
+            top = row.topk(3)
+            assert list(found) == [f"token_id:{token}" for token in top.indices.tolist()]
+            assert list(found.values()) == pytest.approx(top.values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("body", [{"echo": True, "logprobs": 21}, {"prompt_logprobs": 21}, {"prompt_logprobs": -1}])
+def test_the_likeliest_tokens_of_a_prompt_are_bounded(url, body):
+    status, _, answer = fetch(url, "/v1/completions", {"prompt": [5, 6], **body})
+    assert status == 400 and "logprobs and prompt_logprobs of a prompt must be 0 to 20" in answer["error"]["message"], answer

@@ -24,6 +24,9 @@ MAX_STOP_CHARS = 4096
 MAX_TOP = 1024
 """Largest number of most likely tokens reported at one position."""
 
+MAX_PROMPT_TOP = 20
+"""The same for the positions of a prompt that a completion tells: prompts may be many, and as long as the context."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -161,6 +164,7 @@ class Scored:
         top: [L - 1], the most likely tokens at the same positions; None if not requested.
         target_logprobs: [L - 1], log-probabilities of the targets at the same positions; None if not requested.
         draws: [L - 1], the tokens drawn at the same positions; None if not requested.
+        index: number of the job among those that were submitted together.
     """
 
     version: Version
@@ -168,6 +172,7 @@ class Scored:
     top: list[TopTokens] | None
     target_logprobs: list[list[float]] | None
     draws: list[TopTokens] | None = None
+    index: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,7 +34,7 @@ from offbeat.engine.loader import load_engine
 from offbeat.engine.loop import EngineLoop
 from offbeat.engine.metrics import registry_of
 from offbeat.engine.options import EngineOptions
-from offbeat.engine.request import Event, Output, Request, SamplingParams, Scored, ScoreJob
+from offbeat.engine.request import MAX_PROMPT_TOP, Event, Output, Request, SamplingParams, Scored, ScoreJob
 from offbeat.engine.stall import LOOKED_AT_S, StepWatch
 from offbeat.engine.versions import Source, fingerprint_tensors
 from offbeat.engine.web import Disconnected, Handler, HttpServer, error_answer, json_answer, refusal, refusal_of, whole_body
@@ -203,11 +203,15 @@ class EngineServer:
         scores: list[Scored | None] = [None] * len(prompts)
         if (top_k := body.prompt_top) is None:
             return scores
-        for at, prompt in enumerate(prompts):
-            if len(prompt) > 1:
-                job = ScoreJob(id=f"score-{uuid.uuid4().hex}", tokens=prompt, top_k=top_k, adapter=adapter)
-                async with self._submitted(http, job) as inbox:
-                    scores[at] = await _next(inbox, Scored)
+        if not 0 <= top_k <= MAX_PROMPT_TOP:
+            raise RefusedError(f"logprobs and prompt_logprobs of a prompt must be 0 to {MAX_PROMPT_TOP} likeliest tokens, got {top_k}")
+        places = [at for at, prompt in enumerate(prompts) if len(prompt) > 1]
+        jobs = [ScoreJob(id=f"score-{uuid.uuid4().hex}", tokens=prompts[at], top_k=top_k, adapter=adapter) for at in places]
+        if jobs:
+            async with self._submitted(http, *jobs) as inbox:
+                for _ in jobs:  # they share forward passes, and come in any order
+                    scored = await _next(inbox, Scored)
+                    scores[places[scored.index]] = scored
         return scores
 
     def _adapter_of(self, model: str) -> str:
@@ -257,7 +261,7 @@ class EngineServer:
         first = 0
         for request in requests:
             self._inboxes[request.id] = _Numbered(inbox, first)
-            first += request.n if isinstance(request, Request) else 0
+            first += request.n if isinstance(request, Request) else 1
         watch = asyncio.create_task(self._watch(http, inbox, requests), name=f"disconnect of {requests[0].id}")
         for request in requests:
             self._loop.submit(request)
@@ -413,7 +417,7 @@ class _Numbered:
     first: int
 
     def put_nowait(self, result: Output | Scored | EngineError) -> None:
-        if self.first and isinstance(result, Output):
+        if self.first and not isinstance(result, EngineError):
             result = replace(result, index=result.index + self.first)
         self.inbox.put_nowait(result)
 
