@@ -1,13 +1,13 @@
 """What is read before any process starts, and the choices made from it."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-from offbeat.controller.inputs import RunInputs, base_ends, choose_canary, read_base, read_inputs
+from offbeat.controller.inputs import RunInputs, base_ends, choose_canary, read_base, read_inputs, write_tokenizer
 from offbeat.data.mixture import Mixture
-from offbeat.data.tokenizer import character_tokenizer
+from offbeat.data.prompt import render
+from offbeat.data.tokenizer import character_tokenizer, load_tokenizer
 from offbeat.errors import ConfigError, DataError, ModelError
 from small_run import build_small_model, small_config
 
@@ -63,17 +63,32 @@ def test_a_system_prompt_that_would_not_be_seen_is_refused(tmp_path: Path, model
     assert read_inputs(small_config(tmp_path, model_dir, data__chat_template="true", rollout__max_new_tokens="1", **asked))
     with pytest.raises(ConfigError, match=r"would not be seen, because the prompts are plain text and no chats; set data.chat_template"):
         read_inputs(small_config(tmp_path, model_dir, **asked))
-    for template, sentence in [
-        (None, "plain text and no chats; and tokenizer '.*bare' has no chat template that could carry it; leave it out"),
-        ("{% for message in messages %}{{ message['content'] if message['role'] == 'user' }}{% endfor %}>",
-         "the chat template of tokenizer '.*bare' writes no system messages; leave it out"),
-    ]:
-        bare = tmp_path / "bare"
-        shutil.rmtree(bare, ignore_errors=True)
-        character_tokenizer(chat_template=template).save(bare)
+    bare, users = tmp_path / "bare", tmp_path / "users"
+    character_tokenizer(chat_template=None).save(bare)
+    with pytest.raises(ConfigError, match="no chats; and tokenizer '.*bare' has no chat template that could carry it; leave it out"):
+        read_inputs(small_config(tmp_path, model_dir, model__tokenizer=str(bare), **asked))
+    template = "{% for message in messages %}{{ message['content'] if message['role'] == 'user' }}{% endfor %}>"
+    character_tokenizer(chat_template=template).save(users)
+    asked |= {"data__chat_template": "true", "rollout__max_new_tokens": "1", "model__tokenizer": str(users)}
+    assert read_inputs(small_config(tmp_path, model_dir, **asked)), "it becomes part of the user's message"
+
+
+def test_a_chat_template_of_ones_own_takes_the_place_of_the_tokenizers_and_is_exported(tmp_path: Path, model_dir: str) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}>{% endif %}")
+    for given in (str(file), file.read_text()):
+        config = small_config(tmp_path, model_dir, data__chat_template=given, rollout__max_new_tokens="1")
+        inputs = read_inputs(config)
+        assert config.data.chat_template == file.read_text(), "a checkpoint remembers what the file said"
+        prompt = render(inputs.train.row(0), inputs.tokenizer, config.data)
+        assert inputs.tokenizer.decode(prompt, skip_special_tokens=False).endswith("<eos>>")
+        folder = write_tokenizer(inputs, tmp_path)
+        assert load_tokenizer(folder).hf.chat_template == file.read_text() != load_tokenizer(model_dir).hf.chat_template
+    for given, sentence in (("no.jinja", "got 'no.jinja' .No such file"), (str(tmp_path), "Is a directory")):
         with pytest.raises(ConfigError, match=sentence):
-            read_inputs(small_config(
-                tmp_path, model_dir, model__tokenizer=str(bare), data__chat_template=str(template is not None).lower(), **asked))
+            small_config(tmp_path, model_dir, data__chat_template=given)
+    with pytest.raises(ModelError, match="data.chat_template is no Jinja template"):
+        read_inputs(small_config(tmp_path, model_dir, data__chat_template="{% for m %}"))
 
 
 def test_each_set_has_its_own_variables_of_the_chat_template(tmp_path: Path, model_dir: str) -> None:

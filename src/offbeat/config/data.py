@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import field_validator, model_validator
 
 from offbeat.config.base import Section, field
-from offbeat.config.template import parse_template
+from offbeat.config.template import parse_template, read_chat_template
 
 _RENDERED = (
     "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
@@ -38,7 +38,9 @@ class DataConfig(Section):
     system_field: str = field("", "Name of a field with a system message for each row, which makes the row a chat; empty is none.")
     max_unusable_rows: int = field(
         0, "Rows that may be left out because they cannot be used, each of which is reported with its reason; one more is an error.", ge=0)
-    chat_template: bool = field(False, "Wrap the prompt as a user message with the tokenizer's chat template.")
+    chat_template: bool | str = field(
+        False, "Wrap the prompt as a user message with the tokenizer's chat template. A file or the text of a Jinja template does so with"
+        " that template, which is then used wherever the tokenizer's would be, and exported; a checkpoint remembers its text.")
     chat_template_kwargs: dict[str, bool | int | float | str] = field(
         {}, "What the chat template is given besides messages and tools, such as {enable_thinking = false}.")
     system_prompt: str = field(
@@ -58,6 +60,12 @@ class DataConfig(Section):
         if text:
             parse_template(text)
         return text
+
+    @field_validator("chat_template")
+    @classmethod
+    def _read_template(cls, given: bool | str) -> bool | str:
+        """Replace a file by its text, so that a changed file is a changed setting."""
+        return given if isinstance(given, bool) else read_chat_template(given)
 
     @field_validator("chat_template_kwargs")
     @classmethod

@@ -59,6 +59,8 @@ def _allowed(info: FieldInfo) -> str:
 def _kind(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return " or ".join(_code(toml_value(choice)) for choice in get_args(annotation))
+    if annotation == (bool | str):
+        return "true, false or text"
     return "tables" if issubclass(annotation, Section) else _TYPES[annotation]
 
 

@@ -196,6 +196,8 @@ def _following_value(key: str, following: str | None) -> str | None:
     if info is not None and info.annotation is bool:
         return following if following is not None and following.lower() in {"true", "false"} else None
     if following is None or following.startswith("--"):
+        if info is not None and info.annotation == (bool | str):
+            return None
         raise ConfigError(f"--{key} has no value; write --{key} VALUE, or --{key}=VALUE if it starts with '--'")
     return following
 

@@ -96,6 +96,8 @@ _RL_ALONE = (
     "rollout.consumer_batch_size", "rollout.max_head", "rollout.on_stale", "rollout.temperature",
     "rollout.workflow", "rollout.reward", "rollout.should_accept", "weights.interrupt",
     "evaluate.sets", "evaluate.keep_best", "evaluate.stop_after_no_gain")
+_MOST_SHOWN = 200
+"""Characters of a value in messages; a chat template has thousands."""
 _ON_PAIRS = ("preference.", "reward_model.")
 _NOT_ON_PAIRS = (
     *_RL_ALONE, *(key for key, _ in settings() if key.startswith("sft.") and key != "sft.too_long"), "rollout.", "inference.",
@@ -118,7 +120,11 @@ class Changed:
     was: Any
 
     def __str__(self) -> str:
-        return f"{self.key} = {toml_value(self.now)}, was {toml_value(self.was)}"
+        return f"{self.key} = {_shortened(toml_value(self.now))}, was {_shortened(toml_value(self.was))}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}… ({len(text)} characters)"
 
 
 def remembered(config: Config) -> dict[str, Any]:

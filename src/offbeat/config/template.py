@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from offbeat.errors import DataError
@@ -75,3 +76,21 @@ def _written(record: Mapping[str, Any], name: str, where: str) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, bool | list | tuple | Mapping) else str(value)
+
+
+def read_chat_template(given: str) -> str:
+    """Return the text of a chat template that is given as text, or as the name of a file.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if "{" in given or "\n" in given:
+        return given
+    try:
+        text = Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else "it is not UTF-8 text"
+        raise ValueError(f"it must be true, false, a file with a chat template or its text, got {given!r} ({reason})") from exc
+    if "{" not in text:
+        raise ValueError(f"it must name a file with a chat template in Jinja, got {given!r}, in which nothing is inserted")
+    return text

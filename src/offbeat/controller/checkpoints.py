@@ -11,6 +11,7 @@ from offbeat.checkpoint.manifest import is_sealed
 from offbeat.checkpoint.recover import CheckpointIndex, Damage, none_sound
 from offbeat.config.resume import Part
 from offbeat.config.root import Config
+from offbeat.controller.inputs import write_tokenizer
 from offbeat.controller.parts import RunParts
 from offbeat.controller.resume import compare
 from offbeat.controller.state import HeadState, Highlights, SavedState
@@ -162,7 +163,7 @@ class Checkpoints:
         await self._write(self._config.run_dir / folder)
 
     async def _write_model(self, folder: Path) -> None:
-        await self._trainers.export(folder, tokenizer=self._parts.inputs.tokenizer_folder)
+        await self._trainers.export(folder, tokenizer=write_tokenizer(self._parts.inputs, self._config.run_dir))
 
     async def _find(self) -> _Found | None:
         newest, damages = await asyncio.to_thread(self._index.choose)

@@ -214,7 +214,7 @@ def _read_set(name: str, config: Config, base: Base, run: RunInputs) -> RunInput
         rows = open_set(
             own.data, of_run=config.data, heldout=run.heldout, most=own.evaluate.num_prompts, seed=config.run.seed, needs_answer=answered,
             refused=refused, check=check_row(base.tokenizer, own.data, answered=answered))
-        base = replace(base, tokenizer=replace(base.tokenizer, template_kwargs=own.data.chat_template_kwargs))
+        base = replace(base, tokenizer=_rendering(base.tokenizer, own))
         if own.rollout.workflow not in PLAYS:
             check_system_prompt(own, base, rows.row(0))
         longest = check_lengths(
@@ -359,7 +359,24 @@ def read_base(config: Config) -> Base:
     return Base(model, build, model, tokenizer, tiny.max_positions)
 
 
+def write_tokenizer(inputs: "RunInputs", run_dir: Path) -> str:
+    """Return the folder of the tokenizer to export: that of the model, or one of the run's with the template of `data.chat_template`."""
+    if not inputs.tokenizer.has_own_template:
+        return inputs.tokenizer_folder
+    folder = run_dir / "tokenizer"
+    inputs.tokenizer.save(folder)
+    return str(folder)
+
+
 def _rendering(tokenizer: Tokenizer, config: Config) -> Tokenizer:
+    """Give a tokenizer the template of `data.chat_template`, and the variables of its template."""
+    sets = [config.data_set(name) for name in config.data.sets]
+    given = [own.data.chat_template for own in (config, *sets) if isinstance(own.data.chat_template, str)]
+    if len(set(given)) > 1:
+        raise ConfigError(
+            "data.sets name chat templates that differ, and a run has one tokenizer with one template; give all of them the same")
+    if given:
+        tokenizer = tokenizer.with_template(given[0])
     return replace(tokenizer, template_kwargs=config.data.chat_template_kwargs)
 
 

@@ -15,6 +15,7 @@ from offbeat.aio import run_beside
 from offbeat.config.train import OptimizerConfig, SftConfig
 from offbeat.controller.checkpoints import FINE_TUNING, WARM_UP, Checkpoints
 from offbeat.controller.evaluate import Evaluator
+from offbeat.controller.inputs import write_tokenizer
 from offbeat.controller.parts import RunParts
 from offbeat.controller.state import HeadState, Highlights, RunState, SavedState
 from offbeat.data.batch import Batch
@@ -84,7 +85,7 @@ class Lesson(ABC):
 
     async def export(self, folder: Path) -> None:
         """Write the model for other programs to `folder`. By default a Hugging Face folder of the language model."""
-        await self._parts.trainers.export(folder, tokenizer=self._parts.inputs.tokenizer_folder)
+        await self._parts.trainers.export(folder, tokenizer=write_tokenizer(self._parts.inputs, self._parts.config.run_dir))
 
     def finished(self, *, steps: int, accuracy: float | None) -> bool:  # noqa: ARG002
         """Whether nothing is left to do after so many steps with this held-out accuracy. By default accuracy does not matter."""

@@ -3,6 +3,7 @@
 import numpy as np
 
 from offbeat.config.data import DataConfig
+from offbeat.data.chat import check_shown
 from offbeat.data.dataset import PromptDataset
 from offbeat.data.messages import Message, with_system
 from offbeat.data.row import Row
@@ -17,10 +18,15 @@ def render(row: Row, tokenizer: Tokenizer, config: DataConfig) -> list[int]:
     `data.chat_template` is on. In a chat, the template writes the BOS token where there is to be one.
 
     Raises:
+        DataError: the template does not write all of the chat.
         ModelError: a chat is needed and the tokenizer has no template for it.
     """
     messages = messages_of(row, config)
-    return tokenizer.prompt(str(row.prompt)) if messages is None else tokenizer.giving(row.template_kwargs).chat(messages, tools=row.tools)
+    if messages is None:
+        return tokenizer.prompt(str(row.prompt))
+    tokenizer = tokenizer.giving(row.template_kwargs)
+    check_shown(messages, tokenizer, row.tools)
+    return tokenizer.chat(messages, tools=row.tools)
 
 
 def messages_of(row: Row, config: DataConfig) -> tuple[Message, ...] | None:

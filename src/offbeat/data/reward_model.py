@@ -154,11 +154,11 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     keeps_template, source = tokenizer.has_chat_template, Path(tokenizer.name)
-    if not source.is_dir():  # from the hub, or made here
+    if not source.is_dir() or tokenizer.has_own_template:  # from the hub, or made here
         tokenizer.save(folder)
     for pattern in TOKENIZER_FILES:
         for file in source.glob(pattern):
-            if keeps_template or not file.name.startswith("chat_template"):
+            if (keeps_template and not tokenizer.has_own_template) or not file.name.startswith("chat_template"):
                 shutil.copyfile(file, folder / file.name)
     padding = choose_padding(tokenizer)
     path = folder / "tokenizer_config.json"

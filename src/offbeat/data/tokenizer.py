@@ -4,6 +4,7 @@
 `PreTrainedTokenizerFast`, which can be imported without torch (`AutoTokenizer` cannot).
 """
 
+import copy
 import json
 import re
 import string
@@ -18,7 +19,7 @@ from jinja2 import TemplateError
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from offbeat.data.forms import Form, Messages, Tools, find_form
 from offbeat.errors import DataError, ModelError
@@ -61,6 +62,7 @@ class Tokenizer:
         template_kwargs: what the chat template is given besides messages and tools, such as `enable_thinking`.
         alphabet: all characters that it knows, if it was built of them here; else empty.
         num_rows: number of rows of the model's embedding, if it has fewer than the tokenizer has tokens; else None.
+        has_own_template: whether its chat template is another than that of its files.
     """
 
     hf: PreTrainedTokenizerFast
@@ -68,6 +70,7 @@ class Tokenizer:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     alphabet: str = ""
     num_rows: int | None = None
+    has_own_template: bool = False
 
     def __post_init__(self) -> None:
         if self.hf.eos_token_id is None:
@@ -98,6 +101,20 @@ class Tokenizer:
     def giving(self, template_kwargs: Mapping[str, Any]) -> "Tokenizer":
         """Return this tokenizer with more that its chat template is given."""
         return replace(self, template_kwargs={**self.template_kwargs, **template_kwargs}) if template_kwargs else self
+
+    def with_template(self, template: str) -> "Tokenizer":
+        """Return this tokenizer with another chat template.
+
+        Raises:
+            ModelError: the template is no Jinja.
+        """
+        try:
+            _compile_jinja_template(template)
+        except TemplateError as exc:
+            raise ModelError(f"the chat template of data.chat_template is no Jinja template: {exc}; mend it") from exc
+        hf = copy.deepcopy(self.hf)
+        hf.chat_template = template
+        return replace(self, hf=hf, has_own_template=True)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of `text`. Special tokens spelled out in it, such as `<eos>`, are recognised.
