@@ -26,7 +26,7 @@ export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart test test-drills test-avx2 test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real cookbook verifiers test-verifiers test-agents smollm2 qwen check docs bench gpu-check faults soak clean
+.PHONY: help quickstart test test-drills test-avx2 test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real test-templates cookbook verifiers test-verifiers test-agents smollm2 qwen check docs bench gpu-check faults soak clean
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
 
@@ -134,6 +134,9 @@ qwen: $(QWEN)  ## make Qwen2.5-Coder-0.5B-Instruct, a second real model, out of 
 
 test-real: $(DEV_STAMP) $(SMOLLM2)  ## run the tests of real pretrained models: SmolLM2, which it makes on first use, and Qwen if `make qwen` has made it
 	$(BIN)/python -m pytest --timeout=300 tests/real
+
+test-templates: $(DEV_STAMP)  ## try random chats with 786 real chat templates, in about ten minutes; TEMPLATES=FOLDER tries more
+	$(BIN)/python tests/template_corpus.py $(TEMPLATES)
 
 check: $(DEV_STAMP)  ## lint, types, layers, and the table of models in docs/models.md
 	$(BIN)/ruff check

@@ -222,14 +222,14 @@ def _read(messages: Messages, index: int, tokenizer: Tokenizer, tools: Tools) ->
         found = _after_header(messages[:index], asked, text, places, tokenizer, tools)
     if found is not None:
         return found
+    if CLOSED.search(asked) and (thoughts or message.get(REASONING[0])):
+        raise DataError(
+            f"message {index} of the chat, the assistant's, has reasoning, and the chat template of tokenizer {tokenizer.name!r} asks for"
+            " an answer without; leave it out, or let the template ask for it in data.chat_template_kwargs, as {enable_thinking = true}")
     if missing := next((place for place in places if not place.shows), None):
         raise DataError(
             f"message {index} of the chat, the assistant's, does not show in what the chat template of tokenizer {tokenizer.name!r} writes:"
             f" {missing.said.strip()[:60]!r} is left out or changed; set data.chat_template to a template that writes it")
-    if CLOSED.search(asked) and not is_whole:
-        raise DataError(
-            f"message {index} of the chat, the assistant's, has reasoning, and the chat template of tokenizer {tokenizer.name!r} asks for"
-            " an answer without; leave it out, or let the template ask for it in data.chat_template_kwargs, as {enable_thinking = true}")
     raise DataError(
         f"the chat template of tokenizer {tokenizer.name!r} writes what precedes message {index} differently once that message is"
         " there, so that no token can be told to be the assistant's; set data.chat_template to one whose prompt for an answer is what it"
