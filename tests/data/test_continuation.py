@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from chats import words
 from offbeat.config.data import DataConfig
+from offbeat.data.chat import mark_answers
 from offbeat.data.prompt import sft_sequence
 from offbeat.data.row import Row
 from offbeat.data.tokenizer import Tokenizer, character_tokenizer
@@ -49,3 +50,14 @@ def test_plain_rows_are_spelt_as_they_are_in_the_data(kind: str, prompt: str, an
     ids, mask = sft_sequence(Row(prompt, answer), tokenizer, DataConfig(path="x", heldout_size=0))
     assert tokenizer.decode(ids.tolist()) == prompt + answer
     assert tokenizer.decode_continuation(ids[mask].tolist()) == answer and ids[-1] == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("kind", SENTENCEPIECE)
+def test_an_answer_in_a_chat_is_spelt_as_it_is_in_the_data_where_it_is_encoded_by_itself(kind: str) -> None:
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content }}{{ '<|end|>' if m.role == 'assistant' else '\n' }}{% endfor %}"
+    tokenizer = spaced_tokenizer(kind, template=template + "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "  12"}]  # whose spaces would join that of the prompt
+    [text] = mark_answers(chat, tokenizer, turns="all")
+    ids, mask = text.sequence(tokenizer)
+    assert ids[~mask].tolist() == tokenizer.chat(chat[:1])
+    assert tokenizer.decode_continuation(ids[mask].tolist(), skip_special_tokens=False) == "  12<|end|>"

@@ -75,7 +75,7 @@ class MarkedText:
         for start, end in earlier:
             mask |= (starts >= start) & (ends <= end)
         bounds = sorted({self.asked, *(edge for span in self.spans if span[1] > self.asked for edge in span)})
-        pieces = [(tokenizer.encode(self.text[low:high]), (low, high) in self.spans) for low, high in pairwise(bounds)]
+        pieces = [(tokenizer.encode_continuation(self.text[low:high]), (low, high) in self.spans) for low, high in pairwise(bounds)]
         ids = np.array([*encoding.ids, *(token for piece, _ in pieces for token in piece)], np.int64)
         return ids, np.concatenate([mask, np.repeat([trained for _, trained in pieces], [len(piece) for piece, _ in pieces])])
 
