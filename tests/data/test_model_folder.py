@@ -12,6 +12,7 @@ from offbeat.data.model_folder import (
     read_model_config,
     read_vocab_size,
     rope_limit,
+    router_loss_note,
 )
 from offbeat.errors import ModelError
 
@@ -91,6 +92,15 @@ def test_the_context_of_a_longrope_model_is_its_original_one(tmp_path):
 ])
 def test_the_size_of_the_vocabulary_is_that_of_the_language_model(tmp_path, config, size):
     assert read_vocab_size(write(tmp_path, f'{{"model_type": "qwen3"{", " if config else ""}{config}}}')) == size
+
+
+@pytest.mark.parametrize(("config", "coefficient"), [
+    ({"router_aux_loss_coef": 0.001}, "0.001"), ({"text_config": {"router_aux_loss_coef": 0.02}}, "0.02"),
+    ({"router_aux_loss_coef": 0.0}, ""), ({"router_aux_loss_coef": None}, ""), ({}, "")])
+def test_a_loss_of_routers_that_is_not_trained_on_is_told_of(tmp_path, config, coefficient):
+    write(tmp_path, json.dumps({"model_type": "qwen3_moe", **config}))
+    note = router_loss_note(str(tmp_path))
+    assert (f"(router_aux_loss_coef = {coefficient} in {tmp_path}) is not trained on" in note) if coefficient else note == ""
 
 
 def test_looking_at_a_model_does_not_import_torch():

@@ -11,8 +11,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from offbeat.data.packing import PackedRow, Segments
+from offbeat.errors import ModelError
 from offbeat.model import head as head_module
-from offbeat.model.head import ACCELERATOR_SIZES, CPU_SIZES, FusedHead, HeadSizes, Picks, fused_head, pick
+from offbeat.model.head import ACCELERATOR_SIZES, CPU_SIZES, FusedHead, HeadSizes, Picks, compute_in_float32, fused_head, pick
 from offbeat.model.logprobs import token_logprobs
 
 V, H, U = 49, 16, 11
@@ -99,6 +100,36 @@ def test_a_fused_head_gives_what_the_layer_and_a_whole_log_softmax_give(bias, au
     loss = (got * weights).sum() + (fused.entropy * bonus).sum()
     for mine, theirs in zip(torch.autograd.grad(loss, parameters), wanted, strict=True):
         torch.testing.assert_close(mine, theirs, **tolerance)
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_a_head_in_float32_multiplies_what_it_gets_without_rounding_under_autocast(weight_dtype):
+    torch.manual_seed(0)
+    head = torch.nn.Linear(H, V, bias=False, dtype=weight_dtype)
+    hidden = torch.randn(1, U, H, dtype=torch.bfloat16).requires_grad_()
+    exact = hidden.detach()[0].double().requires_grad_(), head.weight.detach().double().requires_grad_()
+    expected, expected_entropy = slow(exact[0] @ exact[1].T, 1.3)
+    found = {}
+    for in_float32 in (True, False):
+        fused = FusedHead(head, Picks(POSITIONS, TARGETS, 1.3, True), None, in_float32=in_float32)
+        with torch.autocast("cpu", torch.bfloat16):
+            found[in_float32] = fused.logprobs(fused(hidden))
+        if in_float32:
+            torch.testing.assert_close(fused.entropy, expected_entropy, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found[True], expected, atol=1e-5, rtol=1e-5)
+    assert (found[False] - expected).abs().max() > 10 * (found[True] - expected).abs().max(), "bfloat16 rounds"
+    wanted = torch.autograd.grad(expected.sum(), exact)
+    for mine, theirs in zip(torch.autograd.grad(found[True].sum(), [hidden, head.weight]), wanted, strict=True):
+        torch.testing.assert_close(mine.reshape(theirs.shape).double(), theirs, atol=1e-2, rtol=1e-2)  # stored as hidden and weight are
+
+
+def test_a_model_that_computes_its_logits_itself_has_no_head_in_float32():
+    model = Gemma2ForCausalLM(Gemma2Config(
+        **SIZES, bos_token_id=1, pad_token_id=0, attn_logit_softcapping=None, final_logit_softcapping=0.05))
+    compute_in_float32(model)
+    with pytest.raises(ModelError, match="algorithm.float32_head must be false for Gemma2ForCausalLM with train.precision = 'bf16_mixed'"):
+        token_logprobs(model, make_row(5))
 
 
 def test_a_frozen_head_passes_its_gradient_on():

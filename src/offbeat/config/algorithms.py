@@ -139,6 +139,10 @@ class AlgorithmConfig(Section):
         "token_mean", "How token losses are aggregated: mean over all tokens; mean over sequences of their token means, or of their token"
         " sums; token sums divided by max_new_tokens; or mean over prompts of their token means.")
 
+    float32_head: bool = field(
+        False, "Multiply by the output head in float32 where train.precision is bf16_mixed, as in ScaleRL: log-probabilities are then less"
+        " coarse and closer to an engine's whose head is float32. It copies the head's weight in each pass.")
+
     kl_loss: Literal["none", "k2", "k3", "ratio_k3"] = field(
         "none", "Estimate of the divergence from the reference policy that is added to the loss; ratio_k3 alone has the right gradient"
         " off-policy.")

@@ -97,7 +97,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType({
     "scale_rl": Preset(
         "2510.13786", "For long, large and asynchronous runs: CISPO with its ratio taken to the policy that sampled, and the same weight"
         " for each prompt.",
-        {**_PUBLISHED, "scale": "batch_std", "objective": "cispo", "clip_low": 1.0, "clip_high": 4.0, "loss_aggregation": "prompt_mean"},
+        {**_PUBLISHED, "scale": "batch_std", "objective": "cispo", "clip_low": 1.0, "clip_high": 4.0, "loss_aggregation": "prompt_mean",
+         "float32_head": True},
         "Prompts of equal rewards stay in the mean over prompts; that solved prompts are not drawn again is curriculum.leave_at = 0.9."),
     "sapo": Preset(
         "2511.20347", "When PPO's clip switches tokens off too abruptly: a smooth gate, tighter for negative advantages.",

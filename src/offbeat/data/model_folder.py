@@ -86,6 +86,20 @@ def read_vocab_size(path: str) -> int | None:
     return size if isinstance(size, int) and size > 0 else None
 
 
+def router_loss_note(path: str) -> str:
+    """Return what to say of a mixture of experts whose configuration has a coefficient of the routers' load-balancing loss; "" of others.
+
+    Raises:
+        ModelError: as for `read_model_config`.
+    """
+    config = read_model_config(path)
+    coefficient = (config.get("text_config") or config).get("router_aux_loss_coef")
+    if not isinstance(coefficient, (int, float)) or not coefficient:
+        return ""
+    return (f"the load-balancing loss of the routers (router_aux_loss_coef = {coefficient:g} in {path}) is not trained on, and nothing"
+            " else keeps the experts evenly used")
+
+
 def read_end_token_ids(folder: str) -> tuple[int, ...]:
     """Return the end tokens in a local model's generation_config.json, or in its config.json if it has no generation_config.json.
 

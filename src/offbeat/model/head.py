@@ -6,7 +6,7 @@ take more than a bound that depends on the device.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from offbeat.errors import ModelError
 from offbeat.model.vocabulary import Vocabulary
 
 
@@ -59,6 +60,9 @@ def sizes_of(device: torch.device) -> HeadSizes:
 _unfused: "WeakSet[nn.Module]" = WeakSet()
 """Models that process their logits after the head."""
 
+_in_float32: "WeakSet[nn.Module]" = WeakSet()
+"""Models whose head computes in float32, whatever the rest computes in."""
+
 
 @dataclass(frozen=True, eq=False)
 class Picks:
@@ -97,8 +101,9 @@ class FusedHead:
         entropy: [U] float32, set by the forward pass.
     """
 
-    def __init__(self, head: nn.Linear, picks: Picks, keep: Tensor | None) -> None:
+    def __init__(self, head: nn.Linear, picks: Picks, keep: Tensor | None, *, in_float32: bool = False) -> None:
         """`keep` [U] int64 selects from the positions that reach the head; None selects all of them."""
+        self._in_float32 = in_float32
         self.entropy: Tensor
         self._head = head
         self._picks = picks
@@ -110,10 +115,11 @@ class FusedHead:
         rows = input[0] if self._keep is None else input[0][self._keep]
         kind = input.device.type
         casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        compute = torch.get_autocast_dtype(kind) if casts else None
+        compute = torch.float32 if self._in_float32 else torch.get_autocast_dtype(kind) if casts else None
         weight, bias = self._head.weight, self._head.bias
-        logprobs, self.entropy = _Picked.apply(
-            rows, local_part(weight), local_part(bias), self._picks, compute, torch.is_grad_enabled(), Vocabulary.of(weight))
+        with torch.autocast(kind, enabled=False) if self._in_float32 else nullcontext():  # which would cast the products back
+            logprobs, self.entropy = _Picked.apply(
+                rows, local_part(weight), local_part(bias), self._picks, compute, torch.is_grad_enabled(), Vocabulary.of(weight))
         answer = self._answer = logprobs[None, :, None].clone()  # not a view, which FSDP2 warns about
         return answer
 
@@ -131,12 +137,16 @@ def fused_head(model: nn.Module, picks: Picks, keep: Tensor | None) -> Iterator[
     Args:
         picks: the entries that the pass is to return.
         keep: [U] int64, see `FusedHead`.
+
+    Raises:
+        ModelError: the head is to compute in float32, and is not such a layer.
     """
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) and model not in _unfused else None
     if not isinstance(head, nn.Linear) or not _is_plain(head):
+        check_head_format(model)
         yield None
         return
-    fused, kept = FusedHead(head, picks, keep), vars(head).get("forward")
+    fused, kept = FusedHead(head, picks, keep, in_float32=model in _in_float32), vars(head).get("forward")
     head.forward = fused
     try:
         yield fused
@@ -161,6 +171,19 @@ def _is_plain(head: nn.Linear) -> bool:
 def never_fuse(model: nn.Module) -> None:
     """Remember that the model's logits are not what its head returns."""
     _unfused.add(model)
+
+
+def compute_in_float32(model: nn.Module) -> None:
+    """Have a model's head multiply and add in float32 under mixed precision, too; its weight is copied for each pass."""
+    _in_float32.add(model)
+
+
+def check_head_format(model: nn.Module) -> None:
+    """Raise ModelError where a head that is to compute in float32 is left to the model."""
+    if model in _in_float32:
+        raise ModelError(
+            f"algorithm.float32_head must be false for {type(model).__name__} with train.precision = 'bf16_mixed', got true; the model"
+            " computes its logits by itself, so set it to false, or train.precision = 'float32'")
 
 
 class _Picked(torch.autograd.Function):

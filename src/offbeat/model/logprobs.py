@@ -17,7 +17,7 @@ from offbeat.errors import ModelError
 from offbeat.model.apart import apart_logits
 from offbeat.model.attention import PACKED, AttentionPlan, build_plan
 from offbeat.model.context import RowShare, share_of
-from offbeat.model.head import Picks, fused_head, never_fuse, pick
+from offbeat.model.head import Picks, check_head_format, fused_head, never_fuse, pick
 from offbeat.model.load import rope_limit_of
 
 
@@ -114,6 +114,7 @@ def _picked(model: nn.Module, share: RowShare, source: np.ndarray, picks: Picks)
     selects = "logits_to_keep" in inspect.signature(bare.forward).parameters
     _check_length(share.row, bare)
     if not packs_rows(bare):
+        check_head_format(bare)
         return pick(apart_logits(model, share.row, source, keep.device, selects=selects), picks)
     with fused_head(bare, picks, None if selects else keep) as head:
         logits = _forward(model, share, keep=keep if selects else None)
@@ -121,6 +122,7 @@ def _picked(model: nn.Module, share: RowShare, source: np.ndarray, picks: Picks)
         return logprobs, head.entropy
     if head is not None:
         never_fuse(bare)
+        check_head_format(bare)
         logits = _forward(model, share, keep=keep if selects else None)
     return pick(logits[0] if selects else logits[0][keep], picks)
 

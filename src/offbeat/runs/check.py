@@ -20,7 +20,7 @@ from offbeat.data.evaluation_set import has_own_rows
 from offbeat.data.files import Sieve
 from offbeat.data.functions import check_takes, resolve
 from offbeat.data.known import check_preference, check_row, unwritable_answers
-from offbeat.data.model_folder import read_vocab_size
+from offbeat.data.model_folder import read_vocab_size, router_loss_note
 from offbeat.data.pairs import holds_pairs, open_pairs
 from offbeat.data.reward_model import open_reward_folder
 from offbeat.data.sources import open_source
@@ -65,6 +65,8 @@ def check_named(config: Config) -> list[str]:
                 wrong.append(f"{prefix}{exc}")
     if wrong:
         raise ConfigError(listed_errors(wrong))
+    if config.model.path and (Path(config.model.path) / "config.json").is_file() and (note := router_loss_note(config.model.path)):
+        lines.append(f"note: {note}")
     return lines
 
 

@@ -33,6 +33,7 @@ from offbeat.controller.supervised import SftResult, fine_tune
 from offbeat.cpu import this_cpu
 from offbeat.data import wire
 from offbeat.data.identity import Identity
+from offbeat.data.model_folder import router_loss_note
 from offbeat.data.template_use import unused_template
 from offbeat.loading import load_module
 from offbeat.machine import PROMISED_DEVICES, smallest_device
@@ -266,8 +267,10 @@ def execute(
     inputs = replace(inputs, identity=replace(inputs.identity, settings=remembered(config)))
     with _open_record(config, rank_info, console, inputs.identity, kind=kind, fresh=fresh, debug=debug) as record:
         record.console.open(config.run.name)
-        for text in notes(config, part_of(kind)) if rank_info.leads else ():
-            record.note("advice", text)
+        if rank_info.leads:
+            router = router_loss_note(config.model.path) if config.model.path else ""
+            for text in (*notes(config, part_of(kind)), *([router] if router else [])):
+                record.note("advice", text)
         for reason in inputs.unusable:
             record.events.record("unusable_row", reason=reason)
         if inputs.unusable:

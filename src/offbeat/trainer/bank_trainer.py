@@ -354,7 +354,9 @@ def _load_base(folder: str, config: Config, groups: ProcessGroups) -> tuple[PreT
     """Load the frozen model, or what `load` says of it, and distribute it over the ranks; collective."""
 
     def read(divide: Divide | None) -> PreTrainedModel:
-        return load_policy(folder, config=config.train, dtype=config.model.number_format, divide=divide).requires_grad_(False)
+        return load_policy(
+            folder, config=config.train, dtype=config.model.number_format, divide=divide,
+            float32_head=config.algorithm.float32_head).requires_grad_(False)
 
     divided = groups.shape.shard > 1 or groups.shape.tp > 1
     # A model that is whole on its rank computes under autocast, also on a single one.

@@ -20,16 +20,20 @@ from offbeat.trainer.policy import autocast, load_policy, row_of
 from offbeat.trainer.strategies import Strategy, load
 
 
-def load_frozen(folder: str, *, config: TrainConfig, groups: ProcessGroups, dtype: Dtype = "float32") -> Strategy:
+def load_frozen(
+    folder: str, *, config: TrainConfig, groups: ProcessGroups, dtype: Dtype = "float32", float32_head: bool = False,
+) -> Strategy:
     """Load a model that only scores, in shards if the policy is; no gradient ever reaches it. Collective.
 
     Args:
         folder: Hugging Face folder or hub id, the same on all ranks.
+        float32_head: as for `load_policy`.
     """
     unchecked = config.model_copy(update={"gradient_checkpointing": "off"})
 
     def read(divide: Divide | None) -> PreTrainedModel:
-        return load_policy(folder, config=unchecked, dtype=dtype, divide=divide).requires_grad_(False)
+        return load_policy(
+            folder, config=unchecked, dtype=dtype, divide=divide, float32_head=float32_head).requires_grad_(False)
 
     return load(read, groups=groups, precision=config.computes_in, trained=False, compiles=config.compile)[1]
 
@@ -42,7 +46,8 @@ class Teacher:
         progress("load_teacher")
         self.groups = groups
         self._config = config
-        self._strategy = load_frozen(config.teacher.path, config=config.train, groups=groups, dtype=config.model.number_format)
+        self._strategy = load_frozen(config.teacher.path, config=config.train, groups=groups, dtype=config.model.number_format,
+            float32_head=config.algorithm.float32_head)
 
     def score(self, request: ScoreShare) -> Scored:
         """Score a batch's targets at the temperature of the samples; collective.

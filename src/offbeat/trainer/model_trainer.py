@@ -74,7 +74,7 @@ class ModelTrainer(Trainer):
 
     @classmethod
     def _load_model(cls, folder: str, config: Config, divide: Divide | None) -> PreTrainedModel:
-        return load_policy(folder, config=config.train, divide=divide)
+        return load_policy(folder, config=config.train, divide=divide, float32_head=config.algorithm.float32_head)
 
     def snapshot(self, dtype: Dtype, *, name: str = WHOLE, merges: bool = False) -> ModelSnapshot:  # noqa: ARG002
         """See `Trainer.snapshot`."""
@@ -122,7 +122,8 @@ class ModelTrainer(Trainer):
 
     def _load_reference(self) -> Strategy:
         """Load the initial weights once more, in shards if the policy is."""
-        return load_frozen(str(self._model_folder), config=self._config, groups=self.groups)
+        return load_frozen(
+            str(self._model_folder), config=self._config, groups=self.groups, float32_head=self._run.algorithm.float32_head)
 
     @contextmanager
     def _referring(self) -> Iterator[nn.Module]:

@@ -18,6 +18,7 @@ from offbeat.losses.compose import target_losses
 from offbeat.losses.metrics import Report
 from offbeat.model.blocks import checkpoint_activations
 from offbeat.model.divided_read import Divide, GiveHead
+from offbeat.model.head import compute_in_float32
 from offbeat.model.load import load_causal_lm
 from offbeat.model.logprobs import token_logprobs
 from offbeat.model.rows import settle_rows
@@ -52,12 +53,14 @@ class ScoredRow:
 
 def load_policy(
     model_folder: str, *, config: TrainConfig, dtype: str = "float32", divide: Divide | None = None, give_head: GiveHead | None = None,
+    float32_head: bool = False,
 ) -> PreTrainedModel:
     """Load a model to the CPU, or what is divided to the rank's device, with rows proven to give each sequence its own log-probabilities.
 
     Args:
         divide: as for `load_causal_lm`; all ranks must call then.
         give_head: replaces the output head: before the model is divided, or else at the end.
+        float32_head: whether the output head computes in float32 under mixed precision, too.
 
     Raises:
         ModelError, WholeOnlyError: as `load_causal_lm` and `settle_rows`.
@@ -67,6 +70,8 @@ def load_policy(
     mixed = isinstance(model, FSDPModule) and config.computes_in == "bf16_mixed"
     settle_rows(model, share_prefix=config.share_prefix, computes=torch.bfloat16 if mixed else None)
     checkpoint_activations(model, config.recomputes)
+    if float32_head and config.computes_in == "bf16_mixed":
+        compute_in_float32(model)
     if give_head is not None and divide is None:
         give_head(model)
     return model
