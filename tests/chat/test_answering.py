@@ -7,6 +7,7 @@ from offbeat.chat.answering import Answering, Chat, answer_of
 from offbeat.chat.anthropic import Anthropic
 from offbeat.chat.completions import Completions
 from offbeat.chat.messages import ChatRequest, Message, Reply, Tool
+from offbeat.chat.shaping import Shaping
 from offbeat.inference.sampling import Sample
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -27,7 +28,7 @@ def reply(text: str, *, finish: str = "stop", plain: bool = False, **asked) -> R
 def test_the_end_of_the_turn_is_no_part_of_the_text_but_of_the_tokens() -> None:
     told = reply("hello<|im_end|>", logprobs=True, return_token_ids=True)
     assert told.message == Message("assistant", "hello") and told.finish == "stop" and told.num_tokens == len(told.token_ids) == 6
-    assert [text for text, _ in told.logprobs][-1] == "<|im_end|>" and told.versions == (3,) * 6
+    assert told.logprobs[-1].text == "<|im_end|>" and told.versions == (3,) * 6
     assert reply("hello", logprobs=False).logprobs == ()
 
 
@@ -36,6 +37,12 @@ def test_the_end_of_the_turn_is_no_part_of_the_text_but_of_the_tokens() -> None:
 def test_a_text_is_cut_at_what_stopped_it(stop: tuple[str, ...], text: str, stopped: str) -> None:
     told = reply("abc" if stop != ("<|im_end|>",) else "abc<|im_end|>", stop=stop)
     assert (told.message.content, told.stop) == (text, stopped)
+
+
+@pytest.mark.parametrize(("min_tokens", "text"), [(0, "a"), (2, "a"), (3, "abca"), (6, "abcabc")])
+def test_a_stop_string_among_the_least_number_of_tokens_stays_in_the_text(min_tokens: int, text: str) -> None:
+    told = reply("abcabc", stop=("bc",), shaping=Shaping(min_tokens=min_tokens))
+    assert told.message.content == text and told.stop == ("" if text == "abcabc" else "bc")
 
 
 def test_special_tokens_among_the_stops_are_given_as_tokens() -> None:

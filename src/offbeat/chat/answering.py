@@ -98,7 +98,9 @@ class Answering:
         elif ids and (ids[-1] in self._ends or ids[-1] in chat.stop_token_ids):
             ids, stop = ids[:-1], ()
         malformed = ""
-        text, stopped = _cut(self._tokenizer.decode_continuation(ids, skip_special_tokens=chat.plain), stop, chat.call_end)
+        free = self._tokenizer.decode_continuation(ids[: request.shaping.min_tokens], skip_special_tokens=chat.plain)
+        text, stopped = _cut(
+            self._tokenizer.decode_continuation(ids, skip_special_tokens=chat.plain), stop, chat.call_end, after=len(free))
         if chat.plain:
             message = Message("assistant", text)
         else:
@@ -146,9 +148,12 @@ def token_logprobs(sample: Sampled, tokenizer: Tokenizer) -> tuple[TokenLogprob,
     return tuple(told(*token) for token in zip(sample.token_ids, sample.logprobs, tops, strict=True))
 
 
-def _cut(text: str, stops: tuple[str, ...], end: str) -> tuple[str, str]:
-    """Cut a text before the first stop string, or behind what ends its only call; returns it and the stop string."""
-    found = [(at, mark) for mark in (*stops, end) if mark and (at := text.find(mark)) >= 0]
+def _cut(text: str, stops: tuple[str, ...], end: str, *, after: int) -> tuple[str, str]:
+    """Cut a text before the first stop string that ends behind `after` characters, or behind what ends its only call.
+
+    Returns the text and the stop string.
+    """
+    found = [(at, mark) for mark in (*stops, end) if mark and (at := text.find(mark, max(after - len(mark) + 1, 0))) >= 0]
     at, mark = min(found, default=(len(text), ""))
     return (text[: at + len(mark)], "") if mark == end else (text[:at], mark)
 
