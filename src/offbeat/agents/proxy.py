@@ -180,7 +180,8 @@ class Proxy:
             try:
                 self._session_of(http)
                 request = dialect.read_count(await _body(http))
-                return _json(dialect.count(len(self._renderer.prompt(request.messages, request.tools))))
+                prompt = await asyncio.to_thread(self._renderer.prompt, request.messages, request.tools)
+                return _json(dialect.count(len(prompt)))
             except Exception as exc:
                 return _refuse(dialect, exc)
 

@@ -17,6 +17,7 @@ from offbeat.chat.answering import Answering, Chat, check_structure, split_stops
 from offbeat.chat.messages import ChatRequest, Message, Reply, Tool
 from offbeat.chat.parsing import AnswerParser
 from offbeat.chat.rendering import Renderer
+from offbeat.chat.size import check_chat_size
 from offbeat.data.trajectory import Trajectory
 from offbeat.errors import RefusedError
 from offbeat.inference.sampling import Sample, Sampling
@@ -144,6 +145,7 @@ class Recorder:
             raise RefusedError(
                 f"this episode may have agent.max_turns = {self._limits.max_turns} answers and has had {self.num_turns}, so there is no"
                 f" room for {request.n} more; end it")
+        check_chat_size(request, self._renderer.tokenizer, context=self._limits.max_tokens)
         opening = self._renderer.opening(request.tool_choice, request.tool_name)
         check_structure(request)
         parent, num_known, history = self._find(request)

@@ -21,6 +21,7 @@ from offbeat.chat.dialects import Dialect
 from offbeat.chat.messages import ChatAnswer
 from offbeat.chat.responses import Responses
 from offbeat.chat.sending import ChatResponse, WriteError
+from offbeat.chat.size import check_chat_size
 from offbeat.engine.answers import Answer, ChatFormat
 from offbeat.engine.engine import Engine
 from offbeat.engine.request import Output, Request
@@ -63,11 +64,14 @@ class Chats:
 
     async def _count(self, http: HttpRequest) -> Response:
         asked = _ANTHROPIC.read_count(await whole_body(http))
-        return json_answer(_ANTHROPIC.count(len(self._answering.renderer.prompt(asked.messages, asked.tools))))
+        check_chat_size(asked, self._engine.tokenizer, context=self._engine.max_context)
+        prompt = await asyncio.to_thread(self._answering.renderer.prompt, asked.messages, asked.tools)
+        return json_answer(_ANTHROPIC.count(len(prompt)))
 
     async def _answer(self, http: HttpRequest, dialect: Dialect) -> Response:
         asked = dialect.read(await whole_body(http))
-        chat = self._answering.prepare(asked, dialect)
+        check_chat_size(asked, self._engine.tokenizer, context=self._engine.max_context)
+        chat = await asyncio.to_thread(self._answering.prepare, asked, dialect)
         rest = max(self._engine.max_context - len(chat.prompt), 1)
         if isinstance(dialect, Anthropic) and asked.max_new_tokens is not None:
             # The field is obligatory there, so clients fill in what their largest model may write.
@@ -87,7 +91,8 @@ class Chats:
         async def answer() -> ChatAnswer:
             async with aclosing(outputs):
                 made = [output async for output in outputs]
-            replies = [self._answering.reply(chat, output) for output in sorted(made, key=lambda output: output.index)]
+            made.sort(key=lambda output: output.index)
+            replies = await asyncio.to_thread(lambda: [self._answering.reply(chat, output) for output in made])
             return answer_of(asked, chat.prompt, replies, model=model)
 
         return ChatResponse(asyncio.create_task(answer(), name=f"chat {request.id}"), dialect, asked, explain=refusal_of)

@@ -27,6 +27,7 @@ from starlette.routing import Route
 from offbeat.aio import deadline
 from offbeat.chat.dialects import list_models, model_entry, read_body
 from offbeat.chat.sending import WriteError, no_such_endpoint
+from offbeat.chat.size import check_text_size
 from offbeat.engine.adapters import MAX_NAME, UnknownAdapterError
 from offbeat.engine.answers import Answer, CompletionFormat, Prompt
 from offbeat.engine.chats import Chats, errors_of, streaming
@@ -175,9 +176,13 @@ class EngineServer:
 
     async def _completions(self, http: HttpRequest) -> Response:
         body = read_completion(await whole_body(http))
-        prompts = [self._tokenizer.prompt(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
-        if len(prompts) > self._options.max_queued:
-            raise RefusedError(f"prompt takes at most {self._options.max_queued} prompts here, got {len(prompts)}; send several requests")
+        if len(given := body.prompts) > self._options.max_queued:
+            raise RefusedError(f"prompt takes at most {self._options.max_queued} prompts here, got {len(given)}; send several requests")
+        texts = [prompt for prompt in given if isinstance(prompt, str)]
+        for text in texts:
+            check_text_size(text, self._tokenizer, context=self._engine.max_context)
+        tokenized = iter(await asyncio.to_thread(lambda: list(map(self._tokenizer.prompt, texts)))) if texts else iter(())
+        prompts = [next(tokenized) if isinstance(prompt, str) else prompt for prompt in given]
         generates = not (body.echo and body.max_tokens == 0)
         params = body.params(default_max_tokens=DEFAULT_MAX_TOKENS) if generates else SamplingParams()
         form, adapter = CompletionFormat(packed=body.encoding_format == "base64"), self._adapter_of(body.model or "")

@@ -1,0 +1,53 @@
+"""A bound on a chat's bytes, by which it is known not to fit before it is rendered and tokenized. Called by whoever serves chats.
+
+Tokenizing takes seconds for a few megabytes. Counting bytes takes microseconds, and no token of a vocabulary is longer than its longest.
+"""
+
+from functools import lru_cache
+
+import msgspec
+
+from offbeat.chat.messages import ChatRequest
+from offbeat.data.tokenizer import Tokenizer
+from offbeat.errors import RefusedError
+
+_LEAST_BYTES = 1 << 16
+"""What is never refused here: tokenizing it takes a moment, and normalizers may drop white space."""
+
+
+def check_chat_size(request: ChatRequest, tokenizer: Tokenizer, *, context: int) -> None:
+    """Refuse a chat of more bytes than `context` tokens can stand for.
+
+    Raises:
+        RefusedError: says how many tokens there may be, and the bytes of the longest.
+    """
+    texts = [text for message in request.messages for text in (
+        message.content, message.reasoning, *(call.arguments for call in message.calls))]
+    texts += [tool.description for tool in request.tools]
+    tools = msgspec.json.encode([tool.parameters for tool in request.tools]) if request.tools else b""
+    _check(sum(map(_num_bytes, texts)) + len(tools), tokenizer, context=context, what="the chat")
+
+
+def check_text_size(text: str, tokenizer: Tokenizer, *, context: int) -> None:
+    """Refuse a prompt of more bytes than `context` tokens can stand for, as `check_chat_size` does."""
+    _check(_num_bytes(text), tokenizer, context=context, what="the prompt")
+
+
+def _check(num_bytes: int, tokenizer: Tokenizer, *, context: int, what: str) -> None:
+    if num_bytes <= _LEAST_BYTES:
+        return
+    longest = longest_token_bytes(tokenizer)
+    if num_bytes > max(context * longest, _LEAST_BYTES):
+        raise RefusedError(
+            f"{what} has {num_bytes} bytes, more than {context} tokens of at most {longest} bytes each can hold; shorten it, or begin a new"
+            " one")
+
+
+@lru_cache(maxsize=8)
+def longest_token_bytes(tokenizer: Tokenizer) -> int:
+    """Return an upper bound on the bytes of text that a token stands for: those of the longest name in the vocabulary."""
+    return max((_num_bytes(name) for name in tokenizer.hf.get_vocab()), default=1)
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode(errors="replace"))
