@@ -113,6 +113,23 @@ def test_tools_and_their_calls_are_kept_as_templates_take_them():
     assert (went_on.answer, went_on.said) == ("It is 3.", None)
 
 
+def test_tools_are_read_in_their_older_form_and_beside_text_that_becomes_a_chat():
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    assert parse({"messages": SAID, "functions": [tool["function"]]}).tools == (tool,)
+    assert parse({"prompt": "1+1", "answer": "2", "tools": [tool]}, chat_template=True).tools == (tool,)
+    assert parse({"prompt": "1+1", "answer": "2", "tools": "hammer", "functions": "f"}).tools == ()
+    with pytest.raises(DataError, match="line 3 has both 'tools' and 'functions'; leave one of them out"):
+        parse({"messages": SAID, "tools": [tool], "functions": [tool["function"]]})
+
+
+def test_a_system_message_may_stand_beside_the_chat():
+    chat = [{"from": "user", "value": "u"}, {"from": "assistant", "value": "a"}]
+    assert parse({"system": "You call f.", "conversations": chat}).prompt == (
+        {"role": "system", "content": "You call f."}, {"role": "user", "content": "u"})
+    assert parse({"system": "other", "messages": SAID}).prompt[0]["content"] == "s", "a chat's own comes first"
+    assert parse({"system": "x", "prompt": "p", "answer": "a"}).prompt == "p"
+
+
 def test_a_chat_as_json_text_is_a_chat_and_other_text_under_its_name_is_refused():
     as_list, as_text = ({"messages": chat} for chat in (SAID, json.dumps(SAID)))
     assert parse(as_text) == parse(as_list)

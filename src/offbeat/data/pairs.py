@@ -23,9 +23,9 @@ from offbeat.config.data import DataConfig
 from offbeat.config.template import parse_template
 from offbeat.data.chat import mark_answers
 from offbeat.data.dataset import Check, Dataset, open_records
-from offbeat.data.messages import Message, Tool, chat_in, kind_of, parse_messages, parse_tools, same, with_system
+from offbeat.data.messages import Message, Tool, chat_in, kind_of, parse_messages, same, with_system
 from offbeat.data.prompt import messages_of, sft_sequence
-from offbeat.data.row import TOOLS, Prompt, Row, system_of
+from offbeat.data.row import Prompt, Row, system_of, tools_of
 from offbeat.data.stream import PromptStream
 from offbeat.data.supervised import Sequence, draw_kept
 from offbeat.data.tokenizer import Tokenizer
@@ -136,7 +136,7 @@ def parse_preference(record: Mapping[str, Any], config: DataConfig, *, where: st
     prompt, answers = _split(record, asked, prompt_field, names, given, where)
     if system := system_of(record, config, where):
         prompt = with_system(({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt, system)
-    tools = () if isinstance(prompt, str) else parse_tools(record.get(TOOLS), TOOLS, where)
+    tools = tools_of(record, where) if config.chat_template or not isinstance(prompt, str) else ()
     return Preference(prompt, answers, liked, _margin(record.get("margin"), where), tools)
 
 

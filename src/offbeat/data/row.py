@@ -16,10 +16,11 @@ from offbeat.errors import DataError
 
 Prompt = str | tuple[Message, ...]
 
-TOOLS = "tools"
+TOOLS, _OLDER_TOOLS = "tools", "functions"
 """Column of the tools that a chat's assistant may call."""
 
 _CHATS = ("messages", "conversations")
+_SYSTEM = "system"
 _ANSWERS = ("answer", "completion")
 _GSM8K_ANSWER = re.compile(r"####\s*(\S[^\n]*)")
 
@@ -92,7 +93,22 @@ def parse_record(record: Mapping[str, Any], config: DataConfig, *, where: str, n
         solution, answer = answer, _gsm8k_answer(answer, where)
     extra, json_fields = _extra(record, used, answer_field)
     made: Prompt = with_system(({"role": "user", "content": prompt},), system) if system else prompt
-    return Row(made, answer, extra, solution, json_fields=json_fields)
+    tools = tools_of(record, where) if system or config.chat_template else ()
+    return Row(made, answer, extra, solution, tools, json_fields=json_fields)
+
+
+def tools_of(record: Mapping[str, Any], where: str) -> tuple[Tool, ...]:
+    """Return the tools of a record of a chat: from the column `tools`, or `functions` in the older form of OpenAI.
+
+    Raises:
+        DataError: `tools` holds none, or both hold some.
+    """
+    tools, older = parse_tools(record.get(TOOLS), TOOLS, where), record.get(_OLDER_TOOLS)
+    if not (isinstance(older, list) and older and all(isinstance(tool, Mapping) and "name" in tool for tool in older)):
+        return tools
+    if tools:
+        raise DataError(f"{where} has both {TOOLS!r} and {_OLDER_TOOLS!r}; leave one of them out")
+    return parse_tools([{"type": "function", "function": tool} for tool in older], _OLDER_TOOLS, where)
 
 
 def _prompt_field(record: Mapping[str, Any], layout: str) -> str:
@@ -111,9 +127,13 @@ def _is_chat(prompt: Any, name: str, config: DataConfig, where: str) -> bool:
 
 
 def system_of(record: Mapping[str, Any], config: DataConfig, where: str) -> str:
-    """Return the record's own system message, which `config.system_field` names; empty if there is none."""
+    """Return the record's own system message; empty if there is none.
+
+    `config.system_field` names it; beside a column of messages it is `system`, as ToolACE and LLaMA-Factory write it.
+    """
     if not config.system_field:
-        return ""
+        beside = record.get(_SYSTEM) if any(name in record for name in _CHATS) and not config.prompt else None
+        return beside if isinstance(beside, str) else ""
     if config.system_field not in record:
         raise DataError(f"{where}, {missing_column(config.system_field, record)}; set data.system_field")
     value = record[config.system_field]
@@ -163,7 +183,7 @@ def _chat(
                 " with another's")
         messages, given = (*messages, *parse_messages(rest, answer_field, where)), None
     extra, json_fields = _extra(record, {*used, TOOLS}, answer_field)
-    tools = parse_tools(record.get(TOOLS), TOOLS, where)
+    tools = tools_of(record, where)
     messages = _up_to_learnt(messages, prompt_field, where)
     if messages[-1]["role"] != "assistant":
         if given is None and needs_answer:
