@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from chats import CHATML, words
+from field_requests import field_requests
 from offbeat.agents.proxy import MAX_BODY_BYTES, Proxy
 from offbeat.agents.recorder import Limits
 from offbeat.agents.sessions import Session
@@ -533,3 +534,17 @@ def test_an_engine_that_dies_during_a_call_is_replaced_by_another(start_engine, 
         assert trajectory.num_retries >= 1 and trajectory.loss_mask.sum() == 1400
 
     on_engines(list(urls), body)
+
+
+def test_every_field_is_refused_harmless_or_the_runs_as_the_table_says():
+    async def body(world: World) -> None:
+        tried = 0
+        for path, asked, name, status in field_requests("proxy"):
+            got, told = await world.post(asked, path)
+            assert got == status, (path, name, told)
+            if status == 400:
+                assert name in told["error"]["message"] and (path == "/v1/messages" or told["error"]["param"] == name)
+            tried += 1
+        assert tried > 100
+
+    play(body)

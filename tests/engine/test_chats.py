@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from field_requests import field_requests
 from offbeat.chat.messages import Message
 from offbeat.chat.rendering import Renderer
 from offbeat.data.tokenizer import load_tokenizer
@@ -224,3 +225,15 @@ def test_the_key_may_come_in_anthropics_header(serve) -> None:
     assert status == 401 and json.loads(text)["error"]["type"] == "authentication_error"
     assert post(url, "/v1/messages", body, {"x-api-key": "secret"})[0] == 200
     assert post(url, "/v1/messages", body, {"x-api-key": "secret", "Authorization": "Bearer wrong"})[0] == 401
+
+
+def test_every_field_that_is_refused_or_harmless_is_so_over_http(calls) -> None:
+    tried = 0
+    for path, body, name, status in field_requests("engine"):
+        got, text = post(calls, path, body)
+        assert got == status, (path, name, text)
+        if status == 400:
+            told = json.loads(text)["error"]
+            assert name in told["message"] and (path == "/v1/messages" or told["param"] == name)
+        tried += 1
+    assert tried > 100

@@ -225,7 +225,8 @@ def openai_error(message: str, *, status: int, param: str = "") -> dict[str, Any
 def model_entry(name: str, created: float) -> dict[str, Any]:
     """Describe a model as clients of both OpenAI and Anthropic read it; `created` is when it was made, in seconds since the epoch."""
     return {
-        "id": name, "object": "model", "type": "model", "display_name": name, "owned_by": "offbeat", "created": int(created),
+        "id": name, "object": "model", "type": "model", "lifecycle": "active", "display_name": name,
+        "owned_by": "offbeat", "created": int(created),
         "created_at": datetime.fromtimestamp(int(created), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
 
 

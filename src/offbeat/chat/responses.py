@@ -194,7 +194,7 @@ def _call_item(item_id: str, call: ToolCall, *, status: str) -> dict[str, Any]:
 def _response(request: ChatRequest, answer: ChatAnswer, items: list[dict[str, Any]], status: str) -> dict[str, Any]:
     prompt, generated = answer.num_prompt_tokens, answer.replies[0].num_tokens
     usage = {
-        "input_tokens": prompt, "input_tokens_details": {"cached_tokens": 0}, "output_tokens": generated,
+        "input_tokens": prompt, "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}, "output_tokens": generated,
         "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": prompt + generated}
     reason = "max_output_tokens" if answer.replies[0].finish == "length" else "aborted"
     return {

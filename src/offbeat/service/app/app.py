@@ -17,12 +17,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from offbeat.chat.anthropic import Anthropic
+from offbeat.chat.completions import Completions
 from offbeat.chat.sending import ChatResponse
 from offbeat.service.app.auth import LOCAL_NAMES, Names, NamesGate, authenticate
 from offbeat.service.app.body import Bodies
 from offbeat.service.app.journal import Journal
 from offbeat.service.app.readers import Readers
-from offbeat.service.app.reply import Call, Endpoint, explain, refusal
+from offbeat.service.app.reply import Call, Endpoint, explain, refusal, write_detail
 from offbeat.service.errors import OverLimitError
 from offbeat.service.keys import Keys
 from offbeat.telemetry.log import current_request
@@ -125,6 +127,9 @@ class _Guarded:
 
 async def _no_such_endpoint(http: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException), "registered for nothing else"
+    path, write = http.url.path, write_detail
+    if path.startswith("/v1/"):
+        write = Anthropic("service").error if path.startswith("/v1/messages") else Completions("service").error
     if exc.status_code == 405:
-        return refusal(f"{http.url.path} does not take {http.method}", status=405)
-    return refusal(f"this server has no {http.method} {http.url.path[:200]}", status=exc.status_code)
+        return refusal(f"{path} does not take {http.method}", status=405, write=write)
+    return refusal(f"this server has no {http.method} {path[:200]}", status=exc.status_code, write=write)
