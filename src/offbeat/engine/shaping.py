@@ -195,10 +195,10 @@ class ShapedRows:
             return
         counts = self._send(np.concatenate([each.counts for _, each in seen]))
         repetition, frequency, presence = self._send(self._penalties[places].T.copy())
-        at = (self._send(places), self._send(ids))
-        values = logits[at]
+        flat, at = logits.view(-1), self._send(places * logits.shape[1] + ids)
+        values = flat.index_select(0, at)
         values = torch.where(values > 0, values / repetition, values * repetition)
-        logits[at] = values - frequency * counts - presence * (counts > 0)
+        flat.index_copy_(0, at, values - frequency * counts - presence * (counts > 0))
 
     def _send(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
