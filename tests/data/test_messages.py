@@ -100,6 +100,7 @@ def test_a_chat_may_be_json_text():
     ({"role": "assistant", "content": "a", "reasoning": ["x", 3]}, "'reasoning' of a message in 'messages' must be text, got list"),
     ({**USER, "thinking": "hm"}, "a message of 'user' in 'messages' has thoughts, which only the assistant has"),
     ({**USER, "tool_calls": [{"name": "f"}]}, "a message of 'user' in 'messages' has calls, which only the assistant has"),
+    ({"role": "assistant", "channel": "analysis", "content": "hm"}, "'channel', which is not read; give what stands in the channel"),
     ({**USER, "from": "gpt"}, "has both 'role' and 'from', and they differ"),
     ({"role": "assistant", "content": "", "tool_calls": [{"name": "f"}], "function_call": {"name": "f"}}, "both 'tool_calls' and"),
     ({"role": "assistant", "content": "", "function_call": "f"}, "function_call of a message in 'messages' must be an object, got str"),

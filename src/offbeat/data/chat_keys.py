@@ -32,6 +32,8 @@ REFUSED: dict[str, str] = {
     "train_detail": "a message is trained on as a whole or not at all; mark it with \"weight\": 0, or divide the row",
     "reasoning_details": "give the thoughts as text in 'reasoning'",
     "thinking_blocks": "give the thoughts as text in 'thinking'",
+    "channel": "give what stands in the channel 'analysis' as 'thinking' of the message that follows it, and leave the key out",
+    "recipient": "give a call in 'tool_calls'",
     "audio": "only text can be read",
     "audios": "only text can be read",
     "image": "only text can be read",
