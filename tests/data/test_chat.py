@@ -273,6 +273,14 @@ def test_what_a_template_writes_at_the_end_of_a_chat_is_no_part_of_an_answer(tem
     assert trained(CHAT, tokenizer) == trained(CHAT, words(template))
 
 
+def test_white_space_between_a_prompt_and_the_marks_is_written_by_the_model() -> None:
+    tokenizer = words(MARKED.replace("{% generation %}", "{{ '\n' }}{% generation %}"))
+    [part] = mark_answers(CHAT[1:3], tokenizer, turns="all")
+    tokens, mask = part.sequence(tokenizer)
+    assert tokens[~mask].tolist() == tokenizer.chat(CHAT[1:2])
+    assert tokenizer.decode(tokens[mask], skip_special_tokens=False) == "\n3+4=7<|im_end|>"
+
+
 def test_a_template_that_counts_messages_gives_each_turn_its_own_sequence() -> None:
     tokenizer = words("{{ messages | length }}" + CHATML)
     (first, first_runs), (second, second_runs) = trained(CHAT, tokenizer)

@@ -201,7 +201,10 @@ def _marked_spans(messages: Messages, index: int, answer: _Answer, tokenizer: To
         raise DataError(
             f"the chat template of tokenizer {tokenizer.name!r} has generation marks, and message {index} of the chat, the assistant's, is"
             " not between them")
-    return spans
+    first, end = spans[0]
+    if not text[answer.asked : first].strip() or skip_empty(text, answer.asked, first) == first:
+        first = answer.asked  # a model has to write this itself, since its prompt does not have it
+    return [(first, end), *spans[1:]]
 
 
 def _read(messages: Messages, index: int, tokenizer: Tokenizer, tools: Tools) -> _Answer:
