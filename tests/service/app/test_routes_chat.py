@@ -374,3 +374,18 @@ def test_owners_ask_what_they_have_trained_and_nobody_elses(serve: Serve) -> Non
         assert "there is no model" in (await chat(path))["error"]["message"]
 
     serve(body)
+
+
+def test_the_hosted_services_paths_answer_as_ours_do(tmp_path: Path) -> None:
+    vendors = {"/v1/chat/completions": "/oai/api", "/v1/messages": "/anthropic/api", "/v1/messages/count_tokens": "/anthropic/api"}
+
+    async def body(world: Scripted) -> None:
+        for path, before in vendors.items():
+            asked, sent = {"model": "base"} | ASKED[path], {"authorization": f"Bearer {ALICE}"}
+            ours, theirs = [await replace(world.client, key="").ask("POST", at, asked, headers=sent) for at in (path, before + path)]
+            assert theirs.status == ours.status == 200
+            assert {**theirs.json, "id": "", "created": 0} == {**ours.json, "id": "", "created": 0}
+            wrong = await replace(world.client, key="").ask("POST", before + path, asked, headers={})
+            assert wrong.status == 401 and error_of(wrong)
+
+    scripted(tmp_path, body)

@@ -7,6 +7,7 @@ are whole; a stream is sent when its answer is complete. A client that goes give
 import asyncio
 import secrets
 from collections.abc import Awaitable
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Annotated, TypeVar
 
@@ -36,6 +37,10 @@ from offbeat.service.wire.sample_body import SamplingParams
 from offbeat.telemetry.log import current_request
 
 T = TypeVar("T")
+_VENDORS = {
+    "/v1/chat/completions": "/oai/api", "/v1/models": "/oai/api", "/v1/messages": "/anthropic/api",
+    "/v1/messages/count_tokens": "/anthropic/api"}
+"""Endpoints that the hosted service has below these paths, as here too."""
 _ANTHROPIC = Anthropic("service")
 
 
@@ -61,10 +66,11 @@ class ChatRoutes:
         answering: list[tuple[str, Dialect]] = [
             ("/v1/chat/completions", Completions("service")), ("/v1/responses", Responses("service")), ("/v1/messages", _ANTHROPIC)]
         limits = {"quiet": True, "max_body_bytes": MAX_SAMPLE_BYTES}
-        return [
+        ours = [
             *(Endpoint("POST", path, partial(self._answer, dialect), write_error=dialect.error, **limits) for path, dialect in answering),
             Endpoint("POST", "/v1/messages/count_tokens", self._count, write_error=_ANTHROPIC.error, **limits),
             Endpoint("GET", "/v1/models", self._models, write_error=Completions().error)]
+        return [*ours, *(replace(endpoint, path=_VENDORS[endpoint.path] + endpoint.path) for endpoint in ours if endpoint.path in _VENDORS)]
 
     @cached_property
     def _answering(self) -> Answering:  # late, because a model without a chat template serves all but chats
