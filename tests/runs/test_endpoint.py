@@ -106,7 +106,7 @@ def test_texts_and_chats_are_asked_with_the_settings_of_the_set(tmp_path: Path, 
 def test_calls_of_tools_are_sent_as_endpoints_take_them(tmp_path: Path) -> None:
     add, flat = {"type": "function", "function": {"name": "add", "arguments": {"a": "ü", "b": 4}}}, {"name": "now", "id": "mine"}
     chat = [
-        {"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [add, flat]},
+        {"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [add, flat], "weight": 0, "lang": "de"},
         {"role": "tool", "content": "7"}, {"role": "tool", "content": "noon", "tool_call_id": "mine"}, {"role": "user", "content": "so?"}]
     scripted = Scripted()
     play(scripted, configured(tmp_path), Row(tuple(chat), "7"))

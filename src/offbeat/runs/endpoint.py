@@ -231,6 +231,10 @@ def _request(row: Row, config: Config) -> tuple[str, dict[str, Any]]:
         "/chat/completions", body | {"messages": _sent(messages)})
 
 
+_SENT_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+"""Keys of messages that endpoints know; others are for templates and training, and some endpoints refuse them."""
+
+
 def _sent(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages as endpoints take them.
 
@@ -238,7 +242,8 @@ def _sent(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     and may leave ids out.
     """
     sent, unanswered, number = [], [], 0
-    for message in map(dict, messages):
+    for given in messages:
+        message = {key: value for key, value in given.items() if key in _SENT_KEYS}
         if calls := message.get("tool_calls"):
             named = [_call(call, f"call_{number + at}") for at, call in enumerate(calls)]
             number += len(calls)

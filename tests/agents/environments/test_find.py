@@ -8,7 +8,8 @@ import pytest
 from offbeat.agents.environment import View
 from offbeat.agents.environments.find import ADAPTERS, find_stage, read_options
 from offbeat.agents.environments.own import OwnStage
-from offbeat.chat.messages import Message
+from offbeat.agents.environments.tools import ToolStage
+from offbeat.chat.messages import Message, ToolCall
 from offbeat.data.row import Row
 from offbeat.errors import CodeError, ConfigError, MissingExtraError
 
@@ -102,3 +103,15 @@ def test_gem_games_are_played() -> None:
     needs("gem")
     opened, first = play("gem:game:GuessTheNumber-v0-easy", [r"\boxed{3}"], seed=2)
     assert "guess" in opened.messages[0].content.lower() and (first.done or first.messages)
+
+
+def test_tools_are_played_on_with_the_calls_and_thoughts_that_a_row_begins_with() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "hm", "weight": 0}
+    prompt = (
+        {"role": "user", "content": "?"}, called,
+        {"role": "tool", "content": "3", "tool_call_id": "1", "name": "add"})
+    view = asyncio.run(ToolStage((), None, (), timeout_s=1).environment().reset(Row(prompt, ""), 0))
+    assert view.messages == (
+        Message("user", "?"), Message("assistant", calls=(ToolCall("1", "add", '{"a": 1}'),), reasoning="hm"),
+        Message("tool", "3", call_id="1", name="add"))

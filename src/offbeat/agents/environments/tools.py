@@ -8,7 +8,7 @@ told to the model, which may try again.
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from pydantic import BaseModel
@@ -17,6 +17,7 @@ from offbeat.agents.environment import Environment, View
 from offbeat.agents.environments.schema import arguments_of, read_arguments, tool_of
 from offbeat.agents.user_code import call
 from offbeat.chat.messages import Message, Tool, ToolCall
+from offbeat.data.messages import with_arguments
 from offbeat.data.reward import FailedReward, NamedReward, check_reward
 from offbeat.data.row import Row
 from offbeat.errors import CodeError, describe
@@ -86,7 +87,7 @@ class _ToolEpisode:
 
     async def reset(self, row: Row, seed: int) -> View:  # noqa: ARG002 - tools begin the same
         messages = [Message("user", row.prompt)] if isinstance(row.prompt, str) else [
-            Message(message["role"], message["content"]) for message in row.prompt]  # type: ignore[arg-type]
+            _message(message) for message in row.prompt]
         if self._factory is not None:
             self._instance = await call(self._factory)
             self._functions |= {name: getattr(self._instance, name) for name in self._methods}
@@ -145,6 +146,18 @@ class _ToolEpisode:
         if called.name not in self._schemas:
             self._schemas[called.name] = arguments_of(function)
         return await call(function, **read_arguments(self._schemas[called.name], called.arguments))
+
+
+def _message(message: Mapping[str, Any]) -> Message:
+    """Return a message of a row, with the calls, results and thoughts of its history."""
+    calls = []
+    for each in message.get("tool_calls", ()):
+        made = with_arguments(each, as_text=True)
+        function = made.get("function", made)
+        calls.append(ToolCall(made.get("id", ""), function["name"], function.get("arguments", "{}")))
+    return Message(
+        message["role"], message["content"], tuple(calls), message.get("tool_call_id", ""), message.get("name", ""),
+        message.get("reasoning_content", ""))
 
 
 def _fields(row: Row) -> dict[str, Any]:
