@@ -355,7 +355,7 @@ def test_sampling_is_the_runs_but_for_its_ends():
 def test_log_probabilities_are_told_if_wanted():
     recorded, model = recorder(), Model()
     reply = say(recorded, [HELLO], "hello<|im_end|>", model=model, logprobs=True)
-    assert [text for text, _ in reply.logprobs] == ["hell", "o", "<|im_end|>"]
+    assert [text for text, *_ in reply.logprobs] == ["hell", "o", "<|im_end|>"]
     assert reply.num_tokens == 3
 
 
