@@ -56,7 +56,8 @@ def test_a_context_shows_the_answer_or_solution_in_its_place():
         TOKENIZER.decode(TOKENIZER.encode(part)) for part in ("{prompt}", ":", "{answer}>")), "what a row holds is not replaced again"
     assert TOKENIZER.decode(texts.prompt(Row("31>", "13", solution="1 3"))) == "1 3:31>"
     chat = Row(({"role": "system", "content": "be"}, {"role": "user", "content": "31>"}, {"role": "tool", "content": "x"}), "13")
-    assert TOKENIZER.decode(texts.prompt(chat)) == "system: be\nuser: 13:31>\ntool: x\nassistant: "
+    result = "".join(TOKENIZER.decode(TOKENIZER.encode(line)) for line in ("<tool_response>\n", "x", "\n</tool_response>"))
+    assert TOKENIZER.decode(texts.prompt(chat)) == f"system: be\nuser: 13:31>\nuser: {result}\nassistant: "
     assert "13:31>" in TOKENIZER.decode(texts.prompt(replace(chat, prompt=({"role": "tool", "content": "31>"},))))
 
 

@@ -19,6 +19,7 @@ from offbeat.model.peft_io import read_adapter
 
 RL = {"logprobs": 0, "return_token_ids": True, "ignore_eos": True}
 PROMPT = [5, 9, 20, 3]
+CODES = {400: "invalid_request", 404: "not_found", 429: "rate_limit_exceeded"}
 
 
 @contextlib.contextmanager
@@ -53,7 +54,7 @@ def load(url: str, name: str, folder: str) -> tuple[int, dict]:
 
 def message(answer: tuple[int, dict]) -> tuple[int, str]:
     status, body = answer
-    assert body["error"]["type"] == "invalid_request_error" and body["error"]["code"] == status
+    assert body["error"]["type"] == "invalid_request_error" and body["error"]["code"] == CODES[status]
     return status, body["error"]["message"]
 
 

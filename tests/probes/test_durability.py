@@ -163,7 +163,7 @@ def test_the_failure_of_a_killed_rank_says_what_is_lost(start_server: StartServe
         rank.kill()
         only = await trainee.do("forward_backward")
         assert "went back to its last checkpoint (step 1, where it had come to step 4) because the trainers failed" in only["error"]
-        assert "go on from there, or load another checkpoint" in only["error"] and only["category"] == "server"
+        assert "go on from there, or create another model from a checkpoint" in only["error"] and only["category"] == "server"
         assert await trainee.loss() == pytest.approx(loss, rel=1e-5), "and it is true"
 
     run(server, body)

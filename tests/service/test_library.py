@@ -58,7 +58,8 @@ def test_a_copy_of_a_checkpoint_is_a_checkpoint_of_the_other_run(cluster: SmallC
             (info, _), _ = library.list_checkpoints(ALICE)
             assert info.expires == pytest.approx(info.created + 3600, abs=30) and info.run_id.startswith(session)
             await library.delete_checkpoint(ALICE, saved.path)
-            assert (await model.both(model.load(path)))[0] == WeightsLoaded(path, model.model_id)
             assert running.service.list_sessions(ALICE, limit=1, offset=0) == [session]
+            fresh = await running.model()
+            assert (await fresh.both(fresh.load(path)))[0] == WeightsLoaded(path, fresh.model_id)
 
     cluster.run(body)

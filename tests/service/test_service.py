@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offbeat.service.errors import BadRequestError, LostError, UnknownError
+from offbeat.service.errors import BadRequestError, LostError, RequestError, UnknownError
 from offbeat.service.ids import CheckpointPath
 from offbeat.service.service import ServiceSettings
 from offbeat.service.types import Caller, CheckpointSaved, Failed, PassDone, SamplerSaved, StepDone, WeightsLoaded
@@ -41,8 +41,11 @@ def test_a_model_is_trained_saved_loaded_and_sampled(cluster: SmallCluster, tmp_
             files = running.service.library.external_files(ALICE, external.path)
             assert set(files) == {"adapter_config.json", "adapter_model.safetensors"} and all(path.is_file() for path in files.values())
             await model.both(model.learn(data), model.step())
-            loaded, again = await model.both(model.load(saved.path), model.learn(data, forward_only=True))
-            assert loaded == WeightsLoaded(saved.path, model.model_id)
+            with pytest.raises(RequestError, match="only as its first"):
+                await model.load(saved.path)
+            other = await running.model()
+            loaded, again = await other.both(other.load(saved.path), other.learn(data, forward_only=True))
+            assert loaded == WeightsLoaded(saved.path, other.model_id)
             assert isinstance(again, PassDone)
             np.testing.assert_allclose(again.losses, second.losses, atol=1e-6)
             session = await running.service.create_session(ALICE, metadata={}, tags=(), display_name="")
@@ -222,12 +225,12 @@ def test_no_acknowledged_checkpoint_is_lost_whenever_the_server_is_killed(cluste
                     client.cancel()
                 await asyncio.gather(*clients, return_exceptions=True)
         async with cluster.open(tmp_path) as running:
-            model = await running.model()
             rows = {str(CheckpointPath(row.run_id, row.kind, row.name)): row for row in running.service.checkpoints.select()}
             assert known.keys() <= rows.keys()
             used = {row.folder for row in rows.values()}
             await until(lambda: {path.name for path in (tmp_path / "checkpoints").iterdir()} - {"orphans"} == used)
             for path in sorted(known)[::3]:
+                model = await running.model()
                 await model.both(model.load(path))
                 np.testing.assert_allclose(await losses(model), known[path], rtol=1e-5)
 

@@ -132,7 +132,9 @@ def _lists(value: Any) -> Any:
 def _narrow_columns(rows: Any) -> dict[str, Any]:
     """Return the types of columns of a data frame or data set that become longer numbers in Python's type, by name."""
     named = getattr(rows, "features", None) or getattr(rows, "schema", None) or getattr(rows, "dtypes", None)
-    kinds = {name: str(getattr(kind, "dtype", kind)).lower() for name, kind in named.items()} if hasattr(named, "items") else {}
+    if named is None or not hasattr(named, "items"):
+        return {}
+    kinds = {name: str(getattr(kind, "dtype", kind)).lower() for name, kind in named.items()}
     return {name: getattr(np, kind) for name, kind in kinds.items() if kind in ("float32", "float16")}
 
 

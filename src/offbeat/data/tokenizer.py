@@ -8,7 +8,7 @@ import copy
 import json
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -126,10 +126,10 @@ class Tokenizer:
         self.check_rows(ids)
         return ids
 
-    def check_rows(self, ids: Sequence[int]) -> None:
+    def check_rows(self, ids: Iterable[int]) -> None:
         """Raise DataError if there is a token among these that the model's embedding lacks."""
-        if self.num_rows is not None and max(ids, default=0) >= self.num_rows:
-            token = self.hf.convert_ids_to_tokens(int(max(ids)))
+        if self.num_rows is not None and (largest := max(ids, default=0)) >= self.num_rows:
+            token = self.hf.convert_ids_to_tokens(int(largest))
             raise DataError(
                 f"a text has {token!r}, which tokenizer {self.name!r} knows, but the model's embedding of {self.num_rows} rows does not;"
                 " leave it out")

@@ -325,7 +325,7 @@ def _lost(row: ModelRow, reason: str, *, step: int = 0) -> str:
     where = f"step {row.step}, where it had come to step {step}" if step > row.step else f"step {row.step}"
     return (
         f"the model {row.id} went back to its last checkpoint ({where}) because {reason}; steps and gradients since then are lost, "
-        "and so is what was sent before this was fetched; go on from there, or load another checkpoint")
+        "and so is what was sent before this was fetched; go on from there, or create another model from a checkpoint")
 
 
 def _check_lora(lora: LoraSpec, max_rank: int) -> None:

@@ -268,7 +268,7 @@ class Training:
         if model.row.ended or self._models.get(model.id) is not model:
             self._fail(job, RequestError(f"the model {model.id} has ended or never began; load a checkpoint in a new session"))
             return False
-        if model.loss is not None and not isinstance(work.request, Load):  # loading makes up for what was lost
+        if model.loss is not None:
             if model.loss.concerns(work.number):
                 self._schedule.drop(job)
                 self._tell_loss(work, model.loss)
