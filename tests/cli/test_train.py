@@ -15,7 +15,8 @@ def printed(run: SmallRun) -> list[dict]:
 
 def test_json_is_one_object_per_line_from_start_to_finish(finished_run: SmallRun) -> None:
     events = printed(finished_run)
-    assert events[0] == {"event": "start", "title": "small · grpo", "total_steps": 2}
+    first = next(event for event in events if event["event"] != "note")
+    assert first == {"event": "start", "title": "small · grpo", "total_steps": 2}
     assert [event["step"] for event in events if event["event"] == "step"] == [1, 2]
     assert events[-1]["event"] == "finish"
     assert {name: value for name, value in events[-1].items() if name != "event"} == json.loads(

@@ -131,7 +131,7 @@ def test_answers_that_the_model_can_never_write_are_advice_where_an_own_reward_g
     rows.write_text('{"prompt": "1>", "answer": "Yes"}\n' * 3)
     own = {"data__task": "", "data__path": str(rows), "data__heldout_size": "0"}
     execute(small_config(tmp_path, model_dir, **own), Console("quiet"), lambda _parts, _state: start_nothing())
-    [advice] = SmallRun(tmp_path, model_dir).events("advice")
+    advice = SmallRun(tmp_path, model_dir).events("advice")[0]
     assert advice["text"].startswith("3 of the first 3 rows have an answer that the model can never write; ")
 
 
