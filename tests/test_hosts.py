@@ -92,3 +92,10 @@ def test_this_machine_is_asked_directly_and_others_as_the_environment_says(monke
 def test_clients_of_others_are_told_to_reach_this_machine_directly() -> None:
     assert direct({"no_proxy": "intra"})["NO_PROXY"] == direct({"NO_PROXY": "intra"})["no_proxy"] == "intra,127.0.0.1,localhost"
     assert direct({}, "10.0.0.7") == {"NO_PROXY": "127.0.0.1,localhost,10.0.0.7", "no_proxy": "127.0.0.1,localhost,10.0.0.7"}
+
+
+def test_an_environment_without_proxies_for_any_host_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://proxy.invalid")
+    for name, value in direct({"no_proxy": "*"}).items():
+        monkeypatch.setenv(name, value)
+    assert urllib.request.proxy_bypass("elsewhere.invalid")

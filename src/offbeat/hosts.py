@@ -67,6 +67,7 @@ def open_directly(request: urllib.request.Request, *, timeout_s: float) -> http.
 
 def direct(environ: Mapping[str, str], host: str = LOOPBACK) -> dict[str, str]:
     """Return the variables by which clients reach this machine directly, `host` among its names, where a proxy is set for all else."""
-    known = environ.get("no_proxy") or environ.get("NO_PROXY")
-    hosts = ",".join(filter(None, (known, f"{LOOPBACK},localhost", "" if is_loopback(host) else host)))
+    known = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
+    own = (f"{LOOPBACK},localhost", "" if is_loopback(host) else host)
+    hosts = known if known.strip() == "*" else ",".join(filter(None, (known, *own)))  # an asterisk among others stands for nothing
     return {"NO_PROXY": hosts, "no_proxy": hosts}
