@@ -35,6 +35,18 @@ def test_a_run_may_have_as_many_connections_as_it_may_open_files_and_all_from_on
     assert bounds.of_address == bounds.connections and now // 2 < bounds.connections < now
 
 
+@pytest.mark.parametrize("refusal", [ValueError("current limit exceeds maximum limit"), PermissionError()])
+def test_a_system_that_lets_no_limit_be_raised_bounds_connections_by_the_one_that_it_has(
+    monkeypatch: pytest.MonkeyPatch, refusal: Exception,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise refusal
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1 << 20))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    assert run_bounds().connections < 1024
+
+
 def test_a_body_is_read_within_its_bounds() -> None:
     async def answer(http: Request) -> PlainTextResponse:
         try:

@@ -8,7 +8,7 @@ import math
 import resource
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, cast
 
@@ -60,7 +60,8 @@ def allow_files() -> None:
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)
     if now != resource.RLIM_INFINITY and now < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+        with suppress(ValueError, OSError):  # a system may allow less than its limit says, as macOS does; then fewer connections are held
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def num_free_files() -> float:
