@@ -22,7 +22,12 @@ def test_files_are_replaced_by_encrypted_ones(tmp_path: Path) -> None:
     assert pyrage.decrypt((tmp_path / "b.safetensors.age").read_bytes(), [identity]) == bytes(200_000)
 
 
-@pytest.mark.parametrize("text", ["", "age1", "AGE-SECRET-KEY-1", "ssh-ed25519 nothing", "ssh-dss AAAA", "password"])
+RSA_WITHOUT_EXPONENT = "ssh-rsa AAAAB3NzaC1yc2EAAAABAAAAAQE="
+"""A key of RSA with exponent 0, on which age's library panics."""
+
+
+@pytest.mark.parametrize(
+    "text", ["", "age1", "AGE-SECRET-KEY-1", "ssh-ed25519 nothing", "ssh-dss AAAA", "password", RSA_WITHOUT_EXPONENT])
 def test_what_is_no_public_key_is_said(text: str) -> None:
     with pytest.raises(ValueError, match="is no recipient of age; give a public key"):
         read_recipient(text)
