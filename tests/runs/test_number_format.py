@@ -50,7 +50,7 @@ def test_a_format_that_is_slow_here_is_honoured_and_said() -> None:
     slow = "is many times slower than float32 on this CPU (Laptop, AVX2), which has no instructions for products in bfloat16;"
     assert said == [
         f'model.dtype = bfloat16 {slow} "auto" takes float32 here', f'train.precision = bf16_mixed {slow} "auto" is float32 here']
-    assert slow_dtype("bfloat16", cpu=LAPTOP) == said[0]
+    assert slow_dtype("bfloat16", cpu=LAPTOP) == f'--dtype bfloat16 {slow} "auto" takes float32 here'
     for config, cpu in (
         (configured("bfloat16"), SERVER), (configured("float32"), LAPTOP), (configured("bfloat16", devices_per_engine=1), LAPTOP),
         (configured("bfloat16", urls=["http://a:1"]), LAPTOP), (configured("bfloat16", ray="auto"), LAPTOP)):

@@ -65,8 +65,7 @@ def slow_formats(config: Config, *, cpu: Cpu) -> Iterator[str]:
         (config.train.precision == "bf16_mixed" and not config.train.devices_per_rank, "train.precision = bf16_mixed", "is float32 here"))
     for acts, setting, instead in asked:
         if acts:
-            yield (f"{setting} is many times slower than float32 on this CPU ({cpu}), which has no instructions for products in bfloat16;"
-                   f' "auto" {instead}')
+            yield _slow(setting, instead, cpu)
 
 
 def engine_format(dtype: Literal["auto", NumberFormat], *, device: int | None) -> NumberFormat:
@@ -79,4 +78,9 @@ def engine_format(dtype: Literal["auto", NumberFormat], *, device: int | None) -
 
 def slow_dtype(dtype: NumberFormat, *, cpu: Cpu) -> str:
     """Return what is to be said of an engine that computes in a format on a CPU; "" if nothing."""
-    return "" if cpu.has_bf16 or dtype == "float32" else next(slow_formats(Config.model_validate({"model": {"dtype": dtype}}), cpu=cpu))
+    return "" if cpu.has_bf16 or dtype == "float32" else _slow(f"--dtype {dtype}", "takes float32 here", cpu)
+
+
+def _slow(setting: str, instead: str, cpu: Cpu) -> str:
+    return (f"{setting} is many times slower than float32 on this CPU ({cpu}), which has no instructions for products in bfloat16;"
+            f' "auto" {instead}')
