@@ -64,8 +64,8 @@ class Connection(Protocol):
         ...
 
 
-def write_detail(message: str, *, status: int) -> bytes:  # noqa: ARG001
-    """Write the body of a refusal as `{"detail": message}`."""
+def write_detail(message: str, *, status: int, param: str = "") -> bytes:  # noqa: ARG001
+    """Write the body of a refusal as `{"detail": message}`, which the SDK of the service expects."""
     return msgspec.json.encode({"detail": message})
 
 

@@ -20,11 +20,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from offbeat.chat.anthropic import Anthropic
 from offbeat.chat.completions import Completions
 from offbeat.chat.sending import ChatResponse
+from offbeat.connections import write_detail
 from offbeat.service.app.auth import LOCAL_NAMES, Names, NamesGate, authenticate
 from offbeat.service.app.body import Bodies
 from offbeat.service.app.journal import Journal
 from offbeat.service.app.readers import Readers
-from offbeat.service.app.reply import Call, Endpoint, explain, refusal, write_detail
+from offbeat.service.app.reply import Call, Endpoint, explain, refusal
 from offbeat.service.errors import OverLimitError
 from offbeat.service.keys import Keys
 from offbeat.telemetry.log import current_request

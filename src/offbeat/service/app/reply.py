@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from offbeat.chat.sending import Refusal, WriteError, param_of
+from offbeat.connections import write_detail
 from offbeat.errors import OffbeatError
 from offbeat.service.app.readers import SMALL_BYTES, Readers
 from offbeat.service.errors import FailedError, OverLimitError, RequestError
@@ -72,11 +73,6 @@ class Call:
 
 
 Handler = Callable[[Call], Awaitable[Response]]
-
-
-def write_detail(message: str, *, status: int, param: str = "") -> bytes:  # noqa: ARG001
-    """Write an error as the SDK expects it."""
-    return msgspec.json.encode({"detail": message})
 
 
 @dataclass(frozen=True)
