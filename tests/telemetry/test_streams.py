@@ -1,5 +1,6 @@
 """Standard streams that are missing, cannot write a character, or whose reader went away."""
 
+import copy
 import io
 import json
 import os
@@ -58,3 +59,4 @@ def test_a_stream_keeps_the_attributes_of_what_it_writes_to() -> None:
     assert tolerant(tolerant(inner)) is not inner
     with pytest.raises(AttributeError, match="there is no stream, and so it has no encoding"):
         _ = tolerant(None).encoding
+    assert copy.copy(tolerant(inner)).encoding == "latin-1"

@@ -69,9 +69,10 @@ class TolerantStream:
             self.lost = exc
 
     def __getattr__(self, name: str) -> Any:
-        if self._stream is None:
+        stream = vars(self).get("_stream")  # a copy that is being made has none yet
+        if stream is None:
             raise AttributeError(f"there is no stream, and so it has no {name}")
-        return getattr(self._stream, name)
+        return getattr(stream, name)
 
 
 def tolerant(stream: TextIO | None) -> TextIO:
