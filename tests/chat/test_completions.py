@@ -47,6 +47,17 @@ def test_a_conversation_with_calls_is_read_as_clients_send_it_back() -> None:
     assert request.tools == (ADD,) and request.tool_choice == "auto" and not request.parallel_calls and request.model == "m"
 
 
+def test_a_call_in_the_older_form_and_a_refusal_are_read() -> None:
+    called, result, refused = read([
+        {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 3}'}},
+        {"role": "function", "name": "add", "content": "7"},
+        {"role": "assistant", "content": None, "refusal": "I will not."}]).messages
+    assert called.calls == (ToolCall("add", "add", '{"a": 3}'),) and (result.call_id, result.name) == ("add", "add")
+    assert refused.content == "I will not."
+    with pytest.raises(RefusedError, match="audio refers to an answer in sound"):
+        read([{"role": "assistant", "audio": {"id": "audio_1"}}])
+
+
 def test_arguments_may_come_as_an_object() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": "é"}}}
     assert read([*USER, {"role": "assistant", "tool_calls": [call]}]).messages[1].calls == (ToolCall("c", "add", '{"a": "é"}'),)

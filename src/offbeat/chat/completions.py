@@ -42,8 +42,11 @@ class _Call(msgspec.Struct):
 class _Message(msgspec.Struct):
     role: str
     content: str | list[Part] | None = None
+    refusal: str | None = None
+    audio: Any = None
     name: str | None = None
     tool_calls: list[_Call] | None = None
+    function_call: _Called | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: Any = None  # some clients send an object of their own
@@ -198,12 +201,17 @@ def _message(got: _Message, where: str) -> Message:
         return Message("tool", content, call_id=got.tool_call_id or got.name or "", name=got.name or "")
     if role != "assistant":
         return Message(role, content, name=got.name or "")
+    if got.audio is not None:
+        raise RefusedError(f"{where}.audio refers to an answer in sound, and models here read text alone; send its transcript as content")
     for call in got.tool_calls or ():
         if call.function is None:
             raise RefusedError(f"{where} has a call of type {call.type!r}; only functions can be called")
-    calls = tuple(call_of(c.id, c.function.name, c.function.arguments, where) for c in got.tool_calls or () if c.function is not None)
+    called = [(c.id, c.function) for c in got.tool_calls or () if c.function is not None]
+    if got.function_call is not None:  # the older form, whose result names the function in place of an id
+        called.append((got.function_call.name, got.function_call))
+    calls = tuple(call_of(call_id, function.name, function.arguments, where) for call_id, function in called)
     reasoning = got.reasoning_content or (got.reasoning if isinstance(got.reasoning, str) else "")
-    return Message("assistant", content, calls, name=got.name or "", reasoning=reasoning)
+    return Message("assistant", content or got.refusal or "", calls, name=got.name or "", reasoning=reasoning)
 
 
 def _tool(got: _Tool) -> Tool:
