@@ -336,7 +336,9 @@ def test_with_a_key_a_proxy_may_ask_under_any_name(model_folder):
 def test_health_tells_who_has_paused_an_engine_and_for_how_long(fresh):
     server, url = fresh
     assert fetch(url, "/health")[2]["paused"] is None
+    server._started = 5.0
     fetch(url, "/pause", {"by": "the run before"})
+    assert fetch(url, "/v1/models")[2]["data"][0]["created"] == 5  # a pause makes no model new
     time.sleep(0.02)
     pause = fetch(url, "/health")[2]["paused"]
     assert pause["by"] == "the run before" and pause["for_s"] >= 0.02

@@ -201,7 +201,6 @@ _MESSAGES = [
 ]
 
 
-
 def _by_name(fields: list[Field]) -> Mapping[str, Field]:
     return {field.name: field for field in fields}
 

@@ -403,7 +403,6 @@ class EngineServer:
 
     async def _pause(self, http: HttpRequest) -> Response:
         body = read_body(PauseBody, await whole_body(http))
-        self._started = time.time()
         self._pause_by, self._pause_s = body.by or (http.client.host if http.client else "somebody"), time.monotonic()
         await asyncio.wrap_future(self._loop.pause(body.mode))
         return json_answer(msgspec.json.encode({"status": "paused"}))

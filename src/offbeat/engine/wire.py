@@ -142,7 +142,7 @@ def body_of(request: ChatRequest, *, stops: tuple[str, ...], stop_token_ids: lis
         model=request.model, max_tokens=request.max_new_tokens, n=request.n, temperature=request.temperature, top_p=request.top_p,
         top_k=request.top_k, seed=request.seed, stop=list(stops), stop_token_ids=stop_token_ids, ignore_eos=request.ignore_eos,
         stream=stream, stream_options=StreamOptions(request.include_usage), logprobs=request.logprobs or None,
-        top_logprobs=request.top_logprobs,        scaled_logprobs=request.scaled_logprobs, return_token_ids=request.return_token_ids)
+        top_logprobs=request.top_logprobs, scaled_logprobs=request.scaled_logprobs, return_token_ids=request.return_token_ids)
 
 
 class StageBody(msgspec.Struct):
