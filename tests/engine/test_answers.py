@@ -4,8 +4,11 @@ import json
 from dataclasses import replace
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from offbeat.data.tokenizer import character_tokenizer
+from offbeat.data.tokenizer import Tokenizer, character_tokenizer
 from offbeat.engine.answers import Answer, ChatFormat, CompletionFormat
 from offbeat.engine.request import Output
 from offbeat.engine.wire import CompletionBody, StreamOptions
@@ -53,6 +56,17 @@ def test_the_likeliest_tokens_are_told_by_id() -> None:
     told = replace(output(0, "1"), top_logprobs=[((4, -0.1), (5, -2.0))])
     (choice,) = json.loads(answer(CompletionFormat(), logprobs=2).whole([told]))["choices"]
     assert choice["logprobs"]["top_logprobs"] == [{"token_id:4": -0.1, "token_id:5": -2.0}]
+
+
+def test_the_places_of_tokens_count_the_space_before_the_first() -> None:
+    backend = Backend(models.WordLevel({"<unk>": 0, "</s>": 1, "\u2581a": 2, "\u2581b": 3}, unk_token="<unk>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    spaced = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>"), "spaced")
+    body = CompletionBody(prompt="a", logprobs=0)
+    told = Answer("id-1", CompletionFormat(), body, tokenizer=spaced, model="tiny", prompt_len=1).whole(
+        [Output(0, [2, 3], [-0.5] * 2, [7] * 2, "length")])
+    (choice,) = json.loads(told)["choices"]
+    assert choice["text"] == " a b" and choice["logprobs"]["text_offset"] == [0, 2]
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])

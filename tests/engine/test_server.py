@@ -535,6 +535,8 @@ def test_a_prompt_that_is_echoed_has_its_tokens_log_probabilities_and_places(url
     assert prompt[0] is None and prompt[1]["9"]["logprob"] == pytest.approx(score[0], abs=1e-4)
     whole = fetch(url, "/v1/completions", {"prompt": "12", "max_tokens": 0, "echo": True, "logprobs": 1})[2]["choices"][0]
     assert whole["text"] == "12" and len(whole["logprobs"]["token_logprobs"]) == 2 and whole["finish_reason"] == "length"
+    (piece,) = run(stream(url, "/v1/completions", {"prompt": "12", "max_tokens": 0, "echo": True, "logprobs": 1, "stream": True}))
+    assert piece["choices"] == [whole]
 
 
 def test_likeliest_tokens_of_chats_come_with_their_bytes(url):

@@ -99,9 +99,12 @@ class CompletionFormat:
             rows = [*before[1], *output.top_logprobs]
             told["top_logprobs"] = [None if row is None else {f"token_id:{token}": lp for token, lp in row} for row in rows]
         if not self._packed:  # decoding tokens one by one would cost more than the rest of a packed answer
-            ids = [*(prompt.ids if prompt is not None else ()), *output.token_ids]
-            told["tokens"] = [tokenizer.decode_continuation([token], skip_special_tokens=False) for token in ids]
-            told["text_offset"] = _offsets(ids, tokenizer, offset)
+            before_ids = [] if prompt is None else prompt.ids
+            told["tokens"] = [
+                tokenizer.decode_continuation([token], skip_special_tokens=False) for token in (*before_ids, *output.token_ids)]
+            begins = offset + (0 if prompt is None else len(prompt.text(tokenizer)))
+            told["text_offset"] = [
+                *_offsets(before_ids, tokenizer, offset), *_offsets(output.token_ids, tokenizer, begins, after=tokenizer.anchor)]
         return told
 
 
@@ -202,9 +205,14 @@ class Answer:
         return choice
 
 
-def _offsets(ids: Sequence[int], tokenizer: Tokenizer, offset: int) -> list[int]:
-    """Return where the text of each token begins; a token in the middle of a character begins where that does."""
-    stream, offsets = TextStream(tokenizer), []
+def _offsets(ids: Sequence[int], tokenizer: Tokenizer, offset: int, *, after: Sequence[int] = ()) -> list[int]:
+    """Return where the text of each token begins; a token in the middle of a character begins where that does.
+
+    Args:
+        offset: where the first begins.
+        after: tokens of a text that stands before, as `TextStream` takes them.
+    """
+    stream, offsets = TextStream(tokenizer, after=after), []
     for token in ids:
         offsets.append(offset)
         offset += len(stream.push(token))

@@ -194,12 +194,12 @@ class EngineServer:
         answer = Answer(
             name, form, body, tokenizer=self._tokenizer, model=adapter or self._model_name, prompt_len=sum(map(len, prompts)),
             prompts=[Prompt(*prompt) for prompt in zip(prompts, body.prompts, scores, strict=True)])
-        if not generates:
-            return json_answer(answer.whole([Output(index, [], [], [], "length", []) for index in range(len(prompts) * body.n)]))
-        outputs = self._outputs(http, *requests)
-        if not body.stream:
-            return json_answer(answer.whole([output async for output in outputs]))
-        return await streaming(answer, outputs)
+        outputs = self._outputs(http, *requests) if generates else _empty_samples(len(prompts) * body.n)
+        if body.stream:
+            return await streaming(answer, outputs)
+        made = [output async for output in outputs]
+        # A long prompt's log-probabilities take a second to write.
+        return json_answer(await asyncio.to_thread(answer.whole, made) if any(scores) else answer.whole(made))
 
     async def _prompt_scores(
         self, http: HttpRequest, body: CompletionBody, prompts: Sequence[list[int]], adapter: str
@@ -424,6 +424,12 @@ class _Numbered:
         if self.first and not isinstance(result, EngineError):
             result = replace(result, index=result.index + self.first)
         self.inbox.put_nowait(result)
+
+
+async def _empty_samples(num: int) -> AsyncGenerator[Output]:
+    """Yield samples of no tokens, for prompts that are told again and not continued."""
+    for index in range(num):
+        yield Output(index, [], [], [], "length", [])
 
 
 async def _next(inbox: Inbox, kind: type[T]) -> T:
