@@ -11,7 +11,9 @@ BASES: dict[Api, tuple[str, dict[str, Any]]] = {
     "Responses": ("/v1/responses", {"input": "hello", "max_output_tokens": 2}),
     "Messages": ("/v1/messages", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}),
 }
-_OF_THE_RUN = {"temperature": 0.5, "top_p": 0.5, "top_k": 5, "seed": 3}
+_OF_THE_RUN = {
+    "temperature": 0.5, "top_p": 0.5, "top_k": 5, "seed": 3, "reasoning_effort": "low", "reasoning.effort": "low",
+    "output_config.effort": "low", "thinking": {"type": "disabled"}}
 
 
 def field_requests(surface: Surface) -> Iterator[tuple[str, dict[str, Any], str, int]]:
@@ -22,6 +24,6 @@ def field_requests(surface: Surface) -> Iterator[tuple[str, dict[str, Any], str,
             if use in ("refused", "harmless") and (not inner or FIELDS[api][outer].use(surface) != "refused"):
                 yield path, {**base, outer: {inner: "some"} if inner else "some"}, name, 400 if use == "refused" else 200
             elif use == "run":
-                yield path, {**base, name: _OF_THE_RUN[name]}, name, 200
+                yield path, {**base, outer: {inner: _OF_THE_RUN[name]} if inner else _OF_THE_RUN[name]}, name, 200
         if any(field.use(surface) for field in FIELDS[api].values()):
             yield path, {**base, "no_such_field": 1}, "no_such_field", 400

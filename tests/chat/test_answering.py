@@ -9,6 +9,7 @@ from offbeat.chat.completions import Completions
 from offbeat.chat.messages import ChatRequest, Message, Reply, Tool
 from offbeat.chat.shaping import Shaping
 from offbeat.inference.sampling import Sample
+from support.chat_templates import QWEN, tokenizer_with
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 ADD, USER = Tool("add", "Add.", {"type": "object", "properties": {"a": {"type": "integer"}}}), (Message("user", "hello"),)
@@ -82,3 +83,33 @@ def test_an_answer_holds_the_prompt_if_its_tokens_are_wanted() -> None:
     told = answer_of(ChatRequest(USER, return_token_ids=True), [1, 2], [reply("a")], model="m")
     assert (told.prompt_ids, told.num_prompt_tokens, told.model) == ((1, 2), 2, "m")
     assert answer_of(ChatRequest(USER), [1, 2], [], model="m").prompt_ids == () and Chat(ChatRequest(USER), [1]).stops == ()
+
+
+def asked_with(answering: Answering, **asked) -> str:
+    request = ChatRequest(USER, **asked)
+    chat = answering.prepare(request, Completions())
+    assert answering.count(request) == len(chat.prompt)
+    return answering.renderer.tokenizer.decode(chat.prompt, skip_special_tokens=False).replace("<|im_end|>\n", "").partition("hello")[2]
+
+
+def test_a_client_sets_the_variables_that_the_chat_template_reads() -> None:
+    effort = "{%- if reasoning_effort is defined %}{{ 'effort ' + reasoning_effort + '\n' }}{%- endif %}"
+    thought = "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{%- endif %}"
+    begun, closed = "<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    both, plain = Answering.of(tokenizer_with(QWEN + effort + thought)), Answering.of(tokenizer_with(QWEN))
+    for asked, expected in [
+        ({}, begun), ({"thinks": True}, begun), ({"thinks": False}, closed), ({"effort": "low"}, f"{begun}effort low\n"),
+        ({"effort": "none"}, f"{begun}effort none\n<think>\n\n</think>\n\n"),
+        ({"thinks": True, "template_kwargs": {"enable_thinking": False, "other": [1]}}, closed),
+    ]:
+        assert asked_with(both, **asked) == expected
+        assert asked_with(plain, **asked) == begun
+
+
+def test_an_answer_is_read_by_what_its_own_prompt_has_begun() -> None:
+    opened = "{%- if add_generation_prompt and enable_thinking is defined and enable_thinking %}{{ '<think>\n' }}{%- endif %}"
+    answering = Answering.of(tokenizer_with(QWEN + opened))
+    ids = tuple(answering.renderer.tokenizer.encode("hm</think>7"))
+    told = Sample(ids, (-0.5,) * len(ids), (3,) * len(ids), "", "length")
+    for thinks, message in [(True, Message("assistant", "7", reasoning="hm")), (None, Message("assistant", "hm</think>7"))]:
+        assert answering.reply(answering.prepare(ChatRequest(USER, thinks=thinks), Anthropic()), told).message == message

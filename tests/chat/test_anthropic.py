@@ -60,6 +60,14 @@ def test_a_conversation_with_calls_is_read_as_clients_send_it_back() -> None:
     assert request.tools == (Tool("add", "Add.", SCHEMA),) and request.stop == ("END",) and request.max_new_tokens == 64 and request.stream
 
 
+def test_thinking_and_effort_are_read() -> None:
+    asked = [read(USER, thinking={"type": kind}) for kind in ("enabled", "disabled", "adaptive")]
+    assert [request.thinks for request in asked] == [True, False, None]
+    assert read(USER, output_config={"effort": "low"}).effort == "low"
+    with pytest.raises(RefusedError, match="thinking.type"):
+        read(USER, thinking={"type": "deep"})
+
+
 def test_a_result_that_is_an_error_says_so_to_the_model() -> None:
     request = read([
         {"role": "user", "content": "3?"},

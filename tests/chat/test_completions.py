@@ -58,6 +58,17 @@ def test_a_call_in_the_older_form_and_a_refusal_are_read() -> None:
         read([{"role": "assistant", "audio": {"id": "audio_1"}}])
 
 
+def test_variables_of_the_chat_template_are_read_within_bounds() -> None:
+    assert read(chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low").template_kwargs == {"enable_thinking": False}
+    assert (read(reasoning_effort="low").effort, read().effort) == ("low", "")
+    with pytest.raises(RefusedError, match="chat_template_kwargs must not hold 'messages'"):
+        read(chat_template_kwargs={"messages": []})
+    with pytest.raises(RefusedError, match="chat_template_kwargs may have 16384 bytes, got"):
+        read(chat_template_kwargs={"text": "x" * 20000})
+    with pytest.raises(RefusedError, match="chat_template_kwargs is not honoured in training"):
+        read(at="proxy", chat_template_kwargs={"enable_thinking": False})
+
+
 def test_arguments_may_come_as_an_object() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": "é"}}}
     assert read([*USER, {"role": "assistant", "tool_calls": [call]}]).messages[1].calls == (ToolCall("c", "add", '{"a": "é"}'),)

@@ -61,6 +61,7 @@ def test_the_items_of_an_answer_come_back_as_one_message() -> None:
         Message("tool", "3", call_id="call_1", name="add"), Message("tool", "0", call_id="call_2", name="add"),
         Message("assistant", "7"), Message("user", "sure?"))
     assert request.tools == (Tool("add", "Add.", PARAMETERS),) and (request.tool_choice, request.tool_name) == ("required", "add")
+    assert request.effort == "low"
 
 
 def test_what_was_answered_can_be_sent_back() -> None:

@@ -4,11 +4,12 @@
 the server's own business (`sending` has the latter). No I/O.
 """
 
+import json
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from offbeat.chat.dialects import Dialect
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Finish, Message, Reply, TokenLogprob
@@ -16,6 +17,9 @@ from offbeat.chat.parsing import AnswerParser
 from offbeat.chat.rendering import Renderer
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import RefusedError
+
+_MOST_GIVEN = 16
+"""Number of sets of template variables that are remembered; clients differ in few."""
 
 
 class Sampled(Protocol):
@@ -48,6 +52,7 @@ class Chat:
         stop_token_ids: tokens that do; special ones that the client names by their text, which decoded text does not hold.
         call_end: what ends the first call, where there is to be no second; empty elsewhere.
         plain: tell the text of an answer as it was written, instead of its reasoning, text and calls.
+        variables: those of the chat template that the client sets.
     """
 
     request: ChatRequest
@@ -57,6 +62,7 @@ class Chat:
     stop_token_ids: tuple[int, ...] = ()
     call_end: str = ""
     plain: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -72,6 +78,7 @@ class Answering:
         self._parser = parser
         self._tokenizer = renderer.tokenizer
         self._ends = {self._tokenizer.eos_token_id, *renderer.end_of_turn}
+        self._given: dict[str, Answering] = {}
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "Answering":
@@ -81,14 +88,40 @@ class Answering:
 
     def prepare(self, request: ChatRequest, dialect: Dialect) -> Chat:
         """Render a request; errors are those of `Renderer.prompt` and `Renderer.opening`."""
-        opening = self.renderer.opening(request.tool_choice, _only_tool(request))
+        variables = self._variables(request)
+        renderer = self._giving(variables).renderer
+        opening = renderer.opening(request.tool_choice, _only_tool(request))
         check_structure(request)
         stop, stop_token_ids = split_stops(request.stop, self._tokenizer)
-        form, one_call = self.renderer.format, bool(request.tools) and not request.parallel_calls
+        form, one_call = renderer.format, bool(request.tools) and not request.parallel_calls
         return Chat(
-            request, self.renderer.prompt(request.messages, request.tools, opening=opening), opening, stop,
+            request, renderer.prompt(request.messages, request.tools, opening=opening), opening, stop,
             (*stop_token_ids, *request.stop_token_ids),
-            call_end=form.end if one_call and form is not None else "", plain=not (request.tools or dialect.always_parsed))
+            call_end=form.end if one_call and form is not None else "", plain=not (request.tools or dialect.always_parsed),
+            variables=variables)
+
+    def count(self, request: ChatRequest) -> int:
+        """Return the number of tokens of a request's prompt; errors are those of `Renderer.prompt`."""
+        return len(self._giving(self._variables(request)).renderer.prompt(request.messages, request.tools))
+
+    def _variables(self, request: ChatRequest) -> dict[str, Any]:
+        """Return the variables of the template that a request sets; effort and thinking count where the template reads them."""
+        thinks = False if request.effort == "none" else request.thinks
+        said = {"reasoning_effort": request.effort or None, "enable_thinking": thinks}
+        given = {name: value for name, value in said.items() if value is not None}
+        read = self._tokenizer.template_reads(with_tools=bool(request.tools)) if given else ()
+        return {**{name: value for name, value in given.items() if name in read}, **request.template_kwargs}
+
+    def _giving(self, variables: Mapping[str, Any]) -> "Answering":
+        """Return what prepares and reads chats under these variables, on which the beginning of an answer may depend."""
+        if not variables:
+            return self
+        key = json.dumps(variables, sort_keys=True)
+        if (found := self._given.get(key)) is None:
+            if len(self._given) >= _MOST_GIVEN:
+                self._given.clear()
+            found = self._given[key] = Answering.of(self._tokenizer.giving(variables))
+        return found
 
     def reply(self, chat: Chat, sample: Sampled) -> Reply:
         """Read one sample. Its calls get random ids."""
@@ -105,7 +138,7 @@ class Answering:
             message = Message("assistant", text)
         else:
             tools = () if request.tool_choice == "none" else request.tools
-            parsed = self._parser.parse(text, tools, opening=chat.opening, call_ids=_call_id)
+            parsed = self._giving(chat.variables)._parser.parse(text, tools, opening=chat.opening, call_ids=_call_id)
             message, malformed = parsed.message, parsed.malformed
             message = message if request.parallel_calls else replace(message, calls=message.calls[:1])
         finish: Finish = "tool_calls" if message.calls else sample.finish_reason  # type: ignore[reportAssignmentType]

@@ -4,7 +4,7 @@ Its messages consist of blocks: results of tools are blocks of the user's messag
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -54,6 +54,11 @@ class _Choice(msgspec.Struct):
 
 class _OutputConfig(msgspec.Struct):
     format: dict[str, Any] | None = None
+    effort: str | None = None
+
+
+class _Thinking(msgspec.Struct):
+    type: Literal["enabled", "disabled", "adaptive"]
 
 
 class _Body(msgspec.Struct):
@@ -70,6 +75,7 @@ class _Body(msgspec.Struct):
     stream: bool | None = None
     output_format: dict[str, Any] | None = None
     output_config: _OutputConfig | None = None
+    thinking: _Thinking | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     scaled_logprobs: bool | None = None
@@ -106,6 +112,8 @@ class Anthropic:
             temperature=got.temperature, top_p=got.top_p, top_k=got.top_k,
             stop=tuple(got.stop_sequences or ()),
             stream=bool(got.stream),
+            effort=(got.output_config.effort if got.output_config is not None else None) or "",
+            thinks={"enabled": True, "disabled": False}.get(got.thinking.type) if got.thinking is not None else None,
             shaping=ShapingFields().shaping(structure=_structure(got)),
             **extras_of(got),
         )

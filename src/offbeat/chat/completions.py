@@ -21,9 +21,11 @@ from offbeat.chat.dialects import (
 )
 from offbeat.chat.fields import Surface
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Reply, Role, TokenLogprob, Tool
+from offbeat.config.data import RENDERED
 from offbeat.errors import RefusedError
 
 DONE = b"data: [DONE]\n\n"
+_MAX_KWARGS_CHARS = 1 << 14
 _ROLES: dict[str, Role] = {
     "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool", "function": "tool"}
 
@@ -76,6 +78,8 @@ class _Body(Wishes, kw_only=True):
     logprobs: bool | int | None = None
     stream_options: _Options | None = None
     return_token_ids: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class Completions:
@@ -105,6 +109,8 @@ class Completions:
             logprobs=(got.logprobs is not None and got.logprobs is not False) or bool(got.top_logprobs),
             include_usage=got.stream_options is not None and bool(got.stream_options.include_usage),
             return_token_ids=bool(got.return_token_ids),
+            template_kwargs=_template_kwargs(got.chat_template_kwargs or {}),
+            effort=got.reasoning_effort or "",
             **got.wanted(),
         )
 
@@ -184,6 +190,17 @@ def told_logprob(token: TokenLogprob) -> dict[str, Any]:
 
 def _ids(reply: Reply) -> dict[str, Any]:
     return {"token_ids": reply.token_ids, "versions": reply.versions} if reply.token_ids else {}
+
+
+def _template_kwargs(given: dict[str, Any]) -> dict[str, Any]:
+    if taken := next((name for name in given if name in RENDERED), ""):
+        raise RefusedError(
+            f"chat_template_kwargs must not hold {taken!r}, which the template is given anyway or never; leave it out",
+            param="chat_template_kwargs")
+    if (size := len(msgspec.json.encode(given))) > _MAX_KWARGS_CHARS:
+        raise RefusedError(
+            f"chat_template_kwargs may have {_MAX_KWARGS_CHARS} bytes, got {size}; put texts into messages", param="chat_template_kwargs")
+    return given
 
 
 def _messages(got: list[_Message]) -> tuple[Message, ...]:

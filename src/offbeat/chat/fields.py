@@ -67,6 +67,9 @@ def without_proxy(fields: list[Field]) -> list[Field]:
 
 _DRAW = "changes how tokens are drawn"
 _FORM = "the form of the answer; where it is refused, ask for it in the prompt, or offer a tool with these parameters"
+_EFFORT = (
+    "given to a chat template that reads `reasoning_effort`; `none` is `enable_thinking = false` to one that reads that; in training,"
+    " data.chat_template_kwargs counts")
 _VENDOR = "says how a vendor bills, stores or caches"
 
 _SAMPLING = [
@@ -103,7 +106,8 @@ _SHARED = [
 _CHAT_EXTRAS = [
     *refused("prompt_logprobs", note="POST /v1/score of the engine gives log-probabilities of a prompt"),
     *refused("include_stop_str_in_output", neutral=(False,)),
-    *refused("chat_template_kwargs", neutral=({},), note="set data.chat_template_kwargs for a run"),
+    *acts("chat_template_kwargs", proxy="refused", service="refused", neutral=({},),
+          note="variables of the chat template; for a run, set data.chat_template_kwargs"),
     *refused("chat_template", note="the tokenizer's own is used"),
     *refused("add_generation_prompt", neutral=(True,)),
     *refused("continue_final_message", "echo", "add_special_tokens", neutral=(False,)),
@@ -127,7 +131,7 @@ _CHAT = [
     *_SAMPLING,
     *acts("top_logprobs", service="refused", neutral=(0,), note="log-probabilities are told with them"),
     *acts("response_format", service="refused", neutral=({"type": "text"},), note=_FORM),
-    *harmless("reasoning_effort", note="models here have no such setting"),
+    *acts("reasoning_effort", proxy="run", note=_EFFORT),
     *refused("verbosity", neutral=("medium",), note="ask for it in the prompt"),
     *_OPENAI_HARMLESS,
     *harmless("prediction", note="makes a vendor's answer faster"),
@@ -166,7 +170,9 @@ _RESPONSES = [
     *acts("text.format", service="refused", neutral=({"type": "text"},), note=_FORM),
     *refused("text.verbosity", neutral=("medium",), note="ask for it in the prompt"),
     *acts("top_logprobs", service="refused", neutral=(0,), note="log-probabilities are told with them"),
-    *harmless("reasoning", "reasoning.effort", "reasoning.summary", "reasoning.generate_summary", "reasoning.mode", "reasoning.context",
+    *acts("reasoning"),
+    *acts("reasoning.effort", proxy="run", note=_EFFORT),
+    *harmless("reasoning.summary", "reasoning.generate_summary", "reasoning.mode", "reasoning.context",
               note="reasoning is told as it was written"),
     *_OPENAI_HARMLESS,
     *harmless("stream_options", "stream_options.include_obfuscation", note="nothing is padded here"),
@@ -186,9 +192,10 @@ _MESSAGES = [
     *acts("messages", "system", "max_tokens", "tools", "tool_choice", "stop_sequences", "stream"),
     *acts("model", proxy="harmless", note="the proxy samples the policy, whatever the name"),
     *[field for field in _SAMPLING if field.name != "seed"],
-    *harmless("thinking", note="models here have no such setting"),
+    *acts("thinking", proxy="run", note="its type counts where the chat template reads `enable_thinking`; the length of thoughts has no"
+                                         " bound of its own"),
     *acts("output_config"),
-    *harmless("output_config.effort", note="models here have no such setting"),
+    *acts("output_config.effort", proxy="run", note=_EFFORT),
     *acts("output_config.format", "output_format", service="refused", neutral=({"type": "text"},), note=_FORM),
     *harmless("metadata", "cache_control", "service_tier", "inference_geo", "speed", "diagnostics", "user_profile_id", "workspace_id",
               "betas", "billing_policy", "fallback_credit_token", note=_VENDOR),

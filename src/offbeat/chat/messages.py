@@ -71,6 +71,9 @@ class ChatRequest:
         include_usage: whether a stream ends with the numbers of tokens.
         shaping: penalties, biases, structured outputs; see `Shaping`, and `ShapingFields` for how bodies write it.
         stop_token_ids, ignore_eos, scaled_logprobs: as in `inference.sampling.Sampling`.
+        template_kwargs: variables of the chat template.
+        effort: how long to reason, in a word, for templates that read `reasoning_effort`; empty if the client does not say.
+        thinks: whether to reason before the answer, for templates that read `enable_thinking`; None if the client does not say.
         return_token_ids: whether the ids of tokens, and the versions that sampled them, are wanted; only chat completions can ask.
     """
 
@@ -96,6 +99,9 @@ class ChatRequest:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     scaled_logprobs: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    effort: str = ""
+    thinks: bool | None = None
 
 
 class TokenLogprob(NamedTuple):

@@ -53,6 +53,10 @@ class _Text(msgspec.Struct):
     format: dict[str, Any] | None = None
 
 
+class _Reasoning(msgspec.Struct):
+    effort: str | None = None
+
+
 class _Body(Wishes, kw_only=True):
     input: str | list[_Item]
     instructions: str | None = None
@@ -60,6 +64,7 @@ class _Body(Wishes, kw_only=True):
     max_output_tokens: int | None = None
     include: list[str] | None = None
     text: _Text | None = None
+    reasoning: _Reasoning | None = None
 
 
 class Responses:
@@ -83,6 +88,7 @@ class Responses:
             tool_choice=choice,  # type: ignore[reportArgumentType]
             tool_name=name,
             max_new_tokens=got.max_output_tokens,
+            effort=(got.reasoning.effort if got.reasoning is not None else None) or "",
             logprobs="message.output_text.logprobs" in (got.include or ()) or bool(got.top_logprobs),
             **got.wanted(structure=structure_of(got.text.format if got.text is not None else None, "text.format")),
         )

@@ -7,7 +7,7 @@ from pydantic import field_validator, model_validator
 from offbeat.config.base import Section, field
 from offbeat.config.template import parse_template, read_chat_template
 
-_RENDERED = (
+RENDERED = (
     "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
     "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs")
 """What a chat template is given by Offbeat, or what is no variable of a template."""
@@ -70,7 +70,7 @@ class DataConfig(Section):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _check_kwargs(cls, given: dict[str, bool | int | float | str]) -> dict[str, bool | int | float | str]:
-        if taken := [name for name in given if name in _RENDERED]:
+        if taken := [name for name in given if name in RENDERED]:
             raise ValueError(f"it must not hold {taken[0]!r}, which Offbeat itself gives the template or takes care of; leave it out")
         return given
 

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from huggingface_hub import snapshot_download
 from jinja2 import TemplateError
+from jinja2.meta import find_undeclared_variables
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
@@ -314,6 +315,10 @@ class Tokenizer:
                 f"tokenizer {self.name!r} has chat templates by name, of which none is the default; set data.chat_template to a file with"
                 " the one that is to be used") from exc
 
+    def template_reads(self, *, with_tools: bool = False) -> frozenset[str]:
+        """Return the variables that the chat template reads and does not set itself. Errors are those of `template`."""
+        return _variables_read(self.template(with_tools=with_tools))
+
     def render(self, messages: Messages, tools: Tools = (), *, to_answer: bool = True) -> str:
         """Render a chat that already has the form that the template takes. Errors are those of `chat_text`."""
         try:
@@ -351,6 +356,14 @@ def _render(
         add_generation_prompt=to_answer, **variables)
     [text], _ = rendered
     return text
+
+
+@lru_cache(maxsize=16)
+def _variables_read(template: str) -> frozenset[str]:
+    try:
+        return frozenset(find_undeclared_variables(_compile_jinja_template(template).environment.parse(template)))
+    except TemplateError:  # rendering says what is wrong
+        return frozenset()
 
 
 @lru_cache(maxsize=64)

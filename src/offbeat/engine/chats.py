@@ -65,8 +65,7 @@ class Chats:
     async def _count(self, http: HttpRequest) -> Response:
         asked = _ANTHROPIC.read_count(await whole_body(http))
         check_chat_size(asked, self._engine.tokenizer, context=self._engine.max_context)
-        prompt = await asyncio.to_thread(self._answering.renderer.prompt, asked.messages, asked.tools)
-        return json_answer(_ANTHROPIC.count(len(prompt)))
+        return json_answer(_ANTHROPIC.count(await asyncio.to_thread(self._answering.count, asked)))
 
     async def _answer(self, http: HttpRequest, dialect: Dialect) -> Response:
         asked = dialect.read(await whole_body(http))

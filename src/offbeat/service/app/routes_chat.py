@@ -97,8 +97,8 @@ class ChatRoutes:
     async def _count(self, call: Call) -> Response:
         asked = await _said(call.read(_ANTHROPIC.read_count))
         await self._find(call.caller, asked)
-        prompt = await _said(call.beside(lambda: self._answering.renderer.prompt(asked.messages, asked.tools)))
-        return Response(_ANTHROPIC.count(len(prompt)), media_type="application/json")
+        num_tokens = await _said(call.beside(lambda: self._answering.count(asked)))
+        return Response(_ANTHROPIC.count(num_tokens), media_type="application/json")
 
     async def _models(self, call: Call) -> Response:
         """List the base model's names, and the paths of the caller's weights for sampling, newest first."""
