@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from offbeat.chat.shaping import Shaping
 from offbeat.errors import DeadlineError, EngineError, RefusedError
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.dialects.sglang import SGLangDialect
@@ -208,3 +209,16 @@ def test_versions_with_gaps_and_a_canary_scored_in_part_are_errors(start_engine,
             await client.stage(replace(newer, broadcast="127.0.0.1:1"), timeout_s=60)
 
     using(start_engine()[1], body)
+
+
+@pytest.mark.parametrize(("sampling", "told"), [
+    (Sampling(2, scaled_logprobs=True, shaping=Shaping(presence_penalty=1.0)), "of logits as presence_penalty left them"),
+    (Sampling(2, shaping=Shaping(bad_words=("no",))), "SGLang has no bad_words")])
+def test_shaping_that_sglang_cannot_do_is_refused(sampling: Sampling, told: str) -> None:
+    async def main() -> None:
+        async with EngineSession() as http:
+            await EngineClient("engine 0", "http://127.0.0.1:9", http.session, dialect=SGLangDialect()).generate(
+                PROMPT, sampling, n=1, timeout_s=60)
+
+    with pytest.raises(RefusedError, match=told):
+        asyncio.run(main())

@@ -74,6 +74,10 @@ class SGLangDialect:
                 " SGLang 0.5.23 or later")
 
     async def generate(self, wire: Wire, prompt: tuple[int, ...], sampling: Sampling, *, n: int, adapter: str) -> list[Sample]:
+        if sampling.scaled_logprobs and not sampling.shaping.is_plain:
+            raise RefusedError(
+                f"SGLang returns log-probabilities of logits as {', '.join(sampling.shaping.acting)} left them, and scaled_logprobs wants"
+                " those of the model; leave one of them out, or use the embedded engine")
         params: dict[str, Any] = {**_NEUTRAL, **_shaping(sampling.shaping)} | {
             "max_new_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1, "stop": list(sampling.stop)}
