@@ -513,6 +513,18 @@ def test_structures_of_answers_are_kept_or_refused(url):
     assert status == 400 and "the regex of the answer's structure cannot be kept" in answer["error"]["message"]
 
 
+def test_a_stream_that_comes_to_nothing_that_may_follow_says_that_the_request_is_wrong(url):
+    body = {"prompt": [5, 6], "max_tokens": 4, "allowed_token_ids": [7], "bad_words": ["44"], "stream": True, "ignore_eos": True}
+
+    async def lines() -> list[str]:
+        async with aiohttp.ClientSession() as session, session.post(url + "/v1/completions", json=body) as response:
+            return [line.decode() async for line in response.content if line.strip()]
+
+    first, error = (json.loads(line.removeprefix("data: ")) for line in run(lines()))
+    assert first["choices"][0]["text"] == "4" and error["error"]["type"] == "invalid_request_error"
+    assert error["error"]["message"].startswith("no token may follow")
+
+
 def test_a_stop_string_stays_where_that_is_asked_for(url):
     body = {"prompt": [5, 6], "max_tokens": 12, "guided_regex": "ab,c+", "stop": ","}
     texts = [fetch(url, "/v1/completions", {**body, "include_stop_str_in_output": keep})[2]["choices"][0]["text"] for keep in (True, False)]

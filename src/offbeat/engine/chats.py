@@ -118,7 +118,7 @@ async def streaming(answer: Answer, outputs: AsyncGenerator[Output]) -> Response
                 yield answer.piece(output)
             yield answer.ending()
         except EngineError as exc:
-            yield Completions().stream_error(str(exc), status=500)
+            yield Completions().stream_error(str(exc), status=refusal_of(exc).status)
         except Disconnected:
             return
         finally:
