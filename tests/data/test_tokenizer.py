@@ -117,6 +117,15 @@ def test_a_chat_template_that_refuses_says_why():
         tokenizer.chat(CHAT)
 
 
+@pytest.mark.parametrize(("template", "why"), [
+    ("{{ 1 // (messages | length - 1) }}", "modulo by zero|division"), ("{% for _ in range(200000) %}{% endfor %}", "Range too big"),
+    ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion")], ids=["arithmetic", "range", "recursion"])
+def test_whatever_a_chat_template_raises_is_a_model_error(template, why):
+    tokenizer = character_tokenizer(chat_template=template)
+    with pytest.raises(ModelError, match=f"refuses messages with roles user: .*({why})"):
+        tokenizer.chat([{"role": "user", "content": "1"}])
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_folder_without_a_file_names_it(tmp_path, name):
     character_tokenizer().save(tmp_path)

@@ -321,9 +321,10 @@ class Tokenizer:
 
     def render(self, messages: Messages, tools: Tools = (), *, to_answer: bool = True) -> str:
         """Render a chat that already has the form that the template takes. Errors are those of `chat_text`."""
+        template = self.template(with_tools=bool(tools))
         try:
-            return _render(self.template(with_tools=bool(tools)), self._template_variables, messages, tools, to_answer=to_answer)
-        except (TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError) as exc:
+            return _render(template, self._template_variables, messages, tools, to_answer=to_answer)
+        except Exception as exc:  # a template is a program, and may raise anything
             roles = ", ".join(str(m.get("role")) for m in messages)
             raise ModelError(f"the chat template of tokenizer {self.name!r} refuses messages with roles {roles}: {exc}") from exc
 
