@@ -133,6 +133,13 @@ def test_a_float32_is_written_as_the_decimal_that_was_meant(rows: Any, tmp_path:
     assert read(write_rows(rows, tmp_path, argument="data").path) == [{"prompt": "?", "answer": 0.1}]
 
 
+@pytest.mark.parametrize("name", ["features", "schema", "dtypes"])
+def test_a_column_may_be_called_like_an_attribute_of_tables(name: str, tmp_path: Path) -> None:
+    frame = pandas.DataFrame({"prompt": ["?", "!"], "answer": np.array([0.1, 0.2], np.float32), name: ["a", "b"]})
+    assert read(write_rows(frame, tmp_path, argument="data").path) == [
+        {"prompt": "?", "answer": 0.1, name: "a"}, {"prompt": "!", "answer": 0.2, name: "b"}]
+
+
 def test_bytes_are_text_and_refused_where_they_are_none(tmp_path: Path) -> None:
     assert read(write_rows([{"prompt": b"caf\xc3\xa9", "answer": "4"}], tmp_path, argument="data").path)[0]["prompt"] == "café"
     with pytest.raises(DataError, match="data, row 1: field 'prompt' holds 2 bytes that are no text in UTF-8"):
