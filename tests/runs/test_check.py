@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from chats import words
 from offbeat.config.load import load_config
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.errors import ConfigError
@@ -75,6 +76,19 @@ def test_a_model_that_was_taught_chats_and_is_asked_with_plain_text_is_told_and_
             told[num_rows] = str(exc)
     assert told[54].startswith(f"data: prompts are plain text, and the tokenizer of {model} has a chat template")
     assert f"but the embedding of {model} has 20 rows" in told[20]
+
+
+def test_what_a_chat_template_does_not_write_is_told_of_the_template_that_is_set(tmp_path: Path) -> None:
+    model, chat = tmp_path / "model", [{"role": "system", "content": "add"}, {"role": "user", "content": "2+2"}]
+    words("{{ messages | tojson }}").save(model)
+    rows = write(tmp_path / "rows.jsonl", [{"prompt": chat, "answer": "4"}] * 3)
+    settings = [("data.path", rows), ("data.heldout_size", "0"), ("model.tokenizer", str(model)), ("rollout.reward", f"{REWARDS}:equal")]
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ messages | tojson }}"
+    assert len(check_named(load_config(None, settings))) == 2
+    _, told, _ = check_named(load_config(None, [*settings, ("data.chat_template", refuses)]))
+    assert told.startswith(f"data: the chat template of tokenizer '{model}' does not write system messages, which are put before the")
+    with pytest.raises(ConfigError, match="the chat template of data.chat_template is no Jinja template"):
+        check_named(load_config(None, [*settings, ("data.chat_template", "{{ messages")]))
 
 
 def test_preferences_are_known_by_their_fields(tmp_path: Path) -> None:

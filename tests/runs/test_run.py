@@ -10,12 +10,15 @@ import torch
 
 from faults.workshop import Workshop
 from offbeat.config.load import load_config
+from offbeat.controller.checkpoints import FINE_TUNING, PREFERENCE, REWARD_MODEL, TRAINING
 from offbeat.data.tokenizer import load_tokenizer
 from offbeat.errors import CodeError
 from offbeat.model.load import load_causal_lm
 from offbeat.runs.run import execute, run_training
 from offbeat.telemetry.console import Console
 from small_run import REWARDS, SmallRun, small_config
+
+ASKED = [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}]
 
 
 def test_a_run_leaves_its_result_and_its_controller_stays_small_and_free_of_torch(finished_run: SmallRun) -> None:
@@ -133,6 +136,31 @@ def test_answers_that_the_model_can_never_write_are_advice_where_an_own_reward_g
     execute(small_config(tmp_path, model_dir, **own), Console("quiet"), lambda _parts, _state: start_nothing())
     advice = SmallRun(tmp_path, model_dir).events("advice")[0]
     assert advice["text"].startswith("3 of the first 3 rows have an answer that the model can never write; ")
+
+
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    "{% for m in messages %}{{ '>' if m.role == 'assistant' else '' }}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}>{% endif %}")
+
+
+@pytest.mark.parametrize(("kind", "row"), [
+    (TRAINING, {"prompt": ASKED, "answer": "1"}), (FINE_TUNING, {"prompt": ASKED, "answer": "1"}),
+    (PREFERENCE, {"prompt": ASKED, "chosen": "1", "rejected": "2"}), (REWARD_MODEL, {"prompt": ASKED, "chosen": "1", "rejected": "2"})])
+def test_what_a_chat_template_does_not_write_is_advice_at_the_start_of_each_kind_of_run(
+    tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch, kind: str, row: dict,
+) -> None:
+    async def start_nothing(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr("offbeat.runs.run._with_parts", start_nothing)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(f"{json.dumps(row)}\n" * 3)
+    own = {"data__task": "", "data__path": str(rows), "data__heldout_size": "0", "data__chat_template": NO_SYSTEM}
+    execute(small_config(tmp_path, model_dir, **own), Console("quiet"), lambda _parts, _state: start_nothing(), kind=kind)
+    told = [event["text"] for event in SmallRun(tmp_path, model_dir).events("advice")]
+    [advice] = [text for text in told if "chat template" in text]
+    assert advice.startswith(f"the chat template of tokenizer {model_dir!r} does not write system messages, which are put before")
 
 
 def test_a_run_that_fails_says_why_in_its_events(tmp_path: Path, model_dir: str) -> None:

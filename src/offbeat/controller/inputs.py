@@ -214,7 +214,7 @@ def _read_set(name: str, config: Config, base: Base, run: RunInputs) -> RunInput
         rows = open_set(
             own.data, of_run=config.data, heldout=run.heldout, most=own.evaluate.num_prompts, seed=config.run.seed, needs_answer=answered,
             refused=refused, check=check_row(base.tokenizer, own.data, answered=answered))
-        base = replace(base, tokenizer=_rendering(base.tokenizer, own))
+        base = replace(base, tokenizer=give_template(base.tokenizer, own))
         if own.rollout.workflow not in PLAYS:
             check_system_prompt(own, base, rows.row(0))
         longest = check_lengths(
@@ -349,10 +349,10 @@ def read_base(config: Config) -> Base:
     if config.model.path:
         model = str(check_model_folder(config.model.path))
         tokenizer_folder = config.model.tokenizer or model
-        tokenizer = fit_vocabulary(_rendering(load_tokenizer(tokenizer_folder), config), read_vocab_size(model), model=model)
+        tokenizer = fit_vocabulary(give_template(load_tokenizer(tokenizer_folder), config), read_vocab_size(model), model=model)
         return Base(model, None, tokenizer_folder, tokenizer, read_context_length(model))
     model = str(config.run_dir / "model")
-    tokenizer = _rendering(load_tokenizer(config.model.tokenizer) if config.model.tokenizer else character_tokenizer(), config)
+    tokenizer = give_template(load_tokenizer(config.model.tokenizer) if config.model.tokenizer else character_tokenizer(), config)
     tiny = config.model.tiny
     build = BuildRequest(
         model, tiny.model_dump_json(), tokenizer.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id, config.run.seed)
@@ -368,8 +368,13 @@ def write_tokenizer(inputs: "RunInputs", run_dir: Path) -> str:
     return str(folder)
 
 
-def _rendering(tokenizer: Tokenizer, config: Config) -> Tokenizer:
-    """Give a tokenizer the template of `data.chat_template`, and the variables of its template."""
+def give_template(tokenizer: Tokenizer, config: Config) -> Tokenizer:
+    """Give a tokenizer the template of `data.chat_template`, and the variables of its template.
+
+    Raises:
+        ConfigError: data sets have templates of their own that differ.
+        ModelError: the template is no Jinja.
+    """
     sets = [config.data_set(name) for name in config.data.sets]
     given = [own.data.chat_template for own in (config, *sets) if isinstance(own.data.chat_template, str)]
     if len(set(given)) > 1:

@@ -66,8 +66,7 @@ class Form:
             messages: text in `content`, and where they have them `tool_calls` and `reasoning_content`.
             in_words: write tools, calls and results in Hermes' format, whatever the template can do.
         """
-        uses_tools = bool(tools) or any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
-        if uses_tools and (in_words or not self.writes_calls):
+        if (in_words or not self.writes_calls) and uses_tools(messages, tools):
             messages, tools = _in_words(messages, tools), ()
         if self.folds_system:
             messages = _folded(messages)
@@ -111,6 +110,11 @@ def find_form(render: Render, *, with_tools: bool) -> Form:
     thinks = thinks if "assistant" not in parts else _in_parts(thinks)
     reasoning = next((key for key in REASONING if shows([user, {**thinks, key: "probe_thought"}], "probe_thought")), "")
     return Form(frozenset(parts), folds, writes_calls, flat, bool(arguments_as_text), reasoning)
+
+
+def uses_tools(messages: Messages, tools: Tools) -> bool:
+    """Whether a chat has tools, calls of them, or their results."""
+    return bool(tools) or any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
 
 
 def nested(tool: Mapping[str, Any]) -> dict[str, Any]:

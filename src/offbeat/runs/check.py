@@ -13,7 +13,7 @@ from offbeat.config.agent import PLAYS
 from offbeat.config.data import DataConfig
 from offbeat.config.load import listed_errors
 from offbeat.config.root import Config
-from offbeat.controller.inputs import needs_answer
+from offbeat.controller.inputs import give_template, needs_answer
 from offbeat.controller.judges import choose_rewards, reward_model_of
 from offbeat.data.dataset import open_datasets
 from offbeat.data.evaluation_set import has_own_rows
@@ -24,7 +24,7 @@ from offbeat.data.model_folder import read_vocab_size, router_loss_note
 from offbeat.data.pairs import holds_pairs, open_pairs
 from offbeat.data.reward_model import open_reward_folder
 from offbeat.data.sources import open_source
-from offbeat.data.template_use import unused_template
+from offbeat.data.template_use import replaced_forms, unused_template
 from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
 from offbeat.data.vocabulary import fit_vocabulary
 from offbeat.errors import ConfigError, DeadlineError, UserError, WorkerError
@@ -121,9 +121,9 @@ def _check_data(config: Config) -> Iterator[str]:
     yield f"data: {data.task or data.path}: {count}{left_out}"
     if unwritable:
         yield f"data: {unwritable}"
-    if tokenizer and config.rollout.workflow not in PLAYS and (
-            advice := unused_template(tokenizer, prompt, data, model=config.model.path)):
-        yield f"data: {advice}"
+    if tokenizer and config.rollout.workflow not in PLAYS:
+        told = unused_template(tokenizer, prompt, data, model=config.model.path), replaced_forms(tokenizer, train, data, imitated=True)
+        yield from (f"data: {advice}" for advice in filter(None, told))
 
 
 def _evaluated(config: Config, name: str) -> Config:
@@ -138,9 +138,9 @@ def _tokenizer_here(config: Config) -> Tokenizer | None:
     """Return the tokenizer of the run; None if it would have to be fetched from the hub."""
     name = config.model.tokenizer or config.model.path
     folder = Path(name).expanduser()
-    if not name or not folder.is_dir():
-        return None if name else character_tokenizer()
-    model, tokenizer = config.model.path, load_tokenizer(folder)
+    if name and not folder.is_dir():
+        return None
+    model, tokenizer = config.model.path, give_template(load_tokenizer(folder) if name else character_tokenizer(), config)
     return fit_vocabulary(tokenizer, read_vocab_size(model), model=model) if Path(model).expanduser().is_dir() and model else tokenizer
 
 

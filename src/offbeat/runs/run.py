@@ -34,7 +34,7 @@ from offbeat.cpu import this_cpu
 from offbeat.data import wire
 from offbeat.data.identity import Identity
 from offbeat.data.model_folder import router_loss_note
-from offbeat.data.template_use import unused_template
+from offbeat.data.template_use import replaced_forms, unused_template
 from offbeat.loading import load_module
 from offbeat.machine import PROMISED_DEVICES, smallest_device
 from offbeat.memory import steady_memory
@@ -247,6 +247,14 @@ def _unused_template(config: Config, inputs: RunInputs) -> str:
     return unused_template(inputs.tokenizer, rows.row(0).prompt, config.data, model=config.model.path)
 
 
+def _replaced_forms(config: Config, inputs: RunInputs, *, kind: str) -> str:
+    """Say how chats are written where the template does not write all of them; "" of workflows that ask in chats of their own."""
+    if kind == TRAINING and config.rollout.workflow in PLAYS:
+        return ""
+    rows = inputs.train if inputs.pairs is None else inputs.pairs.train
+    return replaced_forms(inputs.tokenizer, rows, config.data, imitated=kind != TRAINING or config.run.warm_up)
+
+
 def execute(
     config: Config, console: Console, body: Body[T], *, debug: bool = False, kind: str = TRAINING, fresh: bool = False,
 ) -> T | None:
@@ -277,7 +285,7 @@ def execute(
             record.console.note(
                 f"rows that cannot be used and are left out: {len(inputs.unusable)}, with the reasons in events.jsonl; the first:"
                 f" {inputs.unusable[0]}")
-        for advice in filter(None, (inputs.unwritable, _unused_template(config, inputs))):
+        for advice in filter(None, (inputs.unwritable, _unused_template(config, inputs), _replaced_forms(config, inputs, kind=kind))):
             record.note("advice", advice)
         if devices:
             record.console.note(describe_devices(config, devices=devices))
