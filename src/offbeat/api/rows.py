@@ -133,7 +133,7 @@ def _narrow_columns(rows: Any) -> dict[str, Any]:
     """Return the types of columns of a data frame or data set that become longer numbers in Python's type, by name."""
     # A data frame of pandas has its columns as attributes, too, so its own attribute comes first.
     given = (getattr(rows, attribute, None) for attribute in ("dtypes", "schema", "features"))
-    named = next((types for types in given if hasattr(types, "items")), {})
+    named: Any = next((types for types in given if hasattr(types, "items")), {})
     kinds = {name: str(getattr(kind, "dtype", kind)).lower() for name, kind in named.items()}
     return {name: getattr(np, kind) for name, kind in kinds.items() if kind in ("float32", "float16")}
 
