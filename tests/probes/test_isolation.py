@@ -49,10 +49,12 @@ def test_a_neighbour_finds_no_session_run_checkpoint_sampler_or_answer(probe: Pr
             await mallory.ask("DELETE", f"/api/v1/{checkpoint}"), await mallory.post(f"{checkpoint}/publish"),
             await mallory.ask("PUT", f"/api/v1/{checkpoint}/ttl", {"ttl_seconds": 3600}),
             await mallory.get(f"{checkpoint}/external_weights_urls")]
-        chat = {"messages": [{"role": "user", "content": "1"}], "input": "1", "max_tokens": 1}
+        counted = {"messages": [{"role": "user", "content": "1"}]}
+        chat = counted | {"max_tokens": 1}
         refusals += [
-            await mallory.ask("POST", f"/v1/{api}", chat | {"model": model}) for model in (saved["path"], sampler)
-            for api in ("chat/completions", "responses", "messages", "messages/count_tokens")]
+            await mallory.ask("POST", f"/v1/{api}", body | {"model": model}) for model in (saved["path"], sampler)
+            for api, body in (
+                ("chat/completions", chat), ("responses", {"input": "1"}), ("messages", chat), ("messages/count_tokens", counted))]
         assert [answer.status for answer in refusals] == [404] * len(refusals), [answer.body for answer in refusals]
         for name in ("training_runs", "checkpoints"):
             assert (await mallory.get(name)).json[name] == []
