@@ -10,7 +10,7 @@ VLLM_STAMP := .venv-vllm/.installed
 TINKER_STAMP := .venv-tinker/.installed
 TINKER_OLD_STAMP := .venv-tinker-old/.installed
 COOKBOOK_STAMP := .venv-cookbook/.installed
-AGENTS_STAMPS := .venv-agents-a/.installed .venv-agents-b/.installed
+AGENTS_STAMPS := .venv-agents-a/.installed .venv-agents-b/.installed .venv-agents-lm/.installed
 VERIFIERS_STAMP := .venv-verifiers/.installed
 VERIFIERS_OLD_STAMP := .venv-verifiers-old/.installed
 SMOLLM2 := .models/smollm2-135m-instruct
@@ -115,7 +115,7 @@ $(AGENTS_STAMPS): .venv-agents-%/.installed: tools/install_agents.sh tests/agent
 	PYTHON=$(PYTHON) tools/install_agents.sh .venv-agents-$* $*
 	touch $@
 
-test-agents: $(DEV_STAMP) $(AGENTS_STAMPS) $(VERIFIERS_STAMP) $(VERIFIERS_OLD_STAMP)  ## train unmodified agents of public libraries, each with a model that calls tools
+test-agents: $(DEV_STAMP) $(AGENTS_STAMPS) $(VERIFIERS_STAMP) $(VERIFIERS_OLD_STAMP)  ## train unmodified agents of public libraries, each with a model that calls tools, and evaluate with lm-evaluation-harness
 	$(BIN)/python -m pytest --timeout=600 tests/agents_sdk
 
 $(SMOLLM2): | $(STAMP)
@@ -176,4 +176,4 @@ soak: $(DEV_STAMP)  ## let tenants train, publish and sample for ten minutes whi
 	$(BIN)/python tests/soak/run.py
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .venv-vllm .venv-tinker .venv-tinker-old .venv-cookbook .venv-verifiers .venv-verifiers-old .venv-agents-a .venv-agents-b .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-tinker .venv-tinker-old .venv-cookbook .venv-verifiers .venv-verifiers-old .venv-agents-a .venv-agents-b .venv-agents-lm .pytest_cache .ruff_cache .hypothesis
