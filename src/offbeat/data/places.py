@@ -7,6 +7,7 @@ position is that of the text that it was put into. Text is never searched for, a
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from offbeat.data.forms import REASONING, Messages, Render, Tools
@@ -53,7 +54,8 @@ def find_places(
     """
     texts = [(message, kind, said) for message, kind, said in _texts(messages, tools) if of(message, kind)]
     used = set(text)
-    marks = [sign for sign in map(chr, range(*_MARKS)) if sign not in used]
+    # Only as many as there are texts: going through all of them takes longer than rendering.
+    marks = list(islice((sign for sign in map(chr, range(*_MARKS)) if sign not in used), 2 * len(texts)))
     if 2 * len(texts) > len(marks):
         raise DataError(f"the chat has {len(texts)} texts, allowed are {len(marks) // 2}; shorten it")
 
