@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.test_chats import THOUGHT, write_model
+from engine.test_chats import CALL, THOUGHT, write_model
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.server import EngineServer
 
@@ -30,6 +30,15 @@ def run(program: str, url: str) -> list[str]:
 
 def test_answers_pass_the_strict_types_of_both_sdks(url: str) -> None:
     assert len(run("strict_types.py", url)) == 10
+
+
+def test_streams_with_calls_add_up_to_whole_answers_in_both_sdks(tmp_path: Path) -> None:
+    server = EngineServer(EngineOptions(model=write_model(tmp_path, {"\n": THOUGHT, THOUGHT: "x", "x": "y", "y": CALL, CALL: "z"})))
+    try:
+        told = run("streams.py", server.start())
+    finally:
+        server.stop()
+    assert told == ["chat completions sevenxyz {\"a\": 3} 4", "Responses sevenxyz {\"a\": 3} 4", "Messages sevenxyz {'a': 3} 4"]
 
 
 def test_agents_of_two_libraries_get_what_their_schemas_say(url: str) -> None:

@@ -140,7 +140,7 @@ def test_a_stream_tells_each_block_from_its_beginning_to_its_end() -> None:
     deltas = [event["delta"] for event in told if event["type"] == "content_block_delta"]
     assert deltas == [
         {"type": "thinking_delta", "thinking": "hm"}, {"type": "signature_delta", "signature": ""}, {"type": "text_delta", "text": "ok"},
-        {"type": "input_json_delta", "partial_json": '{"a":3}'}]
+        {"type": "input_json_delta", "partial_json": '{"a": 3}'}]
     assert told[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None} and told[-2]["usage"] == {"output_tokens": 4}
 
 

@@ -49,11 +49,13 @@ def test_without_tools_nothing_is_a_call() -> None:
 @pytest.mark.parametrize(("text", "why"), [
     ('<tool_call>{"name": "add", "argum', "json parser could not"), (call("[1]"), "must be an object, got list"),
     (call(name="7"), "must name its tool"), (call(name='" "'), "must name its tool"), (call('{"a": NaN}'), "not JSON compliant"),
-    (call('{"a": "\\ud800"}'), "surrogates not allowed"), (call() + call("{"), "json parser could not"),
+    (call('{"a": "\\ud800"}'), "surrogates not allowed"), (call("{") + call(), "json parser could not"),
     (call("[" * 4000), "")])
-def test_a_call_that_cannot_be_read_is_marked_and_the_whole_text_kept(text, why) -> None:
+def test_a_call_that_cannot_be_read_is_marked_and_stays_text_with_all_that_follows(text, why) -> None:
     parsed = parse("Well. " + text)
     assert parsed.message == Message("assistant", "Well. " + text) and parsed.malformed and why in parsed.malformed
+    before = parse(f"Well. {call()} {text}")
+    assert before.message.content == f"Well. {text}" and len(before.message.calls) == 1 and before.malformed == parsed.malformed
 
 
 @pytest.mark.parametrize(("text", "reasoning", "content"), [

@@ -7,13 +7,13 @@ the server's own business (`sending` has the latter). No I/O.
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from offbeat.chat.dialects import Dialect
-from offbeat.chat.messages import ChatAnswer, ChatRequest, Finish, Message, Reply, TokenLogprob
-from offbeat.chat.parsing import AnswerParser
+from offbeat.chat.messages import ChatAnswer, ChatRequest, Finish, Piece, Reply, Said, TokenLogprob
+from offbeat.chat.parsing import AnswerParser, AnswerReader, message_of
 from offbeat.chat.rendering import Renderer
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import RefusedError
@@ -124,29 +124,72 @@ class Answering:
         return found
 
     def reply(self, chat: Chat, sample: Sampled) -> Reply:
-        """Read one sample. Its calls get random ids."""
-        request, ids, stop = chat.request, sample.token_ids, chat.stop
+        """Read one whole sample. Its calls get random ids."""
+        return self.reader(chat).finish(sample)[1]
+
+    def reader(self, chat: Chat) -> "ReplyReader":
+        """Return what reads one sample as it grows."""
+        tools = () if chat.request.tool_choice == "none" else chat.request.tools
+        reader = None if chat.plain else self._giving(chat.variables)._parser.reader(tools, call_ids=_call_id)
+        return ReplyReader(chat, reader, self._tokenizer, ends=self._ends)
+
+
+class ReplyReader:
+    """Reads one sample as it grows. The pieces of a reply, put together, are its message."""
+
+    def __init__(self, chat: Chat, reader: AnswerReader | None, tokenizer: Tokenizer, *, ends: Collection[int]) -> None:
+        """
+        Args:
+            reader: tells the parts of an answer; None tells the text as it was written.
+            ends: tokens that end a sample besides those of the chat.
+        """
+        self._chat, self._reader, self._tokenizer, self._ends = chat, reader, tokenizer, ends
+        self._told: list[Piece] = []
+        self._num_read = 0
+        self._has_called = False
+        self._begun = [] if reader is None else reader.feed(chat.opening)
+
+    def push(self, text: str) -> list[Piece]:
+        """Read more of a sample, whose text so far is certain to be the beginning of the whole one."""
+        self._num_read += len(text)
+        if self._reader is not None:
+            return self._tell(self._reader.feed(text))
+        return self._tell([Said("content", text)] if text else [])
+
+    def finish(self, sample: Sampled) -> tuple[list[Piece], Reply]:
+        """Read the rest of a sample, which is given whole; returns the last pieces, and the reply with all of them."""
+        chat, request, ids, stop = self._chat, self._chat.request, sample.token_ids, self._chat.stop
         if sample.finish_reason != "stop":
             stop = ()
         elif ids and (ids[-1] in self._ends or ids[-1] in chat.stop_token_ids):
             ids, stop = ids[:-1], ()
-        malformed = ""
         free = self._tokenizer.decode_continuation(ids[: request.shaping.min_tokens], skip_special_tokens=chat.plain)
         text, stopped = _cut(
             self._tokenizer.decode_continuation(ids, skip_special_tokens=chat.plain), stop, chat.call_end, after=len(free))
-        if chat.plain:
-            message = Message("assistant", text)
-        else:
-            tools = () if request.tool_choice == "none" else request.tools
-            parsed = self._giving(chat.variables)._parser.parse(text, tools, opening=chat.opening, call_ids=_call_id)
-            message, malformed = parsed.message, parsed.malformed
-            message = message if request.parallel_calls else replace(message, calls=message.calls[:1])
+        last = self.push(text[self._num_read :])
+        if self._reader is not None:
+            last += self._tell(self._reader.finish())
+        message = message_of(self._told)
         finish: Finish = "tool_calls" if message.calls else sample.finish_reason  # type: ignore[reportAssignmentType]
-        return Reply(
-            message, finish, stop=stopped, num_tokens=len(sample.token_ids), malformed=malformed,
+        return last, Reply(
+            message, finish, stop=stopped, num_tokens=len(sample.token_ids),
+            malformed=self._reader.malformed if self._reader is not None else "",
             logprobs=token_logprobs(sample, self._tokenizer) if request.logprobs else (),
             token_ids=tuple(sample.token_ids) if request.return_token_ids else (),
             versions=tuple(sample.versions) if request.return_token_ids else ())
+
+    def _tell(self, read: Sequence[Piece]) -> list[Piece]:
+        """Return pieces that were read, with those of the opening before the first, and without further calls where there is to be one."""
+        told, self._begun = [*self._begun, *read], []
+        if not self._chat.request.parallel_calls:
+            kept: list[Piece] = []
+            for piece in told:
+                if isinstance(piece, Said) or not self._has_called:
+                    kept.append(piece)
+                self._has_called = self._has_called or not isinstance(piece, Said)
+            told = kept
+        self._told += told
+        return told
 
 
 def check_structure(request: ChatRequest) -> None:
@@ -158,7 +201,7 @@ def check_structure(request: ChatRequest) -> None:
 
 
 def answer_of(request: ChatRequest, prompt: Sequence[int], replies: Sequence[Reply], *, model: str) -> ChatAnswer:
-    """Put replies together to an answer, which gets a random id."""
+    """Put replies together to an answer, which gets a random id. One that is to grow has none yet."""
     return ChatAnswer(
         uuid.uuid4().hex, int(time.time()), model, tuple(replies), len(prompt),
         prompt_ids=tuple(prompt) if request.return_token_ids else ())

@@ -8,15 +8,27 @@ from typing import Any, Literal
 
 import msgspec
 
-from offbeat.chat.dialects import call_of, check_choice, check_tools, event, extras_of, named, read_fields, tool_of
+from offbeat.chat.dialects import (
+    AnswerStream,
+    call_of,
+    check_choice,
+    check_tools,
+    event,
+    extras_of,
+    named,
+    read_fields,
+    tool_of,
+    write_whole,
+)
 from offbeat.chat.fields import Surface
-from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Reply, Tool
+from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Piece, Reply, Said, SaidKind, TokenLogprob, Tool, ToolCall
 from offbeat.chat.shaping import ShapingFields, Structure, structure_of
 from offbeat.errors import RefusedError
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "pause_turn"}
 _ERRORS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+_NO_CACHE = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 
 
 class _Block(msgspec.Struct):
@@ -130,18 +142,11 @@ class Anthropic:
         reply = answer.replies[0]
         return msgspec.json.encode({**_head(answer), "content": _blocks(reply.message), **_ending(reply), "usage": _usage(answer)})
 
-    def events(self, request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:  # noqa: ARG002
-        reply = answer.replies[0]
-        begun = {**_head(answer), "content": [], "stop_reason": None, "stop_sequence": None}
-        yield event({"type": "message_start", "message": {**begun, "usage": {**_usage(answer), "output_tokens": 0}}})
-        for index, block in enumerate(_blocks(reply.message)):
-            empty, deltas = _in_deltas(block)
-            yield event({"type": "content_block_start", "index": index, "content_block": empty})
-            for delta in deltas:
-                yield event({"type": "content_block_delta", "index": index, "delta": delta})
-            yield event({"type": "content_block_stop", "index": index})
-        yield event({"type": "message_delta", "delta": _ending(reply), "usage": {"output_tokens": reply.num_tokens}})
-        yield event({"type": "message_stop"})
+    def stream(self, request: ChatRequest, begun: ChatAnswer) -> AnswerStream:  # noqa: ARG002
+        return _Stream(begun)
+
+    def events(self, request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:
+        return write_whole(self.stream(request, answer), answer)
 
     def error(self, message: str, *, status: int, param: str = "") -> bytes:  # noqa: ARG002 (its form has no place for it)
         return msgspec.json.encode(_error(message, status))
@@ -186,15 +191,18 @@ def _text(content: _Content, where: str) -> str:
 
 
 def _assistant(blocks: Sequence[_Block], where: str) -> Message:
-    texts, calls, thoughts = [], [], []
+    texts: list[str] = []
+    calls, thoughts = [], []
     for block in blocks:
         if block.type == "tool_use":
             calls.append(call_of(block.id, block.name, block.input, where))
         elif block.type == "thinking":
             thoughts.append(block.thinking or "")
         elif block.type != "redacted_thinking":
+            # Text behind a call goes on from the text before it.
+            texts += ["\n"] if texts and not calls else []
             texts.append(_text([block], where))
-    return Message("assistant", "\n".join(texts), tuple(calls), reasoning="\n".join(thoughts))
+    return Message("assistant", "".join(texts), tuple(calls), reasoning="\n".join(thoughts))
 
 
 def _user(blocks: Sequence[_Block], where: str) -> Iterator[Message]:
@@ -239,8 +247,7 @@ def _ending(reply: Reply) -> dict[str, Any]:
 
 def _usage(answer: ChatAnswer) -> dict[str, int]:
     return {
-        "input_tokens": answer.num_prompt_tokens, "output_tokens": answer.replies[0].num_tokens,
-        "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+        "input_tokens": answer.num_prompt_tokens, "output_tokens": answer.replies[0].num_tokens, **_NO_CACHE}
 
 
 def _blocks(message: Message) -> list[dict[str, Any]]:
@@ -254,15 +261,69 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
     return blocks
 
 
-def _in_deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return a block as it begins, and the deltas that complete it."""
-    if block["type"] == "text":
-        return {"type": "text", "text": ""}, [{"type": "text_delta", "text": block["text"]}] if block["text"] else []
-    if block["type"] == "thinking":
-        thought = {"type": "thinking_delta", "thinking": block["thinking"]}
-        return {"type": "thinking", "thinking": "", "signature": ""}, [thought, {"type": "signature_delta", "signature": ""}]
-    partial = msgspec.json.encode(block["input"]).decode()
-    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": partial}]
+class _Stream:
+    """Writes an answer in blocks, each of which ends before the next begins. Text behind a call is a block of its own."""
+
+    def __init__(self, begun: ChatAnswer) -> None:
+        self._answer = begun
+        self._index = 0
+        self._open: SaidKind | None = None
+        self._has_answered = False  # with text or a call
+
+    def begin(self) -> bytes:
+        usage = {"input_tokens": self._answer.num_prompt_tokens, "output_tokens": 0, **_NO_CACHE}
+        message = {**_head(self._answer), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        return event({"type": "message_start", "message": message})
+
+    def pieces(self, index: int, pieces: Sequence[Piece], logprobs: Sequence[TokenLogprob] = ()) -> bytes:  # noqa: ARG002
+        return b"".join(self._said(piece) if isinstance(piece, Said) else self._call(piece) for piece in pieces)
+
+    def close(self, index: int, reply: Reply) -> bytes:  # noqa: ARG002
+        empty = b"" if self._has_answered else self._begin_block("content")
+        return empty + self._end_block()
+
+    def end(self, answer: ChatAnswer) -> bytes:
+        reply = answer.replies[0]
+        return event({"type": "message_delta", "delta": _ending(reply), "usage": {"output_tokens": reply.num_tokens}}) + event(
+            {"type": "message_stop"})
+
+    def error(self, message: str, *, status: int) -> bytes:
+        return event(_error(message, status))
+
+    def _said(self, piece: Said) -> bytes:
+        begun = b"" if self._open == piece.kind else self._begin_block(piece.kind)
+        delta = (
+            {"type": "text_delta", "text": piece.text} if piece.kind == "content" else
+            {"type": "thinking_delta", "thinking": piece.text})
+        return begun + self._delta(delta)
+
+    def _call(self, call: ToolCall) -> bytes:
+        ended = self._end_block()
+        self._has_answered = True
+        block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+        told = [
+            event({"type": "content_block_start", "index": self._index, "content_block": block}),
+            self._delta({"type": "input_json_delta", "partial_json": call.arguments}),
+            event({"type": "content_block_stop", "index": self._index})]
+        self._index += 1
+        return ended + b"".join(told)
+
+    def _begin_block(self, kind: SaidKind) -> bytes:
+        ended, self._open = self._end_block(), kind
+        self._has_answered = self._has_answered or kind == "content"
+        block = {"type": "text", "text": ""} if kind == "content" else {"type": "thinking", "thinking": "", "signature": ""}
+        return ended + event({"type": "content_block_start", "index": self._index, "content_block": block})
+
+    def _end_block(self) -> bytes:
+        if self._open is None:
+            return b""
+        signed = self._delta({"type": "signature_delta", "signature": ""}) if self._open == "reasoning" else b""
+        told = signed + event({"type": "content_block_stop", "index": self._index})
+        self._index, self._open = self._index + 1, None
+        return told
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return event({"type": "content_block_delta", "index": self._index, "delta": delta})
 
 
 def _error(message: str, status: int) -> dict[str, Any]:

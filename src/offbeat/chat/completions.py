@@ -1,12 +1,13 @@
 """Chat completions, OpenAI's first API and the one that most others imitate: POST /v1/chat/completions."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from offbeat.chat.dialects import (
     COMMENT,
+    AnswerStream,
     Part,
     Wishes,
     call_of,
@@ -18,9 +19,10 @@ from offbeat.chat.dialects import (
     read_fields,
     text_of,
     tool_of,
+    write_whole,
 )
 from offbeat.chat.fields import Surface
-from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Reply, Role, TokenLogprob, Tool
+from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Piece, Reply, Role, Said, TokenLogprob, Tool
 from offbeat.config.data import RENDERED
 from offbeat.errors import RefusedError
 
@@ -123,17 +125,11 @@ class Completions:
         told = {**_head(answer), "object": "chat.completion", "choices": choices, "usage": usage_of(answer)}
         return msgspec.json.encode({**told, "prompt_token_ids": answer.prompt_ids} if answer.prompt_ids else told)
 
+    def stream(self, request: ChatRequest, begun: ChatAnswer) -> AnswerStream:
+        return _Stream(request, begun)
+
     def events(self, request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:
-        head = {**_head(answer), "object": "chat.completion.chunk", **({"usage": None} if request.include_usage else {})}
-        for index, reply in enumerate(answer.replies):
-            choice: dict[str, Any] = {"index": index, "finish_reason": None, "logprobs": None}
-            for delta in _deltas(reply):
-                logprobs = _logprobs(reply) if "role" in delta else None
-                yield data({**head, "choices": [{**choice, "delta": delta, "logprobs": logprobs}]})
-            yield data({**head, "choices": [{**choice, "delta": {}, "finish_reason": reply.finish, **_ids(reply)}]})
-        if request.include_usage:
-            yield data({**head, "choices": [], "usage": usage_of(answer)})
-        yield DONE
+        return write_whole(self.stream(request, answer), answer)
 
     def error(self, message: str, *, status: int, param: str = "") -> bytes:
         return msgspec.json.encode(openai_error(message, status=status, param=param))
@@ -164,16 +160,50 @@ def _head(answer: ChatAnswer) -> dict[str, Any]:
     return {"id": f"chatcmpl-{answer.id}", "created": answer.created, "model": answer.model}
 
 
-def _deltas(reply: Reply) -> Iterator[dict[str, Any]]:
-    message = reply.message
-    yield {"role": "assistant", "content": None if message.calls and not message.content else ""}
-    if message.reasoning:
-        yield {"reasoning_content": message.reasoning}
-    if message.content:
-        yield {"content": message.content}
-    for at, call in enumerate(message.calls):
-        yield {"tool_calls": [{"index": at, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}]}
-        yield {"tool_calls": [{"index": at, "function": {"arguments": call.arguments}}]}
+class _Stream:
+    """Writes an answer in chunks. A chunk has the log-probabilities of all tokens since the last one of its reply."""
+
+    def __init__(self, request: ChatRequest, begun: ChatAnswer) -> None:
+        self._request = request
+        self._head = {**_head(begun), "object": "chat.completion.chunk", **({"usage": None} if request.include_usage else {})}
+        self._begun: set[int] = set()
+        self._num_calls: dict[int, int] = {}
+        self._logprobs: dict[int, list[TokenLogprob]] = {}
+
+    def begin(self) -> bytes:
+        return b""
+
+    def pieces(self, index: int, pieces: Sequence[Piece], logprobs: Sequence[TokenLogprob] = ()) -> bytes:
+        self._logprobs.setdefault(index, []).extend(logprobs)
+        return b"".join(self._chunk(index, delta) for piece in pieces for delta in self._deltas(index, piece))
+
+    def close(self, index: int, reply: Reply) -> bytes:
+        begun = b"" if index in self._begun else self._chunk(index, {"role": "assistant", "content": ""})
+        return begun + self._chunk(index, {}, finish_reason=reply.finish, **_ids(reply))
+
+    def end(self, answer: ChatAnswer) -> bytes:
+        return (data({**self._head, "choices": [], "usage": usage_of(answer)}) if self._request.include_usage else b"") + DONE
+
+    def error(self, message: str, *, status: int) -> bytes:
+        return data(openai_error(message, status=status))
+
+    def _deltas(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        is_content = isinstance(piece, Said) and piece.kind == "content"
+        if index not in self._begun:
+            self._begun.add(index)
+            yield {"role": "assistant", "content": "" if is_content else None}
+        if isinstance(piece, Said):
+            yield {"content" if is_content else "reasoning_content": piece.text}
+            return
+        at = self._num_calls.get(index, 0)
+        self._num_calls[index] = at + 1
+        yield {"tool_calls": [{"index": at, "id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}}]}
+        yield {"tool_calls": [{"index": at, "function": {"arguments": piece.arguments}}]}
+
+    def _chunk(self, index: int, delta: dict[str, Any], *, finish_reason: str | None = None, **more: Any) -> bytes:
+        logprobs = {"content": list(map(told_logprob, waiting))} if (waiting := self._logprobs.pop(index, [])) else None
+        choice = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs, **more}
+        return data({**self._head, "choices": [choice]})
 
 
 def _logprobs(reply: Reply) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from offbeat.chat.fields import Api, Surface, check_fields
-from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Tool, ToolCall
+from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Piece, Reply, Said, TokenLogprob, Tool, ToolCall
 from offbeat.chat.shaping import ShapingFields, Structure
 from offbeat.errors import RefusedError, first_line
 
@@ -47,8 +47,12 @@ class Dialect(Protocol):
         """Write the body of an answer."""
         ...
 
+    def stream(self, request: ChatRequest, begun: ChatAnswer) -> "AnswerStream":
+        """Return what writes an answer as it grows; `begun` has no replies yet."""
+        ...
+
     def events(self, request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:
-        """Write an answer as a whole stream of server-sent events."""
+        """Write a whole answer as a stream of server-sent events."""
         ...
 
     def error(self, message: str, *, status: int, param: str = "") -> bytes:
@@ -56,8 +60,48 @@ class Dialect(Protocol):
         ...
 
     def stream_error(self, message: str, *, status: int) -> bytes:
-        """Write the event that ends a stream with an error."""
+        """Write the event that ends a stream with an error, before which nothing was told."""
         ...
+
+
+class AnswerStream(Protocol):
+    """Writes one answer as server-sent events while it grows. Each call returns events; none at all is b""."""
+
+    def begin(self) -> bytes:
+        """Write what comes before all replies."""
+        ...
+
+    def pieces(self, index: int, pieces: Sequence[Piece], logprobs: Sequence[TokenLogprob] = ()) -> bytes:
+        """Write more of a reply.
+
+        Args:
+            index: number of the reply.
+            logprobs: those of the tokens that have come since the last time, which may be more or fewer than those of the pieces.
+        """
+        ...
+
+    def close(self, index: int, reply: Reply) -> bytes:
+        """Write the end of a reply, whose pieces have all been written."""
+        ...
+
+    def end(self, answer: ChatAnswer) -> bytes:
+        """Write what comes after all replies."""
+        ...
+
+    def error(self, message: str, *, status: int) -> bytes:
+        """Write the event that ends the stream with an error."""
+        ...
+
+
+def write_whole(stream: AnswerStream, answer: ChatAnswer) -> Iterator[bytes]:
+    """Write a whole answer as a stream of server-sent events."""
+    yield stream.begin()
+    for index, reply in enumerate(answer.replies):
+        message = reply.message
+        said = [Said("reasoning", message.reasoning), Said("content", message.content)]
+        yield stream.pieces(index, [*(piece for piece in said if piece.text), *message.calls], reply.logprobs)
+        yield stream.close(index, reply)
+    yield stream.end(answer)
 
 
 class Wishes(ShapingFields, kw_only=True):

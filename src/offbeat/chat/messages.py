@@ -8,6 +8,7 @@ from offbeat.chat.shaping import PLAIN, Shaping
 
 Role = Literal["system", "user", "assistant", "tool"]
 Finish = Literal["stop", "length", "tool_calls", "abort"]
+SaidKind = Literal["reasoning", "content"]
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,17 @@ class ChatRequest:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     effort: str = ""
     thinks: bool | None = None
+
+
+class Said(NamedTuple):
+    """A piece of an answer's text, or of its reasoning; the pieces of a kind put together are the whole."""
+
+    kind: SaidKind
+    text: str
+
+
+Piece = Said | ToolCall
+"""A part of an answer that is told while the rest is still generated."""
 
 
 class TokenLogprob(NamedTuple):

@@ -1,21 +1,26 @@
 """A model's text to a message: its reasoning, what it says, and its calls. Called by the recorder of agents and the endpoints of chats.
 
-Texts with calls are read by transformers' response templates: the tokenizer's own, else that of a format of `formats`. Whatever cannot be
-read stays text, so nothing that a model has said is lost, and the reason is told. No I/O.
+Calls are read by transformers' response templates: the tokenizer's own, else that of a format of `formats`, for which `splitting` finds
+calls, text and reasoning while the answer grows. Whatever cannot be read stays text, so nothing that a model has said is lost, and the
+reason is told. No I/O.
 """
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
-from offbeat.chat.messages import Message, Tool, ToolCall
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
+
+from offbeat.chat.messages import Message, Piece, Said, Tool, ToolCall
 from offbeat.chat.reading import read_response
 from offbeat.chat.rendering import Renderer, tool_json
+from offbeat.chat.splitting import ChannelSplitter, TagSplitter
 from offbeat.errors import first_line
 
-_THINK, _THOUGHT = "<think>", "</think>"
+_UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -31,6 +36,24 @@ class Parsed:
     malformed: str = ""
 
 
+class AnswerReader(Protocol):
+    """Reads one answer as it grows.
+
+    Attributes:
+        malformed: as in `Parsed`.
+    """
+
+    malformed: str
+
+    def feed(self, text: str) -> list[Piece]:
+        """Add text; returns what is certain now."""
+        ...
+
+    def finish(self) -> list[Piece]:
+        """Return the rest of a whole answer."""
+        ...
+
+
 class AnswerParser:
     """Reads the answers to prompts of one renderer."""
 
@@ -38,10 +61,11 @@ class AnswerParser:
         self._format = renderer.format
         self._own = renderer.response_template
         self._prefix = renderer.generation_prompt
-        self._head = _THINK if renderer.thinks_first else ""
+        self._template = load_response_template(self._format.template) if self._format is not None else None
+        self._begins_with_thought = renderer.thinks_first
 
     def parse(self, text: str, tools: Sequence[Tool], *, opening: str = "", call_ids: Callable[[], str]) -> Parsed:
-        """Read an answer.
+        """Read a whole answer.
 
         Args:
             text: what was sampled, decoded with special tokens, without the token that ended it.
@@ -49,57 +73,91 @@ class AnswerParser:
             opening: what the answer was made to begin with; `text` continues it.
             call_ids: gives each call its id.
         """
-        if self._own is not None:
-            return self._read(self._own, self._prefix, opening + text, tools, call_ids)
-        if self._format is not None and self._format.has_channels:
-            return self._read(self._format.template, "", opening + text, tools, call_ids)
-        reasoning, rest = _split_reasoning(self._head, opening + text)
-        if self._format is None or not tools or not re.search(self._format.begins, rest):
-            return Parsed(Message("assistant", rest, reasoning=reasoning))
-        return self._read(self._format.template, "", rest, tools, call_ids, reasoning=reasoning)
+        reader = self.reader(tools, call_ids=call_ids)
+        pieces = [*reader.feed(opening), *reader.feed(text), *reader.finish()]
+        return Parsed(message_of(pieces), reader.malformed)
 
-    def _read(
-        self,
-        template: Mapping[str, Any],
-        prefix: str,
-        text: str,
-        tools: Sequence[Tool],
-        call_ids: Callable[[], str],
-        *,
-        reasoning: str = "",
-    ) -> Parsed:
+    def reader(self, tools: Sequence[Tool], *, call_ids: Callable[[], str]) -> AnswerReader:
+        """Return what reads one answer, from the text on that it was made to begin with."""
         described = [tool_json(tool) for tool in tools]
+        if self._own is not None:
+            return _OwnReader(self._own, self._prefix, described, call_ids)
+        form, template = self._format, self._template
+        read_calls = None
+        if form is not None and template is not None and tools:
+            read_calls = partial(_read_calls, template, form.balanced, described, call_ids)
+        if form is not None and form.channels:
+            return ChannelSplitter(form, read_calls)
+        return TagSplitter(form, read_calls, begins_with_thought=self._begins_with_thought)
+
+
+class _OwnReader:
+    """Reads an answer by the tokenizer's own response template, once it is whole: its patterns may be of any kind."""
+
+    def __init__(
+        self, template: Mapping[str, Any], prefix: str, tools: Sequence[Mapping[str, Any]], call_ids: Callable[[], str]
+    ) -> None:
+        self.malformed = ""
+        self._template, self._prefix, self._tools, self._call_ids = template, prefix, tools, call_ids
+        self._texts: list[str] = []
+
+    def feed(self, text: str) -> list[Piece]:
+        self._texts.append(text)
+        return []
+
+    def finish(self) -> list[Piece]:
+        text = "".join(self._texts)
         try:
-            self._check_balance(text)
-            read = read_response(text, template, prefix=prefix, tools=described)
-            reasoning = reasoning or next((str(read[field]) for field in _REASONING if read.get(field)), "")
-            calls = _calls(read.get("tool_calls") or [], call_ids) if tools else ()
-            content = str(read.get("content") or "").strip()
-        except (ValueError, KeyError, TypeError, RecursionError) as exc:
-            malformed = first_line(exc) if self._attempts(text) else ""
-            return Parsed(Message("assistant", text, reasoning=reasoning), malformed)
+            read = read_response(text, self._template, prefix=self._prefix, tools=self._tools)
+            calls = _calls(read.get("tool_calls") or [], self._call_ids) if self._tools else ()
+        except _UNREADABLE as exc:
+            self.malformed = first_line(exc)
+            return _pieces("", text, ())
+        reasoning = next((str(read[field]) for field in _REASONING if read.get(field)), "")
+        content = str(read.get("content") or "").strip()
         if not (calls or content or reasoning) or (read.get("tool_calls") and not calls):
             content = text  # it did not keep to the template at all, or calls what it was not given
-        return Parsed(Message("assistant", content, calls, reasoning=reasoning))
-
-    def _check_balance(self, text: str) -> None:
-        for opened, closed in self._format.balanced if self._format is not None and self._own is None else ():
-            marks = [match[0] for match in re.finditer(f"{re.escape(opened)}|{re.escape(closed)}", text)]
-            if marks != [opened, closed] * (len(marks) // 2):
-                raise ValueError(f"the call has a {opened} without its {closed}")
-
-    def _attempts(self, text: str) -> bool:
-        """Whether a text that could not be read holds a call, rather than a mention of its tags; a tokenizer's own tags mean a call."""
-        return self._own is not None or self._format is None or re.search(self._format.begins, text) is not None
+        return _pieces(reasoning, content, calls)
 
 
-def _split_reasoning(head: str, text: str) -> tuple[str, str]:
-    """Return the reasoning before an answer, without its tags, and the rest; `head` is what the template has written of the answer."""
-    whole = head + text
-    if not whole.lstrip().startswith(_THINK):
-        return "", text
-    reasoning, closed, rest = whole.lstrip().removeprefix(_THINK).partition(_THOUGHT)
-    return reasoning.strip("\n"), rest.lstrip("\n") if closed else ""
+def message_of(pieces: Iterable[Piece]) -> Message:
+    """Put the pieces of an answer together."""
+    said: dict[str, list[str]] = {"reasoning": [], "content": []}
+    calls: list[ToolCall] = []
+    for piece in pieces:
+        if isinstance(piece, Said):
+            said[piece.kind].append(piece.text)
+        else:
+            calls.append(piece)
+    return Message("assistant", "".join(said["content"]), tuple(calls), reasoning="".join(said["reasoning"]))
+
+
+def _pieces(reasoning: str, content: str, calls: Sequence[ToolCall]) -> list[Piece]:
+    said = [Said("reasoning", reasoning), Said("content", content)]
+    return [*(piece for piece in said if piece.text), *calls]
+
+
+def _read_calls(
+    template: ResponseTemplate, balanced: Sequence[tuple[str, str]], tools: Sequence[Mapping[str, Any]], call_ids: Callable[[], str],
+    text: str,
+) -> tuple[ToolCall, ...]:
+    """Read the text of one call, by the template of its format.
+
+    Raises:
+        ValueError: it cannot be read; the message says why.
+    """
+    try:
+        _check_balance(balanced, text)
+        return _calls(read_response(text, template, prefix="", tools=tools).get("tool_calls") or [], call_ids)
+    except _UNREADABLE as exc:
+        raise ValueError(first_line(exc)) from exc
+
+
+def _check_balance(balanced: Sequence[tuple[str, str]], text: str) -> None:
+    for opened, closed in balanced:
+        marks = [match[0] for match in re.finditer(f"{re.escape(opened)}|{re.escape(closed)}", text)]
+        if marks != [opened, closed] * (len(marks) // 2):
+            raise ValueError(f"the call has a {opened} without its {closed}")
 
 
 def _calls(raw: Sequence[Any], call_ids: Callable[[], str]) -> tuple[ToolCall, ...]:

@@ -8,20 +8,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 
-def read_response(text: str, template: Mapping[str, Any], *, prefix: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def read_response(
+    text: str, template: Mapping[str, Any] | ResponseTemplate, *, prefix: str, tools: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """Return the fields of a text, as `parse_response` does.
 
     Args:
-        template: a response template, in which patterns of one field take linear time.
+        template: a response template, loaded or not, in which patterns of one field take linear time.
         prefix: the end of the prompt, which may have begun the answer.
         tools: those by whose schemas arguments are cast.
 
     Raises:
         ValueError, KeyError, TypeError, RecursionError: the text does not keep to the template.
     """
-    return _WholeText(dict(template), prefix=prefix, tools=list(tools)).read(text)  # type: ignore[reportArgumentType]
+    return _WholeText(template, prefix=prefix, tools=list(tools)).read(text)  # type: ignore[reportArgumentType]
 
 
 class _WholeText(ResponseParser):

@@ -11,6 +11,7 @@ import msgspec
 from offbeat.chat.completions import told_logprob
 from offbeat.chat.dialects import (
     COMMENT,
+    AnswerStream,
     Part,
     Wishes,
     call_of,
@@ -22,9 +23,10 @@ from offbeat.chat.dialects import (
     read_fields,
     text_of,
     tool_of,
+    write_whole,
 )
 from offbeat.chat.fields import Surface
-from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Role, Tool, ToolCall
+from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Piece, Reply, Role, Said, SaidKind, TokenLogprob, Tool, ToolCall
 from offbeat.chat.shaping import structure_of
 from offbeat.errors import RefusedError
 
@@ -94,19 +96,19 @@ class Responses:
         )
 
     def whole(self, request: ChatRequest, answer: ChatAnswer) -> bytes:
-        return msgspec.json.encode(_response(request, answer, _items(answer), _status(answer)))
+        return msgspec.json.encode(_response(request, answer, _items(answer), _status(answer.replies[0])))
+
+    def stream(self, request: ChatRequest, begun: ChatAnswer) -> AnswerStream:
+        return _Stream(request, begun)
 
     def events(self, request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:
-        for number, told in enumerate(_events(request, answer)):
-            yield event({**told, "sequence_number": number})
+        return write_whole(self.stream(request, answer), answer)
 
     def error(self, message: str, *, status: int, param: str = "") -> bytes:
         return msgspec.json.encode(openai_error(message, status=status, param=param))
 
     def stream_error(self, message: str, *, status: int) -> bytes:
-        # The API's own event has no `error`, which is where OpenAI's client looks before it raises.
-        told = openai_error(message, status=status)
-        return event({"type": "error", **told, "message": message, "code": told["error"]["code"], "param": None, "sequence_number": 0})
+        return event({**_error(message, status), "sequence_number": 0})
 
 
 # -- reading -------------------------------------------------------------------------------------------------------------------------------
@@ -132,15 +134,15 @@ def _messages(got: str | Sequence[_Item], instructions: str | None) -> tuple[Mes
 
 
 def _add_own(messages: list[Message], item: _Item, where: str) -> None:
-    """Add an item of the assistant's to its last message, if it can be of the same answer: reasoning comes first, then text, then calls."""
+    """Add an item of the assistant's to its last message, if it can be of the same answer: reasoning comes first, then text and calls."""
     last = messages[-1] if messages and messages[-1].role == "assistant" else None
     if item.type == "reasoning":
         content = item.content if item.content else item.summary
         messages.append(Message("assistant", reasoning=text_of(content, f"{where}.content")))
     elif item.type == "message":
         text = text_of(item.content, f"{where}.content")
-        if last is not None and not last.content and not last.calls:
-            messages[-1] = Message("assistant", text, reasoning=last.reasoning)
+        if last is not None and (last.calls or not last.content):  # text behind a call, too, is of the answer that called
+            messages[-1] = Message("assistant", last.content + text, last.calls, reasoning=last.reasoning)
         else:
             messages.append(Message("assistant", text))
     elif item.type == "function_call":
@@ -171,25 +173,32 @@ def _choice(got: str | dict[str, Any] | None) -> tuple[str, str]:
 # -- writing -------------------------------------------------------------------------------------------------------------------------------
 
 
-def _status(answer: ChatAnswer) -> str:
-    return "completed" if answer.replies[0].finish in ("stop", "tool_calls") else "incomplete"
+def _status(reply: Reply) -> str:
+    return "completed" if reply.finish in ("stop", "tool_calls") else "incomplete"
 
 
 def _items(answer: ChatAnswer) -> list[dict[str, Any]]:
-    """Write an answer's items, whole."""
-    reply, status = answer.replies[0], _status(answer)
+    """Write an answer's items, whole. An answer that was cut was so in its last one."""
+    reply, status = answer.replies[0], _status(answer.replies[0])
     message, items = reply.message, []
+    has_text = bool(message.content or not (message.calls or message.reasoning))
     if message.reasoning:
-        items.append({
-            "type": "reasoning", "id": f"rs_{answer.id}", "summary": [], "status": status,
-            "content": [{"type": "reasoning_text", "text": message.reasoning}]})
-    if message.content or not (message.calls or message.reasoning):
+        is_last = not (has_text or message.calls)
+        items.append(_said_item("reasoning", f"rs_{answer.id}", message.reasoning, status=status if is_last else "completed"))
+    if has_text:
         logprobs = [told_logprob(token) for token in reply.logprobs]
-        part = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": logprobs}
-        items.append({"type": "message", "id": f"msg_{answer.id}", "role": "assistant", "status": status, "content": [part]})
+        items.append(_said_item("content", f"msg_{answer.id}", message.content, status=status, logprobs=logprobs))
     for at, call in enumerate(message.calls):
         items.append(_call_item(f"fc_{answer.id}_{at}", call, status="completed"))
     return items
+
+
+def _said_item(kind: SaidKind, item_id: str, text: str, *, status: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
+    if kind == "reasoning":
+        part = {"type": "reasoning_text", "text": text}
+        return {"type": "reasoning", "id": item_id, "summary": [], "status": status, "content": [part]}
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+    return {"type": "message", "id": item_id, "role": "assistant", "status": status, "content": [part]}
 
 
 def _call_item(item_id: str, call: ToolCall, *, status: str) -> dict[str, Any]:
@@ -198,11 +207,11 @@ def _call_item(item_id: str, call: ToolCall, *, status: str) -> dict[str, Any]:
 
 
 def _response(request: ChatRequest, answer: ChatAnswer, items: list[dict[str, Any]], status: str) -> dict[str, Any]:
-    prompt, generated = answer.num_prompt_tokens, answer.replies[0].num_tokens
+    prompt, generated = answer.num_prompt_tokens, sum(reply.num_tokens for reply in answer.replies)
     usage = {
         "input_tokens": prompt, "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}, "output_tokens": generated,
         "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": prompt + generated}
-    reason = "max_output_tokens" if answer.replies[0].finish == "length" else "aborted"
+    reason = "max_output_tokens" if any(reply.finish == "length" for reply in answer.replies) else "aborted"
     return {
         "id": f"resp_{answer.id}", "object": "response", "created_at": answer.created, "status": status, "model": answer.model,
         "output": items, "usage": None if status == "in_progress" else usage,
@@ -219,29 +228,108 @@ def _response(request: ChatRequest, answer: ChatAnswer, items: list[dict[str, An
     }
 
 
-def _events(request: ChatRequest, answer: ChatAnswer) -> Iterator[dict[str, Any]]:
-    items, status = _items(answer), _status(answer)
-    begun = _response(request, answer, [], "in_progress")
-    yield {"type": "response.created", "response": begun}
-    yield {"type": "response.in_progress", "response": begun}
-    for at, item in enumerate(items):
-        place = {"item_id": item["id"], "output_index": at}
-        empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-        yield {"type": "response.output_item.added", "output_index": at, "item": {**item, **empty, "status": "in_progress"}}
-        if item["type"] == "function_call":
-            yield {"type": "response.function_call_arguments.delta", **place, "delta": item["arguments"]}
-            yield {"type": "response.function_call_arguments.done", **place, "name": item["name"], "arguments": item["arguments"]}
-        else:
-            yield from _part_events(item["content"][0], {**place, "content_index": 0})
-        yield {"type": "response.output_item.done", "output_index": at, "item": item}
-    yield {"type": f"response.{status}", "response": _response(request, answer, items, status)}
+def _error(message: str, status: int) -> dict[str, Any]:
+    # The API's own event has no `error`, which is where OpenAI's client looks before it raises.
+    told = openai_error(message, status=status)
+    return {"type": "error", **told, "message": message, "code": told["error"]["code"], "param": None}
 
 
-def _part_events(part: dict[str, Any], place: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    kind = "response." + part["type"]  # output_text or reasoning_text
-    extra = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-    yield {"type": "response.content_part.added", **place, "part": {**part, "text": "", **({"logprobs": []} if extra else {})}}
-    if part["text"]:
-        yield {"type": f"{kind}.delta", **place, "delta": part["text"], **extra}
-    yield {"type": f"{kind}.done", **place, "text": part["text"], **extra}
-    yield {"type": "response.content_part.done", **place, "part": part}
+class _Stream:
+    """Writes an answer in items, each of which ends before the next begins. Text behind a call is an item of its own.
+
+    The log-probabilities of tokens come with the text that follows them, and with the item's end.
+    """
+
+    def __init__(self, request: ChatRequest, begun: ChatAnswer) -> None:
+        self._request, self._answer = request, begun
+        self._number = 0
+        self._items: list[dict[str, Any]] = []
+        self._open: SaidKind | None = None
+        self._item_id = ""
+        self._texts: list[str] = []
+        self._logprobs: list[Any] = []  # of the open item
+        self._waiting: list[Any] = []
+
+    def begin(self) -> bytes:
+        begun = _response(self._request, self._answer, [], "in_progress")
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+
+    def pieces(self, index: int, pieces: Sequence[Piece], logprobs: Sequence[TokenLogprob] = ()) -> bytes:  # noqa: ARG002
+        self._waiting += map(told_logprob, logprobs)
+        return b"".join(self._said(piece) if isinstance(piece, Said) else self._call(piece) for piece in pieces)
+
+    def close(self, index: int, reply: Reply) -> bytes:  # noqa: ARG002
+        begun = b"" if self._items or self._open else self._begin_item("content")
+        return begun + self._end_item(_status(reply))
+
+    def end(self, answer: ChatAnswer) -> bytes:
+        status = _status(answer.replies[0])
+        return self._event(f"response.{status}", response=_response(self._request, answer, self._items, status))
+
+    def error(self, message: str, *, status: int) -> bytes:
+        return event({**_error(message, status), "sequence_number": self._number})
+
+    def _said(self, piece: Said) -> bytes:
+        begun = b"" if self._open == piece.kind else self._begin_item(piece.kind)
+        self._texts.append(piece.text)
+        return begun + self._part_event("delta", delta=piece.text, **self._taken())
+
+    def _call(self, call: ToolCall) -> bytes:
+        ended = self._end_item("completed")
+        item_id = f"fc_{self._answer.id}_{sum(item['type'] == 'function_call' for item in self._items)}"
+        item, place = _call_item(item_id, call, status="completed"), {"item_id": item_id, "output_index": len(self._items)}
+        told = [
+            self._event("response.output_item.added", output_index=len(self._items), item={
+                **item, "arguments": "", "status": "in_progress"}),
+            self._event("response.function_call_arguments.delta", **place, delta=call.arguments),
+            self._event("response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments),
+            self._event("response.output_item.done", output_index=len(self._items), item=item)]
+        self._items.append(item)
+        return ended + b"".join(told)
+
+    def _begin_item(self, kind: SaidKind) -> bytes:
+        ended = self._end_item("completed")
+        name, others = ("rs", "reasoning") if kind == "reasoning" else ("msg", "message")
+        before = sum(item["type"] == others for item in self._items)
+        self._open, self._item_id = kind, f"{name}_{self._answer.id}" + (f"_{before}" if before else "")
+        self._texts, self._logprobs = [], []
+        item = _said_item(kind, self._item_id, "", status="in_progress")
+        (part,) = item["content"]
+        return ended + self._event(
+            "response.output_item.added", output_index=len(self._items), item={**item, "content": []},
+        ) + self._event("response.content_part.added", **self._place(), part=part)
+
+    def _end_item(self, status: str) -> bytes:
+        if self._open is None:
+            return b""
+        text = "".join(self._texts)
+        self._taken()
+        item = _said_item(self._open, self._item_id, text, status=status, logprobs=self._logprobs)
+        (part,) = item["content"]
+        told = [
+            self._part_event("done", text=text, **({"logprobs": self._logprobs} if self._open == "content" else {})),
+            self._event("response.content_part.done", **self._place(), part=part),
+            self._event("response.output_item.done", output_index=len(self._items), item=item)]
+        self._items.append(item)
+        self._open = None
+        return b"".join(told)
+
+    def _taken(self) -> dict[str, Any]:
+        """Return the log-probabilities that wait, as a field of an event of text; reasoning has none."""
+        if self._open != "content":
+            return {}
+        taken, self._waiting = self._waiting, []
+        self._logprobs += taken
+        return {"logprobs": taken}
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._item_id, "output_index": len(self._items), "content_index": 0}
+
+    def _part_event(self, what: str, **fields: Any) -> bytes:
+        kind = "output_text" if self._open == "content" else "reasoning_text"
+        return self._event(f"response.{kind}.{what}", **self._place(), **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        told = event({"type": kind, **fields, "sequence_number": self._number})
+        self._number += 1
+        return told

@@ -1,7 +1,6 @@
 """The engine's endpoints for chats: chat completions, Responses and Messages, with tools. Used by `server`.
 
-Chat completions without tools answer with the model's text as it is, and stream it token by token. All other answers are read as a whole,
-because only then is it known what is a call.
+Chat completions without tools answer with the model's text as it is. All other answers are told in their parts: reasoning, text and calls.
 """
 
 import asyncio
@@ -23,6 +22,7 @@ from offbeat.chat.responses import Responses
 from offbeat.chat.sending import ChatResponse, WriteError
 from offbeat.chat.size import check_chat_size
 from offbeat.engine.answers import Answer, ChatFormat
+from offbeat.engine.chat_streams import ChatEvents, stream_chat
 from offbeat.engine.engine import Engine
 from offbeat.engine.request import Output, Request
 from offbeat.engine.web import OPENAI, Disconnected, Handler, json_answer, refusal_of, whole_body
@@ -75,13 +75,15 @@ class Chats:
         if isinstance(dialect, Anthropic) and asked.max_new_tokens is not None:
             # The field is obligatory there, so clients fill in what their largest model may write.
             asked = replace(asked, max_new_tokens=min(asked.max_new_tokens, rest))
-        flows = asked.stream and chat.plain
-        body = body_of(asked, stops=chat.stops, stop_token_ids=self._ends(chat), stream=flows)
+        body = body_of(asked, stops=chat.stops, stop_token_ids=self._ends(chat), stream=asked.stream)
         adapter = self._adapter_of(asked.model)
         params = body.params(default_max_tokens=rest)
-        request = Request(id=uuid.uuid4().hex, prompt=list(chat.prompt), params=params, n=asked.n, adapter=adapter, stream=flows)
+        request = Request(id=uuid.uuid4().hex, prompt=list(chat.prompt), params=params, n=asked.n, adapter=adapter, stream=asked.stream)
         model, outputs = adapter or self._model_name, self._outputs(http, request)
-        if flows:
+        if asked.stream and not chat.plain:
+            events = ChatEvents(replace(chat, request=asked), self._answering, dialect, self._engine.tokenizer, model=model)
+            return await stream_chat(events, outputs, keep_alive=dialect.keep_alive)
+        if asked.stream:
             form = ChatFormat()
             name = f"{form.prefix}-{request.id}"
             told = Answer(name, form, body, tokenizer=self._engine.tokenizer, model=model, prompt_len=len(chat.prompt))
