@@ -23,6 +23,8 @@ from offbeat.config.root import Config
         ({"train": {"compile": True, "gradient_checkpointing": "full"}},
          "train.gradient_checkpointing must be 'off' with train.compile, got 'full'"),
         ({"model": {"lora": {"rank": 4}}, "train": {"compile": True}}, "train.compile must be false with model.lora.rank > 0, got true"),
+        ({"model": {"lora": {"rank": 4, "dropout": 0.1}}, "train": {"router_aux_loss_coefficient": 0.01}},
+         "model.lora.dropout must be 0 with train.router_aux_loss_coefficient > 0, got 0.1; routers choose otherwise"),
         ({"weights": {"channel": "collective"}, "inference": {"engine": "sglang"}},
          "weights.channel must be 'disk' with inference.engine = 'sglang', got 'collective'"),
         ({"inference": {"devices_per_engine": 2}},

@@ -14,7 +14,7 @@ from offbeat.data.model_folder import (
     rope_limit,
     router_loss_note,
 )
-from offbeat.errors import ModelError
+from offbeat.errors import ConfigError, ModelError
 
 
 def write(folder, text='{"model_type": "qwen3", "vocab_size": 7}', *, weights=True):
@@ -99,8 +99,17 @@ def test_the_size_of_the_vocabulary_is_that_of_the_language_model(tmp_path, conf
     ({"router_aux_loss_coef": 0.0}, ""), ({"router_aux_loss_coef": None}, ""), ({}, "")])
 def test_a_loss_of_routers_that_is_not_trained_on_is_told_of(tmp_path, config, coefficient):
     write(tmp_path, json.dumps({"model_type": "qwen3_moe", **config}))
-    note = router_loss_note(str(tmp_path))
-    assert (f"(router_aux_loss_coef = {coefficient} in {tmp_path}) is not trained on" in note) if coefficient else note == ""
+    note = router_loss_note(str(tmp_path), coefficient=0.0)
+    told = f"train.router_aux_loss_coefficient = {coefficient}, as in the config.json of {tmp_path},"
+    assert (told in note) if coefficient else note == ""
+
+
+def test_a_coefficient_for_routers_needs_a_model_with_experts(tmp_path):
+    write(tmp_path, json.dumps({"model_type": "qwen3_moe", "num_experts": 8, "router_aux_loss_coef": 0.001}))
+    assert router_loss_note(str(tmp_path), coefficient=0.01) == ""
+    write(tmp_path, json.dumps({"model_type": "qwen3"}))
+    with pytest.raises(ConfigError, match="train.router_aux_loss_coefficient must be 0 for .*, got 0.01; its config.json names no experts"):
+        router_loss_note(str(tmp_path), coefficient=0.01)
 
 
 def test_looking_at_a_model_does_not_import_torch():

@@ -37,6 +37,21 @@ def test_a_task_and_its_own_reward_are_told_without_a_process() -> None:
     assert (data, reward) == ("data: countdown: makes its rows", "reward: offbeat.rollout.rewards.countdown:countdown")
 
 
+def test_what_is_trained_of_routers_is_told_or_refused_by_the_models_configuration(tmp_path: Path) -> None:
+    character_tokenizer().save(tmp_path)
+
+    def told(config: dict, coefficient: str) -> list[str]:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return check_named(load_config(None, [
+            ("data.task", "countdown"), ("model.path", str(tmp_path)), ("train.router_aux_loss_coefficient", coefficient)]))
+
+    experts = {"model_type": "qwen3_moe", "num_experts": 8, "router_aux_loss_coef": 0.001}
+    assert told(experts, "0")[-1].startswith("note: the load-balancing loss of the routers is not trained on; train.router_aux_loss_coef")
+    assert not any("routers" in line for line in told(experts, "0.001") + told({"model_type": "qwen3"}, "0"))
+    with pytest.raises(ConfigError, match="got 0.001; its config.json names no experts, so leave it out"):
+        told({"model_type": "qwen3"}, "0.001")
+
+
 def test_all_that_is_wrong_is_told_together(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", [{"question": "q", "answer": "a"}])
     settings = {

@@ -86,6 +86,10 @@ def check_adapter(
     if model.lora.rank and train.offload_optimizer:
         raise ValueError(
             "train.offload_optimizer must be false with model.lora.rank > 0, got true; an adapter's moments are small, so leave it out")
+    if model.lora.dropout and train.router_aux_loss_coefficient:
+        raise ValueError(
+            f"model.lora.dropout must be 0 with train.router_aux_loss_coefficient > 0, got {model.lora.dropout:g}; routers choose otherwise"
+            " where an adapter's inputs are dropped, so leave one of them out")
     if model.lora.rank and not rollout.single_rank_load:
         raise ValueError(
             "rollout.single_rank_load must be true with model.lora.rank > 0, got false; one process routes to the engines that hold an"

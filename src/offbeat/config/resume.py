@@ -64,7 +64,7 @@ _TABLE: dict[Change, list[str]] = {
         *_of("model", "dtype lora.dropout"),
         *_of("data", "chat_template chat_template_kwargs system_prompt max_prompt_tokens"),
         *(key for key, _ in settings() if key.startswith(("algorithm.", "critic.", "curriculum.")) and key not in _ALGORITHM_CODE),
-        "train.precision", *(f"train.optimizer.{name}" for name in _OPTIMIZER),
+        "train.precision", "train.router_aux_loss_coefficient", *(f"train.optimizer.{name}" for name in _OPTIMIZER),
         *_of("sft", "total_steps batch_size assistant_turns too_long stop_at_accuracy"), *(f"sft.optimizer.{name}" for name in _OPTIMIZER),
         *_of("reward_model", "centring total_steps batch_size"), *(f"reward_model.optimizer.{name}" for name in _OPTIMIZER),
         *_of("preference", "total_steps batch_size beta label_smoothing gamma desirable_weight undesirable_weight"),

@@ -73,6 +73,10 @@ class TrainConfig(Section):
     offload_optimizer: bool = field(
         False, "Keep AdamW's moments in host memory and bring them to the device part by part for each update. This frees 8 bytes of device"
         " memory per parameter of a rank, at the cost of the transfers; the numbers are the same.")
+    router_aux_loss_coefficient: float = field(
+        0.0, "Coefficient of the load-balancing loss of a mixture of experts' routers, added to the loss of each update of the policy or"
+        " reward model; 0 trains without it, whatever router_aux_loss_coef in the model's config.json is, which is the value to try"
+        " first.", ge=0)
     compile: bool = field(
         False, "Compile each decoder layer with torch.compile; worthwhile on a GPU, where the first step takes a minute longer, and rarely"
         " on a CPU.")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from offbeat.errors import ModelError
+from offbeat.errors import ConfigError, ModelError
 from offbeat.extras import missing_modules
 
 TOKENIZER_FILES = (
@@ -86,18 +86,29 @@ def read_vocab_size(path: str) -> int | None:
     return size if isinstance(size, int) and size > 0 else None
 
 
-def router_loss_note(path: str) -> str:
+def router_loss_note(path: str, *, coefficient: float) -> str:
     """Return what to say of a mixture of experts whose configuration has a coefficient of the routers' load-balancing loss; "" of others.
 
+    Args:
+        coefficient: train.router_aux_loss_coefficient; with one there is nothing to say.
+
     Raises:
+        ConfigError: there is a coefficient, but no expert.
         ModelError: as for `read_model_config`.
     """
     config = read_model_config(path)
-    coefficient = (config.get("text_config") or config).get("router_aux_loss_coef")
-    if not isinstance(coefficient, (int, float)) or not coefficient:
+    text = config.get("text_config") or config
+    if coefficient:
+        if "expert" not in json.dumps(text):
+            raise ConfigError(
+                f"train.router_aux_loss_coefficient must be 0 for {path}, got {coefficient:g}; its config.json names no experts, so leave"
+                " it out")
         return ""
-    return (f"the load-balancing loss of the routers (router_aux_loss_coef = {coefficient:g} in {path}) is not trained on, and nothing"
-            " else keeps the experts evenly used")
+    own = text.get("router_aux_loss_coef")
+    if not isinstance(own, (int, float)) or not own:
+        return ""
+    return (f"the load-balancing loss of the routers is not trained on; train.router_aux_loss_coefficient = {own:g}, as in the config.json"
+            f" of {path}, would keep the experts evenly used")
 
 
 def read_end_token_ids(folder: str) -> tuple[int, ...]:

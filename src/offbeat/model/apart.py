@@ -12,6 +12,7 @@ from torch import Tensor
 
 from offbeat.data.packing import PackedRow, Segments
 from offbeat.model.attention import bucket_bounds
+from offbeat.model.routers import record_of
 
 
 def apart_logits(model: Any, row: PackedRow, source: np.ndarray, device: torch.device, *, selects: bool) -> Tensor:
@@ -31,15 +32,21 @@ def apart_logits(model: Any, row: PackedRow, source: np.ndarray, device: torch.d
     used = np.unique(of_source)
     lengths = (segments.lengths + segments.prefix_lengths)[used]
     order = np.argsort(lengths, kind="stable")
-    parts, positions = [], []
+    parts, positions, record = [], [], record_of(model)
+    if record is not None:
+        record.clear()
     for low, high in bucket_bounds(lengths[order], np.zeros_like(lengths)):
         batch = used[order[low:high]]
         index_NL = _padded([_tokens_of(segments, segment) for segment in batch])
         wanted = [np.flatnonzero(of_source == segment) for segment in batch]
         keep_NK = torch.from_numpy(_padded([place[which] for which in wanted])).to(device)
-        logits = model(
+        outputs = model(
             input_ids=torch.from_numpy(row.tokens[index_NL].astype(np.int64)).to(device), use_cache=False,
-            **({"logits_to_keep": keep_NK} if selects else {})).logits
+            **({"logits_to_keep": keep_NK} if selects else {}), **({} if record is None else {"output_router_logits": True}))
+        logits = outputs.logits
+        if record is not None:
+            uses = [record.uses_alone(segments, segment) for segment in batch]
+            record.add(outputs.router_logits, np.concatenate([np.pad(each, (0, index_NL.shape[1] - len(each))) for each in uses]))
         counts = torch.tensor([len(which) for which in wanted], device=device)
         picked = torch.arange(keep_NK.shape[1], device=device) < counts[:, None]
         if not selects:

@@ -5,6 +5,7 @@ the model's rows are spread over ranks, each runs its share, and all get all sco
 """
 
 import inspect
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -19,6 +20,7 @@ from offbeat.model.attention import PACKED, AttentionPlan, build_plan
 from offbeat.model.context import RowShare, share_of
 from offbeat.model.head import Picks, check_head_format, fused_head, never_fuse, pick
 from offbeat.model.load import rope_limit_of
+from offbeat.model.routers import record_of
 
 
 class UnpackedError(ModelError):
@@ -80,6 +82,12 @@ def dummy_row() -> PackedRow:
     return PackedRow(one, one, segments, source=none, target=none, batch_index=none, owner=np.full(1, -1))
 
 
+def unscored(row: PackedRow) -> PackedRow:
+    """Return the same row with nothing to score, for a pass over a model's layers that leaves out its head."""
+    none = np.zeros(0, np.int64)
+    return replace(row, source=none, target=none, batch_index=none)
+
+
 def scored_positions(source: np.ndarray) -> np.ndarray:
     """Return the positions [U] int64 at which the head runs, one of which is in no result where nothing is scored.
 
@@ -133,16 +141,21 @@ def _forward(model: nn.Module, share: RowShare, *, keep: Tensor | None) -> Tenso
     device = next(model.parameters()).device
     row, here = share.row, share.here
     plan = build_plan(row, device, context=share.context)
-    logits = model(
+    record = record_of(model)
+    outputs = model(
         input_ids=torch.from_numpy(row.tokens[here].astype(np.int64)).to(device).unsqueeze(0),
         position_ids=torch.from_numpy(row.positions[here].astype(np.int64)).to(device).unsqueeze(0),
         # With a cache transformers forgets that the row holds several sequences.
         use_cache=False,
         attention_plan=plan,
         **({} if keep is None else {"logits_to_keep": keep}),
-    ).logits
+        **({} if record is None else {"output_router_logits": True}),
+    )
     _check_plan_was_used(plan, bare)
-    return logits
+    if record is not None:
+        record.clear()
+        record.add(outputs.router_logits, record.uses(row.segments)[here])
+    return outputs.logits
 
 
 def _check_length(row: PackedRow, model: PreTrainedModel) -> None:

@@ -304,8 +304,8 @@ async def open_adapters(config: Config, record: RunRecord) -> AsyncIterator[Adap
     """Start `train.num_ranks` ranks and the engines on one base model; all of them end with the body.
 
     Raises:
-        ConfigError: `model.lora.rank` is 0, `model.lora.dropout` is not, the ranks are to divide the model among them, or they and the
-            engines are to take turns.
+        ConfigError: `model.lora.rank` is 0, `model.lora.dropout` or `train.router_aux_loss_coefficient` is not, the ranks are to divide the
+            model among them, or they and the engines are to take turns.
         ModelError: the folder holds no model or tokenizer.
     """
     if not config.model.lora.rank:
@@ -313,6 +313,10 @@ async def open_adapters(config: Config, record: RunRecord) -> AsyncIterator[Adap
     if config.model.lora.dropout:
         raise ConfigError(
             f"model.lora.dropout must be 0 to serve tenants, got {config.model.lora.dropout}; what one drops would depend on the others")
+    if coefficient := config.train.router_aux_loss_coefficient:
+        raise ConfigError(
+            f"train.router_aux_loss_coefficient must be 0 to serve tenants, got {coefficient:g}; the loss of one would depend on the tokens"
+            " of the others")
     for name in ("shard", "tp"):
         if (given := getattr(config.train.parallel, name)) > 1:
             raise ConfigError(

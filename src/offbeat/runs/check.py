@@ -63,11 +63,15 @@ def check_named(config: Config) -> list[str]:
                 lines.extend(f"{prefix}{line}" for line in check(own))
             except (UserError, WorkerError, DeadlineError) as exc:
                 wrong.append(f"{prefix}{exc}")
+    note = ""
+    if config.model.path and (Path(config.model.path) / "config.json").is_file():
+        try:
+            note = router_loss_note(config.model.path, coefficient=config.train.router_aux_loss_coefficient)
+        except UserError as exc:
+            wrong.append(str(exc))
     if wrong:
         raise ConfigError(listed_errors(wrong))
-    if config.model.path and (Path(config.model.path) / "config.json").is_file() and (note := router_loss_note(config.model.path)):
-        lines.append(f"note: {note}")
-    return lines
+    return lines + ([f"note: {note}"] if note else [])
 
 
 def pairs_in(config: DataConfig) -> bool:

@@ -268,6 +268,7 @@ def execute(
     if rank_info.leads:
         console.hint(f"{config.run.name}: reading the model and the data")
     inputs = _READERS[kind](given)
+    router = router_loss_note(given.model.path, coefficient=given.train.router_aux_loss_coefficient) if given.model.path else ""
     devices = usable_devices()
     placed = choose_devices(given, devices=devices, rank_info=rank_info, serves=inputs.plays)
     config = choose_threads(_with_step(placed, rank_info), cores=cores, rank_info=rank_info, serves=inputs.plays)
@@ -276,8 +277,7 @@ def execute(
     with _open_record(config, rank_info, console, inputs.identity, kind=kind, fresh=fresh, debug=debug) as record:
         record.console.open(config.run.name)
         if rank_info.leads:
-            router = router_loss_note(config.model.path) if config.model.path else ""
-            for text in (*notes(config, part_of(kind)), *([router] if router else [])):
+            for text in filter(None, (*notes(config, part_of(kind)), router)):
                 record.note("advice", text)
         for reason in inputs.unusable:
             record.events.record("unusable_row", reason=reason)

@@ -88,7 +88,8 @@ class BankTrainer(Trainer):
             config: `model.lora.rank` is the largest rank of any adapter; targets apply to all adapters, and each has its own alpha.
 
         Raises:
-            ConfigError: model.lora.rank is 0, model.lora.dropout is not, or the ranks are to divide the model among them.
+            ConfigError: model.lora.rank is 0, model.lora.dropout or train.router_aux_loss_coefficient is not, or the ranks are to divide
+                the model among them.
             ModelError: there is no such model, it cannot pack its rows, or it has none of the targets.
         """
         lora = config.model.lora
@@ -97,6 +98,10 @@ class BankTrainer(Trainer):
         if lora.dropout:
             raise ConfigError(
                 f"model.lora.dropout must be 0 to train many adapters, got {lora.dropout}; what one drops would depend on the others")
+        if coefficient := config.train.router_aux_loss_coefficient:
+            raise ConfigError(
+                f"train.router_aux_loss_coefficient must be 0 to train many adapters, got {coefficient:g}; one's loss would depend on the"
+                " tokens of the others")
         for name in ("shard", "tp"):
             if (given := getattr(groups.shape, name)) > 1:
                 raise ConfigError(

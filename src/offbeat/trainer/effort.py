@@ -50,6 +50,15 @@ class Effort:
         finally:
             self._watch.stop()
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Leave the body's time, a wait for other ranks, out of the computation around it."""
+        self._watch.stop()
+        try:
+            yield
+        finally:
+            self._watch.start()
+
     def backward(self, loss: Tensor) -> None:
         """Run a backward pass, whose wait for other ranks at its end is not counted."""
         self._watch.stop_after_backward(loss)

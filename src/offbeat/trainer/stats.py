@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from offbeat.telemetry.tracker import StatsPart, combine
 
@@ -14,10 +14,12 @@ class Update:
     Attributes:
         seen: statistics of the targets.
         grad_norm: global norm before clipping.
+        routers: metrics of the routers' load-balancing loss; empty without one.
     """
 
     seen: StatsPart
     grad_norm: float
+    routers: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_sound(self) -> bool:
@@ -67,11 +69,15 @@ def merge(updates: Sequence[Update], *, lr: float) -> dict[str, float]:
         The loss of a reward model adds, over the pairs, with rewards as they are before the update:
         reward_model/accuracy: share of pairs whose chosen answer has the higher reward.
         reward_model/margin_mean, reward_model/reward_mean: mean lead of the chosen answer, and mean reward of all answers.
+        The load-balancing loss of routers adds, over the tokens of the rows and averaged over minibatches, before the update:
+        router/aux_loss: the loss, without its coefficient; the number of experts that a token is sent to, if all are used evenly.
+        router/load_imbalance: load of a layer's busiest expert by the mean load of its experts, averaged over layers; 1 is even.
         A metric without any target is 0.
     """
     seen = combine([update.seen for update in updates])
     return {
         **_finished(dict.fromkeys(seen.names, 0.0) | seen.values()),
+        **{name: sum(update.routers[name] for update in updates) / len(updates) for name in updates[0].routers},
         "train/grad_norm": sum(update.grad_norm for update in updates) / len(updates),
         "train/lr": lr,
         "train/skipped_steps": float(sum(not update.is_sound for update in updates)),

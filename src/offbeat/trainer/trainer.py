@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,7 @@ from offbeat.data.batch import Batch
 from offbeat.data.functions import at_step
 from offbeat.data.packing import PackedRow, find_prompts
 from offbeat.errors import ConfigError
+from offbeat.model.logprobs import packs_rows, unscored
 from offbeat.pulse import progress
 from offbeat.sync.mesh import ProcessGroups
 from offbeat.sync.offer import WeightBroadcast
@@ -52,6 +53,7 @@ from offbeat.trainer.messages import (
     Written,
 )
 from offbeat.trainer.policy import Predict, autocast, canary_logprobs, predict_logprobs, score_row
+from offbeat.trainer.router_loss import LoadBalancing, NoRouterLoss, RouterLoss
 from offbeat.trainer.snapshots import Snapshot
 from offbeat.trainer.stats import Update, merge
 
@@ -83,6 +85,8 @@ class Trainer(ABC):
         self._keeps_reference = config.algorithm.needs_reference and self._predicts == "logprobs"
         self._refresh_steps = config.algorithm.reference_refresh_steps if self._keeps_reference else 0
         self._heap = Heap()
+        coefficient = config.train.router_aux_loss_coefficient
+        self._router_loss: RouterLoss = LoadBalancing(module, coefficient, groups) if coefficient else NoRouterLoss()
         self._offer: WeightBroadcast | None = None
         self._last: tuple[str, Snapshot] | None = None
         """Where the newest version was written on rank 0, and what; kept only if the next one may be written as its changes."""
@@ -362,14 +366,23 @@ class Trainer(ABC):
             with self._using(batch, row, learn=False):
                 yield self._module
 
+    def _run_row(self, batch: Batch, row: PackedRow) -> None:
+        """Run a row without gradients, for what is recorded of it; a model that packs its rows leaves out the head."""
+        progress("forward")
+        self._effort.passes(row, learns=False)
+        bare = unscored(row) if packs_rows(self._module) else row
+        with self._effort.computing(), self._scoring(batch, row, "policy") as module, autocast(self._config, module):
+            self._predict(module, bare, temperature=1.0)
+
     def _update(self, batch: Batch, rows: Sequence[PackedRow], params: AdamParams, *, scale: int) -> Update:
         tracker = StatsTracker()
+        routers = self._router_loss.of_minibatch(batch, rows, run=partial(self._run_row, batch), wait=self._effort.waiting)
         for number, row in enumerate(rows):
             # With DDP the last micro-batch reduces gradients over ranks; earlier ones only accumulate.
             self._effort.passes(row, learns=True)
             with self._using(batch, row, learn=True, last=number == len(rows) - 1), self._effort.computing():
                 progress("forward")
-                with autocast(self._config, self._module):
+                with routers.recording(row), autocast(self._config, self._module):
                     scored = score_row(
                         self._module, batch, row, predict=self._predict, temperature=self._temperature(batch), report=True)
                 with tracker.scope("train"):
@@ -380,10 +393,11 @@ class Trainer(ABC):
                 tracker.stat(scored.report.maxima, reduce="max")
                 tracker.stat(scored.report.groups)
                 progress("backward")
-                self._effort.backward(scored.losses.sum() * (scale * self._gradient_scale))
+                self._effort.backward(
+                    routers.added_to(scored.losses.sum() * (scale * self._gradient_scale), scale=self._gradient_scale))
         with torch.no_grad():
             norm = self._gradient_norms([WHOLE])[WHOLE]
-            update = Update(tracker.export_all(self.groups.shares, point="train_stats"), grad_norm=norm)
+            update = Update(tracker.export_all(self.groups.shares, point="train_stats"), grad_norm=norm, routers=routers.metrics)
             # Every rank has the same numbers here, so all take the same branch.
             if update.is_sound:
                 progress("optimizer")

@@ -41,7 +41,8 @@ class ValueTrainer(ModelTrainer):
             policy: the critic begins with its weights, as far as these have been trained when its own training begins; None keeps the
                 folder's.
         """
-        trainer = cls.build(folder, config=config.model_copy(update={"algorithm": AlgorithmConfig()}), groups=groups)
+        train = config.train.model_copy(update={"router_aux_loss_coefficient": 0.0})
+        trainer = cls.build(folder, config=config.model_copy(update={"algorithm": AlgorithmConfig(), "train": train}), groups=groups)
         trainer._policy, trainer._normalises = policy, config.critic.normalise
         return trainer
 
