@@ -22,10 +22,13 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end_at_once)
     _fill_closed_streams()
+    code = 1
     try:
         # By name and not at the top: it takes a second in which Ctrl-C would show a traceback.
-        return load_module("offbeat.cli.main").main()
+        code = load_module("offbeat.cli.main").main()
+        return code
     finally:
+        load_module("offbeat.ending").exit_within(code)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # all is said, and the interpreter has only to end
 

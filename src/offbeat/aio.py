@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
+from offbeat import ending
 from offbeat.errors import DeadlineError
 
 T = TypeVar("T")
@@ -79,7 +80,7 @@ async def deadline(name: str, timeout_s: float, *, clock: HaltingClock | None = 
         raise DeadlineError(f"waiting for {name} passed its deadline of {timeout_s:g} s (waited {waited_s:.1f} s)") from exc
 
 
-ASKED_TO_STOP = "asked to stop; this step is the last"
+ASKED_TO_STOP = "asked to stop; this step is the last, and another SIGTERM, 5 s from now or later, ends the run at once"
 """What a run says when it is asked to end by SIGTERM."""
 
 PRESSED = "stopping after this step; press Ctrl-C again to stop at once"
@@ -145,7 +146,7 @@ def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
         return await main
 
     try:
-        return asyncio.run(cancellable())
+        return ending.run(cancellable())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
 
@@ -254,3 +255,17 @@ async def run_beside(main: Coroutine[Any, Any, T], *watchers: Coroutine[Any, Any
     """Run `main` to its end while the watchers run; a watcher that raises cancels `main`, and its error is raised as itself."""
     async with beside(*watchers):
         return await main
+
+
+async def unless(event: asyncio.Event, main: Coroutine[Any, Any, T]) -> T | None:
+    """Return the result of `main`, or None if the event is set first; `main` is cancelled then."""
+    task, happens = asyncio.ensure_future(main), asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait((task, happens), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+        return None if task.cancelled() and happens.done() else task.result()
+    finally:
+        for each in (task, happens):
+            await cancelled(each)

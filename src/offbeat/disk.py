@@ -46,6 +46,20 @@ def put_in_place(part: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def remove_tree(folder: Path) -> str:
+    """Remove a folder that nobody needs; returns why that is not possible now, "" if it is gone.
+
+    On NFS a folder with a file that a process still has open cannot be removed before that is closed.
+    """
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        pass
+    except OSError as exc:
+        return f"{folder} cannot be removed: {exc.strerror}"
+    return ""
+
+
 def sha256(path: Path) -> str:
     """Return the checksum of a file as hexadecimal digits."""
     with path.open("rb") as file:

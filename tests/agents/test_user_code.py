@@ -8,7 +8,7 @@ import time
 import pytest
 
 from offbeat.agents import user_code
-from offbeat.data.raised import place_of
+from offbeat.raised import place_of
 
 
 def test_plain_functions_run_beside_the_loop_and_coroutines_on_it() -> None:

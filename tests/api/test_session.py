@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.aio import listener, run_interruptible
+from offbeat.aio import ASKED_TO_STOP, listener, run_interruptible
 from offbeat.api.session import Ending, Step, run_alone
 from offbeat.config.load import load_config
 from offbeat.errors import ConfigError
@@ -134,7 +134,7 @@ def test_sigterm_is_heard_after_the_step_unless_the_program_handles_it_itself() 
         return steps_until_asked(console, most=most, on_step=lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None)
 
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert run_alone(once, CONFIG) == ["asked to stop; this step is the last"]
+    assert run_alone(once, CONFIG) == [ASKED_TO_STOP]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "a program that goes on can be ended as before"
 
     def handle(number: int, _frame: object) -> None:
@@ -213,7 +213,7 @@ def test_sigterm_that_comes_once_more_from_a_batch_script_is_one_request() -> No
 
         return steps_until_asked(console, on_step=twice)
 
-    assert run_alone(work, CONFIG) == ["asked to stop; this step is the last"]
+    assert run_alone(work, CONFIG) == [ASKED_TO_STOP]
 
 
 def test_the_process_is_afterwards_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ print(json.dumps([run.stopped_early, run.steps, run.heldout_after, str(run.model
 @pytest.mark.drill
 @pytest.mark.parametrize(("sent", "said"), [
     (signal.SIGINT, "stopping after this step; interrupt again to stop at once"),
-    (signal.SIGTERM, "asked to stop; this step is the last")], ids=["ctrl_c", "sigterm"])
+    (signal.SIGTERM, "asked to stop; this step is the last, and another SIGTERM")], ids=["ctrl_c", "sigterm"])
 def test_a_script_that_is_stopped_keeps_what_was_trained_and_says_how_to_go_on(
     sent: signal.Signals, said: str, tmp_path: Path, model_dir: str,
 ) -> None:

@@ -1,6 +1,8 @@
 """Which checkpoint a run continues from, whatever a crash left behind."""
 
+import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -43,6 +45,22 @@ def test_pruning_keeps_the_newest_and_clears_what_crashes_left(tmp_path):
     index.prune(2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000030", "step-00000040", "step-00000050"]
     assert index.newest().step == 40
+
+
+def test_a_checkpoint_that_cannot_be_removed_does_not_count_and_is_removed_later(tmp_path, monkeypatch):
+    index = CheckpointIndex(tmp_path)
+    for step in (10, 20):
+        write(index, step)
+
+    def busy(*_):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.rmtree", busy)
+        index.prune(1)
+    assert index.folder(10).is_dir() and index.newest().step == 20
+    index.prune(1)
+    assert not index.folder(10).exists()
 
 
 def test_without_a_complete_checkpoint_nothing_is_pruned(tmp_path):

@@ -22,7 +22,9 @@ def test_a_controller_leads_itself_and_waits_for_nobody() -> None:
         await peers.meet("commit_stats")
         with pytest.raises(LookupError):
             await peers.lead("evaluate", fail, int)
-        with pytest.raises(LookupError):  # so the work is done
-            await peers.rescue(fail)
+        assert await peers.all_ready("rollouts", work) == 5
+        with pytest.raises(LookupError) as found:
+            await peers.all_ready("rollouts", fail)
+        assert peers.have_heard(found.value)
 
     asyncio.run(body())

@@ -36,7 +36,7 @@ def test_a_stop_ends_after_the_step_that_is_being_done() -> None:
     for step in state.steps():
         done.append(step.global_step)
         if step.global_step == 2:
-            state.asked_to_stop = True
+            state.asked.set()
             asyncio.run(state.agree(SingleProcess()))
     assert done == [1, 2]
     assert (state.global_step, state.version, state.stopping, state.stopped_early) == (2, 2, True, True)
@@ -59,7 +59,7 @@ def test_the_leader_decides_for_all_peers_whether_a_step_is_saved() -> None:
 def test_a_stop_in_the_last_step_is_no_early_stop() -> None:
     state = RunState(total_steps=1)
     for _ in state.steps():
-        state.asked_to_stop = True
+        state.asked.set()
         asyncio.run(state.agree(SingleProcess()))
     assert not state.stopped_early
 

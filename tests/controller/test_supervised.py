@@ -132,7 +132,8 @@ def test_a_stop_saves_and_the_same_command_goes_on(tmp_path: Path, model_dir: st
     whole, cut = (small_config(tmp_path / name, model_dir, **SUPERVISED) for name in ("whole", "cut"))
 
     def stop(done: int, state: RunState) -> None:
-        state.asked_to_stop = done == 3
+        if done == 3:
+            state.asked.set()
 
     def both(groups, _) -> None:
         play(groups, whole)

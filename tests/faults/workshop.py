@@ -9,11 +9,11 @@ import contextlib
 import io
 import json
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 from offbeat.aio import both
@@ -35,6 +35,8 @@ from offbeat.telemetry.record import RunRecord
 from offbeat.weights.protocol import Manifest
 from offbeat.workers.worker import make_launcher
 from small_run import SmallRun, small_config
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -100,11 +102,14 @@ class Workshop:
         with self._lending():
             return run_training(config, console or Console("quiet", stream=io.StringIO()))
 
+    def _play(self, main: Coroutine[Any, Any, T], *, tell: Callable[[str], None] = print) -> T:
+        return self._loop.run_until_complete(main)
+
     @contextmanager
     def _lending(self) -> Iterator[None]:
         """Runs that begin in this process use the processes of the workshop."""
         self._published.clear()
-        with patch("offbeat.runs.run.open_run", self._open_session), patch("asyncio.run", self._loop.run_until_complete):
+        with patch("offbeat.runs.run.open_run", self._open_session), patch("offbeat.ending.run", self._play):
             try:
                 yield
             finally:  # as the end of a loop of its own would

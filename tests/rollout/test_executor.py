@@ -6,6 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from unittest.mock import patch
@@ -20,7 +21,6 @@ from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.curriculum import CurriculumConfig
 from offbeat.config.rollout import RolloutConfig
 from offbeat.data.dataset import ListDataset
-from offbeat.data.raised import describe_at
 from offbeat.data.reward import FailedReward
 from offbeat.data.row import Row
 from offbeat.data.stream import PromptStream
@@ -37,7 +37,8 @@ from offbeat.errors import (
     describe,
 )
 from offbeat.inference.sampling import Sample, Sampling
-from offbeat.rollout import idle
+from offbeat.raised import describe_at
+from offbeat.rollout import idle, player
 from offbeat.rollout.door import Door
 from offbeat.rollout.dynamic import DynamicSampling
 from offbeat.rollout.episode import Episode
@@ -46,6 +47,11 @@ from offbeat.rollout.idle import Limit, limit_of_places
 from offbeat.rollout.staleness import Gate
 from offbeat.rollout.workflows.single_turn import single_turn
 from waiting import until
+
+
+class Panic(BaseException):
+    """As a library in Rust raises it, which is no Exception."""
+
 
 TOKENIZER = character_tokenizer()
 ROWS = tuple(Row(f"{i}>", str(i)) for i in range(40))
@@ -509,11 +515,20 @@ def test_a_filter_that_always_raises_or_always_refuses_ends_the_run() -> None:
     def raises(_: Group) -> bool:
         raise KeyError("score")
 
+    async def never_called(_: Group) -> bool:
+        return True
+
+    def panics(_: Group) -> bool:
+        raise Panic("out of range")
+
     async def body() -> None:
-        cases = [
+        cases: list[tuple[Callable[[Group], object], type[Exception], str]] = [
             (raises, CodeError, "should_accept raised KeyError"), (lambda _: False, DeadlineError, "were rejected"),
             (lambda _: None, CodeError, "should_accept must return True or False, got None"),
-            (lambda _: np.ones(2), CodeError, "should_accept raised ValueError: The truth value of an array"),
+            (lambda _: np.ones(2), CodeError, "should_accept must return True or False, got array"),
+            (lambda _: "no", CodeError, "should_accept must return True or False, got 'no'"),
+            (never_called, CodeError, "should_accept must not be an async function"),
+            (panics, CodeError, "should_accept raised Panic: out of range"),
             (lambda _: sys.exit(3), CodeError, "should_accept raised SystemExit: 3")]
         for accept, kind, sentence in cases:
             play = make(batch_timeout_s=0.2 if kind is DeadlineError else 60.0, max_failures_in_a_row=5)
@@ -1090,5 +1105,52 @@ def test_thousands_of_episodes_may_wait_for_their_environments_at_the_same_time(
         async with play.executor() as executor:
             assert len(await executor.prepare_batch()) == 500
         assert most == 2000 and time.monotonic() - start < 20
+
+    run(body)
+
+
+def test_a_workflow_that_panics_fails_its_own_group() -> None:
+    async def panics(episode: Episode) -> Sequence[Trajectory]:
+        if episode.row.prompt == "0>":
+            raise Panic("out of range")
+        return await single_turn(episode)
+
+    async def body() -> None:
+        play = make(max_retries=0)
+        play.workflow = panics
+        async with play.executor() as executor:
+            await executor.prepare_batch()
+        (settled,) = play.rejected
+        assert settled.prompt_id == "0:0" and "Panic: out of range at" in settled.rejected
+
+    run(body)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_workflow_that_swallows_its_cancellation_is_named_and_left_behind(leaves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(player, "UNWIND_S", 0.1)
+    going = True
+
+    async def retries(episode: Episode) -> Sequence[Trajectory]:
+        while going and (leaves or episode.row.prompt == "0>"):
+            with suppress(BaseException):
+                await asyncio.sleep(60)
+        return await single_turn(episode)
+
+    async def body() -> None:
+        nonlocal going
+        play = make(max_retries=0, episode_timeout_s=60.0 if leaves else 0.2)
+        play.workflow = retries
+        async with asyncio.timeout(10):
+            async with play.executor():
+                await (asyncio.sleep(0.1) if leaves else until(lambda: bool(play.rejected)))
+        place = f"{Path(__file__).relative_to(Path.cwd())}, line {retries.__code__.co_firstlineno + 3}"
+        assert any(f"was cancelled and goes on, a task at {place}" in warning for warning in play.warnings)
+        assert leaves or "passed its deadline of 0.2 s" in play.rejected[0].rejected
+        going = False
+        left = {task for task in asyncio.all_tasks() if task.get_coro().__qualname__.startswith("GroupPlayer")}
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left)
 
     run(body)

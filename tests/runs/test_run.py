@@ -1,20 +1,29 @@
 """Whole runs in real processes: what they leave behind, how they go on, and what they never touch."""
 
+import asyncio
 import io
 import json
 import shutil
+from contextvars import ContextVar
 from pathlib import Path
 
 import pytest
 import torch
 
+import offbeat.runs.run as run_module
 from faults.workshop import Workshop
+from offbeat.aio import End
 from offbeat.config.load import load_config
 from offbeat.controller.checkpoints import FINE_TUNING, PREFERENCE, REWARD_MODEL, TRAINING
+from offbeat.controller.evaluate import Evaluator, Keep
 from offbeat.data.tokenizer import load_tokenizer
-from offbeat.errors import CodeError
+from offbeat.data.trajectory import Group
+from offbeat.errors import CodeError, DeadlineError, PublishError
+from offbeat.evaluation.scores import Evaluation
+from offbeat.fleet.publishers import WeightsPublisher
 from offbeat.model.load import load_causal_lm
-from offbeat.runs.run import execute, run_training
+from offbeat.rollout.executor import RolloutExecutor
+from offbeat.runs.run import RunResult, execute, run_training
 from offbeat.telemetry.console import Console
 from small_run import REWARDS, SmallRun, small_config
 
@@ -116,11 +125,77 @@ def test_a_reward_that_breaks_later_leaves_a_checkpoint_to_go_on_from(
     [saved] = run.events("checkpoint")
     done = saved["global_step"]
     assert 0 < done < 10 and done == len(run.metrics())
-    assert f"rollouts fail, so the run ends after step {done}, of which a checkpoint is saved" in failed.said
+    assert f"the run ends after step {done}, of which a checkpoint is saved" in failed.said
     monkeypatch.setenv("STAYS_WELL", "1")
     result = shop.run(small_config(tmp_path, model_dir, **given, run__total_steps=str(done + 1)))
     assert result is not None and result.steps == done + 1
     assert [row["global_step"] for row in run.metrics()] == [*range(1, done + 2)]
+
+
+def test_a_stop_while_the_run_waits_for_rollouts_ends_it_after_the_step_before_with_its_prompts(
+    shop: Workshop, tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    take = RolloutExecutor._take_batch
+    waits = asyncio.Event()
+
+    async def take_two(self: RolloutExecutor) -> list[Group]:
+        if self._gate.version < 2:
+            return await take(self)
+        waits.set()
+        return await asyncio.Event().wait()  # type: ignore[return-value]
+
+    async def press(end: End) -> None:
+        await waits.wait()
+        end("pressed")
+
+    pressing: list[asyncio.Task[None]] = []
+    monkeypatch.setattr(RolloutExecutor, "_take_batch", take_two)
+    monkeypatch.setattr(run_module, "listener", ContextVar(
+        "listener", default=lambda loop, end: pressing.append(loop.create_task(press(end)))))
+    run = SmallRun(tmp_path, model_dir)
+    result = shop.run(small_config(tmp_path, model_dir, run__total_steps="9", checkpoint__every_steps="0"))
+    assert isinstance(result, RunResult) and (result.steps, result.stopped_early) == (2, True)
+    assert [event["global_step"] for event in run.events("checkpoint")] == [2] and (run.folder / "export").exists()
+    monkeypatch.undo()
+    result = shop.run(small_config(tmp_path, model_dir, run__total_steps="4"))
+    assert isinstance(result, RunResult) and (result.steps, result.stopped_early) == (4, False)
+    trained = [group["prompt_id"] for step in range(1, 5) for group in run.groups(step)]
+    drawn = saved_state(run, 4)["heads"][0]["stream"]["position"]
+    in_flight = saved_state(run, 4)["heads"][0]["in_flight"]
+    assert sorted([*trained, *in_flight]) == sorted(f"0:{index}" for index in range(drawn))
+
+
+@pytest.mark.parametrize("fails", ["settle", "evaluate"])
+def test_whatever_ends_a_run_its_last_whole_step_is_saved(
+    fails: str, shop: Workshop, tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settle, measure = WeightsPublisher.settle, Evaluator._measure
+
+    async def settle_twice(self: WeightsPublisher, *, behind: int = 0) -> None:
+        if run.metrics()[1:]:
+            raise PublishError("version 3 is served by 0 engines")
+        await settle(self, behind=behind)
+
+    async def measure_once(self: Evaluator, keep: Keep | None) -> Evaluation:
+        if run.metrics()[1:]:
+            raise DeadlineError("waiting for evaluation passed its deadline")
+        return await measure(self, keep)
+
+    if fails == "settle":
+        monkeypatch.setattr(WeightsPublisher, "settle", settle_twice)
+    else:
+        monkeypatch.setattr(Evaluator, "_measure", measure_once)
+    run = SmallRun(tmp_path, model_dir)
+    given = {"run__total_steps": "5", "evaluate__every_steps": "3", "checkpoint__every_steps": "0"}
+    failed = shop.train(run, **given)
+    done = 2 if fails == "settle" else 3  # the step whose evaluation fails is done itself
+    assert failed.code == 1 and f"the run ends after step {done}, of which a checkpoint is saved" in failed.said
+    monkeypatch.undo()
+    result = shop.run(small_config(tmp_path, model_dir, **given))
+    assert isinstance(result, RunResult) and result.steps == 5
+    assert [event["global_step"] for event in run.events("resumed")] == [done]
+    trained = [group["prompt_id"] for step in range(1, 6) for group in run.groups(step)]
+    assert len(set(trained)) == len(trained) == 10
 
 
 def test_answers_that_the_model_can_never_write_are_advice_where_an_own_reward_gets_them(

@@ -228,14 +228,14 @@ def test_patience_does_not_delay_a_mismatch():
         for _ in range(10):
             syncs[0].beat()
             time.sleep(0.05)
-        return sync.arrive("other", timeout_s=60) if sync.rank == 2 else sync.arrive("prompts", timeout_s=60, source=0)
+        return sync.arrive("other", timeout_s=60) if sync.rank == 2 else sync.arrive("prompts", timeout_s=60, patient_with=(0,))
 
     with meeting(3) as (syncs, _):
         started = time.monotonic()
         errors = together(syncs[1:], come)
         assert {type(error) for error in errors} == {SyncMismatch}
         assert time.monotonic() - started < SOON_S
-        late, = together(syncs[:1], lambda sync: sync.arrive("prompts", timeout_s=30, source=0))
+        late, = together(syncs[:1], lambda sync: sync.arrive("prompts", timeout_s=30, patient_with=(0,)))
         assert str(late) == str(errors[0])
 
 

@@ -1,6 +1,7 @@
 """One folder per version, and which of them stay; and versions by broadcast: real trainers and engines, of which one dies."""
 
 import asyncio
+import errno
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -12,7 +13,7 @@ import pytest
 
 from offbeat.aio import both
 from offbeat.config.root import Config
-from offbeat.errors import EngineError
+from offbeat.errors import EngineError, StorageError
 from offbeat.fleet.engine_group import EngineGroup
 from offbeat.fleet.pool import EnginePool
 from offbeat.fleet.publication import PublishReport
@@ -47,7 +48,7 @@ def channel(
     said = [] if notes is None else notes
     return Channel(
         directory, keep=keep, canary=(1, 2), write=write, incarnation=incarnation, num_receivers=num_receivers,
-        holds=lambda version: version == held, on_rewrite=said.append, whole_every=whole_every)
+        holds=lambda version: version == held, on_rewrite=said.append, whole_every=whole_every, note=said.append)
 
 
 def names(directory: Path) -> list[str]:
@@ -75,6 +76,26 @@ def test_versions_stay_as_long_as_an_engine_may_be_reading_them(tmp_path: Path) 
     assert names(tmp_path) == ["v00000003-a", "v00000004-a"]
     disk.prune(4)
     assert names(tmp_path) == ["v00000004-a"]
+
+
+def test_a_folder_that_cannot_be_removed_is_noted_once_and_removed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    disk = channel(tmp_path, keep=1, notes=notes)
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.rmtree", busy)
+        for version in range(3):
+            publish(disk, version)
+        assert names(tmp_path) == ["v00000000-a", "v00000001-a", "v00000002-a"]
+        assert notes == [f"{tmp_path}/v0000000{version}-a cannot be removed: Directory not empty" for version in (0, 1)]
+        with pytest.raises(StorageError, match="cannot be written, since what is there cannot be removed"):
+            publish(disk, 2)
+    publish(disk, 3)
+    assert names(tmp_path) == ["v00000003-a"]
+
+
+def busy(*_: object, **__: object) -> None:
+    """Fail as on NFS, where a folder with a file that a process still has open stays."""
+    raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
 
 
 def test_a_resumed_run_publishes_under_names_that_were_never_used_and_removes_what_it_has_left(tmp_path: Path) -> None:

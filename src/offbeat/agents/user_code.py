@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from offbeat.data.raised import describe_at
 from offbeat.errors import CodeError, describe
+from offbeat.raised import describe_at
 
 _UNHELD = (StopIteration, SystemExit, KeyboardInterrupt)
 """What no future can hold, or what leaves the event loop again when it is taken out of one."""

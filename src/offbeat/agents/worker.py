@@ -19,9 +19,9 @@ from offbeat.chat.messages import Message, Tool
 from offbeat.data import wire
 from offbeat.data.functions import check_takes, resolve
 from offbeat.data.given import Given, receive
-from offbeat.data.raised import FirstTracebacks
 from offbeat.data.row import Row
 from offbeat.errors import OffbeatError
+from offbeat.raised import FirstTracebacks
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
-from offbeat.data.raised import is_own
 from offbeat.errors import OffbeatError, UserError
+from offbeat.raised import is_own
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -6,15 +6,17 @@ that file does not exist, so after a crash at any moment the previous checkpoint
 that record is damaged: it is never loaded, but set aside in favour of the one before.
 """
 
+import logging
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat.checkpoint.manifest import MARKER, look, read_through, seal
-from offbeat.disk import sync
+from offbeat.disk import remove_tree, sync
 from offbeat.errors import StorageError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,13 @@ class CheckpointIndex:
 
     def _remove(self, step: int) -> None:
         # The marker goes first: an interrupted removal must not leave half a checkpoint that looks complete.
-        (self.folder(step) / MARKER).unlink(missing_ok=True)
-        shutil.rmtree(self.folder(step))
+        try:
+            (self.folder(step) / MARKER).unlink(missing_ok=True)
+        except OSError as exc:
+            _log.warning("%s cannot be removed: %s; it is tried again after the next checkpoint", self.folder(step), exc.strerror)
+            return
+        if why := remove_tree(self.folder(step)):
+            _log.warning("%s; it is tried again after the next checkpoint", why)
 
     def _steps(self) -> list[int]:
         paths = (path for path in self.directory.iterdir() if path.is_dir()) if self.directory.is_dir() else ()

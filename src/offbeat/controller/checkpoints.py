@@ -111,6 +111,7 @@ class Checkpoints:
 
     async def save(
         self, global_step: int, *, version: Version, head: HeadState, highlights: Highlights, coefficients: Coefficients | None = None,
+        unproven: bool = False,
     ) -> None:
         """Write the ranks' part, then the loop's, which declares the whole complete: not before engines serve its version.
 
@@ -120,6 +121,7 @@ class Checkpoints:
             head: where this process stands in its data.
             highlights: of the steps done.
             coefficients: of the next step of reinforcement learning.
+            unproven: whether no engine has to serve the version, of a run that ends because of its engines.
 
         Raises:
             PublishError: none does.
@@ -131,8 +133,11 @@ class Checkpoints:
             global_step, version, tuple(heads[: self._parts.num_heads]), highlights, self._parts.inputs.identity, coefficients)
 
         async def complete() -> None:
-            await self._parts.publisher.settle()
+            if not unproven:
+                await self._parts.publisher.settle()
             await asyncio.to_thread(self._index.complete, global_step, wire.encode_json(saved))  # reads all that the ranks wrote
+            if unproven:
+                return  # those before stay, too
             self._index.prune(self._config.checkpoint.keep)
             if self._index.kind == TRAINING:
                 index_of(self._config, WARM_UP).clear()  # nobody goes back to it

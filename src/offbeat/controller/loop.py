@@ -43,7 +43,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from offbeat.aio import run_beside
+from offbeat.aio import run_beside, unless
 from offbeat.algorithms.coefficients import Coefficients
 from offbeat.algorithms.critic import critic_batch
 from offbeat.algorithms.experience import batch_metrics, reference_stats
@@ -60,7 +60,7 @@ from offbeat.data.keeping import keep_lines
 from offbeat.data.pieces import Pieces
 from offbeat.data.stream import PromptStream
 from offbeat.data.trajectory import Group
-from offbeat.errors import CodeError, OffbeatError
+from offbeat.errors import OffbeatError
 from offbeat.evaluation.files import encode_lines
 from offbeat.evaluation.samples import EvaluatedSet
 from offbeat.fleet.publication import PublishReport
@@ -89,7 +89,13 @@ async def train(parts: RunParts, state: RunState, begun: Highlights) -> TrainRes
         PublishError: too few engines took a version.
         RolloutError, CodeError: rollouts keep failing.
     """
-    return await run_beside(_Training(parts, state, begun).run(), parts.watch())
+    training = _Training(parts, state, begun)
+    try:
+        return await run_beside(training.run(), parts.watch())
+    except Exception as exc:
+        if parts.peers.have_heard(exc):
+            await training.rescue()
+        raise
 
 
 class _Training:
@@ -112,6 +118,11 @@ class _Training:
         self._pieces = Pieces(parts.inputs.tokenizer)
         self._past_groups: list[Group] = []
         """Of the step before; in a list of their own, as others may still read the one that they came in."""
+        self._whole: Step | None = None
+        """The last step that was trained, and none since has begun to train: the weights of the ranks are of it."""
+        self._taken: list[Group] = []
+        """Groups taken for a step that has not been trained yet."""
+        self._rollouts: Rollouts | None = None
 
     async def run(self) -> TrainResult:
         parts, state, config = self._parts, self._state, self._config
@@ -131,6 +142,7 @@ class _Training:
             await parts.publisher.settle()  # rollouts begin with it
         rollouts = parts.source.rollouts(
             self._stream, version=state.version, last_version=state.last_version, num_flat_rejected=self._num_flat_rejected)
+        self._rollouts = rollouts
         evaluators = make_evaluators(
             rollouts, parts.source, parts.inputs, config, parts.peers, log_dir=self._record.log_dir)
         self._record.console.start(f"{config.run.name} · {config.algorithm.preset}", config.run.total_steps)
@@ -140,11 +152,19 @@ class _Training:
         async with rollouts, self._batches, self._timing_first_step() as timer:
             for step in state.steps():
                 start = time.monotonic()
-                groups, batch, stats = await self._step(step, rollouts)
+                done = await self._step(step, rollouts)
                 timer.cancel()
+                if done is None:
+                    await self._stop_between_steps(rollouts)
+                    break
+                groups, batch, stats = done
                 await state.agree(parts.peers, overdue=self._checkpoints.overdue)
-                if not state.stopping:
-                    stats |= await self._evaluate(evaluators, step.global_step, last=step.global_step == state.total_steps)
+                try:
+                    if not state.stopping:
+                        stats |= await self._evaluate(evaluators, step.global_step, last=step.global_step == state.total_steps)
+                except Exception:
+                    await self._commit(step, groups, batch, stats, time.monotonic() - start)  # the step itself is done
+                    raise
                 is_best, last = self._is_best(step.global_step), step.global_step == state.total_steps
                 await self._commit(step, groups, batch, stats, time.monotonic() - start)
                 await parts.peers.meet("commit_stats")
@@ -155,28 +175,34 @@ class _Training:
                     await self._save(step, rollouts)
                 if is_best and not last:
                     await self._checkpoints.export_best()  # after the checkpoint: a resumed run never stands before its best step
-        if state.global_step < state.total_steps:
+        if 0 < state.global_step < state.total_steps:
             await self._export(is_best=False)
         if self._highlights.heldout_fell:
             self._record.events.record("advice", text=HELDOUT_FELL)  # which the console shows with the result
         await self._record.stored()
         return TrainResult(state.global_step, self._highlights, state.stopped_early)
 
-    async def _step(self, step: Step, rollouts: Rollouts) -> tuple[list[Group], Batch, dict[str, float]]:
-        """Rollouts to weights: the design's loop."""
+    async def _step(self, step: Step, rollouts: Rollouts) -> tuple[list[Group], Batch, dict[str, float]] | None:
+        """Rollouts to weights: the design's loop. None if the user wants the run to stop before there are groups to train on."""
         config, span = self._config, self._record.tracer.span
         algorithm = self._coefficients.applied(config.algorithm)
         clock = _Clock()
-        with span("rollout", "controller", step=step.global_step):
+        gate_s = 0.0
+
+        async def take_groups() -> list[Group] | None:
+            nonlocal gate_s
             # Groups for this step can only be there when no engine is further behind the version that it trains.
             await self._parts.publisher.settle(behind=config.rollout.max_head_offpolicyness)
             gate_s = clock.lap()
             await self._batches.settle(rollouts)
-            try:
-                groups = await run_beside(rollouts.prepare_batch(), self._parts.publisher.watch())
-            except CodeError:  # the user's own code fails every time now; what was trained before can be gone on with
-                await self._parts.peers.rescue(partial(self._rescue, step, rollouts))
-                raise
+            waiting = run_beside(rollouts.prepare_batch(), self._parts.publisher.watch())
+            groups = await unless(self._state.asked, waiting)
+            self._taken = groups or []
+            return groups
+
+        with span("rollout", "controller", step=step.global_step):
+            if (groups := await self._parts.peers.all_ready("rollouts", take_groups)) is None:
+                return None
         waited_s = clock.lap()
         with span("advantage", "controller"):
             batch, own = await self._batches.take(groups, step, algorithm)
@@ -193,7 +219,9 @@ class _Training:
         if step.global_step < self._state.total_steps:
             self._batches.make_ahead(step.following(), rollouts, algorithm)
         with span("train", "controller", step=step.global_step):
+            self._whole = None
             stats = await self._train(batch, step)
+            self._whole, self._taken = step, []
         trained_s = made_s + clock.lap()
         with span("publish", "controller", version=step.next_version):
             rollouts.advance(step.next_version)
@@ -292,24 +320,47 @@ class _Training:
             await self._checkpoints.export_best()
         await self._checkpoints.export()
 
-    async def _rescue(self, step: Step, rollouts: Rollouts) -> None:
-        """Save the steps before this one, which cannot be done. Prompts that have failed too often since do not return in this epoch."""
-        done = step.global_step - 1
-        if not done or self._checkpoints.has(done):
+    async def _stop_between_steps(self, rollouts: Rollouts) -> None:
+        """End the run where the user wants it to stop while it waits for rollouts."""
+        self._state.stopping = True
+        self._record.console.note(f"no step is in training, so the run ends after step {self._state.global_step}")
+        if step := await self._unsaved():
+            await self._save(step, rollouts)
+
+    async def rescue(self) -> None:
+        """Save the last step that was done, whatever has ended the run since, if the ranks still can.
+
+        Prompts that have failed too often since do not return in this epoch.
+        """
+        if self._rollouts is None or (step := await self._unsaved()) is None:
             return
         try:
-            await self._save(Step(done, step.version - 1, step.version), rollouts)
-        except OffbeatError as exc:
-            self._record.note("not_saved", f"no checkpoint of step {done} could be saved: {exc}")
+            if step.global_step == self._state.total_steps:
+                await self._export(is_best=False)
+            await self._save(step, self._rollouts, unproven=True)
+        except (OffbeatError, OSError) as exc:
+            self._record.note("not_saved", f"no checkpoint of step {step.global_step} could be saved: {exc}")
         else:
-            self._record.console.note(f"rollouts fail, so the run ends after step {done}, of which a checkpoint is saved")
+            self._record.console.note(f"the run ends after step {step.global_step}, of which a checkpoint is saved")
 
-    async def _save(self, step: Step, rollouts: Rollouts) -> None:
+    async def _unsaved(self) -> Step | None:
+        """The last step that was done, if the weights of the ranks are of it and no checkpoint is."""
+        step = self._whole
+
+        async def is_unsaved() -> bool:
+            return step is not None and not self._checkpoints.has(step.global_step)
+
+        return step if await self._parts.peers.lead("unsaved", is_unsaved, bool) else None
+
+    async def _save(self, step: Step, rollouts: Rollouts, *, unproven: bool = False) -> None:
+        """Save a checkpoint of a step; `unproven` does so whether or not engines serve its version."""
         await self._record.stored()  # a run that goes on from here never writes the rollouts of this step again
         with self._record.tracer.span("checkpoint", "controller"):
-            head = HeadState(self._stream.state(), rollouts.in_flight, rollouts.num_flat_rejected)
+            in_flight = (*(group.prompt_id for group in self._taken), *rollouts.in_flight)
+            head = HeadState(self._stream.state(), in_flight, rollouts.num_flat_rejected)
             await self._checkpoints.save(
-                step.global_step, version=step.next_version, head=head, highlights=self._highlights, coefficients=self._coefficients)
+                step.global_step, version=step.next_version, head=head, highlights=self._highlights, coefficients=self._coefficients,
+                unproven=unproven)
         self._record.events.record("checkpoint", global_step=step.global_step)
 
     def _resume(self, saved: SavedState) -> None:

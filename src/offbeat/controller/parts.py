@@ -149,8 +149,15 @@ class Peers(Protocol):
         """Return when all processes have come and their devices are idle."""
         ...
 
-    async def rescue(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do `work` if nobody else has to take part, after a failure of this process of which the others do not know."""
+    async def all_ready(self, name: str, work: Callable[[], Awaitable[T | None]]) -> T | None:
+        """Return the result of `work`, or None if it is None in any process. If it fails in one, all raise.
+
+        `work` may take as long as it likes: whoever waits for it has a deadline of its own.
+        """
+        ...
+
+    def have_heard(self, error: BaseException) -> bool:
+        """Whether all processes have raised an error at the same point, so that they can still do something together."""
         ...
 
 
@@ -168,9 +175,13 @@ class SingleProcess:
     async def meet(self, name: str) -> None:
         """See `Peers.meet`."""
 
-    async def rescue(self, work: Callable[[], Awaitable[None]]) -> None:
-        """See `Peers.rescue`."""
-        await work()
+    async def all_ready(self, name: str, work: Callable[[], Awaitable[T | None]]) -> T | None:  # noqa: ARG002
+        """See `Peers.all_ready`."""
+        return await work()
+
+    def have_heard(self, error: BaseException) -> bool:  # noqa: ARG002
+        """See `Peers.have_heard`."""
+        return True
 
 
 @dataclass(frozen=True)

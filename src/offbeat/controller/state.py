@@ -1,5 +1,6 @@
 """Where a run stands: which step comes next, and what a checkpoint has to remember of the controller."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -160,7 +161,7 @@ class RunState:
     """Counts steps, and knows when to stop.
 
     Attributes:
-        asked_to_stop: what the user wants of this process.
+        asked: set when the user wants this process to stop.
         stopping: whether the step that is being done is the last because the user said so; the same on all peers.
         saving: whether the step that is being done has to be saved because the last checkpoint is long ago; the same on all peers.
     """
@@ -169,7 +170,7 @@ class RunState:
         self.total_steps = total_steps
         self.global_step = global_step
         self.version = version
-        self.asked_to_stop = False
+        self.asked = asyncio.Event()
         self.stopping = False
         self.saving = False
 
@@ -186,7 +187,7 @@ class RunState:
         """Let the leader decide for all peers whether its user wants this step to be the last, and whether a checkpoint is overdue."""
 
         async def decide() -> Decided:
-            return Decided(stop=self.asked_to_stop, save=overdue())
+            return Decided(stop=self.asked.is_set(), save=overdue())
 
         decided = await peers.lead("stop", decide, Decided)
         self.stopping, self.saving = decided.stop, decided.save

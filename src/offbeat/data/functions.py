@@ -19,8 +19,8 @@ from types import ModuleType
 from typing import Any
 
 from offbeat.data.given import find
-from offbeat.data.raised import describe_at
 from offbeat.errors import CodeError, OwnCodeError, describe
+from offbeat.raised import describe_at
 
 
 def resolve(dotted: str, *, kind: str) -> Callable[..., Any]:

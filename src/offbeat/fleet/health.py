@@ -10,17 +10,20 @@ serves before it has proven itself.
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from offbeat.errors import OffbeatError
+from offbeat.errors import OffbeatError, describe
 from offbeat.fleet.members import State
 from offbeat.fleet.pool import EnginePool
 from offbeat.inference.client import EngineClient
 from offbeat.types import Version
 
 _MAX_BACKOFF_S = 30.0
+
+_log = logging.getLogger(__name__)
 
 
 class Healer:
@@ -93,6 +96,9 @@ class Healer:
             await act(name)
         except OffbeatError as exc:
             reason = str(exc)
+        except Exception as exc:  # of this engine alone, such as an OSError of the disk that its weights are read from
+            _log.exception("%s was not healed by a %s", name, by)
+            reason = describe(exc)
         self._on_event("heal_attempt", engine=name, attempt=attempt, by=by, reason=reason, seconds=round(time.monotonic() - start, 3))
         return not reason
 

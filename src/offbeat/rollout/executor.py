@@ -22,13 +22,14 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 from offbeat.config.rollout import RolloutConfig
-from offbeat.data.raised import describe_at
 from offbeat.data.row import Row
 from offbeat.data.stream import PromptStream
 from offbeat.data.trajectory import Group
+from offbeat.ending import ended
 from offbeat.errors import CodeError, DeadlineError, OffbeatError, RolloutError, RunError
 from offbeat.inference.sampling import Sampling
 from offbeat.phase import phase
+from offbeat.raised import describe_at
 from offbeat.rollout.accounts import Accounts
 from offbeat.rollout.door import ANY, Door
 from offbeat.rollout.dynamic import DynamicSampling
@@ -114,7 +115,7 @@ class RolloutExecutor:
             advise, num_running=lambda: len(self._gate.running), limit=self._limit, places=places, besides=waits_besides(config.workflow),
             reward_workers=config.reward_workers)
         self._player = GroupPlayer(
-            workflow=workflow, make_episode=make_episode, accept=accept, config=config, halted=halted, idle=self.idle)
+            workflow=workflow, make_episode=make_episode, accept=accept, config=config, halted=halted, idle=self.idle, warn=warn)
         self._exits = ExitStack()
         self._num_tries: Counter[str] = Counter()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -136,9 +137,7 @@ class RolloutExecutor:
         self._left = True
         tasks = list(self._tasks.values())
         self._tasks.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended(tasks)
         self._exits.close()
 
     @property

@@ -13,10 +13,10 @@ from typing import Any
 from offbeat.data import wire
 from offbeat.data.functions import resolve
 from offbeat.data.given import Given, receive
-from offbeat.data.raised import describe_at, traceback_of
 from offbeat.data.reward import FailedReward, NamedReward, check_reward
 from offbeat.errors import CodeError, printable, shorten
 from offbeat.evaluation.samples import MetricSample
+from offbeat.raised import describe_at, traceback_of
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,99}")
 _TAKEN = re.compile(r"(accuracy|reward_mean|pass_at_\d+)(_low|_high)?|failed_prompts|prompts")

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from offbeat.data.raised import describe_at
 from offbeat.data.trajectory import UNUSABLE, Group, Trajectory, Unusable
 from offbeat.errors import CodeError, DeadlineError, RefusedError, RewardError, RunError, TooLongError, WorkerError
+from offbeat.raised import describe_at
 from offbeat.telemetry.tracker import StatsPart
 
 Kind = Literal[

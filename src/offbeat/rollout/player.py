@@ -12,12 +12,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from offbeat.config.rollout import RolloutConfig
-from offbeat.data.raised import FirstTracebacks, describe_at
 from offbeat.data.row import Row
 from offbeat.data.trajectory import Group
+from offbeat.ending import ended, place_of_task
 from offbeat.errors import CodeError, OffbeatError, describe, shorten
 from offbeat.inference.sampling import Sample, Sampling
+from offbeat.raised import FirstTracebacks, describe_at
 from offbeat.rollout.accounts import Accounts
 from offbeat.rollout.clock import EpisodeClock
 from offbeat.rollout.door import members
@@ -28,8 +31,19 @@ from offbeat.types import Version
 
 logger = logging.getLogger(__name__)
 
+UNWIND_S = 5.0
+"""Seconds that a workflow has to end once it is cancelled."""
+
 MakeEpisode = Callable[[Row, int, Sampling], Episode]
 Accept = Callable[[Group], bool]
+
+
+class _RaisedError(Exception):
+    """What a workflow raised that is no `Exception`, such as `SystemExit`."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 class GroupPlayer:
@@ -37,9 +51,10 @@ class GroupPlayer:
 
     def __init__(
         self, *, workflow: Workflow, make_episode: MakeEpisode, accept: Accept, config: RolloutConfig, idle: IdleHint,
-        halted: Callable[[], bool] = lambda: False,
+        halted: Callable[[], bool] = lambda: False, warn: Callable[[str], None] = lambda _text: None,
     ) -> None:
         """Set up the player; see `RolloutExecutor` for the arguments. `idle` is told what episodes wait for."""
+        self._warn = warn
         self._workflow = workflow
         self._make_episode = make_episode
         self._accept = accept
@@ -66,7 +81,7 @@ class GroupPlayer:
             return Group(prompt_id, version, rejected=describe(exc)), failure_to_ask(exc)
         try:
             async with EpisodeClock(f"group {prompt_id}", self._config.episode_timeout_s, halted=self._halted) as clock:
-                returned = await self._call_workflow(replace(
+                returned = await self._call_within_bounds(replace(
                     self._watched(episode, clock), account=partial(accounts.open, prompt_id), measured=accounts.measures.add))
             return Group(prompt_id, version, members(returned, group_size, workflow=self._config.workflow)), None
         except asyncio.CancelledError as exc:
@@ -75,8 +90,8 @@ class GroupPlayer:
                 raise  # the cancellation is ours, not the workflow's
             failure = CodeError(f"the workflow {self._config.workflow} let a cancellation of its own escape: {exc!r}")
             return Group(prompt_id, version, rejected=str(failure)), failure_of(failure)
-        except (Exception, SystemExit) as exc:  # boundary to user code: any error of a workflow rejects only its own group
-            error = unwrap(exc)
+        except Exception as exc:  # boundary to user code: any error of a workflow rejects only its own group
+            error = unwrap(exc.error if isinstance(exc, _RaisedError) else exc)
             if isinstance(error, OffbeatError):
                 return Group(prompt_id, version, rejected=describe(error)), failure_of(error)
             self._log(f"the workflow {self._config.workflow}", error)
@@ -99,11 +114,29 @@ class GroupPlayer:
 
         return replace(episode, generate=generate, off_the_clock=off_the_clock, score=score)
 
+    async def _call_within_bounds(self, episode: Episode) -> object:
+        """Call the workflow. If it is cancelled and has not ended soon after, it is named and left behind."""
+        playing = asyncio.create_task(self._call_workflow(episode))
+        try:
+            await asyncio.wait([playing])
+        except asyncio.CancelledError:
+            for left in await ended([playing], within_s=UNWIND_S):
+                self._warn(
+                    f"the workflow {self._config.workflow} was cancelled and goes on, {place_of_task(left)}; let asyncio.CancelledError"
+                    " pass there, as a bare except does not")
+            raise
+        return playing.result()
+
     async def _call_workflow(self, episode: Episode) -> object:
-        playing: object = self._workflow(episode)
-        if not inspect.isawaitable(playing):
-            raise CodeError(f"the workflow {self._config.workflow} must be an async function, but calling it gave {shorten(playing)}")
-        return await playing
+        try:
+            playing: object = self._workflow(episode)
+            if not inspect.isawaitable(playing):
+                raise CodeError(f"the workflow {self._config.workflow} must be an async function, but calling it gave {shorten(playing)}")
+            return await playing
+        except (Exception, asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as exc:  # which would end the event loop, or what awaits it
+            raise _RaisedError(exc) from exc
 
     def ask_filter(self, group: Group) -> tuple[Group, Failure | None, Kind | None]:
         """Ask the user's filter; returns the group, and why it failed or is refused, if it is.
@@ -112,13 +145,15 @@ class GroupPlayer:
         """
         try:
             answer: object = self._accept(group)
-            accepted = None if answer is None else bool(answer)
-        except (Exception, SystemExit) as exc:
+        except BaseException as exc:
             self._log("should_accept", exc)
             return self._fail_filter(group, f"raised {describe_at(exc)}")
-        if accepted is None:
-            return self._fail_filter(group, "must return True or False, got None")
-        if not accepted:
+        if inspect.iscoroutine(answer):
+            answer.close()
+            return self._fail_filter(group, "must not be an async function, since it is called between two steps of the event loop")
+        if not isinstance(answer, bool | np.bool_):
+            return self._fail_filter(group, f"must return True or False, got {shorten(answer)}")
+        if not answer:
             return replace(group, trajectories=(), rejected="not accepted by should_accept"), None, "not accepted"
         return group, None, None
 

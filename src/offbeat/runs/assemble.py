@@ -99,7 +99,7 @@ async def open_policy(
     channel = Channel(
         directory, keep=config.weights.keep, canary=choose_canary(inputs, config), write=write, incarnation=incarnation,
         num_receivers=lambda: len(pool.healthy) if broadcasts else 0, holds=holds, on_rewrite=partial(fleet.record.note, "rewritten"),
-        whole_every=config.weights.whole_every_versions)
+        whole_every=config.weights.whole_every_versions, note=partial(fleet.record.note, "not_removed"))
     turns, on_written = NoTurns(), wake_nobody
     if config.cluster.take_turns:
         turns = EngineTurns(

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from offbeat import ending
 from offbeat.aio import listener
 from offbeat.config.agent import PLAYS
 from offbeat.config.load import dump_toml
@@ -297,7 +298,8 @@ def execute(
             threads = ", ".join(f"{count} for each {user}" for user, count in users if count)
             record.console.note(f"CPU threads: {threads}, of {cores} cores")
         try:
-            result = asyncio.run(_with_parts(config, rank_info, inputs, record, body))
+            main = _with_parts(config, rank_info, inputs, record, body)
+            result = ending.run(main, tell=partial(record.note, "left_behind"))
             return result if rank_info.leads else None
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
@@ -350,10 +352,10 @@ async def _with_parts(config: Config, rank_info: RankInfo, inputs: RunInputs, re
     begun = False
 
     def interrupted(how: str) -> None:
-        if state.asked_to_stop or not begun:
+        if state.asked.is_set() or not begun:
             task.cancel()
             return
-        state.asked_to_stop = True
+        state.asked.set()
         record.console.note(how)
 
     listener.get()(loop, interrupted)

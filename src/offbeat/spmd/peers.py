@@ -17,7 +17,7 @@ from offbeat.config.inference import InferenceConfig
 from offbeat.config.root import Config
 from offbeat.controller.inputs import RunInputs, choose_canary
 from offbeat.data import wire
-from offbeat.errors import DeadlineError, EngineError
+from offbeat.errors import DeadlineError, EngineError, PeerError, SyncError, describe
 from offbeat.fleet.health import Healer
 from offbeat.fleet.members import State
 from offbeat.fleet.pool import EnginePool
@@ -37,21 +37,52 @@ _LOOK_S = 0.25
 _log = logging.getLogger(__name__)
 
 
+_DONE, _FAILED = b"+", b"-"
+"""What the leader's answer begins with."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What one rank says at `RankPeers.all_ready`.
+
+    Attributes:
+        failure: why it could not get ready; "" if it could.
+    """
+
+    has_result: bool
+    failure: str = ""
+
+
 class RankPeers:
     """The ranks as the loop's peers: named waits over the gloo group."""
 
     def __init__(self, sync: Sync, thread: SideThread) -> None:
         self._sync = sync
         self._thread = thread
+        self._told: Exception | None = None
 
     async def lead(self, name: str, work: Callable[[], Awaitable[T]], kind: Any, *, timeout_s: float | None = None) -> T:
-        """Let rank 0 do some work and share its result; see `Peers.lead`. A leader that fails tells the others when its run ends.
+        """Let rank 0 do some work and share its result, or why it failed; see `Peers.lead`.
 
         `timeout_s` is for work that partly runs in the leader's thread, where it shows no life.
         """
-        result = await work() if self._sync.rank == 0 else None
-        data = wire.encode(result) if self._sync.rank == 0 else None
-        return wire.decode(kind, await self._thread.run(name, partial(self._sync.broadcast, name, data, timeout_s=timeout_s)))
+        error, data = None, None
+        if self._sync.rank == 0:
+            try:
+                data = _DONE + wire.encode(await work())
+            except SyncError:
+                raise  # of which the others know
+            except Exception as exc:
+                error, data = exc, _FAILED + wire.encode(describe(exc))
+        try:
+            answer = await self._thread.run(name, partial(self._sync.broadcast, name, data, timeout_s=timeout_s))
+        except SyncError:
+            if error is not None:
+                raise error from None  # it says more than that it could not be shared
+            raise
+        if answer.startswith(_FAILED):
+            raise self._heard(error, rank=0, reason=wire.decode(str, answer[len(_FAILED):]))
+        return wire.decode(kind, answer[len(_DONE):])
 
     async def gather(self, name: str, value: T) -> list[T]:
         """See `Peers.gather`."""
@@ -61,10 +92,29 @@ class RankPeers:
         """See `Peers.meet`."""
         await self._thread.run(name, partial(self._sync.barrier, name))
 
-    async def rescue(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do nothing where there are other ranks, which wait elsewhere; see `Peers.rescue`."""
-        if self._sync.world == 1:
-            await work()
+    async def all_ready(self, name: str, work: Callable[[], Awaitable[T | None]]) -> T | None:
+        """See `Peers.all_ready`."""
+        error, result = None, None
+        try:
+            result = await work()
+        except SyncError:
+            raise
+        except Exception as exc:
+            error = exc
+        own = Ready(result is not None, "" if error is None else describe(error))
+        everyones = await self._thread.run(name, partial(self._sync.gather, name, own, patient=True))
+        for rank, ready in enumerate(everyones):
+            if ready.failure:
+                raise self._heard(error, rank=rank, reason=ready.failure)
+        return result if all(ready.has_result for ready in everyones) else None
+
+    def have_heard(self, error: BaseException) -> bool:
+        """See `Peers.have_heard`."""
+        return self._sync.world == 1 or error is self._told
+
+    def _heard(self, own: Exception | None, *, rank: int, reason: str) -> Exception:
+        self._told = own or PeerError(f"rank {rank} failed: {reason}")
+        return self._told
 
 
 @dataclass(frozen=True)

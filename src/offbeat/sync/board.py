@@ -48,7 +48,7 @@ class Wait:
     Attributes:
         n: number of the point, counted alike on every rank, from 1.
         keys: keys of the values that are exchanged behind the point; they must agree between ranks, as the name must.
-        source: rank whose beats extend this wait; None for none.
+        patient_with: other ranks whose beats extend this wait.
         messages: messages to the caller.
         heard: whether the store has answered the judge that looks at this wait.
         abandoned: why the caller left without a verdict; if this rank owns the verdict, it hands out this one.
@@ -57,7 +57,7 @@ class Wait:
     n: int
     name: str
     timeout_s: float
-    source: int | None
+    patient_with: frozenset[int]
     thread: int
     keys: tuple[str, ...] = ()
     since_s: float = field(default_factory=time.monotonic)

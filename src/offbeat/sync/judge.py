@@ -212,8 +212,7 @@ class Judge:
     def _on_missed(self, wait: Wait) -> None:
         if wait is not self._board.wait and wait.abandoned is None:
             return  # its result came meanwhile
-        is_busy = wait.source is not None and self._is_busy(wait.source, wait)
-        if is_busy and wait.abandoned is None:  # abandonment is checked second, since asking may take longer than the caller waits
+        if self._is_patient(wait) and wait.abandoned is None:  # in this order, since asking may take longer than the caller waits
             wait.messages.put(Renewed())
             return
         count = self._count(wait, points.POISON)  # from here on, a rank that comes late sees that the point was missed
@@ -250,12 +249,15 @@ class Judge:
         """Decide the n-th point, unless it is decided already."""
         self._client.compare_set(self._keys.result(n), "", encode_json(verdict).decode())
 
-    def _is_busy(self, source: int, wait: Wait) -> bool:
-        """Whether the rank whose beats extend this wait is elsewhere, and has beaten within the wait's timeout."""
-        if source == self._board.rank or not self._count(wait, 0).agreed:  # patience does not resolve a mismatch
+    def _is_patient(self, wait: Wait) -> bool:
+        """Whether a rank whose beats extend this wait is elsewhere, and each of them there, or has beaten within the wait's timeout."""
+        if not wait.patient_with or not self._count(wait, 0).agreed:  # patience does not resolve a mismatch
             return False
-        status = self._ask([source]).get(source)
-        return status is not None and status.n != wait.n and status.beat_age_s < wait.timeout_s
+        statuses = self._ask(wait.patient_with)
+        elsewhere = [status for status in statuses.values() if status.n != wait.n]
+        return (
+            statuses.keys() == wait.patient_with and bool(elsewhere)
+            and all(status.beat_age_s < wait.timeout_s for status in elsewhere))
 
     def _on_broken(self, case: Broken) -> Verdict | None:
         time.sleep(_SETTLE_S)

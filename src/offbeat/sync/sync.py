@@ -141,11 +141,12 @@ class Sync:
         atexit.register(self._at_exit)
 
     def arrive(
-        self, name: str, *, timeout_s: float | None = None, source: int | None = None, keys: Iterable[str] = (),
+        self, name: str, *, timeout_s: float | None = None, patient_with: Iterable[int] = (), keys: Iterable[str] = (),
     ) -> None:
         """Return when all ranks have come to `name` with the same `keys`, without any collective.
 
-        With `source` the wait is patient, as for `broadcast`.
+        The wait is patient with some ranks: its deadline starts again as long as each of them is there or has shown life with `beat`
+        within the last `timeout_s`, because it may wait for something that has a deadline of its own.
         """
         timeout_s = self._config.sync_timeout_s if timeout_s is None else timeout_s
         if not 0 < timeout_s < math.inf:
@@ -157,7 +158,7 @@ class Sync:
             return
         if self._closed:
             raise PeerError(f"sync point {name!r} cannot be passed: this rank has left")
-        wait = board.wait = Wait(board.arrivals, name, timeout_s, source, threading.get_ident(), tuple(keys))
+        wait = board.wait = Wait(board.arrivals, name, timeout_s, frozenset(patient_with) - {self.rank}, threading.get_ident(), tuple(keys))
         try:
             with pulse.waiting():
                 # In this order: a failure that comes after this look finds the wait on the board.
@@ -220,10 +221,13 @@ class Sync:
         with self._inside(name):
             return exchange.reduce_scalars(values, dist.ReduceOp.MAX, group=self.cpu_group, finish=self._soon(timeout_s))
 
-    def gather(self, name: str, value: T, *, timeout_s: float | None = None) -> list[T]:
-        """Return every rank's value, ordered by rank, on every rank; frozen dataclasses of one type, or what `offbeat.data.wire` takes."""
+    def gather(self, name: str, value: T, *, timeout_s: float | None = None, patient: bool = False) -> list[T]:
+        """Return every rank's value, ordered by rank, on every rank; frozen dataclasses of one type, or what `offbeat.data.wire` takes.
+
+        If it is `patient`, the wait is so with all ranks.
+        """
         data = encode(value)
-        self.arrive(name, timeout_s=timeout_s)
+        self.arrive(name, timeout_s=timeout_s, patient_with=range(self.world) if patient else ())
         with self._inside(name):
             everybody = exchange.all_gather_bytes(data, group=self.cpu_group, finish=self._soon(timeout_s))
             return [decode(type(value), item) for item in everybody]
@@ -231,18 +235,17 @@ class Sync:
     def broadcast(self, name: str, value: bytes | None, *, source: int = 0, timeout_s: float | None = None) -> bytes:
         """Return the source's bytes; the other ranks pass None.
 
-        The wait is patient: the deadline of the other ranks starts again as long as the source is elsewhere and its last `beat` is younger
-        than `timeout_s`, because it may wait for something that has a deadline of its own.
+        The wait is patient with the source.
         """
         assert (value is not None) == (self.rank == source), f"rank {source} alone gives what is sent from it"
-        self.arrive(name, timeout_s=timeout_s, source=source)
+        self.arrive(name, timeout_s=timeout_s, patient_with=(source,))
         with self._inside(name):
             return exchange.broadcast_bytes(value or b"", source=source, group=self.cpu_group, finish=self._finish)
 
     def scatter(self, name: str, parts: Sequence[bytes] | None, *, source: int = 0, timeout_s: float | None = None) -> bytes:
         """Return this rank's part: the source passes one per rank, of any sizes, the others None. Patient as `broadcast`."""
         assert len(parts or ()) == (self.world if self.rank == source else 0), f"rank {source} alone gives one part per rank"
-        self.arrive(name, timeout_s=timeout_s, source=source)
+        self.arrive(name, timeout_s=timeout_s, patient_with=(source,))
         with self._inside(name):
             return exchange.scatter_bytes(parts or (), source=source, group=self.cpu_group, finish=self._finish)
 

@@ -5,11 +5,12 @@
 
 import re
 import secrets
-import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
+from offbeat.disk import remove_tree
+from offbeat.errors import StorageError
 from offbeat.types import Version
 from offbeat.weights.protocol import Manifest
 
@@ -51,7 +52,7 @@ class Channel:
     def __init__(
         self, directory: Path, *, keep: int, canary: tuple[int, ...], write: WriteVersion, incarnation: str,
         num_receivers: Callable[[], int] = lambda: 0, holds: Callable[[Version], bool] = lambda _version: False,
-        on_rewrite: Callable[[str], None] = lambda _text: None, whole_every: int = 1,
+        on_rewrite: Callable[[str], None] = lambda _text: None, whole_every: int = 1, note: Callable[[str], None] = lambda _text: None,
     ) -> None:
         """Write versions below `directory`.
 
@@ -63,6 +64,7 @@ class Channel:
             holds: returns whether `write` would still write the weights of this version, and not newer ones.
             on_rewrite: called with a sentence when a version is written again.
             whole_every: number of versions from one that is written whole to the next.
+            note: called with a sentence when a folder that nobody needs cannot be removed.
         """
         self._directory = directory
         self._incarnation = incarnation
@@ -73,6 +75,8 @@ class Channel:
         self._holds = holds
         self._on_rewrite = on_rewrite
         self._whole_every = whole_every
+        self._note = note
+        self._left: set[Path] = set()
         self._chain: list[str] = []
         """Folders that make up the newest version: a whole one, and those of changes since; those of broadcast versions are not there."""
         self._bases: dict[str, str] = {}
@@ -111,9 +115,16 @@ class Channel:
             if folder in kept:
                 kept.add(self._bases.get(folder, ""))
             else:
-                shutil.rmtree(folder)
+                self._remove(Path(folder))
         self._bases = {folder: base for folder, base in self._bases.items() if folder in kept}
         self._states = {folder: state for folder, state in self._states.items() if folder in kept}
+
+    def _remove(self, folder: Path) -> bool:
+        """Remove a folder and return whether it is gone; if not, it is noted once, and tried again when the next version is served."""
+        if (why := remove_tree(folder)) and folder not in self._left:
+            self._left.add(folder)
+            self._note(why)
+        return not why
 
     def _is_intact(self) -> bool:
         """Tell whether all folders of the newest version were written, and are as they were written."""
@@ -123,8 +134,8 @@ class Channel:
         folder = self._directory / f"v{version:08d}-{self._incarnation}"
         # Engines never load these again: they are of an earlier start, or of this one before it failed while writing this number.
         for number, incarnation, left in self._folders():
-            if incarnation != self._incarnation or number >= version:
-                shutil.rmtree(left)
+            if (incarnation != self._incarnation or number >= version) and not self._remove(left) and left == folder:
+                raise StorageError(f"{folder} cannot be written, since what is there cannot be removed; remove it, or set weights.dir")
         self._unfinished = folder
         manifest = await self._write(version, folder, canary=self._canary, num_receivers=num_receivers, base=base)
         self._unfinished = None

@@ -6,11 +6,13 @@ Exceptions cross processes as text, so the place is put into the text by the pro
 import os
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
+from types import FrameType
 
 from offbeat.errors import describe
 
-_NOT_OWN = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))))
+_NOT_OWN = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parent, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))))
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _CELLS = (f"{os.sep}ipykernel_", "<ipython-input-")
 """What the file names of a notebook's cells contain."""
@@ -27,9 +29,16 @@ def place_of(exc: BaseException) -> str:
     or is in "a cell of the notebook".
     """
     for raised in (exc, exc.__cause__):  # which may be the same
-        for frame, line in reversed([*traceback.walk_tb(raised.__traceback__ if raised else None)]):
-            if is_own(file := frame.f_code.co_filename) and _is_written(file):
-                return f"{_shown(file)}, line {line}"
+        if place := place_in(traceback.walk_tb(raised.__traceback__ if raised else None)):
+            return place
+    return ""
+
+
+def place_in(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Return what `place_of` does, of frames with their lines, outermost first."""
+    for frame, line in reversed([*frames]):
+        if is_own(file := frame.f_code.co_filename) and _is_written(file):
+            return f"{_shown(file)}, line {line}"
     return ""
 
 

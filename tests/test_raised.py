@@ -7,8 +7,8 @@ import cloudpickle
 import pytest
 
 from offbeat.data.functions import resolve
-from offbeat.data.raised import FirstTracebacks, describe_at, place_of
 from offbeat.errors import CodeError
+from offbeat.raised import FirstTracebacks, describe_at, place_of
 
 CODE = """import json
 
