@@ -18,6 +18,12 @@ LOOPBACK = "127.0.0.1"
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
+def bearer_key(authorization: str) -> str:
+    """Return the key of an Authorization header, as in "Bearer KEY"; the scheme's case does not matter (RFC 9110). "" if it has none."""
+    scheme, _, key = authorization.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
 def is_loopback(host: str) -> bool:
     """Whether an address, or the name "localhost", belongs to this machine."""
     if host == "localhost":

@@ -33,6 +33,13 @@ def test_rows_of_every_kind_become_the_same_file(rows: Any, tmp_path: Path) -> N
     assert [path.name for path in (tmp_path / "data").iterdir()] == [file.path.name], "nothing else is left"
 
 
+def test_dates_and_times_are_written_as_iso_8601(tmp_path: Path) -> None:
+    at = pandas.Timestamp("2026-11-27 08:30:00")
+    frame = pandas.DataFrame([{**RECORDS[0], "seen": at}])
+    for rows in (frame, [{**RECORDS[0], "seen": at.to_pydatetime()}]):
+        assert read(write_rows(rows, tmp_path, argument="data").path) == [{**RECORDS[0], "seen": "2026-11-27T08:30:00"}]
+
+
 def test_a_chat_as_a_row_is_a_record_of_messages(tmp_path: Path) -> None:
     asked = ({"role": "user", "content": "1+1"},)
     file = write_rows([Row(asked, "2", {"level": "easy"}, solution="It is 2.")], tmp_path, argument="data")

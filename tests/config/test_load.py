@@ -134,6 +134,23 @@ def test_a_syntax_error_names_file_and_line(tmp_path):
     assert refusal(path=path).startswith(f"{path} is not valid TOML at line 2, column 8: invalid value")
 
 
+def test_a_file_of_an_editor_that_marks_its_byte_order_is_read(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('[run]\nname = "marked"\n', encoding="utf-8-sig")
+    assert load_config(str(path)).run.name == "marked"
+
+
+@pytest.mark.parametrize(("text", "sentence"), [
+    (f"[run]\nseed = {'9' * 5000}", "has a value that cannot be read: Exceeds the limit"),
+    (f"[run]\nseed = {'[' * 3000}", "has lists or tables inside each other, more than Python reads"),
+    (f"[run]\nseed = {2**80}", "run.seed must be <= 4294967295")])
+def test_values_that_no_setting_can_have_are_refused_in_a_sentence(text, sentence, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=sentence):
+        load_config(str(path))
+
+
 def test_an_override_below_something_that_is_no_table_is_refused(tmp_path):
     path = written(tmp_path, "rollout = 3\n")
     assert refusal(("rollout.group_size", "4"), path=path).startswith("rollout must be a table of settings, got 3")

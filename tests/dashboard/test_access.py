@@ -53,7 +53,8 @@ def test_the_key_is_taken_as_a_cookie_or_as_a_bearer_token() -> None:
     http = client("plain-key")
     assert http.get("/", params={"key": "plain-key"}).status_code == 303
     assert http.get("/api/runs").text == "secret"
-    assert client("plain-key").get("/api/runs", headers={"authorization": "Bearer plain-key"}).text == "secret"
+    for scheme in ("Bearer", "bearer"):
+        assert client("plain-key").get("/api/runs", headers={"authorization": f"{scheme} plain-key"}).text == "secret"
 
 
 def test_every_answer_forbids_scripts_from_elsewhere_frames_and_sniffing() -> None:

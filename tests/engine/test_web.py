@@ -23,7 +23,8 @@ def test_without_a_key_only_programs_of_this_machine_may_ask(http, status) -> No
 
 
 @pytest.mark.parametrize(("http", "allowed"), [
-    (asked(authorization="Bearer k"), True), (asked(x_api_key="k"), True), (asked(), False), (asked(authorization="k"), False),
+    (asked(authorization="Bearer k"), True), (asked(authorization="bearer k"), True),
+    (asked(x_api_key="k"), True), (asked(), False), (asked(authorization="k"), False),
     (asked(authorization="Bearer x", x_api_key="k"), False), (asked(host="evil.example", authorization="Bearer k"), True)])
 def test_with_a_key_only_its_holders_may_ask(http, allowed) -> None:
     refused = refusal(http, "k")

@@ -14,6 +14,7 @@ from offbeat.data.reward import FailedReward, NamedReward
 from offbeat.data.row import Row
 from offbeat.errors import CodeError
 from offbeat.rollout.reward_pool import RewardPool, secret_variables
+from waiting import until
 
 REWARDS = Path(__file__).parents[1] / "support" / "rewards.py"
 ROW = Row("1>", "y")
@@ -51,6 +52,15 @@ def test_rewards_by_name_come_as_their_sum_which_knows_them() -> None:
         assert isinstance(failed, FailedReward)
 
     check("by_name", body)
+
+
+def test_a_copy_that_a_reward_has_forked_never_answers_in_its_place() -> None:
+    async def body(pool: RewardPool) -> None:
+        (worker,) = psutil.Process().children()
+        assert await pool.score(["y"] * 20, ROW) == [1.0] * 20
+        await until(lambda: all(child.status() == psutil.STATUS_ZOMBIE for child in worker.children()))
+
+    check("forks", body)
 
 
 def test_a_completion_on_which_the_reward_raises_fails_alone_and_keeps_its_process() -> None:

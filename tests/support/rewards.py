@@ -161,3 +161,9 @@ def best_of_group(completions, row):
     longest = max(map(len, completions))
     return [FailedReward("no judgement") if not each else {"longest": len(each) == longest, "right": each == row.answer}
             for each in completions]
+
+
+def forks(completion, row):
+    """A copy of the process comes back from the call, too."""
+    os.fork()
+    return 1.0

@@ -33,7 +33,7 @@ from offbeat.chat.responses import Responses
 from offbeat.chat.sending import GONE, KEEP_ALIVE_S, ChatResponse, Refusal, WriteError, no_such_endpoint, param_of
 from offbeat.connections import Connections
 from offbeat.errors import BusyError, EngineError, OffbeatError, RefusedError, UserError
-from offbeat.hosts import LOOPBACK, is_loopback
+from offbeat.hosts import LOOPBACK, bearer_key, is_loopback
 from offbeat.inference.sampling import Sampling
 from offbeat.listening import BodyTooLargeError, GuestServer, SlowBodyError, bind, read_body, run_bounds
 from offbeat.rollout.episode import Generate
@@ -206,7 +206,7 @@ class Proxy:
         return _json(msgspec.json.encode(model_entry(name, self._started)))
 
     def _session_of(self, http: Request) -> Session:
-        bearer = http.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        bearer = bearer_key(http.headers.get("authorization", ""))
         # A key in the path comes first: clients that cannot be given a key send one that means nothing.
         key = http.path_params.get("key") or bearer
         try:

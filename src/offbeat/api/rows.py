@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import date, time
 from pathlib import Path
 from typing import Any, cast
 
@@ -162,9 +163,11 @@ def _encode(record: Mapping[str, Any], argument: str, number: int) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of numpy, pandas or pathlib as JSON knows it."""
+    """Return a value of numpy, pandas, datetime or pathlib as JSON knows it."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    if isinstance(value, date | time):  # a Timestamp of pandas is a datetime, and that is a date
+        return value.isoformat()
     if hasattr(value, "tolist"):  # arrays and scalars of numpy
         return value.tolist()
     raise NotImplementedError(f"{shorten(value)} is not JSON")

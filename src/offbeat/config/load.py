@@ -204,14 +204,18 @@ def _following_value(key: str, following: str | None) -> str | None:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows put a mark of the byte order first
     except FileNotFoundError as exc:
         raise ConfigError(f"configuration file {path} does not exist; give the path of a TOML file") from exc
     except tomllib.TOMLDecodeError as exc:
         reason, _, place = str(exc).rpartition(" (at ")
         raise ConfigError(f"{path} is not valid TOML at {place.rstrip(')')}: {reason[:1].lower()}{reason[1:]}") from exc
+    except RecursionError as exc:
+        raise ConfigError(f"{path} has lists or tables inside each other, more than Python reads; give fewer levels") from exc
     except UnicodeDecodeError as exc:
         raise ConfigError(f"{path} is not UTF-8 text (byte {exc.start}); give a TOML file") from exc
+    except ValueError as exc:  # such as an integer of thousands of digits
+        raise ConfigError(f"{path} has a value that cannot be read: {exc}") from exc
     except OSError as exc:
         raise ConfigError(f"configuration file {path} cannot be read: {exc.strerror}; give the path of a TOML file") from exc
 
@@ -294,6 +298,10 @@ def _sentence(exc: ValidationError) -> str:
     return listed_errors([_explain(error) for error in exc.errors(include_url=False)])
 
 
+def _number(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
+
+
 def _explain(error: Any) -> str:
     """Turn one pydantic error into a sentence in this project's form."""
     key, kind, got = ".".join(map(str, error["loc"])), error["type"], error["input"]
@@ -309,7 +317,7 @@ def _explain(error: Any) -> str:
     hint = f"; {HINTS[setting_of(key)]}" if setting_of(key) in HINTS else ""
     if kind in _BOUNDS:
         sign, name = _BOUNDS[kind]
-        return f"{key} must be {sign} {error['ctx'][name]:g}, got {got!r}{hint}"
+        return f"{key} must be {sign} {_number(error['ctx'][name])}, got {got!r}{hint}"
     if kind == "literal_error":
         return _not_a_choice(".".join(part for part in error["loc"] if isinstance(part, str)), got)
     if kind == "string_pattern_mismatch":

@@ -13,7 +13,7 @@ class RunConfig(Section):
     mode: Literal["controller", "spmd"] = field(
         "controller", "What runs the training loop: one controller process, which starts the ranks and uses no device itself, or every rank"
         " started by torchrun.")
-    seed: int = field(0, "Seed of weights, data order and sampling.", ge=0)
+    seed: int = field(0, "Seed of weights, data order and sampling.", ge=0, le=2**32 - 1)
     total_steps: int = field(100, "Optimizer steps to train; the learning-rate schedule spans them.", ge=1)
     warm_up: bool = field(
         False, "Begin with supervised fine-tuning, configured in [sft]; a model with random weights earns no reward to learn from.")

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from offbeat.hosts import names_loopback
+from offbeat.hosts import bearer_key, names_loopback
 
 _HEADERS = {
     # No script but the page's own may run, whatever a model wrote; nothing is loaded from elsewhere, and no other site may frame the page.
@@ -54,7 +54,7 @@ class Gate:
             response = RedirectResponse("/", 303)  # so that the key is not left in the address bar
             response.set_cookie(cookie, given, httponly=True, samesite="strict")
             return response
-        bearer = http.headers.get("authorization", "").removeprefix("Bearer ")
+        bearer = bearer_key(http.headers.get("authorization", ""))
         if self._is_key(bearer) or self._is_key(http.cookies.get(cookie, "")):
             return None
         return PlainTextResponse("this page wants its key; open the address that offbeat watch has printed, with ?key=…\n", 401)

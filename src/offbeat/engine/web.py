@@ -20,7 +20,7 @@ from offbeat.chat.sending import GONE, Refusal, WriteError, param_of
 from offbeat.connections import Connections
 from offbeat.engine.adapters import UnknownAdapterError
 from offbeat.errors import BusyError, OffbeatError, RefusedError, UserError
-from offbeat.hosts import names_loopback
+from offbeat.hosts import bearer_key, names_loopback
 from offbeat.listening import BodyTooLargeError, BoundedServer, SlowBodyError, read_body, run_bounds
 
 logger = logging.getLogger(__name__)
@@ -60,8 +60,8 @@ def refusal(http: HttpRequest, key: str) -> tuple[str, int] | None:
     The key may also come in the header of Anthropic's older clients.
     """
     if key:
-        given = http.headers.get("authorization") or f"Bearer {http.headers.get('x-api-key', '')}"
-        if secrets.compare_digest(given.encode(), f"Bearer {key}".encode()):
+        given = bearer_key(http.headers.get("authorization", "")) or http.headers.get("x-api-key", "")
+        if secrets.compare_digest(given.encode(), key.encode()):
             return None
         return "this engine wants its key; send it as 'Authorization: Bearer KEY'", 401
     host, origin = http.headers.get("host", ""), http.headers.get("origin")

@@ -79,6 +79,7 @@ class _Server:
     def __init__(self, name: str, connection: socket.socket) -> None:
         self._name = name
         self._connection = connection
+        self._pid = os.getpid()
         self._frames: queue.SimpleQueue[tuple[int, int, bytes]] = queue.SimpleQueue()
         self._wake: Callable[[], object] = lambda: None
         self._writing = threading.Lock()
@@ -184,6 +185,8 @@ class _Server:
             self._frame(RESULT, call_id, result)
 
     def _frame(self, kind: int, call_id: int, payload: bytes) -> None:
+        if os.getpid() != self._pid:
+            os._exit(0)  # a copy that user code has forked and come back from; the process itself answers
         with self._writing:
             self._connection.sendall(HEADER.pack(len(payload), call_id, kind))
             self._connection.sendall(payload)

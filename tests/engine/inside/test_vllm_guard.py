@@ -32,7 +32,9 @@ def test_every_path_wants_the_key(path: str) -> None:
     assert answered(path) == 401
     assert answered(path, (b"authorization", b"Bearer another")) == 401
     assert answered(path, (b"authorization", b"the-key")) == 401
-    assert answered(path, (b"authorization", b"Bearer the-key")) == "served"
+    for scheme in (b"Bearer", b"bearer"):
+        assert answered(path, (b"authorization", scheme + b" the-key")) == "served"
+    assert answered(path, (b"authorization", b"the-key")) == 401
 
 
 def test_a_web_socket_wants_it_as_well() -> None:

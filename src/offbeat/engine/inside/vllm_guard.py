@@ -15,7 +15,8 @@ _REFUSAL = "this engine wants its key; send it as 'Authorization: Bearer KEY'"
 def may_enter(scope: Any, key: str) -> bool:
     """Whether an HTTP request or a web socket carries the key; if no key is set, everyone may enter."""
     given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-    return not key or hmac.compare_digest(given, f"Bearer {key}".encode())
+    scheme, _, own = given.partition(b" ")
+    return not key or (scheme.lower() == b"bearer" and hmac.compare_digest(own.strip(), key.encode()))
 
 
 async def refuse(scope: Any, receive: Callable[..., Any], send: Callable[..., Any]) -> None:

@@ -6,7 +6,7 @@ from ipaddress import ip_address
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from offbeat.hosts import is_loopback
+from offbeat.hosts import bearer_key, is_loopback
 from offbeat.service.app.reply import refusal
 from offbeat.service.errors import NameRefusedError, UnknownError, UnknownKeyError
 from offbeat.service.keys import Keys
@@ -23,8 +23,7 @@ def authenticate(http: Request, keys: Keys) -> Caller:
     Raises:
         UnknownKeyError: the key is missing or unknown.
     """
-    scheme, _, bearer = http.headers.get("authorization", "").partition(" ")
-    key = http.headers.get(_HEADER) or (bearer.strip() if scheme.lower() == "bearer" else "")
+    key = http.headers.get(_HEADER) or bearer_key(http.headers.get("authorization", ""))
     if not key:
         raise UnknownKeyError(
             "this server requires an API key; set TINKER_API_KEY, or send the key as X-API-Key or 'Authorization: Bearer KEY'")
