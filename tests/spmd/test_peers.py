@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -26,9 +27,7 @@ def make_pool() -> EnginePool:
     return EnginePool([SimpleNamespace(name=name, url=url) for name, url in PUBLISHED.urls.items()])
 
 
-async def not_found(engine: SimpleNamespace) -> str:
-    raise EngineError(f"{engine.name} is where it was")
-
+NO_NEWS: Any = SimpleNamespace()
 
 def talk_and_publish(groups, _):
     """What a rank heard of its peers, and of two publishes: of whole weights, and of one that engines do not serve yet."""
@@ -85,7 +84,7 @@ def test_all_ranks_learn_how_weights_were_served_or_go_on_before_they_are(heard:
 
 def test_a_rank_that_rolls_out_lets_only_the_engines_serve_that_rank_0_proved() -> None:
     pool = make_pool()
-    followed = Followed(pool, InferenceConfig(), find=not_found)
+    followed = Followed(pool, InferenceConfig(), news=NO_NEWS)
     followed.take(PUBLISHED)
     assert set(pool.healthy) == {"engine 1"}
     healed = replace(REPORT, version=4, serving=("engine 0", "engine 1"), quarantined={})
@@ -96,7 +95,7 @@ def test_a_rank_that_rolls_out_lets_only_the_engines_serve_that_rank_0_proved() 
 
 def test_an_engine_that_rank_0_started_anew_is_routed_to_where_it_is_even_if_nobody_missed_it() -> None:
     pool = make_pool()
-    followed = Followed(pool, InferenceConfig(), find=not_found)
+    followed = Followed(pool, InferenceConfig(), news=NO_NEWS)
     followed.take(replace(PUBLISHED, report=replace(REPORT, serving=tuple(PUBLISHED.urls), quarantined={})))
     moved = PUBLISHED.urls | {"engine 1": "http://127.0.0.1:9999"}
     followed.take(Published(replace(REPORT, version=4, serving=tuple(PUBLISHED.urls), quarantined={}), moved))
@@ -129,7 +128,7 @@ def test_a_rank_goes_to_where_an_engine_was_started_anew_before_the_next_publish
         clients = Client(old, lives), Client(old, lives)
         leader, follower = (EnginePool([client]) for client in clients)
         config = InferenceConfig(probe_interval_s=0.05, probe_timeout_s=0.5)
-        followed = Followed(follower, config, find=EngineNews(follows).find)
+        followed = Followed(follower, config, news=EngineNews(follows))
         followed.take(Published(replace(REPORT, serving=("engine 0",), quarantined={}), {"engine 0": old}))
         async with beside(EngineNews(leads).watch(leader), followed.watch()):
             await asyncio.sleep(0.1)
@@ -142,6 +141,33 @@ def test_a_rank_goes_to_where_an_engine_was_started_anew_before_the_next_publish
             await asyncio.sleep(0.2)
             assert follower.states["engine 0"].value == "healing", "it serves no version that is published"
             lives[new] = 3
+            await asyncio.sleep(0.4)
+            assert follower.states["engine 0"].value == "healing", "it says that it serves the version, and rank 0 has not seen the proof"
+            leader.restore("engine 0", 3)
+            await until(lambda: set(follower.healthy) == {"engine 0"})
+        for notice in (leads, follows):
+            notice.close()
+
+    asyncio.run(body())
+
+
+def test_an_engine_that_rank_0_has_refused_serves_no_other_rank_however_well_it_says_it_is() -> None:
+    url = PUBLISHED.urls["engine 0"]
+
+    async def body() -> None:
+        store = host_store(60)
+        leads, follows = (Notice(connect_store("127.0.0.1", store.port, timeout_s=60), "engines") for _ in range(2))
+        lives = {url: 3}
+        leader, follower = (EnginePool([Client(url, lives)]) for _ in range(2))
+        leader.admit("engine 0", 2)
+        followed = Followed(follower, InferenceConfig(probe_interval_s=0.05, probe_timeout_s=0.5), news=EngineNews(follows))
+        async with beside(EngineNews(leads).watch(leader), followed.watch()):
+            followed.take(Published(replace(REPORT, serving=(), quarantined={"engine 0": "its canary is off"}), {"engine 0": url}))
+            leader.quarantine("engine 0", "its canary is off")
+            await asyncio.sleep(0.6)
+            assert not follower.healthy
+            leader.mark_healing("engine 0")
+            leader.restore("engine 0", 3)
             await until(lambda: set(follower.healthy) == {"engine 0"})
         for notice in (leads, follows):
             notice.close()

@@ -32,7 +32,7 @@ from offbeat.types import Version
 T = TypeVar("T")
 
 _LOOK_S = 0.25
-"""Interval between two looks at the addresses of rank 0's engines."""
+"""Interval between two looks at how rank 0's engines are."""
 
 _log = logging.getLogger(__name__)
 
@@ -194,23 +194,44 @@ def follow(
     return publisher(followed.take) if followed is not None else publisher()
 
 
+@dataclass(frozen=True)
+class Standing:
+    """An engine as rank 0 sees it.
+
+    Attributes:
+        version: of the weights that it has proven; None while it is out of service, or before its first proof.
+    """
+
+    url: str
+    version: Version | None
+
+
 class EngineNews:
-    """Addresses of rank 0's engines, for ranks that cannot wait for the next publish; shared without a sync point."""
+    """Rank 0's engines, for ranks that cannot wait for the next publish; shared without a sync point."""
 
     def __init__(self, notice: Notice) -> None:
         self._notice = notice
 
     async def watch(self, pool: EnginePool) -> None:
-        """On rank 0: announce each restarted engine with the URLs of all engines, until cancelled."""
-        told = _urls_of(pool)
+        """On rank 0: announce where engines are and what they have proven, whenever it changes, until cancelled."""
+        told: dict[str, Standing] = {}
         while True:
-            await asyncio.sleep(_LOOK_S)
-            if (urls := _urls_of(pool)) != told:
+            if (standings := _standings_of(pool)) != told:
                 try:
-                    await self._notice.put_up(wire.encode_json(urls).decode())
-                    told = urls
+                    await self._notice.put_up(wire.encode_json(standings).decode())
+                    told = standings
                 except DeadlineError as exc:  # the next publish announces it
-                    _log.warning("the other ranks cannot be told where engines are: %s", exc)
+                    _log.warning("the other ranks cannot be told how engines are: %s", exc)
+            await asyncio.sleep(_LOOK_S)
+
+    async def standing(self, name: str) -> Standing | None:
+        """On another rank: return how an engine is, as far as rank 0 has announced it.
+
+        Raises:
+            DeadlineError: the store does not answer.
+        """
+        text = await self._notice.read()
+        return wire.decode_json(dict[str, Standing], text.encode()).get(name) if text else None
 
     async def find(self, engine: EngineClient) -> str:
         """On another rank: return the engine's current URL.
@@ -219,11 +240,14 @@ class EngineNews:
             EngineError: as far as rank 0 has announced, the engine has not moved.
             DeadlineError: the store does not answer.
         """
-        text = await self._notice.read()
-        url = wire.decode_json(dict[str, str], text.encode()).get(engine.name, "") if text else ""
-        if url in ("", engine.url):
+        standing = await self.standing(engine.name)
+        if standing is None or standing.url == engine.url:
             raise EngineError(f"rank 0 has not started {engine.name} anew since its last publish; it has to heal it first")
-        return url
+        return standing.url
+
+
+def _standings_of(pool: EnginePool) -> dict[str, Standing]:
+    return {name: Standing(member.client.url, None if member.out else member.version) for name, member in pool.members.items()}
 
 
 def _urls_of(pool: EnginePool) -> dict[str, str]:
@@ -233,11 +257,11 @@ def _urls_of(pool: EnginePool) -> dict[str, str]:
 class Followed:
     """In the pool of another rank: the engines as rank 0 has published to them."""
 
-    def __init__(self, pool: EnginePool, config: InferenceConfig, *, find: Callable[[EngineClient], Awaitable[str]]) -> None:
-        """`find` returns the new URL of an engine that is no longer at its old one; see `EngineNews.find`."""
+    def __init__(self, pool: EnginePool, config: InferenceConfig, *, news: EngineNews) -> None:
+        """`news` are those of rank 0."""
         self._pool = pool
         self._config = config
-        self._find = find
+        self._news = news
         self._version: Version | None = None
 
     def take(self, published: Published) -> None:
@@ -255,11 +279,11 @@ class Followed:
                 pool.admit(name, report.version)
 
     async def watch(self) -> None:
-        """Notice failing engines, and restore them at their current URLs once rank 0 has healed them; runs until cancelled."""
+        """Notice failing engines, and restore them at their current URLs once they have proven themselves to rank 0; until cancelled."""
         interval_s = self._config.probe_interval_s
         # Rank 0 does the healing; this rank only checks whether it is done, and may do so often.
         healer = Healer(
-            self._pool, reload=self._look, restart=lambda name: self._find(self._pool.client(name)), probe_interval_s=interval_s,
+            self._pool, reload=self._look, restart=lambda name: self._news.find(self._pool.client(name)), probe_interval_s=interval_s,
             probe_timeout_s=self._config.probe_timeout_s, max_backoff_s=interval_s)
         await healer.run()
 
@@ -267,4 +291,7 @@ class Followed:
         version = (await engine.health(timeout_s=self._config.probe_timeout_s)).get("version")
         if version != self._version:
             raise EngineError(f"{engine.name} serves version {version}, and {self._version} is published; rank 0 has to heal it first")
+        standing = await self._news.standing(engine.name)
+        if standing is None or standing.version != self._version or standing.url != engine.url:
+            raise EngineError(f"{engine.name} has not proven version {self._version} to rank 0; rank 0 has to heal it first")
         return self._version

@@ -120,7 +120,7 @@ async def _open(
     if engines is None:
         pool = await open_pool(stack, addresses, config, record, model=inputs.model)
         source = EngineRollouts(own, record, rows, make_dispatcher(pool, config.inference, record).generate, user_code)
-        followed = Followed(pool, config.inference, find=(await _open_news(stack, config, rank_info)).find)
+        followed = Followed(pool, config.inference, news=await _open_news(stack, config, rank_info))
         return parts(follow(trainers, inputs, config, peers, followed=followed), source, watch=followed.watch)
     fleet = await open_fleet(stack, engines, addresses, config, record, model=inputs.model)
     policy = await open_policy(
