@@ -9,6 +9,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin
@@ -183,6 +184,12 @@ def settings(section: type[Section] = Config, prefix: str = "") -> Iterator[tupl
             yield f"{prefix}{name}", info
 
 
+@cache
+def _fields() -> Mapping[str, FieldInfo]:
+    """Return all leaf settings by name, which are looked up for every override."""
+    return dict(settings())
+
+
 def _is_section(info: FieldInfo) -> bool:
     return isinstance(info.annotation, type) and issubclass(info.annotation, Section)
 
@@ -190,7 +197,7 @@ def _is_section(info: FieldInfo) -> bool:
 def _following_value(key: str, following: str | None) -> str | None:
     """Return the argument after `--key` if it is the key's value, or None if the key stands alone and means true."""
     key = ALIASES.get(key, key)
-    info = dict(settings()).get(setting_of(key))
+    info = _fields().get(setting_of(key))
     if info is None and setting_of(key) == key:
         raise ConfigError(_unknown(key))
     if info is not None and info.annotation is bool:
@@ -226,7 +233,7 @@ def _parse_value(key: str, text: str) -> Any:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    info = dict(settings()).get(setting_of(key))
+    info = _fields().get(setting_of(key))
     is_text = info is not None and (info.annotation is str or get_origin(info.annotation) is Literal)
     if setting_of(key) == "rollout.reward" and isinstance(parsed.get("value"), list | dict):  # several
         is_text = False
