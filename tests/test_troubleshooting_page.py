@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,13 @@ ROWS = [line.split(" | ")[0].removeprefix("| ") for line in (ROOT / "docs" / "tr
         if line.startswith("| `")]
 
 
-def texts() -> Iterator[str]:
+@cache
+def source() -> str:
     """All strings of the source, with `…` for what is filled in."""
+    return "\n".join(_texts())
+
+
+def _texts() -> Iterator[str]:
     for path in sorted((ROOT / "src" / "offbeat").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
@@ -25,10 +31,7 @@ def texts() -> Iterator[str]:
                 yield node.value
 
 
-SOURCE = "\n".join(texts())
-
-
 @pytest.mark.parametrize("quoted", [row for row in ROWS if row not in ELSEWHERE])
 def test_a_quoted_sentence_can_be_said(quoted: str) -> None:
     words = [re.escape(part.strip()) for part in quoted.strip("`").split("…") if part.strip(" ;,.")]
-    assert words and re.search(r"[^\n]*".join(words), SOURCE), f"nothing in the source says {quoted}"
+    assert words and re.search(r"[^\n]*".join(words), source()), f"nothing in the source says {quoted}"

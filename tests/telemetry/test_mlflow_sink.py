@@ -7,11 +7,12 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from offbeat.telemetry.mlflow_sink import flat_settings, metric_name, open_sink
+from offbeat.loading import load_module
 
 # Found but not loaded, which takes seconds that every process of a test run would spend.
 pytestmark = pytest.mark.skipif(not (find_spec("mlflow") and find_spec("alembic")), reason="needs mlflow and alembic")
@@ -95,15 +96,24 @@ def test_tables_of_samples_are_tables_of_mlflow(runs: list[dict[str, Any]]) -> N
             "tokens": {"0": 1, "1": 2}}
 
 
-def test_names_and_settings_are_such_as_mlflow_takes() -> None:
+@pytest.fixture
+def sink() -> ModuleType:
+    """The module of the sink, which loads MLflow."""
+    return load_module("offbeat.telemetry.mlflow_sink")
+
+
+def test_names_and_settings_are_such_as_mlflow_takes(sink: ModuleType) -> None:
+    metric_name, flat_settings = sink.metric_name, sink.flat_settings
     assert metric_name("train/loss_mean") == "train/loss_mean"
     assert metric_name("reward/../a//b,c") == "reward/_/a/_/b_c" and metric_name("reward/ä_mean") == "reward/ä_mean"
     assert dict(flat_settings({"a": {"b": {"c": None}}, "text": "x" * 7000})) == {"a.b.c": "null", "text": "x" * 6000}
 
 
-def test_the_address_of_the_environment_says_where_metrics_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_of_the_environment_says_where_metrics_go(
+    sink: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'elsewhere.db'}")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "sort").mkdir(parents=True)
-    open_sink(tmp_path / "runs" / "sort", {}).close()
+    sink.open_sink(tmp_path / "runs" / "sort", {}).close()
     assert (tmp_path / "elsewhere.db").exists() and [path.name for path in (tmp_path / "runs").iterdir()] == ["sort"]
