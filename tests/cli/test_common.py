@@ -179,7 +179,7 @@ def train_with(
         return Path("the report")
 
     (tmp_path / "a.toml").touch()
-    monkeypatch.setattr("offbeat.cli.train.run_training", run)
+    monkeypatch.setattr("offbeat.runs.run.run_training", run)
     monkeypatch.setattr(common, "write_report", report)
     return main(["train", str(tmp_path / "a.toml"), "--data.task", "sort_digits"])
 

@@ -12,8 +12,6 @@ import psutil
 import pytest
 
 from offbeat.cli import main as cli
-from offbeat.cli.engine import read_key
-from offbeat.errors import ConfigError
 from small_run import start_offbeat
 from waiting import wait_until
 
@@ -54,18 +52,6 @@ def test_an_engine_beyond_this_machine_wants_a_key_which_no_argument_shows(
         capsys.readouterr().err)
     assert cli.main(["engine", "--model", model_dir, "--api-key", "secret"]) == 2
     assert "--api-key is not an option of 'offbeat engine'" in capsys.readouterr().err
-
-
-def test_a_key_comes_from_the_environment_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OFFBEAT_API_KEY", "from-the-environment")
-    (tmp_path / "key").write_text("from-a-file\n")
-    (tmp_path / "empty").write_text(" \n")
-    assert read_key(None) == "from-the-environment"
-    assert read_key(str(tmp_path / "key")) == "from-a-file"
-    with pytest.raises(ConfigError, match="--key-file .*empty is empty; write a long random key into it"):
-        read_key(str(tmp_path / "empty"))
-    with pytest.raises(ConfigError, match="--key-file .*none cannot be read: No such file"):
-        read_key(str(tmp_path / "none"))
 
 
 def test_a_busy_port_is_a_mistake(model_dir: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.cli import common, train
+from offbeat.cli import common
 from offbeat.cli import main as cli
 from offbeat.errors import ConfigError, WorkerError
 from small_run import offbeat
@@ -22,7 +22,7 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def run_training(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(train, "run_training", run_training)
+    monkeypatch.setattr("offbeat.runs.run.run_training", run_training)
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_a_command_whose_reader_goes_away_trains_on_if_it_trains_and_else_ends(c
         trained.append(line)
 
     trained: list[int] = []
-    monkeypatch.setattr(train, "run_training", print_much)
+    monkeypatch.setattr("offbeat.runs.run.run_training", print_much)
     monkeypatch.setattr(common, "report_line", lambda *_: None)
     for words, goes_on in ((["train", config], True), (["config", "docs"], False)):
         reader, writer = os.pipe()

@@ -3,7 +3,6 @@
 import pytest
 
 from offbeat.cli import main as cli
-from offbeat.cli import quickstart
 from offbeat.config.root import Config
 from offbeat.runs.run import RunResult
 
@@ -29,7 +28,7 @@ def judge(monkeypatch, tmp_path):
             (config.run_dir / "metrics.jsonl").write_text('{"global_step": 1, "reward/mean": 0.5}\n')
             return outcome
 
-        monkeypatch.setattr(quickstart, "run_training", run_training)
+        monkeypatch.setattr("offbeat.runs.run.run_training", run_training)
         return cli.main(["quickstart", "--run.dir", str(tmp_path), *words])
 
     run.ran = ran

@@ -9,14 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from offbeat.api import session
 from offbeat.api.session import PRIVATE_UMASK, hearing_signals
+from offbeat.cli.main import loading_hint
 from offbeat.config.load import load_config
 from offbeat.config.root import Config
 from offbeat.dashboard.beside import LivePage
 from offbeat.dashboard.report import write_report
+from offbeat.loading import load_module
 from offbeat.runs.rank_info import read_rank_info
 from offbeat.telemetry.console import Console, choose_mode
 
@@ -30,25 +32,25 @@ class Result(Protocol):
 
 
 def add_training_command(
-    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, train: Callable[..., Result | None], *,
-    description: str, examples: str,
+    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, function: str, *, description: str, examples: str,
 ) -> None:
     """Add a command that trains as CONFIG says.
 
     Args:
-        train: called with the configuration, a console and `debug`; returns None on a rank of SPMD mode that does not lead.
+        function: name of what trains, for `load_run`.
     """
     parser = subparsers.add_parser(
         name, description=description, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_config_argument(parser)
     add_dashboard_argument(parser)
-    parser.set_defaults(run=partial(_train, train))
+    parser.set_defaults(run=partial(_train, function))
 
 
-def _train(train: Callable[..., Result | None], args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+def _train(function: str, args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     """Train, and print where the report is; return 130 if stopped before the end, like any interrupted command."""
     config = load_config(args.config, overrides)
     keep_private(config)
+    train = load_run(function)
     with hearing_signals(), telling_how_to_go_on(config, args, given_words()) as stopped, run_console(config, args) as console:
         result = train(config, console, debug=args.debug)
         if result is None:  # the leader reports for all
@@ -57,6 +59,16 @@ def _train(train: Callable[..., Result | None], args: argparse.Namespace, overri
             stopped()
         report_line(config, args)
     return 130 if result.stopped_early else 0
+
+
+def load_run(function: str) -> Callable[..., Any]:
+    """Return a function of `runs.run`, which is called with the configuration, a console and `debug`.
+
+    It returns None on a rank of SPMD mode that does not lead. It is loaded here and not at the top, because that takes a second more, and a
+    wrong setting is found and help is shown without it.
+    """
+    with loading_hint():
+        return getattr(load_module("offbeat.runs.run"), function)
 
 
 def telling_how_to_go_on(

@@ -3,7 +3,6 @@
 import argparse
 
 from offbeat.cli.common import add_training_command
-from offbeat.runs.run import run_preference
 
 _DESCRIPTION = """\
 Preference training: makes the chosen answer of each pair likelier than the rejected one. The result is in the run's folder export.
@@ -30,4 +29,4 @@ examples:
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `dpo` to the parser."""
     add_training_command(
-        subparsers, "dpo", run_preference, description=_DESCRIPTION, examples=_EXAMPLES)
+        subparsers, "dpo", "run_preference", description=_DESCRIPTION, examples=_EXAMPLES)

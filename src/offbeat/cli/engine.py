@@ -2,13 +2,12 @@
 
 import argparse
 import asyncio
-import os
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
+from offbeat.cli.keys import read_key
 from offbeat.cpu import this_cpu
 from offbeat.data.model_folder import check_model_folder
 from offbeat.data.tokenizer import load_tokenizer
@@ -96,23 +95,6 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         max_adapter_rank=args.max_adapter_rank, stall_timeout_s=args.stall_timeout_s, api_key=key, version=-1)
     asyncio.run(_serve(args, options))
     return 0
-
-
-def read_key(file: str | None) -> str:
-    """Return the key in a file, or $OFFBEAT_API_KEY if no file is given; empty for no key.
-
-    Raises:
-        ConfigError: the file cannot be read, or is empty.
-    """
-    if file is None:
-        return os.environ.get("OFFBEAT_API_KEY", "")
-    try:
-        key = Path(file).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"--key-file {file} cannot be read: {getattr(exc, 'strerror', '') or 'it is not ASCII text'}") from exc
-    if not key:
-        raise ConfigError(f"--key-file {file} is empty; write a long random key into it")
-    return key
 
 
 async def _serve(args: argparse.Namespace, options: EngineOptions) -> None:

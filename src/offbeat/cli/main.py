@@ -6,7 +6,7 @@ Exit codes: 0 done, 1 a run failed, 2 user error, 130 interrupted.
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import version
@@ -126,7 +126,7 @@ def build_parser(command: str) -> argparse.ArgumentParser:
         return parser
     if COMMANDS[command].needs_train:
         require("train", TRAIN, wanted_by=command)
-    with _loading_hint(command):
+    with loading_hint() if COMMANDS[command].needs_train else nullcontext():
         load_module(f"offbeat.cli.{COMMANDS[command].module}").add_parser(commands)
     return parser
 
@@ -149,11 +149,11 @@ def _no_argument(word: str, command: str) -> str:
 
 
 @contextmanager
-def _loading_hint(command: str) -> Iterator[None]:
+def loading_hint() -> Iterator[None]:
     """Say on a terminal that libraries are loaded, which takes seconds where a command trains, and take it back."""
-    says = COMMANDS[command].needs_train and sys.stdout.isatty() and "--json" not in sys.argv
+    says = sys.stdout.isatty() and "--json" not in sys.argv
     if says:
-        sys.stdout.write(f"offbeat {command}: loading")
+        sys.stdout.write("offbeat: loading")
         sys.stdout.flush()
     try:
         yield

@@ -10,13 +10,13 @@ from offbeat.cli.common import (
     add_json_argument,
     given_words,
     keep_private,
+    load_run,
     report_line,
     run_console,
     telling_how_to_go_on,
 )
 from offbeat.config.load import load_config
 from offbeat.errors import NotLearnedError
-from offbeat.runs.run import run_training
 
 _CONFIG = Path(__file__).with_name("quickstart.toml")
 _MIN_ACCURACY = 0.85
@@ -47,6 +47,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     """
     config = load_config(str(_CONFIG), [("run.name", "quickstart"), ("run.seed", str(args.seed)), *overrides])
     keep_private(config)
+    run_training = load_run("run_training")
     # The quick start itself begins anew each time.
     again = given_words("train", str(config.run_dir / "config.toml"))
     with hearing_signals(), telling_how_to_go_on(config, args, again) as stopped, run_console(config, args) as console:

@@ -3,7 +3,6 @@
 import argparse
 
 from offbeat.cli.common import add_training_command
-from offbeat.runs.run import run_reward_model
 
 _EXAMPLES = """\
 examples:
@@ -15,6 +14,6 @@ examples:
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `reward-model` to the parser."""
     add_training_command(
-        subparsers, "reward-model", run_reward_model,
+        subparsers, "reward-model", "run_reward_model",
         description="Trains a reward model on chosen and rejected answers; the result, in the run's folder export, is a Hugging Face folder"
         " for sequence classification.", examples=_EXAMPLES)

@@ -3,7 +3,6 @@
 import argparse
 
 from offbeat.cli.common import add_training_command
-from offbeat.runs.run import run_supervised
 
 _EXAMPLES = """\
 examples:
@@ -15,5 +14,5 @@ examples:
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `sft` to the parser."""
     add_training_command(
-        subparsers, "sft", run_supervised,
+        subparsers, "sft", "run_supervised",
         description="Supervised fine-tuning; the result is in the run's folder export.", examples=_EXAMPLES)

@@ -3,7 +3,6 @@
 import argparse
 
 from offbeat.cli.common import add_training_command
-from offbeat.runs.run import run_training
 
 _EXAMPLES = """\
 examples:
@@ -19,5 +18,5 @@ A run that was interrupted continues from its newest checkpoint when it is start
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `train` to the parser."""
     add_training_command(
-        subparsers, "train", run_training,
+        subparsers, "train", "run_training",
         description="Train a model with asynchronous reinforcement learning; algorithm.preset chooses how.", examples=_EXAMPLES)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from offbeat.cli.engine import read_key
+from offbeat.cli.keys import read_key
 from offbeat.dashboard.library import Library
 from offbeat.dashboard.serving import PORT, serve, url_of
 from offbeat.errors import ConfigError

@@ -5,14 +5,17 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from offbeat.data.reward import RIGHT
 from offbeat.data.row import Row
-from offbeat.data.tokenizer import Tokenizer
 from offbeat.data.trajectory import Group, Trajectory, episode_reward, parts_of
 from offbeat.errors import RolloutError
+
+if TYPE_CHECKING:
+    from offbeat.data.tokenizer import Tokenizer  # takes a second to load, which reading results needs not
 
 _KEY_LENGTH = 16
 
@@ -171,12 +174,12 @@ def check_answered(played: EvaluatedSet) -> EvaluatedSet:
     return played
 
 
-def read_group(row: Row, group: Group, tokenizer: Tokenizer) -> EvaluatedPrompt:
+def read_group(row: Row, group: Group, tokenizer: "Tokenizer") -> EvaluatedPrompt:
     """Return a played prompt with the texts of its episodes."""
     return EvaluatedPrompt(row, tuple(_sample(chains, tokenizer) for chains in group.episodes), group.rejected or "")
 
 
-def _sample(chains: Sequence[Trajectory], tokenizer: Tokenizer) -> EvaluatedSample:
+def _sample(chains: Sequence[Trajectory], tokenizer: "Tokenizer") -> EvaluatedSample:
     unusable = next((t for t in chains if t.unusable is not None), None)
     turns = [turn for trajectory in chains for turn in _turns(trajectory, tokenizer)]
     written = [turn.text for turn in turns if turn.written]
@@ -192,7 +195,7 @@ def _sample(chains: Sequence[Trajectory], tokenizer: Tokenizer) -> EvaluatedSamp
         text, episode_reward(chains), chains[-1].reason, num_tokens, named, {} if list(agents) == [""] else agents, kept)
 
 
-def _turns(trajectory: Trajectory, tokenizer: Tokenizer) -> list[Turn]:
+def _turns(trajectory: Trajectory, tokenizer: "Tokenizer") -> list[Turn]:
     """Return what stands after a trajectory's prompt, as pieces that were given and written in turn."""
     tokens, mask = trajectory.tokens[trajectory.prompt_len:], trajectory.loss_mask[trajectory.prompt_len:]
     if not len(tokens):
