@@ -1,6 +1,7 @@
 """Chat completions: bodies as clients send them, answers whole and in events."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -44,7 +45,8 @@ def test_a_conversation_with_calls_is_read_as_clients_send_it_back() -> None:
     assert request.messages == (
         Message("system", "Be exact."), Message("user", "3?\n4?"), Message("assistant", "", CALLS, reasoning="hm"),
         Message("tool", "3", call_id="call_1", name="add"), Message("tool", "0", call_id="call_2", name="add"))
-    assert request.tools == (ADD,) and request.tool_choice == "auto" and not request.parallel_calls and request.model == "m"
+    assert request.tools == (replace(ADD, strict=True),) and request.tool_choice == "auto"
+    assert not request.parallel_calls and request.model == "m"
 
 
 def test_a_call_in_the_older_form_and_a_refusal_are_read() -> None:

@@ -60,8 +60,8 @@ def test_the_items_of_an_answer_come_back_as_one_message() -> None:
         Message("user", "3?"), Message("assistant", "Let me see.", (CALL, ToolCall("call_2", "add", "{}")), reasoning="hm"),
         Message("tool", "3", call_id="call_1", name="add"), Message("tool", "0", call_id="call_2", name="add"),
         Message("assistant", "7"), Message("user", "sure?"))
-    assert request.tools == (Tool("add", "Add.", PARAMETERS),) and (request.tool_choice, request.tool_name) == ("required", "add")
-    assert request.effort == "low"
+    assert request.tools == (Tool("add", "Add.", PARAMETERS, strict=True),)
+    assert (request.tool_choice, request.tool_name, request.effort) == ("required", "add", "low")
 
 
 def test_what_was_answered_can_be_sent_back() -> None:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 
 import aiohttp
 import pytest
@@ -187,8 +186,7 @@ def told(folder: str, dialect: Dialect, outputs, *, keep_alive_s: float = 9.0) -
     async def send() -> list[bytes]:
         events = ChatEvents(chat, answering, dialect, tokenizer, model="m")
         response = await stream_chat(events, made(), keep_alive=dialect.keep_alive, keep_alive_s=keep_alive_s)
-        async with aclosing(response.body_iterator) as body:
-            return [piece async for piece in body]
+        return [bytes(piece) async for piece in response.body_iterator if not isinstance(piece, str)]
 
     return asyncio.run(asyncio.wait_for(send(), 60))
 

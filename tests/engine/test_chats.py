@@ -133,6 +133,27 @@ def test_a_tool_that_must_be_called_is_called(serve) -> None:
         assert forced["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 3}'}
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_the_arguments_of_a_strict_tool_that_must_be_called_keep_to_its_schema(serve, named) -> None:
+    url = serve({"\n": "x", " ": "x"})
+    schema = {"type": "object", "properties": {"a": {"enum": [3]}}, "required": ["a"], "additionalProperties": False}
+    other = {"type": "function", "function": {"name": "sub", "parameters": schema, "strict": True}}
+    for strict in (False, True):
+        function = {"name": "add", "parameters": schema, "strict": strict}
+        tools = [{"type": "function", "function": function}, *([other] if named else ())]
+        choice = {"type": "function", "function": {"name": "add"}} if named else "required"
+        told = answer(url, "/v1/chat/completions", messages=USER, tools=tools, tool_choice=choice, max_tokens=900)["choices"][0]
+        assert bool(told["message"].get("tool_calls")) == strict
+    (call,) = told["message"]["tool_calls"]
+    assert call["function"]["name"] == "add" and json.loads(call["function"]["arguments"]) == {"a": 3}
+    body = {"input": "3?", "tools": [{**FLAT, "parameters": schema, "strict": True}], "tool_choice": "required", "max_output_tokens": 900}
+    assert json.loads(answer(url, "/v1/responses", **body)["output"][0]["arguments"]) == {"a": 3}
+    body = {"messages": USER, "tools": [{"name": "add", "input_schema": schema, "strict": True}], "tool_choice": {"type": "any"}}
+    assert answer(url, "/v1/messages", **body, max_tokens=900)["content"][0]["input"] == {"a": 3}
+    status, text = post(url, "/v1/chat/completions", {"messages": USER, "tools": tools, "tool_choice": choice, "bad_words": ["y"]})
+    assert status == 400 and "bad_words cannot be kept beside the structure" in json.loads(text)["error"]["message"]
+
+
 def test_an_answer_may_hold_several_calls_or_only_one(serve) -> None:
     url = serve({"\n": CALL, CALL: "\n"})
     body = {"messages": USER, "tools": [TOOL], "max_tokens": 4}

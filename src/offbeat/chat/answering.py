@@ -15,6 +15,8 @@ from offbeat.chat.dialects import Dialect
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Finish, Piece, Reply, Said, TokenLogprob
 from offbeat.chat.parsing import AnswerParser, AnswerReader, message_of
 from offbeat.chat.rendering import Renderer
+from offbeat.chat.shaping import Structure
+from offbeat.chat.strict import call_structure
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import RefusedError
 
@@ -99,6 +101,14 @@ class Answering:
             (*stop_token_ids, *request.stop_token_ids),
             call_end=form.end if one_call and form is not None else "", plain=not (request.tools or dialect.always_parsed),
             variables=variables)
+
+    def strict_structure(self, chat: Chat) -> Structure | None:
+        """Return the form of a call that is forced, if its tool is strict; errors are those of `call_structure`."""
+        form = self._giving(chat.variables).renderer.format
+        if form is None or not chat.opening:
+            return None
+        return call_structure(
+            form, chat.request, tool_name=_only_tool(chat.request), special_text_in=self._tokenizer.special_text_in)
 
     def count(self, request: ChatRequest) -> int:
         """Return the number of tokens of a request's prompt; errors are those of `Renderer.prompt`."""

@@ -56,6 +56,7 @@ class _Tool(msgspec.Struct):
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -221,7 +222,7 @@ def _user(blocks: Sequence[_Block], where: str) -> Iterator[Message]:
 def _tool(got: _Tool) -> Tool:
     if got.type not in (None, "custom"):
         raise RefusedError(f"tools has one of type {got.type!r}, and nothing is built in here; only tools that the client runs itself")
-    return tool_of(got.name, got.description, got.input_schema)
+    return tool_of(got.name, got.description, got.input_schema, strict=got.strict)
 
 
 def _choice(got: _Choice | None) -> tuple[str, str]:

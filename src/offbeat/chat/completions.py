@@ -60,6 +60,7 @@ class _Function(msgspec.Struct):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class _Tool(msgspec.Struct):
@@ -264,7 +265,7 @@ def _message(got: _Message, where: str) -> Message:
 def _tool(got: _Tool) -> Tool:
     if got.type != "function" or got.function is None:
         raise RefusedError(f"tools has one of type {got.type!r}; only functions, which the client runs itself, can be offered")
-    return tool_of(got.function.name, got.function.description, got.function.parameters)
+    return tool_of(got.function.name, got.function.description, got.function.parameters, strict=got.function.strict)
 
 
 def _choice(got: str | dict[str, Any] | None) -> tuple[str, str]:

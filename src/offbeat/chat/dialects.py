@@ -214,11 +214,11 @@ def call_of(call_id: str, name: str, arguments: str | Mapping[str, Any] | None, 
     return ToolCall(call_id, name, text or "{}")
 
 
-def tool_of(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> Tool:
+def tool_of(name: str, description: str | None, parameters: Mapping[str, Any] | None, *, strict: bool | None = None) -> Tool:
     """Check the description of a tool."""
     if not name:
         raise RefusedError("each of tools must have a name, got ''")
-    return Tool(name, description or "", parameters or _NO_PARAMETERS)
+    return Tool(name, description or "", parameters or _NO_PARAMETERS, strict=bool(strict))
 
 
 def check_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:

@@ -36,6 +36,8 @@ class ToolFormat:
         balanced: pairs of texts that alternate in whole calls, where a cut call could pass for a whole one.
         some_call: what a call begins with, before the tool's name.
         named_call: the same with the tool's name, for which `{name}` stands.
+        completes: what completes a call behind its arguments; None where they are not written as one JSON text.
+        closing: what may stand behind that.
         end: what ends a call; a sample that stops there has one call. Empty if nothing does.
         id_chars: number of letters and digits of each call's id, where templates insist; 0 if they do not.
     """
@@ -53,6 +55,8 @@ class ToolFormat:
     balanced: tuple[tuple[str, str], ...] = ()
     some_call: str
     named_call: str
+    completes: str | None = None
+    closing: str = ""
     end: str = ""
     id_chars: int = 0
 
@@ -92,7 +96,8 @@ _OSS_CHANNELS = {
 HERMES = ToolFormat(
     name="hermes", marks=("<tool_call>",), opens=_HERMES, starts=("<tool_call>",), close="</tool_call>",
     fields=_fields(_HERMES, close="</tool_call>", content="json", transform=_WHOLE),
-    some_call='<tool_call>\n{"name": "', named_call='<tool_call>\n{"name": "{name}", "arguments": ', end="</tool_call>",
+    some_call='<tool_call>\n{"name": "', named_call='<tool_call>\n{"name": "{name}", "arguments": ', completes="}",
+    closing="\n</tool_call>", end="</tool_call>",
 )
 
 FORMATS: tuple[ToolFormat, ...] = (
@@ -105,7 +110,7 @@ FORMATS: tuple[ToolFormat, ...] = (
             "content": {
                 "open_pattern": _OSS_CHANNELS["content"], "close_pattern": r"<\|end\|>|<\|return\|>|(?=<\|start\|>)", **_LINES}},
         some_call="<|channel|>commentary to=functions.",
-        named_call="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", end="<|call|>",
+        named_call="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", completes="", end="<|call|>",
     ),
     ToolFormat(
         name="deepseek", marks=("<｜tool▁call▁begin｜>",), opens=_DEEPSEEK, starts=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
@@ -113,7 +118,8 @@ FORMATS: tuple[ToolFormat, ...] = (
         fields=_fields(
             _DEEPSEEK, close_pattern=_DEEPSEEK_END, content="json", transform=_NAMED),
         some_call="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-        named_call="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n", end="<｜tool▁call▁end｜>",
+        named_call="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n", completes="",
+        closing="\n```<｜tool▁call▁end｜>", end="<｜tool▁call▁end｜>",
     ),
     ToolFormat(
         name="glm", marks=("<arg_key>",), opens=_GLM, starts=("<tool_call>",), close="</tool_call>", balanced=(
@@ -134,18 +140,19 @@ FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         name="mistral-args", marks=("[ARGS]",), opens=_MISTRAL_ARGS, starts=("[TOOL_CALLS]",), next_call="[TOOL_CALLS]", id_chars=9,
         fields=_fields(_MISTRAL_ARGS, close_pattern=_MISTRAL_NEXT, content="json", transform=_NAMED),
-        some_call="[TOOL_CALLS]", named_call="[TOOL_CALLS]{name}[ARGS]",
+        some_call="[TOOL_CALLS]", named_call="[TOOL_CALLS]{name}[ARGS]", completes="",
     ),
     ToolFormat(
         name="mistral", marks=("[TOOL_CALLS]",), opens=_MISTRAL, starts=("[TOOL_CALLS]",), id_chars=9,
         fields=_fields(_MISTRAL, content="json", transform=_WHOLE),
         some_call='[TOOL_CALLS] [{"name": "', named_call='[TOOL_CALLS] [{"name": "{name}", "arguments": ',
+        completes="}]",
     ),
     HERMES,
     ToolFormat(
         name="llama3", marks=("<|python_tag|>", "ipython"), opens=_LLAMA, starts=("<|python_tag|>", "{"), at_start=True,
         fields=_fields(_LLAMA, before=r"\A\s*+", content="json", transform=_WHOLE),
-        some_call='{"name": "', named_call='{"name": "{name}", "parameters": ',
+        some_call='{"name": "', named_call='{"name": "{name}", "parameters": ', completes="}",
     ),
 )
 """In the order in which they are looked for: a template may contain the marks of several, and the first is the most particular."""

@@ -51,11 +51,13 @@ class Tool:
 
     Attributes:
         parameters: JSON schema of an object.
+        strict: whether a call that is forced has to keep to it.
     """
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    strict: bool = False
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ class _Tool(msgspec.Struct):
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class _Text(msgspec.Struct):
@@ -159,7 +160,7 @@ def _add_own(messages: list[Message], item: _Item, where: str) -> None:
 def _tool(got: _Tool) -> Tool:
     if got.type != "function":
         raise RefusedError(f"tools has one of type {got.type!r}, and none is built in here; only functions, which the client runs itself")
-    return tool_of(got.name, got.description, got.parameters)
+    return tool_of(got.name, got.description, got.parameters, strict=got.strict)
 
 
 def _choice(got: str | dict[str, Any] | None) -> tuple[str, str]:

@@ -23,6 +23,9 @@ _STRUCTURED: Mapping[StructureKind, str] = {
 MAX_STRUCTURE_CHARS = 1 << 17
 """Largest number of characters in the definition of a structure."""
 
+JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+"""White space between the parts of a JSON text: bounded, since a model may otherwise write nothing else until its last token."""
+
 MAX_CHOICES = 4096
 """Largest number of alternatives in a choice."""
 

@@ -71,6 +71,8 @@ class Chats:
         asked = dialect.read(await whole_body(http))
         check_chat_size(asked, self._engine.tokenizer, context=self._engine.max_context)
         chat = await asyncio.to_thread(self._answering.prepare, asked, dialect)
+        if (structure := self._answering.strict_structure(chat)) is not None:
+            asked = replace(asked, shaping=replace(asked.shaping, structure=structure))
         rest = max(self._engine.max_context - len(chat.prompt), 1)
         if isinstance(dialect, Anthropic) and asked.max_new_tokens is not None:
             # The field is obligatory there, so clients fill in what their largest model may write.

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from offbeat.chat.shaping import Structure
+from offbeat.chat.shaping import JSON_SPACE, Structure
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import RefusedError, first_line
 from offbeat.extras import require
@@ -32,8 +32,7 @@ MAX_REPEATS = 9999
 
 _TOO_MANY = re.compile(r"\{(?:\d{1,4},)?\d{5,}(?:,\d*)?\}")
 
-_JSON: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
-"""White space between the parts of a JSON text: bounded, since a model may otherwise write nothing else until its last token."""
+_JSON: Any = {"whitespace_pattern": JSON_SPACE}
 
 
 class Grammar:
