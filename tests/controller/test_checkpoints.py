@@ -71,7 +71,7 @@ def checkpoints_of(
         trainers=ranks, critic=None, config=small_config(root, **changes), peers=SingleProcess(), num_heads=num_heads,
         publisher=engines or Engines(),
         inputs=SimpleNamespace(tokenizer=SimpleNamespace(has_own_template=False), tokenizer_folder="tokenizer", identity=identity),
-        record=SimpleNamespace(note=lambda _kind, text: said.append(text)))
+        record=SimpleNamespace(writes=True, note=lambda _kind, text: said.append(text)))
     return Checkpoints(parts, kind)
 
 

@@ -17,6 +17,7 @@ from offbeat.controller.inputs import read_inputs
 from offbeat.controller.parts import RunParts
 from offbeat.controller.state import RunState
 from offbeat.controller.supervised import SftResult, fine_tune, is_finished
+from offbeat.data.tokenizer import Tokenizer, load_tokenizer
 from offbeat.errors import ConfigError
 from offbeat.ranks.sharding import Sharder
 from offbeat.ranks.trainers import Trainers
@@ -36,6 +37,7 @@ from waiting import wait_until
 SUPERVISED = {
     "sft__total_steps": "7", "sft__batch_size": "6", "sft__optimizer__warmup_steps": "3", "sft__optimizer__schedule": "linear",
     "data__heldout_size": "0", "checkpoint__every_steps": "2", "rollout__balance_batch": "false"}
+OWN_TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 Trouble = Callable[[int, RunState], None]
 """Called with each step that has been trained, before it is recorded."""
 
@@ -231,3 +233,20 @@ def test_a_warm_up_learns_publishes_and_hands_over(tmp_path: Path, model_dir: st
     assert [event["step"] for event in run.events("sft_checkpoint")] == [12]
     folders = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
     assert folders == ["step-00000001"], "the warm-up's checkpoints are of no use any more"
+
+
+def exports_of(groups, argument: dict) -> tuple[list[str], str]:
+    """What this rank writes of the tokenizer in a run with a chat template of its own, and the template of the export."""
+    saved: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        save = Tokenizer.save
+        patch.setattr(Tokenizer, "save", lambda self, folder: saved.append(Path(folder).name) or save(self, folder))
+        config = small_config(Path(argument["root"]), argument["model"], **SUPERVISED, data__chat_template=OWN_TEMPLATE)
+        play(groups, config)
+    return saved, str(load_tokenizer(config.run_dir / "export").hf.chat_template)
+
+
+@pytest.mark.drill
+def test_the_tokenizer_with_a_template_of_ones_own_is_written_by_the_rank_that_exports_alone(tmp_path: Path, model_dir: str) -> None:
+    first, second = run_ranks(exports_of, world=2, argument={"model": model_dir, "root": str(tmp_path)})
+    assert first == [["tokenizer"], OWN_TEMPLATE] and second == [[], OWN_TEMPLATE]

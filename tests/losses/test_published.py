@@ -1,11 +1,15 @@
 """What each preset does with stale samples and with an engine that computes differently: its gradient by its paper, in plain float64.
 
+`python tests/losses/test_published.py --write` writes the table of distances in docs/algorithms.md, which a test compares with them.
+
 A preset that gives plain REINFORCE there, -A for each token, has no correction at all. The gradients below are derived by hand from the
 papers' formulas, token by token, and know nothing of the code under test; `W`, `r` and `A` are those of docs/algorithms.md.
 """
 
 import math
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +24,9 @@ from offbeat.config.presets import PRESETS
 from offbeat.data.batch import Batch
 from offbeat.data.trajectory import Group, Trajectory
 from offbeat.losses.compose import target_losses
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "algorithms.md"
+BEGIN, END = "<!-- begin: distances from REINFORCE -->\n", "<!-- end: distances from REINFORCE -->\n"
 
 
 @dataclass(frozen=True)
@@ -287,3 +294,32 @@ def test_from_rewards_to_gradient_every_preset_differs_from_every_other_one():
 
 def test_the_hand_derived_gradients_know_every_preset():
     assert {*PUBLISHED, "m2po"} == set(PRESETS)
+
+
+# -- the table in the documentation --------------------------------------------------------------------------------------------------------
+
+
+def table():
+    """The rows of docs/algorithms.md, nearest first: presets of one gradient, its distance, tokens without gradient, largest weight."""
+    plain, rows = np.array([g for each in STALE for g in reinforce(each)]), {}
+    for preset in PRESETS:
+        found = gradient_of(*batch_of(preset, STALE))
+        far, idle, most = np.linalg.norm(found - plain) / np.linalg.norm(plain), int((found == 0).sum()), np.abs(found / plain).max()
+        rows.setdefault(tuple(np.round(found, 6)), (float(far), [], f"{far:.3f} | {idle} | {most:.2f}"))[1].append(f"`{preset}`")
+    lines = ["| presets | distance from REINFORCE | tokens without gradient | largest weight |", "|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| {', '.join(names)} | {figures} |" for _, names, figures in sorted(rows.values()))]) + "\n"
+
+
+def written(page):
+    """The page with the table of today's gradients."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}"
+
+
+def test_the_table_of_distances_in_the_documentation_is_that_of_these_gradients():
+    page = DOCUMENT.read_text(encoding="utf-8")
+    assert BEGIN in page and written(page) == page, "write it: python tests/losses/test_published.py --write"
+
+
+if __name__ == "__main__" and "--write" in sys.argv:
+    DOCUMENT.write_text(written(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")

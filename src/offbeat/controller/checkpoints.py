@@ -168,7 +168,8 @@ class Checkpoints:
         await self._write(self._config.run_dir / folder)
 
     async def _write_model(self, folder: Path) -> None:
-        await self._trainers.export(folder, tokenizer=write_tokenizer(self._parts.inputs, self._config.run_dir))
+        tokenizer = write_tokenizer(self._parts.inputs, self._config.run_dir, writes=self._parts.record.writes)
+        await self._trainers.export(folder, tokenizer=tokenizer)
 
     async def _find(self) -> _Found | None:
         newest, damages = await asyncio.to_thread(self._index.choose)

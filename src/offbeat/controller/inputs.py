@@ -359,12 +359,17 @@ def read_base(config: Config) -> Base:
     return Base(model, build, model, tokenizer, tiny.max_positions)
 
 
-def write_tokenizer(inputs: "RunInputs", run_dir: Path) -> str:
-    """Return the folder of the tokenizer to export: that of the model, or one of the run's with the template of `data.chat_template`."""
+def write_tokenizer(inputs: "RunInputs", run_dir: Path, *, writes: bool = True) -> str:
+    """Return the folder of the tokenizer to export: that of the model, or one of the run's with the template of `data.chat_template`.
+
+    Args:
+        writes: whether this process writes the latter; of ranks that run the loop together, the one that exports does.
+    """
     if not inputs.tokenizer.has_own_template:
         return inputs.tokenizer_folder
     folder = run_dir / "tokenizer"
-    inputs.tokenizer.save(folder)
+    if writes:
+        inputs.tokenizer.save(folder)
     return str(folder)
 
 

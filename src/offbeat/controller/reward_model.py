@@ -42,7 +42,7 @@ class RewardLesson(Lesson):
 
     async def prepare(self) -> None:
         """Write the tokenizer as exports have it."""
-        if self._parts.source.draws:
+        if self._parts.record.writes:
             write_tokenizer(self._encoder.tokenizer, self._tokenizer_folder)
 
     async def batch(self, stream: PromptStream[Preference]) -> Batch:

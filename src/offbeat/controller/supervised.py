@@ -85,7 +85,9 @@ class Lesson(ABC):
 
     async def export(self, folder: Path) -> None:
         """Write the model for other programs to `folder`. By default a Hugging Face folder of the language model."""
-        await self._parts.trainers.export(folder, tokenizer=write_tokenizer(self._parts.inputs, self._parts.config.run_dir))
+        parts = self._parts
+        tokenizer = write_tokenizer(parts.inputs, parts.config.run_dir, writes=parts.record.writes)
+        await parts.trainers.export(folder, tokenizer=tokenizer)
 
     def finished(self, *, steps: int, accuracy: float | None) -> bool:  # noqa: ARG002
         """Whether nothing is left to do after so many steps with this held-out accuracy. By default accuracy does not matter."""

@@ -24,7 +24,13 @@ _log = logging.getLogger(__name__)
 
 
 class RunRecord:
-    """The files of a run directory that grow while the run proceeds. Only one process at a time can hold them."""
+    """The files of a run directory that grow while the run proceeds. Only one process at a time can hold them.
+
+    Attributes:
+        writes: whether this process writes the run's files.
+    """
+
+    writes = True
 
     def __init__(
         self, run_dir: Path, *, trace: bool, console: Console, sinks: Sequence[str] = (), settings: Mapping[str, Any] | None = None,
@@ -144,6 +150,8 @@ class RunRecord:
 
 class SilentRecord(RunRecord):
     """Record of a rank that does not lead in SPMD mode: it accepts everything and stores nothing. The rank's log is in `log_dir`."""
+
+    writes = False
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
