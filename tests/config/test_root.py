@@ -12,7 +12,11 @@ def test_folders_follow_from_names():
     config = Config.model_validate({"run": {"dir": "out", "name": "first"}})
     assert config.run_dir == Path("out/first")
     assert config.weights_dir == Path("out/first/weights")
-    assert Config.model_validate({"weights": {"dir": "/dev/shm/w"}}).weights_dir == Path("/dev/shm/w")
+    first, again, elsewhere = (
+        Config.model_validate({"weights": {"dir": "/dev/shm/w"}, "run": {"name": "first", "dir": folder}}).weights_dir
+        for folder in ("out", "out", "other"))
+    assert first.parent == Path("/dev/shm/w") and first.name.startswith("first-")
+    assert first == again != elsewhere, "two runs never publish into one folder"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 
 from contract import CANARY, Engine, Models
 from offbeat.data.tokenizer import load_tokenizer
-from offbeat.errors import DeadlineError, RefusedError
+from offbeat.errors import DeadlineError, EngineError, RefusedError
 from offbeat.inference.client import EngineClient
 from offbeat.inference.sampling import Sample, Sampling
 from waiting import until
@@ -151,6 +151,25 @@ def test_nobody_gets_in_without_the_key(engine: Engine) -> None:
             with pytest.raises(urllib.error.HTTPError) as refused:
                 urllib.request.urlopen(asked, timeout=TIMEOUT_S)
             assert refused.value.code == 401 and b"this engine wants its key" in refused.value.read(), path
+
+
+def test_a_run_that_publishes_whole_weights_has_the_engine_for_itself(engine: Engine) -> None:
+    async def body(client: EngineClient) -> None:
+        async def asks(owner: str) -> str:
+            client._headers = client._headers | {"X-Offbeat-Owner": owner}
+            try:
+                await client.health(timeout_s=TIMEOUT_S)
+                await client.generate((5, 6), Sampling(2), n=1, timeout_s=TIMEOUT_S)
+            except EngineError as exc:
+                return str(exc)
+            return ""
+
+        assert not await asks("a 1 exclusive") and not await asks("a 2 exclusive")
+        assert "409: this engine is used by start 2 of the run a, and start 1 is an earlier one of it" in await asks("a 1 exclusive")
+        assert "cannot be shared with the run b" in await asks("b 1 shared")
+        assert not await asks("a 2 leaves") and not await asks("b 1 shared") and not await asks("b 1 leaves")
+
+    engine.run(body)
 
 
 def test_a_pause_is_told_and_can_be_ended(engine: Engine) -> None:

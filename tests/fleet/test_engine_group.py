@@ -85,7 +85,8 @@ def test_engines_by_url_are_named_and_nothing_is_started(tmp_path: Path, monkeyp
     async def main() -> None:
         group = await EngineGroup.start(LocalLauncher(stop_timeout_s=1), config, log_dir=tmp_path)
         addresses = await group.serve(model="", tokenizer="", version=-1)
-        assert addresses == EngineAddresses({"engine 0": "http://a:1", "engine 1": "http://b:2"}, "theirs")
+        assert addresses == EngineAddresses({"engine 0": "http://a:1", "engine 1": "http://b:2"}, "theirs", addresses.owner)
+        assert addresses.owner.startswith("small-") and addresses.owner.endswith(" 1 exclusive")
         assert not group.workers
 
     asyncio.run(main())

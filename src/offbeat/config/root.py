@@ -1,5 +1,6 @@
 """The whole configuration, and the rules that span sections: of processes in `process_rules`, of algorithms in `algorithm_rules`."""
 
+import hashlib
 from pathlib import Path
 from typing import Literal, Self
 
@@ -73,8 +74,11 @@ class Config(Section):
 
     @property
     def weights_dir(self) -> Path:
-        """Folder where versions are published: `weights.dir`, or `weights` in the run."""
-        return Path(self.weights.dir) if self.weights.dir else self.run_dir / "weights"
+        """Folder where versions are published: `weights` in the run, or one of the run's own below `weights.dir`, which runs may share."""
+        if not self.weights.dir:
+            return self.run_dir / "weights"
+        digits = hashlib.blake2b(str(self.run_dir.absolute()).encode(), digest_size=4).hexdigest()
+        return Path(self.weights.dir) / f"{self.run.name}-{digits}"
 
     @property
     def canary_dtype(self) -> Literal["float32", "bfloat16"]:

@@ -11,7 +11,8 @@ class WeightsConfig(Section):
     channel: Literal["disk", "collective"] = field(
         "disk", "A folder per version, which engines read, or a broadcast from the trainer into the engines.")
     dir: str = field(
-        "", "Folder for published versions; empty takes the run's `weights` folder; a folder in /dev/shm is fastest on one machine.")
+        "", "Folder for published versions, in which each run has one of its own; empty takes the run's `weights` folder; a folder in"
+        " /dev/shm is fastest on one machine.")
     keep: int = field(2, "Published versions kept on disk.", ge=1)
     whole_every_versions: int = field(
         1, "Versions from one that is written whole to the next; those between are written, or broadcast to engines that have the one"

@@ -31,6 +31,7 @@ from offbeat.chat.size import check_text_size
 from offbeat.engine.adapters import MAX_NAME, UnknownAdapterError
 from offbeat.engine.answers import Answer, CompletionFormat, Prompt
 from offbeat.engine.chats import Chats, errors_of, streaming
+from offbeat.engine.inside.owners import HEADER, Owners
 from offbeat.engine.loader import load_engine
 from offbeat.engine.loop import EngineLoop
 from offbeat.engine.metrics import registry_of
@@ -90,6 +91,7 @@ class EngineServer:
         self._registry = registry_of(self._engine)
         self._chats = Chats(self._engine, self._outputs, self._adapter_of, model_name=self._model_name)
         self._inboxes: dict[str, _Numbered] = {}
+        self._owners = Owners()
         self._started = time.time()
         self._pause_by, self._pause_s = "", 0.0  # who paused the engine, and when
         self._http: HttpServer | None = None
@@ -166,6 +168,8 @@ class EngineServer:
         async def guarded(http: HttpRequest) -> Response:
             if (refused := refusal(http, self._options.api_key)) is not None:
                 return error_answer(refused[0], status=refused[1], write=write)
+            if foreign := self._owners.refusal(http.headers.get(HEADER, "")):
+                return error_answer(foreign, status=409, write=write)
             try:
                 return await handler(http)
             except Exception as exc:

@@ -18,6 +18,7 @@ from offbeat.config.root import Config
 from offbeat.data import wire
 from offbeat.engine.options import EngineAddress, EngineOptions, EngineStart
 from offbeat.errors import EngineError, StorageError, WorkerError
+from offbeat.fleet.owner import begin_start
 from offbeat.fleet.server_worker import ServerStart
 from offbeat.fleet.servers import engine_python, server_command
 from offbeat.machine import PROMISED_DEVICES, VISIBLE_DEVICES
@@ -40,10 +41,17 @@ _MARGIN_S = 5.0
 
 @dataclass(frozen=True)
 class EngineAddresses:
-    """The URLs of a run's engines by name, and the key that all of them require; the key is empty if they require none."""
+    """Where a run's engines are, and how they are asked.
+
+    Attributes:
+        urls: by name.
+        key: that all of them require; empty if they require none.
+        owner: who the run is to engines that it has not started; empty for those that it has, whose key only it knows.
+    """
 
     urls: dict[str, str]
     key: str = field(repr=False)
+    owner: str = ""
 
 
 class EngineGroup:
@@ -54,7 +62,9 @@ class EngineGroup:
         key: key that the engines require: one of this run alone, or $OFFBEAT_API_KEY for servers by URL; empty for none.
     """
 
-    def __init__(self, config: Config, *, launcher: Launcher | None = None, specs: Sequence[WorkerSpec] = ()) -> None:
+    def __init__(
+        self, config: Config, *, launcher: Launcher | None = None, specs: Sequence[WorkerSpec] = (), publishes: bool = False,
+    ) -> None:
         self.workers: list[Worker] = []
         self.key = os.environ.get("OFFBEAT_API_KEY", "") if config.inference.urls else secrets.token_urlsafe(_KEY_BYTES)
         self._config = config
@@ -62,17 +72,21 @@ class EngineGroup:
         self._specs = specs
         self._serving: Callable[[int, int], EngineStart | ServerStart] | None = None
         self._ports: dict[str, int] = {}
+        self._publishes = publishes
         self._deliveries = Deliveries()
 
     @classmethod
-    async def start(cls, launcher: Launcher, config: Config, *, log_dir: Path) -> "EngineGroup":
+    async def start(cls, launcher: Launcher, config: Config, *, log_dir: Path, publishes: bool = True) -> "EngineGroup":
         """Start the processes; they serve nothing before `serve`.
+
+        Args:
+            publishes: whether weights or adapters will be published to them, for which engines by URL have to be the run's.
 
         Raises:
             ConfigError: the environment of another make of engine does not exist.
         """
         if config.inference.urls:
-            return cls(config)
+            return cls(config, publishes=publishes)
         embedded = config.inference.engine == "embedded"
         if not embedded:
             engine_python(config)
@@ -97,7 +111,8 @@ class EngineGroup:
         """Load `model` on every engine and return their addresses."""
         if not self.workers:
             given = self._config.inference.urls
-            return EngineAddresses(dict(zip(engine_names(len(given)), given, strict=True)), self.key)
+            owner = begin_start(self._config.run_dir, exclusive=not self._config.model.lora.rank) if self._publishes else ""
+            return EngineAddresses(dict(zip(engine_names(len(given)), given, strict=True)), self.key, owner)
         self._serving = partial(self._request, model=model, tokenizer=tokenizer, version=version)
         with waiting_for("engines load the model", (worker.name for worker in self.workers)) as done:
 
@@ -131,7 +146,8 @@ class EngineGroup:
             EngineError: it could not be sent. DeadlineError: that took too long.
         """
         disk = next((worker.disk for worker in self.workers if worker.name == name), None)
-        if disk is None or (self._config.weights.dir and Path(folder).is_relative_to(self._config.weights_dir.resolve())):
+        shared = self._config.weights.dir
+        if disk is None or (shared and Path(folder).is_relative_to(Path(shared).resolve())):
             return folder
         try:
             return await self._deliveries.deliver(Path(folder), disk, timeout_s=timeout_s)

@@ -5,7 +5,7 @@ pool alone. Torch-free.
 """
 
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from offbeat.fleet.adapters import AdapterCache
 from offbeat.fleet.dispatch import Dispatcher
 from offbeat.fleet.engine_group import EngineAddresses, EngineGroup
 from offbeat.fleet.health import Healer
+from offbeat.fleet.owner import leaving
 from offbeat.fleet.pool import EnginePool, OnBusy
 from offbeat.fleet.publishers import AdapterPublisher
 from offbeat.inference.client import Deliver, EngineClient, EngineSession, deliver_nothing
@@ -101,6 +102,8 @@ async def open_fleet(
         ConfigError: an engine by URL is not ready, serves another model, or lacks what will be asked of it.
     """
     pool = await open_pool(stack, addresses, config, record, model=model, deliver=engines.deliver)
+    if addresses.owner:
+        stack.push_async_callback(_leave, pool, addresses.owner, timeout_s=config.inference.probe_timeout_s)
     judge = Judge.of(config.weights.proof_tolerance, config.canary_dtype)
     adapters = await stack.enter_async_context(AdapterCache(
         pool, capacity=config.inference.max_adapters, judge=judge, timeout_s=config.weights.stage_timeout_s,
@@ -118,7 +121,8 @@ async def open_pool(
     http = await stack.enter_async_context(EngineSession())
     dialect, inference, clock = make_dialect(config, model), config.inference, HaltingClock()
     clients = [
-        EngineClient(name, url, http.session, dialect=dialect, api_key=addresses.key, deliver=deliver, clock=clock)
+        EngineClient(
+            name, url, http.session, dialect=dialect, api_key=addresses.key, deliver=deliver, clock=clock, owner=addresses.owner)
         for name, url in addresses.urls.items()]
     if inference.urls:
         await gather_all(_check(client, timeout_s=inference.start_timeout_s) for client in clients)
@@ -149,6 +153,16 @@ def make_dispatcher(
     return Dispatcher(
         pool, request_timeout_s=inference.request_timeout_s, token_timeout_s=inference.token_timeout_s, adapters=adapters,
         on_failure=lambda name, reason: record.events.record("engine_failed", engine=name, reason=reason))
+
+
+async def _leave(pool: EnginePool, owner: str, *, timeout_s: float) -> None:
+    """Let engines by URL know that the run has ended, so that another one can begin at once."""
+
+    async def leave(client: EngineClient) -> None:
+        with suppress(OffbeatError):
+            await client.leave(leaving(owner), timeout_s=timeout_s)
+
+    await gather_all(leave(pool.client(name)) for name in pool.states)
 
 
 async def _check(client: EngineClient, *, timeout_s: float) -> None:

@@ -25,6 +25,7 @@ T = TypeVar("T")
 _KEEPALIVE_S = 4.0  # shorter than any server's, so that we never reuse an idle connection that the server is closing
 _LARGE_BYTES = 1 << 20
 """Answers above this size are decoded on a thread, because the event loop would stand still for some milliseconds."""
+_OWNER = "X-Offbeat-Owner"
 _JSON = {"Content-Type": "application/json"}
 _REFUSALS = {400: RefusedError, 401: RefusedError, 404: RefusedError, 422: RefusedError, 429: BusyError}
 
@@ -46,18 +47,19 @@ class EngineClient:
 
     def __init__(
         self, name: str, url: str, session: aiohttp.ClientSession, *, dialect: Dialect | None = None, api_key: str = "",
-        deliver: Deliver = deliver_nothing, clock: HaltingClock | None = None,
+        deliver: Deliver = deliver_nothing, clock: HaltingClock | None = None, owner: str = "",
     ) -> None:
         """Call the engine at `url`.
 
         Args:
+            owner: who asks, as the header `engine.inside.owners.HEADER` says it; empty for somebody who publishes nothing.
             deliver: makes folders of this machine present on the engine's.
             clock: stands still while the engine sleeps; it counts the time of requests to generate and to score.
         """
         self.name = name
         self.url = url.rstrip("/")
         self._session = session
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = ({"Authorization": f"Bearer {api_key}"} if api_key else {}) | ({_OWNER: owner} if owner else {})
         self._deliver = deliver
         self._dialect: Dialect = dialect or EmbeddedDialect()
         self._clock = clock
@@ -133,6 +135,11 @@ class EngineClient:
         """Return what the engine reports about itself; raises unless the engine serves requests."""
         async with self._asking("health", timeout_s):
             return await self._dialect.health(self)
+
+    async def leave(self, owner: str, *, timeout_s: float) -> None:
+        """Let the engine know that its owner does not need it any more; see `fleet.owner.leaving`."""
+        self._headers = self._headers | {_OWNER: owner}
+        await self.health(timeout_s=timeout_s)
 
     async def resume(self, *, timeout_s: float) -> None:
         """End a pause that `health` reports."""

@@ -219,7 +219,8 @@ async def open_rollouts(
     async with AsyncExitStack() as stack:
         launcher = await stack.enter_async_context(make_launcher(config))
         engines, user_code = await both(
-            EngineGroup.start(launcher, config, log_dir=record.log_dir), open_user_code(stack, inputs, config, record, launcher=launcher))
+            EngineGroup.start(launcher, config, log_dir=record.log_dir, publishes=False),
+            open_user_code(stack, inputs, config, record, launcher=launcher))
         addresses = await engines.serve(model=inputs.model, tokenizer=inputs.tokenizer_folder, version=UNPUBLISHED)
         fleet = await open_fleet(stack, engines, addresses, config, record, model=inputs.model)
 

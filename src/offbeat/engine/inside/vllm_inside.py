@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import vllm
+from owners import HEADER, Owners
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
@@ -80,12 +81,15 @@ class Inside:
         self._asleep = False
         self._dropped = False  # whether it sleeps without weights
         self._switching = asyncio.Lock()
+        self._owners = Owners()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
             self._install(scope["app"])
         elif not may_enter(scope, _KEY):
             return await refuse(scope, receive, send)
+        elif foreign := self._owners.refusal(_header(scope, HEADER)):
+            return await _error(foreign, status=409)(scope, receive, send)
         elif scope["type"] == "http" and self._broken and scope["path"] in _GENERATING:
             return await _error(self._broken, status=503)(scope, receive, send)
         elif scope["type"] == "http" and scope["path"] == "/v1/load_lora_adapter":
@@ -331,6 +335,10 @@ class Canary:
         whole = outputs[0].prompt_logprobs
         rows = whole[1:] if whole else [output.outputs[0].logprobs[0] for output in outputs]
         return [row[token].logprob for row, token in zip(rows, self.tokens[1:], strict=True)], versions.pop()
+
+
+def _header(scope: Any, name: str) -> str:
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name.encode()), "")
 
 
 def read_body(body: bytes, **fields: Any) -> list[Any]:

@@ -1,0 +1,41 @@
+"""Who a run is to engines that it has not started: its name with random digits, and the number of this start of it.
+
+Both lie in `owner.json` in the run's folder, so that a run that is resumed elsewhere takes its engines over from an earlier start, which
+may still be alive, and a run that begins anew is another one.
+"""
+
+import json
+import secrets
+from pathlib import Path
+
+from offbeat.disk import make_folder, write_file
+from offbeat.errors import StorageError
+
+_FILE = "owner.json"
+
+
+def begin_start(run_dir: Path, *, exclusive: bool) -> str:
+    """Count a start of the run, and return what it sends as the header `engine.inside.owners.HEADER`.
+
+    Args:
+        run_dir: the run's folder; the caller holds its lock.
+        exclusive: whether the run publishes whole weights, so that no other may use its engines.
+
+    Raises:
+        StorageError: the file cannot be read or written.
+    """
+    path = run_dir / _FILE
+    try:
+        make_folder(run_dir)
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        run, start = str(found.get("run") or f"{run_dir.name}-{secrets.token_hex(3)}"), int(found.get("start", 0)) + 1
+        write_file(path, json.dumps({"run": run, "start": start}).encode())
+    except (OSError, ValueError, AttributeError, TypeError) as exc:
+        raise StorageError(f"{path}, which counts the starts of the run, cannot be read and written: {exc}; remove it") from exc
+    return f"{''.join(run.split())} {start} {'exclusive' if exclusive else 'shared'}"
+
+
+def leaving(owner: str) -> str:
+    """Return the header of the last request of a run."""
+    run, start, _ = owner.split(" ")
+    return f"{run} {start} leaves"
