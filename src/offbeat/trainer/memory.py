@@ -9,7 +9,8 @@ import json
 import logging
 import sys
 import weakref
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from offbeat.config.root import Config
+from offbeat.config.train import Recompute
 from offbeat.data.batch import Batch
 from offbeat.data.model_folder import check_model_folder
 from offbeat.data.packing import PackedRow, pack_row
@@ -102,11 +104,11 @@ def estimate_memory(model_config: Any, config: Config, *, num_ranks: int, on_cpu
     sharded = parallel.shard > 1 or (parallel.tp > 1 and num_ranks > parallel.tp) or (mixed and num_ranks == 1 and not lora.rank)
     autocasts = mixed and not sharded and not bases_half
     parts = parallel.tp * (parallel.shard * parallel.cp if sharded else 1)
-    model = _build(model_config, torch.bfloat16 if mixed or bases_half else torch.float32)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model.to_empty(device="cpu" if on_cpu else "meta").tie_weights()
-        checkpoint_activations(model, train.recomputes)
-        activations = _peak(model, -(-train.max_tokens_per_microbatch // parallel.cp)) // parallel.tp
+    dtype = torch.bfloat16 if mixed or bases_half else torch.float32
+    model = _build(model_config, dtype)
+    activations = _peak(_Pass(
+        model_config, model_config.to_json_string(use_diff=False), dtype, train.recomputes,
+        -(-train.max_tokens_per_microbatch // parallel.cp), on_cpu)) // parallel.tp
     count = sum(parameter.numel() for parameter in model.parameters())
     if lora.rank:  # each rank holds all of the adapter
         trained = sum(lora.rank * (layer.in_features + layer.out_features) for layer in find_targets(model, lora.targets).values())
@@ -253,8 +255,30 @@ def _largest_units(model: PreTrainedModel) -> int:
     return 2 * max(layers, default=0) + rest
 
 
-def _peak(model: PreTrainedModel, num_tokens: int) -> int:
-    """Run a forward and backward pass; gradients of weights vanish as soon as they are there, as they are counted elsewhere."""
+@dataclass(frozen=True)
+class _Pass:
+    """All that the activations of a pass depend on."""
+
+    model_config: Any = field(compare=False)  # has no hash
+    described: str
+    dtype: torch.dtype
+    recomputes: Recompute
+    num_tokens: int
+    on_cpu: bool
+
+
+@lru_cache(maxsize=64)  # advice tries many settings, of which few change what a pass holds
+def _peak(wanted: _Pass) -> int:
+    """Return the most bytes that live during a forward and backward pass besides weights and their gradients."""
+    model = _build(wanted.model_config, wanted.dtype)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu" if wanted.on_cpu else "meta").tie_weights()
+        checkpoint_activations(model, wanted.recomputes)
+        return _counted(model, wanted.num_tokens)
+
+
+def _counted(model: PreTrainedModel, num_tokens: int) -> int:
+    """Run the pass; gradients of weights vanish as soon as they are there, as they are counted elsewhere."""
     counted = LiveBytes()
     row = packed_tokens(num_tokens, model.config.get_text_config().vocab_size)
 
