@@ -1,6 +1,7 @@
 """The executor on a real event loop; only the engine and the reward are in memory, so that each test decides when a group ends and how."""
 
 import asyncio
+import os
 import random
 import sys
 import time
@@ -1154,3 +1155,24 @@ def test_a_workflow_that_swallows_its_cancellation_is_named_and_left_behind(leav
         await asyncio.wait(left)
 
     run(body)
+
+
+def test_a_workflow_that_changes_the_working_directory_is_told_and_it_is_changed_back(tmp_path: Path) -> None:
+    here = Path.cwd()
+
+    async def moves(episode: Episode) -> Sequence[Trajectory]:
+        os.chdir(tmp_path)
+        return await single_turn(episode)
+
+    async def body() -> None:
+        play = make()
+        play.workflow = moves
+        async with play.executor() as executor:
+            await executor.prepare_batch()
+            assert Path.cwd() == here
+        assert "has changed the working directory, which is the run's, too, so it was changed back" in play.warnings[0]
+
+    try:
+        run(body)
+    finally:
+        os.chdir(here)

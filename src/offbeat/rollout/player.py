@@ -7,9 +7,11 @@ returns fails its own group alone.
 import asyncio
 import inspect
 import logging
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,6 +81,7 @@ class GroupPlayer:
             episode = self._make_episode(row, group_size, sampling)
         except Exception as exc:  # the tokenizer or the chat template cannot handle the prompt
             return Group(prompt_id, version, rejected=describe(exc)), failure_to_ask(exc)
+        here = Path.cwd()
         try:
             async with EpisodeClock(f"group {prompt_id}", self._config.episode_timeout_s, halted=self._halted) as clock:
                 returned = await self._call_within_bounds(replace(
@@ -96,6 +99,14 @@ class GroupPlayer:
                 return Group(prompt_id, version, rejected=describe(error)), failure_of(error)
             self._log(f"the workflow {self._config.workflow}", error)
             return Group(prompt_id, version, rejected=describe_at(error)), failure_of(error)
+        finally:
+            self._go_back(here, f"the workflow {self._config.workflow}")
+
+    def _go_back(self, here: Path, who: str) -> None:
+        """Undo a change of the working directory, which is that of the whole process."""
+        if Path.cwd() != here:
+            os.chdir(here)
+            self._warn(f"{who} has changed the working directory, which is the run's, too, so it was changed back; give paths in full")
 
     def _watched(self, episode: Episode, clock: EpisodeClock) -> Episode:
         """Return an episode that stops the clock where it should, and tells the hint what it waits for."""
@@ -143,11 +154,14 @@ class GroupPlayer:
 
         If the filter raises, or does not return a yes or no, the group fails.
         """
+        here = Path.cwd()
         try:
             answer: object = self._accept(group)
         except BaseException as exc:
             self._log("should_accept", exc)
             return self._fail_filter(group, f"raised {describe_at(exc)}")
+        finally:
+            self._go_back(here, "should_accept")
         if inspect.iscoroutine(answer):
             answer.close()
             return self._fail_filter(group, "must not be an async function, since it is called between two steps of the event loop")

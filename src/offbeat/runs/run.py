@@ -264,7 +264,7 @@ def execute(
     Ctrl-C once asks the body to end after its step and save; twice, or before the body has begun, ends at once. None on a rank that does
     not lead.
     """
-    rank_info = read_rank_info(config)
+    config, rank_info = anchored(config), read_rank_info(config)
     given, cores = resolve_ranks(config, rank_info), usable_cores()
     if rank_info.leads:
         console.hint(f"{config.run.name}: reading the model and the data")
@@ -307,6 +307,13 @@ def execute(
             record.events.record("failed", error=f"{type(exc).__name__}: {exc}", notes=getattr(exc, "__notes__", []))
             log.exception("the run failed")
             raise
+
+
+def anchored(config: Config) -> Config:
+    """Make the folders that a run writes to absolute, since code of the user's own may change the working directory."""
+    run = config.run.model_copy(update={"dir": str(Path(config.run.dir).absolute())})
+    weights = config.weights.model_copy(update={"dir": config.weights.dir and str(Path(config.weights.dir).absolute())})
+    return config.model_copy(update={"run": run, "weights": weights})
 
 
 def _with_step(config: Config, rank_info: RankInfo) -> Config:
