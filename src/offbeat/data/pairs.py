@@ -7,6 +7,7 @@ a `PairEncoder` makes tokens of them. Layouts are those that TRL reads, and a fi
     {"prompt": [messages], "chosen": [the assistant's], "rejected": [the assistant's]}
     {"chosen": [the whole chat], "rejected": [the whole chat]}                          whose common beginning is the prompt
     {"prompt": "7+5=", "completion": "12", "label": true}                               for KTO
+    {"input": {"messages": [messages]}, "preferred_output": [messages], "non_preferred_output": [messages]}      as OpenAI has them
 
 A field `margin`, a number, says by how much the chosen answer is better.
 """
@@ -23,6 +24,7 @@ from offbeat.config.data import DataConfig
 from offbeat.config.template import parse_template
 from offbeat.data.chat import mark_answers
 from offbeat.data.dataset import Check, Dataset, open_records
+from offbeat.data.layouts import as_pair, holds_outputs
 from offbeat.data.messages import Message, Tool, chat_in, kind_of, parse_messages, same, with_system
 from offbeat.data.prompt import messages_of, sft_sequence
 from offbeat.data.row import Prompt, Row, system_of, tools_of
@@ -108,7 +110,7 @@ def open_pairs(
 
 def holds_pairs(record: Mapping[str, Any]) -> bool:
     """Whether a record is a preference, by its fields."""
-    return {"chosen", "rejected"} <= record.keys() or {"completion", "label"} <= record.keys()
+    return {"chosen", "rejected"} <= record.keys() or {"completion", "label"} <= record.keys() or holds_outputs(record)
 
 
 def parse_preference(record: Mapping[str, Any], config: DataConfig, *, where: str) -> Preference:
@@ -120,6 +122,7 @@ def parse_preference(record: Mapping[str, Any], config: DataConfig, *, where: st
     Raises:
         DataError: a field is missing or of the wrong type, or answers are of different kinds or have no assistant's message.
     """
+    record = as_pair(record, where)
     present = record.keys()
     if "chosen" in present and "rejected" in present:
         names, liked = ("chosen", "rejected"), (True, False)

@@ -11,6 +11,7 @@ from typing import Any
 from offbeat.config.data import DataConfig
 from offbeat.config.template import missing_column, parse_template
 from offbeat.data.cells import is_absent, json_text, number_or_text
+from offbeat.data.layouts import as_chat
 from offbeat.data.messages import Message, Tool, as_context, chat_in, is_learnt, kind_of, parse_messages, parse_tools, text_of, with_system
 from offbeat.errors import DataError
 
@@ -68,6 +69,8 @@ def parse_record(record: Mapping[str, Any], config: DataConfig, *, where: str, n
     Raises:
         DataError: a field is missing or of the wrong type, GSM8K's answer has no `####`, or a chat has no answer.
     """
+    if config.format in ("auto", "messages") and not (config.prompt or config.prompt_field):
+        record = as_chat(record, where)
     answer_field = config.answer_field or next((name for name in _ANSWERS if name in record), _ANSWERS[0])
     if config.format == "gsm8k":
         answer_field = config.answer_field or _ANSWERS[0]
