@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.metadata import version
 from importlib.resources import files
 from inspect import getdoc
 
@@ -19,6 +20,7 @@ _MOST_MODULES = 30
 def test_the_public_names_are_these_and_no_others() -> None:
     assert offbeat.__all__ == NAMES
     assert set(NAMES) <= set(dir(offbeat))
+    assert offbeat.__version__ == version("offbeat")
     assert files("offbeat").joinpath("py.typed").is_file()
     with pytest.raises(AttributeError, match="module 'offbeat' has no attribute 'trian'"):
         _ = offbeat.trian  # type: ignore[attr-defined]

@@ -39,6 +39,8 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("offbeat")
     if name not in _MODULES:
         raise AttributeError(f"module 'offbeat' has no attribute {name!r}")
     with warnings.catch_warnings():  # of tqdm, which libraries load, in a notebook without ipywidgets; a run shows its progress as text

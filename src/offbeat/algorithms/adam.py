@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from offbeat.config.train import OptimizerConfig
 from offbeat.errors import ConfigError
 
+MAX_LR = 10.0
+"""A step changes each weight by about the learning rate; far beyond this, float32 weights overflow."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdamParams:
     """AdamW (Loshchilov and Hutter 2019, Algorithm 2), after clipping the gradient by its norm.
 
     Attributes:
-        lr: step size.
+        lr: step size, below `MAX_LR`.
         beta1, beta2: decay of the first and the second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled; each step subtracts lr * weight_decay times the weights.
@@ -27,7 +30,7 @@ class AdamParams:
     clip_norm: float = 0.0
 
     def __post_init__(self) -> None:
-        limits = {"lr": math.inf, "beta1": 1, "beta2": 1, "weight_decay": math.inf, "clip_norm": math.inf}
+        limits = {"lr": MAX_LR, "beta1": 1, "beta2": 1, "weight_decay": math.inf, "clip_norm": math.inf}
         for name, high in limits.items():
             if not 0 <= (value := getattr(self, name)) < high:
                 raise ConfigError(f"{name} of an optimizer step must be at least 0 and below {high}, got {value!r}")

@@ -11,7 +11,7 @@ Recompute = Literal["off", "selective", "full"]
 class OptimizerConfig(Section):
     """AdamW with float32 state, a warm-up, a decay and a clip."""
 
-    lr: float = field(1e-6, "Peak learning rate; 1e-6 suits full-parameter RL of pretrained models.", gt=0)
+    lr: float = field(1e-6, "Peak learning rate; 1e-6 suits full-parameter RL of pretrained models.", gt=0, lt=10)
     beta1: float = field(0.9, "AdamW's first moment decay.", ge=0, lt=1)
     beta2: float = field(0.95, "AdamW's second moment decay; 0.95 forgets stale curvature sooner than 0.999.", ge=0, lt=1)
     eps: float = field(1e-8, "AdamW's epsilon.", gt=0)
