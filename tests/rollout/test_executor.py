@@ -360,6 +360,7 @@ def test_requeue_draws_a_straggler_again_and_never_waits_for_it() -> None:
             assert {settled.prompt_id for settled in play.rejected} == {"0:1"}
             assert play.rejected[0] == Settled("0:1", "it would have become too stale", "too stale", drawn_again=True)
             assert "0:1" in executor.in_flight
+            assert executor.take_stats().values()["rollout/requeued_prompts"] == len(play.rejected)
             assert len(set(trained)) == 12
             play.engine.release.set()
             for version in range(4, 7):

@@ -25,14 +25,15 @@ def test_shares_are_of_the_prompts_settled_since_the_last_look() -> None:
     for kind in (None, None, "timed out", "too long"):
         outcomes.settled("0:0", kind)
     outcomes.drawn_again()
+    outcomes.requeued()
     stats = outcomes.take().values()
     assert (stats["rollout/rejected_share"], stats["rollout/rejected_timed_out_share"]) == (0.5, 0.25)
-    assert stats["rollout/drawn_again_prompts"] == 1
+    assert stats["rollout/drawn_again_prompts"] == stats["rollout/requeued_prompts"] == 1
     assert stats["rollout/rejected_engine_failed_share"] == 0
-    assert len(stats) == len(KINDS) + 2  # of samples there is no share, as none were played
+    assert len(stats) == len(KINDS) + 3  # of samples there is no share, as none were played
     outcomes.settled("0:0", None)
     assert outcomes.take().values()["rollout/rejected_share"] == 0
-    assert outcomes.take().values() == {"rollout/drawn_again_prompts": 0}
+    assert outcomes.take().values() == {"rollout/drawn_again_prompts": 0, "rollout/requeued_prompts": 0}
 
 
 def test_each_kind_that_takes_more_than_a_twentieth_of_the_prompts_is_told_once() -> None:

@@ -369,6 +369,7 @@ class RolloutExecutor:
             self._tasks.pop(prompt_id).cancel()
             self._gate.release(prompt_id)
             self._stream.give_back(prompt_id)
+            self._outcomes.requeued()
             self._on_rejected(Settled(prompt_id, "it would have become too stale", "too stale", drawn_again=True))
         self._admit()
 

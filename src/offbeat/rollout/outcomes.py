@@ -91,7 +91,7 @@ class Outcomes:
         self._warned: set[str] = set()
         self._prompts, self._step_prompts = Lost(), Lost()
         self._samples, self._step_samples = Lost(), Lost()
-        self._num_drawn_again = 0
+        self._num_drawn_again = self._num_requeued = 0
 
     def played(self, prompt_id: str, trajectories: Iterable[Trajectory]) -> None:
         """Count the episodes of a group that has ended, each by the trajectory that decides whether it can be trained on."""
@@ -113,15 +113,19 @@ class Outcomes:
         """Count a prompt that failed and is drawn again."""
         self._num_drawn_again += 1
 
+    def requeued(self) -> None:
+        """Count a prompt whose group was cancelled because it would have become too stale, and that is drawn again."""
+        self._num_requeued += 1
+
     def take(self) -> StatsPart:
         """Return the shares of settled prompts and of played samples since the last call."""
         prompts, samples = self._step_prompts, self._step_samples
         means = prompts.shares("rollout/rejected", KINDS) | samples.shares("rollout/unusable", UNUSABLE)
         if not self._samples.lost["episode failed"]:  # nothing but agents can
             del means["rollout/unusable_episode_failed_share"]
-        part = StatsPart(sums={"rollout/drawn_again_prompts": float(self._num_drawn_again)}, means=means)
-        self._step_prompts, self._step_samples, self._num_drawn_again = Lost(), Lost(), 0
-        return part
+        sums = {"rollout/drawn_again_prompts": float(self._num_drawn_again), "rollout/requeued_prompts": float(self._num_requeued)}
+        self._step_prompts, self._step_samples, self._num_drawn_again, self._num_requeued = Lost(), Lost(), 0, 0
+        return StatsPart(sums=sums, means=means)
 
     def _warn_of(self, kind: Kind | Unusable, counted: "Lost", what: str) -> None:
         share = counted.lost[kind] / counted.total
