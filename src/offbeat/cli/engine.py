@@ -15,6 +15,7 @@ from offbeat.engine.options import EngineOptions
 from offbeat.errors import ConfigError
 from offbeat.fleet.engine_group import raise_death, serve_one
 from offbeat.hosts import is_loopback
+from offbeat.listening import bind
 from offbeat.runs.number_format import engine_format, slow_dtype
 from offbeat.runs.threads import usable_cores
 
@@ -84,6 +85,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         raise ConfigError(
             f"--host {args.host} can be reached by other machines, so this engine needs a key: set OFFBEAT_API_KEY or give --key-file, or "
             "listen on 127.0.0.1")
+    bind(args.host, args.port, who="the engine").close()  # what listens there is found before a process has loaded its libraries
     model = check_model_folder(args.model)
     load_tokenizer(model)
     dtype = engine_format(args.dtype, device=args.device)
