@@ -13,7 +13,7 @@ _PATHS = {
 _HEAD = """# Fields of requests
 
 What each field of a request does, at [`offbeat engine`](engine.md), at the [proxy of agents in training](recording.md) and at
-[`offbeat serve`](service.md#chats). `tools/api_fields.py` writes this page from the table by which requests are checked
+[`offbeat serve`](service.md#chats-and-completions). `tools/api_fields.py` writes this page from the table by which requests are checked
 (`src/offbeat/chat/fields.py`), and tests send each field to each server.
 
 | | |

@@ -536,15 +536,15 @@ def test_an_engine_that_dies_during_a_call_is_replaced_by_another(start_engine, 
     on_engines(list(urls), body)
 
 
-def test_every_field_is_refused_harmless_or_the_runs_as_the_table_says():
+def test_every_field_acts_or_is_refused_harmless_or_the_runs_as_the_table_says():
     async def body(world: World) -> None:
         tried = 0
         for path, asked, name, status in field_requests("proxy"):
             got, told = await world.post(asked, path)
             assert got == status, (path, name, told)
             if status == 400:
-                assert name in told["error"]["message"] and (path == "/v1/messages" or told["error"]["param"] == name)
+                assert name in told["error"]["message"] and (path == "/v1/messages" or told["error"]["param"].partition("[")[0] == name)
             tried += 1
-        assert tried > 100
+        assert tried > 200
 
     play(body)

@@ -35,6 +35,39 @@ for other in (openai.OpenAI(api_key="tml-bob").chat.completions.create, anthropi
         raise AssertionError("another owner's weights were sampled")
 """
 
+_COMPLETIONS = """
+import sys
+import openai
+client = openai.OpenAI(base_url=sys.argv[1], _strict_response_validation=True, max_retries=0)
+ask = {"model": "policy", "max_tokens": 4, "temperature": 0}
+# The SDK's types have no null in place of the first log-probability, which OpenAI tells as well.
+two = openai.OpenAI(base_url=sys.argv[1], max_retries=0).completions.create(prompt=["What is", "3 + 4?"], n=2, logprobs=3, echo=True, **ask)
+assert [choice.index for choice in two.choices] == [0, 1, 2, 3] and two.choices[2].text.startswith("3 + 4?")
+first = two.choices[2].logprobs
+assert first.token_logprobs[0] is None and all(value <= 0 for value in first.token_logprobs[1:])
+assert len(first.tokens) == len(first.token_logprobs) == len(first.top_logprobs) == len(first.text_offset)
+whole = client.completions.create(prompt="3 + 4?", **ask)
+assert two.choices[2].text == "3 + 4?" + whole.choices[0].text and whole.usage.completion_tokens == 4
+pieces = list(client.completions.create(prompt="3 + 4?", stream=True, stream_options={"include_usage": True}, **ask))
+assert "".join(choice.text for piece in pieces for choice in piece.choices) == whole.choices[0].text
+assert pieces[-1].usage.completion_tokens == 4
+(stopped,) = client.completions.create(prompt="3 + 4?", stop=whole.choices[0].text[1], **ask).choices
+assert stopped.text == whole.choices[0].text.partition(whole.choices[0].text[1])[0] and stopped.finish_reason == "stop"
+chosen = client.completions.create(prompt="3 + 4?", extra_body={"structured_outputs": {"choice": ["ab"]}}, **ask)
+assert chosen.choices[0].text == "ab"
+for wrong in ({"suffix": "x"}, {"best_of": 2}, {"extra_body": {"no_such_field": 1}}):
+    try:
+        client.completions.create(prompt="x", **ask, **wrong)
+    except openai.BadRequestError as exc:
+        assert exc.param in (*wrong, "no_such_field"), exc
+    else:
+        raise AssertionError(wrong)
+try:
+    client.embeddings.create(model="policy", input="x")
+except openai.NotFoundError as exc:
+    assert exc.code == "not_found" and "this server has no POST" in exc.message, exc
+"""
+
 
 @pytest.fixture(scope="module")
 def server(adder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
@@ -76,3 +109,8 @@ def test_clients_find_what_their_owner_has_trained_by_its_path(server: Server) -
     path = post("retrieve_future", request_id=saved["request_id"])["path"]
     assert path.startswith("tinker://")
     run(server, "-c", _BY_NAME, path)
+
+
+@pytest.mark.parametrize("path", ["/v1", "/oai/api/v1"])
+def test_completions_pass_the_sdks_strict_types(server: Server, path: str) -> None:
+    run(server, "-c", _COMPLETIONS, server.url + path)

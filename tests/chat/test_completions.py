@@ -98,8 +98,8 @@ TOOLS = {"tools": [{"type": "function", "function": FUNCTION}]}
 
 
 @pytest.mark.parametrize(("body", "told"), [
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format is not honoured"),
-    ({"response_format": {"type": "json_object"}}, "response_format is not honoured"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format of type 'json_schema' needs a schema"),
+    ({"response_format": {"type": "grammar"}}, "response_format.type must be 'text', 'json_object' or 'json_schema', got 'grammar'"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, r"messages\[0\].content has a"),
     ({"messages": [{"role": "oracle", "content": "x"}]}, r"messages\[0\].role must be one of system, .*got 'oracle'"),
     ({"messages": []}, "messages is empty"),
@@ -111,9 +111,9 @@ TOOLS = {"tools": [{"type": "function", "function": FUNCTION}]}
     ({**TOOLS, "tool_choice": "maybe"}, "must be 'auto', 'none', 'required' or name one tool, got 'maybe'"),
     ({**TOOLS, "tool_choice": {"type": "allowed_tools"}}, "got type 'allowed_tools'"),
     ({"functions": [FUNCTION]}, "functions is not honoured"),
-    ({"presence_penalty": 0.5}, "presence_penalty is not honoured by this service, got 0.5"),
-    ({"logit_bias": {"3": 1}}, "logit_bias is not honoured"),
-    ({"top_logprobs": 3}, "top_logprobs is not honoured"), ({"guided_choice": ["a", "b"]}, "guided_choice is not honoured"),
+    ({"presence_penalty": 3}, "presence_penalty must be -2 to 2, got 3"), ({"logit_bias": {"x": 1}}, "logit_bias takes token ids"),
+    ({"scaled_logprobs": True}, "scaled_logprobs is not honoured by this service, got True"),
+    ({"guided_choice": []}, "choice takes 1 to 4096 texts"),
     ({"modalities": ["text", "audio"]}, "modalities is not honoured"),
     ({"n": 0}, "n must be >= 1, got 0"),
     ({"temperature": "hot"}, r"Expected `float \| null`, got `str` - at `\$.temperature`"),

@@ -76,7 +76,7 @@ def test_what_was_answered_can_be_sent_back() -> None:
     ({"conversation": {"id": "c"}}, "conversation is not honoured"),
     ({"background": True}, "background is not honoured"),
     ({"tools": [{"type": "web_search"}]}, "tools has one of type 'web_search', and none is built in"),
-    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format is not honoured"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format of type 'json_schema' needs a schema"),
     ({"items": []}, "input is empty"),
     ({"items": [{"type": "item_reference", "id": "x"}]}, r"input\[0\] has the type 'item_reference'"),
     ({"items": [{"role": "user", "content": [{"type": "input_image"}]}]}, "part of type 'input_image'"),

@@ -66,7 +66,7 @@ def without_proxy(fields: list[Field]) -> list[Field]:
 
 
 _DRAW = "changes how tokens are drawn"
-_FORM = "the form of the answer; where it is refused, ask for it in the prompt, or offer a tool with these parameters"
+_FORM = "the form of the answer"
 _EFFORT = (
     "given to a chat template that reads `reasoning_effort`; `none` is `enable_thinking = false` to one that reads that; in training,"
     " data.chat_template_kwargs counts")
@@ -78,19 +78,19 @@ _SAMPLING = [
 ]
 
 _SHARED = [
-    *acts("presence_penalty", "frequency_penalty", proxy="refused", service="refused", neutral=(0,), note=_DRAW),
-    *acts("repetition_penalty", proxy="refused", service="refused", neutral=(1,), note=_DRAW),
-    *acts("min_p", "min_tokens", proxy="refused", service="refused", neutral=(0,), note=_DRAW),
-    *acts("logit_bias", proxy="refused", service="refused", neutral=({},), note=_DRAW),
-    *acts("allowed_token_ids", "bad_words", proxy="refused", service="refused", note=_DRAW),
+    *acts("presence_penalty", "frequency_penalty", proxy="refused", neutral=(0,), note=_DRAW),
+    *acts("repetition_penalty", proxy="refused", neutral=(1,), note=_DRAW),
+    *acts("min_p", "min_tokens", proxy="refused", neutral=(0,), note=_DRAW),
+    *acts("logit_bias", proxy="refused", neutral=({},), note=_DRAW),
+    *acts("allowed_token_ids", "bad_words", proxy="refused", note=_DRAW),
     *refused("length_penalty", neutral=(1,), note="answers are sampled"),
-    *acts("stop_token_ids", service="refused", neutral=([],), note="give the token's text in `stop`"),
-    *acts("ignore_eos", proxy="refused", service="refused", neutral=(False,)),
+    *acts("stop_token_ids"),
+    *acts("ignore_eos", proxy="refused", neutral=(False,)),
     *acts("scaled_logprobs", proxy="refused", service="refused", neutral=(False,), note="of Offbeat's engine"),
     *refused("use_beam_search", neutral=(False,), note="answers are sampled"),
     *acts("structured_outputs", "structured_outputs.json", "structured_outputs.regex", "structured_outputs.choice",
           "structured_outputs.grammar", "structured_outputs.json_object", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-          service="refused", note=_FORM),
+          note=_FORM),
     *refused("guided_json_object", "structural_tag", "json_schema", "regex", "ebnf", note="give it as `structured_outputs`"),
     *harmless("guided_decoding_backend", note="chooses among libraries that give the same answers"),
     *refused("guided_whitespace_pattern", "stop_regex", "logits_processors", "custom_logit_processor", "custom_params", "vllm_xargs",
@@ -106,7 +106,7 @@ _SHARED = [
 _CHAT_EXTRAS = [
     *refused("prompt_logprobs", note="POST /v1/score of the engine gives log-probabilities of a prompt"),
     *refused("include_stop_str_in_output", neutral=(False,)),
-    *acts("chat_template_kwargs", proxy="refused", service="refused", neutral=({},),
+    *acts("chat_template_kwargs", proxy="refused", neutral=({},),
           note="variables of the chat template; for a run, set data.chat_template_kwargs"),
     *refused("chat_template", note="the tokenizer's own is used"),
     *refused("add_generation_prompt", neutral=(True,)),
@@ -129,8 +129,8 @@ _CHAT = [
     *acts("return_token_ids", note="adds `token_ids` and `versions` to each choice, and `prompt_token_ids`"),
     *acts("model", proxy="harmless", note="the proxy samples the policy, whatever the name"),
     *_SAMPLING,
-    *acts("top_logprobs", service="refused", neutral=(0,), note="log-probabilities are told with them"),
-    *acts("response_format", service="refused", neutral=({"type": "text"},), note=_FORM),
+    *acts("top_logprobs", note="log-probabilities are told with them"),
+    *acts("response_format", note=_FORM),
     *acts("reasoning_effort", proxy="run", note=_EFFORT),
     *refused("verbosity", neutral=("medium",), note="ask for it in the prompt"),
     *_OPENAI_HARMLESS,
@@ -148,18 +148,18 @@ _COMPLETIONS = without_proxy([
     *acts("prompt", "model", "max_tokens", "n", "stop", "logprobs", "stream", "stream_options", "stream_options.include_usage",
           "return_token_ids"),
     *_SAMPLING,
-    *acts("echo", service="refused", neutral=(False,), note="with `logprobs`, the prompt's tokens have theirs"),
-    *acts("prompt_logprobs", service="refused", note="the prompt's log-probabilities, as vLLM tells them"),
+    *acts("echo", note="with `logprobs`, the prompt's tokens have theirs"),
+    *acts("prompt_logprobs", note="the prompt's log-probabilities, as vLLM tells them"),
     *refused("best_of", neutral=(1,), note="ask for `n`, and choose"),
     *refused("suffix", neutral=("",), note="nothing is filled in before a given end"),
-    *acts("response_format", service="refused", neutral=({"type": "text"},), note=_FORM),
-    *acts("encoding_format", service="refused", neutral=("float",), note='"base64" packs numbers as arrays'),
+    *acts("response_format", note=_FORM),
+    *acts("encoding_format", note='"base64" packs numbers as arrays'),
     *harmless("user", "metadata", note=_VENDOR),
     *harmless("stream_options.include_obfuscation", note="nothing is padded here"),
     *refused("add_special_tokens", neutral=(True,), note="give token ids to decide on every token"),
     *refused("prompt_embeds", note="give token ids"),
     *_SHARED,
-    *acts("include_stop_str_in_output", service="refused", neutral=(False,), note="the text keeps the stop string at its end"),
+    *acts("include_stop_str_in_output", note="the text keeps the stop string at its end"),
 ])
 
 _RESPONSES = [
@@ -167,9 +167,9 @@ _RESPONSES = [
     *acts("include", note="`message.output_text.logprobs` acts; the rest names outputs of tools that are not built in here"),
     *acts("model", proxy="harmless", note="the proxy samples the policy, whatever the name"),
     *_SAMPLING,
-    *acts("text.format", service="refused", neutral=({"type": "text"},), note=_FORM),
+    *acts("text.format", note=_FORM),
     *refused("text.verbosity", neutral=("medium",), note="ask for it in the prompt"),
-    *acts("top_logprobs", service="refused", neutral=(0,), note="log-probabilities are told with them"),
+    *acts("top_logprobs", note="log-probabilities are told with them"),
     *acts("reasoning"),
     *acts("reasoning.effort", proxy="run", note=_EFFORT),
     *harmless("reasoning.summary", "reasoning.generate_summary", "reasoning.mode", "reasoning.context",
@@ -196,7 +196,7 @@ _MESSAGES = [
                                          " bound of its own"),
     *acts("output_config"),
     *acts("output_config.effort", proxy="run", note=_EFFORT),
-    *acts("output_config.format", "output_format", service="refused", neutral=({"type": "text"},), note=_FORM),
+    *acts("output_config.format", "output_format", note=_FORM),
     *harmless("metadata", "cache_control", "service_tier", "inference_geo", "speed", "diagnostics", "user_profile_id", "workspace_id",
               "betas", "billing_policy", "fallback_credit_token", note=_VENDOR),
     *harmless("fallbacks", note="other models are never asked in place of this one"),

@@ -5,16 +5,14 @@ complete, with signs of life before, so that neither clients nor proxies give it
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from offbeat.chat.dialects import Dialect
-from offbeat.chat.messages import ChatAnswer, ChatRequest
 from offbeat.errors import RefusedError
 
 KEEP_ALIVE_S = 5.0
@@ -51,6 +49,27 @@ def param_of(exc: BaseException) -> str:
     return exc.param if isinstance(exc, RefusedError) else exc.__cause__.param if isinstance(exc.__cause__, RefusedError) else ""
 
 
+class Asked(Protocol):
+    """A request, as far as its answer's way to the client depends on it."""
+
+    @property
+    def stream(self) -> bool: ...
+
+
+class Writer(Protocol):
+    """Writes an answer, as a `Dialect` does those of chats."""
+
+    keep_alive: bytes
+
+    def whole(self, request: Any, answer: Any) -> bytes: ...
+
+    def events(self, request: Any, answer: Any) -> Iterable[bytes]: ...
+
+    def error(self, message: str, *, status: int, param: str = "") -> bytes: ...
+
+    def stream_error(self, message: str, *, status: int) -> bytes: ...
+
+
 class WriteError(Protocol):
     """Writes the body of an error."""
 
@@ -69,7 +88,7 @@ class ChatResponse(Response):
     """
 
     def __init__(
-        self, task: "asyncio.Task[ChatAnswer]", dialect: Dialect, request: ChatRequest, *, explain: Callable[[BaseException], Refusal],
+        self, task: "asyncio.Task[Any]", dialect: Writer, request: Asked, *, explain: Callable[[BaseException], Refusal],
         leave: Callable[[], None] | None = None, sending: Callable[[], None] = _nothing, keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         """Prepare to wait.
@@ -142,7 +161,7 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def _retrieve(task: "asyncio.Task[ChatAnswer]") -> None:
+def _retrieve(task: "asyncio.Task[Any]") -> None:
     """Look at an error that nobody may be left to be told of, which asyncio would complain about."""
     if not task.cancelled():
         task.exception()

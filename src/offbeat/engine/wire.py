@@ -8,6 +8,7 @@ from typing import Literal, cast
 import msgspec
 
 from offbeat.chat.dialects import read_fields
+from offbeat.chat.fields import Surface
 from offbeat.chat.messages import ChatRequest
 from offbeat.chat.shaping import ShapingFields, StructuredOutputs
 from offbeat.engine.request import SamplingParams
@@ -210,10 +211,10 @@ class SleepBody(msgspec.Struct):
     keep_weights: bool = False
 
 
-def read_completion(data: bytes) -> CompletionBody:
-    """Decode and check the body of a completion. Errors are those of `dialects.read_fields`."""
+def read_completion(data: bytes, *, surface: Surface = "engine") -> CompletionBody:
+    """Decode and check the body of a completion to this server. Errors are those of `dialects.read_fields`."""
     try:
-        return read_fields(CompletionBody, data, api="completions", surface="engine")
+        return read_fields(CompletionBody, data, api="completions", surface=surface)
     except RefusedError as exc:
         if not exc.param.startswith("prompt"):
             raise

@@ -12,12 +12,12 @@ from offbeat.service.types import Sampled, SampledSequence, SampleRequest, Spars
 
 def engine_sampling(request: SampleRequest, max_new_tokens: int, *, end_token_ids: tuple[int, ...]) -> EngineSampling:
     """Return the sampling parameters for engines, with the end tokens unless the request says that nothing ends a sample."""
-    stop = request.stop or ()
-    ends = () if request.stop == () else dict.fromkeys([*end_token_ids, *(s for s in stop if isinstance(s, int))])
+    stop, endless = request.stop or (), request.ignore_eos or request.stop == ()
+    ends = dict.fromkeys([*(() if endless else end_token_ids), *(s for s in stop if isinstance(s, int))])
     return EngineSampling(
         max_new_tokens, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k, seed=request.seed,
         stop=tuple(s for s in stop if isinstance(s, str)), stop_token_ids=tuple(ends),
-        ignore_eos=request.stop == (), scaled_logprobs=True, top_logprobs=request.topk_sample_logprobs)
+        ignore_eos=endless, scaled_logprobs=True, top_logprobs=request.topk_sample_logprobs, shaping=request.shaping)
 
 
 def draws_of(request: SampleRequest) -> Draws | None:
@@ -51,6 +51,13 @@ def top_tokens(rows: tuple[EngineTopTokens, ...], k: int) -> TopTokens:
         for j, (token, logprob) in enumerate(row[:k]):
             ids[i, j], logprobs[i, j] = token, logprob
     return TopTokens(ids, logprobs)
+
+
+def top_rows(top: TopTokens) -> tuple[EngineTopTokens, ...]:
+    """Convert the arrays of `top_tokens` back to rows, without the missing tokens."""
+    return tuple(
+        tuple((token, logprob) for token, logprob in zip(*row, strict=True) if token >= 0)
+        for row in zip(top.ids.tolist(), top.logprobs.tolist(), strict=True))
 
 
 def sequence_of(sample: Sample, top_k: int) -> SampledSequence:

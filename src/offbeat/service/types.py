@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from offbeat.chat.shaping import PLAIN, Shaping
 from offbeat.data.batch import Batch
 
 Category = Literal["user", "server", "unknown"]
@@ -81,6 +82,8 @@ class SampleRequest:
         target_prompt_logprobs: [P, K] int64 tokens to score at each position of the prompt.
         prompt_alt_tokens_k: number of tokens to draw at each position of the prompt except the first, at the temperature.
         prompt_logprobs_last_n: score only the last n positions; None for all.
+        ignore_eos: continue past the end tokens; `stop` still ends a sample.
+        shaping: penalties, biases and structures, which only completions and chats can ask for.
     """
 
     sampling_session_id: str
@@ -99,6 +102,8 @@ class SampleRequest:
     target_prompt_logprobs: SparseArray | None = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
+    ignore_eos: bool = False
+    shaping: Shaping = PLAIN
 
 
 @dataclass(frozen=True)

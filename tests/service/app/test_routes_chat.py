@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from chats import CHATML, words
 from http_serving import Answer, Client, Serve, serving
 from offbeat.chat import sending
+from offbeat.chat.shaping import Shaping
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.inference.sampling import Sample
 from offbeat.inference.sampling import Sampling as EngineSampling
@@ -177,12 +178,13 @@ def test_settings_reach_the_engines_as_those_of_asample_do(tmp_path: Path) -> No
     async def body(world: Scripted) -> None:
         answer = await world.ask(
             "/v1/chat/completions", n=2, max_tokens=7, temperature=0.5, top_p=0.9, top_k=3, seed=5, stop=["x", "<|im_start|>"],
-            logprobs=True, return_token_ids=True)
+            logprobs=True, return_token_ids=True, ignore_eos=True, presence_penalty=0.5)
         ((adapter, prompt, sampling, n),) = world.engines.asked
         start = world.engines.tokenizer.special_id("<|im_start|>")
         assert (adapter, n, answer.json["prompt_token_ids"]) == ("", 2, list(prompt))
         assert sampling == EngineSampling(
-            7, temperature=0.5, top_p=0.9, top_k=3, stop=("x",), seed=5, stop_token_ids=(2, start), scaled_logprobs=True)
+            7, temperature=0.5, top_p=0.9, top_k=3, stop=("x",), seed=5, stop_token_ids=(start,), ignore_eos=True, scaled_logprobs=True,
+            shaping=Shaping(presence_penalty=0.5))
         first, _ = answer.json["choices"]
         assert first["message"]["content"] == "ok" and first["token_ids"] == world.engines.tokenizer.encode("ok" + END)
         assert [entry["logprob"] for entry in first["logprobs"]["content"]] == [-0.5] * 3 and first["versions"] == [0] * 3
@@ -222,8 +224,9 @@ def test_streams_are_whole_and_show_life_while_they_wait(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(("path", "change", "status", "told"), [
-    ("/v1/chat/completions", {"response_format": {"type": "json_schema"}}, 400, "response_format is not honoured"),
-    ("/v1/chat/completions", {"ignore_eos": True}, 400, "ignore_eos is not honoured"),
+    ("/v1/chat/completions", {"response_format": {"type": "json_schema"}}, 400, "response_format of type 'json_schema' needs a schema"),
+    ("/v1/chat/completions", {"scaled_logprobs": True}, 400, "scaled_logprobs is not honoured"),
+    ("/v1/chat/completions", {"top_logprobs": 257}, 422, "top_logprobs must be"),
     ("/v1/chat/completions", {"messages": []}, 400, "messages is empty"),
     ("/v1/chat/completions", {"n": 5000}, 422, "n must be"),
     ("/v1/chat/completions", {"stop": [*map(str, range(65))]}, 422, "stop"),

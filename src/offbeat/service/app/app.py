@@ -129,8 +129,10 @@ class _Guarded:
 async def _no_such_endpoint(http: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException), "registered for nothing else"
     path, write = http.url.path, write_detail
-    if path.startswith("/v1/"):
-        write = Anthropic("service").error if path.startswith("/v1/messages") else Completions("service").error
+    if path.startswith(("/v1/messages", "/anthropic/api/")):
+        write = Anthropic("service").error
+    elif path.startswith(("/v1/", "/oai/api/")):
+        write = Completions("service").error
     if exc.status_code == 405:
         return refusal(f"{path} does not take {http.method}", status=405, write=write)
     return refusal(f"this server has no {http.method} {path[:200]}", status=exc.status_code, write=write)

@@ -15,6 +15,7 @@ from offbeat.service.app.journal import Journal
 from offbeat.service.app.metrics import StatusCollector, scrape
 from offbeat.service.app.reply import Served
 from offbeat.service.app.routes_chat import ChatRoutes
+from offbeat.service.app.routes_completions import CompletionRoutes
 from offbeat.service.app.routes_rest import Exports, RestRoutes
 from offbeat.service.app.routes_sampling import SamplingRoutes
 from offbeat.service.app.routes_session import SessionRoutes
@@ -57,6 +58,7 @@ def open_front(
     endpoints = [
         *SamplingRoutes(service, sampling, served).endpoints,  # requested most often, and routes are tried in order
         *ChatRoutes(sampling, service.library, served, replace(tokenizer, name=served.base_model)).endpoints,
+        *CompletionRoutes(sampling, served, replace(tokenizer, name=served.base_model)).endpoints,
         *TrainingRoutes(service, served).endpoints, *SessionRoutes(service, served).endpoints, *RestRoutes(service, exports).endpoints,
         archives.endpoint]
     public = [*page.routes, exports.route, archives.route, Route("/metrics", page.shielded(lambda: scrape(registry)))]

@@ -6,10 +6,10 @@ are whole; a stream is sent when its answer is complete. A client that goes give
 
 import asyncio
 import secrets
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -19,13 +19,15 @@ from offbeat.chat.answering import Answering, Chat, answer_of
 from offbeat.chat.anthropic import Anthropic
 from offbeat.chat.completions import Completions
 from offbeat.chat.dialects import Dialect, list_models
-from offbeat.chat.messages import ChatAnswer, ChatRequest
+from offbeat.chat.messages import ChatAnswer
 from offbeat.chat.responses import Responses
 from offbeat.chat.sending import ChatResponse
+from offbeat.chat.shaping import Shaping
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import ModelError, RefusedError
 from offbeat.inference.sampling import Sample
 from offbeat.service.app.reply import Call, Endpoint, Served, explain
+from offbeat.service.engine_terms import top_rows
 from offbeat.service.errors import RequestError, outside
 from offbeat.service.ids import CheckpointPath
 from offbeat.service.library import Library
@@ -33,21 +35,28 @@ from offbeat.service.sampling import Sampling
 from offbeat.service.tables import SamplerRow
 from offbeat.service.types import Caller, SampledSequence, SampleRequest
 from offbeat.service.wire.json_body import MAX_SAMPLE_BYTES, read_json
-from offbeat.service.wire.sample_body import SamplingParams
+from offbeat.service.wire.sample_body import SamplingParams, TopTokens
 from offbeat.telemetry.log import current_request
 
 T = TypeVar("T")
 _VENDORS = {
-    "/v1/chat/completions": "/oai/api", "/v1/models": "/oai/api", "/v1/messages": "/anthropic/api",
+    "/v1/chat/completions": "/oai/api", "/v1/completions": "/oai/api", "/v1/models": "/oai/api", "/v1/messages": "/anthropic/api",
     "/v1/messages/count_tokens": "/anthropic/api"}
 """Endpoints that the hosted service has below these paths, as here too."""
 _ANTHROPIC = Anthropic("service")
 
 
 class _Params(SamplingParams):
-    """A chat's settings, within the same bounds as those of `asample`."""
+    """Settings of a chat or a completion, within the same bounds as those of `asample`."""
 
     n: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    top_logprobs: TopTokens = 0
+
+
+def at_vendors_paths(endpoints: list[Endpoint]) -> list[Endpoint]:
+    """Return endpoints, and those among them that the hosted service has once more at its own paths."""
+    vendors = [replace(one, path=_VENDORS[one.path] + one.path) for one in endpoints if one.path in _VENDORS]
+    return [*endpoints, *vendors]
 
 
 class ChatRoutes:
@@ -66,11 +75,10 @@ class ChatRoutes:
         answering: list[tuple[str, Dialect]] = [
             ("/v1/chat/completions", Completions("service")), ("/v1/responses", Responses("service")), ("/v1/messages", _ANTHROPIC)]
         limits = {"quiet": True, "max_body_bytes": MAX_SAMPLE_BYTES}
-        ours = [
+        return at_vendors_paths([
             *(Endpoint("POST", path, partial(self._answer, dialect), write_error=dialect.error, **limits) for path, dialect in answering),
             Endpoint("POST", "/v1/messages/count_tokens", self._count, write_error=_ANTHROPIC.error, **limits),
-            Endpoint("GET", "/v1/models", self._models, write_error=Completions().error)]
-        return [*ours, *(replace(endpoint, path=_VENDORS[endpoint.path] + endpoint.path) for endpoint in ours if endpoint.path in _VENDORS)]
+            Endpoint("GET", "/v1/models", self._models, write_error=Completions().error)])
 
     @cached_property
     def _answering(self) -> Answering:  # late, because a model without a chat template serves all but chats
@@ -79,10 +87,10 @@ class ChatRoutes:
         return Answering.of(self._tokenizer)
 
     async def _answer(self, dialect: Dialect, call: Call) -> Response:
-        asked = await _said(call.read(dialect.read))
-        row = await self._find(call.caller, asked)
+        asked = await said(call.read(dialect.read))
+        row = await self._find(call.caller, asked.model)
         # Always off the event loop, because a small body may take long to render.
-        chat = await _said(call.beside(lambda: self._answering.prepare(asked, dialect)))
+        chat = await said(call.beside(lambda: self._answering.prepare(asked, dialect)))
         samples = self._sampling.ask(call.caller, self._request(row, chat))
         readers, caller = call.readers, call.caller
 
@@ -95,9 +103,9 @@ class ChatRoutes:
         return ChatResponse(task, dialect, asked, explain=partial(explain, what=f"POST {call.http.url.path}"))
 
     async def _count(self, call: Call) -> Response:
-        asked = await _said(call.read(_ANTHROPIC.read_count))
-        await self._find(call.caller, asked)
-        num_tokens = await _said(call.beside(lambda: self._answering.count(asked)))
+        asked = await said(call.read(_ANTHROPIC.read_count))
+        await self._find(call.caller, asked.model)
+        num_tokens = await said(call.beside(lambda: self._answering.count(asked)))
         return Response(_ANTHROPIC.count(num_tokens), media_type="application/json")
 
     async def _models(self, call: Call) -> Response:
@@ -107,34 +115,57 @@ class ChatRoutes:
         names = dict.fromkeys((self._served.base_model, *self._served.aliases), 0.0)
         return Response(list_models(names | paths), media_type="application/json")
 
-    async def _find(self, caller: Caller, asked: ChatRequest) -> SamplerRow:
-        row = await self._sampling.samplers.of_model(caller, asked.model)
-        if row.base_model in self._served.sampled:
-            raise RequestError(
-                f"{row.base_model!r} cannot be asked in chats here, because its tokenizer is not known; sample it by token ids, or ask its"
-                " own engine")
-        return row
+    async def _find(self, caller: Caller, model: str) -> SamplerRow:
+        return await find_sampler(self._sampling, self._served, caller, model)
 
     def _request(self, row: SamplerRow, chat: Chat) -> SampleRequest:
         """Check a chat's settings and its length, and return them in the service's terms."""
-        asked, limits = chat.request, self._served.limits
-        given = {
-            "n": asked.n, "max_tokens": asked.max_new_tokens, "seed": asked.seed, "stop": chat.stops or None,
-            "temperature": asked.temperature, "top_k": asked.top_k, "top_p": asked.top_p}
-        params = read_json(_Params, msgspec.json.encode({name: value for name, value in given.items() if value is not None}))
-        limits.check_length("the chat", len(chat.prompt))
-        return SampleRequest(
-            row.id, secrets.randbits(62), tuple(chat.prompt), num_samples=params.n, max_tokens=params.max_tokens, seed=params.seed,
-            stop=(*chat.stops, *chat.stop_token_ids) or None, temperature=params.temperature, top_k=max(params.top_k, 0),
-            top_p=params.top_p)
+        asked = chat.request
+        self._served.limits.check_length("the chat", len(chat.prompt))
+        return sample_request(
+            row, chat.prompt, stops=chat.stops, stop_token_ids=chat.stop_token_ids, shaping=asked.shaping, ignore_eos=asked.ignore_eos,
+            n=asked.n, max_tokens=asked.max_new_tokens, seed=asked.seed, temperature=asked.temperature, top_k=asked.top_k,
+            top_p=asked.top_p, top_logprobs=asked.top_logprobs)
 
     def _read_answer(self, chat: Chat, row: SamplerRow, sequences: tuple[SampledSequence, ...]) -> ChatAnswer:
-        replies = [self._answering.reply(chat, _sample(sequence, row)) for sequence in sequences]
+        replies = [self._answering.reply(chat, sample_of(sequence, row)) for sequence in sequences]
         return answer_of(chat.request, chat.prompt, replies, model=chat.request.model)
 
 
-async def _said(work: Awaitable[T]) -> T:
-    """Wait for work on a chat, whose own errors say what is wrong with the chat."""
+async def find_sampler(sampling: Sampling, served: Served, caller: Caller, model: str) -> SamplerRow:
+    """Return the sampler that a request's `model` names.
+
+    Raises:
+        UnknownError: nothing of the caller has that name.
+        RequestError: the model's tokenizer is not known.
+    """
+    row = await sampling.samplers.of_model(caller, model)
+    if row.base_model in served.sampled:
+        raise RequestError(
+            f"{row.base_model!r} cannot be asked in chats or texts here, because its tokenizer is not known; sample it with the SDK, or ask"
+            " its own engine")
+    return row
+
+
+def sample_request(
+    row: SamplerRow, prompt: Sequence[int], *, stops: tuple[str, ...], stop_token_ids: tuple[int, ...], shaping: Shaping,
+    ignore_eos: bool, **params: Any,
+) -> SampleRequest:
+    """Return what a chat or a completion asks of a sampler, once its settings are checked; those that are None are left out.
+
+    Raises:
+        BadRequestError: one of `params`, the fields of `asample` and `n` and `top_logprobs`, is out of range.
+    """
+    given = {name: value for name, value in {**params, "stop": stops or None}.items() if value is not None}
+    checked = read_json(_Params, msgspec.json.encode(given))
+    return SampleRequest(
+        row.id, secrets.randbits(62), tuple(prompt), num_samples=checked.n, max_tokens=checked.max_tokens, seed=checked.seed,
+        stop=(*stops, *stop_token_ids) or None, temperature=checked.temperature, top_k=max(checked.top_k, 0), top_p=checked.top_p,
+        topk_sample_logprobs=checked.top_logprobs, ignore_eos=ignore_eos, shaping=shaping)
+
+
+async def said(work: Awaitable[T]) -> T:
+    """Wait for work on a request, whose own errors say what is wrong with it."""
     try:
         return await work
     except RefusedError as exc:
@@ -143,7 +174,8 @@ async def _said(work: Awaitable[T]) -> T:
         raise RequestError(outside(str(exc), name=current_request.get())) from exc
 
 
-def _sample(sequence: SampledSequence, row: SamplerRow) -> Sample:
+def sample_of(sequence: SampledSequence, row: SamplerRow) -> Sample:
     """Return a sample of a sampler, all of whose tokens are of one version."""
     versions = np.full(len(sequence.tokens), row.version, np.int32)
-    return Sample(sequence.tokens, sequence.logprobs, versions, "", sequence.stop_reason)
+    top = () if sequence.top is None else top_rows(sequence.top)
+    return Sample(sequence.tokens, sequence.logprobs, versions, "", sequence.stop_reason, top_logprobs=top)
