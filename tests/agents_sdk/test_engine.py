@@ -1,5 +1,7 @@
-"""The embedded engine asked by unmodified SDKs and agents: strict types of answers, and structured outputs."""
+"""The embedded engine, and the recording proxy before it, asked by unmodified SDKs and agents: strict types, and structured outputs."""
 
+import asyncio
+import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,15 +9,29 @@ from pathlib import Path
 import pytest
 
 from engine.test_chats import CALL, THOUGHT, write_model
+from offbeat.agents.proxy import Proxy
+from offbeat.chat.parsing import AnswerParser
+from offbeat.chat.rendering import Renderer
+from offbeat.data.tokenizer import load_tokenizer
+from offbeat.data.trajectory import Trajectory
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.server import EngineServer
+from offbeat.fleet.dispatch import Dispatcher
+from offbeat.fleet.pool import EnginePool
+from offbeat.inference.client import EngineClient, EngineSession
+from offbeat.inference.sampling import Sampling
 
 REPOSITORY, HERE = Path(__file__).parents[2], Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = EngineServer(EngineOptions(model=write_model(tmp_path_factory.mktemp("thinks"), {"\n": THOUGHT})))
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_model(tmp_path_factory.mktemp("thinks"), {"\n": THOUGHT})
+
+
+@pytest.fixture(scope="module")
+def url(model: str) -> Iterator[str]:
+    server = EngineServer(EngineOptions(model=model))
     yield server.start()
     server.stop()
 
@@ -44,3 +60,21 @@ def test_streams_with_calls_add_up_to_whole_answers_in_both_sdks(tmp_path: Path)
 def test_agents_of_two_libraries_get_what_their_schemas_say(url: str) -> None:
     told = run("structured_outputs.py", url)
     assert len(told) == 4 and {line.split()[-1] for line in told} <= {"x", "y"}
+
+
+def test_at_the_recording_proxy_they_get_the_same_and_are_recorded_token_by_token(url: str, model: str) -> None:
+    tokenizer = load_tokenizer(model)
+
+    async def played() -> tuple[list[str], list[Trajectory]]:
+        renderer = Renderer(tokenizer)
+        async with EngineSession() as engines, Proxy(renderer, AnswerParser(renderer)) as proxy:
+            pool = EnginePool([EngineClient("engine", url, engines.session)])
+            pool.admit("engine", 0)
+            session = proxy.open(Dispatcher(pool, request_timeout_s=60).generate, Sampling(max_new_tokens=64))
+            told = await asyncio.to_thread(run, "structured_outputs.py", proxy.path_url(session))
+            return told, session.chains(1.0, episode=0)
+
+    told, chains = asyncio.run(asyncio.wait_for(played(), 300))
+    assert len(told) == 4 and {line.split()[-1] for line in told} <= {"x", "y"}
+    written = [tokenizer.decode(chain.tokens[chain.loss_mask.astype(bool)].tolist()) for chain in chains]
+    assert sorted(json.loads(text)["letter"] for text in written) == sorted(line.split()[-1] for line in told)
