@@ -7,10 +7,10 @@ import asyncio
 import math
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import psutil
 import uvicorn
@@ -19,6 +19,9 @@ from starlette.requests import Request
 from offbeat.connections import Bounds, Connections, GuardedProtocol
 from offbeat.errors import PortBusyError, RefusedError
 
+T = TypeVar("T")
+LARGE_BYTES = 1 << 20
+"""Size from which a body takes tens of milliseconds to decode, in which an event loop would answer nobody."""
 PATIENCE_S = 10.0
 """Time for a body to begin, and for each pause in it."""
 MIN_BYTES_PER_S = 16384
@@ -113,6 +116,11 @@ class GuestServer(BoundedServer):
     def capture_signals(self) -> Iterator[None]:
         """Capture no signals, since the owner of the loop handles them."""
         yield
+
+
+async def decode(read: Callable[[bytes], T], body: bytes) -> T:
+    """Decode a body, a large one on a thread, so that the event loop goes on meanwhile; errors are those of `read`."""
+    return read(body) if len(body) <= LARGE_BYTES else await asyncio.to_thread(read, body)
 
 
 async def read_body(http: Request, *, max_bytes: int, patience_s: float = PATIENCE_S) -> bytes:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,6 +128,47 @@ def test_a_chat_with_a_tool_is_recorded_as_one_chain():
         [trajectory] = world.chains()
         assert trained(world, trajectory) == [CALL, "it is 3"]
         assert trajectory.versions[trajectory.loss_mask].tolist() == [1] * (len(CALL) + 1) + [2] * 8
+
+    play(body)
+
+
+def test_chats_are_rendered_beside_the_event_loop_and_a_repeated_call_waits_for_its_first_try(monkeypatch: pytest.MonkeyPatch):
+    rendering, go_on, prompt = threading.Event(), threading.Event(), Renderer.prompt
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        rendering.set()
+        assert go_on.wait(20), "the event loop waits for the renderer"
+        return prompt(*args, **kwargs)
+
+    async def body(world: World) -> None:
+        monkeypatch.setattr(Renderer, "prompt", slow)
+        first = asyncio.create_task(world.ask(USER))
+        await until(rendering.is_set)
+        again = asyncio.create_task(world.post({"messages": [USER]}, headers=world.headers(x_stainless_retry_count="1")))
+        await asyncio.sleep(0.05)
+        go_on.set()
+        assert (await first)["content"] == (await again)[1]["choices"][0]["message"]["content"] == "ok"
+        assert len(world.script.prompts) == 1 and world.session.num_turns == 1
+
+    play(body)
+
+
+def test_an_episode_that_ends_while_its_chat_is_rendered_records_nothing(monkeypatch: pytest.MonkeyPatch):
+    rendering, go_on, prompt = threading.Event(), threading.Event(), Renderer.prompt
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        rendering.set()
+        assert go_on.wait(20), "the event loop waits for the renderer"
+        return prompt(*args, **kwargs)
+
+    async def body(world: World) -> None:
+        monkeypatch.setattr(Renderer, "prompt", slow)
+        late = asyncio.create_task(world.post({"messages": [USER]}))
+        await until(rendering.is_set)
+        assert world.chains() == []
+        go_on.set()
+        status, told = await late
+        assert status == 409 and "this episode has ended" in told["error"]["message"] and not world.script.prompts
 
     play(body)
 

@@ -35,7 +35,7 @@ from offbeat.connections import Connections
 from offbeat.errors import BusyError, EngineError, OffbeatError, RefusedError, UserError
 from offbeat.hosts import LOOPBACK, bearer_key, is_loopback
 from offbeat.inference.sampling import Sampling
-from offbeat.listening import BodyTooLargeError, GuestServer, SlowBodyError, bind, read_body, run_bounds
+from offbeat.listening import BodyTooLargeError, GuestServer, SlowBodyError, bind, decode, read_body, run_bounds
 from offbeat.rollout.episode import Generate
 
 MAX_BODY_BYTES = 32 << 20
@@ -165,8 +165,8 @@ class Proxy:
             try:
                 session = self._session_of(http)
                 body = await _body(http)
-                request = dialect.read(body)
-                call = session.enter(request, _attempt(http, body))
+                request = await decode(dialect.read, body)
+                call = await session.receive(request, _attempt(http, body))
             except Exception as exc:
                 return _refuse(dialect, exc)
             return ChatResponse(
@@ -179,7 +179,7 @@ class Proxy:
         async def count(http: Request) -> Response:
             try:
                 self._session_of(http)
-                request = dialect.read_count(await _body(http))
+                request = await decode(dialect.read_count, await _body(http))
                 prompt = await asyncio.to_thread(self._renderer.prompt, request.messages, request.tools)
                 return _json(dialect.count(len(prompt)))
             except Exception as exc:

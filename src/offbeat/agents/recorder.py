@@ -95,6 +95,26 @@ class Turn:
     nodes: list[Node] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Found:
+    """A request, and what it continues: `parent`, after `num_known` of its messages, or nothing."""
+
+    request: ChatRequest
+    opening: str
+    parent: Node | None
+    num_known: int
+    history: bytes
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The tokens that a request gives, after those of `parent` unless that is None."""
+
+    found: Found
+    parent: Node | None
+    given: tuple[int, ...]
+
+
 class Recorder:
     """The calls of one episode.
 
@@ -135,11 +155,14 @@ class Recorder:
     # -- one call ----------------------------------------------------------------------------------------------------------------------
 
     def open(self, request: ChatRequest) -> Turn:
-        """Find what the request continues, and return its prompt.
+        """Find what the request continues, and return its prompt; errors are those of `find`, `render` and `begin`."""
+        return self.begin(self.render(self.find(request)))
+
+    def find(self, request: ChatRequest) -> Found:
+        """Find what the request continues.
 
         Raises:
             RefusedError: the episode is past its limits, or the request asks for something that is not to be had.
-            ModelError: the chat template refuses the messages.
         """
         if self.num_turns + request.n > self._limits.max_turns:
             raise RefusedError(
@@ -149,9 +172,28 @@ class Recorder:
         opening = self._renderer.opening(request.tool_choice, request.tool_name)
         check_structure(request)
         parent, num_known, history = self._find(request)
-        given = None if parent is None else self._continue(parent, request, num_known, opening)
+        return Found(request, opening, parent, num_known, history)
+
+    def render(self, found: Found) -> Rendered:
+        """Render and tokenize a request, on any thread, since it reads nothing that changes.
+
+        Raises:
+            RefusedError, ModelError: the chat template refuses the messages.
+        """
+        request, parent = found.request, found.parent
+        given = None if parent is None else self._continue(parent, request, found.num_known, found.opening)
         if given is None:
-            parent, given = None, self._renderer.prompt(request.messages, request.tools, opening=opening)
+            parent, given = None, self._renderer.prompt(request.messages, request.tools, opening=found.opening)
+        return Rendered(found, parent, tuple(given))
+
+    def begin(self, rendered: Rendered) -> Turn:
+        """Begin to answer a request.
+
+        Raises:
+            RefusedError: the prompt leaves no room for an answer.
+        """
+        found, parent, given = rendered.found, rendered.parent, rendered.given
+        request, opening = found.request, found.opening
         before = () if parent is None else _tokens(parent.path)
         prompt = (*before, *given)
         sampling = self._sampling_of(request, self._limits.max_tokens - len(prompt))
@@ -159,7 +201,7 @@ class Recorder:
             parent.is_read = True  # its client has repeated it
             parent.num_children += 1
         turn = Turn(
-            request, prompt, sampling, opening, parent, tuple(given), history, self._num_opened, _observation(request.messages))
+            request, prompt, sampling, opening, parent, given, found.history, self._num_opened, _observation(request.messages))
         self._num_opened += request.n
         return turn
 

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from offbeat.agents.recorder import Recorder, Turn
+from offbeat.agents.recorder import Recorder, Rendered, Turn
 from offbeat.chat.answering import answer_of
 from offbeat.chat.messages import ChatAnswer, ChatRequest
 from offbeat.data.trajectory import Trajectory
@@ -95,14 +95,28 @@ class Session:
         self._recorder, self._generate, self._linger_s = recorder, generate, linger_s
         self._calls: OrderedDict[int, Call] = OrderedDict()
         self._is_sealed = False
+        self._receiving = asyncio.Lock()
 
     @property
     def num_turns(self) -> int:
         """Number of answers that were given or are being sampled."""
         return self._recorder.num_turns
 
-    def enter(self, request: ChatRequest, attempt: Attempt) -> Call:
+    async def receive(self, request: ChatRequest, attempt: Attempt) -> Call:
+        """Do as `enter` does, but render and tokenize beside the event loop; the session's later calls wait for that."""
+        async with self._receiving:
+            self._check_open()
+            before = self._tried_before(attempt)
+            if before is not None and not before.has_failed:
+                return self.enter(request, attempt)
+            rendered = await asyncio.to_thread(self._recorder.render, self._recorder.find(request))
+            return self.enter(request, attempt, rendered)
+
+    def enter(self, request: ChatRequest, attempt: Attempt, rendered: Rendered | None = None) -> Call:
         """Begin to answer a request, or join the call that it repeats; the caller waits for `task` and then calls `leave`.
+
+        Args:
+            rendered: the request as the recorder has rendered it; None renders it here if it begins a call.
 
         Raises:
             SealedError: the episode has ended.
@@ -114,7 +128,7 @@ class Session:
         if call is not None and call.has_failed:
             del self._calls[id(call)]  # this is its one other try
         if call is None or call.has_failed:
-            turn = self._recorder.open(request)
+            turn = self._recorder.open(request) if rendered is None else self._recorder.begin(rendered)
             call = Call(attempt, turn, asyncio.create_task(self._answer(turn), name=f"answer in session {self.id}"))
             self._calls[id(call)] = call
             call.task.add_done_callback(lambda _task: self._ended(call))

@@ -28,6 +28,7 @@ from offbeat.engine.request import Output, Request
 from offbeat.engine.web import OPENAI, Disconnected, Handler, json_answer, refusal_of, whole_body
 from offbeat.engine.wire import body_of
 from offbeat.errors import EngineError
+from offbeat.listening import decode
 
 Outputs = Callable[[HttpRequest, Request], AsyncGenerator[Output]]
 
@@ -63,12 +64,12 @@ class Chats:
         ]
 
     async def _count(self, http: HttpRequest) -> Response:
-        asked = _ANTHROPIC.read_count(await whole_body(http))
+        asked = await decode(_ANTHROPIC.read_count, await whole_body(http))
         check_chat_size(asked, self._engine.tokenizer, context=self._engine.max_context)
         return json_answer(_ANTHROPIC.count(await asyncio.to_thread(self._answering.count, asked)))
 
     async def _answer(self, http: HttpRequest, dialect: Dialect) -> Response:
-        asked = dialect.read(await whole_body(http))
+        asked = await decode(dialect.read, await whole_body(http))
         check_chat_size(asked, self._engine.tokenizer, context=self._engine.max_context)
         chat = await asyncio.to_thread(self._answering.prepare, asked, dialect)
         if (structure := self._answering.strict_structure(chat)) is not None:

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,7 +54,7 @@ from offbeat.engine.wire import (
     read_completion,
 )
 from offbeat.errors import DeadlineError, EngineError, RefusedError
-from offbeat.listening import bind
+from offbeat.listening import bind, decode
 from offbeat.types import Version
 
 T = TypeVar("T")
@@ -179,7 +180,7 @@ class EngineServer:
         return guarded
 
     async def _completions(self, http: HttpRequest) -> Response:
-        body = read_completion(await whole_body(http))
+        body = await decode(read_completion, await whole_body(http))
         if len(given := body.prompts) > self._options.max_queued:
             raise RefusedError(f"prompt takes at most {self._options.max_queued} prompts here, got {len(given)}; send several requests")
         texts = [prompt for prompt in given if isinstance(prompt, str)]
@@ -378,7 +379,7 @@ class EngineServer:
         return json_answer(msgspec.json.encode({"status": "ok"}))
 
     async def _score(self, http: HttpRequest) -> Response:
-        body = read_body(ScoreBody, await whole_body(http))
+        body = await decode(partial(read_body, ScoreBody), await whole_body(http))
         job = ScoreJob(
             id=f"score-{uuid.uuid4().hex}", tokens=body.tokens, top_k=body.top_k, targets=body.targets, draws=body.draws,
             temperature=body.temperature, seed=body.seed, adapter=body.adapter, urgent=body.urgent)
