@@ -146,6 +146,32 @@ def test_a_death_fails_all_calls_with_exit_code_and_last_log_lines(tmp_path: Pat
     asyncio.run(body())
 
 
+def test_a_second_answer_to_a_call_is_dropped_and_the_process_goes_on() -> None:
+    async def body() -> None:
+        child = await Child.start(spec(target="handlers:Unruly"), timeout_s=60)
+        assert await child.call("twice", timeout_s=60) == b"first"
+        assert await child.call("echo", b"next", timeout_s=60) == b"next"
+        assert child.alive
+        await child.stop(timeout_s=60)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("method", ["garbage", "mute"])
+def test_a_process_that_cannot_be_talked_to_any_more_is_ended_and_its_calls_fail(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.process.child._EXIT_S", 0.2)
+
+    async def body() -> None:
+        child = await Child.start(spec(target="handlers:Unruly"), timeout_s=60)
+        with pytest.raises(WorkerError, match=rf"worker 3 \(process {child.pid}\) was killed by SIGKILL in {method}"):
+            await child.call(method, timeout_s=60)
+        with pytest.raises(WorkerError, match="before echo"):
+            await child.call("echo", timeout_s=60)
+        await child.kill()
+
+    asyncio.run(body())
+
+
 def test_a_signal_is_named() -> None:
     async def body() -> None:
         child = await start()

@@ -5,13 +5,16 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from typing import cast
 
 from offbeat.errors import ConfigError, StuckError
-from offbeat.process.serving import Lifeline
+from offbeat.process.frames import HEADER, RESULT
+from offbeat.process.serving import Lifeline, _Server
 
 
 class Echo:
@@ -102,3 +105,21 @@ class Broken:
 
     def __init__(self) -> None:
         raise RuntimeError("no model here")
+
+
+class Unruly(Watched):
+    """Breaks the wire to its parent."""
+
+    def handle(self, method: str, payload: bytes) -> bytes:
+        server = cast("_Server", self.lifeline)
+        match method:
+            case "twice":
+                server._frame(RESULT, server._call_id, b"first")
+            case "garbage":
+                server._connection.sendall(b"\xff" * HEADER.size)
+            case "mute":
+                server._connection.shutdown(socket.SHUT_WR)
+                time.sleep(60)
+            case _:
+                return super().handle(method, payload)
+        return b"second"

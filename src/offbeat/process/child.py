@@ -9,6 +9,7 @@ The parent uses `Child.start(spec)`, `await child.call(method, payload)` and `aw
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import signal
 import socket
@@ -26,8 +27,14 @@ from offbeat.onlooker import LOOK_S, Onlooker, is_stopped, log_tail, system_view
 from offbeat.process.frames import BEAT, CALL, CANCEL, FAILURE, HEADER, STACK, STOP, Failure, Payload
 
 _STACK_TIMEOUT_S = 1.0
+_MOST_BYTES = 1 << 40
+"""Size of a frame beyond which it is none, but something that was written in between."""
+_EXIT_S = 5.0
+"""Seconds that a process has to exit when its end of the wire is closed."""
 _AT_ONCE_BYTES = 1 << 20
 """What is handed to the socket's writer in one go, which copies what the socket does not take."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -261,19 +268,36 @@ class Child:
         try:
             while True:
                 size, call_id, kind = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+                if size > _MOST_BYTES:
+                    raise ValueError(f"a frame of {size} bytes")
                 payload = await self._reader.readexactly(size)
                 if kind == BEAT:
                     self._beat = time.monotonic(), payload.decode()
                     continue
-                future = self._pending.pop(call_id)
-                if not future.done():  # otherwise its caller has given up
+                future = self._pending.pop(call_id, None)
+                if future is None:
+                    _log.warning("%s has answered a call twice; its second answer is dropped", self.name)
+                elif not future.done():  # otherwise its caller has given up
                     future.set_result(Failure.unpack(payload) if kind == FAILURE else payload)
         except (asyncio.IncompleteReadError, ConnectionError):
-            await self._process.wait()
-            for future in self._pending.values():
-                if not future.done():
-                    future.set_exception(_GoneError())
-                    future.exception()  # there may be no waiter any more
+            pass
+        except Exception:
+            _log.exception("%s has sent what is no answer, and is killed", self.name)
+        await self._end_without_wire()
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(_GoneError())
+                future.exception()  # there may be no waiter any more
+
+    async def _end_without_wire(self) -> None:
+        """Wait for the end of a process that cannot be talked to any more, and kill it if it lives on."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_EXIT_S):
+                await self._process.wait()
+                return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
 
     async def _look_on(self) -> None:
         while self.alive:
