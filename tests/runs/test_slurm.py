@@ -82,12 +82,23 @@ def test_what_is_asked_of_slurm_stands_in_directives() -> None:
 
 
 @pytest.mark.parametrize(("options", "said"), [
-    ({"time": "1:00\n#SBATCH --uid=0"}, "--time must be a word"), ({"partition": "$(id)"}, "--partition must be a word"),
+    ({"time": "1:00\n#SBATCH --uid=0"}, "--time must be minutes, minutes:seconds"), ({"partition": "$(id)"}, "--partition must be a word"),
     ({"directives": ("--constraint=a b",)}, "--sbatch must be one directive"), ({"nodes": -1}, "--nodes must be >= 0"),
 ])
 def test_what_would_break_a_directive_is_refused(options: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         SlurmJob(**options)
+
+
+@pytest.mark.parametrize("time", ["30", "30:00", "24:00:00", "7-0", "7-12:30", "2-00:00:00"])
+def test_times_in_forms_of_slurm_are_taken(time: str) -> None:
+    assert f"--time={time}" in directives(script(SlurmJob(time=time)))
+
+
+@pytest.mark.parametrize("time", ["", "1week", "1-", "2h", "-5", "1:2:3:4", "1-2:3:4:5", "24:00:00.5"])
+def test_other_times_are_refused(time: str) -> None:
+    with pytest.raises(ConfigError, match=r"--time must be minutes, .*, such as 24:00:00 or 7-0, got"):
+        SlurmJob(time=time)
 
 
 @pytest.mark.parametrize(("job", "changes", "said"), [

@@ -18,6 +18,8 @@ from offbeat.errors import ConfigError
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,:@+-]*")
 _DIRECTIVE = re.compile(r"--[a-z][a-z-]*(=[A-Za-z0-9_.,:@+/%\[\]-]+)?")
+_TIME = re.compile(r"[0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]+(:[0-9]+){0,2}")
+"""Slurm's forms of a time limit: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
 _SAVE_S = 300
 """Seconds before the end of the job's time at which the run is asked to save and end."""
 _TORCHRUN_S = 30
@@ -32,7 +34,7 @@ class SlurmJob:
         nodes: number of machines; 0 takes as many as the configuration needs.
         gpus_per_node: GPUs of each; 0 computes on CPUs.
         cpus_per_node: cores of each; 0 takes whole machines.
-        time: limit in Slurm's form, such as 24:00:00 or 2-00:00:00.
+        time: limit in one of Slurm's forms, such as 24:00:00 or 2-00:00:00.
         partition, account: as Slurm calls them; empty for the default.
         directives: further ones, such as --constraint=h100.
         setup: shell commands that come first, such as module load cuda.
@@ -57,7 +59,11 @@ class SlurmJob:
         for name, least in (("nodes", 0), ("gpus_per_node", 0), ("cpus_per_node", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"--{name.replace('_', '-')} must be >= {least}, got {getattr(self, name)}")
-        for name in ("time", "partition", "account"):
+        if not _TIME.fullmatch(self.time):
+            raise ConfigError(
+                "--time must be minutes, minutes:seconds, hours:minutes:seconds or days-hours[:minutes[:seconds]], such as 24:00:00 or"
+                f" 7-0, got {self.time!r}")
+        for name in ("partition", "account"):
             value = getattr(self, name)
             if value and not _WORD.fullmatch(value):
                 raise ConfigError(f"--{name} must be a word of letters, digits and _.,:@+-, got {value!r}")
