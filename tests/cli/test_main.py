@@ -56,6 +56,17 @@ def test_a_word_that_the_command_does_not_understand_is_answered_with_what_it_ma
     assert capsys.readouterr().err.startswith(f"offbeat: {told}")
 
 
+def test_all_words_that_the_command_does_not_understand_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--lr", "1e-4", "--rollout.groups", "8", "--beta=-1", "--max-steps", "-3", "--beta=-1", "--run.sed=2"]
+    assert cli.main(["train", "run.toml", *words]) == 2
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first == "offbeat: 5 things are wrong:"
+    assert [line.split(";")[0] for line in others] == [
+        "  --lr is not an option of 'offbeat train'", "  rollout.groups is not a setting", "  --beta is not an option of 'offbeat train'",
+        "  --max-steps is not an option of 'offbeat train'", "  run.sed is not a setting"]
+    assert "did you mean rollout.group_size?" in others[1] and "did you mean --run.total_steps?" in others[3]
+
+
 def test_the_bare_command_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     shown = capsys.readouterr().err

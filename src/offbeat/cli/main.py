@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 a run failed, 2 user error, 130 interrupted.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,7 +13,7 @@ from difflib import get_close_matches
 from importlib.metadata import version
 from typing import Any
 
-from offbeat.config.load import near_settings, split_overrides, suggestion
+from offbeat.config.load import listed_errors, near_settings, split_overrides, suggestion, unknown_setting
 from offbeat.errors import ConfigError, OffbeatError
 from offbeat.extras import TRAIN, require
 from offbeat.loading import load_module
@@ -58,6 +59,7 @@ COMMANDS = {
 }
 
 _MOST_NAMED = 4
+_SECTIONED = re.compile(r"--[A-Za-z_]\w*(\.\w+)+")
 
 _DESCRIPTION = """\
 Asynchronous reinforcement-learning post-training for language models.
@@ -87,7 +89,7 @@ def _run(argv: list[str]) -> int:
             raise ConfigError(_no_command(command))
         args, unknown = parser.parse_known_args(rest)
         if unknown:
-            raise ConfigError(_no_argument(unknown[0], command))
+            raise ConfigError(listed_errors([_no_argument(word, command) for word in _not_understood(unknown)]))
         args.debug = debug
         return args.run(args, overrides)
     except OffbeatError as exc:
@@ -136,11 +138,27 @@ def _no_command(name: str) -> str:
     return f"{name} is not a command; " + (f"did you mean {near[0]}?" if near else "'offbeat --help' lists them")
 
 
+def _not_understood(unknown: Sequence[str]) -> list[str]:
+    """Return each word that the parser left over once, without those that stand after an option and may be its value."""
+    kept, before = [], ""
+    for word in unknown:
+        if not _is_option(before) or "=" in before or _is_option(word):
+            kept.append(word)
+        before = word
+    return list(dict.fromkeys(kept))
+
+
+def _is_option(word: str) -> bool:
+    return word.startswith("-") and not word[1:2].isdigit()
+
+
 def _no_argument(word: str, command: str) -> str:
     """Say what to do about a word that the command does not understand, such as a setting without its section."""
-    if not word.startswith("-"):
+    if not _is_option(word):
         return f"'offbeat {command}' has no use for {word!r}; 'offbeat {command} --help' shows what it takes"
     name = word.partition("=")[0]
+    if _SECTIONED.fullmatch(name):
+        return unknown_setting(name.removeprefix("--"))
     near = near_settings(name.lstrip("-"))
     advice = (
         suggestion(near[:_MOST_NAMED], prefix="--") if near else

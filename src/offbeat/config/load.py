@@ -145,10 +145,11 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[Override], list[str]]:
     """Separate `--section.key value`, `--section.key=value` and, for true-or-false settings, `--section.key` from the other arguments.
 
     Returns:
-        The overrides in order, and the other arguments for argparse, which include everything from a bare `--` onwards.
+        The overrides in order, and the other arguments for argparse, which include everything from a bare `--` onwards. What does not name
+        a setting is among them, with its value as one word.
 
     Raises:
-        ConfigError: an override has no value, or does not name a setting.
+        ConfigError: an override has no value.
     """
     overrides: list[Override] = []
     rest: list[str] = []
@@ -163,6 +164,11 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[Override], list[str]]:
             rest.append(argv[i - 1])
             continue
         key, value = match.groups()
+        if not _names_setting(key):
+            if value is None and i < len(argv) and not argv[i].startswith("--"):
+                value, i = argv[i], i + 1
+            rest.append(f"--{key}" if value is None else f"--{key}={value}")
+            continue
         if value is None:
             value = _following_value(key, argv[i] if i < len(argv) else None)
             i += value is not None
@@ -194,12 +200,16 @@ def _is_section(info: FieldInfo) -> bool:
     return isinstance(info.annotation, type) and issubclass(info.annotation, Section)
 
 
+def _names_setting(key: str) -> bool:
+    """Whether this is a setting's name, or lies in a table of data or evaluation sets, which are checked when they are loaded."""
+    key = ALIASES.get(key, key)
+    return key in _fields() or setting_of(key) != key
+
+
 def _following_value(key: str, following: str | None) -> str | None:
     """Return the argument after `--key` if it is the key's value, or None if the key stands alone and means true."""
     key = ALIASES.get(key, key)
     info = _fields().get(setting_of(key))
-    if info is None and setting_of(key) == key:
-        raise ConfigError(_unknown(key))
     if info is not None and info.annotation is bool:
         return following if following is not None and following.lower() in {"true", "false"} else None
     if following is None or following.startswith("--"):
@@ -313,7 +323,7 @@ def _explain(error: Any) -> str:
     """Turn one pydantic error into a sentence in this project's form."""
     key, kind, got = ".".join(map(str, error["loc"])), error["type"], error["input"]
     if kind == "extra_forbidden":
-        return _unknown(key)
+        return unknown_setting(key)
     if kind == "value_error":
         text = str(error["ctx"]["error"])
         return f"{key}: {text}" if key else text
@@ -357,7 +367,7 @@ def suggestion(near: Sequence[str], *, prefix: str = "") -> str:
     return asked + "".join(f" {prefix}{key} acts with {others[key]}" for key in near if key in others)
 
 
-def _unknown(key: str) -> str:
+def unknown_setting(key: str) -> str:
     """Say what has replaced a setting, or suggest the nearest: in its section, then the same name elsewhere, then the nearest of all."""
     if key in REPLACED:
         return f"{key} is not a setting any more; {REPLACED[key]}"
