@@ -54,7 +54,8 @@ def test_a_neighbour_finds_no_session_run_checkpoint_sampler_or_answer(probe: Pr
         refusals += [
             await mallory.ask("POST", f"/v1/{api}", body | {"model": model}) for model in (saved["path"], sampler)
             for api, body in (
-                ("chat/completions", chat), ("responses", {"input": "1"}), ("messages", chat), ("messages/count_tokens", counted))]
+                ("chat/completions", chat), ("completions", {"prompt": "1"}), ("responses", {"input": "1"}), ("messages", chat),
+                ("messages/count_tokens", counted))]
         assert [answer.status for answer in refusals] == [404] * len(refusals), [answer.body for answer in refusals]
         for name in ("training_runs", "checkpoints"):
             assert (await mallory.get(name)).json[name] == []
