@@ -83,7 +83,7 @@ def test_a_model_keeps_every_bit_beside_a_neighbour_that_diverges(probe: Probe) 
         for seq_id in (1, 3, 5):  # its weights are beyond all numbers after a step or two
             await mallory.post("forward_backward", pass_body(other, seq_id, [datum([9, 9, 9, 9], [1e30] * 3)]), headers=PROTOBUF)
             await finished(mallory, await mallory.post("optim_step", {
-                "model_id": other, "seq_id": seq_id + 1, "adam_params": {"learning_rate": 1e30, "weight_decay": 0.9}}))
+                "model_id": other, "seq_id": seq_id + 1, "adam_params": {"learning_rate": 9.0, "weight_decay": 1e30}}))
         assert await scored(2) == before
 
     probe(body)
