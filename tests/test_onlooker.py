@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from offbeat.errors import StuckError
-from offbeat.onlooker import LOOK_S, Onlooker, is_stopped, log_tail, system_view
+from offbeat.onlooker import LOOK_S, Onlooker, bound_log, is_stopped, log_tail, system_view
 
 
 def looks(
@@ -67,3 +67,20 @@ def test_processes_and_logs_are_described(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("".join(f"{i}\n" for i in range(30)))
     assert log_tail(tmp_path / "log").splitlines() == [str(i) for i in range(18, 30)]
     assert log_tail(tmp_path / "none") == log_tail(None) == ""
+
+
+def test_the_beginning_of_a_log_that_grows_without_end_is_dropped(tmp_path: Path) -> None:
+    log = tmp_path / "reward-0.log"
+    with log.open("ab") as printing:
+        for number in range(300_000):
+            printing.write(b"line %d\n" % number)
+        printing.flush()
+        size = log.stat().st_size
+        bound_log(log, most_bytes=size)
+        assert log.stat().st_size == size
+        bound_log(log, most_bytes=size - 1)
+        printing.write(b"and more\n")
+    lines = log.read_text().splitlines()
+    assert lines[0] == f"({size - 2**20} bytes that were printed before were dropped)"
+    assert lines[-2:] == ["line 299999", "and more"] and log.stat().st_size < 2**20 + 100
+    assert log_tail(log).endswith("line 299999\nand more")

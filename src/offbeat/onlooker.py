@@ -4,7 +4,9 @@ A child that hangs in Python reports that itself (`offbeat.pulse`). One whose in
 `offbeat.process`.
 """
 
+import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -18,6 +20,11 @@ _MARGIN_S = 0.25
 """Seconds added to the patience, since what ranks report about each other at a sync point is more informative and should come first."""
 
 _LOG_TAIL_LINES = 12
+
+MOST_LOG_BYTES = 64 << 20
+"""Size of a child's log beyond which its beginning is dropped."""
+_KEPT_BYTES = 1 << 20
+"""What is kept of such a log, from its end."""
 
 _BUSY_SHARE = 0.01
 """CPU share of one core from which a process counts as computing."""
@@ -47,7 +54,26 @@ def log_tail(log: Path | None) -> str:
     """Return the last lines of a log, or an empty string if there is no log."""
     if log is None or not log.exists():
         return ""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
+    return "\n".join(_end_of(log).decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
+
+
+def bound_log(log: Path, *, most_bytes: int = MOST_LOG_BYTES) -> None:
+    """Drop the beginning of a log that has grown beyond a size, so that what user code prints never fills the disk.
+
+    Processes append to it, so what they write meanwhile comes behind what was kept, or is lost.
+    """
+    with suppress(OSError):
+        if (size := log.stat().st_size) > most_bytes:
+            kept = _end_of(log)
+            os.truncate(log, 0)
+            with log.open("ab") as file:
+                file.write(f"({size - len(kept)} bytes that were printed before were dropped)\n".encode() + kept)
+
+
+def _end_of(log: Path) -> bytes:
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _KEPT_BYTES))
+        return file.read()
 
 
 class Onlooker:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from offbeat import errors
 from offbeat.aio import deadline
-from offbeat.onlooker import LOOK_S, Onlooker, is_stopped, log_tail, system_view
+from offbeat.onlooker import LOOK_S, Onlooker, bound_log, is_stopped, log_tail, system_view
 from offbeat.process.frames import BEAT, CALL, CANCEL, FAILURE, HEADER, STACK, STOP, Failure, Payload
 
 _STACK_TIMEOUT_S = 1.0
@@ -80,6 +80,7 @@ class Child:
         self._spec = spec
         self._process = process
         self._reader = reader
+        self._log_looked_s = time.monotonic()
         self._writer = writer
         self._ids = itertools.count(1)
         self._pending: dict[int, asyncio.Future[bytes | Failure]] = {}
@@ -279,6 +280,7 @@ class Child:
                     _log.warning("%s has answered a call twice; its second answer is dropped", self.name)
                 elif not future.done():  # otherwise its caller has given up
                     future.set_result(Failure.unpack(payload) if kind == FAILURE else payload)
+                self._bound_log()
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         except Exception:
@@ -288,6 +290,12 @@ class Child:
             if not future.done():
                 future.set_exception(_GoneError())
                 future.exception()  # there may be no waiter any more
+
+    def _bound_log(self) -> None:
+        """Drop what was printed long ago, when much was; looks once a second at most."""
+        if self._spec.log is not None and time.monotonic() - self._log_looked_s >= 1.0:
+            self._log_looked_s = time.monotonic()
+            bound_log(self._spec.log)
 
     async def _end_without_wire(self) -> None:
         """Wait for the end of a process that cannot be talked to any more, and kill it if it lives on."""
