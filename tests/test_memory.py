@@ -5,6 +5,7 @@ import gc
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -36,7 +37,15 @@ print(plain, kept)
 """
 
 
-def test_garbage_is_looked_for_in_small_portions_for_a_while() -> None:
+@pytest.fixture
+def refreeze() -> Iterator[None]:
+    """Leaves the collector as it was before a test that takes back what is exempted."""
+    yield
+    gc.freeze()
+
+
+def test_garbage_is_looked_for_in_small_portions_for_a_while(refreeze: None) -> None:
+    gc.unfreeze()
     before = gc.get_threshold()
     with pytest.raises(ZeroDivisionError), few_collections():
         assert gc.get_freeze_count() > 0 and gc.get_threshold()[2] > before[2]
@@ -47,7 +56,17 @@ def test_garbage_is_looked_for_in_small_portions_for_a_while() -> None:
         assert gc.get_count()[0] < gc.get_threshold()[0] and gc.get_count()[1] > 0, "the young are still collected"
         raise ZeroDivisionError
     assert gc.get_threshold() == before and gc.get_freeze_count() == 0
-    gc.freeze()  # as before this test
+
+
+def test_what_has_been_exempted_before_stays_so() -> None:
+    gc.freeze()
+    exempted, threshold = gc.get_freeze_count(), gc.get_threshold()
+    kept: list = []
+    with few_collections():
+        kept.append(kept)
+        assert gc.get_freeze_count() == exempted and gc.get_threshold() != threshold
+    assert gc.get_freeze_count() == exempted and gc.get_threshold() == threshold
+    assert gc.is_tracked(kept) and any(each is kept for each in gc.get_objects()), "nothing new is exempted"
 
 
 def test_a_list_is_let_go_in_portions_between_which_the_loop_goes_on() -> None:

@@ -33,17 +33,20 @@ def steady_memory() -> Iterator[None]:
 def few_collections() -> Iterator[None]:
     """Let Python look for garbage in small portions during the body, since a full collection holds up all threads, for 50 ms or more.
 
-    What is there at the beginning is not looked at meanwhile. Little garbage has to be looked for: what nobody refers to is freed at once.
+    What is there at the beginning is not looked at meanwhile, unless `loading` has exempted the libraries: then the rest is little, and to
+    exempt it, too, could not be taken back without them. Little garbage has to be looked for: what nobody refers to is freed at once.
     """
-    before = gc.get_threshold()
+    before, exempted = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.collect()
-    gc.freeze()
+    if not exempted:
+        gc.freeze()
     gc.set_threshold(*_COLLECTED_AT)
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if not exempted:
+            gc.unfreeze()
 
 
 @contextmanager
