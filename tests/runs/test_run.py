@@ -7,6 +7,7 @@ import shutil
 from contextvars import ContextVar
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -163,6 +164,27 @@ def test_a_stop_while_the_run_waits_for_rollouts_ends_it_after_the_step_before_w
     drawn = saved_state(run, 4)["heads"][0]["stream"]["position"]
     in_flight = saved_state(run, 4)["heads"][0]["in_flight"]
     assert sorted([*trained, *in_flight]) == sorted(f"0:{index}" for index in range(drawn))
+
+
+@pytest.mark.drill
+def test_a_synchronous_run_repeats_its_groups_and_tokens_and_its_numbers_up_to_the_rounding_of_the_engine(tmp_path: Path, model_dir: str) -> None:
+    runs = []
+    for name in ("one", "two"):
+        config = small_config(
+            tmp_path / name, model_dir, run__total_steps="4", rollout__max_head_offpolicyness="0", rollout__group_size="4",
+            rollout__consumer_batch_size="4", rollout__max_concurrent_rollouts="4", train__optimizer__lr="1e-2")
+        run_training(config, Console("quiet", stream=io.StringIO()))
+        run = SmallRun(tmp_path / name, model_dir)
+        model = load_causal_lm(str(run.folder / "export"))
+        trained = [(row["train/loss"], row["train/grad_norm"], row["reward/mean"]) for row in run.metrics()]
+        assert any(loss for loss, _, _ in trained)
+        runs.append((trained, [run.groups(step) for step in range(1, 5)], dict(model.named_parameters())))
+    (metrics, groups, weights), (again, same_groups, same_weights) = runs
+    for group, same in zip([g for step in groups for g in step], [g for step in same_groups for g in step], strict=True):
+        assert group["prompt_id"] == same["prompt_id"]
+        assert [t["tokens"] for t in group["trajectories"]] == [t["tokens"] for t in same["trajectories"]]
+    assert np.allclose(metrics, again, rtol=1e-5, atol=1e-6)
+    assert all(torch.allclose(weights[name], same_weights[name], rtol=1e-4, atol=1e-6) for name in weights)
 
 
 @pytest.mark.parametrize("fails", ["settle", "evaluate"])

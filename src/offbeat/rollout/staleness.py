@@ -10,7 +10,8 @@ after it, so that its batch is made while that one trains: by the same rule, at 
 when all engines in service serve version a or a newer one may be trained on up to version a + eta, its deadline; so publishing may go on
 beside training, and nothing is admitted while an engine is more than eta versions behind. A step takes the B ready groups with the earliest
 deadlines, but only if the remaining groups can still meet theirs: for every deadline d, at most B * (d - version) unconsumed groups have a
-deadline <= d. Otherwise it waits for the urgent groups that still run. Admission alone, as in AReaL, does not bound the staleness of
+deadline <= d. Otherwise it waits for the urgent groups that still run. It gets them in the order of their admission, so that a batch of the
+same groups is the same batch, however long each of them took. Admission alone, as in AReaL, does not bound the staleness of
 stragglers.
 """
 
@@ -53,6 +54,8 @@ class Gate:
     training: int = 0
     ahead: int = 0
     served: Version = -1
+    _admissions: dict[Key, int] = field(default_factory=dict)
+    _num_admitted: int = 0
 
     def __post_init__(self) -> None:
         self.served = max(self.served, self.version)
@@ -84,6 +87,8 @@ class Gate:
         assert self.capacity > 0, "admit without capacity"
         assert key not in self.running and key not in self.ready, f"group {key} is already in flight"
         self.running[key] = self.deadline
+        self._admissions[key] = self._num_admitted
+        self._num_admitted += 1
 
     def finish(self, key: Key) -> None:
         """Note that a running group is ready to be trained on."""
@@ -91,10 +96,10 @@ class Gate:
 
     def release(self, key: Key) -> None:
         """Free the place of a running group that was rejected, failed or cancelled."""
-        del self.running[key]
+        del self.running[key], self._admissions[key]
 
     def take(self) -> list[Key] | None:
-        """Take the B groups of the next step, earliest deadline first; None while the step has to wait."""
+        """Take the B groups of the next step, those with the earliest deadlines; None while the step has to wait."""
         assert self.training == 0, "a step was taken before the one before it was trained"
         chosen = self._pick(self.version)
         self.training = len(chosen or ())
@@ -143,7 +148,7 @@ class Gate:
             return None
         for key in chosen:
             del self.ready[key]
-        return chosen
+        return sorted(chosen, key=self._admissions.pop)
 
     def _first_missed_deadline(self, chosen: list[Key], version: Version) -> Version | None:
         """Return the earliest deadline that some group would miss if the step at `version` took `chosen`, or None.
