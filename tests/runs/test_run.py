@@ -167,7 +167,7 @@ def test_a_stop_while_the_run_waits_for_rollouts_ends_it_after_the_step_before_w
 
 
 @pytest.mark.drill
-def test_a_synchronous_run_repeats_its_groups_and_tokens_and_its_numbers_up_to_the_rounding_of_the_engine(tmp_path: Path, model_dir: str) -> None:
+def test_a_synchronous_run_repeats_its_groups_and_tokens_and_its_numbers_up_to_rounding(tmp_path: Path, model_dir: str) -> None:
     runs = []
     for name in ("one", "two"):
         config = small_config(
