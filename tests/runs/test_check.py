@@ -52,6 +52,18 @@ def test_what_is_trained_of_routers_is_told_or_refused_by_the_models_configurati
         told({"model_type": "qwen3"}, "0.001")
 
 
+def test_what_training_would_refuse_of_lengths_is_told_in_its_words() -> None:
+    def told(*settings: tuple[str, str]) -> list[str]:
+        lines = check_named(load_config(None, [("data.task", "sort_digits"), ("rollout.max_new_tokens", "9"), *settings]))
+        return [line for line in lines if line.startswith("note: offbeat train would refuse this: ")]
+
+    assert told() == told(("train.max_tokens_per_microbatch", "17")) == []
+    (note,) = told(("train.max_tokens_per_microbatch", "8"))
+    assert "train.max_tokens_per_microbatch must be at least 17, for a prompt of 9 tokens and rollout.max_new_tokens = 9, got 8;" in note
+    (note,) = told(("inference.max_context", "12"))
+    assert "12" in note
+
+
 def test_all_that_is_wrong_is_told_together(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", [{"question": "q", "answer": "a"}])
     settings = {

@@ -123,10 +123,8 @@ def read_inputs(config: Config, *, trains: bool = True, supervised: bool = False
     sampling = _choose_sampling(base, config)
     refused: list[str] = []
     train, heldout = open_mixed(config, base, supervised=supervised, refused=refused)
-    longest = max(
-        check_lengths(rows, base.tokenizer, config.data, context=context, max_new_tokens=sampling.max_new_tokens)
-        for rows in ((heldout,) if supervised else (train, heldout)))
-    _check_limits(config, context=context, longest=longest, trains=trains and not supervised)
+    check_prompts(
+        config, base.tokenizer, (heldout,) if supervised else (train, heldout), context=context, trains=trains and not supervised)
     if trains and not supervised and config.teacher.path:
         _check_teacher(config, base, context=context)
     supervision = Supervision(base.tokenizer, config.data, config.sft, base.context, config.train.max_tokens_per_microbatch)
@@ -305,6 +303,24 @@ def base_ends(base: Base, *, stop: Sequence[str] = (), stop_token_ids: Sequence[
     """Return everything that ends a sample of a model; see `find_ends`."""
     model_end_ids = read_end_token_ids(base.model) if base.build is None else ()
     return find_ends(base.tokenizer, model_end_ids=model_end_ids, stop=stop, stop_token_ids=stop_token_ids)
+
+
+def check_prompts(
+    config: Config, tokenizer: Tokenizer, datasets: Sequence[PromptDataset], *, context: int, trains: bool,
+) -> None:
+    """Refuse prompts that are too long, and limits that they, or prompts of the allowed length, would break during a run.
+
+    Args:
+        context: the engines' longest sequence, in tokens.
+        trains: whether rollouts must fit into micro-batches.
+
+    Raises:
+        DataError: a prompt is too long for the context.
+        ConfigError: a limit is too low.
+    """
+    longest = max(
+        check_lengths(rows, tokenizer, config.data, context=context, max_new_tokens=config.rollout.max_new_tokens) for rows in datasets)
+    _check_limits(config, context=context, longest=longest, trains=trains)
 
 
 def _check_limits(config: Config, *, context: int, longest: int, trains: bool) -> None:

@@ -4,7 +4,8 @@ Of data, the first rows are read; rewards and an agent's program are loaded by t
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ from offbeat.config.agent import PLAYS
 from offbeat.config.data import DataConfig
 from offbeat.config.load import listed_errors
 from offbeat.config.root import Config
-from offbeat.controller.inputs import give_template, needs_answer
+from offbeat.controller.inputs import check_prompts, give_template, needs_answer
 from offbeat.controller.judges import choose_rewards, reward_model_of
-from offbeat.data.dataset import open_datasets
+from offbeat.data.dataset import PromptDataset, open_datasets
 from offbeat.data.evaluation_set import has_own_rows
 from offbeat.data.files import Sieve
 from offbeat.data.functions import check_takes, resolve
 from offbeat.data.known import check_preference, check_row, unwritable_answers
-from offbeat.data.model_folder import read_vocab_size, router_loss_note
+from offbeat.data.model_folder import read_context_length, read_vocab_size, router_loss_note
 from offbeat.data.pairs import holds_pairs, open_pairs
 from offbeat.data.reward_model import open_reward_folder
 from offbeat.data.sources import open_source
@@ -48,11 +49,12 @@ def check_named(config: Config) -> list[str]:
     lines: list[str] = []
     wrong: list[str] = []
     tried: set[str] = set()
-    data_sets = [(f"data.sets.{name}: ", config.data_set(name)) for name in config.data.sets]
+    trained = [(f"data.sets.{name}: ", config.data_set(name)) for name in config.data.sets] or [("", config)]
     evaluated = [(f"evaluate.sets.{name}: ", _evaluated(config, name)) for name in config.evaluate.sets]
-    for prefix, own in (*(data_sets or [("", config)]), *evaluated):
+    for number, (prefix, own) in enumerate((*trained, *evaluated)):
         for what, names, check in (
-            ("data", _source_of(own.data), _check_data), ("rewards", [*_chosen(own), own.rollout.workflow], _check_rewards),
+            ("data", _source_of(own.data), partial(_check_data, trains=number < len(trained))),
+            ("rewards", [*_chosen(own), own.rollout.workflow], _check_rewards),
             ("workflow", [own.rollout.workflow, own.rollout.should_accept], _check_workflow),
             ("agent", [own.rollout.workflow, own.agent], _check_agent),
         ):
@@ -93,7 +95,7 @@ def _source_of(data: DataConfig) -> list[Any]:
     return [value for name, value in data.model_dump().items() if name not in ("heldout_size", "shuffle")]
 
 
-def _check_data(config: Config) -> Iterator[str]:
+def _check_data(config: Config, *, trains: bool) -> Iterator[str]:
     data = config.data
     if data.sets:  # of an evaluation set, whose rows are the run's
         return
@@ -101,7 +103,7 @@ def _check_data(config: Config) -> Iterator[str]:
         yield "data: data.task and data.path are both empty, and a run needs one of them"
         return
     refused: list[str] = []
-    unwritable = ""
+    unwritable = too_long = ""
     tokenizer = _tokenizer_here(config)
     if pairs_in(data):
         known = None if tokenizer is None else check_preference(tokenizer, data)
@@ -113,7 +115,9 @@ def _check_data(config: Config) -> Iterator[str]:
         train, heldout = open_datasets(
             data, seed=config.run.seed, needs_answer=answered, limit=FIRST_ROWS, refused=refused, check=known)
         what = "prompts" if answered else "prompts, which need no answer"
-        unwritable = "" if tokenizer is None else unwritable_answers(tokenizer, train)
+        if tokenizer is not None:
+            unwritable = unwritable_answers(tokenizer, train)
+            too_long = _too_long(config, tokenizer, (train, heldout)) if trains else ""
     prompt = train.row(0).prompt
     left_out = f"; {len(refused)} of them cannot be used, the first: {refused[0]}" if refused else ""
     if train.num_rows is None:
@@ -128,6 +132,8 @@ def _check_data(config: Config) -> Iterator[str]:
     if tokenizer and config.rollout.workflow not in PLAYS:
         told = unused_template(tokenizer, prompt, data, model=config.model.path), replaced_forms(tokenizer, train, data, imitated=True)
         yield from (f"data: {advice}" for advice in filter(None, told))
+    if too_long:
+        yield f"note: offbeat train would refuse this: {too_long}"
 
 
 def _evaluated(config: Config, name: str) -> Config:
@@ -136,6 +142,22 @@ def _evaluated(config: Config, name: str) -> Config:
     if own.data.task or not has_own_rows(own.data, of_run=config.data):
         return own
     return own.model_copy(update={"data": own.data.model_copy(update={"heldout_size": 0})})
+
+
+def _too_long(config: Config, tokenizer: Tokenizer, datasets: Sequence[PromptDataset]) -> str:
+    """Return why reinforcement learning refuses the lengths of prompts and answers; "" if it does not, or the context is not known here.
+
+    Fine-tuning on answers samples none, so that it may go on.
+    """
+    model = config.model.path
+    if model and not (Path(model).expanduser() / "config.json").is_file():
+        return ""
+    try:
+        context = read_context_length(model) if model else config.model.tiny.max_positions
+        check_prompts(config, tokenizer, datasets, context=min(context, config.inference.max_context or context), trains=True)
+    except UserError as exc:
+        return str(exc)
+    return ""
 
 
 def _tokenizer_here(config: Config) -> Tokenizer | None:
