@@ -1,5 +1,6 @@
 """What becomes of the folder of a run when a run of its name begins."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from offbeat.checkpoint.recover import CheckpointIndex
 from offbeat.controller.state import Highlights, SavedState
 from offbeat.data.wire import encode_json
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, StorageError
 from offbeat.runs.run_dir import prepare_run_dir
 from offbeat.telemetry.run_lock import lock_run
 from small_run import REWARDS, SmallRun, small_config
@@ -112,3 +113,13 @@ def test_a_run_that_reads_from_its_own_folder_is_not_moved_from_under_itself(tmp
     with pytest.raises(ConfigError, match="model.path = .* lies in the folder of the run itself"):
         prepare_run_dir(config)
     assert (config.run_dir / "export").exists()
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "lock", "checkpoints/step-00000001/complete.json"])
+def test_what_has_the_name_of_a_file_and_is_none_is_refused_and_not_waited_for(name: str, tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    path = config.run_dir / name
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    with pytest.raises(StorageError, match=f"{name} must be a regular file, and is not; remove it, or set run.name"):
+        prepare_run_dir(config)

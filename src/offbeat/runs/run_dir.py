@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from offbeat.checkpoint.manifest import MARKER
 from offbeat.checkpoint.recover import none_sound
 from offbeat.config.root import Config
 from offbeat.controller.checkpoints import FINE_TUNING, PREFERENCE, REWARD_MODEL, TRAINING, WARM_UP, index_of, part_of
@@ -16,9 +17,12 @@ from offbeat.controller.state import SavedState
 from offbeat.controller.supervised import is_finished
 from offbeat.data import wire
 from offbeat.data.identity import Identity
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, StorageError
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.run_lock import lock_run
+
+_FILES = ("config.toml", "events.jsonl", "metrics.jsonl", "trace.json", "result.json", "lock", "owner.json")
+"""Files that a start reads or opens."""
 
 
 def prepare_run_dir(config: Config, *, kind: str = TRAINING, fresh: bool = False) -> Path | None:
@@ -33,9 +37,10 @@ def prepare_run_dir(config: Config, *, kind: str = TRAINING, fresh: bool = False
 
     Raises:
         ConfigError: `run.resume` is off and the run exists, it has done all its steps, or another process is running it.
-        StorageError: it has checkpoints, and all are damaged.
+        StorageError: it has checkpoints, and all are damaged; or what has the name of a file is none, such as a FIFO, which is waited for.
     """
     run_dir = config.run_dir
+    _check_kinds(run_dir)
     if not any((run_dir / name).exists() for name in ("config.toml", "checkpoints")):
         return None
     if fresh:
@@ -50,6 +55,12 @@ def prepare_run_dir(config: Config, *, kind: str = TRAINING, fresh: bool = False
     if damages := [damage for index in indexes for damage in index.damaged()]:
         raise none_sound(damages)
     return _move_aside(config) if _got_anywhere(run_dir) else None
+
+
+def _check_kinds(run_dir: Path) -> None:
+    for path in (*(run_dir / name for name in _FILES), *run_dir.glob(f"checkpoints/*/{MARKER}")):
+        if path.exists() and not path.is_file():
+            raise StorageError(f"{path} must be a regular file, and is not; remove it, or set run.name")
 
 
 def _got_anywhere(run_dir: Path) -> bool:
