@@ -13,6 +13,7 @@ from typing import Any, Protocol, TextIO
 
 from offbeat.api import session
 from offbeat.api.session import PRIVATE_UMASK, hearing_signals
+from offbeat.cli.help import HelpFormatter
 from offbeat.cli.main import loading_hint
 from offbeat.config.load import load_config
 from offbeat.config.root import Config
@@ -40,7 +41,7 @@ def add_training_command(
         function: name of what trains, for `load_run`.
     """
     parser = subparsers.add_parser(
-        name, description=description, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter)
+        name, description=description, epilog=examples, formatter_class=HelpFormatter)
     add_config_argument(parser)
     add_dashboard_argument(parser)
     parser.set_defaults(run=partial(_train, function))

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.cli.common import add_json_argument
+from offbeat.cli.help import HelpFormatter
 from offbeat.data.row import Prompt
 from offbeat.errors import ConfigError, printable
 from offbeat.evaluation.comparison import Change, SetComparison, compare
@@ -40,7 +41,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add the command `compare` to the parser."""
     parser = subparsers.add_parser(
         "compare", description=_DESCRIPTION, epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
+        formatter_class=HelpFormatter)
     parser.add_argument("first", metavar="A", help="the evaluation or run that is compared with")
     parser.add_argument("second", metavar="B", help="the evaluation or run that may be better")
     parser.add_argument(

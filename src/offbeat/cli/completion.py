@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
+from offbeat.cli.help import HelpFormatter
 from offbeat.cli.main import COMMANDS, build_parser
 from offbeat.config.load import settings
 from offbeat.errors import ConfigError, MissingExtraError
@@ -77,7 +78,7 @@ class Words:
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `completion` to the parser."""
     parser = subparsers.add_parser(
-        "completion", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
+        "completion", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=HelpFormatter)
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell that reads the script")
     parser.set_defaults(run=run)
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
+from offbeat.cli.help import HelpFormatter
 from offbeat.config.docs import render_docs
 from offbeat.config.load import dump_toml, load_config
 from offbeat.config.notes import clip_note, notes_of_check
@@ -47,7 +48,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "config",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("action", choices=("show", "check", "docs"), help="what to do")
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file; the defaults if left out; --section.key value changes it")

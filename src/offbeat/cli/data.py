@@ -10,6 +10,7 @@ from rich.console import Console as Terminal
 from rich.text import Text as Styled
 
 from offbeat.cli.common import add_config_argument
+from offbeat.cli.help import HelpFormatter
 from offbeat.config.load import load_config
 from offbeat.controller.preview import Preview, ShownRow, Text, preview
 from offbeat.errors import ConfigError
@@ -37,7 +38,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add the command `data` to the parser."""
     parser = subparsers.add_parser(
         "data", description=_DESCRIPTION, epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
+        formatter_class=HelpFormatter)
     parser.add_argument("action", choices=("show",), help="what to do")
     add_config_argument(parser)
     parser.add_argument("-n", type=int, default=3, metavar="ROWS", help="number of rows to show (default 3)")

@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.agents.tools.sandbox import confinement, described
+from offbeat.cli.help import HelpFormatter
 from offbeat.config.root import Config
 from offbeat.cpu import Cpu, this_cpu
 from offbeat.errors import ConfigError
@@ -82,7 +83,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "doctor",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print a JSON list of checks instead of a table")
     parser.set_defaults(run=run)

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from offbeat.cli.help import HelpFormatter
 from offbeat.errors import ConfigError, StorageError
 
 _RUN = "my-task"
@@ -118,7 +119,7 @@ Then put your own rows, reward and lengths in the place of these. Any setting ca
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `init` to the parser."""
     parser = subparsers.add_parser(
-        "init", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
+        "init", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=HelpFormatter)
     parser.add_argument(
         "folder", nargs="?", default=_RUN, metavar="FOLDER", help="where to write it; the run gets its name (default: my-task)")
     parser.set_defaults(run=run)

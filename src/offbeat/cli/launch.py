@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from offbeat.cli.help import HelpFormatter
 from offbeat.config.load import Override, load_config
 from offbeat.errors import StorageError
 from offbeat.runs.slurm import SlurmJob, slurm_script
@@ -33,7 +34,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add the command `launch` to the parser."""
     parser = subparsers.add_parser(
         "launch", description=_DESCRIPTION, epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
+        formatter_class=HelpFormatter)
     parser.add_argument("where", choices=("slurm",), help="the cluster's scheduler; for Kubernetes, see the manifest in deploy/")
     parser.add_argument("config", metavar="CONFIG", help="TOML file; --section.key value changes a setting, and is passed on")
     parser.add_argument("--output", metavar="FILE", help="write the script to this file (default: print it)")

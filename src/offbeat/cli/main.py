@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from importlib.metadata import version
 from typing import Any
 
+from offbeat.cli.help import HelpFormatter
 from offbeat.config.load import listed_errors, near_settings, split_overrides, suggestion, unknown_setting
 from offbeat.errors import ConfigError, OffbeatError
 from offbeat.extras import TRAIN, require
@@ -25,37 +26,39 @@ class Command:
     """A command in the list that `offbeat --help` shows.
 
     Attributes:
+        group: heading under which the list shows it.
         module: module of `offbeat.cli` that adds its arguments and runs it.
         summary: what the list says of it.
         needs_train: whether it loads models or runs workers, for which the extra `train` must be installed. Such work goes on when
             nobody reads any more what it prints.
     """
 
+    group: str
     module: str
     summary: str
     needs_train: bool = False
 
 
 COMMANDS = {
-    "quickstart": Command("quickstart", "learn to sort digits from scratch, in about a minute", needs_train=True),
-    "init": Command("init", "write a folder with a task of your own to begin with"),
-    "train": Command("train", "train with reinforcement learning", needs_train=True),
-    "sft": Command("sft", "fine-tune on a dataset's answers", needs_train=True),
-    "dpo": Command("dpo", "train on chosen and rejected answers", needs_train=True),
-    "reward-model": Command("reward_model", "train a reward model on pairs of answers", needs_train=True),
-    "eval": Command("evaluate", "measure held-out accuracy", needs_train=True),
-    "compare": Command("compare", "compare two evaluations or runs, prompt by prompt"),
-    "engine": Command("engine", "serve a model over HTTP", needs_train=True),
-    "serve": Command("serve", "let many clients train and sample adapters over HTTP", needs_train=True),
-    "launch": Command("launch", "write a batch script for a cluster", needs_train=True),
-    "config": Command("config", "show, check or explain configurations"),
-    "data": Command("data", "show what the model will see of the data", needs_train=True),
-    "doctor": Command("doctor", "check that this machine is ready"),
-    "report": Command("report", "write a run's report as one HTML file"),
-    "push": Command("push", "send a run's model to a Hugging Face hub"),
-    "rollouts": Command("rollouts", "list and read what the policy wrote"),
-    "watch": Command("watch", "show runs as a live page, with every rollout"),
-    "completion": Command("completion", "print a script that completes commands and settings in a shell"),
+    "quickstart": Command("train", "quickstart", "learn to sort digits from scratch, in about a minute", needs_train=True),
+    "init": Command("train", "init", "write a folder with a task of your own to begin with"),
+    "config": Command("train", "config", "show, check or explain configurations"),
+    "train": Command("train", "train", "train with reinforcement learning", needs_train=True),
+    "sft": Command("train", "sft", "fine-tune on a dataset's answers", needs_train=True),
+    "dpo": Command("train", "dpo", "train on chosen and rejected answers", needs_train=True),
+    "reward-model": Command("train", "reward_model", "train a reward model on pairs of answers", needs_train=True),
+    "data": Command("data and evaluation", "data", "show what the model will see of the data", needs_train=True),
+    "eval": Command("data and evaluation", "evaluate", "measure held-out accuracy", needs_train=True),
+    "compare": Command("data and evaluation", "compare", "compare two evaluations or runs, prompt by prompt"),
+    "rollouts": Command("runs", "rollouts", "list and read what the policy wrote"),
+    "watch": Command("runs", "watch", "show runs as a live page, with every rollout"),
+    "report": Command("runs", "report", "write a run's report as one HTML file"),
+    "push": Command("runs", "push", "send a run's model to a Hugging Face hub"),
+    "engine": Command("serving", "engine", "serve a model over HTTP", needs_train=True),
+    "serve": Command("serving", "serve", "let many clients train and sample adapters over HTTP", needs_train=True),
+    "doctor": Command("machine", "doctor", "check that this machine is ready"),
+    "launch": Command("machine", "launch", "write a batch script for a cluster", needs_train=True),
+    "completion": Command("machine", "completion", "print a script that completes commands and settings in a shell"),
 }
 
 _MOST_NAMED = 4
@@ -118,19 +121,30 @@ def build_parser(command: str) -> argparse.ArgumentParser:
     Raises:
         MissingExtraError: the command trains, and what that needs is not installed.
     """
-    parser = argparse.ArgumentParser(prog="offbeat", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="offbeat", usage="offbeat [-h] [--version] [--debug] COMMAND ...", description=f"{_DESCRIPTION}\n{_command_list()}",
+        formatter_class=HelpFormatter)
     parser.add_argument("--version", action=_Version, help="print the version and end")
     parser.add_argument("--debug", action="store_true", help="show tracebacks, and log in detail")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(prog="offbeat", metavar="COMMAND", required=True, help=argparse.SUPPRESS)
     if command not in COMMANDS:
-        for name, known in COMMANDS.items():
-            commands.add_parser(name, help=known.summary)
+        for name in COMMANDS:
+            commands.add_parser(name)
         return parser
     if COMMANDS[command].needs_train:
         require("train", TRAIN, wanted_by=command)
     with loading_hint() if COMMANDS[command].needs_train else nullcontext():
         load_module(f"offbeat.cli.{COMMANDS[command].module}").add_parser(commands)
     return parser
+
+
+def _command_list() -> str:
+    """Return the commands with their summaries, under the headings of their groups."""
+    width = max(map(len, COMMANDS))
+    groups = dict.fromkeys(command.group for command in COMMANDS.values())
+    return "\n".join(
+        "\n".join([f"{group}:", *(f"  {name:<{width}}  {known.summary}" for name, known in COMMANDS.items() if known.group == group), ""])
+        for group in groups)
 
 
 def _no_command(name: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from offbeat.api.push import Push, plan_push, send
+from offbeat.cli.help import HelpFormatter
 from offbeat.errors import ConfigError
 
 _DESCRIPTION = """\
@@ -28,7 +29,7 @@ examples:
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `push` to the parser."""
     parser = subparsers.add_parser(
-        "push", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
+        "push", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=HelpFormatter)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's folder, such as runs/my-run")
     parser.add_argument("repo_id", metavar="OWNER/NAME", help="the repository on the hub")
     parser.add_argument(

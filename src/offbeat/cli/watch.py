@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+from offbeat.cli.help import HelpFormatter
 from offbeat.cli.keys import read_key
 from offbeat.dashboard.library import Library
 from offbeat.dashboard.serving import PORT, serve, url_of
@@ -35,7 +36,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add the command `watch` to the parser."""
     parser = subparsers.add_parser(
         "watch", description=_DESCRIPTION, epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
+        formatter_class=HelpFormatter)
     parser.add_argument("paths", metavar="PATH", nargs="*", type=Path, help="a run's folder, or a folder of runs (default: runs)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; one that other machines can reach needs a key")
     parser.add_argument("--port", type=int, default=PORT, help=f"port to listen on; 0 chooses a free one (default: {PORT})")
