@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.cli import rollouts
 from offbeat.cli.main import main
 from rollout_samples import group, trajectory, write_rollouts, write_small_run
 
@@ -117,3 +118,10 @@ def test_a_folder_that_is_no_run_and_one_without_rollouts_say_so(tmp_path: Path,
     assert main(["rollouts", str(tmp_path)]) == 2 and "is not a run's folder" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").touch()
     assert main(["rollouts", str(tmp_path)]) == 0 and "has kept no rollouts yet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("prompt", "shown"), [
+    ("system: Answer briefly.\nuser: 1 + 1", "1 + 1"), ("user: a\nassistant: b\nuser: c\nd", "c\nd"), ("system: alone", "system: alone"),
+    ("The user: who\nuser: I", "The user: who\nuser: I")])
+def test_of_a_chat_the_last_user_message_is_listed(prompt: str, shown: str) -> None:
+    assert rollouts._asked(prompt) == shown

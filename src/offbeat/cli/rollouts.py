@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from offbeat.cli.help import HelpFormatter
 from offbeat.dashboard.conversation import messages_of
 from offbeat.dashboard.rollout_filter import ORDERS, STATUSES, Filter
 from offbeat.dashboard.rollout_index import RolloutIndex
@@ -45,6 +47,8 @@ _MOST_REASON = 24
 """Columns that a list gives to how rollouts ended."""
 _GAP = 2
 """Columns of a table's padding, for each of its columns."""
+_CHAT = re.compile(r"(system|user|assistant|tool): ")
+_USER = re.compile(r"(?:\A|\n)user: ")
 _RANGES = {"step": int, "reward": float, "length": int, "version": int}
 _LARGEST = 2**53
 """Bound of numbers in filters, which the index compares."""
@@ -56,7 +60,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add the command `rollouts` to the parser."""
     parser = subparsers.add_parser(
         "rollouts", description=_DESCRIPTION, epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
+        formatter_class=HelpFormatter)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's folder, such as runs/my-run")
     parser.add_argument("--show", metavar="ID", help="print this rollout as a conversation, and its group's others; IDs are in the list")
     parser.add_argument("--step", type=int, metavar="N", help="only of this global step")
@@ -115,11 +119,16 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     rows = [(
         [each.address, _number(each.reward), _number(each.advantage, sign=True), str(each.length),
          "" if each.version is None else str(each.version), each.reason],
-        [each.prompt, each.preview], "dim" if each.status != "trained" else "") for each in found]
+        [_asked(each.prompt), each.preview], "dim" if each.status != "trained" else "") for each in found]
     _print_table(console, ("id", "reward", "advantage", "tokens", "version", "ended"), ("prompt", "written"), rows)
     shown = f"the first {len(found)} of {total:,}" if total > len(found) else f"{total:,}"
     console.print(_text(f"{shown} rollouts of {progress.num_rollouts:,}; --show ID prints one", style="dim"))
     return 0
+
+
+def _asked(prompt: str) -> str:
+    """Return the last user message of a chat, since what comes before it is often the same in all rows; any other prompt as it is."""
+    return _USER.split(prompt)[-1] if _CHAT.match(prompt) else prompt
 
 
 def _help(bound: str, name: str) -> str:
