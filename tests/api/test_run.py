@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -92,3 +93,12 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         offbeat.Run(tmp_path / "gone")
     with pytest.raises(DataError, match="is not a run's folder: it has neither config.toml nor metrics.jsonl"):
         offbeat.Run(tmp_path)
+
+
+def test_a_run_is_read_and_compared_without_what_the_extra_train_installs(tmp_path: Path) -> None:
+    program = (
+        "import sys\nfor name in ('torch', 'transformers', 'tokenizers'): sys.modules[name] = None\n"
+        "import offbeat.cli.compare\nfrom offbeat import Run\nfrom offbeat.errors import DataError\n"
+        "try:\n    Run(sys.argv[1])\nexcept DataError as exc:\n    print(exc)\n")
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "none")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and str(tmp_path / "none") in done.stdout, done.stderr

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import msgspec
 import zstandard
@@ -17,9 +17,12 @@ import zstandard
 from offbeat.api.push import plan_push, send
 from offbeat.dashboard.report import write_report
 from offbeat.dashboard.run_files import check_run
-from offbeat.data.tokenizer import Tokenizer, load_tokenizer
 from offbeat.errors import ConfigError, DataError, MissingExtraError
+from offbeat.loading import load_module
 from offbeat.telemetry.jsonl import read_json_lines
+
+if TYPE_CHECKING:
+    from offbeat.data.tokenizer import Tokenizer
 
 _ROLLOUTS = re.compile(r"step-(\d+)\.jsonl\.zst")
 _ACCURACY = "eval/accuracy"
@@ -237,11 +240,12 @@ class Run:
         return folder
 
     @cached_property
-    def _tokenizer(self) -> Tokenizer:
+    def _tokenizer(self) -> "Tokenizer":
         """The tokenizer of the run: an export's, or that of the model with which it began."""
         model = self.config.get("model", {})
         places = [self.folder / "export", self.folder / "best", model.get("tokenizer"), self.folder / "model", model.get("path")]
         found = next((place for place in places if place and (Path(place) / "tokenizer.json").is_file()), None)
+        load_tokenizer = load_module("offbeat.data.tokenizer").load_tokenizer  # of the extra `train`, which metrics and reports do not need
         return load_tokenizer(found or model.get("tokenizer") or model.get("path") or self.folder / "model")
 
     def _rollouts_of(self, step: int) -> Iterator[Rollout]:
@@ -255,7 +259,7 @@ class Run:
             raise DataError(f"{path} is damaged, so its rollouts cannot be read: {type(exc).__name__}: {exc}") from exc
 
 
-def _rollout(step: int, prompt_id: str, chain: Mapping[str, Any], tokenizer: Tokenizer) -> Rollout:
+def _rollout(step: int, prompt_id: str, chain: Mapping[str, Any], tokenizer: "Tokenizer") -> Rollout:
     tokens, generated = chain["tokens"], chain["loss_mask"]
     start = generated.index(True) if True in generated else len(tokens)
     whole = all(generated[start:])  # then only the token that ends it is special
