@@ -10,7 +10,9 @@ from offbeat.config.base import Section, field
 class EvaluateConfig(Section):
     """Evaluation through the same engines that generate rollouts."""
 
-    every_steps: int = field(10, "Steps between evaluations; 0 evaluates only before the first and after the last step.", ge=0)
+    every_steps: int = field(
+        10, "Steps between evaluations; 0 evaluates only before the first and after the last step, and data.heldout_size = 0 turns"
+        " evaluation of held-out prompts off.", ge=0)
     num_prompts: int = field(256, "Held-out prompts per evaluation.", ge=1)
     samples_per_prompt: int = field(
         1, "Answers to each prompt, over which accuracy is the mean; more than one needs a temperature above 0, or all would be equal.",

@@ -40,7 +40,8 @@ HINTS = {
     "train.optimizer.clip_norm": "use 0 to turn clipping off",
     "checkpoint.every_steps": "use 0 to save by time alone",
     "checkpoint.every_minutes": "use 0 to save by steps alone",
-    "evaluate.every_steps": "use 0 to evaluate only before the first and after the last step",
+    "evaluate.every_steps": "use 0 to evaluate only before the first and after the last step, or data.heldout_size = 0 to hold no"
+    " prompts out and evaluate none",
     "telemetry.rollouts_every_steps": "use 0 to write no rollouts",
     "telemetry.rollouts_max_bytes": "use 0 to keep all rollouts",
     "telemetry.sample_tables_every_steps": "use 0 to send no tables",
