@@ -8,7 +8,6 @@ sampler, or a running copy or load needs them. Rows in memory change one after a
 import asyncio
 import logging
 import shutil
-import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Set
@@ -19,6 +18,7 @@ from typing import Any
 
 from offbeat.disk import make_folder
 from offbeat.errors import StorageError
+from offbeat.service.clock import steady_time
 from offbeat.service.errors import RequestError, UnknownError
 from offbeat.service.ids import CheckpointPath
 from offbeat.service.index import CheckpointRows
@@ -44,7 +44,7 @@ class Checkpoints:
     def __init__(
         self, rows: Iterable[CheckpointRow], *, store: Store, usage: Usage, folder: Path,
         on_removed: Callable[[Manifest], None] = lambda _: None, orphan_retention_s: float = 7 * 86400.0,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = steady_time,
     ) -> None:
         """Start from the stored rows, and charge their owners for the disk space.
 

@@ -8,10 +8,10 @@ layer retrieves them, all on one event loop. Encoding, files and commits are the
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 
 from offbeat.errors import StorageError
+from offbeat.service.clock import steady_time
 from offbeat.service.cost import ANSWER_ROW_BYTES
 from offbeat.service.errors import BadRequestError, LostError, UnknownError
 from offbeat.service.ids import session_of
@@ -88,7 +88,7 @@ class Futures:
 
     def __init__(
         self, store: Store, results: Results, *, encode: Callable[[Outcome], Payload], owner_of: Callable[[str], str | None],
-        usage: Usage, retention_s: float = 3600.0, clock: Callable[[], float] = time.time,
+        usage: Usage, retention_s: float = 3600.0, clock: Callable[[], float] = steady_time,
     ) -> None:
         """Find out which requests have ended before. Answers count towards their owners' disk use until they are swept.
 

@@ -7,7 +7,6 @@ client sends before hearing of the loss are not carried out. Only `training` cha
 
 import asyncio
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import AsyncExitStack
@@ -17,6 +16,7 @@ from typing import Any
 from offbeat.errors import ModelError, StorageError
 from offbeat.runs.adapters import Adapters
 from offbeat.service.checkpoints import Checkpoints
+from offbeat.service.clock import steady_time
 from offbeat.service.errors import LostError, UnknownError
 from offbeat.service.ids import training_request
 from offbeat.service.limits import Usage
@@ -177,7 +177,7 @@ class Models:
         """Store a model's progress, unless it was already stored along with another request's."""
         async with model.storing:
             if (model.numbers.last, model.is_dirty) != (model.row.last_seq, model.row.dirty):
-                await self._put(model, last_request=time.time(), dirty=model.is_dirty)
+                await self._put(model, last_request=steady_time(), dirty=model.is_dirty)
 
     async def _put(self, model: Model, **changes: Any) -> None:
         row = replace(model.row, last_seq=model.numbers.last, **changes)

@@ -11,6 +11,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from offbeat.errors import StorageError
+from offbeat.service.clock import steady_time
 from offbeat.service.futures import Future, Futures
 from offbeat.service.limits import Usage
 from offbeat.service.models import Model, Models
@@ -91,7 +92,7 @@ class OpenWork:
         """Store an outcome along with the model's progress."""
         self._usage.release(work.model.row.owner, **work.charged)
         if isinstance(outcome, Failed):
-            self.failures.append(Failure(time.time(), future.request_id, work.model.row.owner, outcome.message))
+            self.failures.append(Failure(steady_time(), future.request_id, work.model.row.owner, outcome.message))
         await asyncio.gather(self._store_progress(work), self._futures.finish(future, outcome))
         self._open.discard(work)
 

@@ -6,7 +6,6 @@ by the HTTP layer, and by the core, which makes snapshots.
 """
 
 import asyncio
-import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
@@ -17,6 +16,7 @@ from typing import Protocol
 from offbeat.errors import StorageError
 from offbeat.fleet.slots import counted
 from offbeat.service.base_models import BaseModels
+from offbeat.service.clock import steady_time
 from offbeat.service.errors import BadRequestError, RequestError, UnknownError
 from offbeat.service.ids import SCHEME, CheckpointPath, sampler_id
 from offbeat.service.limits import Usage
@@ -60,7 +60,7 @@ class Samplers:
 
     def __init__(
         self, rows: Iterable[SamplerRow], *, engines: Engines, base_models: BaseModels, store: Store, usage: Usage, sessions: Sessions,
-        checkpoints: Checkpoints, timeout_s: float, retention_s: float = 86400.0, clock: Callable[[], float] = time.time,
+        checkpoints: Checkpoints, timeout_s: float, retention_s: float = 86400.0, clock: Callable[[], float] = steady_time,
     ) -> None:
         """Start from the stored rows.
 

@@ -24,6 +24,7 @@ from offbeat.errors import OffbeatError, RefusedError
 from offbeat.inference.sampling import Draws, PromptScore, Sample
 from offbeat.inference.sampling import Sampling as EngineSampling
 from offbeat.service.checkpoints import CheckpointError
+from offbeat.service.clock import steady_time
 from offbeat.service.cost import SampleCost, cost_of_samples
 from offbeat.service.engine_terms import draws_of, engine_sampling, sampled, sequence_of, target_rows
 from offbeat.service.errors import FailedError, RequestError, TooLargeError, outside
@@ -288,7 +289,7 @@ class Sampling:
                 len(request.prompt) * request.topk_prompt_logprobs, sampled, request,
                 [job.sequences[i] for i in range(request.num_samples)], job.score)
         if isinstance(outcome, Failed) and outcome is not _GIVEN_UP:
-            self.failures.appendleft(Failure(time.time(), job.future.request_id, job.row.owner, outcome.message))
+            self.failures.appendleft(Failure(steady_time(), job.future.request_id, job.row.owner, outcome.message))
         await self._futures.finish(job.future, outcome)
 
     async def _try(self, part: Part) -> None:

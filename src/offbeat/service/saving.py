@@ -6,7 +6,6 @@ concurrently with the next turns. A folder that ends up unused is deleted.
 
 import asyncio
 import json
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from offbeat.runs.adapters import Adapters
 from offbeat.service.checkpoints import Checkpoints
+from offbeat.service.clock import steady_time
 from offbeat.service.encryption import encrypt_files
 from offbeat.service.errors import RequestError
 from offbeat.service.ids import CheckpointPath
@@ -123,7 +123,7 @@ class Saving:
     ) -> str:
         """Make a checkpoint visible to clients. Returns its path."""
         await self._checkpoints.add(CheckpointRow(
-            model.id, kind, name, model.row.owner, folder, created=time.time(), expires=self._checkpoints.expiry(ttl_s),
+            model.id, kind, name, model.row.owner, folder, created=steady_time(), expires=self._checkpoints.expiry(ttl_s),
             size_bytes=size_bytes, public=False, metadata=metadata or {}, lora=model.row.lora, base_model=model.row.base_model, step=step,
             version=version), overwrite=overwrite)
         return str(CheckpointPath(model.id, kind, name))

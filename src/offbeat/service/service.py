@@ -7,7 +7,6 @@ belongs to another owner is answered as if it did not exist.
 import asyncio
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from offbeat.fleet.sampling_models import SamplingModel
 from offbeat.runs.adapters import Adapters
 from offbeat.service.base_models import BaseModels
 from offbeat.service.checkpoints import Checkpoints
+from offbeat.service.clock import steady_time
 from offbeat.service.errors import BadRequestError, LostError, RequestError
 from offbeat.service.futures import Future, Futures
 from offbeat.service.ids import CheckpointPath, check_name, create_request, model_id
@@ -141,7 +141,7 @@ class Service:
 
     async def sweep(self) -> None:
         """Park the models of silent sessions, end the models of ended sessions and models parked for long, and delete what has expired."""
-        kept, lately = self.checkpoints.run_ids, time.time() - self._settings.session_retention_s
+        kept, lately = self.checkpoints.run_ids, steady_time() - self._settings.session_retention_s
         for model in self._models:
             session_id = model.row.session_id
             if model.row.ended:
@@ -242,7 +242,7 @@ class Service:
         return None
 
     def _admit(self, caller: Caller, session_id: str, seq: int, lora: LoraSpec, metadata: Mapping[str, str]) -> Model:
-        now = time.time()
+        now = steady_time()
         return self._models.admit(ModelRow(
             model_id(session_id, seq), session_id, caller.owner, created=now, last_request=now, base_model=self._base_models.name,
             lora=lora, metadata=metadata))

@@ -4,11 +4,11 @@ A session that has ended, or has been silent for long, and that nothing belongs 
 more sessions than the owners' limits allow.
 """
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from offbeat.errors import StorageError
+from offbeat.service.clock import steady_time
 from offbeat.service.errors import BadRequestError, LostError, UnknownError
 from offbeat.service.ids import new_session_id
 from offbeat.service.limits import Usage
@@ -29,7 +29,7 @@ class Sessions:
 
     def __init__(
         self, rows: Iterable[SessionRow], *, store: Store, usage: Usage, timeout_s: float, retention_s: float = 86400.0,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = steady_time,
     ) -> None:
         """Start from the stored rows.
 

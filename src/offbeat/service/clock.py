@@ -1,0 +1,14 @@
+"""The service's clock: wall-clock time that never jumps while a server runs.
+
+What expires is deleted for good, so a system clock that stands wrong for some seconds must not decide it. The clock is read once, when the
+server starts, and goes on with the monotonic one, which stands still while a machine sleeps.
+"""
+
+import time
+
+_WALL_S, _MONOTONIC_S = time.time(), time.monotonic()
+
+
+def steady_time() -> float:
+    """Return seconds since the epoch by this process's clock."""
+    return _WALL_S + time.monotonic() - _MONOTONIC_S
