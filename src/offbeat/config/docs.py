@@ -18,6 +18,9 @@ _HEAD = """\
 A run is described by a TOML file; every setting has a default, so a file holds only what differs. On the command line each is
 `--section.key value`, which wins over the file. `offbeat config show FILE` prints what a file resolves to, `offbeat config check FILE` says
 whether it is valid, and `offbeat config docs` prints this page, which is generated from the source.
+
+A relative path in the file is of the working directory, or, if nothing is there, of the file's own folder: `offbeat train
+my-task/task.toml` finds the data and the reward that lie beside it. Paths on the command line, and `run.dir`, are of the working directory.
 """
 
 _TYPES = {bool: "true or false", int: "integer", float: "number", str: "text"}

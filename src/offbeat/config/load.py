@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from offbeat.config.base import Section
+from offbeat.config.beside import found_beside
 from offbeat.config.evaluation_sets import setting_of
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError
@@ -112,7 +113,7 @@ def load_config(path: str | None, overrides: Sequence[Override] = (), *, values:
     """Read a TOML file, apply overrides in order and then values, and validate the result.
 
     Args:
-        path: a TOML file; None starts from the defaults.
+        path: a TOML file; None starts from the defaults. Relative paths in it may be of its own folder, see `beside`.
         overrides: ("section.key", value) as typed. A value is parsed as TOML; if that fails, or the setting is text, it is used as is.
         values: settings as Python values, each by "section.key".
 
@@ -120,7 +121,7 @@ def load_config(path: str | None, overrides: Sequence[Override] = (), *, values:
         ConfigError: the file cannot be read, or settings are unknown, of the wrong type or out of range, and it names all of them, a line
             each. Or a setting is given by two names.
     """
-    given = _read_toml(Path(path)) if path is not None else {}
+    given = found_beside(_read_toml(Path(path)), Path(path).parent) if path is not None else {}
     typed = {key for key, _ in overrides}
     for alias, name in ALIASES.items():
         _rename(given, alias, name)

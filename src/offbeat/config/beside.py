@@ -1,0 +1,52 @@
+"""Paths in a configuration file that are relative: of the working directory, or else of the file's own folder. Called by `load`.
+
+So `offbeat train my-task/task.toml` finds `my-task/data.jsonl`, of which the file says `data.jsonl`, from wherever it is started.
+"""
+
+import glob
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_NAMED = {
+    "path", "heldout_path", "tokenizer", "chat_template", "template", "reward", "workflow", "should_accept", "metric", "objective",
+    "credit", "program", "environment", "keys"}
+"""Names of settings that may be a path, or a function in a file, such as "rewards.py:score"."""
+_LISTED, _KEYED = {"tools"}, {"rewards"}
+"""Those that are lists of them, and tables whose keys are."""
+_LONGEST = 1000
+_IN_FILE = re.compile(r"(?P<file>.+\.py)(?P<function>:.*)?", re.DOTALL)
+
+
+def found_beside(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a file's settings with `folder` before the paths that are there, and not in the working directory."""
+    return {name: _setting(name, value, folder) for name, value in given.items()}
+
+
+def _setting(name: str, value: Any, folder: Path) -> Any:
+    if isinstance(value, str):
+        return _found(value, folder) if name in _NAMED else value
+    if isinstance(value, list) and name in _LISTED:
+        return [_found(each, folder) if isinstance(each, str) else each for each in value]
+    if isinstance(value, dict):
+        return {_found(key, folder): each for key, each in value.items()} if name in _KEYED else found_beside(value, folder)
+    return value
+
+
+def _found(text: str, folder: Path) -> str:
+    if not text or "\n" in text or len(text) > _LONGEST:
+        return text
+    in_file = _IN_FILE.fullmatch(text)
+    path, function = (in_file["file"], in_file["function"] or "") if in_file else (text, "")
+    if Path(path).is_absolute() or _is_there(path) or not _is_there(str(folder / path)):
+        return text
+    return f"{folder / path}{function}"
+
+
+def _is_there(path: str) -> bool:
+    """Whether there is a file or a folder of this name, or one that matches it as a pattern."""
+    try:
+        return Path(path).exists() or (glob.has_magic(path) and any(glob.iglob(path, recursive=True)))  # noqa: PTH207 (absolute patterns)
+    except (OSError, ValueError):  # such as a name that is too long
+        return False
