@@ -62,6 +62,7 @@ POINTS = (
     Point("score_rows", heads=True, settings=REFERRING),
     Point("score", everywhere=True, settings=REFERRING),
     Point("scores", settings=REFERRING),
+    Point("rollouts"),
     Point("distributed_batch", rank_0=True),
     Point("train_batch", heads=True),
     Point("train_step", everywhere=True, rank_0=True),
@@ -99,10 +100,11 @@ OTHER_PLACES = ("write_adapter", "compare_weights", "load_teacher")
 """As `write_weights`, in runs that train an adapter, or that write what has changed; and as `load_model`, in runs with a teacher."""
 
 OTHER_POINTS = (
-    "teach", "reference_found", "reference_written", "evaluate_pairs", "device_memory",
+    "teach", "unsaved", "reference_found", "reference_written", "evaluate_pairs", "device_memory",
     "publish_folder", "publish_layout", "publish_writers", "publish_changes", "publish_written")
-"""As `score`, in runs with a teacher; where ranks of `offbeat dpo` wait for rank 0, as at `recover` and `evaluate_fn`; before `load_policy`
-loads, on accelerators; and around `publish`, where weights are in shards (tests/trainer/test_parts.py)."""
+"""As `score`, in runs with a teacher; where ranks of a run that ends early wait for rank 0, as at `stop`; where ranks of `offbeat dpo` do,
+as at `recover` and `evaluate_fn`; before `load_policy` loads, on accelerators; and around `publish`, where weights are in shards
+(tests/trainer/test_parts.py)."""
 
 # No rank of `offbeat train` comes to these, so they are no rows of the table; a failure of ranks of tenants is drilled in
 # tests/ranks/test_trainers.py.

@@ -11,7 +11,8 @@ from faults.points import OTHER_PLACES, OTHER_POINTS, PLACES, POINTS, TENANT_POI
 from small_run import SmallRun
 
 SOURCE = Path(__file__).parents[2] / "src" / "offbeat"
-METHODS = {"arrive", "barrier", "sum_scalars", "max_scalars", "gather", "broadcast", "scatter", "region", "lead", "meet", "_on_all"}
+METHODS = {
+    "arrive", "barrier", "sum_scalars", "max_scalars", "gather", "broadcast", "scatter", "region", "lead", "meet", "all_ready", "_on_all"}
 BY_NAME = {point.name: point for point in (*POINTS, *PLACES)}
 
 

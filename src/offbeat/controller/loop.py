@@ -195,10 +195,12 @@ class _Training:
             await self._parts.publisher.settle(behind=config.rollout.max_head_offpolicyness)
             gate_s = clock.lap()
             await self._batches.settle(rollouts)
-            waiting = run_beside(rollouts.prepare_batch(), self._parts.publisher.watch())
-            groups = await unless(self._state.asked, waiting)
-            self._taken = groups or []
-            return groups
+            groups = await unless(self._state.asked, run_beside(take(), self._parts.publisher.watch()))
+            return self._taken or None if groups is None else groups  # they may have come while the wait for them was given up
+
+        async def take() -> list[Group]:
+            self._taken = await rollouts.prepare_batch()
+            return self._taken
 
         with span("rollout", "controller", step=step.global_step):
             if (groups := await self._parts.peers.all_ready("rollouts", take_groups)) is None:
