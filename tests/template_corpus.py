@@ -159,7 +159,6 @@ def _squeezed(text: str) -> str:
 
 def try_template(path: Path, *, chats: int, kinds: tuple[str, ...] = KINDS) -> list[tuple[str, str, str]]:
     """Return the verdict on each chat: which, why, and where."""
-    logging.disable(logging.WARNING)
     template = path.read_text(encoding="utf-8")
     found = []
     for kind in kinds:
@@ -182,7 +181,7 @@ def _reason(said: str) -> str:
 def main() -> None:
     began, counts, reasons, wrong = time.monotonic(), Counter[str](), Counter[str](), []
     paths = templates(*map(Path, sys.argv[1:]))
-    with ProcessPoolExecutor(2) as pool:
+    with ProcessPoolExecutor(2, initializer=logging.disable, initargs=(logging.WARNING,)) as pool:
         for each in pool.map(partial(try_template, chats=8), paths, chunksize=8):
             for what, why, where in each:
                 counts[what] += 1

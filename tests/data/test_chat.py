@@ -215,6 +215,17 @@ def test_an_empty_thought_is_closed_as_the_template_closes_it() -> None:
     assert trained([user("2 + 2?"), assistant("4")], words(shows))[0][1] == ["\n</think>\n\n4<|im_end|>"]
 
 
+def test_calls_that_a_template_writes_before_the_thought_follow_the_thought_that_the_prompt_opens() -> None:
+    calls_first = OPENING + (
+        "{% for c in message.tool_calls or [] %}<tool_call>{{ c.function.name }}{{ c.function.arguments | tojson }}</tool_call>{% endfor %}"
+        "{% if message.reasoning_content %}{{ '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}{% endif %}{% endif %}"
+        "{{ message.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}")
+    chat = [user("Weather?"), assistant("Let me look.", tool_calls=[CALL], reasoning_content="Rome is asked")]
+    call = '<tool_call>weather{"city": "Rome"}</tool_call>'
+    assert trained(chat, words(calls_first))[0][1] == [f"Rome is asked\n</think>\n\n{call}Let me look.<|im_end|>"]
+
+
 def test_reasoning_that_the_prompt_rules_out_is_refused() -> None:
     tokenizer = replace(words(FORGETS), template_kwargs={"opening": "<think>\n\n</think>\n\n"})
     with pytest.raises(DataError, match="message 1 of the chat, the assistant's, has reasoning, .* asks for an answer without"):

@@ -272,6 +272,8 @@ def _in_opened(
         return None
     if not text[: reasoning.start].rstrip().endswith(opening):
         return None
+    if any(place.start is not None and place.start < reasoning.start for place in places):
+        return None  # such as calls before the thought, which the prompt has opened already
     start = reasoning.start if thoughts.strip() else reasoning.start + len(said)
     return _Answer(asked + text[start:], len(asked), _last(places) - start + len(asked), as_written=False)
 
