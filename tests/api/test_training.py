@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util.tensor_util import make_ndarray
 
 import offbeat
+from offbeat.aio import ASKED_TO_STOP
 from offbeat.cli import main as cli
 from offbeat.errors import CodeError, ConfigError, RunError
 from small_run import ENVIRONMENT, SETTINGS
@@ -129,7 +130,7 @@ print(json.dumps([run.stopped_early, run.steps, run.heldout_after, str(run.model
 @pytest.mark.drill
 @pytest.mark.parametrize(("sent", "said"), [
     (signal.SIGINT, "stopping after this step; interrupt again to stop at once"),
-    (signal.SIGTERM, "asked to stop; this step is the last, and another SIGTERM")], ids=["ctrl_c", "sigterm"])
+    (signal.SIGTERM, ASKED_TO_STOP)], ids=["ctrl_c", "sigterm"])
 def test_a_script_that_is_stopped_keeps_what_was_trained_and_says_how_to_go_on(
     sent: signal.Signals, said: str, tmp_path: Path, model_dir: str,
 ) -> None:
