@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
@@ -176,10 +177,8 @@ def place_of_task(task: "asyncio.Task[Any]") -> str:
 
 def place_of_thread(thread: threading.Thread) -> str:
     """Return where a thread is, as in "a thread at agent.py, line 12"."""
-    frames, frame = [], sys._current_frames().get(thread.ident or 0)
-    while frame is not None:
-        frames.append((frame, frame.f_lineno))
-        frame = frame.f_back
+    frame = sys._current_frames().get(thread.ident or 0)
+    frames = [] if frame is None else [*traceback.walk_stack(frame)]
     return f"a thread at {place_in(reversed(frames)) or thread.name}"
 
 

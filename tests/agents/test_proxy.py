@@ -114,6 +114,19 @@ def trained(world: World, trajectory: Any) -> list[str]:
     return [world.script.tokenizer.decode(trajectory.tokens[a:b].tolist()) for a, b in runs]
 
 
+def hold_rendering(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Let chats be rendered only when the second event is set; the first says that one is about to be."""
+    rendering, go_on, prompt = threading.Event(), threading.Event(), Renderer.prompt
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        rendering.set()
+        assert go_on.wait(20), "the event loop waits for the renderer"
+        return prompt(*args, **kwargs)
+
+    monkeypatch.setattr(Renderer, "prompt", slow)
+    return rendering, go_on
+
+
 # -- dialects --------------------------------------------------------------------------------------------------------------------------
 
 
@@ -133,15 +146,8 @@ def test_a_chat_with_a_tool_is_recorded_as_one_chain():
 
 
 def test_chats_are_rendered_beside_the_event_loop_and_a_repeated_call_waits_for_its_first_try(monkeypatch: pytest.MonkeyPatch):
-    rendering, go_on, prompt = threading.Event(), threading.Event(), Renderer.prompt
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        rendering.set()
-        assert go_on.wait(20), "the event loop waits for the renderer"
-        return prompt(*args, **kwargs)
-
     async def body(world: World) -> None:
-        monkeypatch.setattr(Renderer, "prompt", slow)
+        rendering, go_on = hold_rendering(monkeypatch)
         first = asyncio.create_task(world.ask(USER))
         await until(rendering.is_set)
         again = asyncio.create_task(world.post({"messages": [USER]}, headers=world.headers(x_stainless_retry_count="1")))
@@ -154,15 +160,8 @@ def test_chats_are_rendered_beside_the_event_loop_and_a_repeated_call_waits_for_
 
 
 def test_an_episode_that_ends_while_its_chat_is_rendered_records_nothing(monkeypatch: pytest.MonkeyPatch):
-    rendering, go_on, prompt = threading.Event(), threading.Event(), Renderer.prompt
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        rendering.set()
-        assert go_on.wait(20), "the event loop waits for the renderer"
-        return prompt(*args, **kwargs)
-
     async def body(world: World) -> None:
-        monkeypatch.setattr(Renderer, "prompt", slow)
+        rendering, go_on = hold_rendering(monkeypatch)
         late = asyncio.create_task(world.post({"messages": [USER]}))
         await until(rendering.is_set)
         assert world.chains() == []

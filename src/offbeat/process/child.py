@@ -206,12 +206,7 @@ class Child:
 
     async def kill(self) -> None:
         """Kill the process and its whole process group at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # Process.kill would take the exit status away from whoever waits for it
-                os.kill(self._process.pid, signal.SIGKILL)
-        await self._process.wait()
+        await self._kill_group()
         self._writer.close()
         for task in filter(None, (self._looking, self._sending)):
             task.cancel()
@@ -299,12 +294,18 @@ class Child:
 
     async def _end_without_wire(self) -> None:
         """Wait for the end of a process that cannot be talked to any more, and kill it if it lives on."""
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(_EXIT_S):
                 await self._process.wait()
-                return
+        except TimeoutError:
+            await self._kill_group()
+
+    async def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # Process.kill would take the exit status away from whoever waits for it
+                os.kill(self._process.pid, signal.SIGKILL)
         await self._process.wait()
 
     async def _look_on(self) -> None:
