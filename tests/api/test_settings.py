@@ -166,14 +166,14 @@ def test_an_objective_must_be_importable_because_ranks_import_it() -> None:
 def test_rows_in_memory_are_written_beside_the_runs(tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}=", "answer": str(i)} for i in range(20)]
     found = load(settings={"run.dir": tmp_path}, rows={"data": rows})
-    assert Path(found.data.path).parent == tmp_path / ".data" and found.data.heldout_size == 4
+    assert Path(found.data.path).parent == tmp_path / ".data" and found.data.heldout_size == "auto"
     assert load(settings={"run.dir": tmp_path, "data.heldout_size": 7}, rows={"data": rows}).data.heldout_size == 7
     once = iter(rows)
     both = load(settings={"run.dir": tmp_path}, rows={"data": once, "data.heldout_path": once})
-    assert both.data.path == both.data.heldout_path == found.data.path and both.data.heldout_size == 256
+    assert both.data.path == both.data.heldout_path == found.data.path
     chats = [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}]
     sets = load(settings={"run.dir": tmp_path}, rows={"data": chats, "evaluate.sets.hard.data": rows})
-    assert sets.data.format == "messages" and sets.data.heldout_size == 0
+    assert sets.data.format == "messages"
     assert sets.evaluate.sets["hard"]["data"] == {"task": "", "path": found.data.path}
 
 

@@ -13,9 +13,9 @@ def test_paragraphs_are_filled_items_hang_and_commands_go_on_after_a_backslash()
     text = "one two three\nfour five\n\n  show   say what it is\n         and more\n"
     text += "  go --name 'a b' --other 12 --last\nexamples:\n  x\n"
     assert list(wrapped(text, 20)) == [
-        "one two three four", "five", "", "  show   say what it", "         is and more", "  go --name 'a b' \\", "      --other 12 \\",
-        "      --last", "examples:", "  x"]
-    assert list(wrapped("  python -c 'a quoted word stays whole'", 20)) == ["  python -c \\", "      'a quoted word stays whole'"]
+        "one two three four", "five", "", "  show   say what it", "         is and more", "  go --name 'a b' \\",
+        "      --other 12 \\", "      --last", "examples:", "  x"]
+    assert list(wrapped("  python -c 'a quoted word stays whole'", 20)) == ["  python \\", "      -c 'a quoted word stays whole'"]
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
@@ -26,7 +26,7 @@ def test_help_has_at_most_100_columns(command: str, monkeypatch: pytest.MonkeyPa
         (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
         parser = commands.choices[command]
     assert parser.formatter_class is HelpFormatter
-    assert [line for line in parser.format_help().splitlines() if len(line) > 100 and not line.startswith('      "')] == []
+    assert [line for line in parser.format_help().splitlines() if len(line) > 100 and not line.startswith('      -c "')] == []
 
 
 def test_a_narrow_terminal_has_narrow_paragraphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,11 @@ from offbeat.errors import ConfigError
 
 def test_no_task_is_built_in_by_default_and_some_prompts_are_held_out():
     assert DataConfig().task == ""
-    assert DataConfig().heldout_size > 0
+    assert DataConfig().num_heldout(None) > 0
 
 
 @pytest.mark.parametrize("values", [
-    {"task": "chess"}, {"task": "reasoning_gym:"}, {"format": "csv"}, {"task_size": 0}, {"task_size": 65}, {"heldout_size": -1}])
+    {"task": "chess"}, {"task": "reasoning_gym:"}, {"format": "csv"}, {"task_size": 0}, {"task_size": 65}])
 def test_unknown_tasks_and_formats_and_sizes_out_of_range_are_refused(values):
     with pytest.raises(ValidationError):
         DataConfig(**values)
@@ -31,6 +31,17 @@ def test_what_contradicts_itself_is_refused(settings, sentence):
     with pytest.raises(ConfigError) as caught:
         load_config(None, list(settings.items()))
     assert sentence in str(caught.value)
+
+
+def test_a_fifth_of_few_rows_is_held_out_and_what_is_given_is_kept():
+    assert [DataConfig().num_heldout(rows) for rows in (4, 100, 1279, 1280, 10**6, None)] == [0, 20, 255, 256, 256, 256]
+    assert [load_config(None, [("data.heldout_size", text)]).data.num_heldout(100) for text in ("0", "99", "auto")] == [0, 99, 20]
+
+
+@pytest.mark.parametrize("text", ["-1", "true", "2.5", "some", "[4]"])
+def test_what_is_no_number_of_rows_is_refused_in_one_sentence(text):
+    with pytest.raises(ConfigError, match=r"^data.heldout_size: it must be an integer >= 0 or 'auto', got .*; use 0 to hold no"):
+        load_config(None, [("data.heldout_size", text)])
 
 
 def test_variables_of_a_template_keep_their_kinds():

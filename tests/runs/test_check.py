@@ -26,7 +26,7 @@ def test_what_is_there_is_told(tmp_path: Path) -> None:
         "rollout.workflow": "offbeat.rollout.workflows.single_turn:single_turn"}
     data, reward = check_named(load_config(None, list(settings.items())))
     assert data == (
-        f"data: {rows}: the first 100 rows are prompts, which need no answer; the last 256 of all are held out;"
+        f"data: {rows}: the first 100 rows are prompts, which need no answer; the last fifth of all, at most 256, are held out;"
         f" 1 of them cannot be used, the first: '{rows}', line 2, has no"
         " field 'prompt'; it has no; set data.prompt, data.prompt_field or data.format")
     assert reward == f"reward: {REWARDS}:equal + 0.5 * {REWARDS}:right"

@@ -30,7 +30,6 @@ Source = str | os.PathLike[str] | Settings
 """A configuration file, or what `Run.config` gives."""
 
 _NOT_YET = "(rows)"
-_HELDOUT_SHARE = 5
 _MOST_NAMED = 6
 
 _OWN_SECTIONS = {"sft": "sft", "preference": "dpo", "reward_model": "reward_model", "serve": "service"}
@@ -72,7 +71,7 @@ def configured(
         path = None if config is None or isinstance(config, Mapping) else os.fspath(config)
         for key, data in rows.items():
             if data is not None:
-                values.update(_placed(key, data))
+                values.update(settings_of_data(key, data))
         loaded = load_config(path, values=values)
         in_memory = {key: data for key, data in rows.items() if data is not None and not is_named(data)}
         files: dict[int, RowsFile] = {}
@@ -80,7 +79,7 @@ def configured(
         for key, data in in_memory.items():  # a generator that is given twice is read once
             file = files[id(data)] = files.get(id(data)) or _write(key, data, loaded)
             called.setdefault(str(file.path), _argument(key))
-            values.update(_layout(key, file, loaded, values))
+            values.update(_layout(key, file, values))
         with named(called):
             yield load_config(path, values=values) if in_memory else loaded
     finally:
@@ -229,8 +228,8 @@ def _named(value: Any, key: str, names: list[str]) -> Any:
     return name
 
 
-def _placed(key: str, data: Rows) -> dict[str, Any]:
-    """Return the settings that say where data is; of rows in memory, that they are not written yet."""
+def settings_of_data(key: str, data: Rows) -> dict[str, Any]:
+    """Return the settings below `key` that say where data is, a path or a task; of rows in memory, that they are not written yet."""
     text = os.fspath(data) if isinstance(data, str | os.PathLike) else _NOT_YET
     if key.endswith("_path"):
         return {key: text}
@@ -257,15 +256,12 @@ def _argument(key: str) -> str:
     return {"data": "data", "data.heldout_path": "evaluate"}.get(key) or f"evaluate[{key.split('.')[2]!r}]"
 
 
-def _layout(key: str, file: RowsFile, config: Config, values: Settings) -> dict[str, Any]:
+def _layout(key: str, file: RowsFile, values: Settings) -> dict[str, Any]:
     """Return the settings that say where rows in memory are and how they are laid out, as far as `values` do not say so."""
     path = str(file.path)
     if key.endswith("_path"):
         return {key: path}
-    found: dict[str, Any] = {f"{key}.path": path}
+    found = {f"{key}.path": path}
     if "messages" in file.fields and "prompt" not in file.fields and f"{key}.format" not in values:
         found[f"{key}.format"] = "messages"
-    size = config.data.heldout_size
-    if key == "data" and not config.data.heldout_path and "data.heldout_size" not in values and size == DataConfig().heldout_size:
-        found["data.heldout_size"] = min(size, file.num_rows // _HELDOUT_SHARE)
     return found

@@ -46,8 +46,8 @@ def train(
     Args:
         model: folder or hub id; without one, a tiny model of random weights.
         data: a .jsonl or .parquet file, a hub id, a built-in task such as "sort_digits", or rows in memory: a list or generator of dicts or
-            of `offbeat.Row`, a data frame, or a data set of `datasets`. Rows in memory are written below `run.dir` first; unless
-            `heldout_size` says otherwise, a fifth of them, at most 256, is held out.
+            of `offbeat.Row`, a data frame, or a data set of `datasets`. Rows in memory are written below `run.dir` first. Unless
+            `heldout_size` says otherwise, a fifth of the rows, at most 256, is held out.
         reward: `(completion, row) -> float`. Functions of a script or a notebook are sent to the processes that call them, with what they
             refer to; several are a list, or a mapping with weights as `{f: 0.3, "math": 1}`; without one, as
             docs/rewards-and-workflows.md says.

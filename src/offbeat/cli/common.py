@@ -15,7 +15,7 @@ from offbeat.api import session
 from offbeat.api.session import PRIVATE_UMASK, hearing_signals
 from offbeat.cli.help import HelpFormatter
 from offbeat.cli.main import loading_hint
-from offbeat.config.load import load_config
+from offbeat.cli.named import add_named_arguments, named_config
 from offbeat.config.root import Config
 from offbeat.dashboard.beside import LivePage
 from offbeat.dashboard.report import write_report
@@ -34,22 +34,26 @@ class Result(Protocol):
 
 def add_training_command(
     subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, function: str, *, description: str, examples: str,
+    data: str, rewards: bool = False,
 ) -> None:
-    """Add a command that trains as CONFIG says.
+    """Add a command that trains as CONFIG and named options say.
 
     Args:
         function: name of what trains, for `load_run`.
+        data: help of `--data`.
+        rewards: whether it calls a reward.
     """
     parser = subparsers.add_parser(
         name, description=description, epilog=examples, formatter_class=HelpFormatter)
-    add_config_argument(parser)
+    add_config_argument(parser, optional=True)
+    add_named_arguments(parser, data=data, rewards=rewards)
     add_dashboard_argument(parser)
-    parser.set_defaults(run=partial(_train, function))
+    parser.set_defaults(run=partial(_train, name, function))
 
 
-def _train(function: str, args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+def _train(command: str, function: str, args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     """Train, and print where the report is; return 130 if stopped before the end, like any interrupted command."""
-    config = load_config(args.config, overrides)
+    config = named_config(args, overrides, command=command)
     keep_private(config)
     train = load_run(function)
     with hearing_signals(), telling_how_to_go_on(config, args, given_words()) as stopped, run_console(config, args) as console:
@@ -101,9 +105,10 @@ def keep_private(config: Config) -> None:
         os.umask(PRIVATE_UMASK)
 
 
-def add_config_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the positional argument CONFIG and the option `--json`."""
-    parser.add_argument("config", metavar="CONFIG", help="TOML file; --section.key value changes a setting")
+def add_config_argument(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """Add the positional argument CONFIG, which can be left out if it is `optional`, and the option `--json`."""
+    parser.add_argument(
+        "config", metavar="CONFIG", nargs="?" if optional else None, help="TOML file; --section.key value changes a setting")
     add_json_argument(parser)
 
 

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from offbeat.cli.help import HelpFormatter
+from offbeat.cli.named import add_named_arguments, named_config, named_options
 from offbeat.config.docs import render_docs
-from offbeat.config.load import dump_toml, load_config
+from offbeat.config.load import dump_toml
 from offbeat.config.notes import clip_note, notes_of_check
 from offbeat.config.presets import PRESETS
 from offbeat.config.root import Config
@@ -36,6 +37,7 @@ _EXAMPLES = """\
 examples:
   offbeat config show                                         all defaults
   offbeat config show run.toml --rollout.group_size 16        a file with one setting changed
+  offbeat config show --model M --data D > run.toml           what named options come to, as a file
   offbeat config check run.toml && offbeat train run.toml     stop before anything starts
   offbeat config check run.toml --memory                      and what a train rank takes on a GPU
   offbeat config docs | less
@@ -52,6 +54,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("action", choices=("show", "check", "docs"), help="what to do")
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file; the defaults if left out; --section.key value changes it")
+    add_named_arguments(parser, data="rows to train on: a file, a folder, a hub id or a built-in task", rewards=True)
     parser.add_argument("--memory", action="store_true", help="with check: estimate the memory of a train rank on a GPU")
     parser.set_defaults(run=run)
 
@@ -66,13 +69,14 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     if args.action == "docs":
         print(render_docs(), end="")
         return 0
-    config = load_config(args.config, overrides)
+    config = named_config(args, overrides)
     if args.action == "show":
         print(dump_toml(config), end="")
     else:
         tried = _try(config)
         changed = f" with {len(overrides)} override{'' if len(overrides) == 1 else 's'}" if overrides else ""
-        print(f"{args.config or 'the default configuration'}{changed} is valid; its run goes to {config.run_dir}")
+        what = args.config or ("the configuration" if named_options(args) else "the default configuration")
+        print(f"{what}{changed} is valid; its run goes to {config.run_dir}")
         print("\n".join([*tried, *_about(config), *_here(config), *(_memory(config) if args.memory else [])]))
     return 0
 

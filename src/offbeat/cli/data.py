@@ -1,4 +1,4 @@
-"""`offbeat data show CONFIG`: what the model will see of the data, in tokens, and which rows cannot be used."""
+"""`offbeat data show`: what the model will see of the data, in tokens, and which rows cannot be used."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from rich.text import Text as Styled
 
 from offbeat.cli.common import add_config_argument
 from offbeat.cli.help import HelpFormatter
-from offbeat.config.load import load_config
+from offbeat.cli.named import add_named_arguments, named_config
 from offbeat.controller.preview import Preview, ShownRow, Text, preview
 from offbeat.errors import ConfigError
 from offbeat.runs.check import pairs_in
@@ -22,7 +22,7 @@ _OPEN, _CLOSE = "⟦", "⟧"
 """Around what is trained on, where there are no colours."""
 
 _DESCRIPTION = """\
-Show the first rows of a configuration's data as the model will see them: the text of their tokens, with the trained tokens in green (in ⟦ ⟧
+Show the first rows of the data as the model will see them: the text of their tokens, with the trained tokens in green (in ⟦ ⟧
 without colours), the number of tokens, and the number of rows that cannot be used, with the reasons.
 """
 
@@ -30,6 +30,7 @@ _EXAMPLES = """\
 examples:
   offbeat data show task.toml                     prompts of reinforcement learning, or preferences if the data has them
   offbeat data show task.toml --as sft -n 1       rows of `offbeat sft`, with the tokens that it trains on
+  offbeat data show --model runs/first/export --data rows.jsonl
   offbeat data show task.toml --data.prompt '{question}\\nAnswer:'
 """
 
@@ -40,7 +41,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "data", description=_DESCRIPTION, epilog=_EXAMPLES,
         formatter_class=HelpFormatter)
     parser.add_argument("action", choices=("show",), help="what to do")
-    add_config_argument(parser)
+    add_config_argument(parser, optional=True)
+    add_named_arguments(parser, data="rows to show: a file, a folder, a hub id or a built-in task")
     parser.add_argument("-n", type=int, default=3, metavar="ROWS", help="number of rows to show (default 3)")
     parser.add_argument("--as", dest="kind", choices=tuple(_KINDS), help="rl, sft or pairs; by default what the rows are")
     parser.set_defaults(run=run)
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     """
     if args.n < 0:
         raise ConfigError(f"-n must be at least 0, got {args.n}")
-    config = load_config(args.config, overrides)
+    config = named_config(args, overrides, command="data show")
     found = preview(config, args.kind or ("pairs" if pairs_in(config.data) else "rl"), count=args.n)
     if args.json:
         for row in found.rows:

@@ -10,7 +10,9 @@ _COLUMNS = 100
 _LABELS = 16
 """Columns in which an argument's name may stand beside what it means."""
 _DESCRIBED = re.compile(r"( +\S.*?  +)(\S.*)")
-_WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|[^\s'"])+""")
+_WORD = r"""(?:'[^']*'|"[^"]*"|[^\s'"])+"""
+_TOGETHER = re.compile(rf"(?:-[^\s=]+ (?!-))?{_WORD}")
+"""A word, or an option with its value."""
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -59,10 +61,10 @@ def _joined(text: str) -> list[str]:
 
 
 def _command(line: str, columns: int) -> Iterator[str]:
-    """Yield a shell command over several lines; a quoted word stays whole."""
+    """Yield a shell command over several lines; a quoted word stays whole, and an option with its value."""
     indent = " " * (len(line) - len(line.lstrip()))
     written = ""
-    for word in _WORD.findall(line):
+    for word in _TOGETHER.findall(line):
         if written and len(f"{written} {word} \\") > columns:
             yield f"{written} \\"
             written = f"{indent}    {word}"

@@ -1,4 +1,4 @@
-"""`offbeat reward-model CONFIG`: trains a reward model on pairs of answers."""
+"""`offbeat reward-model`: trains a reward model on pairs of answers."""
 
 import argparse
 
@@ -6,8 +6,8 @@ from offbeat.cli.common import add_training_command
 
 _EXAMPLES = """\
 examples:
-  offbeat reward-model task.toml --run.name rewards --model.path Qwen/Qwen3-0.6B --data.path pairs.jsonl
-  offbeat train task.toml --rollout.reward model:runs/rewards/export
+  offbeat reward-model --model Qwen/Qwen3-0.6B --data pairs.jsonl --name rewards
+  offbeat train --model Qwen/Qwen3-0.6B --data rows.jsonl --reward model:runs/rewards/export
 """
 
 
@@ -16,4 +16,4 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add_training_command(
         subparsers, "reward-model", "run_reward_model",
         description="Trains a reward model on chosen and rejected answers; the result, in the run's folder export, is a Hugging Face folder"
-        " for sequence classification.", examples=_EXAMPLES)
+        " for sequence classification.", examples=_EXAMPLES, data="pairs of answers: a file, a folder or a hub id")

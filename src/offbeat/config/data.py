@@ -12,6 +12,9 @@ RENDERED = (
     "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs")
 """What a chat template is given by Offbeat, or what is no variable of a template."""
 
+_MOST_HELDOUT, _HELDOUT_SHARE = 256, 5
+"""Prompts that are held out where nothing else is said, and which part of the rows they are at most."""
+
 
 class DataConfig(Section):
     """Where rows come from and how a row becomes a prompt and an answer."""
@@ -52,7 +55,22 @@ class DataConfig(Section):
     max_prompt_tokens: int = field(0, "Longest prompt allowed, in tokens; 0 allows the model's context less max_new_tokens.", ge=0)
     heldout_path: str = field("", "File of held-out rows; empty takes them from the end of `path`, which are then not trained on.")
     heldout_split: str = field("", "Split of held-out rows, of a hub id or a folder; empty takes them from the end of `split`.")
-    heldout_size: int = field(256, "Held-out prompts used by evaluation; 0 holds none out.", ge=0)
+    heldout_size: int | Literal["auto"] = field(
+        "auto", "Held-out prompts used by evaluation, an integer of at least 0, which holds none out. \"auto\" holds out 256, or a fifth of"
+        " the rows if they are fewer than 1,280.")
+
+    def num_heldout(self, num_rows: int | None) -> int:
+        """Return how many rows are held out of `num_rows`; None is of a task, which makes as many as are wanted."""
+        if self.heldout_size != "auto":
+            return self.heldout_size
+        return _MOST_HELDOUT if num_rows is None else min(_MOST_HELDOUT, num_rows // _HELDOUT_SHARE)
+
+    @field_validator("heldout_size", mode="before")
+    @classmethod
+    def _check_heldout_size(cls, given: Any) -> Any:
+        if given == "auto" or (isinstance(given, int) and not isinstance(given, bool) and given >= 0):
+            return given
+        raise ValueError(f"it must be an integer >= 0 or 'auto', got {given!r}; use 0 to hold no prompts out")
 
     @field_validator("prompt")
     @classmethod

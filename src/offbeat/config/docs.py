@@ -4,7 +4,8 @@
 """
 
 from collections.abc import Iterator
-from typing import Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -64,6 +65,8 @@ def _kind(annotation: Any) -> str:
         return " or ".join(_code(toml_value(choice)) for choice in get_args(annotation))
     if annotation == (bool | str):
         return "true, false or text"
+    if get_origin(annotation) in (Union, UnionType):
+        return " or ".join(map(_kind, get_args(annotation)))
     return "tables" if issubclass(annotation, Section) else _TYPES[annotation]
 
 

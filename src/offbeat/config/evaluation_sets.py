@@ -72,7 +72,7 @@ def errors_in_set(name: str, exc: ValidationError) -> ValidationError:
     return ValidationError.from_exception_data(exc.title, lines)
 
 
-def check_best(config: EvaluateConfig, *, heldout_size: int) -> None:
+def check_best(config: EvaluateConfig, *, holds_out: bool) -> None:
     """Raise ValueError if the best model is to be known by what no evaluation measures."""
     if not config.keep_best:
         if config.stop_after_no_gain:
@@ -80,12 +80,12 @@ def check_best(config: EvaluateConfig, *, heldout_size: int) -> None:
                 f"evaluate.keep_best must be given with evaluate.stop_after_no_gain = {config.stop_after_no_gain}; it names the metric that"
                 " is to rise, such as eval/accuracy")
         return
-    sets = {"eval": config.pass_at} if heldout_size else {}
+    sets = {"eval": config.pass_at} if holds_out else {}
     sets |= {f"eval/{name}": table.get("pass_at", config.pass_at) for name, table in config.sets.items()}
     known = [f"{folder}/{name}" for folder, ks in sets.items() for name in ("accuracy", "reward_mean", *(f"pass_at_{k}" for k in ks))]
     # The roles of agents are known to their workflow alone, and what a metric of the user's own finds, to that.
     of_roles = config.keep_best.startswith(tuple(f"{folder}/accuracy/" for folder in sets))
-    if config.keep_best not in known and not of_roles and not _may_be_own(config, heldout_size=heldout_size):
+    if config.keep_best not in known and not of_roles and not _may_be_own(config, holds_out=holds_out):
         raise ValueError(
             f"evaluate.keep_best must be one of {', '.join(known) or 'the metrics of an evaluation'}, got {config.keep_best!r}; a set has"
             " pass_at_K for each K of its pass_at")
@@ -96,11 +96,11 @@ def check_best(config: EvaluateConfig, *, heldout_size: int) -> None:
             f" {config.stop_after_no_gain}, got 0; {config.keep_best} is measured before the first step and after the last alone")
 
 
-def _may_be_own(config: EvaluateConfig, *, heldout_size: int) -> bool:
+def _may_be_own(config: EvaluateConfig, *, holds_out: bool) -> bool:
     """Whether the metric of `keep_best` may be one that a set's own metric finds."""
     own = {f"eval/{name}": table.get("metric", config.metric) for name, table in config.sets.items()}
     folder = config.keep_best.rpartition("/")[0]
-    return bool(own.get(folder) or (folder == "eval" and heldout_size and config.metric))
+    return bool(own.get(folder) or (folder == "eval" and holds_out and config.metric))
 
 
 def _by_section(name: str, table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -46,7 +46,6 @@ HINTS = {
     "telemetry.rollouts_every_steps": "use 0 to write no rollouts",
     "telemetry.rollouts_max_bytes": "use 0 to keep all rollouts",
     "telemetry.sample_tables_every_steps": "use 0 to send no tables",
-    "data.heldout_size": "use 0 to hold no prompts out",
 }
 
 REPLACED = {

@@ -155,6 +155,8 @@ def _known_reward(name: str) -> str:
     """Return the name if it is one of `REWARDS`, or names a function, a model or a judge; raises ValueError otherwise."""
     if ":" in name or name in REWARDS:
         return name
+    if name.endswith(".py"):
+        raise ValueError(f"{name!r} names no function; write '{name}:score' for its function score")
     near = get_close_matches(name, REWARDS, n=1)
     raise ValueError(
         f"there is no reward {name!r}; use one of {', '.join(REWARDS)}, 'path/to/file.py:function', or 'model:' before the"

@@ -142,7 +142,7 @@ class Config(Section):
                 self.evaluation_set(name)
             except ValidationError as exc:
                 raise errors_in_set(name, exc) from exc
-        check_best(self.evaluate, heldout_size=self.data.heldout_size)
+        check_best(self.evaluate, holds_out=self.data.heldout_size != 0)
         return self
 
     def _check_groups(self) -> None:

@@ -173,7 +173,7 @@ def open_datasets(
         MissingExtraError: the source needs an optional dependency.
     """
     if config.task:
-        drawn = _open_task(find_task(config), heldout_size=config.heldout_size, seed=seed)
+        drawn = _open_task(find_task(config), heldout_size=config.num_heldout(None), seed=seed)
         if check is not None:
             for rows in drawn:
                 for index in range(_DIGESTED_ROWS if rows.num_rows is None else rows.num_rows):
@@ -228,16 +228,17 @@ def open_records(
         other, others = opened(config.heldout_path or config.path, config.heldout_split or config.split)
         return (
             SourceDataset(source, parse, 0, len(source), rows),
-            SourceDataset(other, parse, 0, min(config.heldout_size, len(other)), others))
-    num_train = len(source) - config.heldout_size
+            SourceDataset(other, parse, 0, min(config.num_heldout(None), len(other)), others))
+    num_heldout = config.num_heldout(len(source))
+    num_train = len(source) - num_heldout
     if num_train < 1 and limit is not None and len(source) + len(refused) >= limit:  # the others have not been looked at
         return SourceDataset(source, parse, 0, len(source), rows), ListDataset(())
     if num_train < 1:
         raise DataError(
             f"dataset {name_of(config.path)} has {len(source)} rows, which leaves none to train on after data.heldout_size ="
-            f" {config.heldout_size}; lower it, or give data.heldout_path")
+            f" {num_heldout}; lower it, or give data.heldout_path")
     return (
-        SourceDataset(source, parse, 0, num_train, rows), SourceDataset(source, parse, num_train, config.heldout_size, rows))
+        SourceDataset(source, parse, 0, num_train, rows), SourceDataset(source, parse, num_train, num_heldout, rows))
 
 
 def _open_task(task: Task, *, heldout_size: int, seed: int) -> tuple[TaskDataset, ListDataset]:

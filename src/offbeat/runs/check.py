@@ -125,7 +125,8 @@ def _check_data(config: Config, *, trains: bool) -> Iterator[str]:
     else:
         own_rows = data.heldout_size and not (data.heldout_path or data.heldout_split)
         looked_at = train.num_rows + len(refused) + (heldout.num_rows or 0 if own_rows else 0)
-        count = f"the first {looked_at} rows are {what}" + (f"; the last {data.heldout_size} of all are held out" if own_rows else "")
+        held = "the last fifth of all, at most 256," if data.heldout_size == "auto" else f"the last {data.heldout_size} of all"
+        count = f"the first {looked_at} rows are {what}" + (f"; {held} are held out" if own_rows else "")
     yield f"data: {data.task or data.path}: {count}{left_out}"
     if unwritable:
         yield f"data: {unwritable}"
