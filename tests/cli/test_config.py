@@ -35,6 +35,8 @@ def test_check_says_that_a_valid_configuration_is_valid(capsys, monkeypatch):
     assert first == "the default configuration with 1 override is valid; its run goes to runs/first"
     assert about == [
         "data: data.task and data.path are both empty, and a run needs one of them",
+        'train.optimizer.lr = 0.0002: "auto" for reinforcement learning of all weights, width 128',
+        'sft.optimizer.lr = 0.002: "auto" for supervised fine-tuning of all weights, width 128',
         "algorithm: grpo (arXiv:2402.03300)",
         "note: each step updates the model once from its samples (algorithm.num_minibatches = 1), so the clip range has no effect;"
         " algorithm.weight alone limits how far samples from an older version of the model can move it"]

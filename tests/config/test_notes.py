@@ -33,7 +33,8 @@ def test_no_preset_has_a_setting_that_cannot_act(preset):
     ([("algorithm.reward_scale", "10")], "algorithm.reward_scale has no effect where rewards are divided by their own size"),
     ([("algorithm.reference_refresh_steps", "5")], "algorithm.reference_refresh_steps has no effect without a term that compares"),
     ([("critic.optimizer.lr", "1e-4")], "[critic] has no effect without algorithm.centre = 'critic'"),
-    ([("model.lora.rank", "8")], "train.optimizer.lr = 1e-06 suits the training of all weights, and an adapter (model.lora.rank = 8)"),
+    ([("model.lora.rank", "8"), ("train.optimizer.lr", "1e-6")],
+     "train.optimizer.lr = 1e-06 suits the training of all weights, and an adapter (model.lora.rank = 8)"),
 ])
 def test_a_setting_that_cannot_act_is_told_of_once(settings, sentence):
     found = said("rl", *settings)
@@ -44,13 +45,14 @@ def test_a_setting_that_cannot_act_is_told_of_once(settings, sentence):
 @pytest.mark.parametrize("settings", [
     [("algorithm.clip_high", "0.3"), ("algorithm.num_minibatches", "2")], [("algorithm.anchor", "rollout"), ("algorithm.weight", "none")],
     [("algorithm.reward_scale", "10"), ("algorithm.scale", "none")], [("algorithm.reward_scale", "10"), ("algorithm.reward_clip", "5")],
-    [("model.lora.rank", "8"), ("train.optimizer.lr", "1e-5")], []])
+    [("model.lora.rank", "8"), ("train.optimizer.lr", "1e-5")],
+    [("model.lora.rank", "8")], []])
 def test_settings_that_act_are_not(settings):
     assert said("rl", *settings) == []
 
 
 def test_an_adapter_of_preference_training_is_told_of_its_own_rate():
-    lora = [("model.lora.rank", "8"), ("preference.beta", "0.2")]
+    lora = [("model.lora.rank", "8"), ("preference.optimizer.lr", "5e-7")]
     assert [note[:33] for note in said("preference", *lora)] == ["preference.optimizer.lr = 5e-07 s"]
     assert [note[:33] for note in notes_of_check(load_config(None, lora))] == ["preference.optimizer.lr = 5e-07 s"]
     assert said("preference", *lora, ("preference.optimizer.lr", "5e-6")) == said("sft", *lora) == []

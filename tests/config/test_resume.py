@@ -24,7 +24,7 @@ def test_changes_are_told_apart_by_what_they_mean() -> None:
     now = remembered(load_config(None, [("run.seed", "7"), ("train.optimizer.lr", "1e-5"), ("data.task", "addition")]))
     found = changes(now, remembered(load_config(None)), part="rl")
     assert listed(found[Change.REFUSED]) == "run.seed = 7, was 0"
-    assert listed(found[Change.TOLD]) == "train.optimizer.lr = 1e-05, was 1e-06"
+    assert listed(found[Change.TOLD]) == 'train.optimizer.lr = 1e-05, was "auto"'
     assert listed(found[Change.CONTENT]) == 'data.task = "addition", was ""'
     assert not found[Change.FREE] and not found[Change.CODE]
 

@@ -61,7 +61,7 @@ GIVEN: Mapping[str, str] = {
     "algorithm.clip_low": "0.1", "rollout.top_k": "5", "train.optimizer.beta1": "0.8", "train.optimizer.beta2": "0.9",
     "algorithm.constants": "{tau_low = 1.2}", "algorithm.objective": "gspo", "algorithm.credit": "code.py:credit",
     "algorithm.gae_lambda": "0.9", "algorithm.critic_lambda": "0.9", "critic.optimizer.beta1": "0.8", "critic.optimizer.beta2": "0.9",
-    "critic.optimizer.min_lr_ratio": "0.5",
+    "critic.optimizer.lr": "2e-05", "critic.optimizer.min_lr_ratio": "0.5",
     "algorithm.turn_gamma": "0.9", "train.precision": "bf16_mixed",
 }
 """Values that mean something; other settings get the next value that is allowed."""

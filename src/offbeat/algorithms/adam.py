@@ -52,7 +52,7 @@ def learning_rate(step: int, *, config: OptimizerConfig, total_steps: int) -> fl
     peak with step `total_steps - 1`, where it stays.
     """
     if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
+        return config.peak * (step + 1) / config.warmup_steps
     progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps))
     remaining = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}[config.schedule]
-    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * remaining)
+    return config.peak * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * remaining)

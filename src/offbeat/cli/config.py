@@ -18,6 +18,7 @@ from offbeat.errors import ConfigError
 from offbeat.extras import TRAIN, missing_modules, require
 from offbeat.machine import smallest_device
 from offbeat.runs.devices import choose_devices, describe_devices, usable_devices
+from offbeat.runs.learning_rates import rates_of_check
 from offbeat.runs.number_format import format_choice, slow_formats
 from offbeat.runs.step_choice import shape_of, step_choices
 
@@ -86,9 +87,9 @@ def _try(config: Config) -> list[str]:
     if missing := missing_modules(TRAIN):
         return [f"note: data, rewards and workflow were not tried, which needs {missing} not installed; run pip install 'offbeat[train]'"]
     from offbeat.controller.own_code import check_own_code  # noqa: PLC0415 - needs what may be missing
-    from offbeat.runs.check import check_named  # noqa: PLC0415
+    from offbeat.runs.check import check_named, pairs_in  # noqa: PLC0415
 
-    return [*check_named(config), *check_own_code(config)]
+    return [*check_named(config), *check_own_code(config), *rates_of_check(config, pairs=pairs_in(config.data))]
 
 
 def _about(config: Config) -> Iterator[str]:

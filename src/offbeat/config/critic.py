@@ -10,7 +10,7 @@ class CriticConfig(Section):
     path: str = field(
         "", "Folder or hub id of the language model that initialises the critic; empty takes the policy's, after its warm-up if there is"
         " one.")
-    optimizer: OptimizerConfig = field(OptimizerConfig(lr=1e-5), "AdamW and its schedule.")
+    optimizer: OptimizerConfig = field(OptimizerConfig(), "AdamW and its schedule.")
     warmup_steps: int = field(
         0, "First steps, in which the critic alone is trained and the policy stays as it is; they count in run.total_steps.", ge=0)
     value_clip: float = field(

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from offbeat.config.base import Section
+from offbeat.config.base import NUMBER_OR_AUTO, Section
 from offbeat.config.beside import found_beside
 from offbeat.config.evaluation_sets import setting_of
 from offbeat.config.root import Config
@@ -343,6 +343,9 @@ def _explain(error: Any) -> str:
     if kind == "finite_number":
         return f"{key} must be a finite number, got {got!r}"
     expected = _TYPES.get(kind.partition("_")[0])
+    info = _fields().get(setting_of(key))
+    if info is not None and info.annotation == NUMBER_OR_AUTO:
+        expected = 'a number or "auto"'
     return f"{key} must be {expected}, got {got!r}" if expected else f"{key}: {error['msg']}, got {got!r}"
 
 

@@ -11,6 +11,7 @@ from offbeat.config.critic import CriticConfig
 from offbeat.config.preference import PreferenceConfig
 from offbeat.config.resume import Part
 from offbeat.config.root import Config
+from offbeat.config.train import OptimizerConfig
 
 LEAST_ADAPTER_LR = {"rl": 1e-5, "preference": 5e-6}
 """Learning rates below which an adapter hardly moves; a usual rank and scale want ten to a hundred times the rate of a whole model."""
@@ -22,12 +23,12 @@ _DEFAULT = AlgorithmConfig()
 def notes(config: Config, part: Part) -> Iterator[str]:
     """Yield sentences on what a run of this part would do otherwise than its settings seem to say."""
     if part == "rl":
-        yield from _adapter_rate(config, "rl", "train.optimizer.lr", config.train.optimizer.lr)
+        yield from _adapter_rate(config, "rl", "train.optimizer.lr", config.train.optimizer)
         yield from idle_settings(config)
         if ratio := _idle_clip(config.algorithm):
             yield ratio
     elif part == "preference":
-        yield from _adapter_rate(config, "preference", "preference.optimizer.lr", config.preference.optimizer.lr)
+        yield from _adapter_rate(config, "preference", "preference.optimizer.lr", config.preference.optimizer)
         preference = config.preference
         if "robust" in preference.losses and not preference.label_smoothing:
             yield "preference.label_smoothing is 0, with which the loss robust is dpo; give the share of pairs whose labels are swapped"
@@ -42,11 +43,12 @@ def notes_of_check(config: Config) -> Iterator[str]:
             yield note
 
 
-def _adapter_rate(config: Config, part: str, name: str, lr: float) -> Iterator[str]:
+def _adapter_rate(config: Config, part: str, name: str, optimizer: OptimizerConfig) -> Iterator[str]:
     least = LEAST_ADAPTER_LR[part]
-    if config.model.lora.rank and lr < least:
-        yield (f"{name} = {lr:g} suits the training of all weights, and an adapter (model.lora.rank = {config.model.lora.rank}) would learn"
-               f" next to nothing; {least:g} to {10 * least:g} is usual")
+    rank = config.model.lora.rank
+    if rank and optimizer.lr != "auto" and optimizer.lr < least:
+        yield (f"{name} = {optimizer.lr:g} suits the training of all weights, and an adapter (model.lora.rank = {rank}) would learn next to"
+               f' nothing; {least:g} to {10 * least:g} is usual, and "auto" takes one for the model')
 
 
 def clip_note(algorithm: AlgorithmConfig) -> str:

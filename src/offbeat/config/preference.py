@@ -36,7 +36,7 @@ class PreferenceConfig(Section):
     total_steps: int = field(200, "Optimizer steps.", ge=1)
     batch_size: int = field(32, "Pairs per step; rows of any kind for kto.", ge=1)
     optimizer: OptimizerConfig = field(
-        OptimizerConfig(lr=5e-7, warmup_steps=10), "AdamW and its schedule; an adapter needs about ten times the rate of a whole model.")
+        OptimizerConfig(warmup_steps=10), "AdamW and its schedule.")
     evaluate_every_steps: int = field(0, "Steps between evaluations on held-out pairs; 0 evaluates only at the end.", ge=0)
 
     @property

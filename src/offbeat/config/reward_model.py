@@ -13,5 +13,5 @@ class RewardModelConfig(Section):
     total_steps: int = field(200, "Optimizer steps.", ge=1)
     batch_size: int = field(64, "Pairs per step.", ge=1)
     optimizer: OptimizerConfig = field(
-        OptimizerConfig(lr=1e-5, warmup_steps=10), "AdamW and its schedule; 1e-5 suits pretrained models.")
+        OptimizerConfig(warmup_steps=10), "AdamW and its schedule.")
     evaluate_every_steps: int = field(0, "Steps between evaluations on held-out pairs; 0 evaluates only at the end.", ge=0)

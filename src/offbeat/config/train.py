@@ -1,8 +1,10 @@
 """[train] and [sft]: the optimizer step, and supervised fine-tuning."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from offbeat.config.base import Section, field
+from pydantic import field_validator
+
+from offbeat.config.base import Section, check_number, field
 
 Precision = Literal["float32", "bf16_mixed"]
 Recompute = Literal["off", "selective", "full"]
@@ -11,7 +13,9 @@ Recompute = Literal["off", "selective", "full"]
 class OptimizerConfig(Section):
     """AdamW with float32 state, a warm-up, a decay and a clip."""
 
-    lr: float = field(1e-6, "Peak learning rate; 1e-6 suits full-parameter RL of pretrained models.", gt=0, lt=10)
+    lr: float | Literal["auto"] = field(
+        "auto", 'Peak learning rate, above 0 and below 10; "auto" takes it from a table by what is trained, on what, and the width of the'
+        " model, or on a resumed run what it had. `offbeat config check` and the run's first lines say what it is.")
     beta1: float = field(0.9, "AdamW's first moment decay.", ge=0, lt=1)
     beta2: float = field(0.95, "AdamW's second moment decay; 0.95 forgets stale curvature sooner than 0.999.", ge=0, lt=1)
     eps: float = field(1e-8, "AdamW's epsilon.", gt=0)
@@ -20,6 +24,17 @@ class OptimizerConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = field("constant", "Decay after the warm-up, down to min_lr_ratio at the last step.")
     min_lr_ratio: float = field(0.1, "Final learning rate as a share of the peak.", ge=0, le=1)
     clip_norm: float = field(1.0, "Global gradient norm is clipped to this; 0 is off.", ge=0)
+
+    @field_validator("lr", mode="plain")
+    @classmethod
+    def _check_rate(cls, given: Any) -> float | str:
+        return given if given == "auto" else check_number(given, above=0.0, below=10.0)
+
+    @property
+    def peak(self) -> float:
+        """The peak learning rate, which a run has chosen where it was left open."""
+        assert self.lr != "auto", "a run chooses its learning rates before anything is started (runs.learning_rates)"
+        return self.lr
 
 
 class ParallelConfig(Section):
@@ -104,6 +119,6 @@ class SftConfig(Section):
         "all", "Which of the assistant's messages in a chat are trained on; earlier ones may be weaker than the last.")
     too_long: Literal["refuse", "drop"] = field(
         "refuse", "What happens to rows longer than the context or than train.max_tokens_per_microbatch; none is ever cut.")
-    optimizer: OptimizerConfig = field(OptimizerConfig(lr=2e-3, warmup_steps=30), "AdamW and its schedule.")
+    optimizer: OptimizerConfig = field(OptimizerConfig(warmup_steps=30), "AdamW and its schedule.")
     evaluate_every_steps: int = field(0, "Steps between evaluations on held-out prompts; 0 evaluates only at the end.", ge=0)
     stop_at_accuracy: float = field(1.0, "Stop as soon as held-out accuracy reaches this.", gt=0, le=1)

@@ -26,6 +26,8 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 CONTEXT_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")
 """Names that configurations use for the longest sequence in tokens; the first one present counts."""
+WIDTH_NAMES = ("hidden_size", "n_embd", "d_model", "dim")
+"""Names that configurations use for the width of the residual stream; the first one present counts."""
 
 
 def check_model_folder(path: str) -> Path:
@@ -73,6 +75,20 @@ def read_context_length(path: str) -> int:
             ropes, original = text_config.get("rope_parameters") or text_config.get("rope_scaling"), "original_max_position_embeddings"
             return min(length, rope_limit(ropes, context=length, original=text_config.get(original)) or length)
     raise ModelError(f"the configuration of {path} names no max_position_embeddings; add it to its config.json")
+
+
+def read_width(path: str) -> int:
+    """Return the width of the model's residual stream.
+
+    Raises:
+        ModelError: as for `read_model_config`, or the configuration states none.
+    """
+    config = read_model_config(path)
+    text_config = config.get("text_config") or config
+    for name in WIDTH_NAMES:
+        if isinstance(width := text_config.get(name), int) and width > 0:
+            return width
+    raise ModelError(f"the config.json of {path} has no hidden_size, by which a learning rate would be chosen; give the rate as a number")
 
 
 def read_vocab_size(path: str) -> int | None:

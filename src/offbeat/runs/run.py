@@ -41,9 +41,10 @@ from offbeat.machine import PROMISED_DEVICES, smallest_device
 from offbeat.memory import steady_memory
 from offbeat.runs.base_model import needs_base, on_base
 from offbeat.runs.devices import choose_devices, describe_devices, usable_devices
+from offbeat.runs.learning_rates import choose_rates
 from offbeat.runs.number_format import choose_number_format, slow_formats
 from offbeat.runs.rank_info import RankInfo, read_rank_info, resolve_ranks
-from offbeat.runs.run_dir import check_resumption, completed, prepare_run_dir
+from offbeat.runs.run_dir import check_resumption, completed, prepare_run_dir, remembered_settings
 from offbeat.runs.step_choice import choose_step, shape_of
 from offbeat.runs.threads import choose_threads, usable_cores
 from offbeat.telemetry.console import Console
@@ -268,6 +269,7 @@ def execute(
     given, cores = resolve_ranks(config, rank_info), usable_cores()
     if rank_info.leads:
         console.hint(f"{config.run.name}: reading the model and the data")
+    given, rates = choose_rates(given, part_of(kind), was={} if fresh else remembered_settings(given, kind=kind))
     inputs = _READERS[kind](given)
     router = router_loss_note(given.model.path, coefficient=given.train.router_aux_loss_coefficient) if given.model.path else ""
     devices = usable_devices()
@@ -277,6 +279,8 @@ def execute(
     inputs = replace(inputs, identity=replace(inputs.identity, settings=remembered(config)))
     with _open_record(config, rank_info, console, inputs.identity, kind=kind, fresh=fresh, debug=debug) as record:
         record.console.open(config.run.name)
+        for rate in rates:
+            record.console.note(str(rate))
         if rank_info.leads:
             for text in filter(None, (*notes(config, part_of(kind)), router)):
                 record.note("advice", text)

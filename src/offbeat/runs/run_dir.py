@@ -4,9 +4,10 @@ Called by `runs.run` before anything is started. Nothing is deleted but weights 
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from offbeat.checkpoint.manifest import MARKER
 from offbeat.checkpoint.recover import none_sound
@@ -83,6 +84,15 @@ def check_resumption(config: Config, identity: Identity, *, kind: str = TRAINING
         if newest := index_of(config, each).newest():
             compare(identity, wire.decode_json(SavedState, newest.payload), run_dir=config.run_dir, part=part_of(each))
             return
+
+
+def remembered_settings(config: Config, *, kind: str = TRAINING) -> Mapping[str, Any]:
+    """Return the settings of the checkpoint that the run goes on from, by "section.key"; none if there is none that remembers any."""
+    for each in _goes_on_from(config, kind):
+        if newest := index_of(config, each).newest():
+            identity = wire.decode_json(SavedState, newest.payload).identity
+            return {} if identity is None else identity.settings
+    return {}
 
 
 def _goes_on_from(config: Config, kind: str) -> tuple[str, ...]:

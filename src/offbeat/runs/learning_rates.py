@@ -1,0 +1,97 @@
+"""Chooses the learning rates that a configuration leaves open ("auto"), by the table of `offbeat.config.rates`, and says what they are.
+
+Called before anything is started, so that a run's own `config.toml` and its checkpoints state the numbers; a run that goes on keeps those
+of its checkpoint. `offbeat config check` says them, too. Torch-free: of a model, only its `config.json` is read.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from offbeat.config.rates import Task, choose_rate
+from offbeat.config.resume import Part
+from offbeat.config.root import Config
+from offbeat.data.model_folder import read_width
+from offbeat.runs.step_choice import Choice
+
+_NOTHING: Mapping[str, Any] = {}
+_OPTIMIZERS = ("train", "sft", "critic", "preference", "reward_model")
+"""Sections with an optimizer."""
+_IN_WORDS: Mapping[Task, str] = {
+    "sft": "supervised fine-tuning", "preference": "preference training", "reward_model": "a reward model", "rl": "reinforcement learning",
+    "distillation": "distillation", "critic": "a critic"}
+
+
+def choose_rates(config: Config, part: Part, *, was: Mapping[str, Any] = _NOTHING) -> tuple[Config, list[Choice]]:
+    """Return the configuration with numbers in place of "auto", and those that this part of a run trains with, with the reason.
+
+    Args:
+        was: settings of the checkpoint that the run goes on from, by "section.key", if there is one.
+
+    Raises:
+        ModelError: as `read_width`.
+    """
+    choices = list(rate_choices(config, part, was=was))
+    # What another part of the run reads stays as it is remembered, so that it does not count as changed.
+    kept = {key: was[key] for key in _open(config) if was.get(key, "auto") != "auto"}
+    rates = kept | {choice.setting: float(choice.value) for choice in choices}
+    updates: dict[str, Any] = {}
+    for key, rate in rates.items():
+        section = getattr(config, name := key.partition(".")[0])
+        updates[name] = section.model_copy(update={"optimizer": section.optimizer.model_copy(update={"lr": rate})})
+    return config.model_copy(update=updates), choices
+
+
+def rate_choices(config: Config, part: Part, *, was: Mapping[str, Any] = _NOTHING) -> Iterator[Choice]:
+    """Yield the open learning rates that a part of a run trains with; arguments and errors as for `choose_rates`."""
+    for section, task in _tasks(config, part):
+        key = f"{section}.optimizer.lr"
+        if key not in _open(config):
+            continue
+        if was.get(key, "auto") != "auto":
+            yield Choice(key, repr(was[key]), '"auto" keeps what the run had at its checkpoint')
+            continue
+        width = _width(config, task)
+        adapter = config.model.lora.rank > 0 and task != "critic"
+        of = "" if task == "critic" else " of an adapter" if adapter else " of all weights"
+        yield Choice(
+            key, repr(choose_rate(task, width=width, adapter=adapter)), f'"auto" for {_IN_WORDS[task]}{of}, width {width}')
+
+
+def rates_of_check(config: Config, *, pairs: bool) -> Iterator[str]:
+    """Yield what `config check` says of open rates, which does not know the command: those of prompts, or of pairs.
+
+    Raises:
+        ModelError: as `read_width`.
+    """
+    parts: tuple[Part, ...] = ("preference", "reward_model") if pairs else ("rl", "sft")
+    model = config.model.path
+    for part in parts:
+        if model and not (Path(model).expanduser() / "config.json").is_file():
+            yield from (
+                f'{section}.optimizer.lr = "auto": chosen at the start, by the config.json of {model}, which is no folder here'
+                for section, _ in _tasks(config, part) if f"{section}.optimizer.lr" in _open(config))
+        else:
+            yield from map(str, rate_choices(config, part))
+
+
+def _open(config: Config) -> list[str]:
+    return [f"{name}.optimizer.lr" for name in _OPTIMIZERS if getattr(config, name).optimizer.lr == "auto"]
+
+
+def _tasks(config: Config, part: Part) -> Iterator[tuple[str, Task]]:
+    """Yield the sections whose optimizers a part of a run uses, and what they do there."""
+    if part != "rl":
+        yield part, part
+        return
+    yield "train", "distillation" if config.algorithm.needs_teacher else "rl"
+    if config.algorithm.needs_critic:
+        yield "critic", "critic"
+    if config.run.warm_up:
+        yield "sft", "sft"
+
+
+def _width(config: Config, task: Task) -> int:
+    """Return the width of what is trained; that of a model to be built is configured."""
+    path = (config.critic.path if task == "critic" else "") or config.model.path
+    return read_width(path) if path else config.model.tiny.hidden_size
