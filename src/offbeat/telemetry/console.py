@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Literal, TextIO
 
 from rich.console import Console as RichConsole
@@ -27,7 +27,7 @@ from rich.text import Text
 from offbeat.errors import describe
 from offbeat.phase import marks
 from offbeat.telemetry.notebook import CellOutput, is_notebook
-from offbeat.telemetry.pace import Pace, duration
+from offbeat.telemetry.pace import Pace, duration, short_duration
 from offbeat.telemetry.streams import tolerant
 from offbeat.telemetry.summary import in_words
 
@@ -41,7 +41,15 @@ _LEGEND = {
     "stale": "age in versions of the weights that sampled a token; mean and max",
     "gap": "log-probability of a token, trainer vs. engine; mean and max",
 }
-"""What is not self-evident of a step's figures, in words that fit a narrow terminal; shown once."""
+"""What is not self-evident of a step's figures, in words that fit a narrow terminal; shown once. Lines show the largest alone."""
+_PLAIN = {
+    "reward": ("reward/mean", 5), "stale": ("rollout/staleness_max_versions", 1), "gap": ("policy/logprob_gap_max", 7),
+    "loss": ("train/loss", 8), "s/step": ("step/total_s", 13)}
+"""Columns of a step's line: what each shows, and its width."""
+_LINE = 100
+"""Columns that a step's line has at most; the time that is left makes way for the others."""
+_SHARES = {"wait": "step/rollout_wait_s", "eval": "step/evaluate_s"}
+"""Parts of a step's seconds that are shown as shares, where they are measured."""
 _BESIDE_SPARKLINES = 64
 """Columns of the live table without its sparklines."""
 _SPANS = {
@@ -75,6 +83,7 @@ class Console:
         self._cell = CellOutput()
         self._history: dict[str, deque[float]] = {}
         self._metrics: Mapping[str, float] = {}
+        self._known: set[str] = set()
         self._pace = Pace(0)
         self._total_steps = 0
         self._title = ""
@@ -119,6 +128,7 @@ class Console:
         if self._progress.task_ids:
             self.close()
         self._title, self._total_steps, self._metrics, self._pace = title, total_steps, {}, Pace(total_steps)
+        self._known = set()
         if self._mode == "json":
             self._print_json("start", title=title, total_steps=total_steps)
         elif self._mode in ("plain", "notebook"):
@@ -137,8 +147,9 @@ class Console:
             if _STALENESS in metrics and not self._explained:
                 self._explained = True
                 for name, meaning in _LEGEND.items():
-                    self._say(f"  {name}: {meaning}")
-            self._say(plain_line(step, self._total_steps, metrics, left_s=self._pace.left_s), passing=True)
+                    self._say(f"  {name}: {meaning.replace('mean and max', 'the largest')}")
+            self._known |= metrics.keys()  # a column that was there once stays, so that columns align
+            self._say(plain_line(step, self._total_steps, metrics, known=self._known, left_s=self._pace.left_s), passing=True)
         elif self._live is not None:
             for name in ("reward/mean", _HELD_OUT):
                 if math.isfinite(metrics.get(name, math.nan)):
@@ -279,16 +290,25 @@ def doing_since() -> tuple[str, float]:
     return " · ".join(dict.fromkeys(_SPANS.get(mark.text, mark.text) for mark in waits)), time.monotonic() - waits[-1].since_s
 
 
-def plain_line(step: int, total_steps: int, metrics: Mapping[str, float], *, left_s: float | None = None) -> str:
-    """Format one step as a line whose columns align with the previous line's; at its end, how long the rest will take."""
-    widths = {"reward": 6, "held-out": 6, "staleness": 6, "tokens/s": 6, "log-prob gap": 15, "loss": 8, "grad norm": 6, "s/step": 5}
-    short = {"staleness": "stale", "tokens/s": "tok/s", "log-prob gap": "gap", "grad norm": "grad"}
-    figures = _figures(metrics, between="/")
-    if "train/mfu" in metrics:  # of devices whose peak is known
-        widths["MFU"] = 4
-    columns = (f"{short.get(label, label)} {figures[label]:<{width}}" for label, width in widths.items())
-    left = f"  left {duration(left_s)}" if left_s is not None and step < total_steps else ""
-    return f"step {step:>{len(str(total_steps))}}/{total_steps}  {'  '.join(columns)}".rstrip() + left
+def plain_line(
+    step: int, total_steps: int, metrics: Mapping[str, float], *, known: Set[str] = frozenset(), left_s: float | None = None,
+) -> str:
+    """Format one step as a line whose columns align with the previous line's; at its end, how long the rest will take.
+
+    Args:
+        known: metrics of earlier steps; a column whose metric is neither among them nor among this step's is left out.
+    """
+    total_s = metrics.get("step/total_s")
+    parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
+    for label, (name, width) in _PLAIN.items():
+        if name in metrics or name in known:
+            shown = compact(metrics.get(name), 2 if label == "s/step" else 3)
+            if label == "s/step" and total_s:
+                shown += "".join(f" {metrics[of] / total_s:.0%} {part}" for part, of in _SHARES.items() if of in metrics)
+            parts.append(f"{label} {shown:<{width}}")
+    left = f"  left {short_duration(left_s)}" if left_s is not None and step < total_steps else ""
+    line = "  ".join(parts).rstrip() + left
+    return line if len(line) <= _LINE else line.removesuffix(left)
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -315,12 +335,12 @@ def compact(value: float | None, digits: int = 3) -> str:
     return f"{value:.{digits}f}" if abs(value) < 100 else f"{value:.0f}"
 
 
-def _figures(metrics: Mapping[str, float], *, between: str = " max ") -> dict[str, str]:
-    """Return the figures shown for a step, by label; `between` separates a mean from its maximum."""
-    get = metrics.get
-    total_s, parts_s = get("step/total_s"), {"wait": get("step/rollout_wait_s"), "eval": get("step/evaluate_s")}
+def _figures(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Return the figures that the live table shows for a step, by label."""
+    get, between = metrics.get, " max "
+    total_s = get("step/total_s")
     mfu, memory = get("train/mfu"), get("train/peak_memory_bytes")
-    shares = ", ".join(f"{part_s / total_s:.0%} {part}" for part, part_s in parts_s.items() if total_s and part_s is not None)
+    shares = ", ".join(f"{metrics[name] / total_s:.0%} {part}" for part, name in _SHARES.items() if total_s and name in metrics)
     return {
         "reward": compact(get("reward/mean")),
         "held-out": compact(get(_HELD_OUT)),

@@ -38,3 +38,10 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def short_duration(seconds: float) -> str:
+    """Write a duration in one unit, such as "42 s", "3 min" or "1.2 h"."""
+    if seconds < 59.5:
+        return f"{round(seconds)} s"
+    return f"{round(seconds / 60)} min" if seconds < 3570 else f"{seconds / 3600:.1f} h"

@@ -126,6 +126,7 @@ class RunRecord:
 
     def _sink_dropped(self, name: str, reason: str) -> None:
         self.events.record("sink_dropped", sink=name, reason=reason)
+        self.console.announce(f"{name} gets no more metrics: {reason}")
 
     @property
     def on_span(self) -> Callable[[str, str, float, float], None]:
