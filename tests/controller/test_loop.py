@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import weakref
 from html import unescape
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from faults.workshop import Workshop
 from offbeat.checkpoint.recover import CheckpointIndex
+from offbeat.controller.evaluate import Evaluator
 from offbeat.controller.state import SavedState
 from offbeat.dashboard.report import write_report
 from offbeat.data.batch import Batch
@@ -17,6 +19,7 @@ from offbeat.data.kept import read_rollouts
 from offbeat.data.trajectory import Group
 from offbeat.data.wire import decode_json
 from offbeat.errors import PublishError, RolloutError
+from offbeat.evaluation.samples import EvaluatedSet
 from offbeat.memory import let_go
 from offbeat.ranks.trainers import Trainers
 from offbeat.rollout.executor import RolloutExecutor
@@ -170,3 +173,35 @@ def test_the_loop_holds_the_groups_of_a_step_last_and_lets_them_go_in_portions(
     monkeypatch.setattr("offbeat.controller.loop.let_go", watched)
     shop.run(small_config(tmp_path, model_dir))
     assert freed == [[], [True, True]]
+
+
+def test_a_checkpoint_that_is_due_precedes_the_evaluation_which_a_run_that_goes_on_makes_up_for(
+    shop: Workshop, tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saved: list[int | None] = []
+    play = Evaluator.play
+    settings = {"evaluate__every_steps": "1", "checkpoint__every_steps": "1"}
+    run = SmallRun(tmp_path, model_dir)
+
+    async def look(self: Evaluator) -> EvaluatedSet:
+        newest = CheckpointIndex(run.folder / "checkpoints").newest()
+        saved.append(newest and newest.step)
+        if saved == [None, 1] or saved[-2:] == [1, 2]:
+            raise RolloutError("an evaluation that fails")
+        return await play(self)
+
+    monkeypatch.setattr(Evaluator, "play", look)
+    for step in (1, 2):
+        with pytest.raises(RolloutError, match="an evaluation that fails"):
+            shop.run(small_config(tmp_path, model_dir, **settings))
+        assert [row["global_step"] for row in run.metrics()] == [*range(1, step + 1)]
+        assert "eval/accuracy" not in run.metrics()[-1]
+    again = shop.train(run, **settings)
+    assert again.code == 0, again.error
+    assert saved == [None, 1, 1, 2, 2]
+    assert [row["global_step"] for row in run.metrics()] == [1, 2] and all("eval/accuracy" in row for row in run.metrics())
+    assert all(row["step/total_s"] > row["step/evaluate_s"] > 0 for row in run.metrics())
+    assert (run.folder / "export" / "model.safetensors").exists()
+    result = json.loads((run.folder / "result.json").read_text())
+    assert result["steps"] == 2 and result["heldout_after"] is not None
+    assert "is already complete" in shop.train(run, **settings).error

@@ -9,16 +9,19 @@ from pathlib import Path
 import pytest
 
 from crashing import CrashError, rows_of
+from faults.workshop import Workshop
 from offbeat.aio import SideThread
 from offbeat.algorithms.experience import sft_batch
 from offbeat.config.root import Config
 from offbeat.config.train import SftConfig
+from offbeat.controller.evaluate import Evaluator
 from offbeat.controller.inputs import read_inputs
 from offbeat.controller.parts import RunParts
 from offbeat.controller.state import RunState
 from offbeat.controller.supervised import SftResult, fine_tune, is_finished
 from offbeat.data.tokenizer import Tokenizer, load_tokenizer
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, RolloutError
+from offbeat.evaluation.samples import EvaluatedSet
 from offbeat.ranks.sharding import Sharder
 from offbeat.ranks.trainers import Trainers
 from offbeat.runs.run import run_training
@@ -178,6 +181,34 @@ def test_a_warm_up_goes_on_by_itself_and_leaves_the_rows_to_reinforcement_learni
     assert rows_of(config) == []
     assert sorted(path.name for path in (config.run_dir / "checkpoints").iterdir()) == ["warm-up-00000006", "warm-up-00000007"]
     assert not (config.run_dir / "export").exists()
+
+
+def test_an_evaluation_of_a_fine_tuning_that_fails_costs_no_step_and_is_made_up_for(
+    shop: Workshop, tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = SmallRun(tmp_path, model_dir)
+    given = {"sft__total_steps": "3", "sft__batch_size": "2", "sft__evaluate_every_steps": "2", "checkpoint__every_steps": "0"}
+    saved: list[list[str]] = []
+    play = Evaluator.play
+
+    async def fail(_self: Evaluator) -> EvaluatedSet:
+        saved.append(sorted(path.name for path in run.folder.glob("checkpoints/*")))
+        raise RolloutError("an evaluation that fails")
+
+    monkeypatch.setattr(Evaluator, "play", fail)
+    failed = shop.train(run, "sft", **given)
+    assert failed.code == 1 and "the run ends after step 2, of which a checkpoint is saved" in failed.said
+    monkeypatch.setattr(Evaluator, "play", play)
+    done = shop.train(run, "sft", **given)
+    assert done.code == 0, done.error
+    assert [row["global_step"] for row in run.metrics()] == [1, 2, 3]
+    assert ["eval/accuracy" in row for row in run.metrics()] == [False, True, True]
+    monkeypatch.setattr(Evaluator, "play", fail)
+    assert shop.train(run, "sft", **given | {"sft__total_steps": "4"}).code == 1
+    assert saved == [[], ["sft-00000003", "sft-00000004"]], "that of the last step precedes its evaluation"
+    monkeypatch.setattr(Evaluator, "play", play)
+    assert shop.train(run, "sft", **given | {"sft__total_steps": "4"}).code == 0
+    assert run.metrics()[-1]["global_step"] == 4 and "eval/accuracy" in run.metrics()[-1]
 
 
 @pytest.mark.parametrize(("steps", "accuracy", "finished"), [(9, None, False), (10, None, True), (3, 0.5, True), (3, 0.4, False)])

@@ -31,6 +31,15 @@ def seal(folder: Path, step: int, state: bytes) -> bytes:
         names = _names(folder)
         sums = pool.map(sha256, (folder / name for name in names))
         files = {name: {"bytes": (folder / name).stat().st_size, "sha256": digest} for name, digest in zip(names, sums, strict=True)}
+    return _marker(state, step, files)
+
+
+def reseal(folder: Path, step: int, state: bytes) -> bytes:
+    """Build the marker of a complete checkpoint with another state of the controller; its files are as they were."""
+    return _marker(state, step, _read(folder)["files"])
+
+
+def _marker(state: bytes, step: int, files: Mapping[str, Any]) -> bytes:
     marker = {**json.loads(state), "step": step, "files": files}
     return json.dumps(marker | {"checksum": _checksum(marker)}, separators=(",", ":")).encode()
 

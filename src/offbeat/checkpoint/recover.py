@@ -8,11 +8,12 @@ that record is damaged: it is never loaded, but set aside in favour of the one b
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from offbeat.checkpoint.manifest import MARKER, look, read_through, seal
+from offbeat.checkpoint.manifest import MARKER, look, read_through, reseal, seal
 from offbeat.disk import remove_tree, sync
 from offbeat.errors import StorageError
 
@@ -74,20 +75,31 @@ class CheckpointIndex:
             StorageError: the marker could not be written; earlier checkpoints are intact.
         """
         folder = self.folder(step)
-        marker = folder / MARKER
-        part = marker.with_suffix(".part")
-        try:
+        with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             sealed = seal(folder, step, state)
             for inner in [path for path in folder.iterdir() if path.is_dir()]:
                 sync(inner)
-            part.write_bytes(sealed)
-            sync(part)
-            part.replace(marker)
-            sync(folder)
-            sync(self.directory)
-        except OSError as exc:
-            raise StorageError(f"{marker} could not be written: {exc.strerror}; earlier checkpoints are intact") from exc
+            self._write_marker(folder, sealed)
+
+    def amend(self, step: int, state: bytes) -> None:
+        """Put another state of the controller in the place of that of a complete checkpoint, atomically; its other files stay.
+
+        Raises:
+            StorageError: the marker could not be written; the checkpoint is as it was.
+        """
+        folder = self.folder(step)
+        with _writing(folder):
+            self._write_marker(folder, reseal(folder, step, state))
+
+    def _write_marker(self, folder: Path, sealed: bytes) -> None:
+        marker = folder / MARKER
+        part = marker.with_suffix(".part")
+        part.write_bytes(sealed)
+        sync(part)
+        part.replace(marker)
+        sync(folder)
+        sync(self.directory)
 
     def newest(self) -> Checkpoint | None:
         """Return the complete checkpoint of the highest step whose files exist with the right sizes, or None. Fast: reads only markers."""
@@ -152,6 +164,14 @@ class CheckpointIndex:
         paths = (path for path in self.directory.iterdir() if path.is_dir()) if self.directory.is_dir() else ()
         name_of = re.compile(rf"{re.escape(self.kind)}-(\d{{8,}})")
         return sorted(int(match[1]) for path in paths if (match := name_of.fullmatch(path.name)))
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        raise StorageError(f"{folder / MARKER} could not be written: {exc.strerror}; earlier checkpoints are intact") from exc
 
 
 def none_sound(damages: Sequence[Damage]) -> StorageError:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offbeat.algorithms.coefficients import Coefficients
@@ -60,6 +60,7 @@ class Checkpoints:
         self._index = index_of(parts.config, kind)
         self._critic = parts.critic if kind == TRAINING else None
         self._saved_at_s, self._save_s = time.monotonic(), 0.0
+        self._newest: SavedState | None = None
 
     async def restore(self) -> SavedState | None:
         """Bring the train ranks to the newest checkpoint that is as it was written; None where there never was one.
@@ -89,6 +90,7 @@ class Checkpoints:
             raise StorageError(
                 f"the checkpoint {found.folder} is of step {found.saved.global_step}, but the files of its ranks are of step {step}; rename"
                 " it, so that the run continues from the one before")
+        self._newest = found.saved
         return found.saved
 
     def overdue(self) -> bool:
@@ -111,7 +113,7 @@ class Checkpoints:
 
     async def save(
         self, global_step: int, *, version: Version, head: HeadState, highlights: Highlights, coefficients: Coefficients | None = None,
-        unproven: bool = False,
+        unevaluated: dict[str, float | None] | None = None, unproven: bool = False,
     ) -> None:
         """Write the ranks' part, then the loop's, which declares the whole complete: not before engines serve its version.
 
@@ -121,6 +123,7 @@ class Checkpoints:
             head: where this process stands in its data.
             highlights: of the steps done.
             coefficients: of the next step of reinforcement learning.
+            unevaluated: statistics of the last step, if its evaluation is still to come; `amend` follows it.
             unproven: whether no engine has to serve the version, of a run that ends because of its engines.
 
         Raises:
@@ -130,7 +133,7 @@ class Checkpoints:
         start_s = time.monotonic()
         heads = await self._parts.peers.gather("save_heads", head)
         saved = SavedState(
-            global_step, version, tuple(heads[: self._parts.num_heads]), highlights, self._parts.inputs.identity, coefficients)
+            global_step, version, tuple(heads[: self._parts.num_heads]), highlights, self._parts.inputs.identity, coefficients, unevaluated)
 
         async def complete() -> None:
             if not unproven:
@@ -146,8 +149,23 @@ class Checkpoints:
         if self._critic is not None:
             await self._critic.save(self._index.folder(global_step) / "critic")
         await self._parts.peers.lead("save_complete", complete, None)
+        self._newest = saved
         self._saved_at_s = time.monotonic()
         self._save_s = self._saved_at_s - start_s
+
+    async def amend(self, *, version: Version, highlights: Highlights) -> None:
+        """Say in the newest checkpoint that its step has been evaluated, and what was found; see `save`.
+
+        Raises:
+            StorageError: a disk is full; the checkpoint is as it was.
+        """
+        assert self._newest is not None, "there is a checkpoint to amend"
+        saved = self._newest = replace(self._newest, version=version, highlights=highlights, unevaluated=None)
+
+        async def amend() -> None:
+            await asyncio.to_thread(self._index.amend, saved.global_step, wire.encode_json(saved))
+
+        await self._parts.peers.lead("save_complete", amend, None)
 
     async def export(self) -> None:
         """Write the final model and the tokenizer as a Hugging Face folder, if configured."""

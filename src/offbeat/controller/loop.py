@@ -37,6 +37,7 @@ with objects of its own mode behind the same names; what only the leader does, i
 """
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -123,6 +124,8 @@ class _Training:
         self._taken: list[Group] = []
         """Groups taken for a step that has not been trained yet."""
         self._rollouts: Rollouts | None = None
+        self._unevaluated: dict[str, float | None] | None = None
+        """Statistics of the step that is done and has to be evaluated, of which no row is committed."""
 
     async def run(self) -> TrainResult:
         parts, state, config = self._parts, self._state, self._config
@@ -150,6 +153,9 @@ class _Training:
             self._record.stats.commit(0, 0, 0, before)
             self._advise(before)
         async with rollouts, self._batches, self._timing_first_step() as timer:
+            if saved is not None and saved.unevaluated is not None:
+                stats = {name: math.nan if value is None else value for name, value in saved.unevaluated.items()}
+                await self._end_step(state.last_step, stats, rollouts, evaluators, is_saved=True)
             for step in state.steps():
                 start = time.monotonic()
                 done = await self._step(step, rollouts)
@@ -158,29 +164,51 @@ class _Training:
                     await self._stop_between_steps(rollouts)
                     break
                 groups, batch, stats = done
+                stats["step/total_s"] = time.monotonic() - start
                 await state.agree(parts.peers, overdue=self._checkpoints.overdue)
-                try:
-                    if not state.stopping:
-                        stats |= await self._evaluate(evaluators, step.global_step, last=step.global_step == state.total_steps)
-                except Exception:
-                    await self._commit(step, groups, batch, stats, time.monotonic() - start)  # the step itself is done
-                    raise
-                is_best, last = self._is_best(step.global_step), step.global_step == state.total_steps
-                await self._commit(step, groups, batch, stats, time.monotonic() - start)
-                await parts.peers.meet("commit_stats")
-                await self._checkpoints.export_step(step.global_step)
-                if last:
-                    await self._export(is_best=is_best)  # before the last checkpoint, which says that all is done
-                if self._checkpoints.due(step.global_step, last=last or state.stopping or state.saving or is_best):
+                await self._keep_rollouts(step, groups, batch)
+                last = step.global_step == state.total_steps
+                if not state.stopping and any(each.due(step.global_step, last=last) for each in evaluators):
+                    self._unevaluated = {name: value if math.isfinite(value) else None for name, value in stats.items()}
+                is_due = self._checkpoints.due(step.global_step, last=last or state.stopping or state.saving)
+                if is_saved := is_due and self._unevaluated is not None:  # an evaluation may take long, or fail
                     await self._save(step, rollouts)
-                if is_best and not last:
-                    await self._checkpoints.export_best()  # after the checkpoint: a resumed run never stands before its best step
+                await self._end_step(step, stats, rollouts, evaluators, groups=groups, is_saved=is_saved, is_due=is_due)
         if 0 < state.global_step < state.total_steps:
             await self._export(is_best=False)
         if self._highlights.heldout_fell:
             self._record.events.record("advice", text=HELDOUT_FELL)  # which the console shows with the result
         await self._record.stored()
         return TrainResult(state.global_step, self._highlights, state.stopped_early)
+
+    async def _end_step(
+        self, step: Step, stats: dict[str, float], rollouts: Rollouts, evaluators: Sequence[Evaluator], *, groups: Sequence[Group] = (),
+        is_saved: bool, is_due: bool = False,
+    ) -> None:
+        """Evaluate what is due after a step, commit its row, export, and bring its checkpoint to the end of all that.
+
+        Args:
+            groups: of the step, of which samples can be shown.
+            is_saved: whether there is a checkpoint of the step, from before its evaluation.
+            is_due: whether one is due.
+        """
+        try:
+            if self._unevaluated is not None:
+                stats = stats | await self._evaluate(evaluators, step.global_step, last=step.global_step == self._state.total_steps)
+        finally:
+            await self._commit(step, groups, stats)  # the step itself is done
+        self._unevaluated = None
+        is_best, last = self._is_best(step.global_step), step.global_step == self._state.total_steps
+        await self._parts.peers.meet("commit_stats")
+        await self._checkpoints.export_step(step.global_step)
+        if last:
+            await self._export(is_best=is_best)  # before the checkpoint says that all is done
+        if is_saved:
+            await self._checkpoints.amend(version=step.next_version, highlights=self._highlights)
+        elif is_due or last or is_best:
+            await self._save(step, rollouts)
+        if is_best and not last:
+            await self._checkpoints.export_best()  # after the checkpoint: a resumed run never stands before its best step
 
     async def _step(self, step: Step, rollouts: Rollouts) -> tuple[list[Group], Batch, dict[str, float]] | None:
         """Rollouts to weights: the design's loop. None if the user wants the run to stop before there are groups to train on."""
@@ -362,7 +390,7 @@ class _Training:
             head = HeadState(self._stream.state(), in_flight, rollouts.num_flat_rejected)
             await self._checkpoints.save(
                 step.global_step, version=step.next_version, head=head, highlights=self._highlights, coefficients=self._coefficients,
-                unproven=unproven)
+                unevaluated=self._unevaluated, unproven=unproven)
         self._record.events.record("checkpoint", global_step=step.global_step)
 
     def _resume(self, saved: SavedState) -> None:
@@ -374,13 +402,20 @@ class _Training:
         self._num_flat_rejected = head.num_flat_rejected
         for prompt_id in head.in_flight:
             self._stream.give_back(prompt_id)
-        self._record.resume_after(saved.global_step)
+        self._unevaluated = saved.unevaluated
+        self._record.resume_after(saved.global_step, repeats_row=saved.unevaluated is not None)
         in_flight = sum(len(each.in_flight) for each in saved.heads)
         self._record.events.record("resumed", global_step=saved.global_step, version=saved.version, prompts_in_flight=in_flight)
         self._record.console.note(f"resumed after step {saved.global_step}")
 
-    async def _commit(self, step: Step, groups: Sequence[Group], batch: Batch, stats: dict[str, float], total_s: float) -> None:
-        stats |= {
+    async def _keep_rollouts(self, step: Step, groups: Sequence[Group], batch: Batch) -> None:
+        if _is_every(step, self._config.telemetry.rollouts_every_steps):
+            rows = [self._stream.row(group.prompt_id) for group in groups]
+            await self._record.rollouts(step.global_step, keep_lines(groups, rows, batch, self._pieces, step=step.global_step))
+
+    async def _commit(self, step: Step, groups: Sequence[Group], stats: dict[str, float]) -> None:
+        total_s = stats["step/total_s"] + stats.get("step/evaluate_s", 0.0)
+        stats = stats | {
             "step/total_s": total_s,
             "throughput/generated_tokens_per_s": stats["rollout/generated_tokens"] / total_s,
             "throughput/trained_tokens_per_s": stats["train/tokens"] / total_s,
@@ -390,16 +425,13 @@ class _Training:
         self._highlights = replace(self._highlights, max_staleness=staleness)
         self._record.stats.commit(self._stream.state().epoch, step.global_step, step.global_step, stats)
         self._record.console.update(step.global_step, stats)
-        self._record.console.offer(partial(best_and_worst, step.global_step, groups, self._parts.inputs.tokenizer))
         self._advise(stats)
-        is_kept, is_shown = (
-            every and step.global_step % every == 0
-            for every in (self._config.telemetry.rollouts_every_steps, self._config.telemetry.sample_tables_every_steps))
-        rows = [self._stream.row(group.prompt_id) for group in groups] if is_kept or is_shown else []
-        if is_shown:
+        if not groups:
+            return
+        self._record.console.offer(partial(best_and_worst, step.global_step, groups, self._parts.inputs.tokenizer))
+        if _is_every(step, self._config.telemetry.sample_tables_every_steps):
+            rows = [self._stream.row(group.prompt_id) for group in groups]
             self._record.stats.write_samples(step.global_step, partial(sample_table, groups, rows, self._pieces))
-        if is_kept:
-            await self._record.rollouts(step.global_step, keep_lines(groups, rows, batch, self._pieces, step=step.global_step))
         await let_go(self._past_groups)  # the console has those of this step now, and what is stored of the step before is stored
         self._past_groups = list(groups)
 
@@ -407,6 +439,10 @@ class _Training:
         for adviser in self._advisers:
             if advice := adviser.look(stats):
                 self._record.note("advice", advice)
+
+
+def _is_every(step: Step, every: int) -> bool:
+    return bool(every) and step.global_step % every == 0
 
 
 class _Clock:

@@ -139,6 +139,8 @@ class SavedState:
         highlights: of the steps done.
         identity: what the run was then; None if an older version wrote it.
         coefficients: of the next step; None if an older version wrote it, or supervised fine-tuning.
+        unevaluated: statistics of the last step, if it was saved before its evaluation, where None is not finite. A run that goes on
+            evaluates first, and writes the step's row of metrics then.
     """
 
     global_step: int
@@ -147,6 +149,7 @@ class SavedState:
     highlights: Highlights = Highlights()
     identity: Identity | None = None
     coefficients: Coefficients | None = None
+    unevaluated: dict[str, float | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,11 @@ class RunState:
     def last_version(self) -> Version:
         """Weights after the last step."""
         return self.version + self.total_steps - self.global_step
+
+    @property
+    def last_step(self) -> Step:
+        """The step that was done last."""
+        return Step(self.global_step, self.version - 1, self.version)
 
     @property
     def stopped_early(self) -> bool:

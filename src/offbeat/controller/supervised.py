@@ -5,6 +5,7 @@ evaluations, metrics, events, checkpoints. It saves and resumes as reinforcement
 started again goes on with the very losses that it would have had.
 """
 
+import math
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from offbeat.controller.state import HeadState, Highlights, RunState, SavedState
 from offbeat.data.batch import Batch
 from offbeat.data.dataset import Dataset
 from offbeat.data.stream import PromptStream
+from offbeat.errors import OffbeatError
 
 _RECORDED = ("train/loss", "train/grad_norm", "step/total_s", "eval/accuracy")
 
@@ -131,7 +133,13 @@ async def fine_tune(parts: RunParts, state: RunState, *, standalone: bool) -> Sf
 
 async def teach(parts: RunParts, state: RunState, lesson: Lesson) -> SftResult:
     """Train until the lesson is finished or the user asks to stop."""
-    return await run_beside(_Teaching(parts, state, lesson).run(), parts.watch())
+    teaching = _Teaching(parts, state, lesson)
+    try:
+        return await run_beside(teaching.run(), parts.watch())
+    except Exception as exc:
+        if parts.peers.have_heard(exc):
+            await teaching.rescue()
+        raise
 
 
 class Imitation(Lesson):
@@ -194,6 +202,10 @@ class _Teaching:
         self._loss: float | None = None
         self._accuracy: float | None = None
         self._accuracy_step: int | None = None
+        self._unevaluated: dict[str, float | None] | None = None
+        """Statistics of the step that is done and has to be evaluated, of which no row is committed."""
+        self._is_whole = False
+        """Whether a step was trained in this process, and none since has begun to train: the weights of the ranks are of it."""
 
     async def run(self) -> SftResult:
         parts, state, lesson = self._parts, self._state, self._lesson
@@ -207,12 +219,10 @@ class _Teaching:
         if parts.inputs.num_dropped:
             self._record.console.note(f'{parts.inputs.num_dropped} rows are too long and dropped, as sft.too_long = "drop" says')
         await state.agree(parts.peers)
+        if saved is not None and saved.unevaluated is not None:
+            await self._end_step({name: math.nan if value is None else value for name, value in saved.unevaluated.items()}, is_saved=True)
         while not (self._finished or state.stopping):
             await self._train()
-            if self._finished and lesson.standalone:
-                await self._checkpoints.export()  # before the last checkpoint, which says that all is done
-            if self._checkpoints.due(self._step, last=self._finished or state.stopping or state.saving):
-                await self._save()
         if lesson.standalone and not self._finished:
             await self._checkpoints.export()
         return SftResult(
@@ -224,23 +234,38 @@ class _Teaching:
         return self._lesson.finished(steps=self._step, accuracy=self._accuracy)
 
     async def _train(self) -> None:
-        """One step, with its evaluation and export if they are due."""
+        """One step, with its evaluation, checkpoint and export if they are due."""
         parts, lesson, start = self._parts, self._lesson, time.monotonic()
+        self._is_whole = False
         self._step += 1
         await parts.turns.to_ranks(parts.publisher.settle)
         with self._record.tracer.span("train", "controller", step=self._step):
             stats = await parts.trainers.train_step(await lesson.batch(self._stream))
         self._trained_tokens += int(stats["train/tokens"])
-        self._loss = stats["train/loss"]
+        self._loss, self._is_whole = stats["train/loss"], True
+        stats["step/total_s"] = time.monotonic() - start
         await self._state.agree(parts.peers, overdue=self._checkpoints.overdue)
         last, every = self._step == lesson.config.total_steps, lesson.config.evaluate_every_steps
         if (last or (every and self._step % every == 0)) and not self._state.stopping:
-            outcome = await lesson.evaluate()
-            if outcome is not None:
-                self._accuracy, self._accuracy_step = outcome.accuracy, self._step
-                stats |= outcome.metrics()
-                self._record.console.note(f"held-out accuracy {outcome.accuracy:.3f} after {self._step} {lesson.word} steps")
-        stats["step/total_s"] = time.monotonic() - start
+            self._unevaluated = {name: value if math.isfinite(value) else None for name, value in stats.items()}
+        is_due = self._checkpoints.due(self._step, last=last or self._state.stopping or self._state.saving)
+        if is_saved := is_due and self._unevaluated is not None:  # an evaluation may take long, or fail
+            await self._save()
+        await self._end_step(stats, is_saved=is_saved, is_due=is_due)
+
+    async def _end_step(self, stats: dict[str, float], *, is_saved: bool, is_due: bool = False) -> None:
+        """Evaluate a step where that is due, commit its row, export, and bring its checkpoint to the end of all that.
+
+        Args:
+            is_saved: whether there is a checkpoint of the step, from before its evaluation.
+            is_due: whether one is due.
+        """
+        parts, lesson, start = self._parts, self._lesson, time.monotonic()
+        if self._unevaluated is not None and (outcome := await lesson.evaluate()) is not None:
+            self._accuracy, self._accuracy_step = outcome.accuracy, self._step
+            stats = stats | outcome.metrics() | {"step/total_s": stats["step/total_s"] + time.monotonic() - start}
+            self._record.console.note(f"held-out accuracy {outcome.accuracy:.3f} after {self._step} {lesson.word} steps")
+        self._unevaluated = None
         self._record.console.update(self._step, stats)
         if lesson.standalone:
             self._record.stats.commit(self._stream.state().epoch, self._step, self._step, stats)
@@ -248,13 +273,38 @@ class _Teaching:
         await parts.peers.meet("commit_stats")
         if lesson.standalone:
             await self._checkpoints.export_step(self._step)
+            if self._finished:
+                await self._checkpoints.export()  # before the checkpoint says that all is done
+        if is_saved:
+            await self._checkpoints.amend(version=self._state.version, highlights=self._highlights)
+        elif is_due or self._finished:
+            await self._save()
 
-    async def _save(self) -> None:
+    async def rescue(self) -> None:
+        """Save the last step that was done, whatever has ended the run since, if the ranks still can."""
+        parts = self._parts
+
+        async def is_unsaved() -> bool:
+            return self._is_whole and not self._checkpoints.has(self._step)
+
+        if not await parts.peers.lead("unsaved", is_unsaved, bool):
+            return
+        try:
+            await self._save(unproven=True)
+        except (OffbeatError, OSError) as exc:
+            self._record.note("not_saved", f"no checkpoint of step {self._step} could be saved: {exc}")
+        else:
+            self._record.console.note(f"the run ends after step {self._step}, of which a checkpoint is saved")
+
+    @property
+    def _highlights(self) -> Highlights:
+        return Highlights(heldout_after=self._accuracy, heldout_after_step=self._accuracy_step, trained_tokens=self._trained_tokens)
+
+    async def _save(self, *, unproven: bool = False) -> None:
         with self._record.tracer.span("checkpoint", "controller"):
             await self._checkpoints.save(
-                self._step, version=self._state.version, head=HeadState(self._stream.state(), ()),
-                highlights=Highlights(
-                    heldout_after=self._accuracy, heldout_after_step=self._accuracy_step, trained_tokens=self._trained_tokens))
+                self._step, version=self._state.version, head=HeadState(self._stream.state(), ()), highlights=self._highlights,
+                unevaluated=self._unevaluated, unproven=unproven)
         self._record.events.record(f"{self._lesson.events}_checkpoint", step=self._step)
 
     def _resume(self, saved: SavedState) -> None:
@@ -264,6 +314,7 @@ class _Teaching:
         self._accuracy, self._accuracy_step, self._trained_tokens = marks.heldout_after, marks.heldout_after_step, marks.trained_tokens
         self._stream.restore(saved.heads[self._parts.head].stream)
         # The rows after a warm-up are of reinforcement learning that left no checkpoint, and begins again.
-        self._record.resume_after(saved.global_step if lesson.standalone else -1)
+        self._unevaluated = saved.unevaluated
+        self._record.resume_after(saved.global_step if lesson.standalone else -1, repeats_row=saved.unevaluated is not None)
         self._record.events.record(f"{lesson.events}_resumed", step=saved.global_step, version=saved.version)
         self._record.console.note(f"resumed after {saved.global_step} {lesson.word} steps")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.checkpoint.manifest import MARKER
-from offbeat.checkpoint.recover import none_sound
+from offbeat.checkpoint.recover import Checkpoint, none_sound
 from offbeat.config.root import Config
 from offbeat.controller.checkpoints import FINE_TUNING, PREFERENCE, REWARD_MODEL, TRAINING, WARM_UP, index_of, part_of
 from offbeat.controller.resume import compare
@@ -82,7 +82,7 @@ def check_resumption(config: Config, identity: Identity, *, kind: str = TRAINING
     """
     for each in _goes_on_from(config, kind):
         if newest := index_of(config, each).newest():
-            compare(identity, wire.decode_json(SavedState, newest.payload), run_dir=config.run_dir, part=part_of(each))
+            compare(identity, _saved(newest), run_dir=config.run_dir, part=part_of(each))
             return
 
 
@@ -100,10 +100,14 @@ def _goes_on_from(config: Config, kind: str) -> tuple[str, ...]:
     return (TRAINING, WARM_UP) if kind == TRAINING and config.run.warm_up else (kind,)
 
 
+def _saved(checkpoint: Checkpoint) -> SavedState:
+    return wire.decode_json(SavedState, checkpoint.payload)
+
+
 def _done_steps(config: Config, kind: str, *, section: str, word: str = "") -> str | None:
     """Say that a run of a kind that ends after `total_steps` of its section is complete, and how to continue; None if it is not."""
     newest = index_of(config, kind).newest()
-    if newest is None or newest.step < getattr(config, section).total_steps:
+    if newest is None or newest.step < getattr(config, section).total_steps or _saved(newest).unevaluated is not None:
         return None
     return f"is already complete ({newest.step} {word}steps); raise {section}.total_steps to continue"
 
@@ -111,7 +115,7 @@ def _done_steps(config: Config, kind: str, *, section: str, word: str = "") -> s
 def _trained(config: Config) -> str | None:
     """Say that a run of `offbeat train` is complete, and how to continue it; None if it is not."""
     newest = index_of(config, TRAINING).newest()
-    best = None if newest is None else wire.decode_json(SavedState, newest.payload).highlights.best
+    best = None if newest is None else _saved(newest).highlights.best
     if newest is None or best is None or not best.is_final(config.evaluate):
         return _done_steps(config, TRAINING, section="run")
     return (
@@ -122,9 +126,9 @@ def _trained(config: Config) -> str | None:
 def _fine_tuned(config: Config) -> str | None:
     """Say that a run of `offbeat sft` is complete, and how to continue it; None if it is not."""
     newest = index_of(config, FINE_TUNING).newest()
-    if newest is None:
+    if newest is None or _saved(newest).unevaluated is not None:
         return None
-    accuracy = wire.decode_json(SavedState, newest.payload).highlights.heldout_after
+    accuracy = _saved(newest).highlights.heldout_after
     if not is_finished(config.sft, steps=newest.step, accuracy=accuracy):
         return None
     if newest.step >= config.sft.total_steps:

@@ -78,12 +78,17 @@ class RunRecord:
         self.events.record(kind, text=text)
         self.console.note(text)
 
-    def resume_after(self, global_step: int) -> None:
-        """Continue after this step: drop the records of later steps, which are repeated, and report how many earlier ones are missing."""
-        self.stats.resume_at(global_step + 1)
+    def resume_after(self, global_step: int, *, repeats_row: bool = False) -> None:
+        """Continue after this step: drop the records of later steps, which are repeated, and report how many earlier ones are missing.
+
+        Args:
+            repeats_row: whether the row of this step is written again, too.
+        """
+        last_row = global_step - 1 if repeats_row else global_step
+        self.stats.resume_at(last_row + 1)
         forget_evaluations(self.run_dir, after=global_step)
         self._rollout_log.resume_after(global_step)
-        if num_lost := len(set(range(1, global_step + 1)) - self._metrics.steps):
+        if num_lost := len(set(range(1, last_row + 1)) - self._metrics.steps):
             self.note("rows_lost", f"metrics.jsonl has no rows of {num_lost} of the {global_step} steps that are done")
 
     async def rollouts(self, step: int, lines: Iterable[bytes]) -> None:
@@ -165,7 +170,7 @@ class SilentRecord(RunRecord):
         self._writer = ThreadPoolExecutor(1)  # which starts no thread before it has work
         self._stored = None
 
-    def resume_after(self, global_step: int) -> None:
+    def resume_after(self, global_step: int, *, repeats_row: bool = False) -> None:
         """Do nothing, since there is nothing to forget."""
 
     async def rollouts(self, step: int, lines: Iterable[bytes]) -> None:
