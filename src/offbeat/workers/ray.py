@@ -1,4 +1,5 @@
-"""The `ray` launcher: Ray places the workers, on one machine or many. The only module that imports Ray, which is an optional extra.
+"""The `ray` launcher: Ray places the workers, on one machine or many. Ray is an optional extra, which only this module and
+`ray_errors` import.
 
 An actor is the parent of one child process, the same as under the `local` launcher, so workers live, fail and die alike under both: an
 actor still answers when its child is stopped or dead. Errors cross as data.
@@ -33,9 +34,11 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 try:
     import ray
-    from ray.exceptions import RayActorError, RayError
+    from ray.exceptions import RayError
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    from offbeat.workers.ray_errors import last_line, translated
 except ImportError as exc:
     raise MissingExtraError("cluster.launcher = \"ray\" needs Ray, which is not installed; run pip install 'offbeat[ray]'") from exc
 
@@ -147,15 +150,14 @@ class RayWorker:
             beside: a file beside its log, which it sees if it shares this machine's disk; "" if it does.
             scratch: where its files go otherwise; see `_Host.start`.
         """
-        actor = ray.remote(_Host).options(
-            num_cpus=spec.threads, num_gpus=spec.num_devices, max_restarts=0, scheduling_strategy=place).remote()
+        with translated(spec.name, "to start"):
+            actor = ray.remote(_Host).options(
+                num_cpus=spec.threads, num_gpus=spec.num_devices, max_restarts=0, scheduling_strategy=place).remote()
         worker = cls(spec, actor)
         try:
-            try:
+            with translated(spec.name, "before it began"):  # as when its machine has just died, and Ray has not found it other room yet
                 async with deadline(f"Ray to place {spec.name}", timeout_s):
                     address, pid, node = await actor.whereabouts.remote()
-            except RayError as exc:  # its machine has just died, and Ray has not found it other room yet
-                raise DeathError(f"{spec.name} died before it began, with its Ray actor: {_last_line(exc)}") from exc
             if reaper:
                 reaper.add([pid])
             else:
@@ -192,7 +194,7 @@ class RayWorker:
             async with asyncio.timeout(_MARGIN_S):
                 return await self._actor.stack.remote()
         except (TimeoutError, RayError) as exc:
-            return f"{self.name} does not answer, nor does its Ray actor: {_last_line(exc)}"
+            return f"{self.name} does not answer, nor does its Ray actor: {last_line(exc)}"
 
     async def stop(self, *, timeout_s: float, clears: bool = False) -> None:
         """See `Worker.stop`; `clears` removes what this launcher's workers have on that machine's disk, too."""
@@ -210,19 +212,19 @@ class RayWorker:
         for task in (self._life, self._following):
             if task is not None:
                 task.cancel()
-        ray.kill(self._actor)
+        with suppress(RayError, RuntimeError):  # the cluster has gone, and it with it
+            ray.kill(self._actor)
 
     async def _ask(self, function: str, *arguments: Any, timeout_s: float, doing: str) -> bytes:
         try:
-            async with deadline(f"the Ray actor of {self.name} {doing}", timeout_s + _MARGIN_S):
-                ok, result = await getattr(self._actor, function).remote(*arguments, timeout_s)
-        except RayActorError as exc:
+            with translated(self.name, doing):
+                async with deadline(f"the Ray actor of {self.name} {doing}", timeout_s + _MARGIN_S):
+                    ok, result = await getattr(self._actor, function).remote(*arguments, timeout_s)
+            if not ok:
+                raise Failure.unpack(result).to_exception(self.name, doing)
+        except DeathError:
             self._dead = True
-            raise DeathError(f"{self.name} died with its Ray actor {doing}: {_last_line(exc)}") from exc
-        if not ok:
-            error = Failure.unpack(result).to_exception(self.name, doing)
-            self._dead = self._dead or isinstance(error, DeathError)
-            raise error
+            raise
         return result
 
     async def _watch(self) -> None:
@@ -306,7 +308,9 @@ class RayLauncher:
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
         if self._address:
             await self._init(address=self._address, **quiet)
-            if (count := ray.cluster_resources().get("GPU")) and not self._wants_devices:
+            with translated("this run", "to see its devices"):
+                count = ray.cluster_resources().get("GPU")
+            if count and not self._wants_devices:
                 ray.shutdown()
                 self._thread.close()
                 raise ConfigError(
@@ -334,6 +338,11 @@ class RayLauncher:
             raise ConfigError(
                 f"no Ray cluster answers at cluster.ray_address = {self._address!r}; start one with `ray start --head`, or leave it empty"
             ) from exc
+        except (RayError, RuntimeError, ValueError) as exc:
+            if isinstance(exc, OffbeatError):
+                raise
+            at = f"at cluster.ray_address = {self._address!r} does not take this run" if self._address else "cannot be started here"
+            raise ConfigError(f"a Ray cluster {at}: {' '.join(str(exc).split()) or type(exc).__name__}") from exc
 
     async def __aexit__(self, error: object, *_: object) -> None:
         if error:
@@ -363,15 +372,16 @@ class RayLauncher:
         if all(spec.name in self._places for spec in specs):  # they are started anew, and Ray moves their room if its machine is gone
             return
         bundles = [{"CPU": float(spec.threads)} | ({"GPU": float(spec.num_devices)} if spec.num_devices else {}) for spec in specs]
-        group = placement_group(bundles, strategy="PACK" if len(bundles) > 1 else "STRICT_PACK")
-        give_up_s = time.monotonic() + timeout_s
-        while not await asyncio.to_thread(group.wait, _PLACE_LOOK_S):
-            if time.monotonic() > give_up_s:
-                remove_placement_group(group)
-                raise DeadlineError(
-                    f"Ray found no room for {_named(specs)} within {timeout_s:g} s: asked for {_listed(bundles)}, all at once, while"
-                    f" {_shown_nodes()}; add machines, lower the numbers of processes, devices or threads, or raise"
-                    " cluster.start_timeout_s or inference.start_timeout_s")
+        with translated(_named(specs), "to find it room"):
+            group = placement_group(bundles, strategy="PACK" if len(bundles) > 1 else "STRICT_PACK")
+            give_up_s = time.monotonic() + timeout_s
+            while not await asyncio.to_thread(group.wait, _PLACE_LOOK_S):
+                if time.monotonic() > give_up_s:
+                    remove_placement_group(group)
+                    raise DeadlineError(
+                        f"Ray found no room for {_named(specs)} within {timeout_s:g} s: asked for {_listed(bundles)}, all at once, while"
+                        f" {_shown_nodes()}; add machines, lower the numbers of processes, devices or threads, or raise"
+                        " cluster.start_timeout_s or inference.start_timeout_s")
         for index, spec in enumerate(specs):
             self._places[spec.name] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
 
@@ -430,8 +440,3 @@ def _umask() -> int:
 
 def _children() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
-
-
-def _last_line(exc: Exception) -> str:
-    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
-    return lines[-1] if lines else type(exc).__name__
