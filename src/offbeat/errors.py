@@ -4,6 +4,8 @@ A `UserError` is for the user to fix: one sentence with what was wrong, the valu
 A `RunError` is a run that was requested correctly and failed (exit code 1). Each is also the standard-library error that it refines.
 """
 
+import errno
+
 
 class OffbeatError(Exception):
     """Base class of all errors that are raised on purpose."""
@@ -140,6 +142,21 @@ class RolloutError(RunError):
 
 class NotLearnedError(RunError):
     """A run ended below its promised accuracy."""
+
+
+_OF_DISKS = {
+    errno.ENOSPC: "free space there", errno.EDQUOT: "free space there, or raise this user's quota",
+    errno.EROFS: "mount it so that it can be written, or choose another folder", errno.EIO: "look at the disk or its mount",
+    errno.EACCES: "let this user write there, or choose another folder", errno.EPERM: "let this user write there, or choose another folder"}
+"""What to do about errors of the operating system that are of a file system and not of a program, by their numbers."""
+
+
+def of_disk(exc: BaseException) -> StorageError | None:
+    """Return an error of the operating system in a sentence, if it is one of a full, unwritable or broken disk; None otherwise."""
+    if not isinstance(exc, OSError) or isinstance(exc, OffbeatError) or exc.errno not in _OF_DISKS:
+        return None
+    name = exc.filename.decode(errors="replace") if isinstance(exc.filename, bytes) else exc.filename or "a file"
+    return StorageError(f"{name} cannot be written: {exc.strerror}; {_OF_DISKS[exc.errno]}; what was saved before is intact")
 
 
 def first_line(exc: BaseException) -> str:

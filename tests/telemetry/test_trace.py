@@ -1,5 +1,6 @@
 """The time line file."""
 
+import errno
 import json
 import time
 
@@ -102,12 +103,43 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path):
 def test_a_full_disk_does_not_keep_a_trace_from_being_closed(tmp_path):
     tracer = Tracer(tmp_path / "trace.json")
     tracer.add("train", "controller", 1.0, 2.0)
-    file, tracer._file = tracer._file, open("/dev/full", "w", encoding="utf-8")  # noqa: PTH123, SIM115 - what is written there fails
+    file, tracer._file = tracer._file, open("/dev/full", "wb")  # noqa: PTH123, SIM115 - what is written there fails
     assert file is not None
     file.close()
     tracer.close()
     tracer.close()
     assert [span.name for span in read_trace(tmp_path / "trace.json")] == ["train"]
+
+
+def test_spans_that_a_full_disk_loses_are_told_of_once_and_those_after_it_are_kept(tmp_path):
+    class Disk:
+        """The file, on a disk that is full for a while."""
+
+        def __init__(self, file):
+            self.file, self.name, self.room = file, file.name, None
+
+        def write(self, line):
+            if self.room is None:
+                return self.file.write(line)
+            if not self.room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            written, self.room = self.file.write(line[:self.room]), 0
+            return written
+
+    told = []
+    tracer = Tracer(tmp_path / "trace.json", tell=told.append)
+    disk = tracer._file = Disk(tracer._file)
+    tracer.add("before", "controller", 1.0, 2.0)
+    disk.room = 10
+    for name in ("torn", "lost"):
+        tracer.add(name, "controller", 2.0, 3.0)
+    disk.room = None
+    tracer.add("after", "controller", 3.0, 4.0)
+    tracer._file = disk.file
+    tracer.close()
+    assert told == [
+        f"the time line in {tmp_path / 'trace.json'} has gaps: the disk is full; free space, or turn it off with telemetry.trace"]
+    assert [span.name for span in read_trace(tmp_path / "trace.json")] == ["before", "after"]
 
 
 def test_of_a_trace_that_grows_only_what_was_appended_is_parsed(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from typing import Any
 
 from offbeat.cli.help import HelpFormatter
 from offbeat.config.load import listed_errors, near_settings, split_overrides, suggestion, unknown_setting
-from offbeat.errors import ConfigError, OffbeatError
+from offbeat.errors import ConfigError, OffbeatError, of_disk
 from offbeat.extras import TRAIN, require
 from offbeat.loading import load_module
 from offbeat.telemetry.streams import drop, tolerant_output
@@ -109,6 +109,9 @@ def _run(argv: list[str]) -> int:
     except Exception as exc:
         if debug:
             raise
+        if (told := of_disk(exc)) is not None:
+            print_error(told)
+            return told.exit_code
         sys.stderr.write(f"offbeat: unexpected {type(exc).__name__}: {exc}; --debug shows where\n")
         return 1
 

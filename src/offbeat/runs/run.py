@@ -36,6 +36,7 @@ from offbeat.data import wire
 from offbeat.data.identity import Identity
 from offbeat.data.model_folder import router_loss_note
 from offbeat.data.template_use import replaced_forms, unused_template
+from offbeat.errors import of_disk
 from offbeat.loading import load_module
 from offbeat.machine import PROMISED_DEVICES, smallest_device
 from offbeat.memory import steady_memory
@@ -310,6 +311,8 @@ def execute(
         except Exception as exc:
             record.events.record("failed", error=f"{type(exc).__name__}: {exc}", notes=getattr(exc, "__notes__", []))
             log.exception("the run failed")
+            if (told := of_disk(exc)) is not None:
+                raise told from exc
             raise
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from offbeat.errors import StorageError
 from offbeat.telemetry.background import BackgroundSink
@@ -15,7 +15,7 @@ from offbeat.telemetry.console import Console
 from offbeat.telemetry.evaluation_log import forget_evaluations, write_evaluation
 from offbeat.telemetry.events import EventLog
 from offbeat.telemetry.rollout_log import RejectedLine, RolloutLog
-from offbeat.telemetry.run_lock import lock_run
+from offbeat.telemetry.run_lock import RunLock, lock_run
 from offbeat.telemetry.sinks import JsonLines, check_installed, open_sink
 from offbeat.telemetry.stats import StatsLogger
 from offbeat.telemetry.trace import Tracer
@@ -58,9 +58,9 @@ class RunRecord:
             self.log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
             raise StorageError(f"cannot write the run folder {run_dir}: {exc.strerror}; free space or set run.dir") from exc
-        self._lock: IO[str] | None = lock_run(run_dir)
+        self._lock: RunLock | None = lock_run(run_dir)
         self.events = EventLog(run_dir / "events.jsonl")
-        self.tracer = Tracer(run_dir / "trace.json" if trace else None)
+        self.tracer = Tracer(run_dir / "trace.json" if trace else None, tell=console.note)
         self._metrics = JsonLines(run_dir / "metrics.jsonl")
         self.stats = StatsLogger([
             self._metrics,

@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,14 +49,20 @@ class Tracer:
         mended: one sentence on the damage found when the file was opened and how it was repaired; "" if there was none.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, *, tell: Callable[[str], None] = lambda _text: None) -> None:
         """Append to the trace at `path`, or start it; tracks of an earlier run keep their places.
 
+        Args:
+            tell: called with a sentence when spans begin to be lost, as on a full disk. They do not end a run.
+
         Raises:
-            StorageError: the file cannot be written.
+            StorageError: the file cannot be opened.
         """
         self._tids: dict[str, int] = {}
         self._file = None
+        self._tell = tell
+        self._torn = False
+        """Whether the last line could not be written, or only a part of it."""
         self.mended = ""
         if path is None:
             return
@@ -65,9 +71,9 @@ class Tracer:
             _take_off_end(path)
             self.mended = mend(path, lambda line: line == b"[" or _parse_event(line) is not None)
             self._tids = {event["args"]["name"]: event["tid"] for event in _read_events(path) if event["ph"] == "M"}
-            self._file = path.open("a", encoding="utf-8")
+            self._file = path.open("ab", buffering=0)
             if self._file.tell() == 0:
-                self._file.write("[\n")
+                self._file.write(b"[\n")
         except OSError as exc:
             raise StorageError(f"cannot write {path}: {exc.strerror}; free space, or turn the time line off with telemetry.trace") from exc
 
@@ -106,12 +112,18 @@ class Tracer:
         if self._file is not None:
             file, self._file = self._file, None
             with suppress(OSError), file:  # on a full disk the bracket is missing, which the format allows
-                file.write(_END.decode())
+                file.write(_END)
 
     def _write(self, event: Mapping[str, Any]) -> None:
         assert self._file is not None, "a tracer without a file wrote an event"
-        self._file.write(json.dumps(event, default=str) + ",\n")
-        self._file.flush()
+        line = b"\n" * self._torn + f"{json.dumps(event, default=str)},\n".encode()  # behind a part of a line it is one of its own
+        try:
+            whole, why = self._file.write(line) == len(line), "the disk is full"
+        except OSError as exc:
+            whole, why = False, str(exc.strerror)
+        if not whole and not self._torn:
+            self._tell(f"the time line in {self._file.name} has gaps: {why}; free space, or turn it off with telemetry.trace")
+        self._torn = not whole
 
 
 def _take_off_end(path: Path) -> None:
