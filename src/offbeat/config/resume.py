@@ -57,6 +57,7 @@ _TABLE: dict[Change, list[str]] = {
         *_of("dist", "init_timeout_s sync_timeout_s answer_timeout_s collective_timeout_s"),
         *_of("teacher", "max_concurrent timeout_s max_retries"),
         *_of("telemetry", "console rollouts_every_steps rollouts_max_bytes trace peak_tflop_per_s sinks sample_tables_every_steps"),
+        *_of("telemetry.wandb", "mode project entity name id resume"),
         *(key for key, _ in settings() if key.startswith("serve.")),  # no run reads these
     ],
     Change.TOLD: [
