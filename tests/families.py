@@ -25,7 +25,7 @@ from family_table import FAMILIES, SIZES, Family
 from offbeat.config.train import TrainConfig
 from offbeat.data.batch import Batch
 from offbeat.data.packing import pack_row
-from offbeat.engine.cache import PromptRows, SlotCache
+from offbeat.engine.cache import SlotCache
 from offbeat.engine.forward import Forward
 from offbeat.engine.loader import load_forward
 from offbeat.engine.lora import AdapterRows, AdapterStack
@@ -277,9 +277,11 @@ def _check_engine(trial: Trial, forward: Forward) -> None:
     lengths = np.array(list(map(len, prompts)))
     tokens = torch.tensor([prompt + [0] * (lengths.max() - len(prompt)) for prompt in prompts])
     cache = SlotCache(forward.cache_shape, device=forward.device, max_slots=len(prompts), max_positions=64)
-    cache.reserve(slots=len(prompts), positions=int(lengths.max()))
-    index = torch.arange(len(prompts))
-    steps = [forward.prefill(tokens, torch.from_numpy(lengths), cache=cache, rows=PromptRows(index, index))]
+    begun = lengths // 2  # the rest of each prompt goes on from what is cached of it
+    slots = np.arange(len(prompts))
+    forward.prefill(tokens[:, : begun.max()], cache.prefill(slots, starts=np.zeros_like(begun), lengths=begun))
+    rest = torch.tensor([prompt[b:] + [0] * ((lengths - begun).max() - len(prompt) + b) for prompt, b in zip(prompts, begun, strict=True)])
+    steps = [forward.prefill(rest, cache.prefill(slots, starts=begun, lengths=lengths - begun))]
     answers = [answer for _, answer in SAMPLES]
     for i in range(max(map(len, answers)) - 1):
         steps.append(forward.decode(torch.tensor([(answer + [0] * 9)[i] for answer in answers]), cache.step(lengths + i)))

@@ -3,9 +3,11 @@
 import weakref
 
 import numpy as np
+import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 
-from offbeat.engine.cache import CacheShape, PromptRows, SlotCache, attend
+from offbeat.engine.cache import CacheShape, SlotCache, attend
 
 CPU = torch.device("cpu")
 SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=4, dtype=torch.float32)
@@ -14,10 +16,10 @@ SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=4, dtype=torch.float32
 def filled(lengths: list[int], *, max_slots: int = 8) -> tuple[SlotCache, torch.Tensor]:
     cache = SlotCache(SHAPE, device=CPU, max_slots=max_slots, max_positions=200)
     content = torch.randn(2, 2, len(lengths), 2, max(lengths), 4)
-    cache.reserve(slots=len(lengths), positions=max(lengths))
-    rows = torch.arange(len(lengths))
+    step = cache.prefill(np.arange(len(lengths)), starts=np.zeros(len(lengths), np.int64), lengths=np.array(lengths))
     for layer in range(2):
-        cache.write_prompts(layer, content[layer, 0], content[layer, 1], PromptRows(rows, rows))
+        keys, values = step.extend(layer, content[layer, 0], content[layer, 1])
+        assert torch.equal(keys, content[layer, 0]) and torch.equal(values, content[layer, 1]) and step.mask is None
     return cache, content
 
 
@@ -71,19 +73,29 @@ def test_content_survives_where_a_cache_gives_up_slots_for_positions():
     cache = SlotCache(SHAPE, device=CPU, max_slots=8, max_positions=256, max_bytes=SHAPE.bytes_per_token * 256)
     cache.reserve(slots=8, positions=32)
     keys, values = torch.randn(2, 2, 20, 4), torch.randn(2, 2, 20, 4)
-    rows = torch.arange(2)
-    cache.write_prompts(1, keys, values, PromptRows(rows, rows))
+    cache.prefill(np.arange(2), starts=np.zeros(2, np.int64), lengths=np.array([20, 20])).extend(1, keys, values)
     cache.reserve(slots=2, positions=100)
     assert torch.equal(cache.layer(1)[0][:2, :, :20], keys) and torch.equal(cache.layer(1)[1][:2, :, :20], values)
 
 
-def test_one_prompt_can_fill_several_slots():
-    cache = SlotCache(SHAPE, device=CPU, max_slots=4, max_positions=32)
-    cache.reserve(slots=4, positions=3)
-    keys, values = torch.randn(2, 2, 3, 4), torch.randn(2, 2, 3, 4)
-    cache.write_prompts(0, keys, values, PromptRows(torch.tensor([3, 0, 1]), torch.tensor([1, 0, 1])))
-    stored = cache.layer(0)[0][:, :, :3]
-    assert torch.equal(stored[3], keys[1]) and torch.equal(stored[0], keys[0]) and torch.equal(stored[1], keys[1])
+@pytest.mark.parametrize("window", [None, 3])
+def test_new_tokens_attend_to_what_their_own_slot_holds_and_to_those_before_them(window):
+    cache, content = filled([31, 7, 6, 1])
+    slots, starts, lengths = np.array([3, 0, 2]), np.array([1, 31, 0]), np.array([5, 2, 6])
+    step = cache.prefill(slots, starts=starts, lengths=lengths)
+    new_keys, new_values, queries = torch.randn(3, 2, 6, 4), torch.randn(3, 2, 6, 4), torch.randn(3, 2, 6, 4)
+    keys, values = step.extend(1, new_keys, new_values)
+    got = F.scaled_dot_product_attention(queries, keys, values, attn_mask=step.window_mask(window))
+    for row, (slot, start, length) in enumerate(zip(slots, starts, lengths, strict=True)):
+        assert step.positions[row, :length].tolist() == list(range(start, start + length)) and step.last[row] == length - 1
+        k = torch.cat([content[1, 0, slot, :, :start], new_keys[row, :, :length]], 1)
+        v = torch.cat([content[1, 1, slot, :, :start], new_values[row, :, :length]], 1)
+        seen = torch.ones(length, start + length, dtype=torch.bool).tril(start)
+        seen = seen if window is None else seen.triu(start + 1 - window)
+        expected = F.scaled_dot_product_attention(queries[row, :, :length], k, v, attn_mask=seen)
+        assert torch.allclose(got[row, :, :length], expected, atol=1e-6)
+        assert torch.equal(cache.layer(1)[0][slot, :, : start + length], k)
+    assert torch.equal(cache.layer(1)[0][1, :, :7], content[1, 0, 1, :, :7]), "other slots keep what they hold"
 
 
 def test_moved_slots_carry_their_content():

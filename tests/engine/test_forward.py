@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from named_bytes import named_bytes
 from offbeat.engine import forward_direct, forward_hf, matrix
-from offbeat.engine.cache import PromptRows, SlotCache, attend_by_products
+from offbeat.engine.cache import SlotCache, attend_by_products
 from offbeat.engine.forward import Forward, _decoded_logprobs, _full_logprobs, check_forward, ordinary_tokens
 from offbeat.engine.forward_direct import DirectForward
 from offbeat.engine.forward_hf import HFForward
@@ -46,9 +46,7 @@ def test_prefill_decode_and_score_give_the_models_logits(path, kind, model_folde
     for row, prompt in enumerate(PROMPTS):
         padded[row, : len(prompt)] = torch.tensor(prompt)
     cache = SlotCache(forward.cache_shape, device=forward.device, max_slots=3, max_positions=100)
-    cache.reserve(slots=3, positions=int(lengths.max()))
-    index = torch.arange(3)
-    answers = [forward.prefill(padded, torch.from_numpy(lengths), cache=cache, rows=PromptRows(index, index))]
+    answers = [forward.prefill(padded, cache.prefill(np.arange(3), starts=np.zeros(3, np.int64), lengths=lengths))]
     for i in range(2):
         tokens = torch.tensor([more[i] for more in CONTINUATION])
         answers.append(forward.decode(tokens, cache.step(lengths + i)))

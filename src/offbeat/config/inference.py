@@ -32,6 +32,10 @@ class InferenceConfig(Section):
         0,
         "Bytes of the embedded engine's cache of keys and values; a request waits until its longest answer fits. 0 takes a quarter of the "
         "machine's memory, divided among its engines, or half of what is free on an accelerator.", ge=0)
+    prefix_caching: bool = field(
+        True,
+        "Keep what was computed of earlier prompts and answers until the weights change, so that prompts which begin alike, such as the "
+        "turns of an agent, compute their rest alone. The numbers are the same up to rounding.")
     threads: int = field(
         0, "CPU threads per engine; 0 divides the available cores among the run's engines and train ranks.", ge=0)
     max_adapters: int = field(32, "LoRA adapters that an engine holds at once; the least recently used is evicted.", ge=1)

@@ -47,9 +47,9 @@ _TABLE: dict[Change, list[str]] = {
              " reward_env episode_timeout_s max_retries max_failures_in_a_row batch_timeout_s"),
         *_of("agent", "host told_host model timeout_s step_timeout_s"),
         *_of("agent", "processes episodes_per_process blocked_timeout_s memory_bytes env python"),
-        *_of("inference", "num_engines devices_per_engine min_engines urls python arguments max_running max_queued max_cache_bytes threads"
-             " max_adapters max_adapter_rank start_timeout_s probe_interval_s probe_timeout_s stall_timeout_s heal_timeout_s"
-             " request_timeout_s token_timeout_s"),
+        *_of("inference", "num_engines devices_per_engine min_engines urls python arguments max_running max_queued max_cache_bytes"
+             " prefix_caching threads max_adapters max_adapter_rank start_timeout_s probe_interval_s probe_timeout_s stall_timeout_s"
+             " heal_timeout_s request_timeout_s token_timeout_s"),
         *_of("weights", "channel dir keep whole_every_versions stage_timeout_s switch_timeout_s proof_tolerance"),
         *_of("checkpoint", "every_steps every_minutes keep export export_every_steps timeout_s"),
         *_of("evaluate", "every_steps timeout_s metric_timeout_s keep_samples"),

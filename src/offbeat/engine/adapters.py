@@ -163,6 +163,10 @@ class Adapters:
         """Place exactly these adapters, which must be held, among the weights that serve; empty names are the base model."""
         self._stack.place(self._held[name].adapter for name in dict.fromkeys(names) if name)
 
+    def of(self, names: Iterable[str]) -> list[Adapter | None]:
+        """Return the adapter of each name, which must be held; None for the base model."""
+        return [self._held[name].adapter if name else None for name in names]
+
     def rows(self, names: Sequence[str], *, repeat: int = 1) -> AdapterRows | None:
         """Return the adapters of a batch's rows.
 

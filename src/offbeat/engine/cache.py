@@ -4,12 +4,15 @@ It uses slots, not pages: at contexts of a few thousand tokens memory is not the
 a sample's length hold finite leftovers, which the mask of `DecodeStep` hides and later tokens overwrite.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+
+from offbeat.model.attention import window_mask
 
 BUCKET = 32
 """Attention reads positions in multiples of this."""
@@ -29,14 +32,6 @@ class CacheShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class PromptRows:
-    """Where a prefill's keys and values go: slot `slots[i]` receives those of prompt `prompts[i]`. Both are [S] int64."""
-
-    slots: Tensor
-    prompts: Tensor
-
-
 def round_up(count: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is at least `count`."""
     return -(-count // multiple) * multiple
@@ -50,15 +45,19 @@ class SlotCache:
     """
 
     def __init__(
-        self, shape: CacheShape, *, device: torch.device, max_slots: int, max_positions: int, max_bytes: int | None = None
+        self, shape: CacheShape, *, device: torch.device, max_slots: int, max_positions: int, max_bytes: int | None = None,
+        make_room: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`max_bytes` bounds the whole cache; with None only `max_slots` and `max_positions` bound it."""
+        """`max_bytes` bounds the whole cache; with None only `max_slots` and `max_positions` bound it. `make_room` is told the bytes that
+        the cache is about to grow to.
+        """
         self.shape = shape
         self.device = device
         self.max_slots = max_slots
         self.max_positions = round_up(max_positions, BUCKET)
         most = self.max_slots * self.max_positions
         self.max_tokens = most if max_bytes is None else max(BUCKET, min(most, max_bytes // shape.bytes_per_token))
+        self._make_room = make_room
         self.release()
 
     @property
@@ -82,6 +81,7 @@ class SlotCache:
         if slots <= self.slots and positions <= self.positions:
             return
         slots, positions = self._room(slots, round_up(positions, BUCKET))
+        self._make_room(slots * positions * self.shape.bytes_per_token)
         for layer, old in enumerate(self._data):
             self._data[layer] = new = self._allocate(slots, positions)
             kept = (min(slots, old.shape[1]), min(positions, old.shape[3]))
@@ -99,19 +99,13 @@ class SlotCache:
         # There is no room to spare: shrink to the slots in use, and give them as many positions as fit.
         return slots, max(positions, min(ample, self.max_tokens // slots // BUCKET * BUCKET))
 
-    def write_prompts(self, layer: int, keys: Tensor, values: Tensor, rows: PromptRows) -> None:
-        """Store a prefill's keys and values, each [prompts, num_kv_heads, positions, head_dim], from position 0 on."""
-        length = keys.shape[2]
-        for target, new in zip(self._data[layer], (keys, values), strict=True):
-            target[:, :, :length].index_copy_(0, rows.slots, new.index_select(0, rows.prompts))
-
     def move(self, sources: list[int], targets: list[int], *, positions: int) -> None:
         """Copy the first `positions` of each source slot to its target slot."""
         if sources and self.slots:  # otherwise it was released, and nothing is stored
             to, where = torch.tensor(targets).to(self.device), torch.tensor(sources).to(self.device)
             for layer in self._data:
                 view = layer[:, :, :, :positions]
-                view[:, to] = view[:, where]
+                view.index_copy_(1, to, view.index_select(1, where))
 
     def release(self) -> None:
         """Free the memory of all slots; what was stored is gone."""
@@ -123,9 +117,17 @@ class SlotCache:
         for layer in self._data:
             layer[:, index] = 0
 
+    def blocks(self, layer: int, size: int) -> Tensor:
+        """View a layer in blocks of `size` positions, which divides `BUCKET`: [2, slots, num_kv_heads, blocks, size, head_dim]."""
+        return self._data[layer].unflatten(3, (-1, size))
+
     def step(self, lengths: np.ndarray) -> "DecodeStep":
         """Prepare one decode step of slots 0..B-1; `lengths` is [B] integer, the number of cached positions of each sample."""
         return DecodeStep(self, lengths)
+
+    def prefill(self, slots: np.ndarray, *, starts: np.ndarray, lengths: np.ndarray) -> "PrefillStep":
+        """Prepare a prefill of N sequences, each in its slot and behind what that holds; see `PrefillStep`."""
+        return PrefillStep(self, slots, starts=starts, lengths=lengths)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of a layer, each [slots, num_kv_heads, positions, head_dim]; both are views."""
@@ -137,6 +139,72 @@ class SlotCache:
         shape = self.shape
         sizes = (2, slots, shape.num_kv_heads, positions, shape.head_dim)
         return torch.zeros(sizes, dtype=shape.dtype, device=self.device)
+
+
+class PrefillStep:
+    """New tokens of N sequences, each behind what its slot holds of it; whatever all layers share is computed once.
+
+    Attributes:
+        positions: [N, L] int64, position of each token in its sequence; padding on the right repeats the last one.
+        last: [N] int64, index of each sequence's last token among the L.
+        width: number of positions that attention reads, a multiple of `BUCKET`.
+        mask: the mask of layers without a window; see `window_mask`.
+    """
+
+    def __init__(self, cache: SlotCache, slots: np.ndarray, *, starts: np.ndarray, lengths: np.ndarray) -> None:
+        """Args: `slots`, `starts` and `lengths`, each [N] int64: where the sequences are, how much is cached of each, how much is new."""
+        self._cache = cache
+        self.head_dim = cache.shape.head_dim
+        self._fresh = not starts.any()
+        self._length = int(lengths.max())
+        self.width = round_up(int((starts + lengths).max()), BUCKET)
+        cache.reserve(slots=int(slots.max()) + 1, positions=self.width)
+        place = np.arange(self._length)
+        self._slots = self._send(slots)
+        self.positions = self._send(starts[:, None] + np.minimum(place, lengths[:, None] - 1))
+        self.last = self._send(lengths - 1)
+        if not self._fresh:
+            sequence, token = np.nonzero(place < lengths[:, None])
+            self._new = self._send(sequence), self._send(token)
+            self._stored = self._send(slots[sequence]), self._send(starts[sequence] + token)
+        self.mask = self.window_mask(None)
+
+    def _send(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._cache.device)
+
+    def window_mask(self, window: int | None) -> Tensor | None:
+        """Return a mask for what `extend` returns, where a token attends to the last `window` positions; None is no bound.
+
+        Returns:
+            [N, 1, L, width] in the cache's dtype, 0 where a token attends and -inf elsewhere; [L, L] bool where nothing was cached before;
+            None for plain causal attention.
+        """
+        if self._fresh:
+            return window_mask(self._length, window, self._cache.device)
+        own = self.positions[:, None, :, None]
+        position = torch.arange(self.width, device=self._cache.device)
+        hidden = position > own
+        if window is not None:
+            hidden |= position <= own - window
+        return torch.zeros(hidden.shape, dtype=self._cache.shape.dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the new keys and values, each [N, num_kv_heads, L, head_dim] in the cache's dtype.
+
+        Returns:
+            The keys and values to attend to: all that are cached of the sequences, each [N, num_kv_heads, width, head_dim], or the new
+            ones alone where there are no others.
+        """
+        attended = []
+        for stored, new in zip(self._cache.layer(layer), (keys, values), strict=True):
+            if self._fresh:
+                stored[:, :, : self._length].index_copy_(0, self._slots, new)
+                attended.append(new)
+            else:
+                (slot, position), (sequence, token) = self._stored, self._new
+                stored[slot, :, position] = new[sequence, :, token]
+                attended.append(stored[:, :, : self.width].index_select(0, self._slots))
+        return attended[0], attended[1]
 
 
 class DecodeStep:

@@ -22,6 +22,7 @@ from offbeat.engine.budget import default_cache_bytes
 from offbeat.engine.cache import SlotCache
 from offbeat.engine.forward import Forward
 from offbeat.engine.options import EngineOptions
+from offbeat.engine.prefixes import PrefixCache
 from offbeat.engine.request import Event, FinishReason, Output, Request, SamplingParams, Scored, ScoreJob
 from offbeat.engine.rest import Rest
 from offbeat.engine.rows import Rows
@@ -65,9 +66,12 @@ class Engine:
         self._forward = forward
         self.tokenizer = tokenizer
         self.grammars = Grammars(tokenizer)
+        cache_bytes = options.max_cache_bytes or default_cache_bytes(forward.device, num_engines=options.num_engines)
+        self._prefixes = PrefixCache(
+            forward.cache_shape, device=forward.device, max_bytes=cache_bytes if options.prefix_caching else 0)
         self._cache = SlotCache(
             forward.cache_shape, device=forward.device, max_slots=options.max_running, max_positions=self.max_context,
-            max_bytes=options.max_cache_bytes or default_cache_bytes(forward.device, num_engines=options.num_engines),
+            max_bytes=cache_bytes, make_room=self._prefixes.fit,
         )
         self._scheduler = Scheduler(
             max_running=options.max_running, max_queued=options.max_queued, max_prefill_tokens=options.max_prefill_tokens,
@@ -75,14 +79,15 @@ class Engine:
         )
         self._rows = Rows(max_rows=options.max_running, device=forward.device)
         self.adapters = Adapters(forward, options, in_use=self._adapters_in_use)
-        self._runner = Runner(forward, self._cache, self._rows, self.adapters, max_prefill_tokens=options.max_prefill_tokens)
+        self._runner = Runner(
+            forward, self._cache, self._rows, self.adapters, prefixes=self._prefixes, max_prefill_tokens=options.max_prefill_tokens)
         self._scorer = Scorer(
             forward, self.adapters, max_context=self.max_context, max_queued=options.max_queued,
             max_tokens=min(options.max_prefill_tokens, forward.max_score_tokens),
         )
         self._scores_from_s = 0.0
         self._versions = VersionStore(live=options.version, folder=options.model)
-        self._rest = Rest(forward, self._cache, self._versions)
+        self._rest = Rest(forward, (self._cache.release, self._prefixes.clear), self._versions)
         self._rng = np.random.default_rng(options.seed)
         self._starting: list[Request] = []
         self._pending: PendingSwitch | None = None
@@ -104,7 +109,12 @@ class Engine:
     @property
     def cache_bytes(self) -> int:
         """Memory that keys and values take now, in bytes."""
-        return self._cache.size_bytes
+        return self._cache.size_bytes + self._prefixes.size_bytes
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were not computed, because earlier samples began with them, since the start."""
+        return self._runner.num_cached_tokens
 
     @property
     def has_work(self) -> bool:
@@ -222,6 +232,7 @@ class Engine:
                 events.append(Event(running.request.id, self._rows.output(row, None)))
         ended = [row for row in np.flatnonzero(stopped | full).tolist() if row not in failed]
         events += [self._end(row, "stop" if stopped[row] else "length") for row in ended]
+        self._runner.keep(ended)
         if diverged:
             self._cache.clear(diverged)
             events += self._fail_rows(diverged, EngineError, _DIVERGED)
@@ -379,8 +390,7 @@ class Engine:
         self._forward.install(self._versions.make_live(pending.version))
         self.version = pending.version
         self._rest.end()
-        if recompute:
-            self._runner.recompute()
+        self._runner.new_weights(recompute=recompute)
         self.switch_s = time.monotonic() - pending.started
         pending.done.set_result(self.switch_s)
 

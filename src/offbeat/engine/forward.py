@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat.engine.cache import CacheShape, DecodeStep, PromptRows, SlotCache
+from offbeat.engine.cache import CacheShape, DecodeStep, PrefillStep, SlotCache
 from offbeat.engine.lora import AdapterRows, Groups
 from offbeat.errors import ModelError
 
@@ -48,19 +48,11 @@ class Forward(Protocol):
     max_score_tokens: int
     lora_groups: Groups
 
-    def prefill(
-        self, tokens: Tensor, lengths: Tensor, *, cache: SlotCache, rows: PromptRows, lora: AdapterRows | None = None
-    ) -> Tensor:
-        """Run prompts and store their keys and values.
-
-        Args:
-            tokens: [N, L] int64, padded on the right with any valid id.
-            lengths: [N] int64, number of tokens in each row without padding.
-            cache: has room for the slots in `rows` and L positions.
-            rows: which slots receive which prompt.
+    def prefill(self, tokens: Tensor, step: PrefillStep, *, lora: AdapterRows | None = None) -> Tensor:
+        """Run the new tokens of N sequences, [N, L] int64 padded on the right with any valid id, and store their keys and values.
 
         Returns:
-            [N, V], logits after each prompt's last token.
+            [N, V], logits after each sequence's last token.
         """
         ...
 
@@ -153,14 +145,14 @@ def _full_logprobs(forward: Forward, tokens: Tensor) -> Tensor:
 
 
 def _decoded_logprobs(forward: Forward, tokens: Tensor) -> Tensor:
-    """The log-probabilities of `_full_logprobs`, from a prefill of the prompt and decode steps after it."""
+    """The log-probabilities of `_full_logprobs`, from prefills of the prompt's beginning and of its rest, and decode steps after it."""
     cache = SlotCache(forward.cache_shape, device=forward.device, max_slots=1, max_positions=len(tokens))
-    cache.reserve(slots=1, positions=len(tokens))
-    zero = torch.zeros(1, dtype=torch.int64, device=forward.device)
-    length = torch.full((1,), _CHECK_PROMPT, device=forward.device)
-    logits = [forward.prefill(tokens[None, :_CHECK_PROMPT], length, cache=cache, rows=PromptRows(zero, zero))]
-    logits += [forward.decode(tokens[i : i + 1], cache.step(np.array([i]))) for i in range(_CHECK_PROMPT, len(tokens))]
-    return torch.cat(logits).float().log_softmax(-1)
+    begun = _CHECK_PROMPT // 2
+    for start, stop in ((0, begun), (begun, _CHECK_PROMPT)):
+        step = cache.prefill(np.zeros(1, np.int64), starts=np.array([start]), lengths=np.array([stop - start]))
+        prompt = forward.prefill(tokens[None, start:stop], step)
+    logits = [forward.decode(tokens[i : i + 1], cache.step(np.array([i]))) for i in range(_CHECK_PROMPT, len(tokens))]
+    return torch.cat([prompt, *logits]).float().log_softmax(-1)
 
 
 def _difference(logprobs: Tensor, wanted: Tensor) -> float:

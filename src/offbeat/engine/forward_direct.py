@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from offbeat.engine.cache import CacheShape, DecodeStep, PromptRows, SlotCache, attend
+from offbeat.engine.cache import CacheShape, DecodeStep, PrefillStep, attend
 from offbeat.engine.forward import LOGITS_AT_ONCE, take
 from offbeat.engine.lora import AdapterRows, Groups, Linear
 from offbeat.engine.matrix import Matrix, head_matrix, matrix
@@ -193,16 +193,14 @@ class DirectForward:
 
     # -- forward -----------------------------------------------------------------------------------------------------------------------
 
-    def prefill(
-        self, tokens: Tensor, lengths: Tensor, *, cache: SlotCache, rows: PromptRows, lora: AdapterRows | None = None
-    ) -> Tensor:
-        """Return the logits [N, V] after prompts [N, L] int64; see `Forward.prefill`."""
-        hidden = self._run_prompts(tokens, cache=cache, rows=rows, lora=lora)
-        return self._logits(hidden[torch.arange(len(tokens), device=self.device), lengths - 1])
+    def prefill(self, tokens: Tensor, step: PrefillStep, *, lora: AdapterRows | None = None) -> Tensor:
+        """Return the logits [N, V] after the new tokens [N, L] int64 of N sequences; see `Forward.prefill`."""
+        hidden = self._run_prompts(tokens, step, lora)
+        return self._logits(hidden[torch.arange(len(tokens), device=self.device), step.last])
 
     def score(self, tokens: Tensor, *, lora: AdapterRows | None = None) -> Iterable[Tensor]:
         """Yield the logits [rows, V] of tokens [N, L] int64 in blocks; see `Forward.score`."""
-        hidden = self._run_prompts(tokens, cache=None, rows=None, lora=lora).flatten(0, 1)
+        hidden = self._run_prompts(tokens, None, lora).flatten(0, 1)
         return map(self._logits, hidden.split(max(LOGITS_AT_ONCE // self.vocab_size, 1)))
 
     def decode(self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None) -> Tensor:
@@ -219,21 +217,22 @@ class DirectForward:
             x = self._finish_layer(x, attended.view(rows, -1), i, layer, lora)
         return self._logits(x)
 
-    def _run_prompts(
-        self, tokens: Tensor, *, cache: SlotCache | None, rows: PromptRows | None, lora: AdapterRows | None
-    ) -> Tensor:
+    def _run_prompts(self, tokens: Tensor, step: PrefillStep | None, lora: AdapterRows | None) -> Tensor:
         """Compute the last layer's output [N, L, hidden] for token ids [N, L] int64. Causal attention alone hides padding on the right."""
         weights = self._weights
         num, length = tokens.shape
-        self._grow_rotary(length)
-        cos, sin = (table[:length, None].repeat(num, 1, 1) for table in (self._cos, self._sin))
+        positions = torch.arange(length, device=self.device).repeat(num) if step is None else step.positions.flatten()
+        self._grow_rotary(length if step is None else step.width)
+        cos, sin = self._cos[positions, None], self._sin[positions, None]
+        mask = None if step is None else step.mask
         x = F.embedding(tokens.flatten(), weights.embed)
         for i, layer in enumerate(weights.layers):
             heads = self._project(x, i, layer, cos, sin, lora)
             queries, keys, values = (part.unflatten(0, (num, length)).transpose(1, 2) for part in heads)
-            if cache is not None and rows is not None:
-                cache.write_prompts(i, keys, values, rows)
-            attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=self._scale, enable_gqa=True)
+            if step is not None:
+                keys, values = step.extend(i, keys, values)
+            attended = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=True)
             x = self._finish_layer(x, attended.transpose(1, 2).reshape(num * length, -1), i, layer, lora)
         return x.view(num, length, -1)
 

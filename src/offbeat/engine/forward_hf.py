@@ -9,14 +9,14 @@ import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from offbeat.engine.cache import CacheShape, DecodeStep, PromptRows, SlotCache, attend
+from offbeat.engine.cache import CacheShape, DecodeStep, PrefillStep, attend
 from offbeat.engine.forward import LOGITS_AT_ONCE, take
 from offbeat.engine.lora import AdapterRows, Groups, Linear
 from offbeat.errors import ModelError, first_line
@@ -27,13 +27,12 @@ from offbeat.model.lora import adaptable
 
 ATTENTION = "offbeat_slots"
 
+S = TypeVar("S", PrefillStep, DecodeStep)
 
-@dataclass(eq=False)
-class PromptStep:
-    """A prefill passing through the layers; nothing is stored when `cache` is None."""
 
-    cache: SlotCache | None
-    rows: PromptRows | None
+@dataclass(frozen=True)
+class ScoreStep:
+    """A pass over whole sequences that stores nothing."""
 
 
 @dataclass(eq=False)
@@ -44,19 +43,22 @@ class ShapeStep:
 
 
 @dataclass(eq=False)
-class SlotStep:
-    """A decode step passing through the layers; masks of sliding windows are computed once."""
+class Windows(Generic[S]):
+    """A step passing through the layers; masks of sliding windows are computed once."""
 
-    step: DecodeStep
-    windows: dict[int, Tensor] = field(default_factory=dict)
+    step: S
+    masks: dict[int, Tensor | None] = field(default_factory=dict)
 
-    def mask(self, window: int | None) -> Tensor:
-        """Return the mask [B * num_kv_heads, 1, width] for layers with this sliding window; None is no window."""
+    def mask(self, window: int | None) -> Tensor | None:
+        """Return the step's mask for layers with this sliding window; None is no window."""
         if window is None:
             return self.step.mask
-        if window not in self.windows:
-            self.windows[window] = self.step.window_mask(window)
-        return self.windows[window]
+        if window not in self.masks:
+            self.masks[window] = self.step.window_mask(window)
+        return self.masks[window]
+
+
+Step = ShapeStep | ScoreStep | Windows[PrefillStep] | Windows[DecodeStep]
 
 
 def slot_attention(
@@ -67,7 +69,7 @@ def slot_attention(
     attention_mask: Tensor | None,  # noqa: ARG001 (the interface's; causality is all there is to mask)
     scaling: float | None = None,
     sliding_window: int | None = None,
-    offbeat_step: ShapeStep | PromptStep | SlotStep | None = None,
+    offbeat_step: Step | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
@@ -81,30 +83,36 @@ def slot_attention(
     if isinstance(offbeat_step, ShapeStep):
         refuse_unknown(module, sliding_window, kwargs)
         offbeat_step.layers[layer] = key.shape[1], key.shape[3], value.shape[3]
-        offbeat_step = PromptStep(None, None)
+        offbeat_step = ScoreStep()
     if offbeat_step is None:
         raise ModelError(f"{type(module).__name__} was not handed the keyword arguments of its model's forward; use another engine")
-    if isinstance(offbeat_step, PromptStep):
-        if offbeat_step.cache is not None and offbeat_step.rows is not None:
-            size = offbeat_step.cache.shape.head_dim
-            offbeat_step.cache.write_prompts(layer, _filled(key, size), _filled(value, size), offbeat_step.rows)
+    if isinstance(offbeat_step, ScoreStep):
         mask = window_mask(query.shape[2], sliding_window, query.device)
-        if softcap is not None or s_aux is not None:
-            attended = explicit_attention(query, key, value, mask, scale=scale, softcap=softcap, sinks=s_aux)
-        else:
-            attended = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
-        return attended.transpose(1, 2).contiguous(), None
-    step, size = offbeat_step.step, value.shape[3]
-    keys, values = step.extend(layer, _filled(key, step.head_dim)[:, :, 0], _filled(value, step.head_dim)[:, :, 0])
-    queries = _filled(query, step.head_dim).reshape(len(keys), -1, step.head_dim)
-    mask = offbeat_step.mask(sliding_window)
+        return _attend_whole(query, key, value, mask, scale=scale, softcap=softcap, sinks=s_aux).transpose(1, 2).contiguous(), None
+    step, mask, size = offbeat_step.step, offbeat_step.mask(sliding_window), value.shape[3]
+    query, key, value = (_filled(heads, step.head_dim) for heads in (query, key, value))
+    if isinstance(step, PrefillStep):
+        key, value = step.extend(layer, key, value)
+        attended = _attend_whole(query, key, value, mask, scale=scale, softcap=softcap, sinks=s_aux)
+        return attended[..., :size].transpose(1, 2).contiguous(), None
+    keys, values = step.extend(layer, key[:, :, 0], value[:, :, 0])
+    queries = query.reshape(len(keys), -1, step.head_dim)
+    assert mask is not None, "a decode step has a mask"
     if softcap is not None or s_aux is not None:
         sinks = None if s_aux is None else s_aux.view(key.shape[1], -1).repeat(len(query), 1)
         attended = _attend_explicitly(queries, keys, values, mask, scale=scale, softcap=softcap, sinks=sinks)
     else:
         attended = attend(queries, keys, values, mask=mask, scale=scale)
     return attended[..., :size].reshape(len(query), 1, -1, size), None
+
+
+def _attend_whole(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Compute attention of [N, heads, L, head_dim] to [N, kv_heads, width, head_dim]; without a mask it is causal, and both are as long."""
+    if softcap is not None or sinks is not None:
+        return explicit_attention(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
 
 
 def _attend_explicitly(
@@ -156,28 +164,21 @@ class HFForward:
         self._lora: AdapterRows | None = None
         self._hooked = False
 
-    def prefill(
-        self, tokens: Tensor, lengths: Tensor, *, cache: SlotCache, rows: PromptRows, lora: AdapterRows | None = None
-    ) -> Tensor:
-        """Return the logits [N, V] after prompts [N, L] int64; see `Forward.prefill`."""
-        step = PromptStep(cache, rows)
-        return self._run(tokens, self._positions(tokens.shape[1]), step, keep=(lengths - 1)[:, None], lora=lora)[:, 0]
+    def prefill(self, tokens: Tensor, step: PrefillStep, *, lora: AdapterRows | None = None) -> Tensor:
+        """Return the logits [N, V] after the new tokens [N, L] int64 of N sequences; see `Forward.prefill`."""
+        return self._run(tokens, step.positions, Windows(step), keep=step.last[:, None], lora=lora)[:, 0]
 
     def decode(self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None) -> Tensor:
         """Return the logits [B, V] after one token per slot, [B] int64; see `Forward.decode`."""
-        return self._run(tokens[:, None], step.positions[:, None], SlotStep(step), keep=1, lora=lora)[:, 0]
+        return self._run(tokens[:, None], step.positions[:, None], Windows(step), keep=1, lora=lora)[:, 0]
 
     def score(self, tokens: Tensor, *, lora: AdapterRows | None = None) -> Iterable[Tensor]:
         """Return the logits [N * L, V] of tokens [N, L] int64 in one block; see `Forward.score`."""
         # All logits at once: what happens between the last layer and the logits differs between models.
-        return [self._run(tokens, self._positions(tokens.shape[1]), PromptStep(None, None), keep=0, lora=lora).flatten(0, 1)]
+        positions = torch.arange(tokens.shape[1], device=self.device)[None]
+        return [self._run(tokens, positions, ScoreStep(), keep=0, lora=lora).flatten(0, 1)]
 
-    def _positions(self, length: int) -> Tensor:
-        return torch.arange(length, device=self.device)[None]
-
-    def _run(
-        self, tokens: Tensor, positions: Tensor, step: PromptStep | SlotStep, *, keep: int | Tensor, lora: AdapterRows | None
-    ) -> Tensor:
+    def _run(self, tokens: Tensor, positions: Tensor, step: Step, *, keep: int | Tensor, lora: AdapterRows | None) -> Tensor:
         self._lora = lora
         if lora is not None and not self._hooked:  # not earlier: a hook slows down every call
             self._hooked = True

@@ -23,7 +23,9 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily("offbeat_engine_weight_version", "Version of the weights that serve.", value=engine.version)
         yield GaugeMetricFamily("offbeat_engine_switch_seconds", "Duration of the last weight switch.", value=engine.switch_s)
         yield GaugeMetricFamily("offbeat_engine_cache_bytes", "Memory of the key and value cache.", value=engine.cache_bytes)
-        yield CounterMetricFamily("offbeat_engine_prompt_tokens", "Prompt tokens computed.", value=engine.num_prompt_tokens)
+        yield CounterMetricFamily("offbeat_engine_prompt_tokens", "Tokens of prompts.", value=engine.num_prompt_tokens)
+        cached = engine.num_cached_tokens
+        yield CounterMetricFamily("offbeat_engine_cached_prompt_tokens", "Those of them that were computed before.", value=cached)
         yield CounterMetricFamily("offbeat_engine_generated_tokens", "Tokens sampled.", value=engine.num_generated_tokens)
         yield GaugeMetricFamily("offbeat_engine_adapters", "Adapters that requests may use.", value=len(engine.adapters.names))
         evicted = engine.adapters.num_evicted

@@ -21,6 +21,7 @@ class EngineOptions:
         max_context: longest prompt plus generation in tokens; 0 uses the model's context length.
         max_cache_bytes: bound on keys and values of all running samples; requests that may not fit wait. 0 uses a quarter of the machine's
             memory, divided among `num_engines`, or half of the free memory of the engine's accelerator.
+        prefix_caching: keep keys and values of samples that have ended, in an eighth of the cache at most; see `prefixes`.
         num_engines: engines that share the machine's memory.
         max_prefill_tokens: prompt tokens, padding included, computed in one step before decoding continues.
         max_adapters: LoRA adapters held at once; to make room, the least recently used that no request uses is evicted.
@@ -39,6 +40,7 @@ class EngineOptions:
     max_queued: int = 4096
     max_context: int = 0
     max_cache_bytes: int = 0
+    prefix_caching: bool = True
     num_engines: int = 1
     max_prefill_tokens: int = 8192
     max_adapters: int = 32

@@ -3,10 +3,11 @@
 Weights that are dropped come back with the next version that is switched to; those that are kept wait in host memory.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
-from offbeat.engine.cache import SlotCache
 from offbeat.engine.forward import Forward
 from offbeat.engine.versions import VersionStore
 from offbeat.errors import RefusedError
@@ -20,10 +21,11 @@ class Rest:
         asleep: whether the memory is free for others, so that nothing may be computed.
     """
 
-    def __init__(self, forward: Forward, cache: SlotCache, versions: VersionStore) -> None:
+    def __init__(self, forward: Forward, release: Sequence[Callable[[], None]], versions: VersionStore) -> None:
+        """`release` frees the memory of keys and values."""
         self.asleep = False
         self._forward = forward
-        self._cache = cache
+        self._release = release
         self._versions = versions
         self._kept: dict[str, Tensor] | None = None
 
@@ -31,7 +33,8 @@ class Rest:
     def begin(self, *, keep_weights: bool) -> None:
         """Free the memory. Weights to be kept go to host memory; on a CPU, they are there already, and stay."""
         self.asleep = True  # whatever fails below
-        self._cache.release()
+        for release in self._release:
+            release()
         holds = self._kept is None and self._versions.holds_live
         if not keep_weights:
             if holds:

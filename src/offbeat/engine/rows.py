@@ -26,6 +26,7 @@ class Sample:
         top: the most likely tokens at each position so far, where the request wants them, else None.
         sent: number of generated tokens already sent to a streaming request.
         shaped: follows the tokens where the request has a shaping, else None.
+        mixed: whether weights that served before have computed a part of its cache.
     """
 
     request: Request
@@ -34,6 +35,7 @@ class Sample:
     top: list[TopTokens] | None
     sent: int = 0
     shaped: ShapedSample | None = None
+    mixed: bool = False
 
 
 class Rows:

@@ -2,24 +2,34 @@
 the rows change; the runner itself decides nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from offbeat.engine.adapters import Adapters
-from offbeat.engine.cache import PromptRows, SlotCache
+from offbeat.engine.cache import SlotCache
 from offbeat.engine.forward import Forward
+from offbeat.engine.prefixes import Begun, PrefixCache
 from offbeat.engine.request import Request
 from offbeat.engine.rows import Rows
 from offbeat.engine.scheduler import plan_prefill
 
 
 class Runner:
-    """One model with the cache of the running samples."""
+    """One model with the cache of the running samples, and what is kept of those that ended.
 
-    def __init__(self, forward: Forward, cache: SlotCache, rows: Rows, adapters: Adapters, *, max_prefill_tokens: int) -> None:
+    Attributes:
+        prefixes: beginnings of prompts that need not be computed again.
+        num_cached_tokens: number of prompt tokens found there since the start.
+    """
+
+    def __init__(
+        self, forward: Forward, cache: SlotCache, rows: Rows, adapters: Adapters, *, prefixes: PrefixCache, max_prefill_tokens: int
+    ) -> None:
+        self.prefixes = prefixes
+        self.num_cached_tokens = 0
         self._forward = forward
         self._cache = cache
         self._rows = rows
@@ -38,12 +48,25 @@ class Runner:
             lora = self._adapters.rows(self._rows.adapters()[:old])
             parts.append(self._forward.decode(self._send(self._rows.last_tokens(old)), step, lora=lora))
         if admitted:
-            prompts = np.repeat(np.arange(len(admitted)), counts)
+            first = old + np.cumsum([0, *counts[:-1]])
             sequences = [np.array(request.prompt) for request in admitted]
-            adapters = [request.adapter for request in admitted]
-            logits = self._prefill(sequences, adapters, slots=np.arange(old, len(self._rows)), prompts=prompts)
+            logits, known = self._prefill(sequences, [request.adapter for request in admitted], slots=first)
+            self.num_cached_tokens += known
+            repeats = np.arange(old, len(self._rows))
+            prompts = np.repeat(np.arange(len(admitted)), counts)
+            copies = repeats != first[prompts]
+            self._cache.move(first[prompts][copies].tolist(), repeats[copies].tolist(), positions=max(map(len, sequences)))
             parts.append(logits[self._send(prompts)])
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def new_weights(self, *, recompute: bool) -> None:
+        """Forget what the weights before computed, and compute the cache of all running samples again if it shall not stay as it is."""
+        self.prefixes.clear()
+        if recompute:
+            self.recompute()
+        else:
+            for sample in self._rows.samples:
+                sample.mixed = True
 
     @torch.inference_mode()
     def recompute(self) -> None:
@@ -51,31 +74,76 @@ class Runner:
         if not self._rows.samples:
             return
         sequences = [self._rows.cached_tokens(row) for row in range(len(self._rows))]
-        rows = np.arange(len(sequences))
         self._adapters.place(self._rows.adapters())
-        self._prefill(sequences, self._rows.adapters(), slots=rows, prompts=rows)
+        self._prefill(sequences, self._rows.adapters(), slots=np.arange(len(sequences)))
+        for sample in self._rows.samples:
+            sample.mixed = False
 
-    def _prefill(self, sequences: list[np.ndarray], adapters: Sequence[str], *, slots: np.ndarray, prompts: np.ndarray) -> Tensor:
-        """Write the keys and values of sequence `prompts[i]` to slot `slots[i]`; returns the logits after each sequence, [P, V]."""
+    @torch.inference_mode()
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep the cache of rows that end, for prompts that go on from their answers. A request of several samples is no turn of a chat."""
+        ended = [row for row in rows if self._rows.samples[row].request.n == 1 and not self._rows.samples[row].mixed]
+        owners = self._adapters.of(self._rows.adapters()[row] for row in ended)
+        self.prefixes.store(zip(owners, map(self._rows.cached_tokens, ended), ended, strict=True), self._cache)
+
+    def _prefill(self, sequences: list[np.ndarray], adapters: Sequence[str], *, slots: np.ndarray) -> tuple[Tensor, int]:
+        """Write the keys and values of each sequence to its slot.
+
+        Sequences that begin alike wait for the first of them, and go on from what it has computed.
+
+        Returns:
+            The logits after each sequence, [P, V], and the number of tokens that were known.
+        """
         lengths = np.array([len(s) for s in sequences])
+        owners = self._adapters.of(adapters)
         self._cache.reserve(slots=len(self._rows), positions=int(self._rows.length[: len(self._rows)].max()))
+        starts = np.zeros_like(lengths)
         logits: Tensor | None = None
-        for chunk in plan_prefill(lengths, max_tokens=self._max_prefill_tokens):
-            tokens = np.zeros((len(chunk), lengths[chunk].max()), np.int64)
-            for row, i in enumerate(chunk):
-                tokens[row, : lengths[i]] = sequences[i]
-            place = np.full(len(sequences), -1)
-            place[chunk] = np.arange(len(chunk))
-            here = place[prompts] >= 0
-            rows = PromptRows(self._send(slots[here]), self._send(place[prompts[here]]))
-            lora = self._adapters.rows([adapters[int(i)] for i in chunk], repeat=tokens.shape[1])
-            new = self._forward.prefill(self._send(tokens), self._send(lengths[chunk]), cache=self._cache, rows=rows, lora=lora)
-            if logits is None:
-                logits = new.new_empty(len(sequences), new.shape[-1])
-            logits[self._send(chunk)] = new
+        waiting = list(range(len(sequences)))
+        while waiting:
+            begun = {i: self.prefixes.find(owners[i], sequences[i]) for i in waiting}
+            now, waiting = _first_of_their_kind(begun)
+            self.prefixes.load(((int(slots[i]), begun[i]) for i in now), self._cache)
+            starts[now] = [begun[i].num_tokens for i in now]
+            for chunk in self._chunks(np.array(now), lengths, starts):
+                new = self._compute(chunk, sequences, adapters, slots=slots, starts=starts)
+                if logits is None:
+                    logits = new.new_empty(len(sequences), new.shape[-1])
+                logits[self._send(chunk)] = new
+            self.prefixes.store(((owners[i], sequences[i], int(slots[i])) for i in now), self._cache)
         assert logits is not None, "a prefill has at least one sequence"
-        return logits
+        return logits, int(starts.sum())
+
+    def _chunks(self, which: np.ndarray, lengths: np.ndarray, starts: np.ndarray) -> Iterable[np.ndarray]:
+        """Split sequences into batches: those of which nothing is known need no mask and no copy of what is cached."""
+        known = starts[which] > 0
+        for part in (which[~known], which[known]):
+            for chunk in plan_prefill(lengths[part] - starts[part], max_tokens=self._max_prefill_tokens):
+                yield part[chunk]
+
+    def _compute(
+        self, chunk: np.ndarray, sequences: list[np.ndarray], adapters: Sequence[str], *, slots: np.ndarray, starts: np.ndarray
+    ) -> Tensor:
+        """Compute what is not known of a batch of sequences; returns the logits after each, [N, V]."""
+        rests = [sequences[i][starts[i] :] for i in chunk]
+        lengths = np.array([len(rest) for rest in rests])
+        tokens = np.zeros((len(chunk), lengths.max()), np.int64)
+        for row, rest in enumerate(rests):
+            tokens[row, : len(rest)] = rest
+        step = self._cache.prefill(slots[chunk], starts=starts[chunk], lengths=lengths)
+        lora = self._adapters.rows([adapters[int(i)] for i in chunk], repeat=tokens.shape[1])
+        return self._forward.prefill(self._send(tokens), step, lora=lora)
 
     def _send(self, array: np.ndarray) -> Tensor:
         """Copy a host array to the model's device, with its dtype."""
         return torch.from_numpy(array).to(self._forward.device)
+
+
+def _first_of_their_kind(begun: Mapping[int, Begun]) -> tuple[list[int], list[int]]:
+    """Split prompts into those to compute now, of which each needs another next block, and those that can then begin with such a block."""
+    now, later, coming = [], [], set()
+    for i, known in begun.items():
+        (later if known.next in coming else now).append(i)
+        if known.next is not None:
+            coming.add(known.next)
+    return now, later

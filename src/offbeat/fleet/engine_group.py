@@ -203,7 +203,8 @@ def engine_options(config: Config, model: str, tokenizer: str, version: int, ind
     return EngineOptions(
         model=model, tokenizer=tokenizer, dtype=config.model.number_format, forward=inference.forward, max_running=inference.max_running,
         max_queued=inference.max_queued, max_context=inference.max_context, max_cache_bytes=inference.max_cache_bytes,
-        num_engines=inference.num_engines, max_adapters=inference.max_adapters, max_adapter_rank=inference.max_adapter_rank,
+        prefix_caching=inference.prefix_caching, num_engines=inference.num_engines, max_adapters=inference.max_adapters,
+        max_adapter_rank=inference.max_adapter_rank,
         stall_timeout_s=inference.stall_timeout_s, seed=engine_seed(config, index), api_key=api_key, version=version)
 
 

@@ -87,8 +87,8 @@ def _vllm(config: Config, model: str, tokenizer: str, seed: int) -> tuple[list[s
     env = {"PYTHONPATH": str(_INSIDE), "VLLM_NO_USAGE_STATS": "1"}
     if inference.max_context:
         command += ["--max-model-len", str(inference.max_context)]
-    if config.weights.interrupt == "keep":
-        command += ["--no-enable-prefix-caching"]  # new requests must not use what old weights computed
+    if not inference.prefix_caching or config.weights.interrupt == "keep":  # new requests must not use what old weights computed
+        command += ["--no-enable-prefix-caching"]
     if lora.rank:
         most = str(inference.max_adapters)
         # As many in memory as are loaded: an evicted adapter that is requested again would be read from a folder that may be gone.
@@ -119,6 +119,8 @@ def _sglang(config: Config, model: str, tokenizer: str, seed: int) -> tuple[list
         str(_INSIDE / "sglang_keyed.py"),  # the server, which takes its key from its environment
         "--model-path", model, "--tokenizer-path", tokenizer, "--dtype", config.model.number_format,
         "--random-seed", str(seed), "--max-running-requests", str(inference.max_running)]
+    if not inference.prefix_caching:
+        command += ["--disable-radix-cache"]
     if inference.max_context:
         command += ["--context-length", str(inference.max_context)]
     if lora.rank:

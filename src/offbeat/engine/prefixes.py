@@ -1,0 +1,180 @@
+"""Keys and values of prompts and answers that came before, so that a prompt which begins like one of them computes its rest alone.
+
+Used by `runner`. What is kept is cut into blocks of tokens, which form a tree: a block belongs to the weights that computed it, and follows
+one other block. The least recently used blocks make room for others. A change of the weights empties it: nothing in it is ever stale.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offbeat.engine.cache import BUCKET, CacheShape, SlotCache
+from offbeat.model.peft_io import Adapter
+
+BLOCK = 16
+"""Tokens in a block. What two prompts share is used up to a multiple of this."""
+
+assert BUCKET % BLOCK == 0, "the cache's positions are cut into whole blocks"
+
+SHARE = 0.125
+"""Largest share of the cache's bound that is kept of samples that have ended."""
+
+FIRST_BLOCKS = 64
+"""Number of blocks for which there is room at first; it doubles as needed."""
+
+BlockKey = tuple[int, bytes]
+"""A block's identity: the number of the block before it, or of the weights, and its tokens."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """How much of a prompt is known.
+
+    Attributes:
+        blocks: numbers of the blocks that hold its beginning.
+        next: the block that would follow; None where the rest is shorter than a block, or could not be kept.
+    """
+
+    blocks: tuple[int, ...]
+    next: BlockKey | None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.blocks) * BLOCK
+
+
+class PrefixCache:
+    """Blocks of keys and values, per layer one tensor [blocks, 2, num_kv_heads, BLOCK, head_dim], and the tree that finds them.
+
+    Attributes:
+        max_blocks: most blocks to keep; `fit` sets it.
+    """
+
+    def __init__(self, shape: CacheShape, *, device: torch.device, max_bytes: int) -> None:
+        """`max_bytes` bounds this and the slots together; `SHARE` of it bounds this alone."""
+        self._shape = shape
+        self._device = device
+        self._max_bytes = max_bytes
+        self._block_bytes = shape.bytes_per_token * BLOCK
+        self._roots: WeakKeyDictionary[Adapter, int] = WeakKeyDictionary()
+        self._num_roots = 1
+        self.max_blocks = 0
+        self.clear()
+        self.fit(0)
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self._data[0]) * self._block_bytes
+
+    def fit(self, slot_bytes: int) -> None:
+        """Leave the slots as many bytes as they take; all that is kept is dropped where it does not fit beside them."""
+        room = min(int(self._max_bytes * SHARE), self._max_bytes - slot_bytes)
+        self.max_blocks = max(room, 0) // self._block_bytes
+        if len(self._data[0]) > self.max_blocks:
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget everything and free its memory."""
+        self._blocks: dict[BlockKey, int] = {}
+        self._used: OrderedDict[int, BlockKey] = OrderedDict()  # least recently used first, and each block before the one it follows
+        self._free: list[int] = []
+        self._data = [self._allocate(0) for _ in range(self._shape.num_layers)]
+
+    def find(self, adapter: Adapter | None, tokens: np.ndarray) -> Begun:
+        """Find the longest known beginning of a prompt [L] int64; at least one token of it remains to be computed."""
+        found: list[int] = []
+        parent = self._root(adapter)
+        missing = None
+        for key in _keys(tokens[:-1]):
+            block = self._blocks.get((parent, key))
+            if block is None:
+                missing = (parent, key) if len(found) < self.max_blocks else None
+                break
+            found.append(parent := block)
+        self._touch(found)
+        return Begun(tuple(found), missing)
+
+    def load(self, begun: Iterable[tuple[int, Begun]], cache: SlotCache) -> None:
+        """Copy the known beginnings of prompts to the slots beside them."""
+        pairs = [(slot, place, block) for slot, known in begun for place, block in enumerate(known.blocks)]
+        if pairs:
+            slots, places, blocks = self._send(pairs)
+            for layer, kept in enumerate(self._data):
+                cache.blocks(layer, BLOCK)[:, slots, :, places] = kept[blocks]
+
+    def store(self, sequences: Iterable[tuple[Adapter | None, np.ndarray, int]], cache: SlotCache) -> None:
+        """Keep what is computed of sequences: each with the adapter that computed it, its tokens [L] int64, and its slot."""
+        copied: dict[int, tuple[int, int]] = {}  # a block that one sequence evicts and another takes is copied once
+        for adapter, tokens, slot in sequences:
+            copied |= {block: (slot, place) for place, block in self._insert(adapter, tokens)}
+        if copied:
+            slots, places, blocks = self._send([(slot, place, block) for block, (slot, place) in copied.items()])
+            for layer, kept in enumerate(self._data):
+                kept[blocks] = cache.blocks(layer, BLOCK)[:, slots, :, places]
+
+    def _insert(self, adapter: Adapter | None, tokens: np.ndarray) -> list[tuple[int, int]]:
+        """Make blocks for the part of a sequence that has none; returns (place in the sequence, number) of each new one."""
+        keys = list(_keys(tokens))[: self.max_blocks]
+        chain: list[int] = []
+        parent = self._root(adapter)
+        while len(chain) < len(keys) and (known := self._blocks.get((parent, keys[len(chain)]))) is not None:
+            chain.append(parent := known)
+        self._touch(chain)  # so that none of them is evicted for those that follow
+        first = len(chain)
+        for key in keys[first:]:
+            block = self._take()
+            self._blocks[parent, key] = block
+            self._used[block] = (parent, key)
+            chain.append(parent := block)
+        self._touch(chain)
+        return list(enumerate(chain))[first:]
+
+    def _take(self) -> int:
+        """Return the number of a block that is free, or was least recently used."""
+        if not self._free and len(self._data[0]) < self.max_blocks:
+            self._grow()
+        if self._free:
+            return self._free.pop()
+        block, key = self._used.popitem(last=False)
+        del self._blocks[key]
+        return block
+
+    def _grow(self) -> None:
+        held = len(self._data[0])
+        count = min(max(FIRST_BLOCKS, 2 * held), self.max_blocks)
+        for layer, old in enumerate(self._data):
+            self._data[layer] = new = self._allocate(count)
+            new[:held] = old
+        self._free += range(count - 1, held - 1, -1)
+
+    def _touch(self, chain: Sequence[int]) -> None:
+        """Note that blocks, each of which follows the one before it, are used now."""
+        for block in reversed(chain):
+            self._used.move_to_end(block)
+
+    def _root(self, adapter: Adapter | None) -> int:
+        """Return the number under which the first blocks of an adapter's sequences are found; it is negative, unlike a block's."""
+        if adapter is None:
+            return -1
+        if adapter not in self._roots:
+            self._num_roots += 1
+            self._roots[adapter] = -self._num_roots
+        return self._roots[adapter]
+
+    def _allocate(self, blocks: int) -> Tensor:
+        shape = self._shape
+        return torch.empty(blocks, 2, shape.num_kv_heads, BLOCK, shape.head_dim, dtype=shape.dtype, device=self._device)
+
+    def _send(self, rows: list[tuple[int, int, int]]) -> Iterable[Tensor]:
+        return torch.tensor(rows).T.to(self._device)
+
+
+def _keys(tokens: np.ndarray) -> Iterable[bytes]:
+    """Yield the tokens of each whole block as bytes."""
+    raw, size = tokens.astype(np.int64, copy=False).tobytes(), BLOCK * 8
+    return (raw[i : i + size] for i in range(0, len(raw) - size + 1, size))
