@@ -21,25 +21,27 @@ AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS
 AVX2_TESTS := $(addprefix tests/engine/test_,$(addsuffix .py,matrix forward agreement cache engine sampler rows scoring lora)) \
 	$(addprefix tests/model/test_,$(addsuffix .py,families attention head logprobs rows varlen blocks norm lora)) tests/test_cpu.py
 # Tests that need more than .venv, or too long; each has a target of its own.
-ELSEWHERE := $(addprefix --ignore=tests/,engines sdk agents_sdk probes real)
+ELSEWHERE := $(addprefix --ignore=tests/,engines sdk agents_sdk probes real wheel)
 export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart test test-drills test-avx2 test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real test-templates cookbook verifiers test-verifiers test-agents smollm2 qwen check docs bench gpu-check faults soak clean
+.PHONY: help quickstart test test-drills test-wheel test-avx2 test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real test-templates cookbook verifiers test-verifiers test-agents smollm2 qwen check docs bench gpu-check faults soak clean
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "offbeat needs Python 3.11 or later; set PYTHON=/path/to/python")'
 	$(PYTHON) -m venv $(VENV)
-	@echo 'installing torch and what else is needed into $(VENV); this takes minutes, in which nothing is shown'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train]'
+	@echo 'Installing into $(VENV), 1 of 2: torch. TORCH_INDEX=URL takes it from another index, such as one of builds for CPUs (docs/index.md).'
+	$(BIN)/python -m pip install --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -c constraints.txt "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
+	@echo 'Installing into $(VENV), 2 of 2: Offbeat and what else it needs. The last line, "Installing collected packages", may stand for a minute.'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[train]'
 	touch $(STAMP)
 
 $(DEV_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,ray,hub,reasoning,sinks,dev,docs]'
+	@echo 'Installing into $(VENV): what tests and checks need'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[train,ray,hub,reasoning,sinks,dev,docs]'
 	touch $(DEV_STAMP)
 
 quickstart: $(STAMP)  ## train a small model from scratch, in about a minute
@@ -50,6 +52,9 @@ test: $(DEV_STAMP)  ## run the tests, all but those of test-drills, test-runs, t
 
 test-drills: $(DEV_STAMP)  ## run the longer tests of real processes: runs, several ranks against one, faults, notebooks
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m drill $(ELSEWHERE)
+
+test-wheel: $(DEV_STAMP)  ## build the wheel, check it, install it in an empty environment elsewhere, and let the quick start learn there
+	$(BIN)/python -m pytest --timeout=1200 tests/wheel
 
 test-avx2: $(DEV_STAMP)  ## run the tests of what computes as on a CPU without AVX-512, and let the quick start learn there
 	$(AVX2) $(BIN)/python -m pytest -n 2 --dist worksteal -m "not ray and not drill and not whole_run" $(AVX2_TESTS)

@@ -1,6 +1,7 @@
 """The layout of help."""
 
 import argparse
+import re
 from pathlib import Path
 
 import pytest
@@ -18,15 +19,24 @@ def test_paragraphs_are_filled_items_hang_and_commands_go_on_after_a_backslash()
     assert list(wrapped("  python -c 'a quoted word stays whole'", 20)) == ["  python \\", "      -c 'a quoted word stays whole'"]
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_has_at_most_100_columns(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+def help_of(command: str) -> str:
     parser = build_parser(command)
     if command:
         (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
         parser = commands.choices[command]
     assert parser.formatter_class is HelpFormatter
-    assert [line for line in parser.format_help().splitlines() if len(line) > 100 and not line.startswith('      -c "')] == []
+    return parser.format_help()
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_has_at_most_100_columns(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert [line for line in help_of(command).splitlines() if len(line) > 100 and not line.startswith('      -c "')] == []
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_names_no_file_of_the_repository_which_a_wheel_lacks(command: str) -> None:
+    assert re.findall(r"\b(?:docs|examples|deploy|benchmarks|tests|tools)/\S*", help_of(command)) == []
 
 
 def test_a_narrow_terminal_has_narrow_paragraphs(monkeypatch: pytest.MonkeyPatch) -> None:

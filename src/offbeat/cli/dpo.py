@@ -14,8 +14,8 @@ The data are a file, a folder or a hub id, whose rows have one of these layouts:
   {"prompt": "7+5=", "completion": "12", "label": true}
 The last one is for preference.loss = "kto" alone.
 
-preference.loss is dpo, ipo, simpo, orpo, kto or another of docs/algorithms.md; preference.mix sums several. All but simpo, orpo and sft
-keep the model near the initial model, whose log-probabilities of all answers are computed once, before the first step. Watch
+preference.loss is dpo, ipo, simpo, orpo, kto or another that `offbeat config docs` lists; preference.mix sums several. All but simpo,
+orpo and sft keep the model near the initial model, whose log-probabilities of all answers are computed once, before the first step. Watch
 eval/accuracy, the share of held-out pairs that the model ranks correctly, and preference/chosen_logratio_mean: if it falls together with
 that of rejected answers, both become less likely; then lower the learning rate or raise beta.
 """

@@ -43,9 +43,9 @@ Scores are written as JSON to FILE, or to evaluation.json in the folder NAME-eva
 
 _EXAMPLES = """\
 examples:
-  offbeat eval examples/sort_digits.toml --model.path runs/quickstart/export
+  offbeat eval task.toml --model.path runs/my-run/export
   offbeat eval runs/my-run --checkpoint best
-  offbeat eval examples/gsm8k.toml Qwen/Qwen3-0.6B runs/gsm8k http://localhost:8001 --evaluate.num_prompts 64 --output gsm8k.json
+  offbeat eval task.toml Qwen/Qwen3-0.6B runs/gsm8k http://localhost:8001 --evaluate.num_prompts 64 --output three.json
 """
 
 

@@ -21,12 +21,13 @@ given here are passed on.
 
 _EXAMPLES = """\
 examples:
-  offbeat launch slurm examples/gpu/qwen3_32b_64.toml --output job.sh && sbatch job.sh
+  offbeat launch slurm run.toml --output job.sh && sbatch job.sh
   offbeat launch slurm run.toml --gpus-per-node 4 --partition gpu --account lab --time 2-00:00:00 --setup 'module load cuda/12.8'
   offbeat launch slurm run.toml --nodes 2 --train.num_ranks 8 --inference.num_engines 8 --sbatch=--constraint=h100
   offbeat launch slurm sft.toml --command sft --run.mode spmd --train.num_ranks 8
 
-Submitted again after its time limit, a run continues from its newest checkpoint. docs/scaling.md says how many GPUs a model needs.
+Submitted again after its time limit, a run continues from its newest checkpoint. `offbeat config check run.toml --memory` says
+what a rank of a model takes on a GPU.
 """
 
 
@@ -35,7 +36,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser(
         "launch", description=_DESCRIPTION, epilog=_EXAMPLES,
         formatter_class=HelpFormatter)
-    parser.add_argument("where", choices=("slurm",), help="the cluster's scheduler; for Kubernetes, see the manifest in deploy/")
+    parser.add_argument("where", choices=("slurm",), help="the cluster's scheduler")
     parser.add_argument("config", metavar="CONFIG", help="TOML file; --section.key value changes a setting, and is passed on")
     parser.add_argument("--output", metavar="FILE", help="write the script to this file (default: print it)")
     parser.add_argument("--nodes", type=int, default=0, metavar="N", help="machines (default: as many as the ranks and engines need)")

@@ -19,8 +19,8 @@ The server answers this machine only. To let others in, give it an address and a
   max_models = 8                       # optional limits, such as max_queued_tokens and max_disk_bytes
 
 Without the file, any key that begins with tml- is accepted, and each key is an owner of its own. The status page is at /, metrics are at
-/metrics. Ctrl-C ends the server and saves every model; a second Ctrl-C ends it at once. Any setting of docs/configuration.md can be given
-as well, such as --inference.engine vllm or --serve.session_timeout_s 3600.
+/metrics. Ctrl-C ends the server and saves every model; a second Ctrl-C ends it at once. Any setting can be given as well, such as
+--inference.engine vllm or --serve.session_timeout_s 3600; `offbeat config docs` lists them.
 """
 
 _EXAMPLES = """\
