@@ -88,7 +88,8 @@ def test_what_the_tiny_model_cannot_write_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"'{rows}', line 3: 'S' in its answer is not in the alphabet of the tiny model"):
         check_named(load_config(None, [*settings.items(), ("run.warm_up", "true")]))
     elsewhere = check_named(load_config(None, [*settings.items(), ("run.warm_up", "true"), ("model.path", "org/model")]))
-    assert elsewhere[0] == f"data: {rows}: the first 3 rows are prompts"
+    assert elsewhere[0].startswith('data.chat_template = "auto": chosen at the start, by the tokenizer of org/model')
+    assert elsewhere[1] == f"data: {rows}: the first 3 rows are prompts"
 
 
 def test_a_model_that_was_taught_chats_and_is_asked_with_plain_text_is_told_and_one_without_tokens_refused(tmp_path: Path) -> None:

@@ -42,7 +42,8 @@ class DataConfig(Section):
     max_unusable_rows: int = field(
         0, "Rows that may be left out because they cannot be used, each of which is reported with its reason; one more is an error.", ge=0)
     chat_template: bool | str = field(
-        False, "Wrap the prompt as a user message with the tokenizer's chat template. A file or the text of a Jinja template does so with"
+        "auto", "Wrap a prompt that is plain text as a user message with the tokenizer's chat template; \"auto\" does so if the model ends"
+        " its answers as its template does, as models that were taught chats do. A file or the text of a Jinja template does so with"
         " that template, which is then used wherever the tokenizer's would be, and exported; a checkpoint remembers its text.")
     chat_template_kwargs: dict[str, bool | int | float | str] = field(
         {}, "What the chat template is given besides messages and tools, such as {enable_thinking = false}.")
@@ -72,6 +73,11 @@ class DataConfig(Section):
             return given
         raise ValueError(f"it must be an integer >= 0 or 'auto', got {given!r}; use 0 to hold no prompts out")
 
+    @property
+    def wraps(self) -> bool:
+        """Whether plain prompts become chats; they do not while `chat_template` is open."""
+        return bool(self.chat_template) and self.chat_template != "auto"
+
     @field_validator("prompt")
     @classmethod
     def _check_prompt(cls, text: str) -> str:
@@ -83,7 +89,7 @@ class DataConfig(Section):
     @classmethod
     def _read_template(cls, given: bool | str) -> bool | str:
         """Replace a file by its text, so that a changed file is a changed setting."""
-        return given if isinstance(given, bool) else read_chat_template(given)
+        return given if isinstance(given, bool) or given == "auto" else read_chat_template(given)
 
     @field_validator("chat_template_kwargs")
     @classmethod

@@ -245,7 +245,7 @@ def read_pair_inputs(config: Config, *, unpaired: bool = False, rewards: bool = 
     tokenizer = base.tokenizer
     if rewards:
         choose_padding(tokenizer)  # else the export could not be written
-        if not (config.data.chat_template or reads_chats(train) or reads_chats(heldout)):
+        if not (config.data.wraps or reads_chats(train) or reads_chats(heldout)):
             tokenizer = plain(tokenizer)
     encoder = (JudgedPairEncoder if rewards else PairEncoder)(
         tokenizer, config.data, config.sft.too_long, base.context, config.train.max_tokens_per_microbatch, config.train.share_prefix)
@@ -397,7 +397,7 @@ def give_template(tokenizer: Tokenizer, config: Config) -> Tokenizer:
         ModelError: the template is no Jinja.
     """
     sets = [config.data_set(name) for name in config.data.sets]
-    given = [own.data.chat_template for own in (config, *sets) if isinstance(own.data.chat_template, str)]
+    given = [own.data.chat_template for own in (config, *sets) if isinstance(own.data.chat_template, str) and own.data.wraps]
     if len(set(given)) > 1:
         raise ConfigError(
             "data.sets name chat templates that differ, and a run has one tokenizer with one template; give all of them the same")

@@ -9,6 +9,7 @@ import numpy as np
 
 from offbeat.config.root import Config
 from offbeat.controller.inputs import Base, open_mixed, read_base
+from offbeat.controller.template_choice import choose_templates
 from offbeat.data.dataset import Dataset
 from offbeat.data.known import check_preference, unwritable_answers
 from offbeat.data.pairs import PairEncoder, Preference, open_pairs
@@ -86,6 +87,7 @@ def preview(config: Config, kind: Kind, *, count: int) -> Preview:
     Raises:
         UserError: model, tokenizer or data cannot be read; rows that cannot be used are told instead.
     """
+    config, _ = choose_templates(config)
     base = read_base(config)
     allowed = config.data.max_unusable_rows
     sets = {name: {**table, "max_unusable_rows": _ANY_NUMBER} for name, table in config.data.sets.items()}

@@ -139,7 +139,7 @@ def parse_preference(record: Mapping[str, Any], config: DataConfig, *, where: st
     prompt, answers = _split(record, asked, prompt_field, names, given, where)
     if system := system_of(record, config, where):
         prompt = with_system(({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt, system)
-    tools = tools_of(record, where) if config.chat_template or not isinstance(prompt, str) else ()
+    tools = tools_of(record, where) if config.wraps or not isinstance(prompt, str) else ()
     return Preference(prompt, answers, liked, _margin(record.get("margin"), where), tools)
 
 

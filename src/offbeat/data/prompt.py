@@ -34,7 +34,7 @@ def messages_of(row: Row, config: DataConfig) -> tuple[Message, ...] | None:
 
     `data.system_prompt` comes before a chat that has no system message of its own.
     """
-    if isinstance(row.prompt, str) and not config.chat_template:
+    if isinstance(row.prompt, str) and not config.wraps:
         return None
     messages = ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
     return with_system(messages, config.system_prompt)
@@ -96,7 +96,7 @@ def sft_sequence(row: Row, tokenizer: Tokenizer, config: DataConfig) -> tuple[np
         tokens [L] int32, and loss_mask [L] bool, True on the answer and the end token.
     """
     prompt = render(row, tokenizer, config)
-    is_chat = config.chat_template or not isinstance(row.prompt, str)
+    is_chat = config.wraps or not isinstance(row.prompt, str)
     end = tokenizer.end_of_turn_id if is_chat and tokenizer.end_of_turn_id is not None else tokenizer.eos_token_id
     answer = [*tokenizer.encode_continuation(row.solution or row.answer), end]
     return np.array(prompt + answer, dtype=np.int32), np.repeat([False, True], [len(prompt), len(answer)])

@@ -96,7 +96,7 @@ def parse_record(record: Mapping[str, Any], config: DataConfig, *, where: str, n
         solution, answer = answer, _gsm8k_answer(answer, where)
     extra, json_fields = _extra(record, used, answer_field)
     made: Prompt = with_system(({"role": "user", "content": prompt},), system) if system else prompt
-    tools = tools_of(record, where) if system or config.chat_template else ()
+    tools = tools_of(record, where) if system or config.wraps else ()
     return Row(made, answer, extra, solution, tools, json_fields=json_fields)
 
 

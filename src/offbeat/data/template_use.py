@@ -32,7 +32,7 @@ def unused_template(tokenizer: Tokenizer, prompt: Prompt, data: DataConfig, *, m
         prompt: of the first row.
         model: `model.path`; empty for the tiny model, which was taught nothing.
     """
-    if not model or data.chat_template or not isinstance(prompt, str):
+    if not model or data.wraps or not isinstance(prompt, str) or tokenizer.special_text_in(prompt):
         return ""
     if tokenizer.has_chat_template:
         return (

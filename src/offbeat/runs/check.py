@@ -16,6 +16,7 @@ from offbeat.config.load import listed_errors
 from offbeat.config.root import Config
 from offbeat.controller.inputs import check_prompts, give_template, needs_answer
 from offbeat.controller.judges import choose_rewards, reward_model_of
+from offbeat.controller.template_choice import choose_templates, needs_hub
 from offbeat.data.dataset import PromptDataset, open_datasets
 from offbeat.data.evaluation_set import has_own_rows
 from offbeat.data.files import Sieve
@@ -46,8 +47,8 @@ def check_named(config: Config) -> list[str]:
     Raises:
         ConfigError: says of everything that cannot be used, why.
     """
-    lines: list[str] = []
     wrong: list[str] = []
+    config, lines = _choose_templates(config, wrong)
     tried: set[str] = set()
     trained = [(f"data.sets.{name}: ", config.data_set(name)) for name in config.data.sets] or [("", config)]
     evaluated = [(f"evaluate.sets.{name}: ", _evaluated(config, name)) for name in config.evaluate.sets]
@@ -74,6 +75,18 @@ def check_named(config: Config) -> list[str]:
     if wrong:
         raise ConfigError(listed_errors(wrong))
     return lines + ([f"note: {note}"] if note else [])
+
+
+def _choose_templates(config: Config, wrong: list[str]) -> tuple[Config, list[str]]:
+    if needs_hub(config):
+        return config, [
+            f'data.chat_template = "auto": chosen at the start, by the tokenizer of {config.model.tokenizer or config.model.path}, which is'
+            " no folder here"]
+    try:
+        return choose_templates(config)
+    except UserError as exc:
+        wrong.append(str(exc))
+        return config, []
 
 
 def pairs_in(config: DataConfig) -> bool:

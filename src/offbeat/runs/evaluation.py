@@ -19,6 +19,7 @@ from offbeat.controller.evaluate import make_evaluators, score
 from offbeat.controller.inputs import RunInputs, choose_canary, read_inputs
 from offbeat.controller.judges import what_judges
 from offbeat.controller.parts import SingleProcess
+from offbeat.controller.template_choice import choose_templates
 from offbeat.cpu import this_cpu
 from offbeat.data.stream import PromptStream
 from offbeat.errors import ConfigError
@@ -215,6 +216,9 @@ async def open_rollouts(
     for advice in slow_formats(config, cpu=this_cpu()):
         record.note("advice", advice)
     config = choose_threads(config, cores=usable_cores(), trains=False)
+    config, templates = choose_templates(config)
+    for choice in templates:
+        record.console.note(choice)
     inputs = read_inputs(config, trains=False)
     async with AsyncExitStack() as stack:
         launcher = await stack.enter_async_context(make_launcher(config))

@@ -31,6 +31,7 @@ from offbeat.controller.preference import prefer
 from offbeat.controller.reward_model import train_reward_model
 from offbeat.controller.state import Best, Highlights, RunState, SetHighlights
 from offbeat.controller.supervised import SftResult, fine_tune
+from offbeat.controller.template_choice import choose_templates
 from offbeat.cpu import this_cpu
 from offbeat.data import wire
 from offbeat.data.identity import Identity
@@ -270,7 +271,9 @@ def execute(
     given, cores = resolve_ranks(config, rank_info), usable_cores()
     if rank_info.leads:
         console.hint(f"{config.run.name}: reading the model and the data")
-    given, rates = choose_rates(given, part_of(kind), was={} if fresh else remembered_settings(given, kind=kind))
+    was = {} if fresh else remembered_settings(given, kind=kind)
+    given, rates = choose_rates(given, part_of(kind), was=was)
+    given, templates = choose_templates(given, was=was)
     inputs = _READERS[kind](given)
     router = router_loss_note(given.model.path, coefficient=given.train.router_aux_loss_coefficient) if given.model.path else ""
     devices = usable_devices()
@@ -280,8 +283,8 @@ def execute(
     inputs = replace(inputs, identity=replace(inputs.identity, settings=remembered(config)))
     with _open_record(config, rank_info, console, inputs.identity, kind=kind, fresh=fresh, debug=debug) as record:
         record.console.open(config.run.name)
-        for rate in rates:
-            record.console.note(str(rate))
+        for choice in (*rates, *templates):
+            record.console.note(str(choice))
         if rank_info.leads:
             for text in filter(None, (*notes(config, part_of(kind)), router)):
                 record.note("advice", text)
