@@ -34,20 +34,22 @@ FOLDER = WORK / "learning_rates"
 RESULTS = WORK / "learning_rates.jsonl"
 DOCUMENT = ROOT / "docs" / "choosing-settings.md"
 BEGIN, END = "<!-- begin: learning rates on SmolLM2 -->\n", "<!-- end: learning rates on SmolLM2 -->\n"
-NUM_ROWS, NUM_HELDOUT = 512, 128
+NUM_ROWS, NUM_HELDOUT = 512, 96
+SYSTEM = "You are good at arithmetic. Answer with the number alone."
+QUESTION = "State the final answer to the following arithmetic problem:"
 FACTORS = (1.0, 0.33, 3.0, 10.0)
 """Rates in units of what "auto" chooses."""
 SHORT = {
     "model.dtype": "auto", "train.precision": "bf16_mixed", "train.threads": 1, "inference.threads": 1, "inference.max_context": 128,
-    "rollout.max_new_tokens": 12, "data.heldout_size": NUM_HELDOUT, "checkpoint.export": "false", "checkpoint.keep": 1,
-    "evaluate.every_steps": 0, "telemetry.rollouts_every_steps": 0}
+    "rollout.max_new_tokens": 16, "rollout.reward": "math", "data.heldout_size": NUM_HELDOUT, "checkpoint.export": "false",
+    "checkpoint.keep": 1, "evaluate.every_steps": 0, "telemetry.rollouts_every_steps": 0}
 """Settings of all runs, which make them short and say nothing of learning."""
 KINDS: Mapping[str, tuple[str, str, Mapping[str, object]]] = {
-    "sft": ("sft", "sft.optimizer.lr", {"sft.total_steps": 24, "sft.batch_size": 16, "sft.optimizer.warmup_steps": 3}),
+    "sft": ("sft", "sft.optimizer.lr", {"sft.total_steps": 20, "sft.batch_size": 16, "sft.optimizer.warmup_steps": 3}),
     "dpo": ("dpo", "preference.optimizer.lr", {
-        "preference.total_steps": 24, "preference.batch_size": 16, "preference.optimizer.warmup_steps": 3}),
+        "preference.total_steps": 20, "preference.batch_size": 8, "preference.optimizer.warmup_steps": 3}),
     "grpo": ("train", "train.optimizer.lr", {
-        "run.total_steps": 16, "rollout.group_size": 8, "rollout.consumer_batch_size": 8, "rollout.max_concurrent_rollouts": 16}),
+        "run.total_steps": 12, "rollout.group_size": 8, "rollout.consumer_batch_size": 8, "rollout.max_concurrent_rollouts": 16}),
 }
 """The command of each kind of run, its learning rate, and its settings."""
 WEIGHTS: Mapping[str, Mapping[str, object]] = {"all": {}, "adapter": {"model.lora.rank": 16}}
@@ -151,7 +153,7 @@ def accuracy_before(seed: int) -> float:
             "model.path": MODEL, "data.path": write_rows(seed, pairs=False), "run.dir": FOLDER, "run.name": f"before-{seed}", **SHORT},
             "--json", log=f"before-{seed}")
         found.write_text(said)
-    return float(json.loads(found.read_text().splitlines()[-1])["accuracy"])
+    return float(json.loads(found.read_text().splitlines()[-1])["eval/accuracy"])
 
 
 def offbeat(command: str, settings: Mapping[str, object], *flags: str, log: str) -> str:
@@ -167,10 +169,10 @@ def write_rows(seed: int, *, pairs: bool) -> Path:
     FOLDER.mkdir(parents=True, exist_ok=True)
     path = FOLDER / f"{'pairs' if pairs else 'sums'}-{seed}.jsonl"
     draw = random.Random(seed)
-    sums = draw.sample([(a, b) for a in range(1, 50) for b in range(1, 50)], NUM_ROWS + NUM_HELDOUT)
+    sums = draw.sample([(a, b) for a in range(1, 41) for b in range(1, 21)], NUM_ROWS + NUM_HELDOUT)
     rows = []
     for a, b in sums:
-        prompt = [{"role": "user", "content": f"What is {a} + {b}? Answer with the number alone."}]
+        prompt = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"{QUESTION} {a} + {b} ="}]
         wrong = a + b + draw.choice([-10, -2, -1, 1, 2, 10])
         rows.append({"prompt": prompt, **({"chosen": _said(a + b), "rejected": _said(wrong)} if pairs else {"answer": str(a + b)})})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
