@@ -117,7 +117,7 @@ def test_every_example_of_the_page_runs(place: Path, capsys: pytest.CaptureFixtu
     assert by_name["tools"].rollout.workflow == "tool_loop" and set(by_name["sets"].evaluate.sets) == {"short", "test"}
     first, pretrained = by_name["run"], by_name["pretrained"]
     assert (first.run.warm_up, first.train.optimizer.lr, first.model.path) == (True, 2e-4, "")
-    assert (pretrained.train.optimizer.lr, pretrained.model.lora.rank, pretrained.rollout.consumer_batch_size) == (1e-4, 16, 16)
+    assert (pretrained.train.optimizer.lr, pretrained.model.lora.rank, pretrained.rollout.consumer_batch_size) == ("auto", 16, 16)
     assert (by_name["settings"].train.num_ranks, by_name["settings"].algorithm.preset) == (2, "dapo")
     assert by_name["same"].data.path == "words.jsonl" and by_name["same"].run.seed == 1
     assert by_name["tuned"].sft.total_steps == 20 and by_name["preferred"].preference.beta == 0.1

@@ -7,6 +7,7 @@ import pytest
 
 from offbeat.cli.main import main
 from offbeat.config.load import load_config
+from offbeat.config.rates import choose_rate
 from small_run import SETTINGS, offbeat
 
 FILES = ["README.md", "data.jsonl", "reward.py", "task.toml"]
@@ -36,13 +37,13 @@ def test_the_run_is_named_after_the_folder(tmp_path: Path, monkeypatch: pytest.M
     assert f"`runs/{name}/report.html`" in Path(folder, "README.md").read_text()
 
 
-def test_what_is_said_of_the_rate_of_an_adapter_is_the_same_everywhere(tmp_path: Path) -> None:
+def test_a_pretrained_model_is_trained_at_the_rate_that_is_chosen_for_it(tmp_path: Path) -> None:
     assert main(["init", str(tmp_path / "mine")]) == 0
     docs = Path(__file__).parents[2] / "docs"
-    assert "or 1e-4 with model.lora.rank = 16" in (tmp_path / "mine" / "task.toml").read_text()
-    assert "--model.lora.rank 16 --train.optimizer.lr 1e-4" in (tmp_path / "mine" / "README.md").read_text()
-    assert "| a LoRA adapter (`model.lora.rank` of 16 to 64) | 1e-4;" in (docs / "choosing-settings.md").read_text()
+    assert '# "auto" for a pretrained model' in (tmp_path / "mine" / "task.toml").read_text()
+    assert "--model.lora.rank 16 --train.optimizer.lr auto" in (tmp_path / "mine" / "README.md").read_text()
     assert "1e-4 is the rate to begin with for an adapter" in (docs / "tutorial.md").read_text()
+    assert choose_rate("rl", width=576, adapter=True) == 1e-4
 
 
 def test_the_warm_up_goes_on_until_most_greedy_answers_are_right(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The table of learning rates."""
 
+from pathlib import Path
+
 import pytest
 
 from offbeat.config.rates import RATES, WIDTHS, Task, choose_rate
@@ -31,3 +33,14 @@ def test_a_wider_model_never_has_a_higher_rate_and_an_adapter_has_ten_times_it(t
 
 def test_rates_are_numbers_that_one_would_write() -> None:
     assert repr(choose_rate("preference", width=4096, adapter=True)) == "5e-06"
+
+
+def test_the_table_of_the_page_is_this_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "choosing-settings.md").read_text()
+    rows = [line.split("|") for line in page.splitlines() if ".lr` |" in line]
+    said = {row[1].strip(" `"): [float(cell) for cell in row[2:7]] for row in rows}
+    assert said == {f"{'train' if task == 'rl' else task}.optimizer.lr": list(RATES[task]) for task in RATES if task != "distillation"}
+    distilled = next(line for line in page.splitlines() if "of distillation" in line)
+    assert [float(cell) for cell in distilled.split("|")[2:7]] == list(RATES["distillation"])
+    widths = next(line for line in page.splitlines() if line.startswith("| width up to"))
+    assert [int(cell) for cell in widths.split("|")[2:6]] == list(WIDTHS)

@@ -44,7 +44,7 @@ async def play(episode):
 """
 
 GIVEN: Mapping[str, str] = {
-    "data.chat_template_kwargs": "{loud = true}", "rollout.rewards": '{"code.py:score" = 1.0}',
+    "data.chat_template": "true", "data.chat_template_kwargs": "{loud = true}", "rollout.rewards": '{"code.py:score" = 1.0}',
     "data.task": "addition", "data.max_prompt_tokens": "20", "data.system_prompt": "be brief", "algorithm.preset": "dr_grpo",
     "algorithm.dual_clip": "3", "algorithm.gamma": "0.9", "algorithm.filters": '[{metric = "k2", high = 1.0}]',
     "sft.stop_at_accuracy": "0.5", "rollout.reward": f"{REWARDS}:equal", "rollout.top_p": "0.9",

@@ -56,7 +56,6 @@ warm_up = true                    # a small model from random weights has to imi
 [data]
 path = "data.jsonl"               # one JSON object per line, with `prompt` and `answer`; other fields reach the reward as row.extra
 heldout_size = 128                # the last rows, never trained on
-# chat_template = true            # for a model that chats
 
 [rollout]
 reward = "reward.py:digits_in_place"
@@ -76,7 +75,7 @@ lr = 2e-3
 warmup_steps = 30
 
 [train.optimizer]
-lr = 2e-4                         # for a pretrained model, 1e-6 to 1e-5 with all weights, or 1e-4 with model.lora.rank = 16
+lr = 2e-4                         # "auto" for a pretrained model
 warmup_steps = 5
 
 [evaluate]
@@ -109,7 +108,7 @@ trains an adapter, in steps that a CPU can do:
 
 ```
 offbeat train task.toml --run.name real --model.path HuggingFaceTB/SmolLM2-135M-Instruct --run.warm_up false \\
-  --data.chat_template true --rollout.max_new_tokens 64 --rollout.consumer_batch_size 16 --model.lora.rank 16 --train.optimizer.lr 1e-4
+  --rollout.max_new_tokens 64 --rollout.consumer_batch_size 16 --model.lora.rank 16 --train.optimizer.lr auto
 ```
 
 Then put your own rows, reward and lengths in the place of these. Any setting can be given on the command line as here, or in `task.toml`.
