@@ -65,6 +65,18 @@ def test_summaries_say_how_far_runs_are_and_the_newest_comes_first(tmp_path: Pat
     assert Library([tmp_path]).summaries()[0].is_over
 
 
+def test_a_run_that_was_copied_is_over_if_its_result_is_of_its_last_step(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", 1, 2, 7)
+    (tmp_path / "a" / "result.json").write_text('{"steps": 7}')
+    os.utime(tmp_path / "a" / "result.json", (1000.0, 1000.0))  # a copy gives files other times, in any order
+    library = Library([tmp_path])
+    assert library.summaries()[0].is_over
+    with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
+        file.write('{"global_step": 8}\n')
+    os.utime(tmp_path / "a" / "metrics.jsonl", (900.0, 900.0))
+    assert not library.summaries()[0].is_over, "it went on after that, and was interrupted"
+
+
 def test_a_warm_up_says_its_step_until_the_metrics_begin(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
     steps = [{"time_s": 1.0 + step, "kind": "sft_step", "step": step} for step in (1, 2, 3)]

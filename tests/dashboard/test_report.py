@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.api.run import Run
 from offbeat.dashboard.report import write_report
 from offbeat.errors import DataError
 
@@ -78,6 +79,13 @@ def test_key_figures_are_those_of_the_metrics(page, run_dir):
     assert figures["staleness"] == "2" and "bound 2" in page
     assert figures["log-prob gap"] == f"{max(row.get('policy/canary_gap', 0) for row in rows):.0e}"
     assert int(figures["overlap"].rstrip("%")) > 80
+
+
+def test_a_notebook_shows_figures_and_curves_of_a_run_in_a_frame_of_their_own(run_dir):
+    cell = Run(run_dir)._repr_html_()
+    assert cell.startswith("<iframe title=") and cell.count("<") == 2, "nothing of its styles reaches the notebook"
+    shown = html.unescape(cell)
+    assert "<dt>held-out accuracy</dt>" in shown and "mean of the first and the last 5 steps" in shown and "<svg" in shown
 
 
 def test_every_curve_and_both_time_lines_are_there(page):

@@ -15,8 +15,8 @@ import msgspec
 import zstandard
 
 from offbeat.api.push import plan_push, send
-from offbeat.dashboard.report import write_report
-from offbeat.dashboard.run_files import check_run
+from offbeat.dashboard.report import cell_html, write_report
+from offbeat.dashboard.run_files import check_run, read_run
 from offbeat.errors import ConfigError, DataError, MissingExtraError
 from offbeat.loading import load_module
 from offbeat.telemetry.jsonl import read_json_lines
@@ -91,6 +91,10 @@ class Run:
         marks = ", ".join(
             f"{name}={value:.3f}" for name in ("heldout_before", "heldout_after") if (value := getattr(self, name)) is not None)
         return f"Run({str(self.folder)!r}, steps={self.steps}{', ' if marks else ''}{marks})"
+
+    def _repr_html_(self) -> str:
+        """Return figures, curves and samples, which a notebook shows where a cell ends with the run."""
+        return cell_html(read_run(self.folder))
 
     @property
     def name(self) -> str:

@@ -4,6 +4,7 @@ Only names that were found in the given folders can be asked for, so no client c
 index of its rollouts.
 """
 
+import json
 import sqlite3
 import threading
 import time
@@ -41,7 +42,7 @@ class Summary:
         warm_up_step: newest step of its supervised warm-up; None where it has none, or the metrics have begun.
         is_evaluation: whether it is a folder of `offbeat eval`, not of a run.
         changed_s: when one of the files last changed, in wall-clock seconds.
-        is_over: whether it has written its result since.
+        is_over: whether its result is there, and of its last step.
         is_live: whether a process runs it; where that cannot be told, whether it is not over and has written something lately.
     """
 
@@ -209,17 +210,28 @@ def _size_and_time(path: Path) -> tuple[int, int]:
 
 
 def _summary(name: str, folder: Path) -> Summary:
-    changed = {file: mtime_ns for file, (_, mtime_ns) in zip(_FILES, _stamp(folder), strict=True)}
-    ended = max(changed["result.json"], changed[RESULT_NAME])
-    is_over = ended > 0 and ended >= changed["metrics.jsonl"]
-    changed_s = max(changed.values()) / 1e9
+    changed_s = max(mtime_ns for _, mtime_ns in _stamp(folder)) / 1e9
+    last_step = _last_number(folder / "metrics.jsonl", "global_step")
+    is_over = _has_ended(folder, last_step)
     running = is_running(folder)
     if running is None:
         running = not is_over and time.time() - changed_s < _LATELY_S
-    last_step = _last_number(folder / "metrics.jsonl", "global_step")
     return Summary(
         name, last_step, _last_number(folder / "events.jsonl", "step", kind=STEP_EVENT) if last_step is None else None,
         is_evaluation(folder), changed_s, is_over=is_over and not running, is_live=running)
+
+
+def _has_ended(folder: Path, last_step: int | None) -> bool:
+    """Whether its result is there, and is not that of an earlier part, after which steps were recorded. Times of files say nothing: a
+    copied run may have any."""
+    if (folder / RESULT_NAME).is_file():
+        return True
+    try:
+        result = json.loads((folder / "result.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    steps = result.get("steps") if isinstance(result, dict) else None
+    return last_step is None or not isinstance(steps, int) or steps >= last_step
 
 
 def _last_number(path: Path, name: str, *, kind: str | None = None) -> int | None:

@@ -25,6 +25,9 @@ STYLE = (_FOLDER / "style.css").read_text(encoding="utf-8")
 CHARTS_SCRIPT = (_FOLDER / "charts.js").read_text(encoding="utf-8")
 _TEMPLATE = (_FOLDER / "report.html").read_text(encoding="utf-8")
 _MOST_EVENTS = 500
+_CELL_PX = 560
+_FEW_STEPS = 5
+"""Steps whose mean reward stands for the beginning of a run, and for its end."""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -65,6 +68,16 @@ def render_report(run: RunFiles) -> str:
         timeline=timeline_html(run),
         details=details_html(run),
     )
+
+
+def cell_html(run: RunFiles) -> str:
+    """Draw key figures, advice, curves and samples as the output of a notebook's cell: in a frame, whose styles stay within it."""
+    charts = _charts_html(run, later="Show the run again then.")
+    page = (
+        f'<!doctype html><meta charset="utf-8"><style>{STYLE}</style><main><dl class="figures">{figures_html(run)}</dl>{_advice_html(run)}'
+        f"<section><h2>Curves</h2>{charts}</section>{samples_html(run.groups)}</main>"
+        f'<div id="tip" role="status"></div><script>{CHARTS_SCRIPT}\nattachCharts(document);</script>')
+    return f'<iframe title="{escape(run.name)}" srcdoc="{escape(page)}" style="width:100%;height:{_CELL_PX}px;border:0"></iframe>'
 
 
 def overview_html(run: RunFiles) -> str:
@@ -121,6 +134,11 @@ def _key_figures(run: RunFiles) -> Iterator[tuple[str, str, str]]:
         if found := run.points(name):
             values = [found[0], *found[1:][-1:]]
             yield label, " → ".join(f"{value:.2f}" for _, value in values), _when([step for step, _ in values], max(steps))
+    if rewards := run.values("reward/mean"):
+        few = max(1, min(_FEW_STEPS, len(rewards) // 2))
+        ends = [sum(part) / few for part in (rewards[:few], rewards[-few:])]
+        said = f"mean of the first and the last {few} steps" if few > 1 else "of the first step and the last"
+        yield "reward", " → ".join(f"{value:.2f}" for value in ends[: len(rewards)]), said if len(rewards) > 1 else "of the only step"
     seconds = run.values("step/total_s")
     if steps:
         total = run.setting("run", "total_steps")
