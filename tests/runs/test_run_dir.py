@@ -9,7 +9,7 @@ from offbeat.checkpoint.recover import CheckpointIndex
 from offbeat.controller.state import Highlights, SavedState
 from offbeat.data.wire import encode_json
 from offbeat.errors import ConfigError, StorageError
-from offbeat.runs.run_dir import prepare_run_dir
+from offbeat.runs.run_dir import prepare_run_dir, remembered_settings
 from offbeat.telemetry.run_lock import lock_run
 from small_run import REWARDS, SmallRun, small_config
 
@@ -121,5 +121,6 @@ def test_what_has_the_name_of_a_file_and_is_none_is_refused_and_not_waited_for(n
     path = config.run_dir / name
     path.parent.mkdir(parents=True)
     os.mkfifo(path)
-    with pytest.raises(StorageError, match=f"{name} must be a regular file, and is not; remove it, or set run.name"):
-        prepare_run_dir(config)
+    for read in (remembered_settings, prepare_run_dir):
+        with pytest.raises(StorageError, match=f"{name} must be a regular file, and is not; remove it, or set run.name"):
+            read(config)

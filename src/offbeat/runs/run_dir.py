@@ -87,10 +87,15 @@ def check_resumption(config: Config, identity: Identity, *, kind: str = TRAINING
 
 
 def remembered_settings(config: Config, *, kind: str = TRAINING) -> Mapping[str, Any]:
-    """Return the settings of the checkpoint that the run goes on from, by "section.key"; none if there is none that remembers any."""
+    """Return the settings of the checkpoint that the run goes on from, by "section.key"; none if there is none that remembers any.
+
+    Raises:
+        StorageError: what has the name of a file is none, such as a FIFO, which would be waited for.
+    """
+    _check_kinds(config.run_dir)
     for each in _goes_on_from(config, kind):
         if newest := index_of(config, each).newest():
-            identity = wire.decode_json(SavedState, newest.payload).identity
+            identity = _saved(newest).identity
             return {} if identity is None else identity.settings
     return {}
 
