@@ -19,6 +19,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 _ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+# The first start compiles what was installed without bytecode, in several processes at once.
+_PATIENT = ("--cluster.start_timeout_s", "600", "--inference.start_timeout_s", "600")
 
 
 def run(*command: object, cwd: Path, timeout: float = 900) -> str:
@@ -53,7 +55,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def programs(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Programs of an empty environment with the wheel; first with what it needs at least, where `test_base` has been at work."""
+    """Programs of an empty environment with the wheel and what it needs at least."""
     folder = tmp_path_factory.mktemp("elsewhere")
     made = environment(folder / "environment")
     install(made, built[0])
@@ -83,10 +85,10 @@ def test_what_trains_is_asked_for_in_a_sentence_and_then_learns_from_the_wheel_a
     missing = subprocess.run([offbeat, "quickstart"], cwd=tmp_path, env=_ENVIRONMENT, capture_output=True, text=True, check=False)
     assert missing.returncode == 2 and missing.stderr.endswith("run pip install 'offbeat[train]'\n")
     install(programs, f"{built[0]}[train]")
-    assert re.search(r"^held-out accuracy: 0\.\d+ before, 0\.\d+ after", run(offbeat, "quickstart", cwd=tmp_path), re.MULTILINE)
+    assert re.search(r"^held-out accuracy: 0\.\d+ before, 0\.\d+ after", run(offbeat, "quickstart", *_PATIENT, cwd=tmp_path), re.MULTILINE)
     assert (tmp_path / "runs" / "quickstart" / "report.html").stat().st_size > 10_000
     words = ["--data", "mine/data.jsonl", "--reward", "mine/reward.py:digits_in_place", "--model", "runs/quickstart/export"]
     assert "training steps                              1\n" in run(
-        offbeat, "train", *words, "--name", "own", "--run.total_steps", "1", "--rollout.max_new_tokens", "10", cwd=tmp_path)
+        offbeat, "train", *words, "--name", "own", "--run.total_steps", "1", "--rollout.max_new_tokens", "10", *_PATIENT, cwd=tmp_path)
     told = "import offbeat; run = offbeat.Run('runs/own'); print([offbeat.__version__, run.steps, bool(run.model)])"
     assert ast.literal_eval(run(programs / "python", "-c", told, cwd=tmp_path))[1:] == [1, True]

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -22,9 +23,12 @@ from offbeat.errors import ConfigError, DataError
 from offbeat.evaluation.comparison import compare
 from offbeat.evaluation.files import samples_beside
 from offbeat.evaluation.result import ModelResult
-from offbeat.runs.evaluated_model import is_run, run_config
-from offbeat.runs.evaluation import KEY_ENV, OnProgress, Progress, evaluate_models
+from offbeat.loading import load_module
+from offbeat.runs.evaluated_model import KEY_ENV, is_run, run_config
 from offbeat.telemetry.evaluation_log import RESULT_NAME
+
+if TYPE_CHECKING:
+    from offbeat.runs.evaluation import OnProgress, Progress
 
 _WIDTH = 1000
 """Of a terminal in characters: a narrow one wraps lines, and cuts no figure."""
@@ -78,8 +82,9 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         overrides = [*_OF_ONE_PROCESS, *overrides]
     config = load_config(path, overrides)
     keep_private(config)
+    # Loaded here and not at the top: it takes a second more, and help is shown and a wrong setting found without it.
     with shown(Terminal(stderr=True, highlight=False) if sys.stderr.isatty() and not args.json else None) as show:
-        results = evaluate_models(
+        results = load_module("offbeat.runs.evaluation").evaluate_models(
             config, models, checkpoint=args.checkpoint, key_env=args.key_env, output=args.output, on_progress=show)
     if args.json:
         for result in results:
@@ -142,7 +147,7 @@ def _compare(first: ModelResult, others: Sequence[ModelResult]) -> None:
 
 
 @contextmanager
-def shown(terminal: Terminal | None) -> Iterator[OnProgress]:
+def shown(terminal: Terminal | None) -> Iterator["OnProgress"]:
     """Yield what shows progress on a terminal, as one line that goes when all is done; nothing without one."""
     if terminal is None:
         yield lambda _progress: None
@@ -152,7 +157,7 @@ def shown(terminal: Terminal | None) -> Iterator[OnProgress]:
     with Bar(*columns, console=terminal, transient=True) as bar:
         task = bar.add_task("starting", total=None, told="")
 
-        def show(progress: Progress) -> None:
+        def show(progress: "Progress") -> None:
             if not progress.num_answered:
                 bar.reset(task, total=progress.num_prompts or None)
             told = f"accuracy {progress.accuracy:.3f}" if progress.num_answered else ""

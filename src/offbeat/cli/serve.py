@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from offbeat.cli.common import keep_private
 from offbeat.cli.help import HelpFormatter
 from offbeat.config.load import Override, load_config
-from offbeat.service.serve import run_service
+from offbeat.loading import load_module
 
 _DESCRIPTION = """\
 Serve one base model to many clients of the public `tinker` SDK: each trains LoRA adapters of its own and samples from them, and all share
@@ -77,6 +77,7 @@ def run(args: argparse.Namespace, overrides: Sequence[Override]) -> int:
     """
     config = load_config(None, [*_DEFAULTS, *_given(args), *overrides])
     keep_private(config)
+    run_service = load_module("offbeat.service.serve").run_service  # not at the top: help and wrong settings need none of it
     run_service(config, say=lambda text: print(text, flush=True), debug=args.debug)
     return 0
 

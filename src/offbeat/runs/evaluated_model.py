@@ -7,6 +7,9 @@ from pathlib import Path
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError, ModelError
 
+KEY_ENV = "OFFBEAT_API_KEY"
+"""Environment variable with the key of endpoints, unless another one is named."""
+
 _URLS = ("http://", "https://")
 _ADAPTER_CONFIG, _MODEL_CONFIG, _RUN_CONFIG = "adapter_config.json", "config.json", "config.toml"
 

@@ -34,7 +34,7 @@ from offbeat.rollout.episode import Generate
 from offbeat.rollout.metric import Metric, check_metrics
 from offbeat.runs.devices import choose_devices, usable_devices
 from offbeat.runs.endpoint import AskedSet, Endpoint, read_sets
-from offbeat.runs.evaluated_model import EvaluatedModel, find_models
+from offbeat.runs.evaluated_model import KEY_ENV, EvaluatedModel, find_models
 from offbeat.runs.number_format import choose_number_format, slow_formats
 from offbeat.runs.rollouts import EngineRollouts, Rewards, open_rewards, open_user_code
 from offbeat.runs.threads import choose_threads, usable_cores
@@ -46,9 +46,6 @@ from offbeat.weights.adapters import adapter_name
 from offbeat.weights.channels import draw_incarnation
 from offbeat.weights.protocol import Manifest
 from offbeat.workers.worker import make_launcher
-
-KEY_ENV = "OFFBEAT_API_KEY"
-"""Environment variable with the key of endpoints, unless another one is named."""
 
 
 @dataclass(frozen=True)
