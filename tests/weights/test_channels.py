@@ -3,6 +3,8 @@
 import asyncio
 import errno
 import os
+import pickle
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -91,6 +93,17 @@ def test_a_folder_that_cannot_be_removed_is_noted_once_and_removed_later(tmp_pat
             publish(disk, 2)
     publish(disk, 3)
     assert names(tmp_path) == ["v00000003-a"]
+
+
+def test_versions_that_somebody_else_removes_are_not_remembered(tmp_path: Path) -> None:
+    disk = channel(tmp_path)
+    sizes = []
+    for version in range(40):
+        asyncio.run(disk.write(version))
+        if version >= 8:  # as the fleet does with adapters, of which the channel is never asked to prune any
+            shutil.rmtree(tmp_path / f"v{version - 8:08d}-a")
+        sizes.append(len(pickle.dumps([value for value in vars(disk).values() if isinstance(value, dict | list | set)])))
+    assert max(sizes[32:]) == max(sizes[8:16])
 
 
 def busy(*_: object, **__: object) -> None:

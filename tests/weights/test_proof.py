@@ -74,6 +74,23 @@ def test_a_stale_engine_is_refused_as_soon_as_the_moves_add_up_to_more_than_its_
     pytest.fail("it was never refused")
 
 
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32), bias=st.floats(-0.1, 0.1), noise=st.floats(1e-5, 1e-4))
+def test_a_bias_of_all_tokens_is_seen_and_is_no_noise(seed: int, bias: float, noise: float) -> None:
+    world, judge = World(seed, step=100 * noise, noise=noise, bias=0), Judge(tolerance=0.2)
+    first = world.see(world.trainer) + bias
+    off = np.asarray(first, np.float64) - world.trainer
+    verdict = judge.judge("a", manifest(0, world.trainer), told(0, first))
+    spread, mean = float(np.std(off, ddof=0)), float(np.mean(off))
+    assert f"its noise of {max(spread, 2e-6):.2g} a token" in verdict.reason
+    assert (f"its bias of {mean:.2g}" in verdict.reason) == (abs(mean) > 5 * spread / NUM_TOKENS**0.5)
+    for version in (1, 2):  # each moves by far more than the noise, and may move by far less than the bias
+        world.move()
+        stale, right = (judge.judge("a", manifest(version, world.trainer), told(version, seen)) for seen in (
+            first, world.see(world.trainer) + bias))
+        assert right.outcome is Outcome.PROVEN and stale.outcome is Outcome.REFUSED
+
+
 def test_the_number_of_publishes_that_say_nothing_is_told_with_its_reason() -> None:
     world, judge = World(1, step=1e-5, noise=1e-2, bias=1e-2), Judge(tolerance=0.1)
     verdicts = []

@@ -81,6 +81,7 @@ class Channel:
         """Folders that make up the newest version: a whole one, and those of changes since; those of broadcast versions are not there."""
         self._bases: dict[str, str] = {}
         self._states: dict[str, _FolderState] = {}
+        """How the folders of the chain were when they were written."""
         self._unfinished: Path | None = None
         """A folder that is being written: it takes no place of one that engines may still be reading."""
 
@@ -117,7 +118,6 @@ class Channel:
             else:
                 self._remove(Path(folder))
         self._bases = {folder: base for folder, base in self._bases.items() if folder in kept}
-        self._states = {folder: state for folder, state in self._states.items() if folder in kept}
 
     def _remove(self, folder: Path) -> bool:
         """Remove a folder and return whether it is gone; if not, it is noted once, and tried again when the next version is served."""
@@ -143,7 +143,7 @@ class Channel:
         self._bases.pop(str(folder), None)  # it may have been changes, and is written again
         if manifest.base:
             self._bases[str(folder)] = manifest.base
-        self._states[str(folder)] = _look(folder)
+        self._states = {name: self._states[name] for name in self._chain if name in self._states} | {str(folder): _look(folder)}
         return manifest
 
     def _folders(self) -> list[tuple[Version, str, Path]]:

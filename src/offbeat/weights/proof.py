@@ -76,6 +76,16 @@ class _Point:
         """[n] float64, what the engine differs by."""
         return self.engine - self.trainer
 
+    @property
+    def bias(self) -> float:
+        """What the engine differs by in the mean over all tokens, in nats."""
+        return float(np.mean(self.off))
+
+    @property
+    def spread(self) -> float:
+        """Root mean square of what the engine differs by beside its bias, in nats: an upper bound of its noise in one token."""
+        return _rms(self.off - self.bias)
+
 
 @dataclass
 class _Standing:
@@ -84,22 +94,30 @@ class _Standing:
     Attributes:
         first: its first proof.
         last: its proof of the last version that it was proven to serve.
-        noises: root mean square of what it was off by, at the latest versions that it was proven to serve.
+        noises: its spread at the latest versions that it was proven to serve.
+        offs: root mean square of what it was off by at those, bias included.
     """
 
     first: _Point
     last: _Point
     noises: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_NOISES))
+    offs: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_NOISES))
 
     @property
     def noise(self) -> float:
-        """Standard deviation of the noise in one token's log-probability, in nats."""
-        return max(min(max(self.noises), _NOISE_GROWTH * _rms(self.first.off)), _LEAST_NOISE)
+        """Standard deviation of the noise in one token's log-probability, in nats. A bias that stays is none: it cancels in a move."""
+        return max(min(max(self.noises), _NOISE_GROWTH * self.first.spread), _LEAST_NOISE)
+
+    @property
+    def off(self) -> float:
+        """What the engine may be off by in one token, in nats: its noise, and a bias, which may change as the weights move."""
+        return max(min(max(self.offs), _NOISE_GROWTH * _rms(self.first.off)), _LEAST_NOISE)
 
     def proven(self, point: _Point) -> None:
         """Note that the engine serves the version of this proof."""
         self.last = point
-        self.noises.append(_rms(point.off))
+        self.noises.append(point.spread)
+        self.offs.append(_rms(point.off))
 
 
 class Judge:
@@ -162,11 +180,11 @@ class Judge:
         if standing is None or standing.first.trainer.shape != point.trainer.shape:
             standing = self._standings[key] = _Standing(point, point)
             standing.proven(point)
-            return Outcome.UNSURE, f"inconclusive: its first proof shows its noise of {standing.noise:.2g} a token, and no more"
+            bias = f" and its bias of {point.bias:.2g}" if abs(point.bias) > _SEPARATION * point.spread / len(point.off) ** 0.5 else ""
+            return Outcome.UNSURE, f"inconclusive: its first proof shows its noise of {standing.noise:.2g} a token{bias}, and no more"
         # The difference of two proofs has the noise of both.
-        noise = standing.noise * 2**0.5
-        outcome, reason = _movement(standing.last, point, noise)
-        if outcome is not Outcome.REFUSED and (departed := _departure(standing.first, point, noise)):
+        outcome, reason = _movement(standing.last, point, standing.noise * 2**0.5)
+        if outcome is not Outcome.REFUSED and (departed := _departure(standing.first, point, standing.off * 2**0.5)):
             return Outcome.REFUSED, departed
         if outcome is Outcome.PROVEN:
             standing.proven(point)
