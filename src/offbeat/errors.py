@@ -71,6 +71,10 @@ class OwnCodeError(RunError):
     """The user's own objective or credit failed during a run; the message names its file and line, and the step."""
 
 
+class DivergedError(RunError):
+    """Training has made weights that are NaN or infinite; the message names the step and the rank, and what was saved before is sound."""
+
+
 class DeadlineError(RunError, TimeoutError):
     """A named wait passed its deadline."""
 

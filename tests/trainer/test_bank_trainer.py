@@ -194,6 +194,23 @@ def test_a_gradient_that_is_not_finite_leaves_out_its_adapter_alone(folder):
     run_alone(check)
 
 
+def test_a_step_that_would_make_weights_infinite_leaves_out_its_adapter_alone(folder):
+    def check(groups, _):
+        trainer, sound = build(groups, folder), build(groups, folder)
+        for each in (trainer, sound):
+            step(each, 0)
+            each.forward_backward(mixed(1))
+        before = state_of(trainer, "bob")
+        updated(sound, dict.fromkeys(NAMES, ADAM))
+        norms = updated(trainer, dict.fromkeys(NAMES, ADAM) | {"bob": replace(ADAM, weight_decay=1e200)})
+        assert np.isnan(norms["bob"]) and torch.equal(state_of(trainer, "bob"), before)
+        for name in ("alice", "carol"):
+            assert norms[name] > 0 and torch.equal(state_of(trainer, name), state_of(sound, name))
+        assert step(trainer, 2)["bob"] > 0 and state_of(trainer, "bob").isfinite().all()
+
+    run_alone(check)
+
+
 def test_several_passes_add_up_and_can_be_discarded(folder):
     batch = mixed(0)
 

@@ -16,7 +16,7 @@ from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.root import Config
 from offbeat.config.train import OptimizerConfig
 from offbeat.data.batch import Batch, FilterSpec, LossSpec, RegulariserSpec
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, DivergedError
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.load import load_causal_lm
 from offbeat.sync.platform import current_platform
@@ -305,6 +305,18 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all_and_training_go
     for rank in pair:
         assert rank[mesh]["poisoned"] == {
             "skipped": 1.0, "unchanged": True, "next_is_finite": True, "next_changes": True, "step": 2}
+
+
+def test_weights_that_a_step_makes_infinite_end_the_run_and_are_never_saved_or_published(tmp_path):
+    folder = build_model(tmp_path / "model")
+
+    def check(groups, _):
+        trainer = build_trainer(groups, folder)
+        train(trainer, [make_batch(2, 2)])
+        with pytest.raises(DivergedError, match=r"not finite any more after 2 updates, .* and a weight decay of 1e.200"):
+            train(trainer, [make_batch(2, 2)], optimizer=OPTIMIZER.model_copy(update={"weight_decay": 1e200}))
+
+    run_alone(check)
 
 
 def test_a_batch_that_trains_on_nothing_leaves_the_weights_alone(tmp_path):

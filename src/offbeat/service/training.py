@@ -335,7 +335,8 @@ class Training:
                 model.num_changes += 1
                 self.work.end_soon(work, StepDone({"grad_norm": norm}))
             else:
-                self.work.end_soon(work, Failed(f"the gradient of {model.id} is not finite; the step was left out", "user"))
+                self.work.end_soon(work, Failed(
+                    f"the gradient of {model.id}, or what a step would make of its weights, is not finite; the step was left out", "user"))
 
     async def _alone(self, work: Work) -> None:
         model = work.model

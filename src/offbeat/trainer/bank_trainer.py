@@ -5,7 +5,7 @@ each adapter until `optim_step`, which leaves weights, moments and step count of
 every adapter, also where the model is divided among them: what a rank adds to its gradients is its own part of their sum over all ranks.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -314,6 +314,13 @@ class BankTrainer(Trainer):
     def _step(self, name: str, params: AdamParams) -> None:
         slot = self._slot(name)
         self._adam.update(slot, self._bank.gradients[slot], params, norm=self._norms[name])
+
+    def _try_step(self, name: str, params: AdamParams) -> bool:
+        slot = self._slot(name)
+        return self._adam.try_update(slot, self._bank.gradients[slot], params, norm=self._norms[name])
+
+    def _weights(self) -> Iterable[Tensor]:
+        return [self._bank.weights[slot] for slot in self._slots.values()]
 
     def _steps(self, name: str) -> int:
         return int(self._adam.steps[self._slot(name)])

@@ -1,6 +1,6 @@
 """The trainer of a whole model, which its strategy distributes over the ranks."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
@@ -181,6 +181,9 @@ class ModelTrainer(Trainer):
         set_params(self._optimizer, params)
         self._optimizer.step()
         self._updates += 1
+
+    def _weights(self) -> Iterable[Tensor]:
+        return [parameter for parameter in self._strategy.model.parameters() if parameter.requires_grad]
 
     def _steps(self, name: str) -> int:  # noqa: ARG002
         return self._updates

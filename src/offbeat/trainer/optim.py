@@ -1,7 +1,10 @@
 """AdamW for a model's parameters, or for the rows of a matrix."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from offbeat.algorithms.adam import AdamParams
@@ -22,6 +25,14 @@ def set_params(optimizer: torch.optim.Optimizer, params: AdamParams) -> None:
     for group in optimizer.param_groups:
         decay = params.weight_decay if group["params"][0].ndim > 1 else 0.0
         group.update(lr=params.lr, betas=(params.beta1, params.beta2), eps=params.eps, weight_decay=decay)
+
+
+@torch.no_grad()
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether no value is NaN or infinite; of tensors in shards, those of this rank count. Waits for the device."""
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    largest = torch._foreach_norm([tensor for tensor in local if tensor.numel()], float("inf"))  # of NaN it is NaN
+    return not largest or bool(torch.stack([norm.float() for norm in largest]).isfinite().all())
 
 
 class RowAdam:
@@ -52,6 +63,18 @@ class RowAdam:
             [self._weights[row]], [gradient], [self.exp_avg[row]], [self.exp_avg_sq[row]], [], [self.steps[row]], fused=True, amsgrad=False,
             beta1=params.beta1, beta2=params.beta2, lr=params.lr, weight_decay=params.weight_decay, eps=params.eps,
             maximize=False)
+
+    @torch.no_grad()
+    def try_update(self, row: int, gradient: Tensor, params: AdamParams, *, norm: float) -> bool:
+        """Update one row, unless that would make a value of it NaN or infinite: then it is as before. Returns whether it is updated."""
+        states = (self._weights, self.exp_avg, self.exp_avg_sq, self.steps)
+        before = [state[row].clone() for state in states]
+        self.update(row, gradient, params, norm=norm)
+        if all_finite([self._weights[row]]):
+            return True
+        for state, kept in zip(states, before, strict=True):
+            state[row] = kept
+        return False
 
     def set(self, row: int, *, exp_avg: Tensor, exp_avg_sq: Tensor, step: int) -> None:
         """Set the moments, [P] float32, and the step count of a row."""

@@ -9,7 +9,7 @@ gradient that is not finite is seen by all ranks, which all skip the update and 
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from offbeat.algorithms.adam import AdamParams
@@ -26,7 +26,7 @@ from offbeat.config.root import Config
 from offbeat.data.batch import Batch
 from offbeat.data.functions import at_step
 from offbeat.data.packing import PackedRow, find_prompts
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, DivergedError
 from offbeat.model.logprobs import packs_rows, unscored
 from offbeat.pulse import progress
 from offbeat.sync.mesh import ProcessGroups
@@ -52,6 +52,7 @@ from offbeat.trainer.messages import (
     WriteRequest,
     Written,
 )
+from offbeat.trainer.optim import all_finite
 from offbeat.trainer.policy import Predict, autocast, canary_logprobs, predict_logprobs, score_row
 from offbeat.trainer.router_loss import LoadBalancing, NoRouterLoss, RouterLoss
 from offbeat.trainer.snapshots import Snapshot
@@ -109,6 +110,7 @@ class Trainer(ABC):
                 batch = batch.with_columns(prox_logprobs=scores.columns["logprobs"])
             updates = [self._update(batch, rows, request.params, scale=len(plan)) for rows in plan]
         self.step += 1
+        self._check_finite(request.params)
         if self._refresh_steps and self.step % self._refresh_steps == 0:
             self._refresh_reference()
         return self._effort.trained(merge(updates, lr=request.params.lr))
@@ -150,10 +152,12 @@ class Trainer(ABC):
     def optim_step(self, request: OptimStep) -> Stepped:
         """Update what is named with the gradients of all ranks; collective. A gradient of zero is a step like any other.
 
-        If the norm of a gradient is not finite, weights, moments and step count stay as they are; the gradient is dropped all the same.
+        If the norm of a gradient is not finite, or the weights that the step would make of an adapter, weights, moments and step count stay
+        as they are; the gradient is dropped all the same.
 
         Raises:
             ConfigError: there is no such adapter.
+            DivergedError: the weights of a whole model are not finite.
         """
         names = sorted(request.params)
         self._check(names)
@@ -161,8 +165,8 @@ class Trainer(ABC):
         with self.groups.sync.region("optim_step_gradients") if self.groups.world > 1 and names else nullcontext():
             norms = self._gradient_norms(names)
         for name, norm in norms.items():
-            if math.isfinite(norm):
-                self._step(name, request.params[name])
+            if math.isfinite(norm) and not self._try_step(name, request.params[name]):
+                norms[name] = math.nan
         self._clear(names)
         return Stepped(norms, {name: self._steps(name) for name in names})
 
@@ -303,6 +307,27 @@ class Trainer(ABC):
     @abstractmethod
     def _step(self, name: str, params: AdamParams) -> None:
         """Update with the gradient whose norm was computed last, clipped to `clip_norm`."""
+
+    def _try_step(self, name: str, params: AdamParams) -> bool:
+        """Update as `_step` does, or return False and leave everything as it was where the weights would not be finite."""
+        self._step(name, params)
+        self._check_finite(params)
+        return True
+
+    @abstractmethod
+    def _weights(self) -> Iterable[Tensor]:
+        """Return what is trained, this rank's part of it."""
+
+    def _check_finite(self, params: AdamParams) -> None:
+        """Let no weights be saved or published that are not finite: it would be found when the next batch has no loss.
+
+        Raises:
+            DivergedError: a weight of this rank is NaN or infinite.
+        """
+        if not all_finite(self._weights()):
+            raise DivergedError(
+                f"weights are not finite any more after {self.step} updates, with a learning rate of {params.lr:g} and a weight decay of"
+                f" {params.weight_decay:g}; lower them, and go on from the last checkpoint, whose weights are finite")
 
     @abstractmethod
     def _steps(self, name: str) -> int:
