@@ -73,6 +73,10 @@ def test_a_run_whose_only_save_was_cut_off_begins_anew_and_says_where_the_old_on
     shutil.copytree(bench.whole.root, run.root)
     for step in (STEPS - 1, STEPS):
         (index_of(run.folder).folder(step) / "complete.json").unlink()
+    refused = shop.train(run, run__total_steps="1", train__num_ranks="2")
+    assert refused.code == 2 and f"has saved a checkpoint of step {STEPS}, and" in refused.error
+    events = run.folder / "events.jsonl"
+    events.write_text("".join(line for line in events.read_text().splitlines(True) if '"checkpoint"' not in line))
     done = shop.train(run, run__total_steps="1", train__num_ranks="2")
     assert done.code == 0 and any(line.startswith("there was no checkpoint to resume from, so the run starts over") for line in done.said)
     assert (run.root / "small.1" / NEWEST / "ranks").is_dir()

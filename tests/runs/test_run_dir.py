@@ -1,15 +1,18 @@
 """What becomes of the folder of a run when a run of its name begins."""
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from offbeat.checkpoint.recover import CheckpointIndex
-from offbeat.controller.state import Highlights, SavedState
+from offbeat.controller.state import HeadState, Highlights, SavedState
+from offbeat.data.identity import Identity
+from offbeat.data.stream import StreamState
 from offbeat.data.wire import encode_json
 from offbeat.errors import ConfigError, StorageError
-from offbeat.runs.run_dir import prepare_run_dir, remembered_settings
+from offbeat.runs.run_dir import check_resumption, prepare_run_dir, remembered_settings
 from offbeat.telemetry.run_lock import lock_run
 from small_run import REWARDS, SmallRun, small_config
 
@@ -28,6 +31,30 @@ def test_a_run_that_got_somewhere_but_has_no_checkpoint_is_moved_aside(tmp_path:
         aside = tmp_path / f"small.{number}"
         assert (aside / "config.toml").read_text() == f"# {number}"
         assert not (aside / "weights").exists()
+
+
+@pytest.mark.parametrize(("kind", "event"), [
+    ("step", {"kind": "checkpoint", "global_step": 40}), ("sft", {"kind": "sft_checkpoint", "step": 40}),
+    ("dpo", {"kind": "preference_checkpoint", "step": 40}), ("reward", {"kind": "reward_model_checkpoint", "step": 40})])
+def test_a_run_whose_checkpoints_are_gone_is_refused(kind: str, event: dict[str, object], tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.run_dir.mkdir()
+    (config.run_dir / "config.toml").touch()
+    (config.run_dir / "events.jsonl").write_text(f'{{"kind": "publish", "version": 41}}\n{json.dumps(event)}\n')
+    with pytest.raises(StorageError, match="has saved a checkpoint of step 40, and .* has none any more; put it back, or"):
+        prepare_run_dir(config, kind=kind)
+    assert config.run_dir.exists()
+    prepare_run_dir(config, kind=kind, fresh=True)
+
+
+def test_another_number_of_processes_that_draw_data_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    config = small_config(tmp_path, run__total_steps="9")
+    head = HeadState(StreamState(0, 2), ())
+    CheckpointIndex(config.run_dir / "checkpoints").complete(3, encode_json(SavedState(3, 3, (head, head))))
+    identity = Identity({}, "rows", 10, "weights", "tokens", {})
+    check_resumption(config, identity, num_heads=2)
+    with pytest.raises(ConfigError, match="was written by 2 processes that draw data, and now there are 1; resume with the same"):
+        check_resumption(config, identity, num_heads=1)
 
 
 @pytest.mark.parametrize(("supervised", "warm_up", "kind", "goes_on"), [

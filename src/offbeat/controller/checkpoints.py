@@ -41,6 +41,18 @@ def index_of(config: Config, kind: str) -> CheckpointIndex:
     return CheckpointIndex(config.run_dir / "checkpoints", kind)
 
 
+def check_heads(folder: Path, saved: SavedState, num_heads: int) -> None:
+    """Refuse a checkpoint of another number of processes that draw data: each goes on with the rows that are its own.
+
+    Raises:
+        ConfigError: says what to do.
+    """
+    if saved.heads and len(saved.heads) != num_heads:
+        raise ConfigError(
+            f"the checkpoint {folder} was written by {len(saved.heads)} processes that draw data, and now there are {num_heads}; resume"
+            " with the same rollout.single_rank_load and number of ranks, or change run.name")
+
+
 def part_of(kind: str) -> Part:
     """Which part of a run saves checkpoints of a kind."""
     return _PARTS[kind]
@@ -74,10 +86,7 @@ class Checkpoints:
         found = await self._parts.peers.lead("recover", self._find, _Found | None)
         if found is None:
             return None
-        if len(found.saved.heads) != self._parts.num_heads:
-            raise ConfigError(
-                f"the checkpoint {found.folder} was written by {len(found.saved.heads)} processes that draw data, and now there are"
-                f" {self._parts.num_heads}; resume with the same rollout.single_rank_load and number of ranks, or change run.name")
+        check_heads(Path(found.folder), found.saved, self._parts.num_heads)
         folder = Path(found.folder)
         step = await self._trainers.load(folder / "ranks")
         if (critic := self._critic) is not None:

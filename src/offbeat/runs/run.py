@@ -340,7 +340,7 @@ def _open_record(
         return SilentRecord(config.run_dir)
     check_installed(config.telemetry.sinks)  # before an older run is moved out of the way
     aside = prepare_run_dir(config, kind=kind, fresh=fresh)
-    check_resumption(config, identity, kind=kind)
+    check_resumption(config, identity, kind=kind, num_heads=1 if config.rollout.single_rank_load else rank_info.world)
     record = RunRecord(
         config.run_dir, trace=config.telemetry.trace, console=console, sinks=config.telemetry.sinks,
         settings=config.model_dump(mode="json"), rollouts_max_bytes=config.telemetry.rollouts_max_bytes or None)

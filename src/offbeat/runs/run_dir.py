@@ -12,7 +12,7 @@ from typing import Any
 from offbeat.checkpoint.manifest import MARKER
 from offbeat.checkpoint.recover import Checkpoint, none_sound
 from offbeat.config.root import Config
-from offbeat.controller.checkpoints import FINE_TUNING, PREFERENCE, REWARD_MODEL, TRAINING, WARM_UP, index_of, part_of
+from offbeat.controller.checkpoints import FINE_TUNING, PREFERENCE, REWARD_MODEL, TRAINING, WARM_UP, check_heads, index_of, part_of
 from offbeat.controller.resume import compare
 from offbeat.controller.state import SavedState
 from offbeat.controller.supervised import is_finished
@@ -24,6 +24,11 @@ from offbeat.telemetry.run_lock import lock_run
 
 _FILES = ("config.toml", "events.jsonl", "metrics.jsonl", "trace.json", "result.json", "lock", "owner.json")
 """Files that a start reads or opens."""
+
+
+_SAVED = {
+    TRAINING: "checkpoint", FINE_TUNING: "sft_checkpoint", PREFERENCE: "preference_checkpoint", REWARD_MODEL: "reward_model_checkpoint"}
+"""Events of checkpoints, by what their names begin with."""
 
 
 def prepare_run_dir(config: Config, *, kind: str = TRAINING, fresh: bool = False) -> Path | None:
@@ -38,7 +43,8 @@ def prepare_run_dir(config: Config, *, kind: str = TRAINING, fresh: bool = False
 
     Raises:
         ConfigError: `run.resume` is off and the run exists, it has done all its steps, or another process is running it.
-        StorageError: it has checkpoints, and all are damaged; or what has the name of a file is none, such as a FIFO, which is waited for.
+        StorageError: it has checkpoints, and all are damaged; it had some, and they are gone; or what has the name of a file is none, such
+            as a FIFO, which is waited for.
     """
     run_dir = config.run_dir
     _check_kinds(run_dir)
@@ -55,6 +61,10 @@ def prepare_run_dir(config: Config, *, kind: str = TRAINING, fresh: bool = False
         return None
     if damages := [damage for index in indexes for damage in index.damaged()]:
         raise none_sound(damages)
+    if step := _last_saved(run_dir, kind):
+        raise StorageError(
+            f"the run {str(run_dir)!r} has saved a checkpoint of step {step}, and {str(run_dir / 'checkpoints')!r} has none any more; put"
+            " it back, or move the run's folder away or give run.name a new name to begin anew")
     return _move_aside(config) if _got_anywhere(run_dir) else None
 
 
@@ -74,14 +84,25 @@ def _got_anywhere(run_dir: Path) -> bool:
     return any(str(event.get("kind", "")).endswith("_step") for event in read_json_lines(run_dir / "events.jsonl"))
 
 
-def check_resumption(config: Config, identity: Identity, *, kind: str = TRAINING) -> None:
+def _last_saved(run_dir: Path, kind: str) -> int:
+    """Step of the last checkpoint of this kind that a run says to have saved; 0 if it has saved none."""
+    events = read_json_lines(run_dir / "events.jsonl")
+    steps = [event.get("global_step", event.get("step")) for event in events if event.get("kind") == _SAVED[kind]]
+    return next((step for step in reversed(steps) if isinstance(step, int)), 0)
+
+
+def check_resumption(config: Config, identity: Identity, *, kind: str = TRAINING, num_heads: int = 1) -> None:
     """Refuse what the newest checkpoint cannot go on with, before anything is started; see `offbeat.controller.resume`.
+
+    Args:
+        num_heads: number of processes that draw data.
 
     Raises:
         ConfigError: names the setting, or what else has changed.
     """
     for each in _goes_on_from(config, kind):
         if newest := index_of(config, each).newest():
+            check_heads(newest.folder, _saved(newest), num_heads)
             compare(identity, _saved(newest), run_dir=config.run_dir, part=part_of(each))
             return
 
