@@ -119,11 +119,43 @@ def test_a_contestant_that_does_not_answer_in_time_is_killed(load, tmp_path):
     silent.close()
 
 
-def test_a_part_that_fails_is_reported_and_hides_no_other(load):
+def test_a_part_that_fails_is_reported(load):
     check = load("check")
-    found = check.guarded("broken", lambda: 1 / 0)
+    found = check.guarded(lambda: 1 / 0)
     assert found["error"] == "ZeroDivisionError: division by zero"
-    assert check.guarded("sound", lambda: {"a": 1})["result"] == {"a": 1}
+    assert check.guarded(lambda: {"a": 1})["result"] == {"a": 1}
+
+
+PARTS = """
+import json, os, sys, time
+for name in sys.argv[sys.argv.index("--parts") + 1:]:
+    if name == "hangs":
+        time.sleep(600)
+    if name == "dies":
+        os.abort()
+    print(json.dumps({name: {"result": len(sys.argv)}}), flush=True)
+"""
+
+
+def test_a_part_that_hangs_or_dies_is_reported_and_hides_no_other(load, tmp_path):
+    script = tmp_path / "parts.py"
+    script.write_text(PARTS)
+    names = ["first", "hangs", "second", "dies", "third"]
+    found = dict(load("check").in_turn([sys.executable, str(script)], names, limit_s=3))
+    assert list(found) == ["first", "hangs", "second", "dies", "third"]
+    assert [found[name]["result"] for name in ("first", "second", "third")] == [7, 5, 3]
+    assert found["hangs"] == {"error": "took longer than 3 s"} and found["dies"] == {"error": "ended its process with exit code -6"}
+
+
+def test_what_is_missing_or_too_old_is_what_pyproject_asks_for(load):
+    needed, pyproject = load("check").needed, (BENCHMARKS.parent / "pyproject.toml").read_text()
+    everything = needed(pyproject, lambda _: None)
+    assert {"zstandard>=0.23", "cloudpickle>=3.1", "transformers>=5.21"} <= set(everything)
+    assert not any("torch" in requirement for requirement in everything)
+    assert needed(pyproject, load("check").installed) == []
+    there = {"transformers": "5.17.0", "numpy": "2.0", "zstandard": "0.23.0rc1", "pydantic": "2.9.2"}
+    found = needed(pyproject, lambda name: there.get(name, "999.0.1+cu130"))
+    assert found == ["pydantic>=2.10", "transformers>=5.21"]
 
 
 def test_without_a_gpu_it_says_so():

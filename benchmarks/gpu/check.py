@@ -4,43 +4,74 @@ Results on the device are compared with those of the CPU in the same process: at
 the fused head, a model's log-probabilities, losses and gradients, adapters. Then a group of one rank on the device's own collectives,
 weights from one process to another on the device, a training step beside those of a plain torch loop and of TRL, speed and peak memory of
 a pass over 16,384 tokens at the shapes of Qwen3, from random weights, beside what was estimated, and a whole run (embedded engine,
-publishing, proof). Each part stands by itself: one that fails is reported with its error, and the next one runs.
+publishing, proof). Each part stands by itself: one that fails, or takes longer than its limit, is reported, and the next one runs. The file
+of results is written after each part.
 
-    python benchmarks/gpu/check.py [--out FILE] [--parts NAME ...] [--wheels FOLDER] [--trl-python PYTHON] [--cpu]
+    python benchmarks/gpu/check.py [--out FILE] [--parts NAME ...] [--limit-s N] [--wheels FOLDER] [--trl-python PYTHON] [--cpu]
 
---wheels installs what is missing from a folder of wheels, without a network. TRL takes part if it is installed beside torch, or in the
-environment of the interpreter that --trl-python names. --cpu rehearses all parts on the CPU at tiny shapes, which shows that the script
-works and nothing else. Exit 2 where there is no GPU, 1 where a part failed. `python benchmarks/gpu/page.py` makes
-docs/gpu.md of the file.
+--wheels installs what is missing, or older than pyproject.toml asks for, from a folder of wheels, without a network. TRL takes part if it
+is installed beside torch, or in the environment of the interpreter that --trl-python names. --cpu rehearses all parts on the CPU at tiny
+shapes, which shows that the script works and nothing else. Exit 2 where there is no GPU, 1 where a part failed. `python
+benchmarks/gpu/page.py` makes docs/gpu.md of the file.
 """
 
 import argparse
 import json
 import os
+import queue
+import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import tomllib
 import traceback
-from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
 _BENCHMARKS = Path(__file__).resolve().parents[1]
 _SOURCE = _BENCHMARKS.parent / "src"
-_NEEDED = (
-    "aiohttp", "httptools", "math_verify", "msgspec", "numpy", "prometheus_client", "psutil", "pydantic", "rich", "safetensors",
-    "sqlalchemy", "starlette", "tokenizers", "transformers", "uvicorn")
-_RUN_TIMEOUT_S = 240
+_LIMIT_S = 300.0
 
 
 def install(wheels: str) -> None:
-    """Install what is missing from a folder of wheels."""
-    if missing := [name for name in _NEEDED if find_spec(name) is None]:
-        names = [name.replace("_", "-") for name in missing]
-        subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--find-links", wheels, *names], check=True)
+    """Install what is missing or too old from a folder of wheels; torch stays what it is."""
+    if wanted := needed((_SOURCE.parent / "pyproject.toml").read_text(), installed):
+        subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--find-links", wheels, *wanted], check=True)
+
+
+def needed(pyproject: str, installed: Callable[[str], str | None]) -> list[str]:
+    """Return the requirements of a training environment, but for torch, that what is installed does not meet.
+
+    Args:
+        pyproject: text of pyproject.toml; its requirements are names with a lowest version, such as "numpy>=2.0".
+        installed: the installed version of a package, such as "2.1.3"; None where it is missing.
+    """
+    project = tomllib.loads(pyproject)["project"]
+    found = []
+    for requirement in project["dependencies"] + project["optional-dependencies"]["train"]:
+        name, _, least = requirement.partition(";")[0].strip().partition(">=")
+        version = installed(name)
+        if name != "torch" and (version is None or _numbers(version) < _numbers(least)):
+            found.append(f"{name}>={least}")
+    return found
+
+
+def installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> list[int]:
+    """Return the numbers that a version begins with: [2, 11, 0] of "2.11.0+cu130"."""
+    return [int(number) for number in re.match(r"[\d.]*\d", version)[0].split(".")]  # type: ignore[index]
 
 
 def main() -> int:
@@ -48,6 +79,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="", help="file for the results, as JSON; standard output if left out")
     parser.add_argument("--parts", nargs="+", default=[])
+    parser.add_argument("--limit-s", type=float, default=_LIMIT_S, help="longest time of a part (default: %(default)g)")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--wheels", default="")
     parser.add_argument("--trl-python", type=Path, default=Path(sys.executable))
     parser.add_argument("--cpu", action="store_true")
@@ -67,21 +100,77 @@ def main() -> int:
     parts: dict[str, Callable[[], Any]] = own.parts(device, trl_python=str(args.trl_python)) | {"run": lambda: whole_run(args.cpu)}
     if unknown := set(args.parts) - parts.keys():
         parser.error(f"there is no part {min(unknown)!r}, only {', '.join(parts)}")
-    results = {
-        "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__,
-        "device": "CPU, a rehearsal" if args.cpu else torch.cuda.get_device_name(),
-        "parts": {name: guarded(name, part) for name, part in parts.items() if not args.parts or name in args.parts}}
-    text = json.dumps(results, indent=2)
-    if args.out:
-        Path(args.out).write_text(text + "\n")
-    else:
-        print(text)
+    chosen = {name: part for name, part in parts.items() if not args.parts or name in args.parts}
+    if args.here:
+        for name, part in chosen.items():
+            print(json.dumps({name: guarded(part)}), flush=True)
+        return 0
+    results: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "transformers": installed("transformers"),
+        "device": "CPU, a rehearsal" if args.cpu else torch.cuda.get_device_name(), "parts": {}}
+    command = [sys.executable, __file__, "--here", "--trl-python", str(args.trl_python), *(["--cpu"] if args.cpu else [])]
+    for name, found in in_turn(command, list(chosen), limit_s=args.limit_s):
+        results["parts"][name] = found
+        if args.out:
+            write_whole(Path(args.out), json.dumps(results, indent=2) + "\n")
+    if not args.out:
+        print(json.dumps(results, indent=2))
     return int(any("error" in part for part in results["parts"].values()))
 
 
-def guarded(name: str, part: Callable[[], Any]) -> dict[str, Any]:
+def in_turn(command: Sequence[str], names: list[str], *, limit_s: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each part's result, from a process that runs one after the other; another goes on if a part ends it or takes too long."""
+    while names:
+        with subprocess.Popen([*command, "--parts", *names], stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+            lines = Lines(process)
+            while names:
+                print(f"gpu-check: {names[0]}", file=sys.stderr, flush=True)
+                line = lines.next(limit_s)
+                found = json.loads(line)[names[0]] if line else {"error": lines.end(limit_s)}
+                yield names.pop(0), found
+                if not line:
+                    break
+
+
+class Lines:
+    """The lines that a process prints, each within a time, and how it ended."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None, "it is a pipe"
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def next(self, limit_s: float) -> str:
+        """Return the next line; empty if the process has ended or the time is over."""
+        try:
+            return self._lines.get(timeout=limit_s)
+        except queue.Empty:
+            return ""
+
+    def end(self, limit_s: float) -> str:
+        """End the process, and all that it has started, if it still runs; returns what has happened to it."""
+        late = self._process.poll() is None
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        code = self._process.wait()
+        return f"took longer than {limit_s:g} s" if late else f"ended its process with exit code {code}"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that what is there is always whole."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    part.replace(path)
+
+
+def guarded(part: Callable[[], Any]) -> dict[str, Any]:
     """Run a part; an error is its result."""
-    print(f"gpu-check: {name}", file=sys.stderr, flush=True)
     began_s = time.perf_counter()
     try:
         found = {"result": part()}
@@ -98,7 +187,7 @@ def whole_run(cpu: bool) -> dict[str, Any]:
             "--run.name", "check", "--run.total_steps", "2", "--sft.total_steps", "2",
             "--rollout.consumer_batch_size", "4", "--evaluate.num_prompts", "4"]
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_RUN_TIMEOUT_S, check=False,
+            command, capture_output=True, text=True, timeout=_LIMIT_S, check=False,
             env=os.environ | {"PYTHONPATH": str(_SOURCE)} | ({"CUDA_VISIBLE_DEVICES": ""} if cpu else {}))
         results = list(Path(folder).rglob("result.json"))
         if done.returncode or not results:

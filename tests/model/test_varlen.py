@@ -115,3 +115,76 @@ def test_torch_still_has_the_kernel_under_the_arguments_that_are_used(monkeypatc
         out = varlen.varlen_attention(query, key, key, chosen, scale=None)
         out.sum().backward()
         assert (out.shape, query.grad.shape, key.grad.shape) == (query.shape, query.shape, key.shape)
+
+
+def flash_forward(q, k, v, query_bounds, key_bounds, most_queries, most_keys, _p, causal, _debug, *, scale=None, window_size_left=None,
+                  window_size_right=None, **_unused):
+    """`aten::_flash_attention_forward` for a CPU, by the slow kernel."""
+    call = SimpleNamespace(
+        query_bounds=query_bounds, key_bounds=key_bounds, most_queries=most_queries, most_keys=most_keys,
+        window_size=_window(causal, window_size_left, window_size_right))
+    out, lse = slow_forward(q, k, v, call, q.shape[-1] ** -0.5 if scale is None else scale)
+    return out, lse.float(), torch.zeros(2, dtype=torch.uint64), torch.empty(0), torch.empty(0)
+
+
+def flash_backward(grad, q, k, v, out, lse, query_bounds, key_bounds, most_queries, most_keys, _p, causal, _state, _unused, *, scale=None,
+                   window_size_left=None, window_size_right=None):
+    call = SimpleNamespace(
+        query_bounds=query_bounds, key_bounds=key_bounds, most_queries=most_queries, most_keys=most_keys,
+        window_size=_window(causal, window_size_left, window_size_right))
+    return slow_backward(grad, q, k, v, out, lse.to(q.dtype), call, q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def _window(causal, left, right):
+    """The sides of a window, -1 without a bound."""
+    left, right = (-1 if side is None else side for side in (left, right))
+    return [left, 0] if causal else [left, right]
+
+
+def before_torch_2_12(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, scale=None, window_size=None):
+    """The operator with the arguments of torch 2.11."""
+    return torch.ops.torch_attn._varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, scale, window_size, True)
+
+
+@pytest.fixture(params=["as it is", "as of torch 2.11"])
+def operator(request, monkeypatch):
+    """Torch's own operator over a CPU kernel, whose place the device's takes on a GPU."""
+    aten = torch.library.Library("aten", "IMPL")
+    aten.impl("_flash_attention_forward", flash_forward, "CPU")
+    aten.impl("_flash_attention_backward", flash_backward, "CPU")
+    if request.param == "as of torch 2.11":
+        old = torch.library.Library("offbeat_tests", "DEF")
+        old.define("_varlen_attn(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt max_k, "
+                   "bool is_causal=False, float? scale=None, SymInt[]? window_size=None) -> (Tensor, Tensor, Tensor)")
+        old.impl("_varlen_attn", before_torch_2_12, "CPU")
+        ops = SimpleNamespace(
+            _varlen_attn=torch.ops.offbeat_tests._varlen_attn, _varlen_attn_backward=torch.ops.torch_attn._varlen_attn_backward)
+        monkeypatch.setattr(torch, "ops", SimpleNamespace(torch_attn=ops))
+    varlen._kernel.cache_clear()
+    varlen._kernel()
+    monkeypatch.undo()
+    monkeypatch.setattr(varlen, "_DEVICES", {"cpu"})
+    monkeypatch.setattr(varlen, "_DTYPES", {torch.float32})
+    yield
+    varlen._kernel.cache_clear()
+    aten._destroy()
+    if request.param == "as of torch 2.11":
+        old._destroy()
+
+
+@pytest.mark.usefixtures("operator")
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("name", ROWS)
+def test_torchs_own_operator_takes_what_it_is_given_in_old_versions_and_new_ones(name, window):
+    row = ROWS[name]
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, heads, len(row), 8, requires_grad=True) for heads in (4, 2, 2)]
+    weights = torch.randn(1, len(row), 4, 8)
+    got, _ = packed_attention(
+        torch.nn.Module(), *inputs, None, scaling=0.3, sliding_window=window, attention_plan=build_plan(row))
+    assert "_Varlen" in repr(got.grad_fn.next_functions)
+    expected = slow_attention(*inputs, row.segments, 0.3, window=window)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+    found, wanted = (torch.autograd.grad((output * weights).sum(), inputs) for output in (got, expected))
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-3)

@@ -191,11 +191,14 @@ def _kernel() -> tuple[Forward, Backward]:
     """Return the kernel: queries, keys and values to the output [U, H, D] and the log-sum-exp [H, U] float32, and back."""
     import_module("torch.nn.attention.varlen")  # takes seconds, which a process without such a device need not wait for
     ops = torch.ops.torch_attn
+    # Since torch 2.12 it wants to be told where several queries share a key; before, it computes the same without a word.
+    tells = any(argument.name == "enable_gqa" for argument in ops._varlen_attn.default._schema.arguments)
 
     def forward(query: Tensor, key: Tensor, value: Tensor, call: Call, scale: float | None) -> tuple[Tensor, Tensor]:
+        shared = (query.shape[1] != key.shape[1],) if tells else ()
         out, lse, _ = ops._varlen_attn(
             query, key, value, call.query_bounds, call.key_bounds, call.most_queries, call.most_keys, call.window_size == [-1, 0], scale,
-            call.window_size, query.shape[1] != key.shape[1])
+            call.window_size, *shared)
         return out, lse
 
     def backward(

@@ -14,7 +14,7 @@ from offbeat.errors import ConfigError, DeadlineError, DeathError, OffbeatError,
 _KINDS: tuple[tuple[tuple[type[RayError], ...], type[OffbeatError], str], ...] = (
     ((ray_errors.OutOfMemoryError,), DeathError,
      "{name} was ended by Ray {doing}, because its machine ran out of memory; give it a machine with more, or lower what it holds, such as"
-     " train.max_tokens_per_microbatch or inference.max_concurrent: {said}"),
+     " train.max_tokens_per_microbatch or inference.max_running: {said}"),
     ((ray_errors.ActorUnavailableError,), DeathError,
      "{name} cannot be reached {doing}, because the connection to its machine is lost; look at `ray status` and at the network: {said}"),
     ((ray_errors.NodeDiedError, ray_errors.LocalRayletDiedError), DeathError,
