@@ -226,7 +226,8 @@ async def measure(options: argparse.Namespace) -> None:
 
 async def play(options: argparse.Namespace, urls: Sequence[str], http: EngineSession) -> dict[str, float]:
     """Play and train on all groups; returns the figures."""
-    config = Config.model_validate({"run": {"name": "controller"}, "train": {"num_ranks": RANKS, "max_tokens_per_microbatch": 32_768}})
+    config = Config.model_validate({"run": {"name": "controller"}, "train": {
+        "num_ranks": RANKS, "max_tokens_per_microbatch": 32_768, "optimizer": {"lr": 1e-6}}})
     sharder = Sharder(config, num_ranks=RANKS, prior=CostModel(1e-6, 1e-10))
     sinks = [Sink(f"rank {rank}", options.train_s) for rank in range(RANKS)]
     ranks = WorkerRanks(sinks, config, start_anew=no_more, sharder=sharder)

@@ -151,7 +151,7 @@ def test_five_lines_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None
     file = ROOT / "examples" / "five_lines.py"
     exec(compile(file.read_text(), str(file), "exec"), {"__name__": "__main__"})
     [config] = TRAINED
-    assert (config.run.warm_up, config.sft.stop_at_accuracy, config.evaluate.every_steps, config.data.heldout_size) == (True, 0.3, 20, 256)
+    assert (config.run.warm_up, config.sft.stop_at_accuracy, config.evaluate.every_steps) == (True, 0.3, 20)
     assert "held-out accuracy: " in capsys.readouterr().out
     exec(compile(BLOCKS[0], "docs/python.md", "exec"), {"__name__": "__main__"})
     own = {"run": {"name", "dir"}, "data": {"path"}, "rollout": {"reward"}}

@@ -38,7 +38,8 @@ from small_run import SmallRun, offbeat, small_config, start_offbeat
 from waiting import wait_until
 
 SUPERVISED = {
-    "sft__total_steps": "7", "sft__batch_size": "6", "sft__optimizer__warmup_steps": "3", "sft__optimizer__schedule": "linear",
+    "sft__total_steps": "7", "sft__batch_size": "6", "sft__optimizer__lr": "2e-3",
+    "sft__optimizer__warmup_steps": "3", "sft__optimizer__schedule": "linear",
     "data__heldout_size": "0", "checkpoint__every_steps": "2", "rollout__balance_batch": "false"}
 OWN_TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 Trouble = Callable[[int, RunState], None]

@@ -63,6 +63,7 @@ GIVEN: Mapping[str, str] = {
     "algorithm.gae_lambda": "0.9", "algorithm.critic_lambda": "0.9", "critic.optimizer.beta1": "0.8", "critic.optimizer.beta2": "0.9",
     "critic.optimizer.lr": "2e-05", "critic.optimizer.min_lr_ratio": "0.5",
     "algorithm.turn_gamma": "0.9", "train.precision": "bf16_mixed",
+    **{f"telemetry.wandb.{name}": "other" for name in ("project", "entity", "name", "id")},
 }
 """Values that mean something; other settings get the next value that is allowed."""
 
