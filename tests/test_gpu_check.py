@@ -141,10 +141,10 @@ def test_a_part_that_hangs_or_dies_is_reported_and_hides_no_other(load, tmp_path
     script = tmp_path / "parts.py"
     script.write_text(PARTS)
     names = ["first", "hangs", "second", "dies", "third"]
-    found = dict(load("check").in_turn([sys.executable, str(script)], names, limit_s=3))
+    found = dict(load("check").in_turn([sys.executable, str(script)], names, limit_s=10))
     assert list(found) == ["first", "hangs", "second", "dies", "third"]
     assert [found[name]["result"] for name in ("first", "second", "third")] == [7, 5, 3]
-    assert found["hangs"] == {"error": "took longer than 3 s"} and found["dies"] == {"error": "ended its process with exit code -6"}
+    assert found["hangs"] == {"error": "took longer than 10 s"} and found["dies"] == {"error": "ended its process with exit code -6"}
 
 
 def test_what_is_missing_or_too_old_is_what_pyproject_asks_for(load):
@@ -154,7 +154,7 @@ def test_what_is_missing_or_too_old_is_what_pyproject_asks_for(load):
     assert not any("torch" in requirement for requirement in everything)
     assert needed(pyproject, load("check").installed) == []
     there = {"transformers": "5.17.0", "numpy": "2.0", "zstandard": "0.23.0rc1", "pydantic": "2.9.2"}
-    found = needed(pyproject, lambda name: there.get(name, "999.0.1+cu130"))
+    found = needed(pyproject, lambda name: there.get(name, "9999.0.1+cu130"))
     assert found == ["pydantic>=2.10", "transformers>=5.21"]
 
 

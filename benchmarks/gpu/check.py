@@ -126,7 +126,7 @@ def in_turn(command: Sequence[str], names: list[str], *, limit_s: float) -> Iter
             while names:
                 print(f"gpu-check: {names[0]}", file=sys.stderr, flush=True)
                 line = lines.next(limit_s)
-                found = json.loads(line)[names[0]] if line else {"error": lines.end(limit_s)}
+                found = json.loads(line)[names[0]] if line else {"error": lines.end(late=line is None, limit_s=limit_s)}
                 yield names.pop(0), found
                 if not line:
                     break
@@ -146,19 +146,20 @@ class Lines:
             self._lines.put(line)
         self._lines.put("")
 
-    def next(self, limit_s: float) -> str:
-        """Return the next line; empty if the process has ended or the time is over."""
+    def next(self, limit_s: float) -> str | None:
+        """Return the next line; empty if the process has ended, None if the time is over."""
         try:
             return self._lines.get(timeout=limit_s)
         except queue.Empty:
-            return ""
+            return None
 
-    def end(self, limit_s: float) -> str:
-        """End the process, and all that it has started, if it still runs; returns what has happened to it."""
-        late = self._process.poll() is None
+    def end(self, *, late: bool, limit_s: float) -> str:
+        """End all that the process has started, and itself if it is late; returns what has happened to it."""
+        if late:
+            self._process.kill()
+        code = self._process.wait()
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        code = self._process.wait()
         return f"took longer than {limit_s:g} s" if late else f"ended its process with exit code {code}"
 
 
