@@ -7,8 +7,8 @@ samples; the base is the same. The time is that of the CPU, over all processes o
 
     python benchmarks/presets.py [--quick] [--presets grpo,cispo] [--seeds 0 1 2] [--resume] [--write-docs]
 
-Runs are kept in build/benchmarks/presets.jsonl, a line each. With --resume it is gone on with, and what is done under the same settings is
-not done again; without, it begins anew. One line per preset is printed when all of its seeds are done. All presets take about an hour and a
+Runs are kept in benchmarks/presets.jsonl, a line each. With --resume it is gone on with, and what is done under the same settings is not
+done again; without, it begins anew. One line per preset is printed when all of its seeds are done. All presets take about an hour and a
 half on two cores. --write-docs writes the table of docs/algorithms.md from that file in the end.
 """
 
@@ -16,19 +16,20 @@ import argparse
 import json
 import resource
 import shutil
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean
 
-from measure import ROOT, WORK, note
+from measure import BENCHMARKS, ROOT, WORK, note
 from step import offbeat
 
 from offbeat.config.presets import PRESETS
 
 FOLDER = WORK / "presets"
 BASE, TEACHER = FOLDER / "base" / "export", FOLDER / "teacher" / "export"
-RESULTS = WORK / "presets.jsonl"
+RESULTS = BENCHMARKS / "presets.jsonl"
 DOCUMENT = ROOT / "docs" / "algorithms.md"
 BEGIN, END = "<!-- begin: presets on sort_digits -->\n", "<!-- end: presets on sort_digits -->\n"
 BASE_SETTINGS = {"sft.stop_at_accuracy": "0.35", "sft.evaluate_every_steps": "5"}
@@ -42,9 +43,10 @@ BUDGET = {
 """Settings of all runs alike, beside those of the quick start."""
 QUICK = {"run.total_steps": "3"}
 REMARKS = {
-    "vapo": "`vapo` forgets what the base knew: its lambda of 1 - 1 / (0.05 n) is made for answers of hundreds of tokens. For the 9 of this"
+    "vapo": "`vapo` learns least: its lambda of 1 - 1 / (0.05 n) is made for answers of hundreds of tokens. For the 9 of this"
             " task it is 0,\nso that each token learns from a critic alone which has had ten steps to begin with.",
-    "sdft": "`sdft` does, too: a model this small, which has never seen a prompt with its solution, has nothing to teach itself.",
+    "sdft": "`sdft` forgets what the base knew: a model this small, which has never seen a prompt with its solution, has nothing to teach"
+            " itself.",
 }
 """What to know about a row of the table, by preset."""
 
@@ -179,6 +181,9 @@ def render(runs: Sequence[Run], settings: Mapping[str, str]) -> str:
             own[0].preset, f"{mean(run.before for run in own):.3f}", *(after.get(seed, "") for seed in seeds),
             f"{mean(run.after for run in own):.3f}", f"{mean(run.cpu_seconds for run in own):.0f}"]
         lines.append("| " + " | ".join(cells) + " |")
+    if missing := [preset for preset, own in by_preset.items() if not own]:
+        names = ", ".join(f"`{preset}`" for preset in missing)
+        lines += ["", *textwrap.wrap(f"Not measured since the base or the presets changed: {names}.", 140)]
     lines += ["", *(REMARKS[preset] for preset, own in by_preset.items() if own and preset in REMARKS)]
     return "\n".join(lines) + "\n"
 
