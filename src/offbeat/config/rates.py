@@ -11,8 +11,8 @@ mu-parametrisation: every config.json has it, and the experts of a mixture do no
 - Distillation on the policy's own samples, which has a signal at every token: Tinker 1e-4 for an adapter.
 - Adapters: ten times the rate of all weights, whatever their rank (Schulman and others, LoRA Without Regret, 2025; Tinker).
 
-Short runs of models below 0.6B want more than long runs of large ones; the first two columns were measured here (the table in
-docs/choosing-settings.md, and the examples).
+Short runs of models below 0.6B want more than long runs of large ones: the first column has the rates of the examples, and some of the
+second were measured (docs/choosing-settings.md). The other columns rest on the sources alone.
 """
 
 from collections.abc import Mapping
