@@ -7,7 +7,7 @@ questions (SFT, GRPO), and the share of held-out pairs of a right and a wrong su
 
     python benchmarks/learning_rates.py [--kinds grpo sft dpo] [--factors 1 0.33 3 10] [--seeds 0 1 2] [--quick] [--resume] [--write-docs]
 
-The model is `.models/smollm2-135m-instruct`, which `make smollm2` makes. Runs are kept in build/benchmarks/learning_rates.jsonl, a line
+The model is `.models/smollm2-135m-instruct`, which `make smollm2` makes. Runs are kept in benchmarks/learning_rates.jsonl, a line
 each. With --resume it is gone on with, and what is done under the same settings is not done again; without, it begins anew. --write-docs
 writes the table of docs/choosing-settings.md from that file in the end; with --factors and nothing after it, nothing is run before.
 """
@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
 
-from measure import ROOT, WORK, note
+from measure import BENCHMARKS, ROOT, WORK, note
 from presets import cpu_seconds
 from step import run
 
@@ -31,7 +31,7 @@ from offbeat.config.load import load_config
 
 MODEL = ROOT / ".models" / "smollm2-135m-instruct"
 FOLDER = WORK / "learning_rates"
-RESULTS = WORK / "learning_rates.jsonl"
+RESULTS = BENCHMARKS / "learning_rates.jsonl"
 DOCUMENT = ROOT / "docs" / "choosing-settings.md"
 BEGIN, END = "<!-- begin: learning rates on SmolLM2 -->\n", "<!-- end: learning rates on SmolLM2 -->\n"
 NUM_ROWS, NUM_HELDOUT = 96, 64
