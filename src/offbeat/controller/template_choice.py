@@ -17,7 +17,7 @@ from offbeat.config.data import DataConfig
 from offbeat.config.root import Config
 from offbeat.data.dataset import Dataset, open_datasets
 from offbeat.data.files import Sieve
-from offbeat.data.model_folder import check_model_folder, read_end_token_ids
+from offbeat.data.model_folder import check_model_folder, read_end_token_ids, read_model_config
 from offbeat.data.pairs import holds_pairs, open_pairs
 from offbeat.data.sources import open_source
 from offbeat.data.tokenizer import DEFAULT_CHAT_TEMPLATE, Tokenizer, load_tokenizer
@@ -102,6 +102,7 @@ class _Taught:
     def _read(self) -> tuple[Tokenizer, str]:
         """Return the tokenizer, and the token that ends both the model's answers and its template's turns; "" where none does."""
         if self._ends is None:
+            read_model_config(self._model)
             folder = Path(self._model).expanduser()
             folder = folder if folder.is_dir() else check_model_folder(self._model)
             tokenizer = load_tokenizer(self._name or str(folder))
