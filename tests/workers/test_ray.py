@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -197,7 +198,8 @@ def test_a_lora_run_whose_ranks_and_engine_share_no_disk_is_resumed_when_their_m
         steps = len(seen.metrics())
         wait_for(lambda: len(seen.metrics()) > steps + 2, first)
         kill_that_of("rank 1")
-        assert first.wait(timeout=60) == 1 and "rank 1 died" in output.read_text(), output.read_text()
+        ended, said = first.wait(timeout=60), output.read_text()
+        assert ended == 1 and re.search("offbeat: rank 1 (died|cannot be reached)", said), said  # Ray may not know yet which of them it is
         newest, done = saved()[-1], len(seen.metrics())
         add()
         second = start(run__total_steps=str(done + 2))
