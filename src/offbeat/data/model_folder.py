@@ -62,14 +62,19 @@ def read_model_config(path: str) -> dict[str, Any]:
     return config
 
 
+def _read_text_config(path: str) -> dict[str, Any]:
+    """Return the part of config.json that is about text; of a model of text alone that is all of it."""
+    config = read_model_config(path)
+    return config.get("text_config") or config
+
+
 def read_context_length(path: str) -> int:
     """Return the longest sequence in tokens that config.json allows and that does not depend on other sequences; see `rope_limit`.
 
     Raises:
         ModelError: as for `read_model_config`, or the configuration states none.
     """
-    config = read_model_config(path)
-    text_config = config.get("text_config") or config
+    text_config = _read_text_config(path)
     for name in CONTEXT_LENGTH_NAMES:
         if isinstance(length := text_config.get(name), int):
             ropes, original = text_config.get("rope_parameters") or text_config.get("rope_scaling"), "original_max_position_embeddings"
@@ -83,8 +88,7 @@ def read_width(path: str) -> int:
     Raises:
         ModelError: as for `read_model_config`, or the configuration states none.
     """
-    config = read_model_config(path)
-    text_config = config.get("text_config") or config
+    text_config = _read_text_config(path)
     for name in WIDTH_NAMES:
         if isinstance(width := text_config.get(name), int) and width > 0:
             return width

@@ -181,12 +181,7 @@ class PrefillStep:
         """
         if self._fresh:
             return window_mask(self._length, window, self._cache.device)
-        own = self.positions[:, None, :, None]
-        position = torch.arange(self.width, device=self._cache.device)
-        hidden = position > own
-        if window is not None:
-            hidden |= position <= own - window
-        return torch.zeros(hidden.shape, dtype=self._cache.shape.dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+        return _added(self.positions[:, None, :, None], width=self.width, window=window, dtype=self._cache.shape.dtype)
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new keys and values, each [N, num_kv_heads, L, head_dim] in the cache's dtype.
@@ -231,12 +226,8 @@ class DecodeStep:
 
     def window_mask(self, window: int | None) -> Tensor:
         """Return `mask` [B * num_kv_heads, 1, width] with all but the last `window` positions hidden as well; None hides no more."""
-        shape, device = self._cache.shape, self._cache.device
-        position = torch.arange(self.width, device=device)
-        hidden = position > self.positions[:, None]
-        if window is not None:
-            hidden |= position <= self.positions[:, None] - window
-        mask = torch.zeros(self.rows, self.width, dtype=shape.dtype, device=device).masked_fill_(hidden, -torch.inf)
+        shape = self._cache.shape
+        mask = _added(self.positions[:, None], width=self.width, window=window, dtype=shape.dtype)
         return mask.repeat_interleave(shape.num_kv_heads, dim=0).unsqueeze(1)
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,6 +242,15 @@ class DecodeStep:
             stored.view(-1, head_dim).index_copy_(0, self._index, new.reshape(-1, head_dim))
             cached.append(stored[: self.rows, :, : self.width].flatten(0, 1))
         return cached[0], cached[1]
+
+
+def _added(positions: Tensor, *, width: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Build a mask [..., width] of tokens at `positions` [..., 1]: 0 where they attend, -inf after them and before their window."""
+    position = torch.arange(width, device=positions.device)
+    hidden = position > positions
+    if window is not None:
+        hidden |= position <= positions - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scale: float) -> Tensor:
