@@ -31,7 +31,8 @@ from offbeat.config.load import load_config
 
 MODEL = ROOT / ".models" / "smollm2-135m-instruct"
 FOLDER = WORK / "learning_rates"
-RESULTS = BENCHMARKS / "learning_rates.jsonl"
+RESULTS, SMOKE = BENCHMARKS / "learning_rates.jsonl", WORK / "learning_rates-quick.jsonl"
+"""Runs, and those of smoke runs, which leave the others alone."""
 DOCUMENT = ROOT / "docs" / "choosing-settings.md"
 BEGIN, END = "<!-- begin: learning rates on SmolLM2 -->\n", "<!-- end: learning rates on SmolLM2 -->\n"
 NUM_ROWS, NUM_HELDOUT = 96, 64
@@ -89,8 +90,9 @@ def main() -> None:
     args = parser.parse_args()
     if not (MODEL / "config.json").exists():
         sys.exit(f"{MODEL} does not exist; run make smollm2")
+    results = SMOKE if args.quick else RESULTS
     if not args.resume and args.factors:
-        RESULTS.unlink(missing_ok=True)
+        results.unlink(missing_ok=True)
     factors, seeds = ([1.0], args.seeds[:1]) if args.quick else (args.factors, args.seeds)
     for factor in factors:
         for seed in seeds:
@@ -98,18 +100,18 @@ def main() -> None:
                 for weights in WEIGHTS:
                     measure(kind, weights, factor, seed, quick=args.quick)
     if args.write_docs:
-        write_docs(read_results())
+        write_docs(read_results(results))
 
 
 def measure(kind: str, weights: str, factor: float, seed: int, *, quick: bool) -> None:
     """Do a run that is not yet among the results, and print it."""
-    settings = settings_of(kind, weights, quick=quick)
+    settings, results = settings_of(kind, weights, quick=quick), SMOKE if quick else RESULTS
     wanted = (kind, weights, factor, seed, settings)
-    if any((run.kind, run.weights, run.factor, run.seed, run.settings) == wanted for run in read_results()):
+    if any((run.kind, run.weights, run.factor, run.seed, run.settings) == wanted for run in read_results(results)):
         return
     lr = None if factor == 1 else float(f"{factor * default_rate(kind, weights):.2g}")
     done = train(kind, weights, factor, seed, settings, lr=lr)
-    with RESULTS.open("a", encoding="utf-8") as file:
+    with results.open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(done)) + "\n")
     print(json.dumps({"benchmark": "learning_rates", **asdict(done), "settings": None}), flush=True)
 
@@ -186,9 +188,9 @@ def _said(number: int) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": str(number)}]
 
 
-def read_results() -> list[Run]:
+def read_results(results: Path = RESULTS) -> list[Run]:
     """All runs that are done."""
-    lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
+    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
     return [Run(**json.loads(line)) for line in lines]
 
 

@@ -20,6 +20,7 @@ import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import mean
 
 from measure import BENCHMARKS, ROOT, WORK, note
@@ -29,7 +30,8 @@ from offbeat.config.presets import PRESETS
 
 FOLDER = WORK / "presets"
 BASE, TEACHER = FOLDER / "base" / "export", FOLDER / "teacher" / "export"
-RESULTS = BENCHMARKS / "presets.jsonl"
+RESULTS, SMOKE = BENCHMARKS / "presets.jsonl", WORK / "presets-quick.jsonl"
+"""Runs, and those of smoke runs, which leave the others alone."""
 DOCUMENT = ROOT / "docs" / "algorithms.md"
 BEGIN, END = "<!-- begin: presets on sort_digits -->\n", "<!-- end: presets on sort_digits -->\n"
 BASE_SETTINGS = {"sft.stop_at_accuracy": "0.35", "sft.evaluate_every_steps": "5"}
@@ -78,8 +80,9 @@ def main() -> None:
     parser.add_argument("--write-docs", action="store_true", help=f"write the table of {DOCUMENT.relative_to(ROOT)} from the results")
     args = parser.parse_args()
     settings, seeds = (BUDGET | QUICK, args.seeds[:1]) if args.quick else (BUDGET, args.seeds)
+    results = SMOKE if args.quick else RESULTS
     if not args.resume:
-        RESULTS.unlink(missing_ok=True)
+        results.unlink(missing_ok=True)
     if not (BASE / "config.json").exists():
         note("supervised warm-up, once")
         offbeat("sft", "--run.dir", FOLDER, "--run.name", BASE.parent.name, *_overrides(BASE_SETTINGS))
@@ -87,14 +90,14 @@ def main() -> None:
         note("a teacher, once")
         offbeat("sft", "--run.dir", FOLDER, "--run.name", TEACHER.parent.name, *_overrides(TEACHER_SETTINGS))
     for preset in args.presets:
-        done = {run.seed: run for run in read_results(settings) if run.preset == preset}
+        done = {run.seed: run for run in read_results(results, settings) if run.preset == preset}
         for seed in seeds:
             if seed not in done:
                 done[seed] = train(preset, seed, settings)
-                record(done[seed])
+                record(results, done[seed])
         print(json.dumps(summary([done[seed] for seed in seeds])), flush=True)
     if args.write_docs:
-        write_docs(read_results(settings), settings)
+        write_docs(read_results(results, settings), settings)
 
 
 def _names(text: str) -> Sequence[str]:
@@ -128,15 +131,15 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def record(run: Run) -> None:
+def record(results: Path, run: Run) -> None:
     """Append a run to the results."""
-    with RESULTS.open("a", encoding="utf-8") as file:
+    with results.open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(run)) + "\n")
 
 
-def read_results(settings: Mapping[str, str]) -> list[Run]:
+def read_results(results: Path, settings: Mapping[str, str]) -> list[Run]:
     """All runs that were made under these settings."""
-    lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
+    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
     return [run for run in (Run(**json.loads(line)) for line in lines) if run.settings == settings]
 
 
