@@ -12,6 +12,7 @@ from string import Template
 from typing import Any
 
 from offbeat.dashboard import timeline
+from offbeat.dashboard.answers import answers_html
 from offbeat.dashboard.cards import cards_html, episode_cards, evaluation_sets, main_cards
 from offbeat.dashboard.evaluations import evaluations_html, models_html
 from offbeat.dashboard.run_files import RunFiles, read_run
@@ -64,6 +65,7 @@ def render_report(run: RunFiles) -> str:
         warm_up=warm_up_html(run),
         evaluations=evaluations_html(run),
         episodes=_episodes_html(run),
+        answers=answers_html(run.answers),
         samples=samples_html(run.groups),
         timeline=timeline_html(run),
         details=details_html(run),
@@ -75,7 +77,7 @@ def cell_html(run: RunFiles) -> str:
     charts = _charts_html(run, later="Show the run again then.")
     page = (
         f'<!doctype html><meta charset="utf-8"><style>{STYLE}</style><main><dl class="figures">{figures_html(run)}</dl>{_advice_html(run)}'
-        f"<section><h2>Curves</h2>{charts}</section>{samples_html(run.groups)}</main>"
+        f"{answers_html(run.answers)}<section><h2>Curves</h2>{charts}</section>{samples_html(run.groups)}</main>"
         f'<div id="tip" role="status"></div><script>{CHARTS_SCRIPT}\nattachCharts(document);</script>')
     return f'<iframe title="{escape(run.name)}" srcdoc="{escape(page)}" style="width:100%;height:{_CELL_PX}px;border:0"></iframe>'
 
@@ -86,7 +88,7 @@ def overview_html(run: RunFiles) -> str:
         empty = '<p class="empty">No model is evaluated yet. Results appear here with the first one; this page refreshes by itself.</p>'
         return f"<section><h2>Evaluation</h2>{models_html(run) or empty}</section>"
     return (
-        f'<dl class="figures">{figures_html(run)}</dl>{_advice_html(run)}'
+        f'<dl class="figures">{figures_html(run)}</dl>{_advice_html(run)}{answers_html(run.answers)}'
         f"<section><h2>Curves</h2>{_charts_html(run, later='This page refreshes by itself.')}</section>"
         f"{warm_up_html(run)}{evaluations_html(run)}{_episodes_html(run)}")
 

@@ -10,7 +10,9 @@ from typing import Any
 
 from offbeat.data.kept import KeptGroup, kept_files, read_groups
 from offbeat.errors import DataError
-from offbeat.telemetry.evaluation_log import RESULT_NAME
+from offbeat.evaluation.files import read_samples
+from offbeat.evaluation.samples import EvaluatedSet
+from offbeat.telemetry.evaluation_log import RESULT_NAME, stored_evaluations
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.trace import Span, TraceReader, read_trace
 
@@ -22,6 +24,7 @@ _EVALUATION_FOLDER = "-eval"
 
 _LARGEST = 1e100
 _MOST_GROUPS = 32
+_MOST_PROMPTS = 256
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class RunFiles:
         is_evaluation: whether this is a folder of `offbeat eval`, not of a run.
         evaluation: what `offbeat eval` found.
         groups: of the newest step whose rollouts were kept, the first ones.
+        answers: to the first prompts of one evaluation set, by global step, at the first evaluation of the run and at the last; empty
+            unless there are two.
     """
 
     name: str
@@ -44,6 +49,7 @@ class RunFiles:
     is_evaluation: bool = False
     evaluation: Mapping[str, Any] = field(default_factory=dict)
     groups: Sequence[KeptGroup] = ()
+    answers: Mapping[int, EvaluatedSet] = field(default_factory=dict)
 
     def points(self, metric: str) -> list[tuple[float, float]]:
         """Return a metric as (global step, value); rows without the metric, or with a value that is not a finite number, are left out."""
@@ -87,6 +93,7 @@ def read_run(run_dir: Path, *, trace: TraceReader | None = None) -> RunFiles:
         is_evaluation=is_evaluation(run_dir),
         evaluation=_json_object(_text(run_dir / RESULT_NAME)),
         groups=_newest_groups(run_dir),
+        answers=_first_and_last_answers(run_dir),
     )
 
 
@@ -116,6 +123,18 @@ def _newest_groups(run_dir: Path) -> list[KeptGroup]:
         return list(islice(read_groups(files[-1]), _MOST_GROUPS)) if files else []
     except DataError:
         return []  # a damaged file costs the report its samples
+
+
+def _first_and_last_answers(run_dir: Path) -> dict[int, EvaluatedSet]:
+    stored = stored_evaluations(run_dir)
+    name = min((name for _, name in stored.values()), default="")  # "", the held-out prompts, where the run has some
+    files = [(step, path) for path, (step, other) in stored.items() if other == name]
+    if len(files) < 2:
+        return {}
+    try:
+        return {step: read_samples(path, most=_MOST_PROMPTS)[""][name] for step, path in (files[0], files[-1])}
+    except (DataError, KeyError):
+        return {}
 
 
 def _finite(value: Any) -> bool:

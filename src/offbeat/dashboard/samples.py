@@ -6,7 +6,7 @@ from html import escape
 from offbeat.dashboard.conversation import messages_of
 from offbeat.data.kept import KeptGroup, KeptTrajectory
 
-_MOST_PROMPT, _MOST_WRITTEN = 600, 1500
+MOST_PROMPT, _MOST_WRITTEN = 600, 1500
 _NUM_EACH = 3
 
 Sample = tuple[str, KeptGroup, KeptTrajectory]
@@ -59,10 +59,10 @@ def _card(name: str, group: KeptGroup, t: KeptTrajectory) -> str:
         f"advantage {t.advantage:+.3g}" if t.advantage else "",
         f"{t.num_generated} token{'' if t.num_generated == 1 else 's'}", "" if t.reason == "stop" else t.reason, f"row {group.prompt_id}"]
     head = f"<h3>{escape(name.capitalize())} <small>{escape(' · '.join(filter(None, facts)))}</small></h3>"
-    answer = f'<div class="expected">answer: {escape(_cut(group.answer, _MOST_PROMPT))}</div>' if group.answer else ""
+    answer = f'<div class="expected">answer: {escape(cut(group.answer, MOST_PROMPT))}</div>' if group.answer else ""
     played = "".join(f'<div class="{css}">{escape(text)}</div>' for css, text in _played(t))
     return (
-        f'<figure class="card rollout">{head}<div class="asked">{escape(_cut(group.prompt, _MOST_PROMPT))}</div>'
+        f'<figure class="card rollout">{head}<div class="asked">{escape(cut(group.prompt, MOST_PROMPT))}</div>'
         f'<div class="played">{played}</div>{answer}</figure>')
 
 
@@ -73,9 +73,10 @@ def _played(t: KeptTrajectory) -> Iterator[tuple[str, str]]:
         if message.turn == 0 or left <= 0:  # the prompt, or too much
             continue
         text = "".join(pieces[message.start : message.end])
-        yield ("written" if message.role == "policy" else "given", _cut(text, left))
+        yield ("written" if message.role == "policy" else "given", cut(text, left))
         left -= len(text)
 
 
-def _cut(text: str, most: int) -> str:
+def cut(text: str, most: int) -> str:
+    """Return a text of at most `most` characters, with a mark where it goes on."""
     return text if len(text) <= most else f"{text[:most]} …"

@@ -56,7 +56,7 @@ def keep(
         why, drawn_again: of a group that is not trained on.
     """
     return KeptGroup(
-        prompt_id=group.prompt_id, admitted_version=group.admitted_version, rejected=group.rejected, prompt=_whole(_prompt_text(row)),
+        prompt_id=group.prompt_id, admitted_version=group.admitted_version, rejected=group.rejected, prompt=_whole(row.prompt_text),
         answer=_whole(row.answer), why=why, drawn_again=drawn_again, step=step,
         trajectories=tuple(_keep_trajectory(t, pieces, columns.get(place)) for place, t in enumerate(group.trajectories)))
 
@@ -114,9 +114,3 @@ def _number(value: float) -> float | None:
 def _whole(text: str) -> str:
     """Return text of user code with escapes for lone surrogates, which no file can hold."""
     return text.encode(errors="backslashreplace").decode()
-
-
-def _prompt_text(row: Row) -> str:
-    if isinstance(row.prompt, str):
-        return row.prompt
-    return "\n".join(f"{message['role']}: {message['content']}" for message in row.prompt)

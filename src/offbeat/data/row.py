@@ -58,6 +58,13 @@ class Row:
         """The assistant's message that supervised fine-tuning imitates."""
         return self.said or {"role": "assistant", "content": self.solution or self.answer}
 
+    @property
+    def prompt_text(self) -> str:
+        """The prompt for readers: its text, or the messages of a chat one below the other, such as "user: What is 6 * 7?"."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return "\n".join(f"{message['role']}: {message['content']}" for message in self.prompt)
+
 
 def parse_record(record: Mapping[str, Any], config: DataConfig, *, where: str, needs_answer: bool = True) -> Row:
     """Make a row from a JSON object or table row, according to `config.format`, `config.prompt` and the field names.

@@ -8,6 +8,7 @@ import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +82,17 @@ def write_samples(path: Path, lines: Iterable[bytes]) -> None:
         raise StorageError(f"cannot write {path}: {exc.strerror}; free space, or choose another file with --output") from exc
 
 
-def read_samples(path: Path) -> dict[str, dict[str, EvaluatedSet]]:
+def read_samples(path: Path, *, most: int | None = None) -> dict[str, dict[str, EvaluatedSet]]:
     """Return the sets of a file of answers, by model and then by name; the model is "" where the file names none.
+
+    Args:
+        most: lines to read; None reads all.
 
     Raises:
         DataError: there is no such file, or a line is not what `encode_lines` writes.
     """
     lines: dict[tuple[str, str], list[_Line]] = {}
-    for number, text in enumerate(_lines(path), 1):
+    for number, text in enumerate(islice(_lines(path), most), 1):
         try:
             line = msgspec.convert(json.loads(text), _Line)
         except (ValueError, RecursionError) as exc:

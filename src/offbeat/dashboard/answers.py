@@ -1,0 +1,83 @@
+"""Answers to a few held-out prompts before and after training, side by side: what the first evaluation of a run heard, and its last."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from html import escape
+
+from offbeat.dashboard.samples import MOST_PROMPT, cut
+from offbeat.evaluation.samples import EvaluatedPrompt, EvaluatedSample, EvaluatedSet
+
+_MOST_ANSWER = 800
+_NUM_RISEN, _NUM_FALLEN, _NUM_SAME = 3, 1, 1
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The first answer to one prompt at the first evaluation, and at the last.
+
+    Attributes:
+        name: "gained", "lost", "still wrong" or "right before and after".
+    """
+
+    name: str
+    prompt: EvaluatedPrompt
+    before: EvaluatedSample
+    after: EvaluatedSample
+
+    @property
+    def change(self) -> float:
+        """What the reward has risen by; an answer without a reward counts as 0."""
+        return (self.after.reward or 0.0) - (self.before.reward or 0.0)
+
+
+def choose_pairs(first: EvaluatedSet, last: EvaluatedSet) -> list[Pair]:
+    """Return prompts that both evaluations asked: three that gained most, the one that lost most, one still wrong, one right in both.
+
+    Prompts are matched by `EvaluatedPrompt.key`. Of equal changes the first in the set comes first.
+    """
+    later = {prompt.key: prompt for prompt in last.prompts}
+    pairs = []
+    for prompt in first.prompts:
+        other = later.get(prompt.key)
+        if other is not None and prompt.samples and other.samples:
+            before, after = prompt.samples[0], other.samples[0]
+            pairs.append(Pair("right before and after" if after.is_right else "still wrong", prompt, before, after))
+    pairs.sort(key=lambda pair: -pair.change)
+    risen = [replace(pair, name="gained") for pair in pairs if pair.change > 0]
+    fallen = [replace(pair, name="lost") for pair in reversed(pairs) if pair.change < 0]
+    same = [pair for pair in pairs if pair.change == 0]
+    return [
+        *risen[:_NUM_RISEN], *fallen[:_NUM_FALLEN], *[pair for pair in same if not pair.after.is_right][:_NUM_SAME],
+        *[pair for pair in same if pair.after.is_right][:_NUM_SAME]]
+
+
+def answers_html(answers: Mapping[int, EvaluatedSet]) -> str:
+    """Draw the chosen prompts as cards.
+
+    Args:
+        answers: two evaluations of one set by global step, as `RunFiles.answers` has them; without two nothing is drawn.
+    """
+    if len(answers) < 2:
+        return ""
+    (start, first), (end, last) = sorted(answers.items())
+    cards = "".join(_card(pair, start, end) for pair in choose_pairs(first, last))
+    what = f"Answers to {escape(last.name)}" if last.name else "Held-out answers"
+    return f'<section><h2>{what}, before and after</h2><div class="cards">{cards}</div></section>' if cards else ""
+
+
+def _card(pair: Pair, start: int, end: int) -> str:
+    row = pair.prompt.row
+    answer = f'<div class="expected">answer: {escape(cut(row.answer, MOST_PROMPT))}</div>' if row.answer else ""
+    return (
+        f'<figure class="card rollout"><h3>{pair.name.capitalize()}</h3>'
+        f'<div class="asked">{escape(cut(row.prompt_text, MOST_PROMPT))}</div>'
+        f'{_said(pair.before, "before" if start == 0 else f"after step {start}", "given")}'
+        f'{_said(pair.after, f"after step {end}", "written")}{answer}</figure>')
+
+
+def _said(sample: EvaluatedSample, when: str, css: str) -> str:
+    reward = f"reward {sample.reward:.4g}" if sample.reward is not None else f"no reward: {sample.reason}"
+    facts = f"{when} · {reward}" + (f" · {sample.reason}" if sample.reward is not None and sample.reason != "stop" else "")
+    return (
+        f'<div class="when">{escape(facts)}</div>'
+        f'<div class="played"><div class="{css}">{escape(cut(sample.text, _MOST_ANSWER)) or "(nothing)"}</div></div>')
