@@ -2,6 +2,7 @@
 
 import queue
 import socket
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,24 @@ def test_a_store_that_nobody_hosts_is_a_missed_deadline():
         port = listener.getsockname()[1]
     with pytest.raises(DeadlineError, match=f"127.0.0.1:{port} within 1 s"):
         connect_store("127.0.0.1", port, timeout_s=1)
+
+
+def test_a_name_without_an_address_is_said_at_once_and_asked_for_until_the_deadline(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+):
+    with pytest.raises(DeadlineError, match=r"the name 'rank-0\.invalid' of the store's host has no address .+, after 2 s; MASTER"):
+        connect_store("rank-0.invalid", 29500, timeout_s=2)
+    assert "it is asked for again for 2 s" in caplog.text
+    store, asked, ask = host_store(30), [], socket.getaddrinfo
+
+    def of_a_machine_that_starts(host: str, *rest: Any, **options: Any) -> Any:
+        asked.append(host)
+        return ask("127.0.0.1" if len(asked) > 2 else host, *rest, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", of_a_machine_that_starts)
+    with pytest.raises(DeadlineError, match=f"no store answered at rank-0.invalid:{store.port}"):  # torch asks for the name by itself
+        connect_store("rank-0.invalid", store.port, timeout_s=4)
+    assert asked == ["rank-0.invalid"] * 3
 
 
 def test_a_single_rank_joins_and_leaves_twice():

@@ -5,8 +5,10 @@ client of its own, and the calling thread has none.
 """
 
 import contextlib
+import itertools
 import logging
 import queue
+import socket
 import threading
 import time
 from collections.abc import Iterable
@@ -33,36 +35,64 @@ _ENDING_S = 0.5
 _LOOK_S = 0.1
 """Interval between two looks at a store's host that has not answered yet."""
 
+_RESOLVE_S = 0.5
+"""Interval between two questions for the address of a name that has none."""
+
 
 def reach(host: str, port: int, *, timeout_s: float, server: Card | None = None) -> dist.TCPStore:
     """Connect to the store at `host`:`port`; `server`, if known, is the rank that serves it.
 
-    Torch's own timeout does not hold while the store's host is stopped, so its constructor runs in a thread that may be abandoned.
+    Torch's own timeout does not hold while the store's host is stopped, so its constructor runs in a thread that may be abandoned. A name
+    without an address is asked for again, since that of a machine that is starting may come later, and a warning says so at once.
 
     Raises:
         DeadlineError: the store does not answer within `timeout_s` seconds; a SyncTimeout where its host is stopped.
         PeerError: its host is dead.
     """
-    clients: queue.SimpleQueue[dist.TCPStore | dist.DistError] = queue.SimpleQueue()
+    clients: queue.SimpleQueue[dist.TCPStore | dist.DistError | OffbeatError] = queue.SimpleQueue()
 
     def construct() -> None:
         try:
+            _wait_for_address(host, timeout_s=timeout_s)
             clients.put(dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s)))
-        except dist.DistError as exc:
+        except (dist.DistError, OffbeatError) as exc:
             clients.put(exc)
 
     threading.Thread(target=construct, name="store client", daemon=True).start()
     give_up_s = time.monotonic() + timeout_s
+    failed: OffbeatError | None = None
     with waiting():
         while time.monotonic() < give_up_s and not _is(server, "dead"):
             with contextlib.suppress(queue.Empty):
                 client = clients.get(timeout=_LOOK_S)
                 if isinstance(client, dist.TCPStore):
                     return client
+                failed = client if isinstance(client, OffbeatError) else None
                 break
-    error = _unreachable(f"{host}:{port}", timeout_s=timeout_s, server=server)
+    error = failed or _unreachable(f"{host}:{port}", timeout_s=timeout_s, server=server)
     _log.error("%s", error)
     raise error
+
+
+def _wait_for_address(host: str, *, timeout_s: float) -> None:
+    """Ask for the address of a host until it has one.
+
+    Raises:
+        DeadlineError: it has none until shortly before `timeout_s` seconds have passed.
+    """
+    give_up_s = time.monotonic() + timeout_s - 2 * _RESOLVE_S
+    for attempt in itertools.count():
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as exc:
+            problem = f"the name {host!r} of the store's host has no address ({exc.strerror})"
+            if time.monotonic() > give_up_s:
+                raise DeadlineError(
+                    f"{problem}, after {timeout_s:g} s; MASTER_ADDR is to be a name or an address of rank 0's machine") from exc
+        if attempt == 0:
+            _log.warning("%s; it is asked for again for %g s", problem, timeout_s)
+        time.sleep(_RESOLVE_S)
 
 
 def _is(server: Card | None, kind: str) -> bool:
