@@ -10,10 +10,12 @@ import torch
 from datum_samples import LOSSES_OF_ALL, make_datums, reference
 from offbeat.algorithms.objectives import CLIENT_LOSSES, OBJECTIVES, client_loss, policy_loss
 from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.config.presets import PRESETS as ALGORITHMS
 from offbeat.data.batch import Batch, FilterSpec, LossSpec, RegulariserSpec, WeightSpec
 from offbeat.losses.compose import target_losses
 from released_losses import client_losses, decoupled_ppo
 from slow_losses import random_batch, slow_losses
+from waits import DEVICE, HostWaits
 
 PPO = LossSpec("ppo", {"clip_low": 0.8, "clip_high": 1.2, "dual_clip": 0.0}, anchor="prox", own_samples=True)
 MASK5 = WeightSpec("mask", "token", 0.0, 5.0)
@@ -367,3 +369,19 @@ def test_no_targets_have_no_losses():
         found = target_losses(torch.zeros(0, requires_grad=True), nothing, np.zeros(0, np.int64), entropy=torch.zeros(0), report=True)
         assert found.losses.shape == (0,)
         found.losses.sum().backward()
+
+
+@pytest.mark.parametrize("loss", [
+    *(pytest.param(policy_loss(AlgorithmConfig(preset=name)), id=name) for name in ALGORITHMS),
+    *(pytest.param(loss, id=f"part-{name}") for name, loss in PRESETS.items()),
+    *(pytest.param(own(name), id=f"objective-{name}") for name, row in OBJECTIVES.items() if not row.by_group)])
+def test_a_loss_and_its_backward_pass_never_wait_for_the_device(loss):
+    batch, _ = random_batch(loss)
+    everything = np.arange(batch.num_targets)
+    batch = batch.with_columns(**{
+        name: np.ones(batch.num_targets, np.float32) for name in ("returns", "values", "imitate_mask") if name not in batch.columns})
+    logprobs, entropy = (torch.zeros(batch.num_targets, device=DEVICE, requires_grad=True) for _ in range(2))
+    with HostWaits() as waits:
+        target_losses(logprobs, batch, everything, entropy=entropy, report=True).losses.sum().backward()
+    assert waits.found == []
+    assert logprobs.grad.device == DEVICE

@@ -18,7 +18,8 @@ GRPO = LossSpec(
 
 def report(loss, **columns):
     targets = Targets(
-        CURRENT, PROX, ROLLOUT, PROX, torch.tensor([1.0, -1.0, -1.0]), torch.ones(3, dtype=torch.bool), torch.arange(3), loss.constants)
+        CURRENT, PROX, ROLLOUT, PROX, torch.tensor([1.0, -1.0, -1.0]), torch.ones(3, dtype=torch.bool), torch.arange(3), loss.constants,
+        num_sequences=3)
     weights = constant_weights(targets, loss)
     return policy_report(targets, loss, weights, ref_logprobs=columns.get("ref"))
 

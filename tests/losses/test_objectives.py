@@ -22,7 +22,7 @@ def targets_of(*, sequences=None, spread=0.5, **constants):
     logprobs = (anchor + spread * torch.randn(400, generator=generator).double()).clamp(max=-1e-3).requires_grad_()
     advantages = torch.randn(400, generator=generator).double()
     numbers = torch.arange(400) if sequences is None else sequences
-    return Targets(logprobs, anchor, anchor, anchor, advantages, ALL, numbers, constants)
+    return Targets(logprobs, anchor, anchor, anchor, advantages, ALL, numbers, constants, num_sequences=400)
 
 
 def loss_and_gradient(name, targets):
@@ -49,13 +49,13 @@ def test_gspo_within_its_bounds_has_the_gradient_of_its_sequence_form():
     targets = targets_of(sequences=sequences, clip_low=0.0, clip_high=1e9)
     advantages = targets.advantages[sequences * 20]
     targets = Targets(*(getattr(targets, name) for name in ("logprobs", "prox", "rollout", "anchor")), advantages, ALL, sequences,
-                      targets.constants)
+                      targets.constants, num_sequences=20)
     means = torch.zeros(20).double().index_add(0, sequences, targets.logprobs - targets.anchor) / 20
     (expected,) = torch.autograd.grad((-means.exp()[sequences] * advantages).sum(), targets.logprobs)
     torch.testing.assert_close(loss_and_gradient("gspo", targets)[1], expected)
     # gmpo without a bound has that gradient, too
     free = Targets(*(getattr(targets, name) for name in ("logprobs", "prox", "rollout", "anchor")), advantages, ALL, sequences,
-                   {"clip_low": 1e9, "clip_high": 1e9})
+                   {"clip_low": 1e9, "clip_high": 1e9}, num_sequences=20)
     torch.testing.assert_close(loss_and_gradient("gmpo", free)[1], expected)
 
 
@@ -125,7 +125,8 @@ def test_ratios_that_overflow_have_finite_losses_and_gradients(name, gap):
     constants = {key: constant.default for key, constant in TABLE[name].constants.items()}
     old = torch.full((2,), -600.0)
     targets = Targets(
-        (old + gap).requires_grad_(), old, old, old, torch.tensor([1.0, -1.0]), torch.ones(2, dtype=torch.bool), torch.arange(2), constants)
+        (old + gap).requires_grad_(), old, old, old, torch.tensor([1.0, -1.0]), torch.ones(2, dtype=torch.bool), torch.arange(2), constants,
+        num_sequences=2)
     losses = OBJECTIVES[name](targets, torch.ones(2, dtype=torch.bool))
     losses.sum().backward()
     assert losses.isfinite().all() and targets.logprobs.grad.isfinite().all()

@@ -9,7 +9,7 @@ from offbeat.losses.targets import Targets, only
 
 NONE = torch.zeros(6)
 COUNTED = torch.tensor([True, False, True, True, False, True])
-TARGETS = Targets(NONE, NONE, NONE, NONE, NONE, COUNTED, torch.tensor([0, 0, 0, 1, 2, 3]), {})
+TARGETS = Targets(NONE, NONE, NONE, NONE, NONE, COUNTED, torch.tensor([0, 0, 0, 1, 2, 3]), {}, num_sequences=4)
 
 
 @pytest.mark.parametrize(("how", "expected"), [

@@ -19,7 +19,8 @@ def weights_of(*, prox=PROX, rollout=ROLLOUT, advantages=None, current=None, seq
     count = len(prox)
     targets = Targets(
         prox if current is None else current, prox, rollout, prox, torch.ones(count) if advantages is None else advantages,
-        torch.ones(count, dtype=torch.bool), torch.arange(count) if sequences is None else torch.tensor(sequences), {})
+        torch.ones(count, dtype=torch.bool), torch.arange(count) if sequences is None else torch.tensor(sequences), {},
+        num_sequences=count)
     return constant_weights(targets, LossSpec("ppo", anchor=anchor, own_samples=True, **parts), m2_mask=m2_mask)
 
 

@@ -1,24 +1,30 @@
 """Rows that point into the whole batch, their losses, and a model without dropout. That steps are right is tested with the engines."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import families
-from family_table import FAMILIES
+from family_table import FAMILIES, SIZES
 from offbeat.algorithms.objectives import policy_loss
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.root import Config
 from offbeat.config.train import TrainConfig
 from offbeat.data.batch import RegulariserSpec
 from offbeat.errors import ModelError
+from offbeat.model.attention import PACKED
 from offbeat.model.logprobs import token_logprobs
 from offbeat.trainer.bank_trainer import BankTrainer
 from offbeat.trainer.policy import canary_logprobs, load_policy, predict_logprobs, row_of, score_row
 from ranks import run_alone
 from train_samples import build_model, imitated, make_batch
+from waits import DEVICE, HostWaits
 
 
 @pytest.fixture(scope="module")
@@ -142,3 +148,20 @@ def test_a_model_with_layers_that_mix_a_row_trains_without_shared_prompts_only(t
     with pytest.raises(ModelError, match="many adapters in one pass"):
         config = Config.model_validate({"model": {"path": folder, "lora": {"rank": 2}}, "train": {"share_prefix": False}})
         run_alone(lambda groups, _: BankTrainer.build_empty(folder, config=config, groups=groups))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mistral", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("with_kernel", [True, False])
+def test_a_micro_batch_never_waits_for_the_device(kind, with_kernel):
+    """The kernel for sequences of many lengths stands for itself on fake tensors; without it buckets of like lengths are computed."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    shape = SIZES | {"sliding_window": 4} | (experts if "moe" in kind else {})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**shape), attn_implementation=PACKED, dtype=torch.bfloat16)
+    batch = make_batch(3, 2, loss=policy_loss(AlgorithmConfig(preset="gspo")))
+    row = row_of(batch, np.array([4, 0, 3]), share_prefix=True)
+    with FakeTensorMode(allow_non_fake_inputs=True) if with_kernel else nullcontext():
+        model.to_empty(device=DEVICE).tie_weights()
+        with HostWaits() as waits:
+            score_row(model, batch, row, predict=predict_logprobs, temperature=0.7, report=True).losses.sum().backward()
+    assert waits.found == []

@@ -8,6 +8,7 @@ policy imitates only those of positive advantage; an objective of the user's own
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from offbeat.losses.own import own_losses
 from offbeat.losses.regularisers import regulariser
 from offbeat.losses.targets import Targets, only
 from offbeat.losses.weights import constant_weights
+from offbeat.model.uploads import upload
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +57,7 @@ def target_losses(
     losses = torch.zeros_like(logprobs) + logprobs[:0].sum()
     for loss_id in np.unique(loss_ids):
         where = np.flatnonzero(loss_ids == loss_id)
-        of_loss = torch.from_numpy(where).to(logprobs.device)
+        of_loss = upload(where, logprobs.device)
         own = _one_loss(
             logprobs[of_loss], batch, index[where], batch.losses[loss_id], None if entropy is None else entropy[of_loss], report=False)
         losses = losses.index_copy(0, of_loss, own.losses)
@@ -67,7 +69,7 @@ def _one_loss(
 ) -> TargetLosses:
     reads = reads_of(loss) + (("prox_logprobs",) if loss.own_samples else ())
     columns = {
-        name: torch.from_numpy(batch.columns[name][index]).to(logprobs.device)
+        name: upload(batch.columns[name][index], logprobs.device)
         for name in ("loss_weights", *reads) if name in batch.columns}
     targets = _targets(logprobs, batch, index, loss, columns)
     is_loss, ref_logprobs = columns["loss_weights"] != 0, columns.get("ref_logprobs")
@@ -95,22 +97,23 @@ def _one_loss(
 
 
 def _targets(logprobs: Tensor, batch: Batch, index: np.ndarray, loss: LossSpec, columns: dict[str, Tensor]) -> Targets:
-    current = logprobs.detach()
+    current, device = logprobs.detach(), logprobs.device
     prox, rollout = columns.get("prox_logprobs", current), columns.get("rollout_logprobs", current)
     anchor = prox if loss.anchor == "prox" else rollout
     if loss.own_samples and loss.anchor == "rollout":
         anchor = torch.where(torch.isfinite(rollout), rollout, current)  # the weights drop such a target
     mask = columns.get("ratio_mask", columns["loss_weights"])
-    sequences = batch.target_sequences[index] if _needs_sequences(loss) else np.zeros(0, np.int64)
-    compared = {}
+    of_sequence = batch.target_sequences[index]
+    names, sequences = np.unique(of_sequence if _needs_sequences(loss) else np.zeros(0, np.int64), return_inverse=True)
+    compared: dict[str, Any] = {}
     if objective_of(loss.name).by_group:
-        own = batch.target_sequences[index]
-        groups, liked = np.unique(batch.group_ids[own], return_inverse=True)[1], batch.sequences["signs"][own] > 0
-        compared = {"groups": torch.from_numpy(groups).to(logprobs.device), "liked": torch.from_numpy(liked).to(logprobs.device)}
+        of_group, groups = np.unique(batch.group_ids[of_sequence], return_inverse=True)
+        liked = batch.sequences["signs"][of_sequence] > 0
+        compared = {"groups": upload(groups, device), "num_groups": len(of_group), "liked": upload(liked, device)}
         compared |= {"reference": columns["ref_logprobs"]} if "ref_logprobs" in columns else {}
     return Targets(
-        logprobs, prox, rollout, anchor, columns.get("advantages", torch.ones_like(current)), mask != 0,
-        torch.from_numpy(np.unique(sequences, return_inverse=True)[1]).to(logprobs.device), loss.constants, columns, **compared)
+        logprobs, prox, rollout, anchor, columns.get("advantages", torch.ones_like(current)), mask != 0, upload(sequences, device),
+        loss.constants, columns, num_sequences=len(names), **compared)
 
 
 def _needs_sequences(loss: LossSpec) -> bool:

@@ -51,7 +51,7 @@ class LossTokens:
 
     def over_sequences(self, values: Tensor, how: Literal["mean", "sum"] = "mean") -> Tensor:
         """Return [M]: for each token, the mean or the sum of `values` [M] over its sequence, with gradient."""
-        zeros = values.new_zeros(int(self.sequences[-1]) + 1 if len(values) else 0)
+        zeros = torch.zeros_like(values)  # there are no more sequences than tokens, and their number would have to be read
         sums = zeros.index_add(0, self.sequences, values)
         if how == "mean":
             sums = sums / zeros.index_add(0, self.sequences, torch.ones_like(values))

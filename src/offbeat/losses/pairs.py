@@ -70,8 +70,7 @@ def compare(name: str, targets: Targets, trained: Tensor) -> Comparison:
     objective, values = OBJECTIVES[name], targets.logprobs.double()
     if objective.refers:
         values = values - targets.reference.double()
-    num_groups = int(targets.groups.max()) + 1 if len(targets.groups) else 0
-    zeros = values.new_zeros(num_groups)
+    zeros = values.new_zeros(targets.num_groups)
 
     def of(answer: Tensor) -> tuple[Tensor, Tensor]:
         sums = zeros.index_add(0, targets.groups, only(answer, values))

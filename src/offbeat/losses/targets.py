@@ -23,6 +23,8 @@ class Targets:
         constants: of the objective.
         columns: [M] float32 each, by name: all columns of the batch that the loss reads.
         groups: [M] int64 from 0, the group of each target; empty for losses that do not compare the sequences of a group.
+        num_sequences, num_groups: how many different ones are in `sequences` and `groups`; numbers of the host, which need not wait to
+            read them from the device.
         liked: [M] bool, whether the target's answer was chosen or labelled as good; empty as `groups`.
         reference: [M] float32, under the reference policy; empty for losses that do not read it.
     """
@@ -36,13 +38,15 @@ class Targets:
     sequences: Tensor
     constants: Mapping[str, Any]
     columns: Mapping[str, Tensor] = field(default_factory=dict)
+    num_sequences: int = 0
     groups: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    num_groups: int = 0
     liked: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
     reference: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     def over_sequences(self, values: Tensor, how: Literal["mean", "sum", "max"]) -> Tensor:
         """Return [M]: for each target, the mean, sum or maximum of `values` [M] over the counted targets of its sequence, or 0 of none."""
-        zeros = values.new_zeros(int(self.sequences.max()) + 1 if len(values) else 0)
+        zeros = values.new_zeros(self.num_sequences)
         if how == "max":
             chosen = torch.where(self.counted, values, -torch.inf)
             largest = zeros.scatter_reduce(0, self.sequences, chosen, "amax", include_self=False)

@@ -13,6 +13,7 @@ from torch import Tensor
 from offbeat.data.packing import PackedRow, Segments
 from offbeat.model.attention import bucket_bounds
 from offbeat.model.routers import record_of
+from offbeat.model.uploads import upload
 
 
 def apart_logits(model: Any, row: PackedRow, source: np.ndarray, device: torch.device, *, selects: bool) -> Tensor:
@@ -39,9 +40,9 @@ def apart_logits(model: Any, row: PackedRow, source: np.ndarray, device: torch.d
         batch = used[order[low:high]]
         index_NL = _padded([_tokens_of(segments, segment) for segment in batch])
         wanted = [np.flatnonzero(of_source == segment) for segment in batch]
-        keep_NK = torch.from_numpy(_padded([place[which] for which in wanted])).to(device)
+        keep_NK = upload(_padded([place[which] for which in wanted]), device)
         outputs = model(
-            input_ids=torch.from_numpy(row.tokens[index_NL].astype(np.int64)).to(device), use_cache=False,
+            input_ids=upload(row.tokens[index_NL].astype(np.int64), device), use_cache=False,
             **({"logits_to_keep": keep_NK} if selects else {}), **({} if record is None else {"output_router_logits": True}))
         logits = outputs.logits
         if record is not None:
@@ -54,7 +55,7 @@ def apart_logits(model: Any, row: PackedRow, source: np.ndarray, device: torch.d
         parts.append(logits[picked])
         positions.append(np.concatenate(wanted))
     # The buckets' order of positions is undone, so that the result is in the order of `source`.
-    return torch.cat(parts)[torch.from_numpy(np.argsort(np.concatenate(positions))).to(device)]
+    return torch.cat(parts)[upload(np.argsort(np.concatenate(positions)), device)]
 
 
 def _tokens_of(segments: Segments, segment: int) -> np.ndarray:

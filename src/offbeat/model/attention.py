@@ -9,6 +9,8 @@ computes the whole row at once instead. Where a row is spread over ranks, each c
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,13 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding, scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from offbeat.data.packing import PackedRow
 from offbeat.errors import ModelError
 from offbeat.model.context import ContextGroup
+from offbeat.model.uploads import upload
 from offbeat.model.varlen import VarlenPlan, serves, varlen_attention
 
 PACKED = "packed"
@@ -95,7 +98,7 @@ class AttentionPlan:
             window = None
         if window not in self._masks:
             masks = [bucket.mask if window is None else bucket.window_mask(window) for bucket in self.buckets]
-            self._masks[window] = [None if mask is None else mask.to(device) for mask in masks]
+            self._masks[window] = [None if mask is None else upload(mask, device) for mask in masks]
         return self._masks[window]
 
 
@@ -135,9 +138,9 @@ def build_plan(row: PackedRow, device: torch.device | str = "cpu", *, context: C
     prefixed = bool((segments.prefix >= 0).any())
     return AttentionPlan(
         buckets=tuple(buckets),
-        query_index=torch.from_numpy(query_index).to(device) if moved else None,
-        key_index=torch.from_numpy(_joined(keys)).to(device) if moved or prefixed else None,
-        restore=torch.from_numpy(restore).to(device) if moved else None,
+        query_index=upload(query_index, device) if moved else None,
+        key_index=upload(_joined(keys), device) if moved or prefixed else None,
+        restore=upload(restore, device) if moved else None,
         longest_span=segments.longest_span,
         varlen=VarlenPlan(segments, torch.device(device)),
         context=context,
@@ -384,5 +387,27 @@ def _packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return sdpa_mask(*args, **kwargs)
 
 
+_planned = ContextVar("_planned", default=False)
+_find_sequences = masking_utils.find_packed_sequence_indices
+
+
+@contextmanager
+def planned() -> Iterator[None]:
+    """Surround a model's forward pass that has a plan: transformers need not look for the sequences of the row.
+
+    It would read from the device whether there are several, and so wait for it; `_packed_mask` gives no mask in either case.
+    """
+    token = _planned.set(True)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
+def _find_unless_planned(position_ids: Tensor) -> Tensor | None:
+    return None if _planned.get() else _find_sequences(position_ids)
+
+
+masking_utils.find_packed_sequence_indices = _find_unless_planned
 AttentionInterface.register(PACKED, packed_attention)
 AttentionMaskInterface.register(PACKED, _packed_mask)

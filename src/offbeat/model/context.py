@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from offbeat.data.packing import PackedRow, Segments
 from offbeat.errors import ModelError
+from offbeat.model.uploads import upload
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +79,7 @@ class ContextGroup:
 
         Its gradient is that of the rank's own part alone, because all ranks compute the same loss from the result.
         """
-        return _Gathered.apply(own, torch.from_numpy(which).to(own.device), num, self.group)
+        return _Gathered.apply(own, upload(which, own.device), num, self.group)
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,6 +20,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from offbeat.errors import ModelError
+from offbeat.model.uploads import upload
 from offbeat.model.vocabulary import Vocabulary
 
 
@@ -217,7 +218,7 @@ class _Picked(torch.autograd.Function):
             logprobs[which] = picked if others is None else picked.masked_fill_(others, 0.0)
             kept.append(logits if grad and weight is not None and chunks.kept(rows) else None)
         vocabulary.join(normalizer, entropy, logprobs)
-        logprobs -= normalizer[torch.from_numpy(picks.positions).to(x.device)]
+        logprobs -= normalizer[upload(picks.positions, x.device)]
         if picks.with_entropy:
             entropy = normalizer - entropy
         ctx.save_for_backward(x, weight, bias, normalizer, entropy)
@@ -280,7 +281,7 @@ class _Chunks:
         order = np.argsort(picks.positions, kind="stable")
         bounds = np.searchsorted(picks.positions[order], [*(rows.start for rows in self.rows), len(x)])
         self._bounds = bounds.tolist()
-        self._sorted = torch.from_numpy(np.stack([order, picks.positions[order], picks.targets[order]])).to(x.device)
+        self._sorted = upload(np.stack([order, picks.positions[order], picks.targets[order]]), x.device)
 
     def logits(self, rows: slice) -> Tensor:
         """Return a chunk's logits [rows, V] float32, divided by the temperature; new memory, unless they are x itself."""

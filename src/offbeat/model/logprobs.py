@@ -9,18 +9,18 @@ from dataclasses import replace
 from typing import Any, Literal, overload
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from offbeat.data.packing import PackedRow, Segments
 from offbeat.errors import ModelError
 from offbeat.model.apart import apart_logits
-from offbeat.model.attention import PACKED, AttentionPlan, build_plan
+from offbeat.model.attention import PACKED, AttentionPlan, build_plan, planned
 from offbeat.model.context import RowShare, share_of
 from offbeat.model.head import Picks, check_head_format, fused_head, never_fuse, pick
 from offbeat.model.load import rope_limit_of
 from offbeat.model.routers import record_of
+from offbeat.model.uploads import upload
 
 
 class UnpackedError(ModelError):
@@ -72,7 +72,7 @@ def token_logprobs(
     logprobs, entropy = _picked(model, share, scored_positions(source), picks)
     if not with_entropy:
         return share.gather(logprobs)
-    return share.gather(logprobs), share.gather(entropy[torch.from_numpy(inverse).to(entropy.device)])
+    return share.gather(logprobs), share.gather(entropy[upload(inverse, entropy.device)])
 
 
 def dummy_row() -> PackedRow:
@@ -106,7 +106,7 @@ def head_outputs(model: nn.Module, share: RowShare, source: np.ndarray) -> Tenso
         [U, V] in the number format of the head's outputs, with gradient.
     """
     bare: Any = getattr(model, "module", model)
-    keep = torch.from_numpy(source).to(next(model.parameters()).device)
+    keep = upload(source, next(model.parameters()).device)
     selects = "logits_to_keep" in inspect.signature(bare.forward).parameters
     _check_length(share.row, bare)
     if not packs_rows(bare):
@@ -118,7 +118,7 @@ def head_outputs(model: nn.Module, share: RowShare, source: np.ndarray) -> Tenso
 def _picked(model: nn.Module, share: RowShare, source: np.ndarray, picks: Picks) -> tuple[Tensor, Tensor]:
     """See `head.pick`, at U positions of the share."""
     bare: Any = getattr(model, "module", model)
-    keep = torch.from_numpy(source).to(next(model.parameters()).device)
+    keep = upload(source, next(model.parameters()).device)
     selects = "logits_to_keep" in inspect.signature(bare.forward).parameters
     _check_length(share.row, bare)
     if not packs_rows(bare):
@@ -142,15 +142,16 @@ def _forward(model: nn.Module, share: RowShare, *, keep: Tensor | None) -> Tenso
     row, here = share.row, share.here
     plan = build_plan(row, device, context=share.context)
     record = record_of(model)
-    outputs = model(
-        input_ids=torch.from_numpy(row.tokens[here].astype(np.int64)).to(device).unsqueeze(0),
-        position_ids=torch.from_numpy(row.positions[here].astype(np.int64)).to(device).unsqueeze(0),
-        # With a cache transformers forgets that the row holds several sequences.
-        use_cache=False,
-        attention_plan=plan,
-        **({} if keep is None else {"logits_to_keep": keep}),
-        **({} if record is None else {"output_router_logits": True}),
-    )
+    with planned():
+        outputs = model(
+            input_ids=upload(row.tokens[here].astype(np.int64), device).unsqueeze(0),
+            position_ids=upload(row.positions[here].astype(np.int64), device).unsqueeze(0),
+            # With a cache transformers forgets that the row holds several sequences.
+            use_cache=False,
+            attention_plan=plan,
+            **({} if keep is None else {"logits_to_keep": keep}),
+            **({} if record is None else {"output_router_logits": True}),
+        )
     _check_plan_was_used(plan, bare)
     if record is not None:
         record.clear()

@@ -26,6 +26,7 @@ from offbeat.errors import ModelError
 from offbeat.model.layer_slices import LayerSlice, slice_of
 from offbeat.model.lora_routes import EqualRoute, OneRoute, Route, SpanRoute
 from offbeat.model.peft_io import Adapter
+from offbeat.model.uploads import upload
 
 ALL_LINEAR = "all-linear"
 LAYER_KINDS = ("attn", "mlp", "unembed")
@@ -219,7 +220,7 @@ class AdapterBank(nn.Module):
             return OneRoute(spans[0], self._held(spans[0]).scaling)
         lengths = np.diff(bounds).tolist()
         device, scalings = self.weights.device, np.array([self._held(slot).scaling for slot in spans], np.float32)
-        of_token = torch.from_numpy(scalings.repeat(lengths)).unsqueeze(1).to(device)
+        of_token = upload(scalings.repeat(lengths), device).unsqueeze(1)
         scaling = of_token if np.ptp(scalings) else self._held(spans[0]).scaling
         return EqualRoute(spans, scaling, device=device) if len(set(lengths)) == 1 else SpanRoute(spans, lengths, scaling, device=device)
 

@@ -6,9 +6,12 @@ The bank chooses the route of each row; its layers compute with the products of 
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
+
+from offbeat.model.uploads import upload
 
 
 class Route(Protocol):
@@ -87,7 +90,7 @@ class SpanRoute:
     def __init__(self, slots: Sequence[int], lengths: Sequence[int], scaling: float | Tensor, *, device: torch.device) -> None:
         self._lengths = list(lengths)
         self._slots = _selector(slots, device)
-        self._ends = torch.tensor(lengths).cumsum(0).to(device, torch.int32)
+        self._ends = upload(np.cumsum(lengths, dtype=np.int32), device)
         self.scaling = scaling
 
     def multiply(self, x: Tensor, weights: Tensor) -> Tensor:
@@ -119,7 +122,7 @@ class SpanRoute:
 def _selector(slots: Sequence[int], device: torch.device) -> slice | Tensor:
     """Return an index that selects the slots from a stack: a slice (a view) where they are adjacent, else a tensor (a copy)."""
     run = range(slots[0], slots[0] + len(slots))
-    return slice(run.start, run.stop) if list(slots) == list(run) else torch.tensor(slots, device=device)
+    return slice(run.start, run.stop) if list(slots) == list(run) else upload(np.array(slots, np.int64), device)
 
 
 def _add_at(sums: Tensor, slots: slice | Tensor, products: Tensor) -> None:

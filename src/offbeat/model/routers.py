@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from offbeat.data.batch import Batch
 from offbeat.data.packing import PackedRow, Segments
 from offbeat.errors import ModelError
+from offbeat.model.uploads import upload
 
 
 class RouterRecord:
@@ -72,7 +73,7 @@ class RouterRecord:
         if not router_logits:
             raise ModelError(
                 "the model does not give the logits of its routers; set train.router_aux_loss_coefficient to 0 to train without their loss")
-        uses_T = torch.from_numpy(uses).to(router_logits[0].device)
+        uses_T = upload(uses, router_logits[0].device)
         self.num_tokens += float(uses.sum())
         for layer, logits in enumerate(router_logits):
             logits_TE = logits.flatten(0, -2)

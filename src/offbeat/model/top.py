@@ -10,6 +10,7 @@ from offbeat.data.packing import PackedRow
 from offbeat.model.context import share_of
 from offbeat.model.head import sizes_of
 from offbeat.model.logprobs import head_outputs, scored_positions
+from offbeat.model.uploads import upload
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +40,7 @@ def top_logprobs(model: nn.Module, row: PackedRow, *, top_k: int, temperature: f
     share = share_of(model, row)
     source, inverse = np.unique(share.source, return_inverse=True)
     logits = head_outputs(model, share, scored_positions(source))
-    where, targets = (torch.from_numpy(array.astype(np.int64)).to(logits.device) for array in (inverse, share.target))
+    where, targets = (upload(array.astype(np.int64), logits.device) for array in (inverse, share.target))
     width = min(top_k, logits.shape[1])
     normalizers = logits.new_zeros(len(logits), dtype=torch.float32)
     top_tokens = torch.zeros(len(logits), top_k, dtype=torch.int64, device=logits.device)

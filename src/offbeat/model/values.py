@@ -14,6 +14,7 @@ from offbeat.data.packing import PackedRow
 from offbeat.errors import ModelError
 from offbeat.model.context import share_of
 from offbeat.model.logprobs import head_outputs, scored_positions
+from offbeat.model.uploads import upload
 
 _PROBE = 3.0
 
@@ -106,4 +107,4 @@ def token_values(model: nn.Module, row: PackedRow) -> Tensor:
     share = share_of(model, row)
     source, inverse = np.unique(share.source, return_inverse=True)
     outputs = head_outputs(model, share, scored_positions(source))[:, 0].float()
-    return share.gather(outputs[torch.from_numpy(inverse).to(outputs.device)])
+    return share.gather(outputs[upload(inverse, outputs.device)])

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from offbeat.data.packing import Segments
+from offbeat.model.uploads import upload
 
 _DEVICES = frozenset({"cuda"})
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
@@ -96,10 +97,10 @@ class VarlenPlan:
         keys: np.ndarray | None = None,
     ) -> Call:
         def place(array: np.ndarray | None) -> Tensor | None:
-            return None if array is None else torch.from_numpy(array).to(self.device)
+            return None if array is None else upload(array, self.device)
 
         def bounds(lengths: np.ndarray) -> Tensor:
-            return torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(self.device)
+            return upload(np.cumsum([0, *lengths]).astype(np.int32), self.device)
 
         return Call(
             place(queries), place(keys), bounds(queries_per), bounds(keys_per), int(queries_per.max()), int(keys_per.max()), causal, window)
