@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from offbeat.engine.cache import CacheShape, SlotCache, attend
+from offbeat.engine.cache import CacheShape, SlotCache, attend, attend_by_products
 
 CPU = torch.device("cpu")
 SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=4, dtype=torch.float32)
@@ -133,3 +133,16 @@ def test_cleared_slots_are_zero_and_the_others_are_not():
     keys, values = cache.layer(1)
     assert not keys[[0, 2]].any() and not values[[0, 2]].any()
     assert torch.equal(keys[1, :, :3], content[1, 0, 1, :, :3])
+
+
+def test_half_precision_rounds_what_attention_gives_and_no_score_before_it():
+    """Long rows of scores near 20, of which rounding to eight bits would leave little: the result is as near as its own rounding."""
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, values = (torch.randn(6, n, 64, generator=generator).bfloat16() for n in (2, 96, 96))
+    mask = torch.zeros(6, 1, 96, dtype=torch.bfloat16)
+    scores = queries.double() @ keys.double().transpose(1, 2)
+    exact = torch.softmax(scores, -1) @ values.double()
+    errors = [
+        (attended.double() - exact).norm() / exact.norm()
+        for attended in (f(queries, keys, values, mask=mask, scale=1.0) for f in (attend, attend_by_products))]
+    assert errors[0] < 0.002 and errors[1] > 2 * errors[0]

@@ -147,6 +147,19 @@ def test_a_right_model_is_not_refused_for_how_sensitive_it_is_to_rounding(path, 
 
 @pytest.mark.parametrize("path", ["direct", "hf"])
 @torch.inference_mode()
+def test_in_bfloat16_decoding_stays_nearer_to_a_full_forward_than_rounded_scores_would(path, model_folder, monkeypatch):
+    forward = load_forward(EngineOptions(model=model_folder("llama"), forward=path, dtype="bfloat16"))
+    tokens = ordinary_tokens(forward.vocab_size)
+    full = _full_logprobs(forward, tokens)
+    error = (_decoded_logprobs(forward, tokens) - full).square().mean().sqrt()
+    for module in (forward_direct, forward_hf):
+        monkeypatch.setattr(module, "attend", attend_by_products)
+    rounded = (_decoded_logprobs(forward, tokens) - full).square().mean().sqrt()
+    assert 0 < error < rounded / 2
+
+
+@pytest.mark.parametrize("path", ["direct", "hf"])
+@torch.inference_mode()
 def test_bfloat16_stays_near_float32(path, model_folder, reference):
     forward = load_forward(EngineOptions(model=model_folder("qwen3"), forward=path, dtype="bfloat16"))
     assert forward.cache_shape.dtype == torch.bfloat16

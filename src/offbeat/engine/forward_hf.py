@@ -96,13 +96,12 @@ def slot_attention(
         attended = _attend_whole(query, key, value, mask, scale=scale, softcap=softcap, sinks=s_aux)
         return attended[..., :size].transpose(1, 2).contiguous(), None
     keys, values = step.extend(layer, key[:, :, 0], value[:, :, 0])
-    queries = query.reshape(len(keys), -1, step.head_dim)
     assert mask is not None, "a decode step has a mask"
     if softcap is not None or s_aux is not None:
-        sinks = None if s_aux is None else s_aux.view(key.shape[1], -1).repeat(len(query), 1)
-        attended = _attend_explicitly(queries, keys, values, mask, scale=scale, softcap=softcap, sinks=sinks)
+        keys, values, mask = (part.unflatten(0, (len(query), -1)) for part in (keys, values, mask))
+        attended = explicit_attention(query, keys, values, mask[:, :1], scale=scale, softcap=softcap, sinks=s_aux)
     else:
-        attended = attend(queries, keys, values, mask=mask, scale=scale)
+        attended = attend(query.reshape(len(keys), -1, step.head_dim), keys, values, mask=mask, scale=scale)
     return attended[..., :size].reshape(len(query), 1, -1, size), None
 
 
@@ -113,20 +112,6 @@ def _attend_whole(
     if softcap is not None or sinks is not None:
         return explicit_attention(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
-
-
-def _attend_explicitly(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
-    """Compute `cache.attend` with capped scores, or with a sink for each query head [B * num_kv_heads, G]; see `explicit_attention`."""
-    scores = torch.bmm(queries, keys.transpose(1, 2)) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores + mask
-    if sinks is None:
-        return torch.bmm(torch.softmax(scores, dim=-1), values)
-    shares = torch.softmax(torch.cat([scores, sinks.to(scores.dtype).unsqueeze(-1)], dim=-1), dim=-1)
-    return torch.bmm(shares[..., :-1], values)
 
 
 def _filled(heads: Tensor, size: int) -> Tensor:
