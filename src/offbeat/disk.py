@@ -39,11 +39,16 @@ def write_file(path: Path, data: bytes) -> None:
 def put_in_place(part: Path, folder: Path) -> None:
     """Let a complete folder take the place of another beside it, which may exist; for the new name to be durable, sync their parent."""
     old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    discard(old)
     if folder.exists():
         folder.rename(old)
     part.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    discard(old)
+
+
+def discard(folder: Path) -> None:
+    """Remove as much as possible of a folder that nobody needs and whose rests disturb nobody."""
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_tree(folder: Path) -> str:

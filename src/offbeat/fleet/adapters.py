@@ -7,15 +7,16 @@ changed without an `await` in between is atomic.
 
 import asyncio
 import itertools
-import shutil
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 from offbeat.aio import deadline, gather_all
+from offbeat.disk import discard
 from offbeat.errors import BusyError, DeadlineError, EngineError, OffbeatError, ProofError, PublishError, RefusedError
 from offbeat.fleet.catalog import Catalog, adapter_of
 from offbeat.fleet.pool import EnginePool
@@ -136,7 +137,7 @@ class AdapterCache:
     def prune(self) -> None:
         """Remove the folders of versions that are neither among an adapter's newest nor pinned, and that no engine or request may read."""
         for folder in self.catalog.prune({*self._requests}.union(*(slots.names for slots in self.slots.values()))):
-            shutil.rmtree(folder, ignore_errors=True)  # what is gone already needs no removal
+            discard(Path(folder))  # what is gone already needs no removal
 
     def _check_unused(self, name: str) -> None:
         """Raise PublishError if engines still hold something else under this name."""

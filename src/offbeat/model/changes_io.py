@@ -3,7 +3,6 @@
 Called by the trainer, which writes them, and by the embedded engine.
 """
 
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from offbeat.disk import discard
 from offbeat.errors import ModelError, StorageError
 from offbeat.model import changes
 from offbeat.model.changes import AT, FILE, SUM, TO, WHOLE, ChangesError, encode, sum_bits
@@ -76,14 +76,14 @@ def write_changes(state: Mapping[str, Tensor], folder: Path, *, since: Mapping[s
         return 0
     part = folder.with_name(f".{folder.name}.changes")
     try:
-        shutil.rmtree(part, ignore_errors=True)
+        discard(part)
         part.mkdir(parents=True)
         save_changes(tensors, part / FILE, base=base)
         part.rename(folder)
     except (OSError, SafetensorError) as exc:
         raise StorageError(f"changed weights could not be written to {folder}: {exc}; free space or choose another folder") from exc
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        discard(part)
     return max(sum(tensor.nbytes for tensor in tensors.values()), 1)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from offbeat.data.model_folder import WEIGHT_FILES, read_model_config
+from offbeat.disk import discard
 from offbeat.errors import ModelError, StorageError
 from offbeat.pulse import progress
 
@@ -51,7 +52,7 @@ def write_safetensors(
     except (OSError, SafetensorError) as exc:
         raise StorageError(f"the model could not be written to {folder}: {exc}; free space or choose another folder") from exc
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        discard(staging)
 
 
 def read_safetensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:

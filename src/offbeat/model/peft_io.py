@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from offbeat.disk import discard
 from offbeat.errors import ModelError, StorageError
 from offbeat.model.fingerprint import fingerprint
 from offbeat.pulse import progress
@@ -84,7 +84,7 @@ def write_adapter(adapter: Adapter, folder: Path, *, base_model: str, dropout: f
     except (OSError, SafetensorError) as exc:
         raise StorageError(f"the adapter could not be written to {folder}: {exc}; free space or choose another folder") from exc
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        discard(part)
 
 
 def read_adapter(folder: str | Path) -> Adapter:

@@ -3,7 +3,6 @@
 Called by `runs.run` before anything is started. Nothing is deleted but weights that an older run has published.
 """
 
-import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from offbeat.controller.state import SavedState
 from offbeat.controller.supervised import is_finished
 from offbeat.data import wire
 from offbeat.data.identity import Identity
+from offbeat.disk import discard
 from offbeat.errors import ConfigError, StorageError
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.run_lock import lock_run
@@ -196,5 +196,5 @@ def _move_aside(config: Config) -> Path:
         number += 1
     with lock_run(config.run_dir):
         config.run_dir.rename(aside)
-    shutil.rmtree(aside / "weights", ignore_errors=True)
+    discard(aside / "weights")
     return aside

@@ -7,7 +7,6 @@ sampler, or a running copy or load needs them. Rows in memory change one after a
 
 import asyncio
 import logging
-import shutil
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Set
@@ -16,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from offbeat.disk import make_folder
+from offbeat.disk import discard, make_folder
 from offbeat.errors import StorageError
 from offbeat.service.clock import steady_time
 from offbeat.service.errors import RequestError, UnknownError
@@ -137,7 +136,7 @@ class Checkpoints:
                 self._on_removed(manifest.adapter)
         except CheckpointError:
             pass  # the folder was never complete
-        await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)  # anything left over is an orphan at the next start
+        await asyncio.to_thread(discard, path)  # anything left over is an orphan at the next start
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------------------
 

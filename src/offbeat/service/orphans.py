@@ -5,11 +5,12 @@ safe. So nothing is deleted at once. Called by `checkpoints`, on its threads.
 """
 
 import logging
-import shutil
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+
+from offbeat.disk import discard
 
 FOLDER = "orphans"
 _DATE = "%Y-%m-%dT%H-%M-%SZ"
@@ -61,4 +62,4 @@ class Orphans:
                 since = datetime.strptime(path.name, _DATE).replace(tzinfo=UTC).timestamp()
                 if since + self._retention_s <= self._clock():
                     _log.warning("the checkpoint folders in %s, which the database has not named for long, are removed", path)
-                    shutil.rmtree(path, ignore_errors=True)
+                    discard(path)

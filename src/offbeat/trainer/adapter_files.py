@@ -5,7 +5,6 @@ Written by rank 0 of an adapter engine and read by all ranks. A checkpoint appea
 
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from offbeat.disk import discard, put_in_place
 from offbeat.errors import StorageError
 from offbeat.model.peft_io import Adapter
 
@@ -52,13 +52,11 @@ def write_adapter_state(state: AdapterState, folder: Path) -> None:
     try:
         part.mkdir(parents=True)
         save_file(tensors, part / FILE, metadata=about)
-        if folder.exists():
-            shutil.rmtree(folder)
-        part.rename(folder)
+        put_in_place(part, folder)
     except (OSError, SafetensorError) as exc:
         raise StorageError(f"the adapter's checkpoint {folder} could not be written: {exc}; free space or choose another folder") from exc
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        discard(part)
 
 
 def read_adapter_state(folder: Path) -> AdapterState:

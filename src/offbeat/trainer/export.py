@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from offbeat.data.model_folder import TOKENIZER_FILES
-from offbeat.disk import put_in_place
+from offbeat.disk import discard, put_in_place
 from offbeat.errors import StorageError
 from offbeat.model.hf_io import write_companions, write_index, write_safetensors
 
@@ -36,7 +36,7 @@ def export_folder(
     """
     part = folder.with_name(f".{folder.name}.export")
     try:
-        shutil.rmtree(part, ignore_errors=True)
+        discard(part)
         write_safetensors(state, part, config_from=model_folder)
         _note_dtype(part, dtype)
         if tokenizer_folder is not None:
@@ -49,7 +49,7 @@ def export_folder(
             raise
         raise StorageError(f"the model could not be written to {folder}: {exc}; free space or choose another folder") from exc
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        discard(part)
 
 
 def complete_folder(

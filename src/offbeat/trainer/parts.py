@@ -6,7 +6,6 @@ because they are on other machines and it is in memory, write nothing. Whatever 
 raises it after the last.
 """
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from offbeat.data.wire import decode, encode
-from offbeat.disk import put_in_place
+from offbeat.disk import discard, put_in_place
 from offbeat.errors import StorageError
 from offbeat.model.changes_io import changes_file, find_changes, save_changes
 from offbeat.model.fingerprint import combine
@@ -121,11 +120,11 @@ class PartWriter:
             return Target()
         target = Target(str(Path(request.folder).absolute()), str(Path(request.base).absolute()) if request.base else "")
         try:
-            shutil.rmtree(target.staging, ignore_errors=True)
+            discard(target.staging)
             target.staging.mkdir(parents=True)
             check_room(target.staging, self._dealer.num_bytes(request.dtype))
         except OSError as exc:
-            shutil.rmtree(target.staging, ignore_errors=True)
+            discard(target.staging)
             return Target(error=str(exc) if isinstance(exc, StorageError) else _unwritable(target, str(exc)))
         return target
 
@@ -171,7 +170,7 @@ class PartWriter:
         except OSError as exc:
             raise exc if isinstance(exc, StorageError) else StorageError(_unwritable(target, str(exc))) from exc
         finally:
-            shutil.rmtree(target.staging, ignore_errors=True)
+            discard(target.staging)
         fingerprint = combine({name: digest for share in shares for name, digest in share.digests.items()})
         return Written(fingerprint, (), num_bytes=max(num_bytes, 1))
 

@@ -5,13 +5,13 @@ beside its final name and renamed when every rank is done, so a crash or a full 
 executes anything from a checkpoint, wherever it came from.
 """
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from offbeat.disk import discard, put_in_place
 from offbeat.errors import RunError, StorageError
 from offbeat.pulse import progress
 from offbeat.sync.mesh import ProcessGroups
@@ -32,7 +32,7 @@ def save(folder: Path, state: dict[str, Any], *, groups: ProcessGroups, keeps: b
     leads = groups.rank == 0 or keeps
     if leads:
         # No rank writes before all have planned, which happens after this.
-        shutil.rmtree(part, ignore_errors=True)
+        discard(part)
     failure = None
     with groups.sync.region("save_recover"):
         progress("write_checkpoint")
@@ -42,7 +42,7 @@ def save(folder: Path, state: dict[str, Any], *, groups: ProcessGroups, keeps: b
             failure = exc
     if failure:
         if leads:
-            shutil.rmtree(part, ignore_errors=True)
+            discard(part)
         raise _describe(failure, folder, "written; what was saved before is intact") from failure
     error = _replace(part, folder) if leads else None
     if groups.sync.sum_scalars("save_recover_done", {"failed": error is not None})["failed"]:
@@ -82,9 +82,7 @@ def holds(folder: Path, key: str) -> bool:
 
 def _replace(part: Path, folder: Path) -> OSError | None:
     try:
-        if folder.exists():
-            shutil.rmtree(folder)
-        part.rename(folder)
+        put_in_place(part, folder)
     except OSError as exc:
         return exc
     return None

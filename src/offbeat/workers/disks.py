@@ -10,7 +10,6 @@ import asyncio
 import fcntl
 import hashlib
 import os
-import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 from offbeat.aio import deadline, gather_all
 from offbeat.data import wire
-from offbeat.disk import put_in_place, sha256, sync
+from offbeat.disk import discard, put_in_place, sha256, sync
 from offbeat.errors import OffbeatError, StorageError
 from offbeat.workers.worker import Far, Nothing, Service
 
@@ -156,7 +155,7 @@ class DiskService(Service):
     def begin(self, request: Place) -> Nothing:
         """Begin the arrival of a folder, or begin it anew."""
         staging = _staging(below(self._root, request.place))
-        shutil.rmtree(staging, ignore_errors=True)
+        discard(staging)
         staging.mkdir(parents=True)
         return Nothing()
 
@@ -188,19 +187,19 @@ class DiskService(Service):
             else:
                 put_in_place(staging, folder)
         finally:
-            shutil.rmtree(staging, ignore_errors=True)
+            discard(staging)
         if self._durable:
             sync(folder.parent)
         return Nothing()
 
     def abandon(self, request: Place) -> Nothing:
         """Remove what has arrived of a folder so far; the folder itself stays as it was."""
-        shutil.rmtree(_staging(below(self._root, request.place)), ignore_errors=True)
+        discard(_staging(below(self._root, request.place)))
         return Nothing()
 
     def remove(self, request: Place) -> Nothing:
         """Remove a folder, which may be gone already."""
-        shutil.rmtree(below(self._root, request.place), ignore_errors=True)
+        discard(below(self._root, request.place))
         return Nothing()
 
 
@@ -274,7 +273,7 @@ def open_scratch(parent: Path, name: str) -> Path:
         with suppress(OSError):  # it is another user's, in use, or being removed
             if other != folder and time.time() - other.stat().st_mtime > _FRESH_S:
                 os.close(_lock(other, fcntl.LOCK_EX | fcntl.LOCK_NB))
-                shutil.rmtree(other, ignore_errors=True)
+                discard(other)
     return folder
 
 

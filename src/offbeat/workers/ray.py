@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import secrets
-import shutil
 import tempfile
 import time
 from collections import Counter
@@ -23,6 +22,7 @@ import psutil
 
 from offbeat.aio import SideThread, deadline
 from offbeat.config.root import Config
+from offbeat.disk import discard
 from offbeat.errors import ConfigError, DeadlineError, DeathError, MissingExtraError, OffbeatError
 from offbeat.process.child import Child, ChildSpec
 from offbeat.process.frames import Failure, Payload
@@ -116,12 +116,12 @@ class _Host:
     def tidy(self) -> None:
         """Remove this machine's own log, which has been copied."""
         if self._own_log is not None:
-            shutil.rmtree(self._own_log.parent, ignore_errors=True)
+            discard(self._own_log.parent)
 
     def clear(self) -> None:
         """Remove what this launcher's workers have on this machine's own disk."""
         if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            discard(self._scratch)
 
 
 class RayWorker:
