@@ -231,3 +231,35 @@ def test_a_head_is_put_back_whatever_happens_and_one_with_hooks_is_left_alone():
     model.lm_head.register_forward_hook(lambda *_: None)
     with fused_head(model, picks, None) as fused:
         assert fused is None
+
+
+class Passes(TorchDispatchMode):
+    """Counts operations on as many numbers as there are logits, other than products, and the times that they read or write so many."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.operations, self.times = size, 0, 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        read = {name: value for name, value in (kwargs or {}).items() if name != "out"}
+        tensors = [leaf for leaf in tree_leaves((args, read, result)) if isinstance(leaf, torch.Tensor) and leaf.numel() >= self.size]
+        if tensors and not func.is_view and "mm" not in func.name() and "empty" not in func.name() and "index" not in func.name():
+            self.operations += 1
+            self.times += sum(tensor.nbytes for tensor in tensors) / (4 * self.size)
+        return result
+
+
+@pytest.mark.parametrize(("with_entropy", "temperature", "kept", "dtype", "expected"), [
+    (True, 0.7, True, torch.bfloat16, (9, 15.0)), (True, 1.0, True, torch.bfloat16, (9, 15.0)),
+    (False, 1.0, True, torch.bfloat16, (7, 11.0)), (True, 0.7, False, torch.bfloat16, (12, 20.5)),
+    (True, 0.7, True, torch.float32, (8, 14.0)), (False, 1.0, True, torch.float32, (5, 8.0))])
+def test_a_fused_head_passes_over_its_logits_so_often(monkeypatch, with_entropy, temperature, kept, dtype, expected):
+    rows, vocab = 64, 500
+    monkeypatch.setattr(head_module, "CPU_SIZES", replace(ACCELERATOR_SIZES, kept_bytes=1 << 30 if kept else 0))
+    head = torch.nn.Linear(H, vocab, bias=False, dtype=dtype)
+    hidden = torch.randn(1, rows, H, dtype=dtype, requires_grad=True)
+    picks = Picks(np.arange(rows), np.arange(rows), temperature, with_entropy)
+    with Passes(rows * vocab) as passes:
+        FusedHead(head, picks, None)(hidden).sum().backward()
+    assert (passes.operations, passes.times) == expected

@@ -200,28 +200,32 @@ class _Picked(torch.autograd.Function):
         """
         chunks = _Chunks(x, weight, bias, picks, compute)
         logprobs = torch.empty(len(picks.targets), device=x.device)
-        normalizer, entropy = torch.empty(len(x), device=x.device), torch.empty(len(x) if picks.with_entropy else 0, device=x.device)
+        normalizer, sums = torch.empty(len(x), device=x.device), torch.empty(len(x), device=x.device)
+        entropy = torch.empty(len(x) if picks.with_entropy else 0, device=x.device)
         kept: list[Tensor | None] = []
         for number, rows in enumerate(chunks.rows):
             logits = chunks.logits(rows)
-            for place in chunks.passes(rows):
-                part = logits[place.start - rows.start : place.stop - rows.start]
-                largest = part.amax(dim=-1, keepdim=True)
-                exps = (part - largest).exp_()
-                sums = exps.sum(dim=-1)
-                normalizer[place] = largest[:, 0] + sums.log()
-                if picks.with_entropy:
-                    entropy[place] = exps.mul_(part).nan_to_num_(nan=0.0).sum(dim=-1) / sums  # 0 * -inf for impossible tokens
             which, positions, targets = chunks.picked(number)
             columns, others = vocabulary.own(targets)
             picked = logits[positions - rows.start, columns]
             logprobs[which] = picked if others is None else picked.masked_fill_(others, 0.0)
+            for place in chunks.passes(rows):
+                part = logits[place.start - rows.start : place.stop - rows.start]
+                largest = part.amax(dim=-1)
+                exps, mean = _exponentials(part, largest, spend=chunks.spends_logits, with_mean=picks.with_entropy)
+                sums[place] = exps.sum(dim=-1)
+                normalizer[place] = largest + sums[place].log()
+                if mean is not None:
+                    entropy[place] = largest + mean / sums[place]
             kept.append(logits if grad and weight is not None and chunks.kept(rows) else None)
+        own_normalizer = normalizer.clone()
         vocabulary.join(normalizer, entropy, logprobs)
         logprobs -= normalizer[upload(picks.positions, x.device)]
         if picks.with_entropy:
             entropy = normalizer - entropy
-        ctx.save_for_backward(x, weight, bias, normalizer, entropy)
+        # What a kept exponential is to be multiplied by: it is relative to the largest logit of this part of the vocabulary.
+        shares = (own_normalizer - normalizer).exp_() / sums
+        ctx.save_for_backward(x, weight, bias, normalizer, entropy, shares)
         ctx.picks, ctx.compute, ctx.kept, ctx.vocabulary = picks, compute, kept, vocabulary
         if not picks.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -232,8 +236,10 @@ class _Picked(torch.autograd.Function):
         """Return the gradients of x [U, H] or [U, V], the weight [V, H] and the bias [V]; `grads` are those of the [M]
         log-probabilities and of the [U] entropies.
         """
-        x, weight, bias, normalizer, entropy = ctx.saved_tensors
+        x, weight, bias, normalizer, entropy, shares = ctx.saved_tensors
         chunks = _Chunks(x, weight, bias, ctx.picks, ctx.compute)
+        # The logits are divided by the temperature; so are these instead of the gradient of all logits.
+        to_logprobs, to_entropy = (grad if ctx.picks.temperature == 1.0 else grad / ctx.picks.temperature for grad in grads)
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_x = torch.empty_like(x) if needs_x else None
         # Sums over chunks are float32, whatever the weight is.
@@ -241,25 +247,44 @@ class _Picked(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         for number, rows in enumerate(chunks.rows):
             logits, ctx.kept[number] = ctx.kept[number], None
+            has_exps = logits is not None and chunks.spends_logits
             if logits is None:
-                logits = chunks.logits(rows).clone() if weight is None else chunks.logits(rows)
+                logits = chunks.logits(rows).clone() if chunks.lends_logits else chunks.logits(rows)
             which, positions, targets = chunks.picked(number)
             # d logprob[t] / d logit[v] is 1[v = t] - p[v]; `sums` adds up the incoming gradients of a position's picks.
-            sums = normalizer.new_zeros(rows.stop - rows.start).index_add_(0, positions - rows.start, grads[0][which])
-            for place in chunks.passes(rows):
-                here = slice(place.start - rows.start, place.stop - rows.start)
-                logs = logits[here].sub_(normalizer[place].unsqueeze(1))
-                factors = -sums[here].unsqueeze(1)
-                if ctx.picks.entropy_gradient:
-                    # d H / d logit[v] is -p[v] (log p[v] + H).
-                    factors = (logs + entropy[place].unsqueeze(1)).mul_(-grads[1][place].unsqueeze(1)).add_(factors)
-                    factors.masked_fill_(logs == -torch.inf, 0.0)  # 0 * -inf for impossible tokens
-                logs.exp_().mul_(factors)
+            sums = normalizer.new_zeros(rows.stop - rows.start).index_add_(0, positions - rows.start, to_logprobs[which])
+            if has_exps:
+                logits.mul_((sums * -shares[rows]).unsqueeze(1))
+            else:
+                for place in chunks.passes(rows):
+                    here = slice(place.start - rows.start, place.stop - rows.start)
+                    logs = logits[here].sub_(normalizer[place].unsqueeze(1))
+                    factors = -sums[here].unsqueeze(1)
+                    if ctx.picks.entropy_gradient:
+                        # d H / d logit[v] is -p[v] (log p[v] + H).
+                        factors = (logs + entropy[place].unsqueeze(1)).mul_(-to_entropy[place].unsqueeze(1)).add_(factors)
+                        factors.masked_fill_(logs == -torch.inf, 0.0)  # 0 * -inf for impossible tokens
+                    logs.exp_().mul_(factors)
             columns, others = ctx.vocabulary.own(targets)
-            own = grads[0][which] if others is None else grads[0][which].masked_fill_(others, 0.0)
+            own = to_logprobs[which] if others is None else to_logprobs[which].masked_fill_(others, 0.0)
             logits.index_put_((positions - rows.start, columns), own, accumulate=True)
             chunks.backward(rows, logits, grad_x, grad_weight, grad_bias)
         return ctx.vocabulary.sum(grad_x), _like(grad_weight, weight), _like(grad_bias, bias), None, None, None, None
+
+
+def _exponentials(part: Tensor, largest: Tensor, *, spend: bool, with_mean: bool) -> tuple[Tensor, Tensor | None]:
+    """Return exp(logits - largest) of logits [rows, V], and if `with_mean` the sums [rows] of these times (logits - largest).
+
+    Args:
+        largest: [rows], of each row.
+        spend: whether the exponentials replace the logits in memory.
+    """
+    above = largest.unsqueeze(1)
+    if not with_mean:
+        return (part.sub_(above) if spend else part - above).exp_(), None
+    logs = part - above
+    exps = torch.exp(logs, out=part) if spend else logs.exp()
+    return exps, logs.mul_(exps).nansum(dim=-1)  # 0 * -inf for impossible tokens
 
 
 def _like(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
@@ -275,6 +300,7 @@ class _Chunks:
         self._weight = None if weight is None else weight.to(self._compute)
         self._bias = None if bias is None else bias.to(self._compute)
         vocab_size = (x if weight is None else weight).shape[-1 if weight is None else 0]
+        self._temperature = torch.full((1,), picks.temperature, device=x.device)
         self._row_bytes, self._sizes = 4 * vocab_size, sizes_of(x.device)
         step = self._sizes.rows(vocab_size)
         self.rows = [slice(start, min(start + step, len(x))) for start in range(0, len(x), step)]
@@ -284,10 +310,28 @@ class _Chunks:
         self._sorted = upload(np.stack([order, picks.positions[order], picks.targets[order]]), x.device)
 
     def logits(self, rows: slice) -> Tensor:
-        """Return a chunk's logits [rows, V] float32, divided by the temperature; new memory, unless they are x itself."""
+        """Return a chunk's logits [rows, V] float32, divided by the temperature; new memory, unless it `lends_logits`."""
         x = self._x[rows]
-        logits = (x if self._weight is None else linear(x.to(self._compute), self._weight, self._bias)).float()
-        return logits if self._picks.temperature == 1.0 else logits / self._picks.temperature
+        logits = x if self._weight is None else linear(x.to(self._compute), self._weight, self._bias)
+        if self._picks.temperature == 1.0:
+            return logits.float()
+        if logits.dtype.itemsize < 4:
+            return logits / self._temperature  # a tensor, which makes the quotient float32 in the same pass
+        logits = logits.float()
+        return logits / self._picks.temperature if logits is x else logits.div_(self._picks.temperature)
+
+    @property
+    def lends_logits(self) -> bool:
+        """Whether the logits are x itself, which is to stay."""
+        return self._weight is None and self._x.dtype == torch.float32 and self._picks.temperature == 1.0
+
+    @property
+    def spends_logits(self) -> bool:
+        """Whether the forward pass turns logits into their exponentials, from which the backward pass has only to multiply.
+
+        The gradient of entropies needs their logarithms, and is exact from the logits alone.
+        """
+        return not self.lends_logits and not self._picks.entropy_gradient
 
     def passes(self, rows: slice) -> Iterator[slice]:
         """Yield the parts of a chunk that are normalised at a time."""
@@ -306,9 +350,7 @@ class _Chunks:
     def backward(
         self, rows: slice, grad_logits: Tensor, grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None
     ) -> None:
-        """Propagate a chunk's gradient [rows, V], which is overwritten, to the layer and its input."""
-        if self._picks.temperature != 1.0:
-            grad_logits.div_(self._picks.temperature)
+        """Propagate the gradient [rows, V] of a chunk's logits before the temperature to the layer and its input."""
         grad = grad_logits.to(self._compute)
         if grad_x is not None:
             grad_x[rows] = grad if self._weight is None else grad @ self._weight
