@@ -12,6 +12,7 @@ from typing import Any
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
 _BEGIN, _END = "<!-- begin: counts -->", "<!-- end: counts -->"
+_KNOWN_BEGIN, _KNOWN_END = "<!-- begin: known -->", "<!-- end: known -->"
 
 _HEAD = """\
 # GPUs
@@ -33,7 +34,7 @@ their estimated memory. Two further parts compare:
 Where packages are missing and there is no network, `make gpu-check WHEELS=folder` installs them from a folder of wheels. Results go
 to `docs/gpu.json` and onto this page. `python benchmarks/gpu/check.py --cpu` rehearses all parts on a CPU.
 
-## Results
+## Without a GPU
 
 """
 
@@ -54,14 +55,18 @@ CPU; for a GPU it may fuse differently, and its memory was not counted.
 def main(argv: Sequence[str]) -> None:
     """Write the page; `argv` may name a file of counts."""
     page, results = _DOCS / "gpu.md", _DOCS / "gpu.json"
-    table = "".join(_count_table([json.loads(line) for line in Path(argv[0]).read_text().splitlines()])) if argv else _kept(page)
+    table = _kept(page, _BEGIN, _END)
+    if argv:
+        table = "".join(_count_table([json.loads(line) for line in Path(argv[0]).read_text().splitlines()]))
+    known = _kept(page, _KNOWN_BEGIN, _KNOWN_END)  # written by hand
     found = "".join(_result_table(json.loads(results.read_text()))) if results.exists() else "No GPU was available so far.\n"
-    page.write_text(f"{_HEAD}{found}{_COUNTS}{_BEGIN}\n{table}{_END}\n")
+    page.write_text(f"{_HEAD}{_KNOWN_BEGIN}\n{known}{_KNOWN_END}\n\n## Results\n\n{found}{_COUNTS}{_BEGIN}\n{table}{_END}\n")
 
 
-def _kept(page: Path) -> str:
-    text = page.read_text() if page.exists() else f"{_BEGIN}\n{_END}"
-    return text.split(f"{_BEGIN}\n")[1].split(_END)[0]
+def _kept(page: Path, begin: str, end: str) -> str:
+    """Return what the page has between two marks."""
+    _, found, rest = (page.read_text() if page.exists() else "").partition(f"{begin}\n")
+    return rest.partition(end)[0] if found else ""
 
 
 def _count_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
