@@ -1,11 +1,13 @@
 """What is broadcast: the bytes of tensors in buckets, and how receiving ends where nobody offers; `test_offer.py` has both sides."""
 
 import socket
+from threading import Event, Thread
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from offbeat.sync.broadcast import Spec, cut, receive
+from offbeat.sync.broadcast import Group, Spec, cut, receive
 
 CPU = torch.device("cpu")
 
@@ -34,3 +36,39 @@ def test_receiving_from_an_address_where_nobody_is_ends_soon() -> None:
         port = server.getsockname()[1]
     with pytest.raises(ConnectionRefusedError):
         receive(f"127.0.0.1:{port}", device=CPU)
+
+
+def test_members_that_do_not_connect_within_the_first_collective_are_left_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL's do: the call of its first collective returns when all members have connected, and has no time-out."""
+    let_go = Event()
+
+    class Lazy:
+        def __init__(self, *_: object) -> None: ...
+
+        def broadcast(self, *_: object) -> None:
+            let_go.wait()
+            raise RuntimeError("let go")
+
+        def abort(self) -> None:
+            let_go.set()
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", Lazy)
+    with pytest.raises(RuntimeError, match=r"did not connect within 0\.2 s"):
+        with Group("gloo", dist.HashStore(), rank=0, world=2, timeout_s=0.2) as group:
+            group.broadcast([torch.ones(3)], device=torch.device("cpu"))
+    assert let_go.is_set()
+
+
+def test_members_that_connect_receive_what_rank_0_sends() -> None:
+    store, received = dist.HashStore(), torch.zeros(3)
+
+    def take() -> None:
+        with Group("gloo", store, rank=1, world=2, timeout_s=20) as group:
+            group.broadcast([received], device=torch.device("cpu"))
+
+    other = Thread(target=take)
+    other.start()
+    with Group("gloo", store, rank=0, world=2, timeout_s=20) as group:
+        group.broadcast([torch.arange(3.0)], device=torch.device("cpu"))
+        other.join()
+    assert received.tolist() == [0, 1, 2]

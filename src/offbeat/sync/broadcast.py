@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from math import prod
+from threading import Thread
 from typing import Any, Self
 
 import torch
@@ -95,6 +96,7 @@ class Group:
         """
         self._rank = rank
         self._timeout_s = timeout_s
+        self._is_connected = False
         if backend == "nccl":
             with _errors_left_to_us():
                 self._group: Any = dist.ProcessGroupNCCL(store, rank, world, dist.ProcessGroupNCCL.Options())
@@ -117,8 +119,10 @@ class Group:
             device: device on which the group communicates.
 
         Raises:
-            RuntimeError: a member died, or a bucket was not broadcast in time.
+            RuntimeError: a member died, did not connect in time, or a bucket was not broadcast in time.
         """
+        if not self._is_connected:
+            self._connect(device)
         for parts in cut(tensors, bucket_bytes=BUCKET_BYTES):
             if self._rank == 0:
                 self._broadcast(torch.cat(parts).to(device))
@@ -127,6 +131,25 @@ class Group:
                 self._broadcast(bucket)
                 for part, received in zip(parts, bucket.split([len(part) for part in parts]), strict=True):
                     part.copy_(received)
+
+    def _connect(self, device: torch.device) -> None:
+        """Broadcast one byte in a thread: NCCL connects its members within the call of the first collective, which has no time-out then."""
+        failures: list[RuntimeError] = []
+
+        def meet() -> None:
+            try:
+                self._broadcast(torch.zeros(1, dtype=torch.uint8, device=device))
+            except RuntimeError as exc:
+                failures.append(exc)
+
+        thread = Thread(target=meet, name="offbeat-connect", daemon=True)
+        thread.start()
+        thread.join(self._timeout_s)
+        if thread.is_alive():
+            raise RuntimeError(f"the members of a broadcast did not connect within {self._timeout_s:g} s")
+        if failures:
+            raise RuntimeError(str(failures[0])) from None  # the other has a traceback that holds the group; see __exit__
+        self._is_connected = True
 
     def _broadcast(self, bucket: Tensor) -> None:
         """Poll instead of using `work.wait` alone: with NCCL it only queues behind the broadcast, and a hanging one could not be left."""
