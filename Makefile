@@ -169,6 +169,7 @@ bench: $(DEV_STAMP) $(TINKER_STAMP)  ## run the benchmarks; each prints one JSON
 
 operator-schemas: $(DEV_STAMP)  ## list what is used of torch, transformers and Ray that these may change, and check it with the installed versions
 	$(BIN)/python -W ignore tools/operator_schemas.py
+	$(BIN)/python -W ignore tools/private_interfaces.py
 
 gpu-check:  ## compare a GPU with the CPU, measure it and write docs/gpu.md; uses PYTHON's torch, wheels in the folder WHEELS and TRL of TRL_PYTHON if given
 	$(PYTHON) benchmarks/gpu/check.py --out docs/gpu.json $(if $(WHEELS),--wheels $(WHEELS)) $(if $(TRL_PYTHON),--trl-python $(TRL_PYTHON))
