@@ -170,7 +170,7 @@ def test_the_loop_holds_the_groups_of_a_step_last_and_lets_them_go_in_portions(
         await let_go(groups)
         freed.append([ref() is None for ref in known])
 
-    monkeypatch.setattr("offbeat.controller.loop.let_go", watched)
+    monkeypatch.setattr("offbeat.controller.step_record.let_go", watched)
     shop.run(small_config(tmp_path, model_dir))
     assert freed == [[], [True, True]]
 

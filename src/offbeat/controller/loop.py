@@ -51,23 +51,19 @@ from offbeat.algorithms.experience import batch_metrics, reference_stats
 from offbeat.controller.batches import StepBatches
 from offbeat.controller.checkpoints import Checkpoints
 from offbeat.controller.evaluate import Evaluator, check_known, make_evaluators
-from offbeat.controller.learning import LearningAdvice
 from offbeat.controller.parts import Rollouts, RunParts
-from offbeat.controller.samples import best_and_worst, sample_table
 from offbeat.controller.scoring import score_batch
 from offbeat.controller.state import HeadState, Highlights, RunState, SavedState, Step
+from offbeat.controller.step_record import StepRecord
 from offbeat.data.batch import Batch
-from offbeat.data.keeping import keep_lines
-from offbeat.data.pieces import Pieces
 from offbeat.data.stream import PromptStream
 from offbeat.data.trajectory import Group
 from offbeat.errors import OffbeatError
 from offbeat.evaluation.files import encode_lines
 from offbeat.evaluation.samples import EvaluatedSet
 from offbeat.fleet.publication import PublishReport
-from offbeat.memory import let_go
 from offbeat.phase import phase
-from offbeat.telemetry.advice import SLOW_STEP_S, PublishingAdvice, ways_to_shorten_steps
+from offbeat.telemetry.advice import SLOW_STEP_S, ways_to_shorten_steps
 from offbeat.telemetry.summary import HELDOUT_FELL
 from offbeat.telemetry.tracker import StatsPart, combine
 from offbeat.types import Version
@@ -113,12 +109,8 @@ class _Training:
             parts.inputs.train, seed=parts.config.run.seed, shuffle=parts.config.data.shuffle, curriculum=parts.config.curriculum)
         self._num_flat_rejected = 0
         self._highlights = begun
-        self._proof: dict[str, float] = {}
-        self._advisers = (PublishingAdvice(parts.config), LearningAdvice(parts.config, warm_up_steps=begun.warm_up_steps))
         self._coefficients = Coefficients.of(parts.config.algorithm)
-        self._pieces = Pieces(parts.inputs.tokenizer)
-        self._past_groups: list[Group] = []
-        """Of the step before; in a list of their own, as others may still read the one that they came in."""
+        self._steps = StepRecord(parts, self._stream, warm_up_steps=begun.warm_up_steps)
         self._whole: Step | None = None
         """The last step that was trained, and none since has begun to train: the weights of the ranks are of it."""
         self._taken: list[Group] = []
@@ -151,7 +143,7 @@ class _Training:
         self._record.console.start(f"{config.run.name} · {config.algorithm.preset}", config.run.total_steps)
         if saved is None and (before := await self._evaluate(evaluators, 0, last=True)):
             self._record.stats.commit(0, 0, 0, before)
-            self._advise(before)
+            self._steps.advise(before)
         async with rollouts, self._batches, self._timing_first_step() as timer:
             if saved is not None and saved.unevaluated is not None:
                 stats = {name: math.nan if value is None else value for name, value in saved.unevaluated.items()}
@@ -166,7 +158,7 @@ class _Training:
                 groups, batch, stats = done
                 stats["step/total_s"] = time.monotonic() - start
                 await state.agree(parts.peers, overdue=self._checkpoints.overdue)
-                await self._keep_rollouts(step, groups, batch)
+                await self._steps.keep_rollouts(step, groups, batch)
                 last = step.global_step == state.total_steps
                 if not state.stopping and any(each.due(step.global_step, last=last) for each in evaluators):
                     self._unevaluated = {name: value if math.isfinite(value) else None for name, value in stats.items()}
@@ -196,7 +188,9 @@ class _Training:
             if self._unevaluated is not None:
                 stats = stats | await self._evaluate(evaluators, step.global_step, last=step.global_step == self._state.total_steps)
         finally:
-            await self._commit(step, groups, stats)  # the step itself is done
+            staleness = int(stats.get("rollout/staleness_max_versions", 0))
+            self._highlights = replace(self._highlights, max_staleness=max(self._highlights.max_staleness, staleness))
+            await self._steps.commit(step, groups, stats)  # the step itself is done
         self._unevaluated = None
         is_best, last = self._is_best(step.global_step), step.global_step == self._state.total_steps
         await self._parts.peers.meet("commit_stats")
@@ -296,14 +290,8 @@ class _Training:
         """Publish: return when the version is written. When engines serve it, record how it went and tell `on_serving`."""
 
         def served(report: PublishReport) -> None:
-            self._proof = {
-                "publish/switch_s": report.switch_s, "publish/written_bytes": report.num_bytes,
-                "publish/inconclusive_engines": len(report.inconclusive), "policy/canary_gap": report.canary_gap}
             self._highlights = replace(self._highlights, max_logprob_gap=max(self._highlights.max_logprob_gap, report.canary_gap))
-            self._record.events.record(
-                "publish", version=version, total_s=report.total_s, write_s=report.write_s, stage_s=report.stage_s,
-                switch_s=report.switch_s, canary_gap=report.canary_gap, quarantined=dict(report.quarantined),
-                inconclusive=dict(report.inconclusive), num_bytes=report.num_bytes)
+            self._steps.published(version, report)
             on_serving(version)
 
         await self._parts.publisher.publish(version, on_served=served)
@@ -407,42 +395,6 @@ class _Training:
         in_flight = sum(len(each.in_flight) for each in saved.heads)
         self._record.events.record("resumed", global_step=saved.global_step, version=saved.version, prompts_in_flight=in_flight)
         self._record.console.note(f"resumed after step {saved.global_step}")
-
-    async def _keep_rollouts(self, step: Step, groups: Sequence[Group], batch: Batch) -> None:
-        if _is_every(step, self._config.telemetry.rollouts_every_steps):
-            rows = [self._stream.row(group.prompt_id) for group in groups]
-            await self._record.rollouts(step.global_step, keep_lines(groups, rows, batch, self._pieces, step=step.global_step))
-
-    async def _commit(self, step: Step, groups: Sequence[Group], stats: dict[str, float]) -> None:
-        total_s = stats["step/total_s"] + stats.get("step/evaluate_s", 0.0)
-        stats = stats | {
-            "step/total_s": total_s,
-            "throughput/generated_tokens_per_s": stats["rollout/generated_tokens"] / total_s,
-            "throughput/trained_tokens_per_s": stats["train/tokens"] / total_s,
-        } | self._proof
-        self._proof = {}
-        staleness = max(self._highlights.max_staleness, int(stats.get("rollout/staleness_max_versions", 0)))
-        self._highlights = replace(self._highlights, max_staleness=staleness)
-        self._record.stats.commit(self._stream.state().epoch, step.global_step, step.global_step, stats)
-        self._record.console.update(step.global_step, stats)
-        self._advise(stats)
-        if not groups:
-            return
-        self._record.console.offer(partial(best_and_worst, step.global_step, groups, self._parts.inputs.tokenizer))
-        if _is_every(step, self._config.telemetry.sample_tables_every_steps):
-            rows = [self._stream.row(group.prompt_id) for group in groups]
-            self._record.stats.write_samples(step.global_step, partial(sample_table, groups, rows, self._pieces))
-        await let_go(self._past_groups)  # the console has those of this step now, and what is stored of the step before is stored
-        self._past_groups = list(groups)
-
-    def _advise(self, stats: dict[str, float]) -> None:
-        for adviser in self._advisers:
-            if advice := adviser.look(stats):
-                self._record.note("advice", advice)
-
-
-def _is_every(step: Step, every: int) -> bool:
-    return bool(every) and step.global_step % every == 0
 
 
 class _Clock:
