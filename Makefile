@@ -26,7 +26,7 @@ export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart test test-drills test-wheel test-avx2 test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real test-templates cookbook verifiers test-verifiers test-agents smollm2 qwen check docs bench gpu-check operator-schemas faults soak clean
+.PHONY: help quickstart test test-drills test-wheel test-avx2 test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real test-templates cookbook verifiers test-verifiers test-agents smollm2 qwen check docs bench gpu-check operator-schemas gpu-matrix faults soak clean
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
 
@@ -170,6 +170,9 @@ bench: $(DEV_STAMP) $(TINKER_STAMP)  ## run the benchmarks; each prints one JSON
 operator-schemas: $(DEV_STAMP)  ## list what is used of torch, transformers and Ray that these may change, and check it with the installed versions
 	$(BIN)/python -W ignore tools/operator_schemas.py
 	$(BIN)/python -W ignore tools/private_interfaces.py
+
+gpu-matrix: $(DEV_STAMP)  ## check what is used of torch and transformers with several versions of torch, each in an environment in build/matrix (several GB each), and write docs/gpu.md; VERSIONS="2.11.0 ..." chooses
+	$(BIN)/python tools/gpu_matrix.py $(VERSIONS)
 
 gpu-check:  ## compare a GPU with the CPU, measure it and write docs/gpu.md; uses PYTHON's torch, wheels in the folder WHEELS and TRL of TRL_PYTHON if given
 	$(PYTHON) benchmarks/gpu/check.py --out docs/gpu.json $(if $(WHEELS),--wheels $(WHEELS)) $(if $(TRL_PYTHON),--trl-python $(TRL_PYTHON))
