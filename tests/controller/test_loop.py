@@ -3,7 +3,6 @@
 import asyncio
 import io
 import json
-import weakref
 from html import unescape
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from offbeat.data.trajectory import Group
 from offbeat.data.wire import decode_json
 from offbeat.errors import PublishError, RolloutError
 from offbeat.evaluation.samples import EvaluatedSet
-from offbeat.memory import let_go
 from offbeat.ranks.trainers import Trainers
 from offbeat.rollout.executor import RolloutExecutor
 from offbeat.runs.run import run_training
@@ -158,21 +156,6 @@ def test_a_batch_that_is_being_made_ahead_is_given_up_before_rollouts_end_when_t
     with pytest.raises(RolloutError, match="engines keep failing"):
         shop.run(small_config(tmp_path, model_dir))
     assert ended == ["made ahead", "rollouts"]
-
-
-def test_the_loop_holds_the_groups_of_a_step_last_and_lets_them_go_in_portions(
-    shop: Workshop, tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    freed: list[list[bool]] = []
-
-    async def watched(groups: list[Group]) -> None:
-        known = [weakref.ref(group) for group in groups]
-        await let_go(groups)
-        freed.append([ref() is None for ref in known])
-
-    monkeypatch.setattr("offbeat.controller.step_record.let_go", watched)
-    shop.run(small_config(tmp_path, model_dir))
-    assert freed == [[], [True, True]]
 
 
 def test_a_checkpoint_that_is_due_precedes_the_evaluation_which_a_run_that_goes_on_makes_up_for(
