@@ -1,7 +1,7 @@
 """Answers to a few held-out prompts before and after training, side by side: what the first evaluation of a run heard, and its last."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 
 from offbeat.dashboard.samples import MOST_PROMPT, cut
@@ -13,13 +13,8 @@ _NUM_RISEN, _NUM_FALLEN, _NUM_SAME = 3, 1, 1
 
 @dataclass(frozen=True)
 class Pair:
-    """The first answer to one prompt at the first evaluation, and at the last.
+    """The first answer to one prompt at the first evaluation, and at the last."""
 
-    Attributes:
-        name: "gained", "lost", "still wrong" or "right before and after".
-    """
-
-    name: str
     prompt: EvaluatedPrompt
     before: EvaluatedSample
     after: EvaluatedSample
@@ -28,6 +23,13 @@ class Pair:
     def change(self) -> float:
         """What the reward has risen by; an answer without a reward counts as 0."""
         return (self.after.reward or 0.0) - (self.before.reward or 0.0)
+
+    @property
+    def name(self) -> str:
+        """What became of the reward: "gained", "lost", "right before and after" or "still wrong"."""
+        if self.change:
+            return "gained" if self.change > 0 else "lost"
+        return "right before and after" if self.after.is_right else "still wrong"
 
 
 def choose_pairs(first: EvaluatedSet, last: EvaluatedSet) -> list[Pair]:
@@ -40,15 +42,12 @@ def choose_pairs(first: EvaluatedSet, last: EvaluatedSet) -> list[Pair]:
     for prompt in first.prompts:
         other = later.get(prompt.key)
         if other is not None and prompt.samples and other.samples:
-            before, after = prompt.samples[0], other.samples[0]
-            pairs.append(Pair("right before and after" if after.is_right else "still wrong", prompt, before, after))
+            pairs.append(Pair(prompt, prompt.samples[0], other.samples[0]))
     pairs.sort(key=lambda pair: -pair.change)
-    risen = [replace(pair, name="gained") for pair in pairs if pair.change > 0]
-    fallen = [replace(pair, name="lost") for pair in reversed(pairs) if pair.change < 0]
-    same = [pair for pair in pairs if pair.change == 0]
-    return [
-        *risen[:_NUM_RISEN], *fallen[:_NUM_FALLEN], *[pair for pair in same if not pair.after.is_right][:_NUM_SAME],
-        *[pair for pair in same if pair.after.is_right][:_NUM_SAME]]
+    risen = [pair for pair in pairs if pair.name == "gained"]
+    fallen = [pair for pair in reversed(pairs) if pair.name == "lost"]
+    wrong, right = ([pair for pair in pairs if pair.name == name] for name in ("still wrong", "right before and after"))
+    return [*risen[:_NUM_RISEN], *fallen[:_NUM_FALLEN], *wrong[:_NUM_SAME], *right[:_NUM_SAME]]
 
 
 def answers_html(answers: Mapping[int, EvaluatedSet]) -> str:
