@@ -5,7 +5,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from offbeat.config.base import Section, field
+from offbeat.config.base import PARTS, Change, Section, declared, field
 from offbeat.config.load import settings
 
 
@@ -37,3 +37,39 @@ def test_a_default_out_of_range_is_refused_too():
 def test_every_setting_of_the_project_has_a_sentence():
     for key, info in settings():
         assert info.description and info.description.endswith("."), key
+
+
+class Inner(Section):
+    """A table."""
+
+    read_by = ("sft",)
+
+    rate: float = field(1.0, "A rate.", basic=True)
+    folder: str = field("", "A folder.", on_resume=Change.FREE, read_by=("rl",))
+
+
+class Outer(Section):
+    """A section with tables."""
+
+    on_resume = Change.TOLD
+
+    count: int = field(1, "A count.", basic=True)
+    strict: Inner = field(Inner(), "A table.", on_resume=Change.REFUSED)
+    plain: Inner = field(Inner(), "The same table.", basic=False)
+
+
+def test_a_field_answers_before_its_section_and_that_before_the_field_that_holds_it():
+    found = {setting.key: setting for setting in declared(Outer)}
+    assert {key: setting.on_resume for key, setting in found.items()} == {
+        "count": Change.TOLD, "strict.rate": Change.REFUSED, "strict.folder": Change.FREE, "plain.rate": Change.TOLD,
+        "plain.folder": Change.FREE}
+    assert found["count"].read_by == PARTS
+    assert found["strict.rate"].read_by == ("sft",) and found["strict.folder"].read_by == ("rl",)
+
+
+def test_a_table_that_is_not_basic_has_no_basic_settings():
+    assert [setting.key for setting in declared(Outer) if setting.basic] == ["count", "strict.rate"]
+
+
+def test_a_setting_without_an_answer_has_none():
+    assert [setting.on_resume for setting in declared(Example)] == [None]

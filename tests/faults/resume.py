@@ -113,7 +113,7 @@ class Case:
 
     Attributes:
         what: in the table.
-        expected: what `offbeat.config.resume` says of it.
+        expected: what the setting's field says of it.
         settings: on resuming.
         base: the run that is copied.
         edit: changes files, given the copy's root.
@@ -339,8 +339,8 @@ def render(found: list[Row]) -> str:
         "## Changed settings",
         "",
         "A run of two steps is resumed for a third with one thing changed. `python tests/faults/resume.py` makes this table, each row",
-        "with the real command; what changes ranks or engines in processes of its own. What a change means stands in",
-        "`src/offbeat/config/resume.py` for every setting. A row passes when the run continues with exit code 0 and has said what is to be",
+        "with the real command; what changes ranks or engines in processes of its own. What a change means is said by each",
+        "setting's field in `src/offbeat/config`. A row passes when the run continues with exit code 0 and has said what is to be",
         "said (the number of steps, which every row changes, is left out here), or ends with exit code 2 and one sentence before any",
         "process is started. Settings that change freely are changed together, a section at a time; those of `[sft]`, `[preference]`,",
         "`[reward_model]` and `[serve]` are not read by a run of reinforcement learning.",

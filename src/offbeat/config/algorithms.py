@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 
-from offbeat.config.base import Section, field
+from offbeat.config.base import Change, Section, field
 from offbeat.config.presets import PRESETS
 
 BATCH_STATISTICS = ("batch_std", "tokens", "sequences")
@@ -38,8 +38,11 @@ class FilterConfig(Section):
 class AlgorithmConfig(Section):
     """Credit, trust region, loss and regularisers. docs/algorithms.md has the formulas, and when to use which preset."""
 
+    on_resume = Change.TOLD
+    read_by = ("rl",)
+
     preset: Literal[tuple(PRESETS)] = field(  # pyright: ignore[reportInvalidTypeForm]
-        "grpo", "Named set of defaults for this section; docs/algorithms.md says when to use which.")
+        "grpo", "Named set of defaults for this section; docs/algorithms.md says when to use which.", basic=True)
 
     centre: Literal["group", "leave_one_out", "length_weighted", "critic", "none"] = field(
         "group", "Baseline subtracted from a reward: the mean of its group; the mean of the group's other members; the group's mean"
@@ -78,7 +81,8 @@ class AlgorithmConfig(Section):
         False, "Where several agents play an episode, such as the two sides of a game, compare each agent's rewards only with those of the"
         " same agent; false compares all rewards of a group.")
     credit: str = field(
-        "", "Function of your own that gives advantages, as 'path/to/file.py:function' (docs/algorithms.md); it replaces centre and scale.")
+        "", "Function of your own that gives advantages, as 'path/to/file.py:function' (docs/algorithms.md); it replaces centre and scale.",
+        on_resume=Change.CODE)
     imitate_above: float = field(
         0.0, "With objective = \"cross_entropy\" or an imitation_coefficient: imitate samples whose reward is above this value; by default,"
         " every reward above 0 counts as success.")
@@ -123,7 +127,7 @@ class AlgorithmConfig(Section):
 
     objective: str = field(
         "ppo", f"Formula of a token's loss, in docs/algorithms.md: {', '.join(OBJECTIVE_NAMES)}, or a function of your own as"
-        " 'path/to/file.py:function'.")
+        " 'path/to/file.py:function'.", on_resume=Change.CODE)
     objective_reads: tuple[Literal["reference", "entropy"], ...] = field(
         (), "Further inputs of a custom objective besides ratio and advantages, each of which costs time: log-probabilities under the"
         " reference policy, or the entropy of each token's distribution.")

@@ -1,17 +1,49 @@
-"""Base of all configuration sections: frozen, refuses unknown keys, and has a sentence for each field."""
+"""Base of all configuration sections, and how a setting is declared: its default, a sentence, and what a change on resume means.
+
+A section is frozen and refuses unknown keys. All that a setting says of itself stands in its call of `field`; `declared` reads it back, for
+`config.load` and `config.resume`.
+"""
 
 import math
-from typing import Any, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticKnownError
 
 NUMBER_OR_AUTO = float | Literal["auto"]
 """Type of a setting whose number a run can choose."""
 
+Part = Literal["rl", "sft", "preference", "reward_model"]
+"""Reinforcement learning, supervised fine-tuning by `offbeat sft` or as a warm-up, preference training, or training of a reward model."""
+
+PARTS: tuple[Part, ...] = ("rl", "sft", "preference", "reward_model")
+
+
+class Change(Enum):
+    """What it means if a setting differs from its value at the checkpoint from which a run resumes."""
+
+    FREE = "nothing: where and how fast things are done, never what is learnt"
+    TOLD = "the run continues with the new value, which is said in a line"
+    REFUSED = "the run is refused: the checkpoint does not fit, or the data would be drawn in another order"
+    CONTENT = "the run is refused if it now stands for other data or another model"
+    ROWS = "the run is refused if other rows are trained on now, or in another order, and goes on otherwise, which is said in a line"
+    CODE = "the run continues with the other code, which is said in a line, also where only its source is another"
+
 
 class Section(BaseModel):
-    """One table of a configuration file."""
+    """One table of a configuration file.
+
+    Attributes:
+        on_resume: what a change means of fields that do not say it themselves; None leaves it to the field that holds the table.
+        read_by: the parts of a run that read fields which do not say it themselves; None as above.
+    """
+
+    on_resume: ClassVar[Change | None] = None
+    read_by: ClassVar[tuple[Part, ...] | None] = None
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
@@ -41,9 +73,68 @@ def check_number(given: Any, *, above: float, below: float) -> float:
     return number
 
 
-def field(default: Any, text: str, **bounds: Any) -> Any:
-    """Define a configuration field with its default and one sentence that gives its unit and the reason for the default."""
-    return Field(default=default, description=text, **bounds)
+def field(
+    default: Any, text: str, *, on_resume: Change | None = None, read_by: tuple[Part, ...] | None = None, basic: bool | None = None,
+    **bounds: Any,
+) -> Any:
+    """Define a configuration field, or a table of fields.
+
+    Example:
+        num_ranks: int = field(1, "Train processes.", ge=1, on_resume=Change.FREE, basic=True)
+
+    Args:
+        default: its value in a run that does not give it.
+        text: a sentence that gives its unit and the reason for the default.
+        on_resume: what a change of it means when a run resumes; None takes the section's answer.
+        read_by: the parts of a run that read it, such as ("rl",); None takes the section's answer, and without one it is read by all.
+        basic: whether a first run needs it. False of a table hides the basic settings in it.
+        bounds: such as ge=0, as pydantic's Field takes them.
+    """
+    said = {"on_resume": on_resume and on_resume.name, "read_by": read_by and [*read_by], "basic": basic}
+    return Field(default=default, description=text, json_schema_extra=said, **bounds)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field of a configuration, with the answers of its section filled in.
+
+    Attributes:
+        key: "section.name", such as "train.optimizer.lr".
+        info: its type, default, sentence and bounds.
+        on_resume: what a change of it means; None if nobody says it, which a test refuses.
+        read_by: the parts of a run that read it.
+        basic: whether a first run needs it.
+    """
+
+    key: str
+    info: FieldInfo
+    on_resume: Change | None
+    read_by: tuple[Part, ...]
+    basic: bool
+
+
+def declared(
+    section: type[Section], prefix: str = "", *, on_resume: Change | None = None, read_by: tuple[Part, ...] = PARTS, basic: bool = True,
+) -> Iterator[Setting]:
+    """Yield the settings of a section and of the tables in it, in the order of the files.
+
+    Args:
+        section: such as `config.root.Config`.
+        prefix: of keys, such as "train.".
+        on_resume: of what neither a field nor its section answers, as are the next two.
+        read_by: see above.
+        basic: False if no setting in it is to be basic.
+    """
+    on_resume, read_by = section.on_resume or on_resume, section.read_by or read_by
+    for name, info in section.model_fields.items():
+        said: Any = info.json_schema_extra or {}
+        change = Change[said["on_resume"]] if said.get("on_resume") else on_resume
+        parts = tuple(said.get("read_by") or read_by)
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            shows = basic and said.get("basic") is not False
+            yield from declared(info.annotation, f"{prefix}{name}.", on_resume=change, read_by=parts, basic=shows)
+        else:
+            yield Setting(f"{prefix}{name}", info, change, parts, basic and bool(said.get("basic")))
 
 
 def shown(value: object) -> str:

@@ -1,10 +1,12 @@
 """[checkpoint]: checkpoints for resuming, and exports for use."""
 
-from offbeat.config.base import Section, field
+from offbeat.config.base import Change, Section, field
 
 
 class CheckpointConfig(Section):
     """Checkpoints in the run's `checkpoints` folder."""
+
+    on_resume = Change.FREE
 
     every_steps: int = field(
         50, "Steps between resumable checkpoints, of supervised fine-tuning as well; 0 counts no steps. The end of a run is always saved.",

@@ -2,11 +2,13 @@
 
 from typing import Literal
 
-from offbeat.config.base import Section, field
+from offbeat.config.base import Change, Section, field
 
 
 class ClusterConfig(Section):
     """The launcher of train workers and engines."""
+
+    on_resume = Change.FREE
 
     launcher: Literal["local", "ray"] = field("local", "Where processes run: on this machine, or as Ray actors on many.")
     ray_address: str = field("", "Address of a running Ray cluster; empty starts one on this machine.")

@@ -1,10 +1,13 @@
 """[curriculum]: which prompts of a dataset are drawn again, by how their last groups went."""
 
-from offbeat.config.base import Section, field
+from offbeat.config.base import Change, Section, field
 
 
 class CurriculumConfig(Section):
     """Draws prompts by difficulty, and drops solved ones. Needs rows that are drawn repeatedly, as from a file. Off by default."""
+
+    on_resume = Change.TOLD
+    read_by = ("rl",)
 
     pools: bool = field(
         False, "Draw prompts by difficulty: each prompt is in a pool, chosen by the mean reward of its last group, and the pool's weight is"

@@ -4,7 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import field_validator, model_validator
 
-from offbeat.config.base import Section, field
+from offbeat.config.base import Change, Section, field
 from offbeat.config.template import parse_template, read_chat_template
 
 RENDERED = (
@@ -19,16 +19,18 @@ _MOST_HELDOUT, _HELDOUT_SHARE = 256, 5
 class DataConfig(Section):
     """Where rows come from and how a row becomes a prompt and an answer."""
 
+    on_resume = Change.CONTENT
+
     task: str = field(
         "", "A task that makes its rows: sort_digits, addition, countdown, seeds (nothing but a seed, for environments that make their own"
         " tasks), or reasoning_gym:NAME, several of them mixed by weight as in reasoning_gym:chain_sum*2,count_bits*1; empty reads `path`.",
-        pattern="^(|sort_digits|addition|countdown|seeds|reasoning_gym:.+)$")
+        pattern="^(|sort_digits|addition|countdown|seeds|reasoning_gym:.+)$", basic=True)
     task_size: int = field(8, "Difficulty of a built-in task: digits to sort, digits per addend, or numbers to combine.", ge=1, le=64)
     task_options: tuple[str, ...] = field(
         (), "Options of reasoning-gym's tasks, each as in chain_sum.max_terms=3; reasoning-gym's defaults hold for the others.")
     path: str = field(
         "", "A file (.jsonl, .json, .csv, .tsv, .parquet; all but the last also with .gz, .zst or .xz), a pattern such as data/*.jsonl, a"
-        " folder of such files, a folder that `save_to_disk` of `datasets` has written, or a hub id.")
+        " folder of such files, a folder that `save_to_disk` of `datasets` has written, or a hub id.", basic=True)
     split: str = field("train", "Split to train on, of a hub id or a folder.")
     format: Literal["auto", "prompt_answer", "gsm8k", "messages"] = field(
         "auto", "Row layout: fields prompt and answer; GSM8K's question and `... #### 42`; or a chat in `messages`, with an answer"
@@ -44,21 +46,27 @@ class DataConfig(Section):
     chat_template: bool | str = field(
         "auto", "Wrap a prompt that is plain text as a user message with the tokenizer's chat template; \"auto\" does so if the model ends"
         " its answers as its template does, as models that were taught chats do. A file or the text of a Jinja template does so with"
-        " that template, which is then used wherever the tokenizer's would be, and exported; a checkpoint remembers its text.")
+        " that template, which is then used wherever the tokenizer's would be, and exported; a checkpoint remembers its text.",
+        on_resume=Change.TOLD)
     chat_template_kwargs: dict[str, bool | int | float | str] = field(
-        {}, "What the chat template is given besides messages and tools, such as {enable_thinking = false}.")
+        {}, "What the chat template is given besides messages and tools, such as {enable_thinking = false}.", on_resume=Change.TOLD)
     system_prompt: str = field(
-        "", "System message put before a chat that has none of its own; plain prompts are chats with `chat_template` alone.")
+        "", "System message put before a chat that has none of its own; plain prompts are chats with `chat_template` alone.",
+        on_resume=Change.TOLD)
     sets: dict[str, dict[str, Any]] = field(
         {}, "Data sets that are mixed, instead of one: a table [data.sets.NAME] with a weight and settings of this section, and tables"
-        " rollout and agent that say how its rows are judged and played.")
-    shuffle: bool = field(True, "Visit rows in a new seeded order each epoch.")
-    max_prompt_tokens: int = field(0, "Longest prompt allowed, in tokens; 0 allows the model's context less max_new_tokens.", ge=0)
-    heldout_path: str = field("", "File of held-out rows; empty takes them from the end of `path`, which are then not trained on.")
-    heldout_split: str = field("", "Split of held-out rows, of a hub id or a folder; empty takes them from the end of `split`.")
+        " rollout and agent that say how its rows are judged and played.", on_resume=Change.ROWS)
+    shuffle: bool = field(True, "Visit rows in a new seeded order each epoch.", on_resume=Change.REFUSED)
+    max_prompt_tokens: int = field(
+        0, "Longest prompt allowed, in tokens; 0 allows the model's context less max_new_tokens.", ge=0, on_resume=Change.TOLD)
+    heldout_path: str = field(
+        "", "File of held-out rows; empty takes them from the end of `path`, which are then not trained on.",
+        on_resume=Change.ROWS, basic=True)
+    heldout_split: str = field(
+        "", "Split of held-out rows, of a hub id or a folder; empty takes them from the end of `split`.", on_resume=Change.ROWS)
     heldout_size: int | Literal["auto"] = field(
         "auto", "Held-out prompts used by evaluation, an integer of at least 0, which holds none out. \"auto\" holds out 256, or a fifth of"
-        " the rows if they are fewer than 1,280.")
+        " the rows if they are fewer than 1,280.", on_resume=Change.ROWS)
 
     def num_heldout(self, num_rows: int | None) -> int:
         """Return how many rows are held out of `num_rows`; None is of a task, which makes as many as are wanted."""

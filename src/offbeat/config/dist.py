@@ -1,10 +1,12 @@
 """[dist]: deadlines of process groups."""
 
-from offbeat.config.base import Section, field
+from offbeat.config.base import Change, Section, field
 
 
 class DistConfig(Section):
     """Deadlines of ranks that wait for each other."""
+
+    on_resume = Change.FREE
 
     init_timeout_s: float = field(120.0, "Seconds for all ranks to meet; importing torch on a busy machine takes up to 15.", gt=0)
     sync_timeout_s: float = field(

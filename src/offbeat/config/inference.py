@@ -4,14 +4,18 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from offbeat.config.base import Section, field
+from offbeat.config.base import Change, Section, field
 
 
 class InferenceConfig(Section):
     """Engines that the run starts, or uses by URL."""
 
+    on_resume = Change.FREE
+    read_by = ("rl", "sft")
+
     engine: Literal["embedded", "vllm", "sglang"] = field(
-        "embedded", "Kind of engine: the embedded one, or vLLM or SGLang, which run in separate environments.")
+        "embedded", "Kind of engine: the embedded one, or vLLM or SGLang, which run in separate environments.",
+        on_resume=Change.TOLD, basic=True)
     num_engines: int = field(1, "Engine processes.", ge=1)
     devices_per_engine: int = field(
         0, "Accelerators for each engine, over which vLLM and SGLang split the model (tensor parallelism); 0 takes one where this machine "
@@ -24,10 +28,10 @@ class InferenceConfig(Section):
     forward: Literal["auto", "direct", "hf"] = field(
         "auto",
         "Forward pass of the embedded engine: a fast path for models like Llama and Qwen, or Hugging Face's modules for any model; auto"
-        " prefers the fast path.")
+        " prefers the fast path.", on_resume=Change.TOLD)
     max_running: int = field(512, "Maximum number of samples decoded together.", ge=1)
     max_queued: int = field(4096, "Maximum number of waiting requests; beyond it the engine answers 429.", ge=1)
-    max_context: int = field(0, "Longest prompt plus generation, in tokens; 0 takes the model's context.", ge=0)
+    max_context: int = field(0, "Longest prompt plus generation, in tokens; 0 takes the model's context.", ge=0, on_resume=Change.TOLD)
     max_cache_bytes: int = field(
         0,
         "Bytes of the embedded engine's cache of keys and values; a request waits until its longest answer fits. 0 takes a quarter of the "

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from offbeat.config.base import NUMBER_OR_AUTO, Section
+from offbeat.config.base import NUMBER_OR_AUTO, Section, declared
 from offbeat.config.beside import found_beside
 from offbeat.config.evaluation_sets import setting_of
 from offbeat.config.root import Config
@@ -182,23 +182,15 @@ def dump_toml(config: Config) -> str:
     return "\n".join(_toml_tables(config.model_dump(), ())).lstrip("\n") + "\n"
 
 
-def settings(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+def settings() -> Iterator[tuple[str, FieldInfo]]:
     """Yield every leaf setting as ("section.key", field), in the order of the files."""
-    for name, info in section.model_fields.items():
-        if _is_section(info):
-            yield from settings(info.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
-        else:
-            yield f"{prefix}{name}", info
+    return ((setting.key, setting.info) for setting in declared(Config))
 
 
 @cache
 def _fields() -> Mapping[str, FieldInfo]:
     """Return all leaf settings by name, which are looked up for every override."""
     return dict(settings())
-
-
-def _is_section(info: FieldInfo) -> bool:
-    return isinstance(info.annotation, type) and issubclass(info.annotation, Section)
 
 
 def _names_setting(key: str) -> bool:

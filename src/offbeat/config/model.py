@@ -2,13 +2,15 @@
 
 from typing import Literal
 
-from offbeat.config.base import Section, field
+from offbeat.config.base import Change, Section, field
 
 NumberFormat = Literal["float32", "bfloat16"]
 
 
 class TinyConfig(Section):
     """A small Qwen3-architecture model made from random weights, for tests and first runs."""
+
+    on_resume = Change.CONTENT
 
     hidden_size: int = field(128, "Width of the residual stream.", ge=8)
     num_layers: int = field(4, "Decoder layers.", ge=1)
@@ -22,27 +24,33 @@ class TinyConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters on a frozen model (Hu et al. 2021), in PEFT's terms."""
 
-    rank: int = field(0, "Rank of the adapter; 0 trains the whole model.", ge=0)
+    on_resume = Change.REFUSED
+
+    rank: int = field(0, "Rank of the adapter; 0 trains the whole model.", ge=0, basic=True)
     alpha: float = field(32.0, "The adapter's output is scaled by alpha / rank.", gt=0)
     targets: tuple[str, ...] = field(
         ("all-linear",), "Names of the linear layers to adapt, such as q_proj (the last part of the full name); all-linear adapts every"
         " linear layer of the decoder.")
     dropout: float = field(
         0.0, "Share of the adapter's inputs dropped in supervised training (`offbeat sft`, the warm-up); never in RL, whose "
-        "log-probabilities must be the policy's. Must be 0 with many tenants, whose masks would depend on each other.", ge=0, lt=1)
+        "log-probabilities must be the policy's. Must be 0 with many tenants, whose masks would depend on each other.", ge=0, lt=1,
+        on_resume=Change.TOLD)
 
 
 class ModelConfig(Section):
     """The model and its number format."""
 
-    path: str = field("", "Folder or hub id of a Hugging Face causal language model; empty builds the one described under `tiny`.")
+    path: str = field(
+        "", "Folder or hub id of a Hugging Face causal language model; empty builds the one described under `tiny`.",
+        on_resume=Change.CONTENT, basic=True)
     tokenizer: str = field(
         "", "Folder or hub id of a tokenizer; empty takes the model's, or the built-in one for a tiny model, which has a token for each"
-        " digit, lower-case letter, space, line break and `+-*/=()>,.?#:`, and for nothing else, such as capital letters.")
+        " digit, lower-case letter, space, line break and `+-*/=()>,.?#:`, and for nothing else, such as capital letters.",
+        on_resume=Change.CONTENT)
     dtype: Literal["auto", NumberFormat] = field(
         "float32", "Number format of the engines' weights; the trainer keeps float32 masters. float32 makes both agree to 1e-4."
         ' "auto" takes bfloat16 where engines compute on devices or CPUs with instructions for it, such as AMX.'
-        " On other CPUs, bfloat16 is many times slower than float32.")
+        " On other CPUs, bfloat16 is many times slower than float32.", on_resume=Change.TOLD)
     lora: LoraConfig = field(LoraConfig(), "Train an adapter instead of the whole model.")
     tiny: TinyConfig = field(TinyConfig(), "Sizes of the model that is built when `path` is empty.")
 

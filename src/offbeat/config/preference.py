@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from offbeat.config.base import Section, field
+from offbeat.config.base import Change, Section, field
 from offbeat.config.train import OptimizerConfig
 
 USUAL_GAMMA = 0.5
@@ -17,12 +17,16 @@ PAIR_LOSSES = (
 class PreferenceConfig(Section):
     """Preference training, `offbeat dpo`: the chosen answer of each pair in [data] is to become likelier than the rejected one."""
 
+    on_resume = Change.TOLD
+    read_by = ("preference",)
+
     loss: Literal[(*PAIR_LOSSES, "kto")] = field(  # pyright: ignore[reportInvalidTypeForm]
         "dpo", "Formula, in docs/algorithms.md: DPO; IPO, which stops at a distance and suits clear preferences; SimPO and ORPO, which need"
-        " no reference; KTO, which also learns from single answers with a label; or another of the table.")
+        " no reference; KTO, which also learns from single answers with a label; or another of the table.",
+        on_resume=Change.REFUSED, basic=True)
     mix: dict[str, float] = field(
         {}, "Several losses of pairs by name with their weights, such as {dpo = 0.8, sft = 0.2}, in place of `loss`; metrics are those of"
-        " the first.")
+        " the first.", on_resume=Change.REFUSED)
     beta: float = field(
         0.0, "Strength with which the policy is kept close to the reference (SimPO: steepness of the loss; ORPO: weight of the odds); 0"
         " takes the default of the loss: 0.1, 2 for simpo, or 5 for sigmoid_norm.", ge=0)
@@ -33,11 +37,11 @@ class PreferenceConfig(Section):
         1.0, "Weight of the loss of good answers; kto only. Where good and bad answers are not balanced, choose weights so that number"
         " times weight of good ones is 1 to 1.33 times that of bad ones.", gt=0)
     undesirable_weight: float = field(1.0, "Weight of the loss of bad answers; kto only.", gt=0)
-    total_steps: int = field(200, "Optimizer steps.", ge=1)
-    batch_size: int = field(32, "Pairs per step; rows of any kind for kto.", ge=1)
-    optimizer: OptimizerConfig = field(
-        OptimizerConfig(warmup_steps=10), "AdamW and its schedule.")
-    evaluate_every_steps: int = field(0, "Steps between evaluations on held-out pairs; 0 evaluates only at the end.", ge=0)
+    total_steps: int = field(200, "Optimizer steps.", ge=1, basic=True)
+    batch_size: int = field(32, "Pairs per step; rows of any kind for kto.", ge=1, basic=True)
+    optimizer: OptimizerConfig = field(OptimizerConfig(warmup_steps=10), "AdamW and its schedule.")
+    evaluate_every_steps: int = field(
+        0, "Steps between evaluations on held-out pairs; 0 evaluates only at the end.", ge=0, on_resume=Change.FREE)
 
     @property
     def losses(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import field_validator, model_validator
 
 from offbeat.config.agent import PLAYS
-from offbeat.config.base import Section, field
+from offbeat.config.base import Change, Section, field
 
 REWARDS = {
     "exact_match": "offbeat.rollout.rewards.exact_match:exact_match",
@@ -28,60 +28,71 @@ _EXCLUDE = "rollout.reward and rollout.rewards exclude each other, got {} and {}
 class RolloutConfig(Section):
     """Asynchronous rollouts. Counts are of groups (prompts) unless they say samples."""
 
+    on_resume = Change.TOLD
+    read_by = ("rl",)
+
     group_size: int = field(
-        8, "Samples per prompt, G; their mean is the baseline, so a single sample learns nothing unless algorithm.centre = \"none\".", ge=1)
-    consumer_batch_size: int = field(64, "Groups per training step, B.", ge=1)
-    max_concurrent_rollouts: int = field(128, "Groups in flight at once, M.", ge=1)
+        8, "Samples per prompt, G; their mean is the baseline, so a single sample learns nothing unless algorithm.centre = \"none\".", ge=1,
+        basic=True)
+    consumer_batch_size: int = field(64, "Groups per training step, B.", ge=1, basic=True)
+    max_concurrent_rollouts: int = field(128, "Groups in flight at once, M.", ge=1, on_resume=Change.FREE)
     max_head_offpolicyness: int = field(
         1, "Maximum staleness, eta: how many versions a trained token may be behind the trainer; 0 is synchronous training.", ge=0)
+    # A change of single_rank_load is free because the number of processes that draw data is compared separately.
     single_rank_load: bool = field(
         True, "SPMD mode: rank 0 alone draws data and rolls out, within the limits above, and gives each rank its share; false lets every"
-        " data-parallel head roll out its own share, with the limits divided by the number of heads. A controller always does the former.")
+        " data-parallel head roll out its own share, with the limits divided by the number of heads. A controller always does the former.",
+        on_resume=Change.FREE)
     balance_batch: bool = field(
         True, "Distribute a step's sequences over the ranks by predicted cost, so that no rank waits long for another; false gives each"
-        " rank the same number of whole groups, in order. Loss and gradient are the same.")
+        " rank the same number of whole groups, in order. Loss and gradient are the same.", on_resume=Change.FREE)
     on_stale: Literal["wait", "requeue", "keep"] = field(
         "wait", "What to do with a group that would exceed the staleness bound: wait for it, requeue its prompt (both enforce the bound),"
         " or keep it and train on it anyway.")
     workflow: str = field(
         "offbeat.rollout.workflows.single_turn:single_turn", "How an episode is played: single_turn; agent, tool_loop or gym, configured in"
-        " [agent]; or an async function of your own, as module:function.")
+        " [agent]; or an async function of your own, as module:function.", on_resume=Change.CODE)
     reward: str = field(
         "", "Dotted name, module:function or file.py:function, of the reward; exact_match, math, countdown or reasoning; model:FOLDER for "
         "a reward model, or judge:FILE for a judge behind an endpoint. Empty takes the task's own, math for GSM8K, else exact_match. A "
-        "list of names, or a table with weights, is taken as rollout.rewards.")
+        "list of names, or a table with weights, is taken as rollout.rewards.", on_resume=Change.CODE, basic=True)
     rewards: dict[str, float] = field(
         {}, "Several rewards instead of one, each with its weight in the sum, such as {exact_match = 1.0, \"my.py:short\" = 0.2}; metrics "
-        "show each by the name of its function.")
-    should_accept: str = field("", "Dotted name, module:function, of a filter on finished groups; empty accepts all.")
-    reward_workers: int = field(1, "Number of reward processes; with a reward model, each holds a copy of it.", ge=1)
+        "show each by the name of its function.", on_resume=Change.CODE)
+    should_accept: str = field(
+        "", "Dotted name, module:function, of a filter on finished groups; empty accepts all.", on_resume=Change.CODE)
+    reward_workers: int = field(1, "Number of reward processes; with a reward model, each holds a copy of it.", ge=1, on_resume=Change.FREE)
     reward_timeout_s: float = field(
         15.0, "Seconds for one reward call; a call that passes them is killed, and its completion is not trained on. A reward model scores "
-        "up to 64 completions in a call, and a reward of groups, such as a judge, all of one group.", gt=0)
+        "up to 64 completions in a call, and a reward of groups, such as a judge, all of one group.", gt=0, on_resume=Change.FREE)
     reward_memory_bytes: int = field(
         4 * 2**30, "Memory that a reward process may take; what needs more is not trained on. 0 sets no limit. The default has room for "
-        "parsers and small models, and a reward that runs away does not take the machine along. A reward model has no limit.", ge=0)
+        "parsers and small models, and a reward that runs away does not take the machine along. A reward model has no limit.", ge=0,
+        on_resume=Change.FREE)
     reward_env: tuple[str, ...] = field(
-        (), "Environment variables passed to rewards although they look like secrets; all others that look like secrets are withheld.")
+        (), "Environment variables passed to rewards although they look like secrets; all others that look like secrets are withheld.",
+        on_resume=Change.FREE)
     episode_timeout_s: float = field(
         600.0, "Seconds for one group without the time in which its rewards are computed, of which each call has reward_timeout_s; or "
-        "inference.token_timeout_s for each of max_new_tokens and reward_timeout_s if that is more.", gt=0)
+        "inference.token_timeout_s for each of max_new_tokens and reward_timeout_s if that is more.", gt=0, on_resume=Change.FREE)
     max_retries: int = field(
         4, "How often a prompt is drawn again after its group failed or kept fewer than two usable samples, before it is rejected;"
-        " occasional failures therefore lose no prompt. A prompt that cannot be asked is rejected at once.", ge=0)
-    max_failures_in_a_row: int = field(64, "Stop the run when this many groups in a row failed.", ge=1)
+        " occasional failures therefore lose no prompt. A prompt that cannot be asked is rejected at once.", ge=0, on_resume=Change.FREE)
+    max_failures_in_a_row: int = field(64, "Stop the run when this many groups in a row failed.", ge=1, on_resume=Change.FREE)
     batch_timeout_s: float = field(
-        1800.0, "Seconds without a finished and accepted group before the run stops; at least the time limit of one group.", gt=0)
-    max_new_tokens: int = field(256, "Maximum number of tokens generated per sample.", ge=1)
+        1800.0, "Seconds without a finished and accepted group before the run stops; at least the time limit of one group.", gt=0,
+        on_resume=Change.FREE)
+    max_new_tokens: int = field(256, "Maximum number of tokens generated per sample.", ge=1, read_by=("rl", "sft"), basic=True)
     temperature: float = field(
         1.0, "Sampling temperature; greedy samples would all be equal, so nothing would be learned. Evaluations use"
         " evaluate.temperature.", gt=0)
-    top_p: float = field(1.0, "Nucleus sampling mass.", gt=0, le=1)
-    top_k: int = field(0, "Sample from the k likeliest tokens; 0 from all.", ge=0)
+    top_p: float = field(1.0, "Nucleus sampling mass.", gt=0, le=1, read_by=("rl", "sft"))
+    top_k: int = field(0, "Sample from the k likeliest tokens; 0 from all.", ge=0, read_by=("rl", "sft"))
     stop: tuple[str, ...] = field(
         (), "Strings that end a sample; a special token such as <|im_end|> is taken as a token. The tokenizer's end token, those of the "
-        "model's generation_config.json and the end of turn of its chat template end one anyway.")
-    stop_token_ids: tuple[int, ...] = field((), "Token ids that end a sample besides those; the token is part of the sample.")
+        "model's generation_config.json and the end of turn of its chat template end one anyway.", read_by=("rl", "sft"))
+    stop_token_ids: tuple[int, ...] = field(
+        (), "Token ids that end a sample besides those; the token is part of the sample.", read_by=("rl", "sft"))
 
     @field_validator("workflow")
     @classmethod

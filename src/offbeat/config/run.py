@@ -2,19 +2,22 @@
 
 from typing import Literal
 
-from offbeat.config.base import Section, field
+from offbeat.config.base import Change, Section, field
 
 
 class RunConfig(Section):
     """The run as a whole."""
 
-    name: str = field("run", "Folder name of the run below `dir`.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    on_resume = Change.FREE
+
+    name: str = field("run", "Folder name of the run below `dir`.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", basic=True)
     dir: str = field("runs", "Folder that holds all runs.")
     mode: Literal["controller", "spmd"] = field(
         "controller", "What runs the training loop: one controller process, which starts the ranks and uses no device itself, or every rank"
         " started by torchrun.")
-    seed: int = field(0, "Seed of weights, data order and sampling.", ge=0, le=2**32 - 1)
-    total_steps: int = field(100, "Optimizer steps to train; the learning-rate schedule spans them.", ge=1)
+    seed: int = field(0, "Seed of weights, data order and sampling.", ge=0, le=2**32 - 1, on_resume=Change.REFUSED)
+    total_steps: int = field(
+        100, "Optimizer steps to train; the learning-rate schedule spans them.", ge=1, on_resume=Change.TOLD, read_by=("rl",), basic=True)
     warm_up: bool = field(
         False, "Begin with supervised fine-tuning, configured in [sft]; a model with random weights earns no reward to learn from.")
     private: bool = field(

@@ -6,11 +6,13 @@ from urllib.parse import parse_qs, urlsplit
 
 from pydantic import field_validator
 
-from offbeat.config.base import Section, field
+from offbeat.config.base import Change, Section, field
 
 
 class ServeConfig(Section):
     """`offbeat serve`: where it listens, what it keeps, and how work is shared out."""
+
+    on_resume = Change.FREE
 
     host: str = field("127.0.0.1", "Address to listen on; another one than this machine's own needs `keys`.", min_length=1)
     port: int = field(8000, "Port to listen on; 0 takes a free one.", ge=0, le=65535)

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from offbeat.config.base import Section, field
+from offbeat.config.base import Change, Section, field
 
 PROMPT, ANSWER = "{prompt}", "{answer}"
 """What the text of a prompt and of its row's answer replace in `TeacherConfig.template`."""
@@ -12,6 +12,9 @@ PROMPT, ANSWER = "{prompt}", "{answer}"
 
 class TeacherConfig(Section):
     """What distillation learns from. Read with algorithm.teacher = "model" (path or url) and, as the template, "policy" or "reference"."""
+
+    on_resume = Change.TOLD
+    read_by = ("rl",)
 
     path: str = field(
         "", "Folder or hub id of a model with the policy's tokenizer, which the train ranks hold beside the policy, frozen, in the number"
@@ -28,9 +31,10 @@ class TeacherConfig(Section):
         " the thinking process:\n",
         "With algorithm.teacher = \"policy\" or \"reference\": what the teacher sees in place of a prompt, or of a chat's last message by"
         " the user; {answer} is the row's answer, or its solution where it has one.")
-    max_concurrent: int = field(64, "Requests to url at once.", ge=1)
-    timeout_s: float = field(120.0, "Seconds for one request to url.", gt=0)
-    max_retries: int = field(2, "Times that a request to url that failed is repeated; then its sample is left out.", ge=0)
+    max_concurrent: int = field(64, "Requests to url at once.", ge=1, on_resume=Change.FREE)
+    timeout_s: float = field(120.0, "Seconds for one request to url.", gt=0, on_resume=Change.FREE)
+    max_retries: int = field(
+        2, "Times that a request to url that failed is repeated; then its sample is left out.", ge=0, on_resume=Change.FREE)
 
     @field_validator("template")
     @classmethod

@@ -4,12 +4,14 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from offbeat.config.base import Section, field
+from offbeat.config.base import Change, Section, field
 
 
 class WandbConfig(Section):
     """How a run is kept in Weights & Biases, where telemetry.sinks has "wandb". For what is left empty, W&B's own variables of the
     environment hold, which are in brackets."""
+
+    on_resume = Change.FREE
 
     mode: Literal["", "online", "offline", "disabled"] = field(
         "", "Whether metrics go to W&B's server, after `wandb login`, or to files that `wandb sync` uploads (WANDB_MODE); else offline.")
@@ -27,6 +29,8 @@ class WandbConfig(Section):
 class TelemetryConfig(Section):
     """Console, files and traces in the run directory."""
 
+    on_resume = Change.FREE
+
     console: bool = field(True, "Live table of progress on the terminal.")
     rollouts_every_steps: int = field(1, "Steps between those whose rollouts are written to `rollouts/`; 0 writes none.", ge=0)
     rollouts_max_bytes: int = field(
@@ -39,7 +43,7 @@ class TelemetryConfig(Section):
         " takes it from a table of devices, and where that has no entry, as for CPUs, there is no `train/mfu`.", ge=0)
     sinks: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = field(
         (), "Where metrics go besides `metrics.jsonl`, which is always written; each needs the extra of its name, `offbeat[tensorboard]`.")
-    wandb: WandbConfig = WandbConfig()
+    wandb: WandbConfig = field(WandbConfig(), "How the run is kept in Weights & Biases.")
     sample_tables_every_steps: int = field(
         10, "Steps between those of which `sinks` get a table of 16 samples, from the largest reward to the smallest; 0 sends none.", ge=0)
 

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
-from offbeat.config.base import Section, check_number, field
+from offbeat.config.base import Change, Section, check_number, field
 
 Precision = Literal["float32", "bf16_mixed"]
 Recompute = Literal["off", "selective", "full"]
@@ -13,9 +13,11 @@ Recompute = Literal["off", "selective", "full"]
 class OptimizerConfig(Section):
     """AdamW with float32 state, a warm-up, a decay and a clip."""
 
+    on_resume = Change.TOLD
+
     lr: float | Literal["auto"] = field(
         "auto", 'Peak learning rate, above 0 and below 10; "auto" takes it from a table by what is trained, on what, and the width of the'
-        " model, or on a resumed run what it had. `offbeat config check` and the run's first lines say what it is.")
+        " model, or on a resumed run what it had. `offbeat config check` and the run's first lines say what it is.", basic=True)
     beta1: float = field(0.9, "AdamW's first moment decay.", ge=0, lt=1)
     beta2: float = field(0.95, "AdamW's second moment decay; 0.95 forgets stale curvature sooner than 0.999.", ge=0, lt=1)
     eps: float = field(1e-8, "AdamW's epsilon.", gt=0)
@@ -39,6 +41,8 @@ class OptimizerConfig(Section):
 
 class ParallelConfig(Section):
     """How the train ranks divide a model among them. What remains, train.num_ranks / (shard * tp * cp), are replicas of all that (dp)."""
+
+    on_resume = Change.FREE
 
     shard: int = field(
         1, "Number of ranks that shard each parameter and gather layers as they run (FSDP2); 1 replicates the model, which is faster where"
@@ -70,34 +74,40 @@ class ParallelConfig(Section):
 class TrainConfig(Section):
     """The ranks that learn."""
 
-    num_ranks: int = field(1, "Train processes; [train.parallel] says how they divide the work, by default as replicas of the model.", ge=1)
+    on_resume = Change.TOLD
+
+    num_ranks: int = field(
+        1, "Train processes; [train.parallel] says how they divide the work, by default as replicas of the model.", ge=1,
+        on_resume=Change.FREE, basic=True)
     parallel: ParallelConfig = field(ParallelConfig(), "How the ranks divide a model among them.")
     devices_per_rank: int = field(
         0, "Accelerators for each train process; 0 takes one where this machine shows enough of them, else the CPU, as on a Ray cluster.",
-        ge=0, le=1)
-    optimizer: OptimizerConfig = field(OptimizerConfig(), "AdamW and its schedule.")
-    max_tokens_per_microbatch: int = field(16384, "Hard cap on tokens in one forward and backward; bounds activation memory.", ge=1)
-    share_prefix: bool = field(True, "Run a group's common prompt once per micro-batch instead of once per sample.")
+        ge=0, le=1, on_resume=Change.FREE)
+    optimizer: OptimizerConfig = field(OptimizerConfig(), "AdamW and its schedule.", read_by=("rl",))
+    max_tokens_per_microbatch: int = field(
+        16384, "Hard cap on tokens in one forward and backward; bounds activation memory.", ge=1, on_resume=Change.FREE, basic=True)
+    share_prefix: bool = field(True, "Run a group's common prompt once per micro-batch instead of once per sample.", on_resume=Change.FREE)
     precision: Literal["auto", Precision] = field(
         "auto", 'Number format of the computation; "bf16_mixed" computes in bfloat16 and keeps weights, optimizer moments and gradient'
         ' sums in float32, which is faster above about 5M parameters; "auto" takes it where train ranks have devices that compute in it.')
     gradient_checkpointing: Literal["auto", Recompute] = field(
         "auto", 'Recompute activations in the backward pass to save memory; "selective" keeps the results of matrix products and'
         ' attention, "full" keeps only the inputs of layers and costs a third more computation; "auto" keeps what a device has room for,'
-        " and everything on CPUs.")
+        " and everything on CPUs.", on_resume=Change.FREE)
     offload_optimizer: bool = field(
         False, "Keep AdamW's moments in host memory and bring them to the device part by part for each update. This frees 8 bytes of device"
-        " memory per parameter of a rank, at the cost of the transfers; the numbers are the same.")
+        " memory per parameter of a rank, at the cost of the transfers; the numbers are the same.", on_resume=Change.FREE)
     router_aux_loss_coefficient: float = field(
         0.0, "Coefficient of the load-balancing loss of a mixture of experts' routers, added to the loss of each update of the policy or"
         " reward model; 0 trains without it, whatever router_aux_loss_coef in the model's config.json is, which is the value to try"
         " first.", ge=0)
     compile: bool = field(
         False, "Compile each decoder layer with torch.compile; worthwhile on a GPU, where the first step takes a minute longer, and rarely"
-        " on a CPU.")
+        " on a CPU.", on_resume=Change.FREE)
     threads: int = field(
-        0, "CPU threads per train process; 0 divides the available cores among the run's engines and train ranks.", ge=0)
-    step_timeout_s: float = field(1800.0, "Seconds for one training step of all ranks.", gt=0)
+        0, "CPU threads per train process; 0 divides the available cores among the run's engines and train ranks.", ge=0,
+        on_resume=Change.FREE)
+    step_timeout_s: float = field(1800.0, "Seconds for one training step of all ranks.", gt=0, on_resume=Change.FREE)
 
     @property
     def computes_in(self) -> Precision:
@@ -113,12 +123,17 @@ class TrainConfig(Section):
 class SftConfig(Section):
     """Supervised fine-tuning: `offbeat sft`, and the quick start's warm-up."""
 
-    total_steps: int = field(200, "Most optimizer steps.", ge=1)
-    batch_size: int = field(128, "Rows per step.", ge=1)
+    on_resume = Change.TOLD
+    read_by = ("sft",)
+
+    total_steps: int = field(200, "Most optimizer steps.", ge=1, basic=True)
+    batch_size: int = field(128, "Rows per step.", ge=1, basic=True)
     assistant_turns: Literal["all", "last"] = field(
         "all", "Which of the assistant's messages in a chat are trained on; earlier ones may be weaker than the last.")
     too_long: Literal["refuse", "drop"] = field(
-        "refuse", "What happens to rows longer than the context or than train.max_tokens_per_microbatch; none is ever cut.")
+        "refuse", "What happens to rows longer than the context or than train.max_tokens_per_microbatch; none is ever cut.",
+        read_by=("sft", "preference", "reward_model"))
     optimizer: OptimizerConfig = field(OptimizerConfig(warmup_steps=30), "AdamW and its schedule.")
-    evaluate_every_steps: int = field(0, "Steps between evaluations on held-out prompts; 0 evaluates only at the end.", ge=0)
+    evaluate_every_steps: int = field(
+        0, "Steps between evaluations on held-out prompts; 0 evaluates only at the end.", ge=0, on_resume=Change.FREE)
     stop_at_accuracy: float = field(1.0, "Stop as soon as held-out accuracy reaches this.", gt=0, le=1)

@@ -2,11 +2,13 @@
 
 from typing import Literal
 
-from offbeat.config.base import Section, field
+from offbeat.config.base import Change, Section, field
 
 
 class WeightsConfig(Section):
     """Publishing of one version per training step."""
+
+    on_resume = Change.FREE
 
     channel: Literal["disk", "collective"] = field(
         "disk", "A folder per version, which engines read, or a broadcast from the trainer into the engines.")
@@ -20,7 +22,7 @@ class WeightsConfig(Section):
         " vLLM's servers keep a copy of the weights in memory for it.", ge=1)
     interrupt: Literal["recompute", "keep", "drain"] = field(
         "recompute", "Requests in flight when weights are switched: continue under the new weights with a recomputed cache (recompute) or"
-        " with the old cache (keep), or finish first (drain).")
+        " with the old cache (keep), or finish first (drain).", on_resume=Change.TOLD, read_by=("rl",))
     stage_timeout_s: float = field(60.0, "Seconds for the trainer to write a version, and for an engine to load it.", gt=0)
     switch_timeout_s: float = field(60.0, "Seconds for an engine to switch; with drain, the longest generation.", gt=0)
     proof_tolerance: float = field(

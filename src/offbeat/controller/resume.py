@@ -1,7 +1,7 @@
 """Whether a checkpoint may be resumed with the present settings, data, model and code, and what has to be said about it.
 
 `run` asks before any process is started, `checkpoints` again of the checkpoint that is taken in the end. Pure; what a change of each
-setting means stands in `offbeat.config.resume`.
+setting means is said by its field.
 """
 
 from collections.abc import Iterator, Sequence
