@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import offbeat
-from offbeat.config.load import dump_toml
+from offbeat.config.dump import dump_toml
 from offbeat.config.root import Config
 from offbeat.controller.evaluate import Evaluation
 from offbeat.controller.judges import choose_rewards

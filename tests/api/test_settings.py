@@ -8,7 +8,8 @@ import torch
 
 from offbeat.api.settings import configured
 from offbeat.config.data import DataConfig
-from offbeat.config.load import dump_toml, load_config
+from offbeat.config.dump import dump_toml
+from offbeat.config.load import load_config
 from offbeat.config.rollout import reward_name
 from offbeat.config.root import Config
 from offbeat.data.dataset import open_datasets

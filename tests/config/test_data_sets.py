@@ -2,8 +2,9 @@
 
 import pytest
 
+from offbeat.config.dump import dump_toml
 from offbeat.config.evaluation_sets import setting_of
-from offbeat.config.load import dump_toml, load_config
+from offbeat.config.load import load_config
 from offbeat.errors import ConfigError
 
 FILE = """

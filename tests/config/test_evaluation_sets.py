@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.config.dump import dump_toml
 from offbeat.config.evaluation_sets import setting_of
-from offbeat.config.load import dump_toml, load_config, split_overrides
+from offbeat.config.load import load_config, split_overrides
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError
 

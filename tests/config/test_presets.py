@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from offbeat.config.algorithms import AlgorithmConfig
-from offbeat.config.load import dump_toml, load_config
+from offbeat.config.dump import dump_toml
+from offbeat.config.load import load_config
 from offbeat.config.presets import PRESETS
 
 NEEDED = {"opd": (("teacher.path", "somebody/larger"),)}

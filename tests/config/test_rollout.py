@@ -3,7 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from offbeat.config.load import dump_toml, load_config
+from offbeat.config.dump import dump_toml
+from offbeat.config.load import load_config
 from offbeat.config.rollout import RolloutConfig
 from offbeat.errors import ConfigError
 

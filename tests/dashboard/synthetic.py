@@ -5,7 +5,8 @@ import random
 import time
 from pathlib import Path
 
-from offbeat.config.load import dump_toml, load_config
+from offbeat.config.dump import dump_toml
+from offbeat.config.load import load_config
 from offbeat.telemetry.events import EventLog
 from offbeat.telemetry.sinks import JsonLines
 from offbeat.telemetry.stats import StatsLogger

@@ -14,7 +14,8 @@ from typing import Any, Self
 
 from offbeat.agents import launch
 from offbeat.api.settings import Settings, configured
-from offbeat.config.load import load_config, toml_value
+from offbeat.config.dump import toml_value
+from offbeat.config.load import load_config
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError, DeadlineError, RunError
 

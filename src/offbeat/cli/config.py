@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from offbeat.cli.help import HelpFormatter
 from offbeat.cli.named import add_named_arguments, named_config, named_options
 from offbeat.config.docs import render_docs
-from offbeat.config.load import dump_toml
+from offbeat.config.dump import dump_toml
 from offbeat.config.notes import clip_note, notes_of_check
 from offbeat.config.presets import PRESETS
 from offbeat.config.root import Config

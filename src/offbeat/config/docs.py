@@ -10,7 +10,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from offbeat.config.base import Section
-from offbeat.config.load import ALIASES, toml_value
+from offbeat.config.dump import toml_value
+from offbeat.config.load import ALIASES
 from offbeat.config.root import Config
 
 _HEAD = """\

@@ -1,10 +1,9 @@
-"""Loads a `Config` from a TOML file and command-line overrides, and writes it back as TOML.
+"""Loads a `Config` from a TOML file and command-line overrides; `config.dump` writes it back.
 
-Called by the commands, and by the controller to write a run's `config.toml`. Every error in a file or an override becomes one
-`ConfigError` sentence that names the setting, the value, what is allowed and what to do.
+Called by the commands. Every error in a file or an override becomes one `ConfigError` sentence that names the setting, the value, what is
+allowed and what to do.
 """
 
-import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +25,6 @@ from offbeat.errors import ConfigError
 Override = tuple[str, str]
 
 _OVERRIDE = re.compile(r"--([A-Za-z_]\w*(?:\.\w+)+)(?:=(.*))?", re.DOTALL)
-
-_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 # Advice about a refused value, where the bound alone does not suffice.
 HINTS = {
@@ -175,11 +172,6 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[Override], list[str]]:
             i += value is not None
         overrides.append((key, "true" if value is None else value))
     return overrides, rest
-
-
-def dump_toml(config: Config) -> str:
-    """Write all settings as TOML; `load_config` turns it back into an equal `Config`."""
-    return "\n".join(_toml_tables(config.model_dump(), ())).lstrip("\n") + "\n"
 
 
 def settings() -> Iterator[tuple[str, FieldInfo]]:
@@ -404,31 +396,3 @@ def _annotation(key: str) -> Any:
         below = get_args(annotation)[0] if get_origin(annotation) is tuple else annotation
         section = below if isinstance(below, type) and issubclass(below, Section) else section
     return annotation
-
-
-def _toml_tables(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
-    leaves = {name: value for name, value in values.items() if not isinstance(value, Mapping)}
-    if leaves:
-        yield f"\n[{'.'.join(map(_toml_key, path))}]"
-        yield from (f"{_toml_key(name)} = {toml_value(value)}" for name, value in leaves.items())
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _toml_tables(value, (*path, name))
-
-
-def _toml_key(name: str) -> str:
-    return name if _BARE_KEY.fullmatch(name) else toml_value(name)
-
-
-def toml_value(value: bool | int | float | str | Mapping[str, Any] | Sequence[Any]) -> str:
-    """Format one value as TOML, on one line."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        # JSON's escapes are also TOML's, except that JSON writes large code points as surrogate pairs and does not escape DEL.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_toml_key(name)} = {toml_value(item)}" for name, item in value.items()) + "}"
-    return f"[{', '.join(toml_value(item) for item in value)}]"

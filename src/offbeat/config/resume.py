@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offbeat.config.base import Change, Part, declared
-from offbeat.config.load import toml_value
+from offbeat.config.dump import toml_value
 from offbeat.config.root import Config
 
 _SETTINGS = {setting.key: setting for setting in declared(Config)}

@@ -7,7 +7,7 @@ setting means is said by its field.
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from offbeat.config.load import toml_value
+from offbeat.config.dump import toml_value
 from offbeat.config.resume import Change, Changed, Part, changes, listed
 from offbeat.controller.state import SavedState
 from offbeat.data.identity import Identity

@@ -18,7 +18,7 @@ from typing import TypeVar
 from offbeat import ending
 from offbeat.aio import listener
 from offbeat.config.agent import PLAYS
-from offbeat.config.load import dump_toml
+from offbeat.config.dump import dump_toml
 from offbeat.config.notes import notes
 from offbeat.config.resume import remembered
 from offbeat.config.root import Config
