@@ -143,9 +143,10 @@ test-real: $(DEV_STAMP) $(SMOLLM2)  ## run the tests of real pretrained models: 
 test-templates: $(DEV_STAMP)  ## try random chats with 786 real chat templates, in about ten minutes; TEMPLATES=FOLDER tries more
 	$(BIN)/python tests/template_corpus.py $(TEMPLATES)
 
-check: $(DEV_STAMP)  ## lint, types, layers, and the table of models in docs/models.md
+check: $(DEV_STAMP)  ## lint, types, layers, figures of the structure, and the table of models in docs/models.md
 	$(BIN)/ruff check
 	$(BIN)/lint-imports
+	$(BIN)/python tools/structure.py
 	$(BIN)/pyright
 	$(BIN)/python tests/families.py
 
