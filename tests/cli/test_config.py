@@ -1,6 +1,7 @@
 """`offbeat config`."""
 
 import argparse
+import tomllib
 
 import pytest
 
@@ -26,6 +27,16 @@ def test_show_prints_the_file_with_its_overrides_as_a_file_that_loads(tmp_path, 
     shown = tmp_path / "b.toml"
     shown.write_text(capsys.readouterr().out)
     assert load_config(str(shown)) == load_config(str(path), [("rollout.top_k", "7")])
+
+
+def test_show_basic_prints_the_settings_that_a_first_run_needs_with_their_values(capsys):
+    assert call("show", "--basic", "--model.path", "some/model", "--rollout.top_k", "7") == 0
+    text = capsys.readouterr().out
+    shown = tomllib.loads(text)
+    assert shown["run"] == {"name": "run", "total_steps": 100} and shown["model"] == {"path": "some/model", "lora": {"rank": 0}}
+    assert shown["train"]["optimizer"] == {"lr": "auto"}
+    assert "top_k" not in shown["rollout"] and "serve" not in shown and "critic" not in shown
+    assert 20 <= text.count(" = ") <= 30, "the few that a first run needs"
 
 
 def test_check_says_that_a_valid_configuration_is_valid(capsys, monkeypatch):

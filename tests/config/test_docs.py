@@ -23,6 +23,13 @@ def test_every_setting_has_a_row_with_a_sentence():
     assert all(row.endswith(". |") for row in rows.values())
 
 
+def test_settings_that_a_first_run_needs_are_marked():
+    page = render_docs()
+    assert "| `total_steps` ★ | integer ≥ 1 | `100` |" in page
+    assert "| `seed` | integer ≥ 0" in page
+    assert page.count("| `lr` ★ |") == 4, "not of the critic, which a first run does without"
+
+
 def test_bounds_choices_and_bars_are_written_so_that_a_table_holds_them():
     page = render_docs()
     assert "| `beta1` | number ≥ 0, < 1 | `0.9` |" in page

@@ -27,7 +27,7 @@ _MEMORY_TIMEOUT_S = 300
 _DESCRIPTION = """\
 Show, check or explain configurations.
 
-  show   print every setting of a run, defaults included, as TOML
+  show   print every setting of a run, defaults included, as TOML; with --basic only those that a first run needs
   check  say whether a file and its overrides are valid, what a step of its algorithm computes, and on a machine with devices what a run
          would choose; exit 2 if it is not valid. The first rows of the data are read, rewards and workflow are loaded, and an objective
          or a credit of your own is called on synthetic samples
@@ -37,6 +37,7 @@ Show, check or explain configurations.
 _EXAMPLES = """\
 examples:
   offbeat config show                                         all defaults
+  offbeat config show --basic                                 what a first run needs, of some three hundred settings
   offbeat config show run.toml --rollout.group_size 16        a file with one setting changed
   offbeat config show --model M --data D > run.toml           what named options come to, as a file
   offbeat config check run.toml && offbeat train run.toml     stop before anything starts
@@ -56,6 +57,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("action", choices=("show", "check", "docs"), help="what to do")
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file; the defaults if left out; --section.key value changes it")
     add_named_arguments(parser, data="rows to train on: a file, a folder, a hub id or a built-in task", rewards=True)
+    parser.add_argument("--basic", action="store_true", help="with show: print only the settings that a first run needs")
     parser.add_argument("--memory", action="store_true", help="with check: estimate the memory of a train rank on a GPU")
     parser.set_defaults(run=run)
 
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         return 0
     config = named_config(args, overrides)
     if args.action == "show":
-        print(dump_toml(config), end="")
+        print(dump_toml(config, only_basic=args.basic), end="")
     else:
         tried = _try(config)
         changed = f" with {len(overrides)} override{'' if len(overrides) == 1 else 's'}" if overrides else ""

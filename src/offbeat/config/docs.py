@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from offbeat.config.base import Section
+from offbeat.config.base import Section, declared
 from offbeat.config.dump import toml_value
 from offbeat.config.load import ALIASES
 from offbeat.config.root import Config
@@ -21,12 +21,15 @@ A run is described by a TOML file; every setting has a default, so a file holds 
 `--section.key value`, which wins over the file. `offbeat config show FILE` prints what a file resolves to, `offbeat config check FILE` says
 whether it is valid, and `offbeat config docs` prints this page, which is generated from the source.
 
+A first run needs few of them: those marked with ★, which `offbeat config show --basic` prints alone.
+
 A relative path in the file is of the working directory, or, if nothing is there, of the file's own folder: `offbeat train
 my-task/task.toml` finds the data and the reward that lie beside it. Paths on the command line, and `run.dir`, are of the working directory.
 """
 
 _TYPES = {bool: "true or false", int: "integer", float: "number", str: "text"}
 _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+_BASIC = frozenset(setting.key for setting in declared(Config) if setting.basic)
 
 
 def render_docs() -> str:
@@ -41,9 +44,11 @@ def _tables(section: Section, path: tuple[str, ...]) -> Iterator[str]:
         yield f"{'#' * (len(path) + 1)} [{'.'.join(path)}]\n\n{' '.join((type(section).__doc__ or '').split())}\n"
         yield "| setting | allowed | default | meaning |\n|---|---|---|---|"
         for name, info in leaves.items():
-            aliases = [alias.rpartition(".")[2] for alias, key in ALIASES.items() if key == ".".join((*path, name))]
+            key = ".".join((*path, name))
+            aliases = [alias.rpartition(".")[2] for alias, real in ALIASES.items() if real == key]
             also = f" Also accepted as {' or '.join(map(_code, aliases))}." if aliases else ""
-            yield f"| `{name}` | {_allowed(info)} | {_code(toml_value(getattr(section, name)))} | {_cell(info.description or '')}{also} |"
+            shown = f"`{name}`{' ★' if key in _BASIC else ''} | {_allowed(info)} | {_code(toml_value(getattr(section, name)))}"
+            yield f"| {shown} | {_cell(info.description or '')}{also} |"
         yield ""
     for name in fields:
         nested = getattr(section, name)

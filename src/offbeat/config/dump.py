@@ -8,14 +8,29 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from offbeat.config.base import declared
 from offbeat.config.root import Config
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def dump_toml(config: Config) -> str:
-    """Write all settings as TOML; `load_config` turns it back into an equal `Config`."""
-    return "\n".join(_toml_tables(config.model_dump(), ())).lstrip("\n") + "\n"
+def dump_toml(config: Config, *, only_basic: bool = False) -> str:
+    """Write all settings as TOML, which `load_config` turns back into an equal `Config`, or only those that a first run needs."""
+    values = config.model_dump()
+    chosen = _basic(values) if only_basic else values
+    return "\n".join(_toml_tables(chosen, ())).lstrip("\n") + "\n"
+
+
+def _basic(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tables with the basic settings alone, such as {"run": {"name": "run", "total_steps": 100}}."""
+    chosen: dict[str, Any] = {}
+    for key in (setting.key for setting in declared(Config) if setting.basic):
+        *tables, name = key.split(".")
+        source, target = values, chosen
+        for table in tables:
+            source, target = source[table], target.setdefault(table, {})
+        target[name] = source[name]
+    return chosen
 
 
 def _toml_tables(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
