@@ -12,7 +12,10 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -45,19 +48,18 @@ async def play(episode):
 
 GIVEN: Mapping[str, str] = {
     "data.chat_template": "true", "data.chat_template_kwargs": "{loud = true}", "rollout.rewards": '{"code.py:score" = 1.0}',
-    "data.task": "addition", "data.max_prompt_tokens": "20", "data.system_prompt": "be brief", "algorithm.preset": "dr_grpo",
+    "data.task": "addition", "data.max_prompt_tokens": "20", "data.system_prompt": "be brief",
     "algorithm.dual_clip": "3", "algorithm.gamma": "0.9", "algorithm.filters": '[{metric = "k2", high = 1.0}]',
-    "sft.stop_at_accuracy": "0.5", "rollout.reward": f"{REWARDS}:equal", "rollout.top_p": "0.9",
+    "rollout.reward": f"{REWARDS}:equal", "rollout.top_p": "0.9",
     "rollout.stop": '["z"]', "rollout.stop_token_ids": "[5]",
     "rollout.reward_env": '["JUDGE_API_KEY"]', "rollout.should_accept": "code.py:accepts",
     "rollout.workflow": "code.py:play", "train.optimizer.min_lr_ratio": "0.5", "sft.optimizer.min_lr_ratio": "0.5",
     "evaluate.num_prompts": "2", "evaluate.pass_at": "[1]", "evaluate.sets": "{few = {num_prompts = 2}}",
     "evaluate.keep_best": "eval/accuracy", "evaluate.metric": "code.py:mean_length",
     "inference.max_context": "32", "rollout.batch_timeout_s": "3000",
-    "data.heldout_size": "5", "model.lora.targets": '["q_proj"]', "model.lora.dropout": "0.1", "inference.forward": "hf",
-    "weights.channel": "collective", "weights.dir": "WEIGHTS",
-    "inference.max_cache_bytes": "100000000", "train.num_ranks": "2",
-    "curriculum.normal_weight": "0.5", "curriculum.unseen_weight": "0.5",
+    "model.lora.targets": '["q_proj"]', "model.lora.dropout": "0.1", "inference.forward": "hf",
+    "weights.dir": "WEIGHTS",
+    "inference.max_cache_bytes": "100000000",
     "algorithm.clip_low": "0.1", "rollout.top_k": "5", "train.optimizer.beta1": "0.8", "train.optimizer.beta2": "0.9",
     "algorithm.constants": "{tau_low = 1.2}", "algorithm.objective": "gspo", "algorithm.credit": "code.py:credit",
     "algorithm.gae_lambda": "0.9", "algorithm.critic_lambda": "0.9", "critic.optimizer.beta1": "0.8", "critic.optimizer.beta2": "0.9",
@@ -143,16 +145,26 @@ def another_value(key: str, now: Any) -> str:
     """A value that the setting may have and does not have."""
     if key in GIVEN:
         return GIVEN[key]
-    kind = dict(settings())[key].annotation
+    info = dict(settings())[key]
+    kind = info.annotation
     if isinstance(now, bool):
         return str(not now).lower()
     if get_origin(kind) is not None and isinstance(now, str):  # one of several words
         return next(choice for choice in get_args(kind) if choice != now)
-    if isinstance(now, int):
-        return str(now + 1)
-    if isinstance(now, float):
-        return str(now * 2 if now else 0.5)
+    if isinstance(now, int | float):
+        near = (now + 1, now - 1) if isinstance(now, int) else (now * 2 or 0.5, now / 2)
+        return str(next(value for value in near if _within_bounds(info, value)))
     raise AssertionError(f"{key} has no other value here; give one")
+
+
+def _within_bounds(info: FieldInfo, value: float) -> bool:
+    """Whether the field alone allows a number; rules that span settings are not asked."""
+    kind: Any = Annotated[info.annotation, info]
+    try:
+        TypeAdapter(kind).validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
 def cases() -> list[Case]:
