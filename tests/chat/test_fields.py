@@ -30,8 +30,8 @@ def test_the_page_is_what_the_table_says() -> None:
 
 
 @pytest.mark.parametrize(("api", "reader"), [
-    ("chat completions", completions._Body), ("completions", CompletionBody), ("Responses", responses._Body),
-    ("Messages", anthropic._Body)])
+    ("chat completions", completions._CompletionsBody), ("completions", CompletionBody), ("Responses", responses._ResponsesBody),
+    ("Messages", anthropic._AnthropicBody)])
 def test_what_acts_is_read(api, reader) -> None:
     read = set(reader.__struct_fields__)
     acting = {name.partition(".")[0] for name, field in FIELDS[api].items() if {"acts", "run"} & {field.use(at) for at in SURFACES}}

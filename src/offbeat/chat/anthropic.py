@@ -46,12 +46,12 @@ class _Block(msgspec.Struct):
 _Content = str | list[_Block] | None
 
 
-class _Message(msgspec.Struct):
+class _AnthropicMessage(msgspec.Struct):
     role: str
     content: _Content = None
 
 
-class _Tool(msgspec.Struct):
+class _AnthropicTool(msgspec.Struct):
     name: str = ""
     type: str | None = None
     description: str | None = None
@@ -59,7 +59,7 @@ class _Tool(msgspec.Struct):
     strict: bool | None = None
 
 
-class _Choice(msgspec.Struct):
+class _AnthropicChoice(msgspec.Struct):
     type: str = "auto"
     name: str = ""
     disable_parallel_tool_use: bool | None = None
@@ -74,13 +74,13 @@ class _Thinking(msgspec.Struct):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class _Body(msgspec.Struct):
-    messages: list[_Message]
+class _AnthropicBody(msgspec.Struct):
+    messages: list[_AnthropicMessage]
     model: str | None = None
     max_tokens: int | None = None
     system: _Content = None
-    tools: list[_Tool] | None = None
-    tool_choice: _Choice | None = None
+    tools: list[_AnthropicTool] | None = None
+    tool_choice: _AnthropicChoice | None = None
     stop_sequences: list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -105,7 +105,7 @@ class Anthropic:
         self._surface: Surface = surface
 
     def read(self, body: bytes) -> ChatRequest:
-        got = read_fields(_Body, body, api="Messages", surface=self._surface)
+        got = read_fields(_AnthropicBody, body, api="Messages", surface=self._surface)
         tools = check_tools([_tool(tool) for tool in got.tools or ()])
         choice, name = _choice(got.tool_choice)
         check_choice(choice, name, tools)
@@ -144,7 +144,7 @@ class Anthropic:
         return msgspec.json.encode({**_head(answer), "content": _blocks(reply.message), **_ending(reply), "usage": _usage(answer)})
 
     def stream(self, request: ChatRequest, begun: ChatAnswer) -> AnswerStream:  # noqa: ARG002
-        return _Stream(begun)
+        return _AnthropicStream(begun)
 
     def events(self, request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:
         return write_whole(self.stream(request, answer), answer)
@@ -159,12 +159,12 @@ class Anthropic:
 # -- reading -------------------------------------------------------------------------------------------------------------------------------
 
 
-def _structure(got: _Body) -> Structure | None:
+def _structure(got: _AnthropicBody) -> Structure | None:
     config = got.output_config.format if got.output_config is not None else None
     return structure_of(config, "output_config.format") or structure_of(got.output_format, "output_format")
 
 
-def _messages(got: _Body) -> tuple[Message, ...]:
+def _messages(got: _AnthropicBody) -> tuple[Message, ...]:
     system = _text(got.system, "system")
     messages = [Message("system", system)] if system else []
     for at, message in enumerate(got.messages):
@@ -219,13 +219,13 @@ def _user(blocks: Sequence[_Block], where: str) -> Iterator[Message]:
         yield Message("user", "\n".join(texts))
 
 
-def _tool(got: _Tool) -> Tool:
+def _tool(got: _AnthropicTool) -> Tool:
     if got.type not in (None, "custom"):
         raise RefusedError(f"tools has one of type {got.type!r}, and nothing is built in here; only tools that the client runs itself")
     return tool_of(got.name, got.description, got.input_schema, strict=got.strict)
 
 
-def _choice(got: _Choice | None) -> tuple[str, str]:
+def _choice(got: _AnthropicChoice | None) -> tuple[str, str]:
     if got is None:
         return "auto", ""
     if got.type == "tool":
@@ -262,7 +262,7 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
     return blocks
 
 
-class _Stream:
+class _AnthropicStream:
     """Writes an answer in blocks, each of which ends before the next begins. Text behind a call is a block of its own."""
 
     def __init__(self, begun: ChatAnswer) -> None:

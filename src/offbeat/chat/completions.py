@@ -43,7 +43,7 @@ class _Call(msgspec.Struct):
     type: str = "function"
 
 
-class _Message(msgspec.Struct):
+class _CompletionsMessage(msgspec.Struct):
     role: str
     content: str | list[Part] | None = None
     refusal: str | None = None
@@ -63,7 +63,7 @@ class _Function(msgspec.Struct):
     strict: bool | None = None
 
 
-class _Tool(msgspec.Struct):
+class _CompletionsTool(msgspec.Struct):
     type: str = "function"
     function: _Function | None = None
 
@@ -72,9 +72,9 @@ class _Options(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class _Body(Wishes, kw_only=True):
-    messages: list[_Message]
-    tools: list[_Tool] | None = None
+class _CompletionsBody(Wishes, kw_only=True):
+    messages: list[_CompletionsMessage]
+    tools: list[_CompletionsTool] | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     n: int | None = None
@@ -96,7 +96,7 @@ class Completions:
         self._surface: Surface = surface
 
     def read(self, body: bytes) -> ChatRequest:
-        got = read_fields(_Body, body, api="chat completions", surface=self._surface)
+        got = read_fields(_CompletionsBody, body, api="chat completions", surface=self._surface)
         tools = check_tools([_tool(tool) for tool in got.tools or ()])
         choice, name = _choice(got.tool_choice)
         check_choice(choice, name, tools)
@@ -127,7 +127,7 @@ class Completions:
         return msgspec.json.encode({**told, "prompt_token_ids": answer.prompt_ids} if answer.prompt_ids else told)
 
     def stream(self, request: ChatRequest, begun: ChatAnswer) -> AnswerStream:
-        return _Stream(request, begun)
+        return _CompletionsStream(request, begun)
 
     def events(self, request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:
         return write_whole(self.stream(request, answer), answer)
@@ -161,7 +161,7 @@ def _head(answer: ChatAnswer) -> dict[str, Any]:
     return {"id": f"chatcmpl-{answer.id}", "created": answer.created, "model": answer.model}
 
 
-class _Stream:
+class _CompletionsStream:
     """Writes an answer in chunks. A chunk has the log-probabilities of all tokens since the last one of its reply."""
 
     def __init__(self, request: ChatRequest, begun: ChatAnswer) -> None:
@@ -234,13 +234,13 @@ def _template_kwargs(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _messages(got: list[_Message]) -> tuple[Message, ...]:
+def _messages(got: list[_CompletionsMessage]) -> tuple[Message, ...]:
     if not got:
         raise RefusedError("messages is empty; it needs at least one message", param="messages")
     return named([_message(message, f"messages[{at}]") for at, message in enumerate(got)])
 
 
-def _message(got: _Message, where: str) -> Message:
+def _message(got: _CompletionsMessage, where: str) -> Message:
     role = _ROLES.get(got.role)
     if role is None:
         raise RefusedError(f"{where}.role must be one of {', '.join(_ROLES)}, got {got.role!r}")
@@ -262,7 +262,7 @@ def _message(got: _Message, where: str) -> Message:
     return Message("assistant", content or got.refusal or "", calls, name=got.name or "", reasoning=reasoning)
 
 
-def _tool(got: _Tool) -> Tool:
+def _tool(got: _CompletionsTool) -> Tool:
     if got.type != "function" or got.function is None:
         raise RefusedError(f"tools has one of type {got.type!r}; only functions, which the client runs itself, can be offered")
     return tool_of(got.function.name, got.function.description, got.function.parameters, strict=got.function.strict)

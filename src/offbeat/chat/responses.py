@@ -44,7 +44,7 @@ class _Item(msgspec.Struct):
     output: str | list[Part] | None = None
 
 
-class _Tool(msgspec.Struct):
+class _ResponsesTool(msgspec.Struct):
     type: str = "function"
     name: str = ""
     description: str | None = None
@@ -60,10 +60,10 @@ class _Reasoning(msgspec.Struct):
     effort: str | None = None
 
 
-class _Body(Wishes, kw_only=True):
+class _ResponsesBody(Wishes, kw_only=True):
     input: str | list[_Item]
     instructions: str | None = None
-    tools: list[_Tool] | None = None
+    tools: list[_ResponsesTool] | None = None
     max_output_tokens: int | None = None
     include: list[str] | None = None
     text: _Text | None = None
@@ -81,7 +81,7 @@ class Responses:
         self._surface: Surface = surface
 
     def read(self, body: bytes) -> ChatRequest:
-        got = read_fields(_Body, body, api="Responses", surface=self._surface)
+        got = read_fields(_ResponsesBody, body, api="Responses", surface=self._surface)
         tools = check_tools([_tool(tool) for tool in got.tools or ()])
         choice, name = _choice(got.tool_choice)
         check_choice(choice, name, tools)
@@ -100,7 +100,7 @@ class Responses:
         return msgspec.json.encode(_response(request, answer, _items(answer), _status(answer.replies[0])))
 
     def stream(self, request: ChatRequest, begun: ChatAnswer) -> AnswerStream:
-        return _Stream(request, begun)
+        return _ResponsesStream(request, begun)
 
     def events(self, request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:
         return write_whole(self.stream(request, answer), answer)
@@ -157,7 +157,7 @@ def _add_own(messages: list[Message], item: _Item, where: str) -> None:
             f"{where} has the type {item.type!r}; only message, reasoning, function_call and function_call_output are understood")
 
 
-def _tool(got: _Tool) -> Tool:
+def _tool(got: _ResponsesTool) -> Tool:
     if got.type != "function":
         raise RefusedError(f"tools has one of type {got.type!r}, and none is built in here; only functions, which the client runs itself")
     return tool_of(got.name, got.description, got.parameters, strict=got.strict)
@@ -235,7 +235,7 @@ def _error(message: str, status: int) -> dict[str, Any]:
     return {"type": "error", **told, "message": message, "code": told["error"]["code"], "param": None}
 
 
-class _Stream:
+class _ResponsesStream:
     """Writes an answer in items, each of which ends before the next begins. Text behind a call is an item of its own.
 
     The log-probabilities of tokens come with the text that follows them, and with the item's end.

@@ -66,7 +66,7 @@ def make_site(library: Library, *, key: str) -> Starlette:
     return Starlette(routes=[*files, *answers], middleware=[Middleware(Gate, key=key)])
 
 
-class _Json(JSONResponse):
+class _EscapedJson(JSONResponse):
     """JSON in which a lone surrogate, which UTF-8 has no bytes for and a damaged file may hold, is the escape that JSON has for it."""
 
     def render(self, content: Any) -> bytes:
@@ -79,11 +79,11 @@ def _answering(answer: Callable[[Library, Request], Any], library: Library) -> C
 
     async def endpoint(http: Request) -> Response:
         try:
-            return _Json(await asyncio.to_thread(answer, library, http))
+            return _EscapedJson(await asyncio.to_thread(answer, library, http))
         except UserError as exc:
-            return _Json({"error": str(exc)}, 400)
+            return _EscapedJson({"error": str(exc)}, 400)
         except OffbeatError as exc:
-            return _Json({"error": str(exc)}, 500)
+            return _EscapedJson({"error": str(exc)}, 500)
 
     return endpoint
 

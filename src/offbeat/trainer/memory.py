@@ -106,7 +106,7 @@ def estimate_memory(model_config: Any, config: Config, *, num_ranks: int, on_cpu
     parts = parallel.tp * (parallel.shard * parallel.cp if sharded else 1)
     dtype = torch.bfloat16 if mixed or bases_half else torch.float32
     model = _build(model_config, dtype)
-    activations = _peak(_Pass(
+    activations = _peak(_PassShape(
         model_config, model_config.to_json_string(use_diff=False), dtype, train.recomputes,
         -(-train.max_tokens_per_microbatch // parallel.cp), on_cpu)) // parallel.tp
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -256,7 +256,7 @@ def _largest_units(model: PreTrainedModel) -> int:
 
 
 @dataclass(frozen=True)
-class _Pass:
+class _PassShape:
     """All that the activations of a pass depend on."""
 
     model_config: Any = field(compare=False)  # has no hash
@@ -268,7 +268,7 @@ class _Pass:
 
 
 @lru_cache(maxsize=64)  # advice tries many settings, of which few change what a pass holds
-def _peak(wanted: _Pass) -> int:
+def _peak(wanted: _PassShape) -> int:
     """Return the most bytes that live during a forward and backward pass besides weights and their gradients."""
     model = _build(wanted.model_config, wanted.dtype)
     with FakeTensorMode(allow_non_fake_inputs=True):

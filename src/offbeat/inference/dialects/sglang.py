@@ -47,7 +47,7 @@ class _MetaInfo(msgspec.Struct):
     output_top_logprobs: list[list[tuple[float, int, msgspec.Raw]]] = []
 
 
-class _Answer(msgspec.Struct):
+class _SglangAnswer(msgspec.Struct):
     text: str
     meta_info: _MetaInfo
 
@@ -56,7 +56,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """What changes the distribution of the next token, without effect: a server may have been started with others, as its preferred ones."""
 
-_ANSWER = msgspec.json.Decoder(_Answer)
+_ANSWER = msgspec.json.Decoder(_SglangAnswer)
 
 
 class SGLangDialect:
