@@ -23,7 +23,7 @@ from pathlib import Path
 
 from starlette.testclient import TestClient
 
-from offbeat.dashboard.library import Library
+from offbeat.dashboard.library import RunLibrary
 from offbeat.dashboard.rollout_index import RolloutIndex
 from offbeat.dashboard.site import make_site
 from offbeat.data.kept import KeptGroup, KeptTrajectory, read_rollouts
@@ -134,7 +134,7 @@ def trajectory(rng: random.Random, *, rare: bool) -> bytes:
 
 def browse(run_dir: Path) -> None:
     """Ask for what a browser asks first, of a server that has just started."""
-    with closing(Library([run_dir])) as library:
+    with closing(RunLibrary([run_dir])) as library:
         http = TestClient(make_site(library, key=""), base_url="http://localhost")
         for path in ("/", "/watch.css", "/watch.js", "/api/runs", f"/api/stamp?run={run_dir.name}", f"/api/overview?run={run_dir.name}"):
             assert http.get(path).status_code == 200, path
@@ -145,7 +145,7 @@ def browse(run_dir: Path) -> None:
 def ask_filters(run_dir: Path) -> tuple[dict[str, int], dict[str, float], dict[str, float]]:
     """Ask each filter five times; returns the counts, and the median milliseconds by the clock and of CPU time."""
     counts, taken, worked = {}, {}, {}
-    with closing(Library([run_dir])) as library:
+    with closing(RunLibrary([run_dir])) as library:
         http = TestClient(make_site(library, key=""), base_url="http://localhost")
         for name, (asked, _) in FILTERS.items():
             seconds, cpu_seconds = [], []

@@ -12,7 +12,7 @@ import pytest
 
 from offbeat.agents.pool import LostError, PlayPool
 from offbeat.agents.task import AgentTask, Played
-from offbeat.agents.worker import LoadRequest, RunRequest
+from offbeat.agents.worker import PlayLoadRequest, RunRequest
 from offbeat.data.row import Row
 from offbeat.errors import CodeError, DeadlineError
 from waiting import wait_until
@@ -23,7 +23,7 @@ CODE = Path(__file__).parents[1] / "support" / "playing.py"
 def with_pool(function: str, body: Callable[[PlayPool], Awaitable[None]], **options) -> None:
     async def main() -> None:
         pool = PlayPool(
-            LoadRequest(program=f"{CODE}:{function}"), **{"num_processes": 1, "num_episodes": 8, "log_dir": None} | options)
+            PlayLoadRequest(program=f"{CODE}:{function}"), **{"num_processes": 1, "num_episodes": 8, "log_dir": None} | options)
         async with pool:
             await body(pool)
 
@@ -137,7 +137,7 @@ def test_secrets_are_hidden_from_the_processes(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("MY_JUDGE_KEY", "1")
 
     async def main() -> Played:
-        request = LoadRequest(program=f"{code}:peek", memory_bytes=4 << 30)
+        request = PlayLoadRequest(program=f"{code}:peek", memory_bytes=4 << 30)
         async with PlayPool(request, num_processes=1, num_episodes=1, log_dir=tmp_path, allowed=["MY_JUDGE_KEY"]) as pool:
             return await play(pool, "")
 

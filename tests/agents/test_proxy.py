@@ -15,7 +15,7 @@ import pytest
 from chats import CHATML, words
 from field_requests import field_requests
 from offbeat.agents.proxy import MAX_BODY_BYTES, Proxy
-from offbeat.agents.recorder import Limits
+from offbeat.agents.recorder import EpisodeLimits
 from offbeat.agents.sessions import Session
 from offbeat.chat.parsing import AnswerParser
 from offbeat.chat.rendering import Renderer
@@ -98,7 +98,7 @@ def events(text: str) -> list[Any]:
     return found
 
 
-def play(body: Callable[[World], Awaitable[None]], *, limits: Limits | None = None, **options: Any) -> None:
+def play(body: Callable[[World], Awaitable[None]], *, limits: EpisodeLimits | None = None, **options: Any) -> None:
     async def main() -> None:
         renderer = Renderer(words(CHATML))
         script = Script(renderer.tokenizer)
@@ -443,7 +443,7 @@ def test_a_call_past_a_limit_answers_400():
         status, answer = await world.post({"messages": [USER]})
         assert status == 400 and "1 answers" in answer["error"]["message"]
 
-    play(body, limits=Limits(max_turns=1))
+    play(body, limits=EpisodeLimits(max_turns=1))
 
 
 def test_a_body_that_is_too_large_is_refused():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chats import CHATML, FORGETS_THOUGHTS, words
-from offbeat.agents.recorder import Limits, Recorder, Turn, _say_structured
+from offbeat.agents.recorder import EpisodeLimits, PendingTurn, Recorder, _say_structured
 from offbeat.chat.messages import ChatRequest, Message, Reply, Tool, ToolCall
 from offbeat.chat.parsing import AnswerParser
 from offbeat.chat.rendering import Renderer
@@ -56,9 +56,9 @@ class Model:
     """Answers with given tokens. Each log-probability is used once, so that it identifies its token."""
 
     num_tokens: int = 0
-    sampled: dict[tuple[float, ...], Turn] = field(default_factory=dict)
+    sampled: dict[tuple[float, ...], PendingTurn] = field(default_factory=dict)
 
-    def sample(self, turn: Turn, ids: list[int], finish: str = "stop") -> Sample:
+    def sample(self, turn: PendingTurn, ids: list[int], finish: str = "stop") -> Sample:
         numbers = range(self.num_tokens + 1, self.num_tokens + len(ids) + 1)
         self.num_tokens += len(ids)
         sample = Sample(tuple(ids), tuple(-i / 1024 for i in numbers), tuple(numbers), "", finish)
@@ -109,7 +109,7 @@ class Client:
     def __init__(self, draw, template: str, **options) -> None:
         self.draw, self.recorder, self.model = draw, recorder(template, **options), Model()
         self.chats: list[Chat] = [((HELLO,), ()), ((HELLO,), (ADD,))]
-        self.waiting: list[Turn] = []
+        self.waiting: list[PendingTurn] = []
         self.read: Counter = Counter()
         self.tokenizer = parts(template)[0].tokenizer
 
@@ -158,7 +158,7 @@ class Client:
         samples = [self.model.sample(turn, *self._ids(turn)) for _ in range(turn.request.n)]
         yield turn, samples, [self.recorder.commit(turn, sample) for sample in samples]
 
-    def _ids(self, turn: Turn) -> tuple[list[int], str]:
+    def _ids(self, turn: PendingTurn) -> tuple[list[int], str]:
         """What the model writes: text in its own tokens, calls, random tokens, in any way of ending."""
         ids = list(self.draw(st.sampled_from([
             self.tokenizer.encode("hello ok"), [self.tokenizer.encode(c)[0] for c in "hello"], self.tokenizer.encode(CALL),
@@ -331,7 +331,7 @@ def test_nothing_is_a_call_where_tools_are_not_to_be_called():
 
 
 def test_a_request_past_a_limit_is_refused():
-    recorded, model = recorder(limits=Limits(max_turns=2, max_tokens=60)), Model()
+    recorded, model = recorder(limits=EpisodeLimits(max_turns=2, max_tokens=60)), Model()
     reply = say(recorded, [HELLO], "hello<|im_end|>", model=model)
     with pytest.raises(RefusedError, match="2 answers and has had 1"):
         recorded.open(ChatRequest((HELLO,), n=2))

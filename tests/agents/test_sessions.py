@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from chats import CHATML, words
 from offbeat.agents import sessions
 from offbeat.agents.recorder import Recorder
-from offbeat.agents.sessions import Attempt, Call, SealedError, Session, Sessions, UnknownKeyError
+from offbeat.agents.sessions import Attempt, ProxySessions, SealedError, Session, SharedCall, UnknownKeyError
 from offbeat.chat.messages import ChatRequest, Message
 from offbeat.chat.parsing import AnswerParser
 from offbeat.chat.rendering import Renderer
@@ -49,7 +49,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def answered(session: Session, engine: Engine, attempt: Attempt = ATTEMPT) -> Call:
+async def answered(session: Session, engine: Engine, attempt: Attempt = ATTEMPT) -> SharedCall:
     """Play a call that its client reads."""
     call = session.enter(REQUEST, attempt)
     await settle()
@@ -72,7 +72,7 @@ def logprobs(trajectories) -> Counter:
 
 def running(body, **options) -> None:
     async def main() -> None:
-        engine, opened = Engine(), Sessions(**options)
+        engine, opened = Engine(), ProxySessions(**options)
         await body(opened, opened.open(recorder(), engine), engine)
         opened.close_all()
 
@@ -84,7 +84,7 @@ class Program:
 
     def __init__(self, draw, session: Session, engine: Engine) -> None:
         self.draw, self.session, self.engine = draw, session, engine
-        self.open: list[tuple[Call, ChatRequest, Attempt]] = []
+        self.open: list[tuple[SharedCall, ChatRequest, Attempt]] = []
         self.given_up: list[tuple[ChatRequest, Attempt]] = []
         self.chats: list[tuple[Message, ...]] = [REQUEST.messages]
         self.has_read: set[float] = set()
@@ -113,7 +113,7 @@ class Program:
         if self.engine.waiting:
             self._an_engine().set_exception(EngineError("it died"))
 
-    def _read(self, call: Call) -> None:
+    def _read(self, call: SharedCall) -> None:
         [reply] = call.task.result().replies
         self.session.mark_read(call)
         self.has_read.update(node.sample.logprobs[0] for node in call.turn.nodes)
@@ -144,7 +144,7 @@ class Program:
 @settings(max_examples=100)
 @given(data=st.data(), num_steps=st.integers(1, 40))
 def test_what_a_program_has_read_is_trained_exactly_once_however_it_calls(data, num_steps):
-    async def body(_: Sessions, session: Session, engine: Engine) -> None:
+    async def body(_: ProxySessions, session: Session, engine: Engine) -> None:
         program = Program(data.draw, session, engine)
         for _step in range(num_steps):
             await program.step()
@@ -156,7 +156,7 @@ def test_what_a_program_has_read_is_trained_exactly_once_however_it_calls(data, 
 
 
 def test_a_retry_is_told_the_same_answer_and_a_new_call_another():
-    async def body(_: Sessions, session: Session, engine: Engine) -> None:
+    async def body(_: ProxySessions, session: Session, engine: Engine) -> None:
         first = await answered(session, engine)
         assert await answered(session, engine, Attempt(b"1", is_retry=True)) is first
         assert await answered(session, engine) is not first
@@ -172,7 +172,7 @@ def test_a_retry_is_told_the_same_answer_and_a_new_call_another():
 @pytest.mark.parametrize("sibling", ["waits", "was read"])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_failed_call_that_is_tried_again_is_not_told_the_answer_of_an_equal_one(sibling, order):
-    async def body(_: Sessions, session: Session, engine: Engine) -> None:
+    async def body(_: ProxySessions, session: Session, engine: Engine) -> None:
         calls = [session.enter(REQUEST, Attempt(b"1")) for _ in range(2)]
         await settle()
         lucky, unlucky = (calls[i] for i in order)
@@ -204,7 +204,7 @@ def test_a_failed_call_that_is_tried_again_is_not_told_the_answer_of_an_equal_on
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_call_that_was_given_up_is_joined_again_rather_than_an_equal_one_whose_client_waits(order):
-    async def body(_: Sessions, session: Session, engine: Engine) -> None:
+    async def body(_: ProxySessions, session: Session, engine: Engine) -> None:
         calls = [session.enter(REQUEST, Attempt(b"1")) for _ in range(2)]
         given_up, waiting = (calls[i] for i in order)
         session.leave(given_up)
@@ -215,7 +215,7 @@ def test_a_call_that_was_given_up_is_joined_again_rather_than_an_equal_one_whose
 
 
 def test_each_of_several_failed_calls_that_are_tried_again_is_another():
-    async def body(_: Sessions, session: Session, engine: Engine) -> None:
+    async def body(_: ProxySessions, session: Session, engine: Engine) -> None:
         for attempt in (Attempt(b"1"), Attempt(b"1", "name")):
             failed = [session.enter(REQUEST, attempt) for _ in range(1 if attempt.idempotency else 2)]
             await settle()
@@ -232,7 +232,7 @@ def test_each_of_several_failed_calls_that_are_tried_again_is_another():
 
 
 def test_a_call_runs_on_for_a_while_without_its_client():
-    async def body(_: Sessions, session: Session, engine: Engine) -> None:
+    async def body(_: ProxySessions, session: Session, engine: Engine) -> None:
         call = session.enter(REQUEST, Attempt(b"1"))
         session.leave(call)
         again = session.enter(REQUEST, Attempt(b"1"))
@@ -248,7 +248,7 @@ def test_a_call_runs_on_for_a_while_without_its_client():
 
 
 def test_old_answers_are_forgotten(monkeypatch):
-    async def body(_: Sessions, session: Session, engine: Engine) -> None:
+    async def body(_: ProxySessions, session: Session, engine: Engine) -> None:
         calls = [await answered(session, engine, Attempt(str(i).encode())) for i in range(70)]
         assert len(session._calls) <= 65
         assert session.enter(REQUEST, Attempt(b"69", is_retry=True)) is calls[69]
@@ -262,7 +262,7 @@ def test_old_answers_are_forgotten(monkeypatch):
 
 
 def test_keys_cannot_be_guessed_and_are_known_after_the_end():
-    async def body(opened: Sessions, session: Session, engine: Engine) -> None:
+    async def body(opened: ProxySessions, session: Session, engine: Engine) -> None:
         others = [opened.open(recorder(), engine) for _ in range(100)]
         assert len({len(other.key) for other in others}) == 1 and len({other.key for other in others}) == 100
         assert len(session.key) > 40 and session.id not in session.key and session.key not in repr(session)
@@ -281,7 +281,7 @@ def test_keys_cannot_be_guessed_and_are_known_after_the_end():
 
 
 def test_keys_of_ended_sessions_are_forgotten_at_last(monkeypatch):
-    async def body(opened: Sessions, session: Session, engine: Engine) -> None:
+    async def body(opened: ProxySessions, session: Session, engine: Engine) -> None:
         monkeypatch.setattr(sessions, "_MAX_SEALED", 3)
         opened.close(session)
         for _ in range(3):
@@ -293,7 +293,7 @@ def test_keys_of_ended_sessions_are_forgotten_at_last(monkeypatch):
 
 
 def test_a_shared_key_has_a_bounded_number_of_named_sessions(monkeypatch):
-    async def body(opened: Sessions, session: Session, engine: Engine) -> None:
+    async def body(opened: ProxySessions, session: Session, engine: Engine) -> None:
         monkeypatch.setattr(sessions, "MAX_NAMED", 2)
         group = opened.open_group(recorder, engine)
         first = opened.find(group.key, "a")
@@ -312,7 +312,7 @@ def test_a_shared_key_has_a_bounded_number_of_named_sessions(monkeypatch):
 
 
 def test_an_answer_that_comes_with_the_end_is_not_recorded():
-    async def body(_: Sessions, session: Session, engine: Engine) -> None:
+    async def body(_: ProxySessions, session: Session, engine: Engine) -> None:
         call = session.enter(REQUEST, Attempt(b"1"))
         await settle()
         engine.waiting.pop().set_result("ok")

@@ -4,7 +4,7 @@ from unittest.mock import patch
 
 import pytest
 
-from offbeat.agents.recorder import Limits, Recorder
+from offbeat.agents.recorder import EpisodeLimits, Recorder
 from offbeat.chat.messages import ChatRequest, Message, Tool
 from offbeat.chat.parsing import AnswerParser
 from offbeat.chat.rendering import Renderer
@@ -39,7 +39,7 @@ def test_a_chat_of_more_bytes_than_the_context_can_hold_is_refused() -> None:
 
 def test_an_episode_refuses_a_chat_of_megabytes_without_tokenizing_it() -> None:
     renderer = Renderer(tokenizer_with(QWEN))
-    recorder = Recorder(renderer, AnswerParser(renderer), sampling=Sampling(8), limits=Limits(max_tokens=512))
+    recorder = Recorder(renderer, AnswerParser(renderer), sampling=Sampling(8), limits=EpisodeLimits(max_tokens=512))
     tokenized = AssertionError("it was tokenized")
     with patch.object(Tokenizer, "encode", side_effect=tokenized), pytest.raises(RefusedError, match="more than 512 tokens"):
         recorder.open(ChatRequest((Message("user", "hello " * 700_000),)))

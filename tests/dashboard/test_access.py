@@ -8,7 +8,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from offbeat.dashboard.access import Gate
+from offbeat.dashboard.access import AccessGate
 
 KEY = "a-long-random-key-ö"
 
@@ -18,7 +18,8 @@ async def secret(_: Request) -> PlainTextResponse:
 
 
 def client(key: str, *, base_url: str = "http://127.0.0.1:8765") -> TestClient:
-    app = Starlette(routes=[Route(path, secret, methods=["GET"]) for path in ("/", "/api/runs")], middleware=[Middleware(Gate, key=key)])
+    routes = [Route(path, secret, methods=["GET"]) for path in ("/", "/api/runs")]
+    app = Starlette(routes=routes, middleware=[Middleware(AccessGate, key=key)])
     return TestClient(app, base_url=base_url, follow_redirects=False)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from offbeat.dashboard.conversation import Message, messages_of
+from offbeat.dashboard.conversation import MessageSpan, messages_of
 from offbeat.data.kept import KeptTrajectory
 
 
@@ -23,7 +23,8 @@ def roles(t: KeptTrajectory) -> list[tuple[str, str]]:
 
 def test_turns_of_the_policy_are_numbered_and_all_tokens_are_there() -> None:
     t = rollout("3|1|>", "!1|3", "no|,", "!3|1")
-    assert messages_of(t) == [Message("given", 0, 3), Message("policy", 3, 5, 1), Message("given", 5, 7, 1), Message("policy", 7, 9, 2)]
+    assert messages_of(t) == [
+        MessageSpan("given", 0, 3), MessageSpan("policy", 3, 5, 1), MessageSpan("given", 5, 7, 1), MessageSpan("policy", 7, 9, 2)]
 
 
 @pytest.mark.parametrize(("given", "expected"), [

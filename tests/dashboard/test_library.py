@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.dashboard.library import Library
+from offbeat.dashboard.library import RunLibrary
 from offbeat.dashboard.rollout_filter import Filter
 from offbeat.errors import DataError
 from rollout_samples import group, write_rollouts, write_small_run
@@ -28,7 +28,7 @@ def test_runs_are_found_in_folders_and_as_themselves_and_those_that_begin_later_
     write_run(tmp_path / "elsewhere" / "b", 1)
     write_run(tmp_path / "elsewhere" / "c", 1)
     (tmp_path / "runs" / "no-run").mkdir()
-    library = Library([tmp_path / "runs", tmp_path / "elsewhere" / "b"])
+    library = RunLibrary([tmp_path / "runs", tmp_path / "elsewhere" / "b"])
     assert list(library.runs()) == ["a", "b"]
     write_run(tmp_path / "runs" / "d", 1)
     assert set(library.runs()) == {"a", "b", "d"}
@@ -37,7 +37,7 @@ def test_runs_are_found_in_folders_and_as_themselves_and_those_that_begin_later_
 def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
     for parent in ("x", "y", "z"):
         write_run(tmp_path / parent / "run", 1)
-    library = Library([tmp_path / "x", tmp_path / "y", tmp_path / "z"])
+    library = RunLibrary([tmp_path / "x", tmp_path / "y", tmp_path / "z"])
     assert library.runs() == {
         "run": tmp_path / "x" / "run", "run (2)": tmp_path / "y" / "run", "run (3)": tmp_path / "z" / "run"}
 
@@ -46,7 +46,7 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
 def test_only_names_that_were_found_can_be_asked_for(name: str, tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "a", 1)
     write_run(tmp_path / "secret", 1)
-    library = Library([tmp_path / "runs"])
+    library = RunLibrary([tmp_path / "runs"])
     for ask in (library.folder, library.read, library.stamp, library.rollouts):
         with pytest.raises(DataError, match="there is no run"):
             ask(name)
@@ -58,18 +58,18 @@ def test_summaries_say_how_far_runs_are_and_the_newest_comes_first(tmp_path: Pat
     with (tmp_path / "old" / "metrics.jsonl").open("a") as file:
         file.write('{"global_step": 8, "torn')
     os.utime(tmp_path / "old" / "metrics.jsonl", (1000.0, 1000.0))
-    first, second = Library([tmp_path]).summaries()
+    first, second = RunLibrary([tmp_path]).summaries()
     assert (first.name, first.last_step, first.changed_s, first.is_over) == ("new", None, 2000.0, False)
     assert (second.name, second.last_step, second.is_over) == ("old", 7, False)
     (tmp_path / "old" / "result.json").write_text("{}")
-    assert Library([tmp_path]).summaries()[0].is_over
+    assert RunLibrary([tmp_path]).summaries()[0].is_over
 
 
 def test_a_run_that_was_copied_is_over_if_its_result_is_of_its_last_step(tmp_path: Path) -> None:
     write_run(tmp_path / "a", 1, 2, 7)
     (tmp_path / "a" / "result.json").write_text('{"steps": 7}')
     os.utime(tmp_path / "a" / "result.json", (1000.0, 1000.0))  # a copy gives files other times, in any order
-    library = Library([tmp_path])
+    library = RunLibrary([tmp_path])
     assert library.summaries()[0].is_over
     with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
         file.write('{"global_step": 8}\n')
@@ -81,10 +81,10 @@ def test_a_warm_up_says_its_step_until_the_metrics_begin(tmp_path: Path) -> None
     write_run(tmp_path / "a")
     steps = [{"time_s": 1.0 + step, "kind": "sft_step", "step": step} for step in (1, 2, 3)]
     (tmp_path / "a" / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (*steps, {"time_s": 5.0, "kind": "publish"})))
-    (summary,) = Library([tmp_path]).summaries()
+    (summary,) = RunLibrary([tmp_path]).summaries()
     assert (summary.last_step, summary.warm_up_step) == (None, 3)
     (tmp_path / "a" / "metrics.jsonl").write_text('{"global_step": 0}\n')
-    (summary,) = Library([tmp_path]).summaries()
+    (summary,) = RunLibrary([tmp_path]).summaries()
     assert (summary.last_step, summary.warm_up_step) == (0, None)
 
 
@@ -94,7 +94,7 @@ def test_folders_of_evaluations_are_told_from_runs(tmp_path: Path) -> None:
     for name in ("run", "named-eval"):
         (tmp_path / name / "config.toml").touch()
     (tmp_path / "elsewhere" / "evaluation.json").write_text("{}")
-    found = {each.name: each for each in Library([tmp_path]).summaries()}
+    found = {each.name: each for each in RunLibrary([tmp_path]).summaries()}
     assert {name for name, each in found.items() if each.is_evaluation} == {"run-eval", "elsewhere"}
     assert found["elsewhere"].is_over and not found["run-eval"].is_over
 
@@ -111,7 +111,7 @@ sys.stdin.read()
 
 def test_a_run_that_was_killed_is_not_live_although_it_has_just_written(tmp_path: Path) -> None:
     write_run(tmp_path / "a", 1, at=time.time())
-    library = Library([tmp_path])
+    library = RunLibrary([tmp_path])
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "a")], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"held\n"
         (tmp_path / "a" / "result.json").write_text("{}")  # of the part that it goes on from
@@ -130,12 +130,12 @@ def test_where_the_lock_says_nothing_a_run_is_live_while_it_writes(tmp_path: Pat
     write_run(tmp_path / "new", 1, at=time.time())
     for name in ("old", "new"):
         (tmp_path / name / "lock").write_text("another machine\n")
-    assert {each.name: each.is_live for each in Library([tmp_path]).summaries()} == {"new": True, "old": False}
+    assert {each.name: each.is_live for each in RunLibrary([tmp_path]).summaries()} == {"new": True, "old": False}
 
 
 def test_a_run_is_read_again_when_it_has_grown_and_its_stamp_changes(tmp_path: Path) -> None:
     write_run(tmp_path / "a", 1)
-    library = Library([tmp_path])
+    library = RunLibrary([tmp_path])
     stamp, run = library.stamp("a"), library.read("a")
     assert library.read("a") is run and library.stamp("a") == stamp
     with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
@@ -148,7 +148,7 @@ def test_a_run_is_read_again_when_it_has_grown_and_its_stamp_changes(tmp_path: P
 
 def test_the_index_is_built_on_beside_the_caller(tmp_path: Path) -> None:
     write_small_run(tmp_path / "a")
-    library = Library([tmp_path])
+    library = RunLibrary([tmp_path])
     with closing(library):
         index, progress = library.rollouts("a")
         assert progress.num_indexed >= 2 and index.find(Filter(), limit=1)[0].address == "3.0.0"
@@ -158,12 +158,12 @@ def test_the_index_is_built_on_beside_the_caller(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist; give a run's folder"):
-        Library([tmp_path / "runs"])
+        RunLibrary([tmp_path / "runs"])
 
 
 def test_a_folder_that_is_gone_has_no_runs(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "a", 1)
-    library = Library([tmp_path / "runs"])
+    library = RunLibrary([tmp_path / "runs"])
     (tmp_path / "runs").rename(tmp_path / "moved")
     assert library.summaries() == []
     with pytest.raises(DataError, match="there is no run 'a' here; there is none yet"):
@@ -172,7 +172,7 @@ def test_a_folder_that_is_gone_has_no_runs(tmp_path: Path) -> None:
 
 def test_a_run_that_begins_anew_is_shown_without_its_older_rollouts(tmp_path: Path) -> None:
     write_small_run(tmp_path / "run")
-    with closing(Library([tmp_path])) as library:
+    with closing(RunLibrary([tmp_path])) as library:
         index, _ = library.rollouts("run")
         index.update()
         (tmp_path / "run").rename(tmp_path / "moved")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from offbeat.dashboard.model_card import Card, base_of, card_text
+from offbeat.dashboard.model_card import CardDetails, base_of, card_text
 from offbeat.dashboard.run_files import read_run
 
 RL = {"global_step": 4, "reward/mean": 0.5}
@@ -20,8 +20,8 @@ def make_card(folder: Path, config: str, *rows: dict[str, Any], result: dict[str
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "result.json").write_text(json.dumps(result or {}))
     run = read_run(folder)
-    card = Card("me/model", base=base_of(run, folder), step=None, is_adapter=False, is_classifier=False)
-    text = card_text(run, folder, Card(**(card.__dict__ | said)))
+    card = CardDetails("me/model", base=base_of(run, folder), step=None, is_adapter=False, is_classifier=False)
+    text = card_text(run, folder, CardDetails(**(card.__dict__ | said)))
     _, metadata, body = text.split("---\n", 2)
     return yaml.safe_load(metadata), body
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from offbeat.dashboard.library import Library
+from offbeat.dashboard.library import RunLibrary
 from offbeat.dashboard.site import make_site
 from rollout_samples import group, trajectory, write_rollouts, write_small_run
 
@@ -29,7 +29,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def http(root: Path) -> Iterator[TestClient]:
-    library = Library([root])
+    library = RunLibrary([root])
     yield TestClient(make_site(library, key=""), base_url="http://localhost")
     library.close()
 
@@ -180,7 +180,7 @@ def test_a_damaged_file_of_rollouts_is_an_answer(root: Path, http: TestClient) -
 
 
 def test_a_key_guards_everything(root: Path) -> None:
-    http = TestClient(make_site(Library([root]), key="a-key"), base_url="http://example.org")
+    http = TestClient(make_site(RunLibrary([root]), key="a-key"), base_url="http://example.org")
     for path in ("/", "/watch.js", "/watch.css", "/api/runs", "/api/rollout?run=a&id=1.0.0"):
         assert http.get(path).status_code == 401
         assert http.get(path, headers={"authorization": "Bearer a-key"}).status_code == 200

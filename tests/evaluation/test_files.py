@@ -10,13 +10,13 @@ from evaluation.played import played
 from offbeat.data.row import Row
 from offbeat.errors import DataError, StorageError
 from offbeat.evaluation.files import encode_lines, newest_evaluation, read_samples, write_samples
-from offbeat.evaluation.samples import EvaluatedPrompt, EvaluatedSample, EvaluatedSet, Turn
+from offbeat.evaluation.samples import EpisodeTurn, EvaluatedPrompt, EvaluatedSample, EvaluatedSet
 from offbeat.telemetry.evaluation_log import write_evaluation
 
 CHAT = ({"role": "user", "content": "Grüße, 你好\n"}, {"role": "assistant", "content": "?"})
 FULL = EvaluatedSet("games", 2, (
     EvaluatedPrompt(Row(CHAT, "1", {"level": "[1]"}, solution="because"), (
-        EvaluatedSample("a\nb", 0.0, "length", 7, {"form": 0.5}, {"x": 1.0}, (Turn("a", True, "x"), Turn("b", False))),
+        EvaluatedSample("a\nb", 0.0, "length", 7, {"form": 0.5}, {"x": 1.0}, (EpisodeTurn("a", True, "x"), EpisodeTurn("b", False))),
         EvaluatedSample("", None, "reward failed: no"))),
     EvaluatedPrompt(Row("\ud800 is no character", "2"), (), "timed out")), (1, 2))
 

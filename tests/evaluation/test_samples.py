@@ -6,7 +6,7 @@ from evaluation.played import played
 from offbeat.data.row import Row
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.data.trajectory import Group, Trajectory
-from offbeat.evaluation.samples import EvaluatedPrompt, EvaluatedSample, Turn, read_group
+from offbeat.evaluation.samples import EpisodeTurn, EvaluatedPrompt, EvaluatedSample, read_group
 
 TOKENIZER = character_tokenizer()
 
@@ -29,7 +29,7 @@ def test_turns_tell_what_was_given_and_what_was_written() -> None:
     group = Group("batch:0", 0, (trajectory(("3+4?", False), ("8", True), (" no. ", False), ("7", True), reward=0.5),))
     [sample] = read_group(Row("3+4?", "7"), group, TOKENIZER).samples
     assert (sample.text, sample.num_tokens) == ("8\n7", 3)
-    assert sample.turns == (Turn("8", True), Turn(" no. ", False), Turn("7", True))
+    assert sample.turns == (EpisodeTurn("8", True), EpisodeTurn(" no. ", False), EpisodeTurn("7", True))
 
 
 def test_agents_of_an_episode_have_their_rewards_and_its_reward_is_the_mean() -> None:
@@ -37,7 +37,7 @@ def test_agents_of_an_episode_have_their_rewards_and_its_reward_is_the_mean() ->
             for agent, text, reward in (("x", "1", 1.0), ("o", "2", -1.0))]
     [sample] = read_group(Row("go", ""), Group("batch:0", 0, tuple(both)), TOKENIZER).samples
     assert (sample.reward, sample.by_agent, sample.rewards) == (0.0, {"x": 1.0, "o": -1.0}, {})
-    assert sample.turns == (Turn("1", True, "x"), Turn("2", True, "o"))
+    assert sample.turns == (EpisodeTurn("1", True, "x"), EpisodeTurn("2", True, "o"))
 
 
 def test_what_could_not_be_scored_keeps_its_text_and_the_reason() -> None:

@@ -9,28 +9,28 @@ import pytest
 from offbeat.data import wire
 from offbeat.data.row import Row
 from offbeat.errors import CodeError
-from offbeat.rollout.reward_worker import LoadRequest, RewardWorker, Scored, ScoreRequest
+from offbeat.rollout.reward_worker import RewardLoadRequest, RewardRequest, RewardWorker, ScoredCompletion
 
 REWARDS = Path(__file__).parents[1] / "support" / "rewards.py"
 
 
 def loaded(name: str) -> RewardWorker:
     worker = RewardWorker()
-    worker.handle("load", wire.encode(LoadRequest(f"{REWARDS}:{name}")))
+    worker.handle("load", wire.encode(RewardLoadRequest(f"{REWARDS}:{name}")))
     return worker
 
 
-def score(worker: RewardWorker, completion: str) -> Scored:
-    return wire.decode(Scored, worker.handle("score", wire.encode(ScoreRequest(completion, Row("1>", "y")))))
+def score(worker: RewardWorker, completion: str) -> ScoredCompletion:
+    return wire.decode(ScoredCompletion, worker.handle("score", wire.encode(RewardRequest(completion, Row("1>", "y")))))
 
 
 def test_a_completion_is_scored() -> None:
-    assert score(loaded("equal"), "y") == Scored(1.0)
-    assert score(loaded("equal"), "n") == Scored(0.0)
+    assert score(loaded("equal"), "y") == ScoredCompletion(1.0)
+    assert score(loaded("equal"), "n") == ScoredCompletion(0.0)
 
 
 def test_rewards_by_name_come_with_their_names() -> None:
-    assert score(loaded("by_name"), "y") == Scored(1.5, parts={"right": 1.0, "short": 0.5})
+    assert score(loaded("by_name"), "y") == ScoredCompletion(1.5, parts={"right": 1.0, "short": 0.5})
     assert "the reward 'short': nan is not a number" in score(loaded("by_name"), "").failure
 
 
@@ -62,4 +62,4 @@ def test_a_reward_that_raises_what_others_do_not_keeps_its_process_too(name: str
 
 def test_a_reward_that_is_not_there_is_refused() -> None:
     with pytest.raises(CodeError, match="has no function 'equals'; did you mean 'equal'"):
-        RewardWorker().handle("load", wire.encode(LoadRequest(f"{REWARDS}:equals")))
+        RewardWorker().handle("load", wire.encode(RewardLoadRequest(f"{REWARDS}:equals")))

@@ -13,7 +13,7 @@ import numpy as np
 from offbeat.agents.group import play_group, seed_of
 from offbeat.agents.pool import PlayPool
 from offbeat.agents.proxy import Proxy
-from offbeat.agents.recorder import Limits
+from offbeat.agents.recorder import EpisodeLimits
 from offbeat.agents.task import EPISODE, AgentTask, Played
 from offbeat.agents.worker import RunRequest
 from offbeat.aio import deadline
@@ -65,7 +65,7 @@ class AgentWorkflow:
 
     async def _play(self, episode: Episode, index: int) -> list[Trajectory]:
         config = self.config
-        limits = Limits(config.max_turns, min(episode.context, self.max_tokens))
+        limits = EpisodeLimits(config.max_turns, min(episode.context, self.max_tokens))
         session = self.proxy.open(episode.generate, episode.sampling, limits=limits, keep_reasoning=config.keep_reasoning)
         # The key is in the path as well, for libraries that take no key for each episode.
         url = self.proxy.path_url(session)

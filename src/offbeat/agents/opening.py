@@ -12,8 +12,8 @@ from offbeat.agents.environments.find import read_options
 from offbeat.agents.played import PlayedWorkflow
 from offbeat.agents.pool import PlayPool
 from offbeat.agents.proxy import Proxy
-from offbeat.agents.recorder import Limits, Recorder
-from offbeat.agents.worker import LoadRequest
+from offbeat.agents.recorder import EpisodeLimits, Recorder
+from offbeat.agents.worker import PlayLoadRequest
 from offbeat.chat.parsing import AnswerParser
 from offbeat.chat.rendering import Renderer
 from offbeat.config.agent import PLAYS
@@ -56,10 +56,10 @@ async def open_workflow(
         return AgentWorkflow(proxy, player, agent, max_tokens)
 
     def make_recorder(episode: Episode) -> Recorder:
-        limits = Limits(agent.max_turns, min(episode.context, max_tokens))
+        limits = EpisodeLimits(agent.max_turns, min(episode.context, max_tokens))
         return Recorder(renderer, parser, sampling=episode.sampling, limits=limits, keep_reasoning=agent.keep_reasoning)
 
-    request = LoadRequest(
+    request = PlayLoadRequest(
         stage=agent.tools or (agent.environment,), tools=bool(agent.tools), options=agent.options, step_timeout_s=agent.step_timeout_s,
         memory_bytes=agent.memory_bytes, given=pack(agent.tools or (agent.environment,)))
     pool = await stack.enter_async_context(_pool(config, request, log_dir=log_dir, tell=tell))
@@ -80,7 +80,7 @@ async def _open_player(
             agent.environment, python=agent.python or sys.executable, options=read_options(agent.options), model=agent.model,
             max_turns=agent.max_turns, num_episodes=num_episodes, log_dir=log_dir, memory_bytes=agent.memory_bytes, allowed=agent.env,
             host=agent.reached_at))
-    request = LoadRequest(program=agent.program, memory_bytes=agent.memory_bytes, given=pack([agent.program]))
+    request = PlayLoadRequest(program=agent.program, memory_bytes=agent.memory_bytes, given=pack([agent.program]))
     return ProgramPlayer(await stack.enter_async_context(_pool(config, request, log_dir=log_dir, tell=tell)))
 
 
@@ -92,12 +92,12 @@ async def load_program(config: Config) -> None:
         WorkerError, DeadlineError: the process does not start.
     """
     agent = config.agent
-    request = LoadRequest(program=agent.program, memory_bytes=agent.memory_bytes, given=pack([agent.program]))
+    request = PlayLoadRequest(program=agent.program, memory_bytes=agent.memory_bytes, given=pack([agent.program]))
     async with PlayPool(request, num_processes=1, num_episodes=1, log_dir=None, allowed=agent.env, host=agent.reached_at):
         pass
 
 
-def _pool(config: Config, request: LoadRequest, *, log_dir: Path | None, tell: Callable[[str], None]) -> PlayPool:
+def _pool(config: Config, request: PlayLoadRequest, *, log_dir: Path | None, tell: Callable[[str], None]) -> PlayPool:
     agent = config.agent
     return PlayPool(
         request, num_processes=agent.processes, num_episodes=agent.episodes_per_process, log_dir=log_dir,

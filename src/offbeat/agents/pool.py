@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from offbeat.agents.places import Places
-from offbeat.agents.worker import CloseRequest, Loaded, LoadRequest
+from offbeat.agents.worker import CloseRequest, PlayLoaded, PlayLoadRequest
 from offbeat.aio import gather_all
 from offbeat.chat.messages import Tool
 from offbeat.data import wire
@@ -99,7 +99,7 @@ class PlayPool:
     """
 
     def __init__(
-        self, request: LoadRequest, *, num_processes: int, num_episodes: int, log_dir: Path | None, blocked_timeout_s: float = 20.0,
+        self, request: PlayLoadRequest, *, num_processes: int, num_episodes: int, log_dir: Path | None, blocked_timeout_s: float = 20.0,
         allowed: Collection[str] = (), host: str = LOOPBACK, tell: Callable[[str], None] = lambda _text: None,
     ) -> None:
         """Prepare the pool; its processes start on entering it.
@@ -181,7 +181,7 @@ class PlayPool:
         spec = ChildSpec(f"play {index}", "offbeat.agents.worker:PlayWorker", env, log, without=self._hidden)
         child = await Child.start(spec, timeout_s=_START_TIMEOUT_S)
         try:
-            self.tools = wire.decode(Loaded, await child.call("load", wire.encode(self._request), timeout_s=_START_TIMEOUT_S)).tools
+            self.tools = wire.decode(PlayLoaded, await child.call("load", wire.encode(self._request), timeout_s=_START_TIMEOUT_S)).tools
         except BaseException:
             await child.kill()
             raise

@@ -21,8 +21,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from offbeat.agents.recorder import Limits, Recorder
-from offbeat.agents.sessions import Attempt, SealedError, Session, SessionGroup, Sessions, UnknownKeyError
+from offbeat.agents.recorder import EpisodeLimits, Recorder
+from offbeat.agents.sessions import Attempt, ProxySessions, SealedError, Session, SessionGroup, UnknownKeyError
 from offbeat.aio import deadline
 from offbeat.chat.anthropic import Anthropic
 from offbeat.chat.completions import Completions
@@ -54,7 +54,7 @@ class Proxy:
     """Answers agents, and records what they are answered.
 
     >>> async with Proxy(renderer, parser) as proxy:
-    >>>     session = proxy.open(episode.generate, episode.sampling, limits=Limits(max_tokens=episode.context))
+    >>>     session = proxy.open(episode.generate, episode.sampling, limits=EpisodeLimits(max_tokens=episode.context))
     >>>     reward = await play(base_url=f"{proxy.url}/v1", api_key=session.key)
     >>>     trajectories = session.chains(reward, episode=0)
     >>>     proxy.close(session)
@@ -82,7 +82,7 @@ class Proxy:
         """
         self._renderer, self._parser, self._model = renderer, parser, model
         self._host, self._port, self._told_host, self._keep_alive_s = host, port, told_host or host, keep_alive_s
-        self._sessions = Sessions(linger_s=linger_s)
+        self._sessions = ProxySessions(linger_s=linger_s)
         self._started = time.time()
 
     # -- life --------------------------------------------------------------------------------------------------------------------------
@@ -123,13 +123,13 @@ class Proxy:
     # -- sessions ----------------------------------------------------------------------------------------------------------------------
 
     def open(
-        self, generate: Generate, sampling: Sampling, *, limits: Limits | None = None, keep_reasoning: bool = True,
+        self, generate: Generate, sampling: Sampling, *, limits: EpisodeLimits | None = None, keep_reasoning: bool = True,
     ) -> Session:
         """Begin an episode, which has a key of its own; see `Recorder` for the arguments. `close` has to be called at its end."""
         return self._sessions.open(self._recorder(sampling, limits, keep_reasoning), generate)
 
     def open_group(
-        self, generate: Generate, sampling: Sampling, *, limits: Limits | None = None, keep_reasoning: bool = True,
+        self, generate: Generate, sampling: Sampling, *, limits: EpisodeLimits | None = None, keep_reasoning: bool = True,
     ) -> SessionGroup:
         """Begin episodes that share a key and are told apart by the X-Session-ID header. `close` has to be called at their end."""
         return self._sessions.open_group(lambda: self._recorder(sampling, limits, keep_reasoning), generate)
@@ -142,7 +142,7 @@ class Proxy:
         """Return a base URL that holds the session's key, for clients that cannot be given one; without /v1, as `url` is."""
         return f"{self.url}/sessions/{session.key}"
 
-    def _recorder(self, sampling: Sampling, limits: Limits | None, keep_reasoning: bool) -> Recorder:
+    def _recorder(self, sampling: Sampling, limits: EpisodeLimits | None, keep_reasoning: bool) -> Recorder:
         return Recorder(self._renderer, self._parser, sampling=sampling, limits=limits, keep_reasoning=keep_reasoning)
 
     # -- routes ------------------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Limits:
+class EpisodeLimits:
     """Bounds of one episode.
 
     Attributes:
@@ -74,7 +74,7 @@ class Node:
 
 
 @dataclass(eq=False)
-class Turn:
+class PendingTurn:
     """A request that waits for its answers.
 
     Attributes:
@@ -96,7 +96,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Found:
+class Continuation:
     """A request, and what it continues: `parent`, after `num_known` of its messages, or nothing."""
 
     request: ChatRequest
@@ -110,7 +110,7 @@ class Found:
 class Rendered:
     """The tokens that a request gives, after those of `parent` unless that is None."""
 
-    found: Found
+    found: Continuation
     parent: Node | None
     given: tuple[int, ...]
 
@@ -128,7 +128,8 @@ class Recorder:
     """
 
     def __init__(
-        self, renderer: Renderer, parser: AnswerParser, *, sampling: Sampling, limits: Limits | None = None, keep_reasoning: bool = True,
+        self, renderer: Renderer, parser: AnswerParser, *, sampling: Sampling, limits: EpisodeLimits | None = None,
+        keep_reasoning: bool = True,
     ) -> None:
         """Begin an episode.
 
@@ -140,7 +141,7 @@ class Recorder:
                 it, an answer with reasoning ends its chain.
         """
         self._renderer, self._answering, self._sampling = renderer, Answering(renderer, parser), sampling
-        self._limits = limits or Limits()
+        self._limits = limits or EpisodeLimits()
         self._keep_reasoning = keep_reasoning
         self._nodes: list[Node] = []
         self._by_history: dict[bytes, list[Node]] = {}
@@ -154,11 +155,11 @@ class Recorder:
 
     # -- one call ----------------------------------------------------------------------------------------------------------------------
 
-    def open(self, request: ChatRequest) -> Turn:
+    def open(self, request: ChatRequest) -> PendingTurn:
         """Find what the request continues, and return its prompt; errors are those of `find`, `render` and `begin`."""
         return self.begin(self.render(self.find(request)))
 
-    def find(self, request: ChatRequest) -> Found:
+    def find(self, request: ChatRequest) -> Continuation:
         """Find what the request continues.
 
         Raises:
@@ -172,9 +173,9 @@ class Recorder:
         opening = self._renderer.opening(request.tool_choice, request.tool_name)
         check_structure(request)
         parent, num_known, history = self._find(request)
-        return Found(request, opening, parent, num_known, history)
+        return Continuation(request, opening, parent, num_known, history)
 
-    def render(self, found: Found) -> Rendered:
+    def render(self, found: Continuation) -> Rendered:
         """Render and tokenize a request, on any thread, since it reads nothing that changes.
 
         Raises:
@@ -186,7 +187,7 @@ class Recorder:
             parent, given = None, self._renderer.prompt(request.messages, request.tools, opening=found.opening)
         return Rendered(found, parent, tuple(given))
 
-    def begin(self, rendered: Rendered) -> Turn:
+    def begin(self, rendered: Rendered) -> PendingTurn:
         """Begin to answer a request.
 
         Raises:
@@ -200,12 +201,12 @@ class Recorder:
         if parent is not None:
             parent.is_read = True  # its client has repeated it
             parent.num_children += 1
-        turn = Turn(
+        turn = PendingTurn(
             request, prompt, sampling, opening, parent, given, found.history, self._num_opened, _observation(request.messages))
         self._num_opened += request.n
         return turn
 
-    def commit(self, turn: Turn, sample: Sample) -> Reply:
+    def commit(self, turn: PendingTurn, sample: Sample) -> Reply:
         """Record an answer exactly as it was sampled, and return what it says. It counts once its turn is marked as read."""
         chat = Chat(turn.request, turn.prompt, turn.opening, turn.sampling.stop, turn.sampling.stop_token_ids)
         reply = self._answering.reply(chat, sample)
@@ -219,12 +220,12 @@ class Recorder:
             self._same_history[_digest(turn.history, replace(message, content=message.content + reply.stop))] = known
         return reply
 
-    def mark_read(self, turn: Turn) -> None:
+    def mark_read(self, turn: PendingTurn) -> None:
         """Count the answers of a turn, because its client has received them."""
         for node in turn.nodes:
             node.is_read = True
 
-    def drop(self, turn: Turn) -> None:
+    def drop(self, turn: PendingTurn) -> None:
         """Forget a turn that failed; answers that it has had and that nobody read do not count."""
         self._num_dropped += turn.request.n - len(turn.nodes)
 

@@ -1,7 +1,8 @@
 """Episodes that are played over HTTP: who may record where, and what happens to calls that are repeated, given up or late.
 
-`Sessions` gives each episode a key that nobody can guess; whoever holds it records into that episode, and into no other. `Session` answers
-the calls of one episode through `recorder`. Called by `proxy` and by workflows, on one event loop; knows nothing of HTTP but its headers.
+`ProxySessions` gives each episode a key that nobody can guess; whoever holds it records into that episode, and into no other. `Session`
+answers the calls of one episode through `recorder`. Called by `proxy` and by workflows, on one event loop; knows nothing of HTTP but its
+headers.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from offbeat.agents.recorder import Recorder, Rendered, Turn
+from offbeat.agents.recorder import PendingTurn, Recorder, Rendered
 from offbeat.chat.answering import answer_of
 from offbeat.chat.messages import ChatAnswer, ChatRequest
 from offbeat.data.trajectory import Trajectory
@@ -53,7 +54,7 @@ class Attempt:
 
 
 @dataclass(eq=False)
-class Call:
+class SharedCall:
     """A call that runs or has ended, and the clients that wait for it: more than one while it is tried again.
 
     Attributes:
@@ -63,7 +64,7 @@ class Call:
     """
 
     attempt: Attempt
-    turn: Turn
+    turn: PendingTurn
     task: "asyncio.Task[ChatAnswer]"
     num_clients: int = 0
     is_read: bool = False
@@ -93,7 +94,7 @@ class Session:
         """`linger_s` is how long a call runs on without a client, who may try again."""
         self.id, self.key = uuid.uuid4().hex, key
         self._recorder, self._generate, self._linger_s = recorder, generate, linger_s
-        self._calls: OrderedDict[int, Call] = OrderedDict()
+        self._calls: OrderedDict[int, SharedCall] = OrderedDict()
         self._is_sealed = False
         self._receiving = asyncio.Lock()
 
@@ -102,7 +103,7 @@ class Session:
         """Number of answers that were given or are being sampled."""
         return self._recorder.num_turns
 
-    async def receive(self, request: ChatRequest, attempt: Attempt) -> Call:
+    async def receive(self, request: ChatRequest, attempt: Attempt) -> SharedCall:
         """Do as `enter` does, but render and tokenize beside the event loop; the session's later calls wait for that."""
         async with self._receiving:
             self._check_open()
@@ -112,7 +113,7 @@ class Session:
             rendered = await asyncio.to_thread(self._recorder.render, self._recorder.find(request))
             return self.enter(request, attempt, rendered)
 
-    def enter(self, request: ChatRequest, attempt: Attempt, rendered: Rendered | None = None) -> Call:
+    def enter(self, request: ChatRequest, attempt: Attempt, rendered: Rendered | None = None) -> SharedCall:
         """Begin to answer a request, or join the call that it repeats; the caller waits for `task` and then calls `leave`.
 
         Args:
@@ -129,7 +130,7 @@ class Session:
             del self._calls[id(call)]  # this is its one other try
         if call is None or call.has_failed:
             turn = self._recorder.open(request) if rendered is None else self._recorder.begin(rendered)
-            call = Call(attempt, turn, asyncio.create_task(self._answer(turn), name=f"answer in session {self.id}"))
+            call = SharedCall(attempt, turn, asyncio.create_task(self._answer(turn), name=f"answer in session {self.id}"))
             self._calls[id(call)] = call
             call.task.add_done_callback(lambda _task: self._ended(call))
         call.num_clients += 1
@@ -138,12 +139,12 @@ class Session:
             call.giving_up = None
         return call
 
-    def mark_read(self, call: Call) -> None:
+    def mark_read(self, call: SharedCall) -> None:
         """Note that a client has received the answer."""
         call.is_read = True
         self._recorder.mark_read(call.turn)
 
-    def leave(self, call: Call) -> None:
+    def leave(self, call: SharedCall) -> None:
         """Note that a client waits no longer. A call without clients is given up a while later."""
         call.num_clients -= 1
         if not call.num_clients and not call.task.done():
@@ -160,16 +161,16 @@ class Session:
         self.seal()
         return self._recorder.chains(reward, episode=episode, agent=agent)
 
-    def _tried_before(self, attempt: Attempt) -> Call | None:
+    def _tried_before(self, attempt: Attempt) -> SharedCall | None:
         """Return the call of which this is another try; of equal ones, that whose client has the most reason to try again."""
-        def reason(call: Call) -> int:
+        def reason(call: SharedCall) -> int:
             was_given_up = not (call.num_clients or call.is_read or call.has_failed)
             return 2 if was_given_up else 1 if call.has_failed else 0
 
         # Of those with the same reason the latest, which comes first here.
         return max((call for call in reversed(self._calls.values()) if call.repeats(attempt)), key=reason, default=None)
 
-    async def _answer(self, turn: Turn) -> ChatAnswer:
+    async def _answer(self, turn: PendingTurn) -> ChatAnswer:
         request = turn.request
         try:
             samples = await self._generate(turn.prompt, turn.sampling, n=request.n, session=self.id)
@@ -184,7 +185,7 @@ class Session:
         if self._is_sealed:
             raise SealedError("this episode has ended, so its key records nothing any more; begin another")
 
-    def _ended(self, call: Call) -> None:
+    def _ended(self, call: SharedCall) -> None:
         call.ended_s = time.monotonic()
         if call.giving_up is not None:
             call.giving_up.cancel()
@@ -237,7 +238,7 @@ class SessionGroup:
 
 
 @dataclass(eq=False)
-class Sessions:
+class ProxySessions:
     """All sessions of a proxy, by key.
 
     Attributes:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class LoadRequest:
+class PlayLoadRequest:
     """What a process is to play.
 
     Attributes:
@@ -49,7 +49,7 @@ class LoadRequest:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class PlayLoaded:
     """Tools of what was loaded."""
 
     tools: tuple[Tool, ...] = ()
@@ -106,7 +106,7 @@ class PlayWorker:
     async def handle(self, method: str, payload: bytes) -> bytes:
         match method:
             case "load":
-                return wire.encode(await self._load(wire.decode(LoadRequest, payload)))
+                return wire.encode(await self._load(wire.decode(PlayLoadRequest, payload)))
             case "open":
                 begin = wire.decode(OpenRequest, payload)
                 return wire.encode(await self._of(begin.episode, self._open(begin)))
@@ -123,7 +123,7 @@ class PlayWorker:
                 await self._close(wire.decode(CloseRequest, payload).episode)
         return b""  # also of "ping", which asks whether the loop runs
 
-    async def _load(self, request: LoadRequest) -> Loaded:
+    async def _load(self, request: PlayLoadRequest) -> PlayLoaded:
         if request.memory_bytes:
             resource.setrlimit(resource.RLIMIT_DATA, (request.memory_bytes, request.memory_bytes))
         _log_to_stderr()
@@ -132,10 +132,10 @@ class PlayWorker:
         if request.program:
             self._program = resolve(request.program, kind="agent.program")
             check_takes(self._program, request.program, ("task",), kind="agent.program")
-            return Loaded()
+            return PlayLoaded()
         self._stage = find_stage(request.stage, request.options, step_timeout_s=request.step_timeout_s, tools=request.tools)
         await self._stage.open()
-        return Loaded(self._stage.tools)
+        return PlayLoaded(self._stage.tools)
 
     async def _of(self, number: int, playing: Awaitable[Any]) -> Any:
         """Run a call as a part of an episode.

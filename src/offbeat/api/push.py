@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from offbeat.dashboard.model_card import Card, base_of, card_text
+from offbeat.dashboard.model_card import CardDetails, base_of, card_text
 from offbeat.dashboard.run_files import RunFiles, check_run, read_run
 from offbeat.errors import ConfigError, DataError, HubError
 from offbeat.extras import require
@@ -85,7 +85,7 @@ def plan_push(
     if not adapter:
         files = {name: path for name, path in files.items() if not name.startswith(f"{_ADAPTER}/")}
     run = read_run(run_dir)
-    card = Card(
+    card = CardDetails(
         repo_id, base=base_model or base_of(run, run_dir), step=_step(run, checkpoint), is_adapter=adapter,
         is_classifier=_is_classifier(folder))
     texts = {} if _CARD in files else {_CARD: card_text(run, run_dir, card)}

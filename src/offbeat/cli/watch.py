@@ -9,7 +9,7 @@ from pathlib import Path
 
 from offbeat.cli.help import HelpFormatter
 from offbeat.cli.keys import read_key
-from offbeat.dashboard.library import Library
+from offbeat.dashboard.library import RunLibrary
 from offbeat.dashboard.serving import PORT, serve, url_of
 from offbeat.errors import ConfigError
 from offbeat.hosts import is_loopback
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     key = read_key(args.key_file) if args.key_file is not None or not is_local else ""
     if not key and not is_local:
         key = secrets.token_urlsafe(24)
-    with closing(Library(args.paths or [Path("runs")])) as library:
+    with closing(RunLibrary(args.paths or [Path("runs")])) as library:
         with closing(bind(args.host, args.port, who="the live page", another="another --port")) as listener:
 
             def tell() -> None:

@@ -20,7 +20,7 @@ _HEADERS = {
 }
 
 
-class Gate:
+class AccessGate:
     """Lets a request pass that has the key, or, without a key, one that is addressed to this machine."""
 
     def __init__(self, app: ASGIApp, *, key: str) -> None:

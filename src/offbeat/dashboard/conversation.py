@@ -15,7 +15,7 @@ _TOOLS = frozenset({"tool", "observation", "ipython"})
 
 
 @dataclass(frozen=True)
-class Message:
+class MessageSpan:
     """Tokens `start` to `end` of a trajectory.
 
     Attributes:
@@ -29,23 +29,23 @@ class Message:
     turn: int = 0
 
 
-def messages_of(t: KeptTrajectory) -> list[Message]:
+def messages_of(t: KeptTrajectory) -> list[MessageSpan]:
     """Return the messages of a trajectory in order; together they are all of its tokens."""
-    found: list[Message] = []
+    found: list[MessageSpan] = []
     pieces, start, turn = t.pieces, 0, 0
     for end in range(1, len(t.tokens) + 1):
         if end < len(t.tokens) and t.loss_mask[end] == t.loss_mask[start]:
             continue
         if t.loss_mask[start]:
             turn += 1
-            found.append(Message("policy", start, end, turn))
+            found.append(MessageSpan("policy", start, end, turn))
         else:
             found += _given(pieces[start:end], start, turn)
         start = end
     return found
 
 
-def _given(pieces: list[str], first: int, turn: int) -> list[Message]:
+def _given(pieces: list[str], first: int, turn: int) -> list[MessageSpan]:
     """Cut tokens that were given to the policy where the marks of a chat template begin a message."""
     bounds = [0, *accumulate(map(len, pieces))]
     text = "".join(pieces)
@@ -57,5 +57,5 @@ def _given(pieces: list[str], first: int, turn: int) -> list[Message]:
     for (start, role, at), (end, _, until) in zip(starts, [*starts[1:], (len(pieces), "", len(text))], strict=True):
         if start < end:
             is_tool = role in _TOOLS or _TOOL_RESULT.search(text, at, until)
-            found.append(Message("tool" if is_tool else role, first + start, first + end, turn))
+            found.append(MessageSpan("tool" if is_tool else role, first + start, first + end, turn))
     return found

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from offbeat.dashboard.rollout_index import Progress, RolloutIndex
+from offbeat.dashboard.rollout_index import IndexProgress, RolloutIndex
 from offbeat.dashboard.run_files import TRACE, RunFiles, is_evaluation, is_run, read_run
 from offbeat.dashboard.warm_up import STEP_EVENT
 from offbeat.data.kept import kept_files
@@ -55,7 +55,7 @@ class Summary:
     is_live: bool
 
 
-class Library:
+class RunLibrary:
     """The runs in some folders. Methods may be called on any thread."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -143,7 +143,7 @@ class Library:
                 self._read[folder] = known
         return known[1]
 
-    def rollouts(self, name: str) -> tuple[RolloutIndex, Progress]:
+    def rollouts(self, name: str) -> tuple[RolloutIndex, IndexProgress]:
         """Return the index of a run's rollouts, and how far it has been built; it is built on, beside the caller.
 
         Raises:
@@ -167,7 +167,7 @@ class _KeptIndex:
         self._looked_s = 0.0
         self._lock = threading.Lock()
 
-    def look(self) -> Progress:
+    def look(self) -> IndexProgress:
         """Begin to build the index on, unless that was done just now; the newest step is in it when this returns."""
         with self._lock:
             now = time.monotonic()

@@ -20,7 +20,7 @@ _GIVEN_ROWS = ".data"
 
 
 @dataclass(frozen=True)
-class Card:
+class CardDetails:
     """What a model card says that its run's files do not.
 
     Attributes:
@@ -44,7 +44,7 @@ def base_of(run: RunFiles, run_dir: Path) -> str:
     return path if isinstance(path, str) and _is_hub_id(path, run_dir) else ""
 
 
-def card_text(run: RunFiles, run_dir: Path, card: Card) -> str:
+def card_text(run: RunFiles, run_dir: Path, card: CardDetails) -> str:
     """Return the card as Markdown with its metadata in front."""
     parts = [
         "---", *_metadata(run, run_dir, card), "---", "", f"# {card.repo_id.partition('/')[2]}", "", _summary(run, card), "",
@@ -55,7 +55,7 @@ def card_text(run: RunFiles, run_dir: Path, card: Card) -> str:
     return "\n".join(parts)
 
 
-def _metadata(run: RunFiles, run_dir: Path, card: Card) -> Iterator[str]:
+def _metadata(run: RunFiles, run_dir: Path, card: CardDetails) -> Iterator[str]:
     """Yield lines of YAML; every text is quoted as in JSON, which YAML takes as well."""
     yield f"library_name: {'peft' if card.is_adapter else 'transformers'}"
     yield f"pipeline_tag: {'text-classification' if card.is_classifier else 'text-generation'}"
@@ -66,13 +66,13 @@ def _metadata(run: RunFiles, run_dir: Path, card: Card) -> Iterator[str]:
     yield f"tags: {json.dumps(['offbeat', _tag(run), *(['lora'] if _rank(run) else [])])}"
 
 
-def _summary(run: RunFiles, card: Card) -> str:
+def _summary(run: RunFiles, card: CardDetails) -> str:
     base = f"`{card.base}`" if card.base else _base(run)
     what = f"A LoRA adapter for {base}" if card.is_adapter else base
     return f"{what[0].upper()}{what[1:]}, trained with Offbeat by {_method(run)}."
 
 
-def _training(run: RunFiles, run_dir: Path, card: Card) -> Iterator[tuple[str, str]]:
+def _training(run: RunFiles, run_dir: Path, card: CardDetails) -> Iterator[tuple[str, str]]:
     yield "base model", card.base or _base(run)
     yield "algorithm", _method(run)
     if rank := _rank(run):
@@ -87,7 +87,7 @@ def _training(run: RunFiles, run_dir: Path, card: Card) -> Iterator[tuple[str, s
         yield "seed", str(seed)
 
 
-def _evaluation(run: RunFiles, card: Card) -> Iterator[str]:
+def _evaluation(run: RunFiles, card: CardDetails) -> Iterator[str]:
     """Yield a table of what evaluations found before the training and of this model."""
     rows = []
     end = max((int(row["global_step"]) for row in run.metrics if "global_step" in row), default=0)
@@ -102,7 +102,7 @@ def _evaluation(run: RunFiles, card: Card) -> Iterator[str]:
         yield from ("In brackets stand 95 % intervals.", "")
 
 
-def _use(card: Card) -> Iterator[str]:
+def _use(card: CardDetails) -> Iterator[str]:
     if card.is_adapter:
         base = card.base or "PATH-OF-THE-BASE-MODEL"
         yield from ("```python", "from peft import PeftModel", "from transformers import AutoModelForCausalLM", "",

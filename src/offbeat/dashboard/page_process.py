@@ -12,7 +12,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from offbeat.dashboard.library import Library
+from offbeat.dashboard.library import RunLibrary
 from offbeat.dashboard.serving import PORT, serve, url_of
 from offbeat.errors import OffbeatError
 from offbeat.listening import bind
@@ -29,13 +29,13 @@ def main() -> None:
     outlive_sigterm()
     os.nice(_NICE)  # the run comes first
     try:
-        with closing(Library([Path(run_dir)])) as library, closing(bind_next(PORT)) as listener:
+        with closing(RunLibrary([Path(run_dir)])) as library, closing(bind_next(PORT)) as listener:
             asyncio.run(_serve(library, listener))
     except OffbeatError as exc:
         sys.exit(str(exc))
 
 
-async def _serve(library: Library, listener: socket.socket) -> None:
+async def _serve(library: RunLibrary, listener: socket.socket) -> None:
     loop = asyncio.get_running_loop()
 
     def end() -> None:

@@ -63,7 +63,7 @@ class _Group(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Found:
+class IndexedRollout:
     """A rollout of the index.
 
     Attributes:
@@ -92,7 +92,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Progress:
+class IndexProgress:
     """How much of the files is in the index."""
 
     num_files: int
@@ -119,7 +119,7 @@ class RolloutIndex:
         if self._temporary is not None:
             self._temporary.cleanup()
 
-    def update(self, *, stop: threading.Event | None = None, most_files: int | None = None) -> Progress:
+    def update(self, *, stop: threading.Event | None = None, most_files: int | None = None) -> IndexProgress:
         """Add files that are new or have changed, newest steps first, and drop those that are gone.
 
         Args:
@@ -146,12 +146,12 @@ class RolloutIndex:
                         num_added += 1
             return self._progress(db, len(files))
 
-    def progress(self) -> Progress:
+    def progress(self) -> IndexProgress:
         """Return how much is in the index."""
         with self._open() as db:
             return self._progress(db, len(kept_files(self.run_dir)))
 
-    def find(self, wanted: Filter, *, order: Order = "newest", limit: int = 50, offset: int = 0) -> list[Found]:
+    def find(self, wanted: Filter, *, order: Order = "newest", limit: int = 50, offset: int = 0) -> list[IndexedRollout]:
         """Return the rollouts that a filter lets pass, in an order.
 
         Raises:
@@ -166,7 +166,7 @@ class RolloutIndex:
                 f" LEFT JOIN prompts ON prompts.id = chosen.prompt ORDER BY {ORDER_BY[order]}",
                 [*values, limit, offset])
             return [
-                Found(str(Address(step, bool(rejected), position, place)), step, prompt_id, prompt or "", *rest)
+                IndexedRollout(str(Address(step, bool(rejected), position, place)), step, prompt_id, prompt or "", *rest)
                 for step, rejected, position, place, prompt_id, prompt, *rest in rows]
 
     def count(self, wanted: Filter) -> int:
@@ -263,10 +263,10 @@ class RolloutIndex:
             db.executemany("INSERT INTO shown VALUES (?, ?, ?, ?, ?)", shown)
             db.executemany("INSERT INTO words (rowid, text) VALUES (?, ?)", words)
 
-    def _progress(self, db: sqlite3.Connection, num_files: int) -> Progress:
+    def _progress(self, db: sqlite3.Connection, num_files: int) -> IndexProgress:
         counted = self._counted(db)
         damage = tuple(text for (text,) in db.execute("SELECT damage FROM files WHERE damage != '' ORDER BY step"))
-        return Progress(num_files, counted.num_files, counted.num_rollouts, damage)
+        return IndexProgress(num_files, counted.num_files, counted.num_rollouts, damage)
 
     def _counted(self, db: sqlite3.Connection) -> "_Counted":
         """Return totals, which are counted anew only when a file has been added or dropped since."""

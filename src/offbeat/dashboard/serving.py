@@ -9,7 +9,7 @@ from urllib.parse import quote
 import uvicorn
 
 from offbeat.connections import Bounds, Connections
-from offbeat.dashboard.library import Library
+from offbeat.dashboard.library import RunLibrary
 from offbeat.dashboard.site import make_site
 from offbeat.listening import GuestServer, num_free_files
 
@@ -19,7 +19,7 @@ _MAX_CONNECTIONS = 1024
 
 
 async def serve(
-    library: Library, listener: socket.socket, *, key: str = "", ready: Callable[[], object],
+    library: RunLibrary, listener: socket.socket, *, key: str = "", ready: Callable[[], object],
     until: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
 ) -> None:
     """Serve the page on a bound socket until a signal comes.

@@ -19,10 +19,10 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from offbeat.dashboard.access import Gate
+from offbeat.dashboard.access import AccessGate
 from offbeat.dashboard.cards import cards_html, compared_cards
 from offbeat.dashboard.conversation import messages_of
-from offbeat.dashboard.library import Library
+from offbeat.dashboard.library import RunLibrary
 from offbeat.dashboard.processes import processes_html
 from offbeat.dashboard.report import CHARTS_SCRIPT, STYLE, details_html, overview_html, subtitle, timeline_html
 from offbeat.dashboard.rollout_filter import ORDERS, STATUSES, Filter
@@ -38,7 +38,7 @@ _NUMBERS = ("min_reward", "max_reward")
 T = TypeVar("T", int, float)
 
 
-def make_site(library: Library, *, key: str) -> Starlette:
+def make_site(library: RunLibrary, *, key: str) -> Starlette:
     """Create the application.
 
     Args:
@@ -63,7 +63,7 @@ def make_site(library: Library, *, key: str) -> Starlette:
         "runs": _runs, "stamp": _stamp, "overview": _overview, "timeline": _timeline, "records": _records, "compare": _compare,
         "rollouts": _rollouts, "rollout": _rollout}
     answers = [Route(f"/api/{name}", _answering(answer, library), methods=["GET"]) for name, answer in asked.items()]
-    return Starlette(routes=[*files, *answers], middleware=[Middleware(Gate, key=key)])
+    return Starlette(routes=[*files, *answers], middleware=[Middleware(AccessGate, key=key)])
 
 
 class _EscapedJson(JSONResponse):
@@ -74,7 +74,7 @@ class _EscapedJson(JSONResponse):
         return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="backslashreplace")
 
 
-def _answering(answer: Callable[[Library, Request], Any], library: Library) -> Callable[[Request], Any]:
+def _answering(answer: Callable[[RunLibrary, Request], Any], library: RunLibrary) -> Callable[[Request], Any]:
     """Make an endpoint of a function, which is called on a thread because it reads files."""
 
     async def endpoint(http: Request) -> Response:
@@ -88,29 +88,29 @@ def _answering(answer: Callable[[Library, Request], Any], library: Library) -> C
     return endpoint
 
 
-def _runs(library: Library, _: Request) -> Any:
+def _runs(library: RunLibrary, _: Request) -> Any:
     return [asdict(each) for each in library.summaries()]
 
 
-def _stamp(library: Library, http: Request) -> Any:
+def _stamp(library: RunLibrary, http: Request) -> Any:
     return {"stamp": library.stamp(_name(http))}
 
 
-def _overview(library: Library, http: Request) -> Any:
+def _overview(library: RunLibrary, http: Request) -> Any:
     run = library.read(_name(http))
     return {"subtitle": subtitle(run), "html": overview_html(run)}
 
 
-def _timeline(library: Library, http: Request) -> Any:
+def _timeline(library: RunLibrary, http: Request) -> Any:
     run, is_live = library.read(_name(http)), library.is_live(_name(http))
     return {"html": processes_html(run, is_live=is_live) + timeline_html(run)}
 
 
-def _records(library: Library, http: Request) -> Any:
+def _records(library: RunLibrary, http: Request) -> Any:
     return {"html": details_html(library.read(_name(http))) or '<p class="empty">Nothing was recorded yet.</p>'}
 
 
-def _compare(library: Library, http: Request) -> Any:
+def _compare(library: RunLibrary, http: Request) -> Any:
     names = list(dict.fromkeys(http.query_params.getlist("run")))
     if not 1 <= len(names) <= _MOST_COMPARED:
         raise ConfigError(f"between 1 and {_MOST_COMPARED} runs can be compared, got {len(names)}")
@@ -119,7 +119,7 @@ def _compare(library: Library, http: Request) -> Any:
     return {"html": f'<div class="cards">{cards}</div>' if cards else empty}
 
 
-def _rollouts(library: Library, http: Request) -> Any:
+def _rollouts(library: RunLibrary, http: Request) -> Any:
     """Answer with a page of rollouts, and how many there are."""
     index, progress = library.rollouts(_name(http))
     wanted, order = _filter(http), http.query_params.get("order", "newest")
@@ -132,7 +132,7 @@ def _rollouts(library: Library, http: Request) -> Any:
         "reasons": index.reasons() if not offset else None}
 
 
-def _rollout(library: Library, http: Request) -> Any:
+def _rollout(library: RunLibrary, http: Request) -> Any:
     """Answer with one rollout, and the other samples of its group."""
     address = Address.parse(http.query_params.get("id", ""))
     group = find_group(library.folder(_name(http)), address)

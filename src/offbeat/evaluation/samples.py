@@ -21,7 +21,7 @@ _KEY_LENGTH = 16
 
 
 @dataclass(frozen=True)
-class Turn:
+class EpisodeTurn:
     """A piece of an episode of several turns: what the model was given after its prompt, or what it wrote.
 
     Attributes:
@@ -54,7 +54,7 @@ class EvaluatedSample:
     num_tokens: int = 0
     rewards: dict[str, float] = field(default_factory=dict)
     by_agent: dict[str, float] = field(default_factory=dict)
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[EpisodeTurn, ...] = ()
 
     @property
     def is_right(self) -> bool:
@@ -79,7 +79,7 @@ class MetricSample:
     num_tokens: int
     rewards: dict[str, float]
     by_agent: dict[str, float]
-    turns: tuple[Turn, ...]
+    turns: tuple[EpisodeTurn, ...]
 
     @property
     def is_right(self) -> bool:
@@ -195,12 +195,12 @@ def _sample(chains: Sequence[Trajectory], tokenizer: "Tokenizer") -> EvaluatedSa
         text, episode_reward(chains), chains[-1].reason, num_tokens, named, {} if list(agents) == [""] else agents, kept)
 
 
-def _turns(trajectory: Trajectory, tokenizer: "Tokenizer") -> list[Turn]:
+def _turns(trajectory: Trajectory, tokenizer: "Tokenizer") -> list[EpisodeTurn]:
     """Return what stands after a trajectory's prompt, as pieces that were given and written in turn."""
     tokens, mask = trajectory.tokens[trajectory.prompt_len:], trajectory.loss_mask[trajectory.prompt_len:]
     if not len(tokens):
         return []
     ends = [*(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(tokens)]
     return [
-        Turn(tokenizer.decode_continuation(tokens[begin:end].tolist()), bool(mask[begin]), trajectory.agent)
+        EpisodeTurn(tokenizer.decode_continuation(tokens[begin:end].tolist()), bool(mask[begin]), trajectory.agent)
         for begin, end in zip([0, *ends], ends, strict=False)]

@@ -16,7 +16,7 @@ from offbeat.data.model_folder import TOKENIZER_FILES
 from offbeat.errors import OffbeatError, StorageError
 from offbeat.phase import phase
 from offbeat.trainer.messages import ExportRequest, Folder, NewAdapter, WriteRequest, Written
-from offbeat.workers.disks import Place, fetch, place_of, send
+from offbeat.workers.disks import DiskFolder, fetch, place_of, send
 from offbeat.workers.worker import Far, Nothing, Worker
 
 _REMOVE_S = 5.0
@@ -148,6 +148,6 @@ def _firsts(workers: Sequence[Worker]) -> list[bool]:
 async def _clear(disks: Sequence[Far], folders: Sequence[Path]) -> None:
     async def remove(disk: Far, folder: Path) -> None:
         with suppress(OffbeatError):  # the scratch folder is removed in the end, and machines that are gone keep nothing
-            await disk.ask("remove", Place(place_of(folder)), Nothing, timeout_s=_REMOVE_S)
+            await disk.ask("remove", DiskFolder(place_of(folder)), Nothing, timeout_s=_REMOVE_S)
 
     await asyncio.gather(*(remove(disk, folder) for disk in disks for folder in folders))

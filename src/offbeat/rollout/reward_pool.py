@@ -20,7 +20,7 @@ from offbeat.data.reward import FailedReward, NamedReward
 from offbeat.data.row import Row
 from offbeat.errors import CodeError, DeadlineError, WorkerError, shorten
 from offbeat.process.child import Child, ChildSpec
-from offbeat.rollout.reward_worker import GroupRequest, Loaded, LoadRequest, Scored, ScoredGroup, ScoreRequest
+from offbeat.rollout.reward_worker import GroupRequest, RewardLoadRequest, RewardRequest, RewardsLoaded, ScoredCompletion, ScoredGroup
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 1.0
@@ -101,8 +101,8 @@ class RewardPool:
                 [scored] = await self._answers(index, "score_group", [wire.encode(GroupRequest(tuple(completions), row))])
                 group = wire.decode(ScoredGroup, scored).scored if isinstance(scored, bytes) else [scored] * len(completions)
                 return [_reward(each) for each in group]
-            answers = await self._answers(index, "score", [wire.encode(ScoreRequest(completion, row)) for completion in completions])
-            return [_reward(wire.decode(Scored, answer) if isinstance(answer, bytes) else answer) for answer in answers]
+            answers = await self._answers(index, "score", [wire.encode(RewardRequest(completion, row)) for completion in completions])
+            return [_reward(wire.decode(ScoredCompletion, answer) if isinstance(answer, bytes) else answer) for answer in answers]
         finally:
             self._idle.put_nowait(index)
 
@@ -136,8 +136,8 @@ class RewardPool:
         spec = ChildSpec(f"reward {index}", "offbeat.rollout.reward_worker:RewardWorker", env, log, without=self._hidden)
         child = await Child.start(spec, timeout_s=_START_TIMEOUT_S)
         try:
-            request = wire.encode(LoadRequest("" if self._weights else self._dotted, self._memory_bytes, self._weights, self._given))
-            self._of_group = wire.decode(Loaded, await child.call("load", request, timeout_s=_START_TIMEOUT_S)).of_group
+            request = wire.encode(RewardLoadRequest("" if self._weights else self._dotted, self._memory_bytes, self._weights, self._given))
+            self._of_group = wire.decode(RewardsLoaded, await child.call("load", request, timeout_s=_START_TIMEOUT_S)).of_group
         except BaseException:
             await child.kill()
             raise
@@ -145,7 +145,7 @@ class RewardPool:
         return child
 
 
-def _reward(scored: Scored | FailedReward) -> float:
+def _reward(scored: ScoredCompletion | FailedReward) -> float:
     if isinstance(scored, FailedReward):
         return scored
     return FailedReward(scored.failure) if scored.failure else NamedReward(scored.parts) if scored.parts else scored.reward

@@ -19,7 +19,7 @@ from offbeat.rollout.reward_functions import RewardFunction
 
 
 @dataclass(frozen=True)
-class LoadRequest:
+class RewardLoadRequest:
     """What a reward process runs.
 
     Attributes:
@@ -36,14 +36,14 @@ class LoadRequest:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class RewardsLoaded:
     """Whether the rewards are to have the completions of a group in one call."""
 
     of_group: bool
 
 
 @dataclass(frozen=True)
-class ScoreRequest:
+class RewardRequest:
     """A completion to score, with the row of its prompt."""
 
     completion: str
@@ -59,7 +59,7 @@ class GroupRequest:
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredCompletion:
     """Reward of a completion, with its parts by name if it has any; or the reason why there is none."""
 
     reward: float
@@ -71,7 +71,7 @@ class Scored:
 class ScoredGroup:
     """What each completion of a group is worth, in their order."""
 
-    scored: tuple[Scored, ...]
+    scored: tuple[ScoredCompletion, ...]
 
 
 class RewardWorker:
@@ -84,23 +84,23 @@ class RewardWorker:
 
     def handle(self, method: str, payload: bytes) -> bytes:
         if method == "load":
-            return wire.encode(self._load(wire.decode(LoadRequest, payload)))
+            return wire.encode(self._load(wire.decode(RewardLoadRequest, payload)))
         if method == "score_group":
             group = wire.decode(GroupRequest, payload)
             return wire.encode(ScoredGroup(self._score(group.completions, group.row)))
-        request = wire.decode(ScoreRequest, payload)
+        request = wire.decode(RewardRequest, payload)
         [scored] = self._score((request.completion,), request.row)
         return wire.encode(scored)
 
-    def _load(self, request: LoadRequest) -> Loaded:
+    def _load(self, request: RewardLoadRequest) -> RewardsLoaded:
         self._memory_bytes, self._weights = request.memory_bytes, request.weights
         if request.memory_bytes:
             resource.setrlimit(resource.RLIMIT_DATA, (request.memory_bytes, request.memory_bytes))
         receive(request.given)
         self._functions = [RewardFunction(name, may_miss=bool(self._weights)) for name in self._weights or (request.reward,)]
-        return Loaded(any(function.takes_group for function in self._functions))
+        return RewardsLoaded(any(function.takes_group for function in self._functions))
 
-    def _score(self, completions: Sequence[str], row: Row) -> tuple[Scored, ...]:
+    def _score(self, completions: Sequence[str], row: Row) -> tuple[ScoredCompletion, ...]:
         """Score completions with all functions.
 
         Raises:
@@ -118,7 +118,7 @@ class RewardWorker:
         return tuple(_scored(weigh(dict(zip(self._weights, values, strict=True)), self._weights)) for values in zip(*found, strict=True))
 
 
-def _scored(reward: float) -> Scored:
+def _scored(reward: float) -> ScoredCompletion:
     if isinstance(reward, FailedReward):
-        return Scored(math.nan, reward.reason)
-    return Scored(float(reward), parts=reward.parts if isinstance(reward, NamedReward) else {})
+        return ScoredCompletion(math.nan, reward.reason)
+    return ScoredCompletion(float(reward), parts=reward.parts if isinstance(reward, NamedReward) else {})

@@ -7,7 +7,7 @@ import asyncio
 from pathlib import Path
 
 from offbeat.errors import StorageError
-from offbeat.workers.disks import Found, Place, place_of, send
+from offbeat.workers.disks import DiskFolder, FolderFound, place_of, send
 from offbeat.workers.worker import Far, Nothing
 
 _State = tuple[tuple[str, int, int], ...]
@@ -32,7 +32,7 @@ class Deliveries:
             state = await asyncio.to_thread(_look, folder)
             if not state:
                 raise StorageError(f"{folder} is gone, and cannot be sent to {disk.name}")
-            there = self._sent.get(key) == state and (await disk.ask("has", Place(place), Found, timeout_s=timeout_s)).exists
+            there = self._sent.get(key) == state and (await disk.ask("has", DiskFolder(place), FolderFound, timeout_s=timeout_s)).exists
             if not there:
                 await self._remove_gone(disk, timeout_s=timeout_s)
                 self._sent.pop(key, None)
@@ -45,7 +45,7 @@ class Deliveries:
         for key in [key for key in self._sent if key[0] == disk.name and not key[1].is_dir()]:
             if self._sent.pop(key, None) is not None:
                 self._turns.pop(key, None)
-                await disk.ask("remove", Place(place_of(key[1])), Nothing, timeout_s=timeout_s)
+                await disk.ask("remove", DiskFolder(place_of(key[1])), Nothing, timeout_s=timeout_s)
 
 
 def _look(folder: Path) -> _State:

@@ -39,7 +39,7 @@ _locks: dict[Path, int] = {}
 
 
 @dataclass(frozen=True)
-class Place:
+class DiskFolder:
     """A folder, by its place on a disk: one or more names with "/" between them.
 
     Attributes:
@@ -81,7 +81,7 @@ class ReadPiece:
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """Consecutive bytes of a file."""
 
     data: bytes
@@ -98,7 +98,7 @@ class WritePiece:
 
 
 @dataclass(frozen=True)
-class Found:
+class FolderFound:
     """Whether there is such a folder."""
 
     exists: bool
@@ -133,7 +133,7 @@ class DiskService(Service):
         except OSError as exc:
             raise exc if isinstance(exc, OffbeatError) else _failed(exc) from exc
 
-    def list_files(self, request: Place) -> Listing:
+    def list_files(self, request: DiskFolder) -> Listing:
         """List a folder; one that does not exist has no files. Reads all of it for the checksums."""
         folder = below(self._root, request.place)
         paths = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
@@ -142,17 +142,17 @@ class DiskService(Service):
             FileInfo(path.relative_to(folder).as_posix(), path.stat().st_size, digest)
             for path, digest in zip(chosen, _digests(chosen), strict=True)))
 
-    def has(self, request: Place) -> Found:
+    def has(self, request: DiskFolder) -> FolderFound:
         """Tell whether there is a folder; one that is arriving is not there yet."""
-        return Found(below(self._root, request.place).is_dir())
+        return FolderFound(below(self._root, request.place).is_dir())
 
-    def read(self, request: ReadPiece) -> Piece:
+    def read(self, request: ReadPiece) -> FilePiece:
         """Read a piece of a file; it is empty at the end."""
         with below(below(self._root, request.place), request.name).open("rb") as file:
             file.seek(request.offset)
-            return Piece(file.read(PIECE_BYTES))
+            return FilePiece(file.read(PIECE_BYTES))
 
-    def begin(self, request: Place) -> Nothing:
+    def begin(self, request: DiskFolder) -> Nothing:
         """Begin the arrival of a folder, or begin it anew."""
         staging = _staging(below(self._root, request.place))
         discard(staging)
@@ -192,12 +192,12 @@ class DiskService(Service):
             sync(folder.parent)
         return Nothing()
 
-    def abandon(self, request: Place) -> Nothing:
+    def abandon(self, request: DiskFolder) -> Nothing:
         """Remove what has arrived of a folder so far; the folder itself stays as it was."""
         discard(_staging(below(self._root, request.place)))
         return Nothing()
 
-    def remove(self, request: Place) -> Nothing:
+    def remove(self, request: DiskFolder) -> Nothing:
         """Remove a folder, which may be gone already."""
         discard(below(self._root, request.place))
         return Nothing()
@@ -309,18 +309,18 @@ def place_of(folder: Path) -> str:
 async def send(folder: Path, disk: Far, *, timeout_s: float, only: tuple[str, ...] = ()) -> int:
     """Copy a folder of this machine to its place on a far disk; see `collect`."""
     what = f"{folder.name} to reach {disk.name}"
-    return await collect([NearDisk(folder.parent)], Place(folder.name, only), disk, place_of(folder), what=what, timeout_s=timeout_s)
+    return await collect([NearDisk(folder.parent)], DiskFolder(folder.name, only), disk, place_of(folder), what=what, timeout_s=timeout_s)
 
 
 async def fetch(folder: Path, disks: Sequence[Far], *, merge: bool = False, timeout_s: float) -> int:
     """Copy what far disks have of a folder to this machine; see `collect`."""
     what = f"{folder.name} to come from {', '.join(disk.name for disk in disks)}"
     return await collect(
-        disks, Place(place_of(folder)), NearDisk(folder.parent), folder.name, merge=merge, what=what, timeout_s=timeout_s)
+        disks, DiskFolder(place_of(folder)), NearDisk(folder.parent), folder.name, merge=merge, what=what, timeout_s=timeout_s)
 
 
 async def collect(
-    sources: Sequence[Disk], place: Place, target: Disk, to: str, *, merge: bool = False, what: str, timeout_s: float,
+    sources: Sequence[Disk], place: DiskFolder, target: Disk, to: str, *, merge: bool = False, what: str, timeout_s: float,
 ) -> int:
     """Copy one folder, of which each source may have a part, to another disk, where it appears complete or not at all.
 
@@ -357,12 +357,12 @@ async def collect(
                 await _copy(info, origins[info.name], place.place, target, to, timeout_s=timeout_s)
 
         try:
-            await target.ask("begin", Place(to), Nothing, timeout_s=timeout_s)
+            await target.ask("begin", DiskFolder(to), Nothing, timeout_s=timeout_s)
             await gather_all(copy(info) for info in files)
             await target.ask("settle", Settle(to, tuple(files), merge), Nothing, timeout_s=timeout_s)
         except BaseException:
             with suppress(OffbeatError):  # a machine that is gone keeps nothing, and the next arrival begins anew
-                await target.ask("abandon", Place(to), Nothing, timeout_s=_ABANDON_S)
+                await target.ask("abandon", DiskFolder(to), Nothing, timeout_s=_ABANDON_S)
             raise
     return len(files)
 
@@ -370,7 +370,7 @@ async def collect(
 async def _copy(info: FileInfo, source: Disk, place: str, target: Disk, to: str, *, timeout_s: float) -> None:
     offset = 0
     while True:
-        piece = await source.ask("read", ReadPiece(place, info.name, offset), Piece, timeout_s=timeout_s)
+        piece = await source.ask("read", ReadPiece(place, info.name, offset), FilePiece, timeout_s=timeout_s)
         if piece.data or not offset:  # a file without bytes is written, too
             await target.ask("write", WritePiece(to, info.name, offset, piece.data), Nothing, timeout_s=timeout_s)
         offset += len(piece.data)
