@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from datum_samples import LOSSES_OF_ALL, make_datums, reference
-from offbeat.algorithms.objectives import CLIENT_LOSSES, OBJECTIVES, client_loss, policy_loss
+from offbeat.algorithms.objectives import CLIENT_LOSSES, client_loss, policy_loss
 from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.config.objectives import OBJECTIVES
 from offbeat.config.presets import PRESETS as ALGORITHMS
 from offbeat.data.batch import Batch, FilterSpec, LossSpec, RegulariserSpec, WeightSpec
 from offbeat.losses.compose import target_losses
@@ -374,7 +375,7 @@ def test_no_targets_have_no_losses():
 @pytest.mark.parametrize("loss", [
     *(pytest.param(policy_loss(AlgorithmConfig(preset=name)), id=name) for name in ALGORITHMS),
     *(pytest.param(loss, id=f"part-{name}") for name, loss in PRESETS.items()),
-    *(pytest.param(own(name), id=f"objective-{name}") for name, row in OBJECTIVES.items() if not row.by_group)])
+    *(pytest.param(own(name), id=f"objective-{name}") for name, row in OBJECTIVES.items() if not row.group)])
 def test_a_loss_and_its_backward_pass_never_wait_for_the_device(loss):
     batch, _ = random_batch(loss)
     everything = np.arange(batch.num_targets)

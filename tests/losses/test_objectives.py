@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from offbeat.algorithms.objectives import OBJECTIVES as TABLE
-from offbeat.losses.objectives import OBJECTIVES, clips, gates
+from offbeat.config.objectives import OBJECTIVES
+from offbeat.losses.objectives import FORMULAS, Clips
 from offbeat.losses.targets import Targets
 
-OF_TOKENS = [name for name, objective in TABLE.items() if not objective.by_group and name not in ("value", "forward_kl", "reverse_kl")]
+OF_TOKENS = [name for name, objective in OBJECTIVES.items() if not objective.group and name not in ("value", "forward_kl", "reverse_kl")]
 """Those that compare the sequences of a group are tested in `test_pairs`."""
 
 CLIP = {"clip_low": 0.8, "clip_high": 1.2}
@@ -26,7 +26,7 @@ def targets_of(*, sequences=None, spread=0.5, **constants):
 
 
 def loss_and_gradient(name, targets):
-    losses = OBJECTIVES[name](targets, ALL)
+    losses = FORMULAS[name].losses(targets, ALL)
     (gradient,) = torch.autograd.grad(losses.sum(), targets.logprobs)
     return losses.detach(), gradient
 
@@ -37,7 +37,7 @@ def assert_same(one, other):
 
 
 def test_the_table_and_the_formulas_have_the_same_names():
-    assert OBJECTIVES.keys() == TABLE.keys()
+    assert FORMULAS.keys() == OBJECTIVES.keys()
 
 
 def test_gspo_of_single_tokens_is_ppo():
@@ -68,7 +68,7 @@ def test_the_slope_of_sapo_is_one_at_a_ratio_of_one_for_any_temperature():
     for tau in (0.3, 1.0, 1.05, 7.0):
         targets = targets_of(spread=0.0, tau_low=tau, tau_high=tau)
         torch.testing.assert_close(loss_and_gradient("sapo", targets)[1], -targets.advantages)
-        torch.testing.assert_close(gates(targets), torch.ones(400).double())
+        torch.testing.assert_close(FORMULAS["sapo"].metrics["gate"](targets), torch.ones(400).double())
 
 
 def test_sapo_takes_its_temperature_by_the_sign_of_the_advantage():
@@ -108,26 +108,28 @@ def test_cispo_without_bounds_and_reinforce_at_a_ratio_of_one_have_the_gradient_
 
 @pytest.mark.parametrize("name", OF_TOKENS)
 def test_a_gradient_is_removed_exactly_where_a_clip_is_reported(name):
-    constants = {key: constant.default for key, constant in TABLE[name].constants.items()} | ({"dual_clip": 1.5} if name == "ppo" else {})
+    constants = {key: constant.default for key, constant in OBJECTIVES[name].constants.items()}
+    constants |= {"dual_clip": 1.5} if name == "ppo" else {}
     targets = targets_of(spread=1.0, **constants)
-    clipped, low, high = clips(name, targets)
+    formula = FORMULAS[name]
+    clips = formula.clips(targets) if formula.clips else Clips.none(targets)
     _, gradient = loss_and_gradient(name, targets)
     if name != "cispo":  # whose clip bounds the weight and keeps the gradient
-        assert torch.equal(gradient == 0, clipped)
-    assert not (low & high).any() and not ((low | high) & ~clipped).any()
-    has_clips = bool(TABLE[name].bounds)
-    assert low.any() == high.any() == has_clips or name == "cispo"
+        assert torch.equal(gradient == 0, clips.any)
+    assert not (clips.low & clips.high).any() and not ((clips.low | clips.high) & ~clips.any).any()
+    assert (formula.clips is not None) == bool(OBJECTIVES[name].bounds)
+    assert clips.low.any() == clips.high.any() == (formula.clips is not None) or name == "cispo"
 
 
 @pytest.mark.parametrize("gap", [-500.0, 500.0])
 @pytest.mark.parametrize("name", OF_TOKENS)
 def test_ratios_that_overflow_have_finite_losses_and_gradients(name, gap):
-    constants = {key: constant.default for key, constant in TABLE[name].constants.items()}
+    constants = {key: constant.default for key, constant in OBJECTIVES[name].constants.items()}
     old = torch.full((2,), -600.0)
     targets = Targets(
         (old + gap).requires_grad_(), old, old, old, torch.tensor([1.0, -1.0]), torch.ones(2, dtype=torch.bool), torch.arange(2), constants,
         num_sequences=2)
-    losses = OBJECTIVES[name](targets, torch.ones(2, dtype=torch.bool))
+    losses = FORMULAS[name].losses(targets, torch.ones(2, dtype=torch.bool))
     losses.sum().backward()
     assert losses.isfinite().all() and targets.logprobs.grad.isfinite().all()
 
@@ -140,7 +142,7 @@ def test_a_value_is_worth_half_its_squared_error_and_no_less_for_a_move_past_the
     free, clipped = ([0.5, 2.0, 2.0, 0.0], [1.0, -2.0, -2.0, 0.0]), ([0.845, 3.92, 2.0, 0.0], [0.0, 0.0, -2.0, 0.0])
     for clip, (expected, slopes) in ((0.0, free), (0.2, clipped)):
         targets = Targets(values, values, values, values, torch.ones(4), counted, numbers, {"clip": clip}, columns)
-        losses = OBJECTIVES["value"](targets, counted)
+        losses = FORMULAS["value"].losses(targets, counted)
         assert losses.tolist() == pytest.approx(expected)
         (gradient,) = torch.autograd.grad(losses.sum(), values)
         assert gradient.tolist() == slopes
@@ -157,7 +159,7 @@ def test_over_all_tokens_the_divergences_from_a_teacher_have_their_values_and_gr
         flat = own.flatten()
         targets = Targets(flat, flat, flat, flat, torch.ones(35).double(), counted, numbers, {}, {
             "teacher_logprobs": teacher.flatten(), "teacher_least": teacher.min(1, keepdim=True).values.expand(5, 7).flatten()})
-        found = OBJECTIVES[name](targets, counted)
+        found = FORMULAS[name].losses(targets, counted)
         torch.testing.assert_close(found.view(5, 7).sum(1), expected.sum(1))
         (mine,) = torch.autograd.grad(found.sum(), logits, retain_graph=True)
         (theirs,) = torch.autograd.grad(expected.sum(), logits, retain_graph=True)
@@ -174,7 +176,7 @@ def test_over_some_tokens_the_divergences_are_least_where_the_policy_has_the_tea
         leaf = logits.clone().requires_grad_()
         own = leaf.log_softmax(-1)[:3]
         targets = Targets(own, own, own, own, torch.ones(3).double(), counted, torch.zeros(0, dtype=torch.int64), {}, columns)
-        loss = OBJECTIVES[name](targets, counted).sum()
+        loss = FORMULAS[name].losses(targets, counted).sum()
         return loss.item(), torch.autograd.grad(loss, leaf)[0].norm().item()
 
     same = torch.cat([teacher.log(), torch.full((2,), -60.0).double()])

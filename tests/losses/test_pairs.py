@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.algorithms.objectives import OBJECTIVES, first_of, keeps_groups, preference_loss
+from offbeat.algorithms.objectives import first_of, keeps_groups, preference_loss
 from offbeat.algorithms.preference import answer_values, pair_batch
+from offbeat.config.objectives import OBJECTIVES
 from offbeat.config.preference import PAIR_LOSSES, PreferenceConfig
 from offbeat.data.batch import Batch, LossSpec, gather_ranges
 from offbeat.data.packing import plan_microbatches
@@ -232,7 +233,7 @@ def test_the_settings_give_the_losses_their_constants() -> None:
     assert mixed == LossSpec("mix", {"simpo": 0.8, "sft": 0.2, "simpo.beta": 2.0, "simpo.gamma": 1.0})
     assert first_of(mixed) == LossSpec("simpo", {"beta": 2.0, "gamma": 1.0})
     assert preference_loss(PreferenceConfig(loss="ipo")) == LossSpec("ipo", {"beta": 0.1})
-    assert {name for name, objective in OBJECTIVES.items() if objective.by_group} == {*PAIR_LOSSES, "kto", "mix", "bradley_terry"}
+    assert {name for name, objective in OBJECTIVES.items() if objective.group} == {*PAIR_LOSSES, "kto", "mix", "bradley_terry"}
 
 
 def test_an_answer_without_doubt_has_finite_odds() -> None:

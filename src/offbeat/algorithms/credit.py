@@ -7,14 +7,10 @@ reward, and count an episode once, however many rows are of it: those of its age
 choice of these.
 """
 
-from typing import Literal
-
 import numpy as np
 
+from offbeat.config.algorithms import Centre, Scale
 from offbeat.errors import DataError
-
-Centre = Literal["group", "leave_one_out", "length_weighted", "critic", "none"]
-Scale = Literal["none", "group_std", "batch_std", "group_mean"]
 
 _EPS = 1e-6
 _VARIANCE_EPS = 1e-8

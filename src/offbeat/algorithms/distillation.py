@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from offbeat.config.algorithms import TOP_K_OBJECTIVES, AlgorithmConfig
+from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.config.objectives import objective_of
 from offbeat.data.batch import Batch
 from offbeat.telemetry.tracker import StatsPart, StatsTracker
 
@@ -56,8 +57,9 @@ def with_teacher(batch: Batch, scores: TeacherScores, config: AlgorithmConfig) -
     log-probabilities as the column `teacher_logprobs`, for reverse_kl the least of them as `teacher_least`, and the loss weight of the
     target; there are none where the teacher gave none.
     """
-    if config.objective in TOP_K_OBJECTIVES:
-        return _of_top_tokens(batch, scores, with_least=config.objective == "reverse_kl")
+    objective = objective_of(config.objective)
+    if objective.asks_teacher:
+        return _of_top_tokens(batch, scores, with_least="teacher_least" in objective.reads)
     log_ratios = _log_ratios(batch, scores)
     known = np.isfinite(log_ratios)
     task = batch.columns["advantages"] if config.teacher_credit == "added" else 0.0

@@ -18,6 +18,7 @@ from offbeat.algorithms.own_credit import own_advantages, sample_groups
 from offbeat.algorithms.shaping import shaped_rewards
 from offbeat.algorithms.turns import reward_range, turn_advantages
 from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.config.objectives import objective_of
 from offbeat.data.batch import Batch, any_in_ranges, bounds, over_ranges, take_ranges
 from offbeat.data.reward import RIGHT
 from offbeat.data.trajectory import Group, Trajectory, episode_reward, parts_of
@@ -85,7 +86,7 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
             advantages = whitened_tokens(advantages) if config.whiten == "tokens" else advantages
     advantages = advantages.astype(np.float32, copy=False)
     keep = num_trained > 0
-    if config.drop_zero_advantage or config.objective == "cross_entropy":  # which imitates whatever it is given
+    if config.drop_zero_advantage or objective_of(config.objective).imitates:  # which imitates whatever it is given
         keep &= any_in_ranges(advantages != 0, offsets)
     kept = np.flatnonzero(keep)
     weights, denominator = _token_weights(num_trained, group_ids, episodes.episode_ids, config.loss_aggregation, max_new_tokens)
@@ -255,7 +256,7 @@ def _outcomes(
     rewards_KU: np.ndarray, compared: np.ndarray, episodes: Episodes, num_tokens: np.ndarray, config: AlgorithmConfig,
 ) -> np.ndarray:
     """Return [U] float64, the advantage of each part as a whole; 1 or 0 if it is to be imitated or not."""
-    if config.objective == "cross_entropy":
+    if objective_of(config.objective).imitates:
         return (np.nansum(rewards_KU, axis=0) > config.imitate_above).astype(np.float64)
     outcomes = np.zeros(len(compared))
     for rewards in rewards_KU:

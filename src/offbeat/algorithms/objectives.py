@@ -1,146 +1,30 @@
-"""One table of all objectives: what each reads, and which constants it has. The formulas are in `losses`, under the same names. Torch-free.
+"""The loss of a batch as a `LossSpec`: that of a run's [algorithm] or [preference], of a critic, or of a client. Torch-free.
 
-The controller and the service choose a loss here and put it into their batches as a `LossSpec`; the trainer computes it.
+The controller and the service choose it here, and the trainer computes it by the formula in `losses` of the same name.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
 
 from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.config.loss_terms import FILTERS, REGULARISERS
+from offbeat.config.objectives import OBJECTIVES, is_own, names_for, objective_of
 from offbeat.config.preference import PreferenceConfig
 from offbeat.data.batch import Batch, FilterSpec, LossSpec, RegulariserSpec, WeightSpec
 from offbeat.errors import ConfigError, DataError
 
-
-@dataclass(frozen=True)
-class Constant:
-    """A constant of an objective: its default, and its bounds or, if it is a word, all words that it can be."""
-
-    default: float | str
-    low: float = 0.0
-    high: float = math.inf
-    words: tuple[str, ...] = ()
-
-    def check(self, name: str, value: Any) -> None:
-        """Raise ConfigError for a value that it cannot have; `name` is the constant's in the message."""
-        if self.words:
-            if value not in self.words:
-                raise ConfigError(f"{name} must be one of {', '.join(self.words)}, got {str(value)[:80]!r}")
-        elif isinstance(value, str) or not math.isfinite(value) or not self.low <= value <= self.high:
-            bounds = f"at least {self.low:g}" + (f" and at most {self.high:g}" if self.high < math.inf else "")
-            raise ConfigError(f"{name} must be a finite number of {bounds}, got {str(value)[:80]!r}")
-
-
-@dataclass(frozen=True)
-class Objective:
-    """One kind of loss.
-
-    Attributes:
-        reads: columns of the batch, besides `loss_weights` and what `reads_of` adds.
-        constants: by name.
-        uses_anchor: whether it compares the current policy with the anchor of its `LossSpec`.
-        bounds: what `clip_low` and `clip_high` bound: "ratio", the ratio itself, or "distance", how far the policy may move to either
-            side; "" if it has none.
-        by_sequence: whether a target's loss depends on the other targets of its sequence.
-        by_group: whether it depends on the other sequences of its group (`group_ids`), such as the two answers of a preference pair, which
-            are then in one micro-batch and one minibatch. Each target has the loss of its whole group, and weighs 1 / (number of groups *
-            targets of its group).
-        by_token: whether it compares means over an answer's targets instead of sums.
-        drops_inputs: whether an adapter's dropout applies. A ratio compares the policy with the one that sampled, and neither uses dropout.
-    """
-
-    reads: tuple[str, ...] = ("advantages",)
-    constants: Mapping[str, Constant] = field(default_factory=dict)
-    uses_anchor: bool = True
-    bounds: Literal["", "ratio", "distance"] = ""
-    by_sequence: bool = False
-    by_group: bool = False
-    by_token: bool = False
-    drops_inputs: bool = False
-
-    @property
-    def refers(self) -> bool:
-        """Whether it compares with the reference policy."""
-        return "ref_logprobs" in self.reads
-
-
-def _compares(constants: Mapping[str, Constant], *, reads: tuple[str, ...] = ("ref_logprobs",), by_token: bool = False) -> Objective:
-    """Return an objective of preference training."""
-    return Objective(reads, constants, uses_anchor=False, by_group=True, by_token=by_token)
-
-
-_RATIO = {"clip_low": Constant(0.8), "clip_high": Constant(1.2)}
-_POSITIVE = 1e-6
-_BETA = {"beta": Constant(0.1, low=_POSITIVE)}
-_SMOOTHING = {"label_smoothing": Constant(0.0, high=0.5)}
-OBJECTIVES: Mapping[str, Objective] = MappingProxyType({
-    "cross_entropy": Objective((), uses_anchor=False, drops_inputs=True),
-    "reinforce": Objective(uses_anchor=False),
-    "importance_sampling": Objective(),
-    "ppo": Objective(constants={**_RATIO, "dual_clip": Constant(0.0)}, bounds="ratio"),
-    "cispo": Objective(constants={"clip_low": Constant(0.0), "clip_high": Constant(4.0)}, bounds="ratio"),
-    "dro": Objective(constants={"beta": Constant(0.05)}),
-    # The paper's range is 0.9997 to 1.0004; PPO's, which users expect, stops only steps that went far astray.
-    "gspo": Objective(("advantages", "ratio_mask"), _RATIO, bounds="ratio", by_sequence=True),
-    "sapo": Objective(constants={"tau_low": Constant(1.05, low=_POSITIVE), "tau_high": Constant(1.0, low=_POSITIVE)}),
-    "gmpo": Objective(constants={"clip_low": Constant(0.4), "clip_high": Constant(0.4)}, bounds="distance", by_sequence=True),
-    "dppo": Objective(
-        constants={"clip_low": Constant(0.2), "clip_high": Constant(0.2), "divergence": Constant("tv", words=("tv", "kl"))},
-        bounds="distance"),
-    "forward_kl": Objective(("teacher_logprobs",), uses_anchor=False),
-    "reverse_kl": Objective(("teacher_logprobs", "teacher_least"), uses_anchor=False),
-    "value": Objective(("values", "returns"), {"clip": Constant(0.0)}, uses_anchor=False),
-    # Of preference training, in `losses.pairs`.
-    "dpo": _compares(_BETA | _SMOOTHING),
-    "robust": _compares(_BETA | _SMOOTHING),
-    "hinge": _compares(_BETA),
-    "exo_pair": _compares(_BETA | {"label_smoothing": Constant(1e-3, low=_POSITIVE, high=0.5)}),
-    "nca_pair": _compares(_BETA),
-    "bco_pair": _compares(_BETA),
-    "sppo_hard": _compares(_BETA),
-    "apo_zero": _compares(_BETA),
-    "apo_down": _compares(_BETA),
-    "ipo": _compares(_BETA, by_token=True),
-    "sigmoid_norm": _compares({"beta": Constant(5.0, low=_POSITIVE)}, by_token=True),
-    "simpo": _compares({"beta": Constant(2.0, low=_POSITIVE), "gamma": Constant(0.5)}, reads=(), by_token=True),
-    "orpo": _compares(_BETA, reads=(), by_token=True),
-    "sft": _compares({}, reads=(), by_token=True),
-    # `z` is the divergence from the reference, measured before each step over the whole batch; its groups are single answers.
-    "kto": _compares(_BETA | {"z": Constant(0.0), "desirable_weight": Constant(1.0), "undesirable_weight": Constant(1.0)}),
-    # Its constants are the weights of its losses by name, and theirs as "dpo.beta".
-    "mix": _compares({}),
-    # Of reward models, in `losses.pairs`, too.
-    "bradley_terry": Objective(("margins",), {"centring": Constant(0.01)}, uses_anchor=False, by_group=True),
-})
-"""All objectives by name. Where they bound a ratio, `clip_low` and `clip_high` are the smallest and the largest unclipped ratio."""
-
 CLIENT_LOSSES: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "cross_entropy": (), "importance_sampling": (), "ppo": ("clip_low", "clip_high"), "cispo": ("clip_low", "clip_high"),
-    "dro": ("beta",), "gspo": ("clip_low", "clip_high")})
+    name: tuple(key for key, constant in OBJECTIVES[name].constants.items() if constant.of_clients) for name in names_for("client")})
 """Losses that clients of the service may ask for, with the constants that they may set."""
 
 CROSS_ENTROPY = LossSpec("cross_entropy")
 
-_OWN = Objective(by_sequence=True)
-
-
-def is_own(name: str) -> bool:
-    """Whether a loss has an objective of the user's own, "path/to/file.py:function" or "module:function"."""
-    return ":" in name
-
-
-def objective_of(name: str) -> Objective:
-    """Return the row of an objective; all of the user's own have the same."""
-    return _OWN if is_own(name) else OBJECTIVES[name]
-
 
 def keeps_groups(batch: Batch) -> bool:
     """Whether a loss of the batch needs its groups whole, in each micro-batch."""
-    return any(objective_of(loss.name).by_group for loss in batch.losses)
+    return any(objective_of(loss.name).group for loss in batch.losses)
 
 
 def reads_of(loss: LossSpec) -> tuple[str, ...]:
@@ -151,24 +35,17 @@ def reads_of(loss: LossSpec) -> tuple[str, ...]:
     over a run's own samples does not need `ratio_mask`: all of its targets count.
     """
     objective = objective_of(loss.name)
-    metrics = {rule.metric for rule in loss.filters}
-    kinds = {term.kind for term in loss.regularisers}
     anchor = "prox_logprobs" if loss.anchor == "prox" else "rollout_logprobs"
-    reads = [anchor] if objective.uses_anchor or "ratio_k3" in kinds else []
+    reads = ["anchor"] if objective.uses_anchor else []
     reads += ["advantages"] if loss.own_samples else []
     reads += [name for name in objective.reads if name != "ratio_mask" or not loss.own_samples]
-    if loss.weight is not None or metrics - {"opsm", "clip_cov"} or "kl_cov" in kinds:
-        reads += ["prox_logprobs"]
-    if loss.weight is not None or metrics or "drift" in kinds or loss.own_samples:
-        reads += ["rollout_logprobs"]
-    reads += ["m2_mask"] if "m2" in metrics else []
-    reads += ["detach_mask"] if "clip_cov" in metrics else []
-    reads += ["kl_cov_mask"] if "kl_cov" in kinds else []
-    reads += ["ref_logprobs"] if kinds & {"k2", "k3", "ratio_k3"} else []
-    reads += ["entropy"] if "entropy" in kinds else []
-    reads += ["imitate_mask"] if "imitation" in kinds else []
-    reads += loss.reads
-    return tuple(dict.fromkeys(reads))
+    reads += ["prox_logprobs"] if loss.weight is not None else []
+    reads += ["rollout_logprobs"] if loss.weight is not None or loss.own_samples else []
+    for rule in loss.filters:
+        reads += FILTERS[rule.metric]
+    for term in loss.regularisers:
+        reads += REGULARISERS[term.kind]
+    return tuple(dict.fromkeys(anchor if name == "anchor" else name for name in (*reads, *loss.reads)))
 
 
 def policy_loss(config: AlgorithmConfig) -> LossSpec:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from offbeat.algorithms.objectives import OBJECTIVES
+from offbeat.config.objectives import OBJECTIVES
 from offbeat.data.batch import Batch, LossSpec, bounds
 from offbeat.data.pairs import EncodedPair
 from offbeat.data.supervised import Sequence as Encoded
@@ -47,7 +47,7 @@ def pair_batch(pairs: Sequence[EncodedPair], loss: LossSpec, *, ref_logprobs: np
     """
     sequences = [sequence for pair in pairs for sequence in pair.sequences]
     sizes = [len(pair.sequences) for pair in pairs]
-    single = loss.name == "kto"
+    single = OBJECTIVES[loss.name].group == "answer"
     groups = np.arange(len(sequences)) if single else np.repeat(np.arange(len(pairs)), sizes)
     prefixes = np.zeros(len(sequences), np.int64) if single else np.repeat([pair.prefix_len for pair in pairs], sizes)
     num_groups = len(sequences) if single else len(pairs)
@@ -96,7 +96,7 @@ def evaluate_pairs(values: np.ndarray, pairs: Sequence[EncodedPair], loss: LossS
     chosen, rejected = values[liked], values[~liked]
     paired = all(len(pair.liked) == 2 for pair in pairs)
     gaps = chosen - rejected if paired else (chosen[:, None] - rejected[None, :]).ravel()
-    beta = 1.0 if loss.name == "ipo" else float(loss.constants.get("beta", 1.0))
+    beta = float(loss.constants["beta"]) if OBJECTIVES[loss.name].scaled_margin else 1.0
     return PairEvaluation(
         float((gaps > 0).mean()) if len(gaps) else 0.0, float(beta * gaps.mean()) if len(gaps) else 0.0,
         float(chosen.mean()) if len(chosen) else None, float(rejected.mean()) if len(rejected) else None,

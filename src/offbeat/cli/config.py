@@ -11,6 +11,7 @@ from offbeat.cli.named import add_named_arguments, named_config, named_options
 from offbeat.config.docs import render_docs
 from offbeat.config.dump import dump_toml
 from offbeat.config.notes import clip_note, notes_of_check
+from offbeat.config.objectives import objective_of
 from offbeat.config.presets import PRESETS
 from offbeat.config.root import Config
 from offbeat.cpu import this_cpu
@@ -111,7 +112,7 @@ def _about(config: Config) -> Iterator[str]:
     yield from (f"note: {note}" for note in notes_of_check(config))
     if top_k := config.teacher.top_k:
         cost = "the teacher's logits of a whole micro-batch are held at once" if config.teacher.path else "the engine sends as many numbers"
-        bias = " the reverse KL on them is biased;" if algorithm.objective == "reverse_kl" else ""
+        bias = " the reverse KL on them is biased;" if "teacher_least" in objective_of(algorithm.objective).reads else ""
         yield f"note: each token is trained on as {top_k} targets, the teacher's likeliest, renormalised over them;{bias} {cost}"
     if config.teacher.path:
         yield "note: the frozen teacher takes its weights' memory on every train rank, or a shard of it with train.parallel.shard"

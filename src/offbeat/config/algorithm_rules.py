@@ -1,8 +1,9 @@
 """Which choices of [algorithm] go together, and with those of [rollout], [critic] and [teacher]. Called by `config.root`."""
 
-from offbeat.config.algorithms import TOP_K_OBJECTIVES, AlgorithmConfig
+from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.base import shown
 from offbeat.config.critic import CriticConfig
+from offbeat.config.objectives import OBJECTIVES, names_with, objective_of
 from offbeat.config.rollout import RolloutConfig
 from offbeat.config.teacher import TeacherConfig
 
@@ -43,9 +44,9 @@ def _check_credit(algorithm: AlgorithmConfig, *, rollout: RolloutConfig, critic:
         what = "a filter m2" if algorithm.cov_control == "none" else f"algorithm.cov_control = '{algorithm.cov_control}'"
         raise ValueError(
             f"rollout.single_rank_load must be true with {what}, got false; no rank has the whole batch to choose tokens from")
-    if algorithm.objective == "cross_entropy" and algorithm.reward_kl:
+    if objective_of(algorithm.objective).imitates and algorithm.reward_kl:
         raise ValueError(
-            f"algorithm.reward_kl must be 0 with algorithm.objective = 'cross_entropy', which reads no advantages, got"
+            f"algorithm.reward_kl must be 0 with algorithm.objective = '{algorithm.objective}', which reads no advantages, got"
             f" {algorithm.reward_kl:g}; use algorithm.kl_loss")
 
 
@@ -65,9 +66,9 @@ def _check_turns(algorithm: AlgorithmConfig) -> None:
         raise ValueError(
             f"algorithm.turn_credit must be 'episode' with algorithm.centre = '{algorithm.centre}', got '{credit}'; "
             + ("a critic credits rewards of turns by itself" if algorithm.centre == "critic" else "no rewards are compared there"))
-    if algorithm.objective == "cross_entropy":
+    if objective_of(algorithm.objective).imitates:
         raise ValueError(
-            f"algorithm.turn_credit must be 'episode' with algorithm.objective = 'cross_entropy', which reads no advantages, got"
+            f"algorithm.turn_credit must be 'episode' with algorithm.objective = '{algorithm.objective}', which reads no advantages, got"
             f" '{credit}'")
     for name, neutral in (("gamma", 1.0), ("reward_kl", 0.0), ("separate_rewards", False)):
         if (value := getattr(algorithm, name)) != neutral:
@@ -97,10 +98,10 @@ def _check_critic(algorithm: AlgorithmConfig, *, critic: CriticConfig, total_ste
         raise ValueError(
             "algorithm.whiten must be 'none' or 'tokens' with algorithm.centre = 'critic', got 'sequences'; each token has an advantage"
             " of its own")
-    if algorithm.objective == "cross_entropy":
+    if objective_of(algorithm.objective).imitates:
         raise ValueError(
-            "algorithm.objective must be one that reads advantages with algorithm.centre = 'critic', got 'cross_entropy'; use another"
-            " centre")
+            "algorithm.objective must be one that reads advantages with algorithm.centre = 'critic', got"
+            f" '{algorithm.objective}'; use another centre")
     if critic.warmup_steps >= total_steps:
         raise ValueError(
             f"critic.warmup_steps must be below run.total_steps = {total_steps}, got {critic.warmup_steps}; the policy"
@@ -110,10 +111,10 @@ def _check_critic(algorithm: AlgorithmConfig, *, critic: CriticConfig, total_ste
 def _check_loss(algorithm: AlgorithmConfig) -> None:
     if 0 < algorithm.dual_clip <= 1:
         raise ValueError(f"algorithm.dual_clip must be 0 (off) or > 1, got {algorithm.dual_clip:g}")
-    if algorithm.dual_clip and algorithm.objective != "ppo":
+    if algorithm.dual_clip and "dual_clip" not in objective_of(algorithm.objective).constants:
         raise ValueError(
-            f"algorithm.dual_clip must be 0 with algorithm.objective = '{algorithm.objective}', got {algorithm.dual_clip:g}; only ppo"
-            " has that bound")
+            f"algorithm.dual_clip must be 0 with algorithm.objective = '{algorithm.objective}', got {algorithm.dual_clip:g}; only"
+            f" {' and '.join(names_with('dual_clip'))} has that bound")
     if algorithm.anchor == "rollout" and algorithm.weight != "none":
         raise ValueError(
             f"algorithm.weight must be 'none' with algorithm.anchor = 'rollout', got '{algorithm.weight}'; the ratio to the policy that"
@@ -155,8 +156,9 @@ def _check_control(algorithm: AlgorithmConfig) -> None:
         raise ValueError(
             f"algorithm.kl_target must be 0 without algorithm.kl_loss and algorithm.reward_kl, got {algorithm.kl_target:g}; there is no"
             " coefficient to adapt")
-    wanted = {"clip": "ppo", "kl": "importance_sampling"}.get(algorithm.cov_control, algorithm.objective)
-    if algorithm.objective != wanted:
+    control = algorithm.cov_control
+    if control not in ("none", objective_of(algorithm.objective).cov_control):
+        wanted = next(name for name, objective in OBJECTIVES.items() if objective.cov_control == control)
         raise ValueError(
             f"algorithm.objective must be '{wanted}' with algorithm.cov_control = '{algorithm.cov_control}', got"
             f" '{algorithm.objective}'; the method is defined for that loss")
@@ -186,14 +188,14 @@ def _check_teacher(algorithm: AlgorithmConfig, *, teacher: TeacherConfig, rollou
             f"rollout.temperature must be 1 with teacher.url, got {rollout.temperature:g}; an engine scores at temperature 1, and"
             " only equal temperatures can be compared, so use teacher.path")
     _check_top_k(algorithm, top_k=teacher.top_k)
-    if algorithm.needs_teacher and algorithm.objective == "cross_entropy":
+    if algorithm.needs_teacher and objective_of(algorithm.objective).imitates:
         raise ValueError(
-            f"algorithm.teacher must be 'none' with algorithm.objective = 'cross_entropy', which reads no advantages, got"
+            f"algorithm.teacher must be 'none' with algorithm.objective = '{algorithm.objective}', which reads no advantages, got"
             f" '{algorithm.teacher}'; use importance_sampling, or forward_kl with teacher.top_k")
 
 
 def _check_top_k(algorithm: AlgorithmConfig, *, top_k: int) -> None:
-    if algorithm.objective not in TOP_K_OBJECTIVES:
+    if not objective_of(algorithm.objective).asks_teacher:
         if top_k:
             raise ValueError(
                 f"teacher.top_k must be 0 with algorithm.objective = '{algorithm.objective}', got {top_k}; forward_kl and reverse_kl"

@@ -7,26 +7,25 @@ from typing import Any, Literal
 from pydantic import field_validator, model_validator
 
 from offbeat.config.base import Change, Section, field
+from offbeat.config.loss_terms import FILTERS, OWN_FILTERS
+from offbeat.config.objectives import is_own, names_for, objective_of
 from offbeat.config.presets import PRESETS
 
 BATCH_STATISTICS = ("batch_std", "tokens", "sequences")
 """Values of `scale` and `whiten` that need the rewards of the whole batch."""
 
-TOP_K_OBJECTIVES = ("forward_kl", "reverse_kl")
-"""Objectives that compare with the teacher's likeliest tokens instead of sampled ones."""
+Centre = Literal["group", "leave_one_out", "length_weighted", "critic", "none"]
+Scale = Literal["none", "group_std", "batch_std", "group_mean"]
+"""Baselines and divisors of rewards; `algorithms.credit.outcome_advantages` computes each."""
 
-OBJECTIVE_NAMES = (
-    "ppo", "gspo", "cispo", "sapo", "gmpo", "dppo", "importance_sampling", "reinforce", "cross_entropy", *TOP_K_OBJECTIVES)
-"""Objectives that a run may name; a name with a colon is a function of the user's own."""
-
-_WITHOUT_RATIO = ("reinforce", "cross_entropy", *TOP_K_OBJECTIVES)
+_OBJECTIVES = names_for("algorithm")
 _OLD_NAMES = ("scale_by_std", "behave_weight", "behave_cap")
 
 
 class FilterConfig(Section):
     """A rule that takes tokens or sequences out of the loss; no denominator changes. Bounds belong to what is kept."""
 
-    metric: Literal["ratio", "k1", "k2", "k3", "binary_kl", "tv", "opsm", "m2"] = field(
+    metric: Literal[OWN_FILTERS] = field(  # pyright: ignore[reportInvalidTypeForm]
         ..., "What is measured between proximal and behaviour policy: the ratio, an estimate of KL, the larger of two Bernoulli KLs, the"
         " difference of probabilities; or the rule of OPSM or of M2PO.")
     level: Literal["token", "sequence"] = field("token", "Whether single tokens or whole sequences are dropped.")
@@ -44,10 +43,10 @@ class AlgorithmConfig(Section):
     preset: Literal[tuple(PRESETS)] = field(  # pyright: ignore[reportInvalidTypeForm]
         "grpo", "Named set of defaults for this section; docs/algorithms.md says when to use which.", basic=True)
 
-    centre: Literal["group", "leave_one_out", "length_weighted", "critic", "none"] = field(
+    centre: Centre = field(
         "group", "Baseline subtracted from a reward: the mean of its group; the mean of the group's other members; the group's mean"
         " weighted by answer length; the values of a critic, configured in [critic]; or nothing.")
-    scale: Literal["none", "group_std", "batch_std", "group_mean"] = field(
+    scale: Scale = field(
         "group_std", "Divisor of the centred rewards: none; the standard deviation of the group or of the batch, each plus 1e-6; or the"
         " group's mean, for rewards of at least 0.")
     whiten: Literal["none", "tokens", "sequences"] = field(
@@ -126,7 +125,7 @@ class AlgorithmConfig(Section):
         (), "Tables {metric, level, aggregate, low, high}, each a rule that removes tokens or sequences from the loss.")
 
     objective: str = field(
-        "ppo", f"Formula of a token's loss, in docs/algorithms.md: {', '.join(OBJECTIVE_NAMES)}, or a function of your own as"
+        "ppo", f"Formula of a token's loss, in docs/algorithms.md: {', '.join(_OBJECTIVES)}, or a function of your own as"
         " 'path/to/file.py:function'.", on_resume=Change.CODE)
     objective_reads: tuple[Literal["reference", "entropy"], ...] = field(
         (), "Further inputs of a custom objective besides ratio and advantages, each of which costs time: log-probabilities under the"
@@ -196,7 +195,7 @@ class AlgorithmConfig(Section):
     @property
     def has_own_objective(self) -> bool:
         """Whether the objective is a function of the user's own."""
-        return ":" in self.objective
+        return is_own(self.objective)
 
     @property
     def loss_reads_reference(self) -> bool:
@@ -216,8 +215,8 @@ class AlgorithmConfig(Section):
     @property
     def learns_from_differences(self) -> bool:
         """Whether nothing is learnt from a group whose samples all have the same reward."""
-        baseline = self.centre in ("group", "leave_one_out", "length_weighted") and not self.credit and not self.has_penalties
-        imitates = self.objective == "cross_entropy" or self.imitation_coefficient > 0
+        baseline = self.centre not in ("critic", "none") and not self.credit and not self.has_penalties
+        imitates = objective_of(self.objective).imitates or self.imitation_coefficient > 0
         return baseline and not imitates and not self.needs_teacher
 
     @property
@@ -248,19 +247,19 @@ class AlgorithmConfig(Section):
     @property
     def needs_prox_pass(self) -> bool:
         """Whether log-probabilities before the first update need a forward pass of their own; else they come with the update's own."""
-        ratio = self.anchor == "prox" and (self.objective not in _WITHOUT_RATIO or self.kl_loss == "ratio_k3")
-        metrics = {rule.metric for rule in self.filters} - {"opsm"}  # which compares the current policy with the one that sampled
-        return self.compares_targets or (self.num_minibatches > 1 and (ratio or self.weight != "none" or bool(metrics)))
+        ratio = self.anchor == "prox" and (objective_of(self.objective).uses_anchor or self.kl_loss == "ratio_k3")
+        filtered = any("prox_logprobs" in FILTERS[rule.metric] for rule in self.filters)
+        return self.compares_targets or (self.num_minibatches > 1 and (ratio or self.weight != "none" or filtered))
 
     @property
     def ratio_is_one(self) -> bool:
         """Whether no clip can act, because each step has one update, whose ratio to the policy at the start of the step is 1."""
-        return self.anchor == "prox" and self.num_minibatches == 1 and self.objective not in _WITHOUT_RATIO
+        return self.anchor == "prox" and self.num_minibatches == 1 and objective_of(self.objective).uses_anchor
 
     @property
     def compares_targets(self) -> bool:
         """Whether targets are chosen by comparing all of a batch with each other, before its first update."""
-        return self.cov_control != "none" or any(rule.metric == "m2" for rule in self.filters)
+        return self.cov_control != "none" or any("m2_mask" in FILTERS[rule.metric] for rule in self.filters)
 
     @property
     def has_penalties(self) -> bool:
@@ -281,10 +280,10 @@ class AlgorithmConfig(Section):
     @field_validator("objective")
     @classmethod
     def _check_objective(cls, name: str) -> str:
-        if ":" not in name and name not in OBJECTIVE_NAMES:
-            near = get_close_matches(name, OBJECTIVE_NAMES, n=1)
+        if not is_own(name) and name not in _OBJECTIVES:
+            near = get_close_matches(name, _OBJECTIVES, n=1)
             raise ValueError(
-                f"there is no objective {name!r}; use one of {', '.join(OBJECTIVE_NAMES)}, or 'path/to/file.py:function'"
+                f"there is no objective {name!r}; use one of {', '.join(_OBJECTIVES)}, or 'path/to/file.py:function'"
                 + (f"; did you mean {near[0]!r}?" if near else ""))
         return name
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.critic import CriticConfig
+from offbeat.config.objectives import objective_of
 from offbeat.config.preference import PreferenceConfig
 from offbeat.config.resume import Part
 from offbeat.config.root import Config
@@ -16,7 +17,6 @@ from offbeat.config.train import OptimizerConfig
 LEAST_ADAPTER_LR = {"rl": 1e-5, "preference": 5e-6}
 """Learning rates below which an adapter hardly moves; a usual rank and scale want ten to a hundred times the rate of a whole model."""
 
-_CLIPPED = ("ppo", "gspo", "cispo", "gmpo", "dppo")
 _DEFAULT = AlgorithmConfig()
 
 
@@ -83,7 +83,7 @@ def idle_settings(config: Config) -> Iterator[str]:
 def _readers(algorithm: AlgorithmConfig) -> Iterator[tuple[tuple[str, ...], bool, str]]:
     """Yield settings, whether they can act, and why not."""
     has_critic, covers = algorithm.needs_critic, algorithm.cov_control
-    yield (("clip_low", "clip_high"), algorithm.objective in _CLIPPED,
+    yield (("clip_low", "clip_high"), bool(objective_of(algorithm.objective).bounds),
            f"with algorithm.objective = '{algorithm.objective}', which has no clip")
     yield (("weight_low", "weight_high"), algorithm.weight in ("clamp", "mask"),
            f"with algorithm.weight = '{algorithm.weight}', which has no bounds")
@@ -94,7 +94,7 @@ def _readers(algorithm: AlgorithmConfig) -> Iterator[tuple[tuple[str, ...], bool
     yield (("gae_lambda", "critic_lambda", "gae_length_alpha", "turn_level"), has_critic, "without algorithm.centre = 'critic'")
     yield ("gae_lambda",), not algorithm.gae_length_alpha, "with algorithm.gae_length_alpha, which sets it by length"
     yield ("state_weight",), algorithm.turn_credit == "state", "without algorithm.turn_credit = 'state'"
-    yield (("imitate_above",), algorithm.objective == "cross_entropy" or algorithm.imitation_coefficient > 0,
+    yield (("imitate_above",), objective_of(algorithm.objective).imitates or algorithm.imitation_coefficient > 0,
            "without algorithm.objective = 'cross_entropy' or algorithm.imitation_coefficient")
     yield ("kl_coefficient",), algorithm.kl_loss != "none", "with algorithm.kl_loss = 'none'"
     yield ("kl_horizon",), algorithm.kl_target > 0, "without algorithm.kl_target"
@@ -104,7 +104,7 @@ def _readers(algorithm: AlgorithmConfig) -> Iterator[tuple[tuple[str, ...], bool
     yield ("cov_coefficient",), covers == "kl", "without algorithm.cov_control = 'kl'"
     yield ("teacher_credit", "teacher_coefficient"), algorithm.needs_teacher, "with algorithm.teacher = 'none'"
     yield ("reference_refresh_steps",), algorithm.needs_reference, "without a term that compares with the reference"
-    scaled = algorithm.scale in ("group_std", "batch_std", "group_mean") or algorithm.whiten != "none"
+    scaled = algorithm.scale != "none" or algorithm.whiten != "none"
     others = algorithm.reward_clip or algorithm.reward_kl or algorithm.has_penalties or algorithm.credit or algorithm.needs_critic
     yield (("reward_scale",), not scaled or bool(others),
            "where rewards are divided by their own size (algorithm.scale, algorithm.whiten); use train.optimizer.lr")

@@ -3,14 +3,12 @@
 from typing import Literal
 
 from offbeat.config.base import Change, Section, field
+from offbeat.config.objectives import OBJECTIVES, names_for, names_with
 from offbeat.config.train import OptimizerConfig
 
 USUAL_GAMMA = 0.5
-SMOOTHED = ("dpo", "robust", "exo_pair")
-"""Losses that read `label_smoothing`."""
-PAIR_LOSSES = (
-    "dpo", "robust", "hinge", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "ipo", "sigmoid_norm", "simpo",
-    "orpo", "sft")
+_LOSSES = names_for("preference")
+PAIR_LOSSES = tuple(name for name in _LOSSES if OBJECTIVES[name].group == "pair")
 """Losses of pairs."""
 
 
@@ -20,7 +18,7 @@ class PreferenceConfig(Section):
     on_resume = Change.TOLD
     read_by = ("preference",)
 
-    loss: Literal[(*PAIR_LOSSES, "kto")] = field(  # pyright: ignore[reportInvalidTypeForm]
+    loss: Literal[_LOSSES] = field(  # pyright: ignore[reportInvalidTypeForm]
         "dpo", "Formula, in docs/algorithms.md: DPO; IPO, which stops at a distance and suits clear preferences; SimPO and ORPO, which need"
         " no reference; KTO, which also learns from single answers with a label; or another of the table.",
         on_resume=Change.REFUSED, basic=True)
@@ -57,13 +55,19 @@ class PreferenceConfig(Section):
         if bad := [name for name, weight in self.mix.items() if not 0 < weight < float("inf")]:
             raise ValueError(f"preference.mix.{bad[0]} must be a finite weight above 0, got {self.mix[bad[0]]:g}")
         shown = f"preference.mix of {', '.join(self.mix)}" if self.mix else f"preference.loss = '{self.loss}'"
-        if self.label_smoothing and not set(self.losses) & set(SMOOTHED):
+        if self.label_smoothing and not self._has("label_smoothing"):
             raise ValueError(
-                f"preference.label_smoothing must be 0 with {shown}, got {self.label_smoothing:g}; only {', '.join(SMOOTHED)} smooth"
-                " labels")
-        if self.gamma != USUAL_GAMMA and "simpo" not in self.losses:
+                f"preference.label_smoothing must be 0 with {shown}, got {self.label_smoothing:g}; only"
+                f" {', '.join(names_with('label_smoothing'))} smooth labels")
+        if self.gamma != USUAL_GAMMA and not self._has("gamma"):
             raise ValueError(
-                f"preference.gamma must be left out with {shown}, got {self.gamma:g}; only simpo has a margin to reach")
+                f"preference.gamma must be left out with {shown}, got {self.gamma:g}; only {', '.join(names_with('gamma'))} has a margin to"
+                " reach")
         for name in ("desirable_weight", "undesirable_weight"):
-            if getattr(self, name) != 1 and self.losses != ("kto",):
-                raise ValueError(f"preference.{name} must be 1 with {shown}, got {getattr(self, name):g}; only kto weighs labels")
+            if getattr(self, name) != 1 and not self._has(name):
+                raise ValueError(
+                    f"preference.{name} must be 1 with {shown}, got {getattr(self, name):g}; only {', '.join(names_with(name))} weighs"
+                    " labels")
+
+    def _has(self, constant: str) -> bool:
+        return any(constant in OBJECTIVES[name].constants for name in self.losses)

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from offbeat.algorithms.objectives import OBJECTIVES, first_of, preference_loss
+from offbeat.algorithms.objectives import first_of, preference_loss
 from offbeat.algorithms.preference import PairEvaluation, answer_batch, answer_values, evaluate_pairs, pair_batch
+from offbeat.config.objectives import OBJECTIVES
 from offbeat.controller.checkpoints import PREFERENCE, index_of
 from offbeat.controller.parts import RunParts
 from offbeat.controller.reference import Reference, open_reference
@@ -45,7 +46,8 @@ class PreferenceLesson(Lesson):
         self._encoder = pairs.encoder
         self._loss = preference_loss(config.preference)
         self._refers = OBJECTIVES[self._loss.name].refers
-        self._others = _derangement(pairs.train.num_rows or 0, seed=config.run.seed) if self._loss.name == "kto" else None
+        single = OBJECTIVES[self._loss.name].group == "answer"
+        self._others = _derangement(pairs.train.num_rows or 0, seed=config.run.seed) if single else None
         self._reference = self._heldout_reference = Reference(np.zeros(0, np.float32), np.zeros(1, np.int64))
         self._heldout_rows = pairs.heldout
         count = min(config.evaluate.num_prompts, pairs.heldout.num_rows or 0)

@@ -19,6 +19,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from offbeat.config.loss_terms import FILTERS, REGULARISERS
 from offbeat.errors import DataError
 
 
@@ -60,7 +61,7 @@ class FilterSpec:
         share: of clip_cov.
     """
 
-    metric: Literal["ratio", "k1", "k2", "k3", "binary_kl", "tv", "opsm", "m2", "clip_cov"]
+    metric: Literal[tuple(FILTERS)]  # pyright: ignore[reportInvalidTypeForm]
     level: Literal["token", "sequence"] = "token"
     aggregate: Literal["mean", "sum", "max"] = "mean"
     low: float = -math.inf
@@ -76,7 +77,7 @@ class RegulariserSpec:
         share: of kl_cov, which acts on that share of the batch's targets alone; see `algorithms.selection`.
     """
 
-    kind: Literal["k2", "k3", "ratio_k3", "entropy", "drift", "imitation", "kl_cov"]
+    kind: Literal[tuple(REGULARISERS)]  # pyright: ignore[reportInvalidTypeForm]
     coefficient: float
     share: float = 1.0
 
@@ -86,7 +87,7 @@ class LossSpec:
     """A loss, as `losses.compose` computes it for each target: its objective times its constant weight, plus its regularisers.
 
     Attributes:
-        name: objective, of `offbeat.algorithms.objectives`, or "path/to/file.py:function" of the user's own.
+        name: objective, of `offbeat.config.objectives`, or "path/to/file.py:function" of the user's own.
         reads: what an objective of the user's own reads besides ratio and advantages: "ref_logprobs", "entropy".
         constants: constants of the objective.
         anchor: the policy to which the objective's ratio compares the current one: "prox" at the start of the step, "rollout" that sampled.

@@ -1,1 +1,1 @@
-"""Ratios and losses on tensors; their settings are rows of `offbeat.algorithms.objectives`."""
+"""Ratios and losses on tensors; their settings are rows of `offbeat.config.objectives`."""

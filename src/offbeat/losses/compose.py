@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat.algorithms.objectives import is_own, objective_of, reads_of
+from offbeat.algorithms.objectives import reads_of
+from offbeat.config.objectives import is_own, objective_of
 from offbeat.data.batch import Batch, LossSpec
-from offbeat.losses import objectives
 from offbeat.losses.metrics import REPORTS, Report, pair_report, policy_report
+from offbeat.losses.objectives import FORMULAS
 from offbeat.losses.own import own_losses
 from offbeat.losses.regularisers import regulariser
 from offbeat.losses.targets import Targets, only
@@ -79,7 +80,7 @@ def _one_loss(
         own = own_losses(loss.name, targets, trained, ref_logprobs=ref_logprobs, entropy=entropy)
         losses, own_metrics = own.losses, own.metrics
     else:
-        losses = only(trained, objectives.OBJECTIVES[loss.name](targets, trained))
+        losses = only(trained, FORMULAS[loss.name].losses(targets, trained))
     if weights.values is not None:
         losses = losses * weights.values
     for term in loss.regularisers:
@@ -91,7 +92,7 @@ def _one_loss(
     elif report and loss.own_samples and "rollout_logprobs" in batch.columns:
         found = policy_report(targets, loss, weights, ref_logprobs=ref_logprobs)
         found = replace(found, means={**found.means, **{f"own/{name}": values for name, values in own_metrics.items()}})
-    elif report and objective_of(loss.name).by_group:
+    elif report and objective_of(loss.name).group:
         found = pair_report(targets, loss, trained)
     return TargetLosses(losses * columns["loss_weights"], found)
 
@@ -106,7 +107,7 @@ def _targets(logprobs: Tensor, batch: Batch, index: np.ndarray, loss: LossSpec, 
     of_sequence = batch.target_sequences[index]
     names, sequences = np.unique(of_sequence if _needs_sequences(loss) else np.zeros(0, np.int64), return_inverse=True)
     compared: dict[str, Any] = {}
-    if objective_of(loss.name).by_group:
+    if objective_of(loss.name).group:
         of_group, groups = np.unique(batch.group_ids[of_sequence], return_inverse=True)
         liked = batch.sequences["signs"][of_sequence] > 0
         compared = {"groups": upload(groups, device), "num_groups": len(of_group), "liked": upload(liked, device)}
@@ -123,7 +124,7 @@ def _needs_sequences(loss: LossSpec) -> bool:
 
 def _trained(targets: Targets, loss: LossSpec, is_loss: Tensor, weights: Tensor | None) -> Tensor:
     """Return [M] bool, the targets whose objective counts."""
-    imitates = loss.name == "cross_entropy"
+    imitates = objective_of(loss.name).imitates
     trained = is_loss if is_own(loss.name) else is_loss & (targets.advantages > 0 if imitates else targets.advantages != 0)
     if "ratio_mask" in objective_of(loss.name).reads:
         trained = trained & targets.counted

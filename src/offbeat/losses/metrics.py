@@ -7,9 +7,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from offbeat.algorithms.objectives import OBJECTIVES, first_of
+from offbeat.algorithms.objectives import first_of
+from offbeat.config.objectives import OBJECTIVES, is_own
 from offbeat.data.batch import LossSpec
-from offbeat.losses.objectives import clips, gates, plain_ratios
+from offbeat.losses.objectives import FORMULAS, Clips, plain_ratios
 from offbeat.losses.pairs import compare, margins
 from offbeat.losses.ratios import k3, k3_of, log_ratio
 from offbeat.losses.targets import Targets
@@ -34,15 +35,16 @@ def policy_report(targets: Targets, loss: LossSpec, weights: Weights, *, ref_log
     """Compute the metrics of a loss; `ref_logprobs` are [M] float32 if the loss reads them."""
     logprobs, prox, rollout = targets.logprobs.detach(), targets.prox, targets.rollout
     ratios = plain_ratios(targets)
-    clipped, low, high = clips(loss.name, targets)
+    formula = None if is_own(loss.name) else FORMULAS[loss.name]
+    clips = formula.clips(targets) if formula and formula.clips else Clips.none(targets)
     drift, gap = log_ratio(logprobs, rollout), (prox - rollout).abs()
     values = torch.ones_like(rollout) if weights.values is None else weights.values
     rollout_kl = k3_of(drift)
     nothing = torch.zeros_like(rollout, dtype=torch.bool)
     means = {
-        "train/clip_fraction": clipped,
-        "train/clip_low_fraction": low,
-        "train/clip_high_fraction": high,
+        "train/clip_fraction": clips.any,
+        "train/clip_low_fraction": clips.low,
+        "train/clip_high_fraction": clips.high,
         "policy/ratio_mean": ratios,
         "policy/kl_mean": rollout_kl,
         "policy/kl_rollout_to_current_k1_mean": -drift,
@@ -55,8 +57,8 @@ def policy_report(targets: Targets, loss: LossSpec, weights: Weights, *, ref_log
         "policy/weight_square_mean": values.square(),
         "policy/logprob_gap_mean": gap,
     }
-    if loss.name == "sapo":
-        means["policy/gate_mean"] = gates(targets)
+    if formula is not None:
+        means |= {f"policy/{name}_mean": values(targets) for name, values in formula.metrics.items()}
     if ref_logprobs is not None:
         distance = log_ratio(logprobs, ref_logprobs)
         means["policy/kl_current_to_ref_k1_mean"] = distance

@@ -1,4 +1,4 @@
-"""Objectives: the loss of each target before its weight, by the names of `offbeat.algorithms.objectives.OBJECTIVES`.
+"""Objectives: the loss of each target before its weight, by the names of `offbeat.config.objectives.OBJECTIVES`.
 
 With lp the trained log-probability, q the anchor, A the advantage, r = exp(lp - q), and sg the stop of the gradient:
 
@@ -24,7 +24,9 @@ token variant); sapo, arXiv:2511.20347; gmpo, arXiv:2507.20673; dppo, arXiv:2602
 arXiv:2306.13649; value with a clip, arXiv:2005.12729.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -124,53 +126,74 @@ def value(targets: Targets, trained: Tensor) -> Tensor:
     return errors / 2
 
 
-OBJECTIVES: dict[str, Callable[[Targets, Tensor], Tensor]] = {
-    "cross_entropy": cross_entropy, "reinforce": reinforce, "importance_sampling": importance_sampling, "ppo": ppo, "cispo": cispo,
-    "dro": dro, "gspo": gspo, "sapo": sapo, "gmpo": gmpo, "dppo": dppo, "forward_kl": forward_kl, "reverse_kl": reverse_kl,
-    "value": value, "bradley_terry": pairs.bradley_terry, **pairs.OF_PAIRS}
-"""Functions of M targets and [M] bool, which of them are trained; each returns [M] losses with gradient."""
+@dataclass(frozen=True, eq=False)
+class Clips:
+    """Which of M targets an objective clips, [M] bool each: in any way, at its lower bound, and at its upper one.
 
-
-@torch.no_grad()
-def clips(name: str, targets: Targets) -> tuple[Tensor, Tensor, Tensor]:
-    """Return which of all targets an objective clips, 3 x [M] bool: in any way, at its lower bound, and at its upper one.
-
-    A clip removes the gradient, except cispo's, which bounds the weight. The dual clip counts only in the first.
+    A clip removes the gradient, except cispo's, which bounds the weight. The dual clip counts only in `any`.
     """
+
+    any: Tensor
+    low: Tensor
+    high: Tensor
+
+    @classmethod
+    def none(cls, targets: Targets) -> "Clips":
+        """Return the clips of an objective without bounds."""
+        nothing = torch.zeros_like(targets.advantages, dtype=torch.bool)
+        return cls(nothing, nothing, nothing)
+
+    @classmethod
+    def of(cls, low: Tensor, high: Tensor) -> "Clips":
+        """Return clips at two bounds."""
+        return cls(low | high, low, high)
+
+
+def _gates(targets: Targets) -> Tensor:
+    """Return [M] slopes of sapo's gate: the share of the importance-sampling gradient that passes."""
+    tau = _tau(targets)
+    gate = torch.sigmoid(tau * (plain_ratios(targets) - 1))
+    return 4 * gate * (1 - gate)
+
+
+def _ppo_clips(targets: Targets) -> Clips:
+    return _removed(plain_ratios(targets), targets)
+
+
+def _gspo_clips(targets: Targets) -> Clips:
+    return _removed(_sequence_ratios(targets), targets)
+
+
+def _cispo_clips(targets: Targets) -> Clips:
+    ratios = plain_ratios(targets)
+    return Clips.of(ratios < targets.constants["clip_low"], ratios > targets.constants["clip_high"])
+
+
+def _gmpo_clips(targets: Targets) -> Clips:
+    gaps, advantages = current_log_ratio(targets.logprobs, targets.anchor), targets.advantages
+    low, high = gaps < -targets.constants["clip_low"], gaps > targets.constants["clip_high"]
+    return Clips.of(low & (advantages < 0), high & (advantages > 0))
+
+
+def _dppo_clips(targets: Targets) -> Clips:
+    return Clips.of(*_diverged(targets))
+
+
+def _removed(ratios: Tensor, targets: Targets) -> Clips:
+    """Return what PPO's clip of these [M] ratios removes."""
     advantages = targets.advantages
-    if name == "dppo":
-        low, high = _diverged(targets)
-    elif name == "gmpo":
-        gaps = current_log_ratio(targets.logprobs, targets.anchor)
-        low, high = gaps < -targets.constants["clip_low"], gaps > targets.constants["clip_high"]
-        low, high = low & (advantages < 0), high & (advantages > 0)
-    elif name == "cispo":
-        ratios = plain_ratios(targets)
-        low, high = ratios < targets.constants["clip_low"], ratios > targets.constants["clip_high"]
-    elif name in ("ppo", "gspo"):
-        ratios = plain_ratios(targets) if name == "ppo" else _sequence_ratios(targets)
-        free, clipped = -ratios * advantages, -_clip(ratios, targets) * advantages
-        removed = clipped > free
-        low, high = removed & (advantages < 0), removed & (advantages > 0)
-        if dual_clip := targets.constants.get("dual_clip"):
-            return removed | (torch.maximum(free, clipped) > _dual_bound(targets, dual_clip)), low, high
-    else:
-        low = high = torch.zeros_like(advantages, dtype=torch.bool)
-    return low | high, low, high
+    free, clipped = -ratios * advantages, -_clip(ratios, targets) * advantages
+    removed = clipped > free
+    found = Clips.of(removed & (advantages < 0), removed & (advantages > 0))
+    if dual_clip := targets.constants.get("dual_clip"):
+        return replace(found, any=removed | (torch.maximum(free, clipped) > _dual_bound(targets, dual_clip)))
+    return found
 
 
 @torch.no_grad()
 def plain_ratios(targets: Targets) -> Tensor:
     """Return [M] ratios of current policy to anchor of all targets, without gradient."""
     return current_log_ratio(targets.logprobs, targets.anchor).exp()
-
-
-@torch.no_grad()
-def gates(targets: Targets) -> Tensor:
-    """Return [M] slopes of sapo's gate: the share of the importance-sampling gradient that passes."""
-    tau = _tau(targets)
-    gate = torch.sigmoid(tau * (plain_ratios(targets) - 1))
-    return 4 * gate * (1 - gate)
 
 
 def _ratios(targets: Targets, trained: Tensor) -> Tensor:
@@ -211,3 +234,37 @@ def _diverged(targets: Targets) -> tuple[Tensor, Tensor]:
     divergence = (logprobs.exp() - anchor.exp()).abs() if tv else bernoulli_kl(anchor, logprobs)
     down = (advantages < 0) & (logprobs < anchor) & (divergence > targets.constants["clip_low"])
     return down, (advantages > 0) & (logprobs > anchor) & (divergence > targets.constants["clip_high"])
+
+
+@dataclass(frozen=True)
+class Formula:
+    """How an objective is computed, and what a step over a run's samples reports of it, without gradient.
+
+    Attributes:
+        losses: function of M targets and [M] bool, which of them are trained; returns [M] losses with gradient.
+        clips: what it clips of all targets; None if it has no bounds.
+        metrics: further [M] values of all targets by name, such as "gate", whose mean is reported as `policy/gate_mean`.
+    """
+
+    losses: Callable[[Targets, Tensor], Tensor]
+    clips: Callable[[Targets], Clips] | None = None
+    metrics: Mapping[str, Callable[[Targets], Tensor]] = field(default_factory=dict)
+
+
+FORMULAS: Mapping[str, Formula] = MappingProxyType({
+    "cross_entropy": Formula(cross_entropy),
+    "reinforce": Formula(reinforce),
+    "importance_sampling": Formula(importance_sampling),
+    "ppo": Formula(ppo, _ppo_clips),
+    "cispo": Formula(cispo, _cispo_clips),
+    "dro": Formula(dro),
+    "gspo": Formula(gspo, _gspo_clips),
+    "sapo": Formula(sapo, metrics={"gate": _gates}),
+    "gmpo": Formula(gmpo, _gmpo_clips),
+    "dppo": Formula(dppo, _dppo_clips),
+    "forward_kl": Formula(forward_kl),
+    "reverse_kl": Formula(reverse_kl),
+    "value": Formula(value),
+    "bradley_terry": Formula(pairs.bradley_terry),
+    **{name: Formula(losses) for name, losses in pairs.OF_PAIRS.items()}})
+"""All formulas, by the names of `config.objectives.OBJECTIVES`."""

@@ -1,4 +1,4 @@
-"""Losses that compare the answers of a preference pair, or an answer with its label; rows of `losses.objectives.OBJECTIVES`.
+"""Losses that compare the answers of a preference pair, or an answer with its label; rows of `losses.objectives.FORMULAS`.
 
 With d the sum of lp - ref over an answer's targets, n their number, p the mean of lp over them, s the sigmoid, c the chosen answer and j
 the rejected one, x = beta * (d_c - d_j) and e = label_smoothing:
@@ -43,7 +43,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from offbeat.algorithms.objectives import OBJECTIVES, parts_of
+from offbeat.algorithms.objectives import parts_of
+from offbeat.config.objectives import OBJECTIVES
 from offbeat.losses.targets import Targets, only
 
 _TINY = 1e-12  # nats below certainty, where the odds of an answer stay finite
@@ -84,13 +85,11 @@ def compare(name: str, targets: Targets, trained: Tensor) -> Comparison:
 
 def margins(name: str, found: Comparison, targets: Targets) -> Tensor:
     """Return [G] float64, how far each group is on the right side, as the loss measures it: above 0, it is right."""
-    constants = targets.constants
-    if name in ("ipo", "sft", "bradley_terry"):
-        return found.chosen - found.rejected
-    if name == "kto":
-        z = constants["z"]
-        return constants["beta"] * torch.where(found.has_chosen, found.chosen - z, z - found.rejected)
-    return constants["beta"] * (found.chosen - found.rejected)
+    objective, gaps = OBJECTIVES[name], found.chosen - found.rejected
+    if objective.group == "answer":
+        z = targets.constants["z"]
+        gaps = torch.where(found.has_chosen, found.chosen - z, z - found.rejected)
+    return targets.constants["beta"] * gaps if objective.scaled_margin else gaps
 
 
 def _dpo(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001 - one signature for all

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from offbeat.algorithms.adam import AdamParams
-from offbeat.algorithms.objectives import objective_of
+from offbeat.config.objectives import objective_of
 from offbeat.config.root import Config
 from offbeat.data.batch import Batch
 from offbeat.data.packing import PackedRow, plan_microbatches

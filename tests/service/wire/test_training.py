@@ -129,7 +129,7 @@ IMAGE = {"model_input": [{"image": b"1"}], "loss_fn_inputs": {}}
 
 @pytest.mark.parametrize(("data", "fields", "says"), [
     ([], {}, "data must hold at least one datum"),
-    ([PLAIN], {"loss_fn": "custom"}, "no loss 'custom'; set loss_fn to one of cross_entropy, importance_sampling, ppo, cispo, dro, gspo"),
+    ([PLAIN], {"loss_fn": "custom"}, "no loss 'custom'; set loss_fn to one of ppo, gspo, cispo, importance_sampling, cross_entropy, dro"),
     ([PLAIN], {"loss_fn_config_v2": {"beta": {"number": 1.0}}}, "cross_entropy has no 'beta'; it has no settings"),
     ([datum(1, 2, **POLICY)], {"loss_fn": "ppo", "loss_fn_config_v2": {"x": {"number": 1.0}}},
      "ppo has no 'x'; it has clip_low_threshold, clip_high_threshold"),

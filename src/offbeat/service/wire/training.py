@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from offbeat.algorithms.objectives import CLIENT_LOSSES, client_loss, reads_of
+from offbeat.config.objectives import objective_of
 from offbeat.data.batch import Batch, LossSpec, bounds
 from offbeat.errors import DataError
 from offbeat.service.errors import BadRequestError, RequestError, TooLargeError
@@ -165,8 +166,9 @@ class _DatumReader:
         return tensors
 
     def _check_targets(self, name: str, targets: Tensor, num_tokens: int) -> None:
-        shapes = "[N]" if self._loss.name != "cross_entropy" else "[N] or [N, K]"
-        if targets.shape[0] != num_tokens or (len(targets.shape) == 2 and self._loss.name != "cross_entropy"):
+        several = objective_of(self._loss.name).several_targets
+        shapes = "[N] or [N, K]" if several else "[N]"
+        if targets.shape[0] != num_tokens or (len(targets.shape) == 2 and not several):
             raise BadRequestError(
                 f"{name}.target_tokens must have the shape {shapes} for N = {num_tokens} tokens of model_input, got {list(targets.shape)}")
         if targets.values.dtype.kind != "i":
