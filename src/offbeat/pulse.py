@@ -39,7 +39,7 @@ forward pass."""
 _TASKS = Path("/proc/self/task")
 
 
-class Work:
+class ThreadWork:
     """One piece of work of one thread.
 
     Attributes:
@@ -73,11 +73,11 @@ class Work:
         return Signs.read(self._steps, self._native, self._strangers)
 
 
-_works: list[Work] = []
+_works: list[ThreadWork] = []
 _strikes: list[Callable[[str], object]] = []
 
 
-def current() -> Work | None:
+def current() -> ThreadWork | None:
     """Return the most recently begun work, of any thread, that has not ended."""
     try:
         return _works[-1]
@@ -85,7 +85,7 @@ def current() -> Work | None:
         return None
 
 
-def _own() -> Work | None:
+def _own() -> ThreadWork | None:
     ident = threading.get_ident()
     return next((one for one in reversed(_works) if one.thread == ident), None)
 
@@ -93,7 +93,7 @@ def _own() -> Work | None:
 @contextmanager
 def work(name: str) -> Iterator[None]:
     """Declare that this thread works until the end of the block, so that it must show signs of life or be waiting."""
-    own = Work(name)
+    own = ThreadWork(name)
     _works.append(own)
     try:
         yield

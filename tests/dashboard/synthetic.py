@@ -8,7 +8,7 @@ from pathlib import Path
 from offbeat.config.dump import dump_toml
 from offbeat.config.load import load_config
 from offbeat.telemetry.events import EventLog
-from offbeat.telemetry.sinks import JsonLines
+from offbeat.telemetry.sinks import JsonLinesSink
 from offbeat.telemetry.stats import StatsLogger
 from offbeat.telemetry.trace import Tracer
 
@@ -26,7 +26,7 @@ def write_synthetic_run(run_dir: Path, *, num_steps: int = 60, num_engines: int 
         "train.num_ranks": str(num_ranks),
     }
     (run_dir / "config.toml").write_text(dump_toml(load_config(None, list(settings.items()))))
-    stats = StatsLogger([JsonLines(run_dir / "metrics.jsonl")])
+    stats = StatsLogger([JsonLinesSink(run_dir / "metrics.jsonl")])
     events = EventLog(run_dir / "events.jsonl")
     tracer = Tracer(run_dir / "trace.json")
     stats.commit(0, 0, 0, {"eval/accuracy": 0.35})

@@ -10,7 +10,7 @@ import pytest
 from far import far_disk
 from offbeat.errors import ConfigError, DeathError, StorageError
 from offbeat.model.hf_io import read_safetensors
-from offbeat.ranks.freight import Freight, Use, use_of
+from offbeat.ranks.freight import FolderUse, Freight, use_of
 from offbeat.ranks.ranks import WorkerRanks, start_ranks
 from offbeat.ranks.trainers import Trainers
 from offbeat.trainer.messages import BroadcastRequest, BuildRequest, ExportRequest, Folder, NewAdapter, WriteRequest, Written
@@ -71,14 +71,14 @@ def worker(name: str, disk: object = None) -> SimpleNamespace:
 
 def test_what_each_call_reads_and_writes(tmp_path: Path) -> None:
     whole, one = Folder("/run/ranks"), Folder("/run/alice", "alice")
-    assert use_of("save", whole) == use_of("critic.save", whole) == Use(writes=(Path("/run/ranks"),), by_parts=True)
-    assert use_of("save", one) == Use(writes=(Path("/run/alice"),))
-    assert use_of("load", whole) == use_of("critic.load", whole) == Use(reads=((Path("/run/ranks"), ()),))
+    assert use_of("save", whole) == use_of("critic.save", whole) == FolderUse(writes=(Path("/run/ranks"),), by_parts=True)
+    assert use_of("save", one) == FolderUse(writes=(Path("/run/alice"),))
+    assert use_of("load", whole) == use_of("critic.load", whole) == FolderUse(reads=((Path("/run/ranks"), ()),))
     assert use_of("add", NewAdapter("a", 1, 1.0, 0, (), "/f")).folders == (Path("/f"),)
-    assert use_of("add", NewAdapter("a", 1, 1.0, 0, ())) == use_of("train_step", Nothing()) == Use()
+    assert use_of("add", NewAdapter("a", 1, 1.0, 0, ())) == use_of("train_step", Nothing()) == FolderUse()
     broadcast = BroadcastRequest("host", 1, 1.0)
-    assert use_of("write_weights", WriteRequest("/v1", "float32", (), broadcast=broadcast)) == Use()
-    assert use_of("write_weights", WriteRequest("/v1", "float32", ())) == Use(writes=(Path("/v1"),))
+    assert use_of("write_weights", WriteRequest("/v1", "float32", (), broadcast=broadcast)) == FolderUse()
+    assert use_of("write_weights", WriteRequest("/v1", "float32", ())) == FolderUse(writes=(Path("/v1"),))
     export = ExportRequest("/e", str(tmp_path), "float32")
     assert use_of("export", export).folders == (tmp_path, Path("/e")) and "config.json" in use_of("export", export).reads[0][1]
     assert use_of("export", replace(export, tokenizer="org/model")).folders == (Path("/e"),)

@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from offbeat.errors import ConfigError, MissingExtraError, StorageError
-from offbeat.service.store import Rows, Store
+from offbeat.service.store import Store, StoredRows
 from offbeat.service.tables import CheckpointRow, FutureRow, ModelRow, Row, SamplerRow, SessionRow
 from offbeat.service.types import LoraSpec
 
@@ -56,7 +56,7 @@ def store(url: str) -> Iterator[Store]:
     opened.close()
 
 
-def reopened(store: Store, url: str) -> Rows:
+def reopened(store: Store, url: str) -> StoredRows:
     store.close()
     again = Store.open(url)
     rows = again.load()
@@ -72,7 +72,7 @@ def test_every_kind_of_row_comes_back_as_it_was_after_reopening(store: Store, ur
     asyncio.run(store.put(SESSION, MODEL, CHECKPOINT, SAMPLER, FUTURE))
     assert store.find_future(FUTURE.request_id) == FUTURE
     assert store.find_future("other") is None
-    assert reopened(store, url) == Rows((SESSION,), (MODEL,), (CHECKPOINT,), (SAMPLER,))
+    assert reopened(store, url) == StoredRows((SESSION,), (MODEL,), (CHECKPOINT,), (SAMPLER,))
 
 
 def test_a_row_takes_the_place_of_the_one_with_its_key_and_the_last_change_counts(store: Store, url: str) -> None:
@@ -83,7 +83,7 @@ def test_a_row_takes_the_place_of_the_one_with_its_key_and_the_last_change_count
             store.put(CHECKPOINT), store.delete(CHECKPOINT), store.put(SAMPLER), store.delete(SAMPLER), store.put(SAMPLER))
 
     asyncio.run(change())
-    assert reopened(store, url) == Rows((SessionRow("s", "alice", 1.0, 3.0, ended=3.0),), (), (), (SAMPLER,))
+    assert reopened(store, url) == StoredRows((SessionRow("s", "alice", 1.0, 3.0, ended=3.0),), (), (), (SAMPLER,))
 
 
 def test_checkpoints_of_one_name_differ_by_kind_and_run(store: Store) -> None:
@@ -124,7 +124,7 @@ def test_a_row_that_is_made_late_fails_alone(store: Store) -> None:
     first, second, third = asyncio.run(put_both())
     assert (first, third) == (None, None)
     assert isinstance(second, ValueError)
-    assert store.load() == Rows((SESSION,), (), (), (SAMPLER,))
+    assert store.load() == StoredRows((SESSION,), (), (), (SAMPLER,))
 
 
 def test_a_row_that_the_database_refuses_fails_alone(store: Store) -> None:
@@ -136,7 +136,7 @@ def test_a_row_that_the_database_refuses_fails_alone(store: Store) -> None:
     first, second, third = asyncio.run(put_both())
     assert (first, third) == (None, None)
     assert isinstance(second, StorageError)
-    assert store.load() == Rows((SESSION,), (MODEL,), (), ()), "all rows of a call, or none"
+    assert store.load() == StoredRows((SESSION,), (MODEL,), (), ()), "all rows of a call, or none"
 
 
 def test_a_call_that_was_given_up_is_carried_out(store: Store) -> None:

@@ -9,7 +9,7 @@ from offbeat.telemetry.events import EventLog
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.mend import mend
 from offbeat.telemetry.record import RunRecord
-from offbeat.telemetry.sinks import JsonLines
+from offbeat.telemetry.sinks import JsonLinesSink
 from offbeat.telemetry.trace import Tracer, read_trace
 
 RUBBISH = [b"\xff\xfe\x00\xc3\x28", b"7", b"[]", b"[" * 100_000, b"9" * 5000, b'{"a": ', b"\x00" * 4096, b"{}", b'{"ph": "X"}']
@@ -48,7 +48,7 @@ def test_what_is_no_line_of_the_file_is_left_out_and_the_file_as_it_was_kept(tmp
 
 @pytest.mark.parametrize("rubbish", RUBBISH)
 def test_rubbish_in_metrics_events_and_time_line_costs_no_other_record(rubbish, tmp_path):
-    metrics, events, tracer = JsonLines(tmp_path / "m"), EventLog(tmp_path / "e"), Tracer(tmp_path / "t")
+    metrics, events, tracer = JsonLinesSink(tmp_path / "m"), EventLog(tmp_path / "e"), Tracer(tmp_path / "t")
     for step in (1, 2):
         metrics.write({"global_step": step})
         events.record("publish", version=step)
@@ -57,7 +57,7 @@ def test_rubbish_in_metrics_events_and_time_line_costs_no_other_record(rubbish, 
         with (tmp_path / name).open("ab") as file:
             file.write(rubbish + b"\n")
     assert [span.start_s for span in read_trace(tmp_path / "t")] == [1, 2], "a report reads it as it is"
-    again = JsonLines(tmp_path / "m")
+    again = JsonLinesSink(tmp_path / "m")
     again.resume_at(2)
     assert [row["global_step"] for row in read_json_lines(tmp_path / "m")] == [1] and again.steps == {1}
     assert EventLog(tmp_path / "e").mended == "e had 1 line that is no record, now left out; the file as it was is kept as e.damaged"

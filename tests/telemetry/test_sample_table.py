@@ -6,7 +6,7 @@ from pathlib import Path
 from offbeat.telemetry.background import BackgroundSink
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.sample_table import COLUMNS, MakeTable, SampleTable
-from offbeat.telemetry.sinks import JsonLines
+from offbeat.telemetry.sinks import JsonLinesSink
 from offbeat.telemetry.stats import StatsLogger
 
 
@@ -39,7 +39,7 @@ def test_a_table_follows_the_row_of_its_step_and_is_made_where_it_is_written(tmp
 
     sink = Kept()
     logger = StatsLogger([
-        JsonLines(tmp_path / "metrics.jsonl"), BackgroundSink("kept", lambda: sink, on_drop=lambda *_: None)])
+        JsonLinesSink(tmp_path / "metrics.jsonl"), BackgroundSink("kept", lambda: sink, on_drop=lambda *_: None)])
     for step in (1, 2):
         logger.commit(0, step, step, {"reward/mean": 0.5})
         logger.write_samples(step, make)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from offbeat.errors import MissingExtraError
-from offbeat.telemetry.sinks import JsonLines, check_installed, metrics_of
+from offbeat.telemetry.sinks import JsonLinesSink, check_installed, metrics_of
 
 
 def rows(path):
@@ -14,11 +14,11 @@ def rows(path):
 
 def test_a_resumed_run_drops_the_rows_that_it_will_write_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    sink = JsonLines(path)
+    sink = JsonLinesSink(path)
     for step in range(1, 6):
         sink.write({"global_step": step, "loss": float(step)})
     sink.close()
-    resumed = JsonLines(path)
+    resumed = JsonLinesSink(path)
     resumed.resume_at(4)
     resumed.write({"global_step": 4, "loss": 40.0})
     resumed.close()
@@ -26,7 +26,7 @@ def test_a_resumed_run_drops_the_rows_that_it_will_write_again(tmp_path):
 
 
 def test_resuming_at_the_first_step_empties_the_file(tmp_path):
-    sink = JsonLines(tmp_path / "metrics.jsonl")
+    sink = JsonLinesSink(tmp_path / "metrics.jsonl")
     sink.write({"global_step": 0})
     sink.resume_at(0)
     sink.close()

@@ -5,13 +5,13 @@ import time
 import numpy as np
 
 from offbeat.telemetry.jsonl import read_json_lines
-from offbeat.telemetry.sinks import JsonLines
+from offbeat.telemetry.sinks import JsonLinesSink
 from offbeat.telemetry.stats import StatsLogger
 
 
 def test_every_sink_gets_every_row_with_its_place_and_time(tmp_path):
     paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    logger = StatsLogger([JsonLines(path) for path in paths])
+    logger = StatsLogger([JsonLinesSink(path) for path in paths])
     before = time.time()
     logger.commit(1, 2, 12, {"train/loss": np.float32(0.5), "rollout/generated_tokens": 7, "count": np.int64(3)})
     logger.close()
@@ -23,7 +23,7 @@ def test_every_sink_gets_every_row_with_its_place_and_time(tmp_path):
 
 def test_resuming_reaches_every_sink(tmp_path):
     paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    logger = StatsLogger([JsonLines(path) for path in paths])
+    logger = StatsLogger([JsonLinesSink(path) for path in paths])
     for step in (1, 2, 3):
         logger.commit(0, step, step, {})
     logger.resume_at(3)

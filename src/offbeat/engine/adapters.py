@@ -24,7 +24,7 @@ class UnknownAdapterError(RefusedError):
 
 
 @dataclass(eq=False)
-class Held:
+class HeldAdapter:
     """One adapter under its name.
 
     Attributes:
@@ -52,7 +52,7 @@ class Adapters:
         self._max_adapters = options.max_adapters
         self._max_rank = options.max_adapter_rank
         self._in_use = in_use
-        self._held: dict[str, Held] = {}  # least recently used first
+        self._held: dict[str, HeldAdapter] = {}  # least recently used first
         self._stack = AdapterStack(forward.lora_groups, device=forward.device)
         self._last_key: tuple[int, tuple[str, ...], int] | None = None
         self._last_rows: AdapterRows | None = None
@@ -123,7 +123,7 @@ class Adapters:
                 )
             del self._held[idle]
             self.num_evicted += 1
-        self._held[name] = Held(folder, adapter)
+        self._held[name] = HeldAdapter(folder, adapter)
         self._show_names()
 
     def unload(self, name: str) -> None:

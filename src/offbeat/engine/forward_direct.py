@@ -69,7 +69,7 @@ class Layer:
 
 
 @dataclass(frozen=True, eq=False)
-class Weights:
+class DirectWeights:
     """All weights of one version; immutable, so that a reader on another thread sees a consistent version."""
 
     embed: Tensor
@@ -106,12 +106,12 @@ class DirectForward:
 
     # -- weights -----------------------------------------------------------------------------------------------------------------------
 
-    def prepare(self, state: Mapping[str, Tensor]) -> Weights:
+    def prepare(self, state: Mapping[str, Tensor]) -> DirectWeights:
         hidden = self.hidden_size
         embed = self._take(state, "model.embed_tokens.weight", self.vocab_size, hidden)
         head = embed if self.tied else self._take(state, "lm_head.weight", self.vocab_size, hidden)
         layers = tuple(self._prepare_layer(state, f"model.layers.{i}.") for i in range(self.num_layers))
-        return Weights(embed, layers, self._take(state, "model.norm.weight", hidden), head_matrix(head))
+        return DirectWeights(embed, layers, self._take(state, "model.norm.weight", hidden), head_matrix(head))
 
     def _take(self, state: Mapping[str, Tensor], name: str, *shape: int) -> Tensor:
         return take(state, name, shape=shape, dtype=self.dtype, device=self.device)
@@ -154,7 +154,7 @@ class DirectForward:
             f"{i}.down": (Linear(f"{prefix}mlp.down_proj", inner, hidden),),
         }
 
-    def install(self, prepared: Weights) -> None:
+    def install(self, prepared: DirectWeights) -> None:
         self._weights = prepared
 
     def release(self) -> None:

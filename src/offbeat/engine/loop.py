@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class Command:
+class EngineCommand:
     """A function to run between two steps, and the callback for the case that it raises or the engine has ended."""
 
     run: Callable[[], Any]
@@ -50,7 +50,7 @@ class EngineLoop:
         self.error: EngineError | None = None
         self.num_rounds = 0
         self._deliver = deliver
-        self._commands: list[Command] = []
+        self._commands: list[EngineCommand] = []
         self._events: list[Event] = []
         self._stopping = False
         self._busy_since_s: float | None = None
@@ -74,18 +74,18 @@ class EngineLoop:
 
     def submit(self, request: Request | ScoreJob) -> None:
         """Queue a request and return at once; a refusal arrives as an event, as every answer does."""
-        self._post(Command(lambda: self.engine.submit(request), lambda error: self._refuse(request, error)))
+        self._post(EngineCommand(lambda: self.engine.submit(request), lambda error: self._refuse(request, error)))
 
     def abort(self, request_id: str) -> None:
         """Drop a request and return at once."""
-        self._post(Command(lambda: self.engine.abort(request_id), lambda _: None))
+        self._post(EngineCommand(lambda: self.engine.abort(request_id), lambda _: None))
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
         """Run a function between two steps; the future receives its result or error."""
         future: Future[T] = Future()
         # From here on it cannot be cancelled: setting the result of a cancelled future would raise on the engine's thread.
         future.set_running_or_notify_cancel()
-        self._post(Command(lambda: future.set_result(function()), future.set_exception))
+        self._post(EngineCommand(lambda: future.set_result(function()), future.set_exception))
         return future
 
     def pause(self, mode: Literal["keep", "abort"]) -> "Future[None]":
@@ -116,7 +116,7 @@ class EngineLoop:
             adapter = adapters.read(folder)
             self.call(lambda: adapters.add(name, folder, adapter)).result()
 
-    def _post(self, command: Command) -> None:
+    def _post(self, command: EngineCommand) -> None:
         with self._wake:
             if self.error is None:
                 self._commands.append(command)

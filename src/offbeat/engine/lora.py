@@ -173,7 +173,7 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False)
-class Segments:
+class GatheredSegments:
     """How the rows of a batch are gathered.
 
     Attributes:
@@ -189,7 +189,7 @@ class Segments:
     slot: np.ndarray
 
 
-def segment(slots: np.ndarray) -> Segments:
+def segment(slots: np.ndarray) -> GatheredSegments:
     """Gather the rows of each slot: first a segment of one common length for every slot, then the remainder of longer ones.
 
     Args:
@@ -218,7 +218,7 @@ def segment(slots: np.ndarray) -> Segments:
     for slot, count in zip(used.tolist(), counts.tolist(), strict=True):
         if count > length:
             add(slot, slot + 1, count - length)
-    return Segments(
+    return GatheredSegments(
         pieces,
         index=np.append(index, order[~here]),
         padding=np.append(padding, np.zeros(np.count_nonzero(~here), bool)),

@@ -18,7 +18,7 @@ NO_TOKEN = -1
 
 
 @dataclass(eq=False)
-class Sample:
+class RunningSample:
     """One of the n samples of a running request.
 
     Attributes:
@@ -45,7 +45,7 @@ class Rows:
     """
 
     def __init__(self, *, max_rows: int, device: torch.device) -> None:
-        self.samples: list[Sample] = []
+        self.samples: list[RunningSample] = []
         self.length = np.zeros(max_rows, np.int64)
         self._prompt_len = np.zeros(max_rows, np.int64)
         self._limit = np.zeros(max_rows, np.int64)
@@ -82,7 +82,7 @@ class Rows:
         self._stop_ids[rows] = NO_TOKEN
         self._stop_ids[rows, : len(stop_ids)] = stop_ids
         self.samples += [
-            Sample(request, i, _text_of(request, tokenizer), [] if params.top_logprobs else None)
+            RunningSample(request, i, _text_of(request, tokenizer), [] if params.top_logprobs else None)
             for i in range(request.n)]
         if not params.shaping.is_plain:
             words = bad_word_ids(params.shaping.bad_words, tokenizer)

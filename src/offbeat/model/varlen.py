@@ -27,7 +27,7 @@ _MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class KernelCall:
     """n sequences of queries, each with its own keys, all in one call of the kernel.
 
     Attributes:
@@ -60,9 +60,9 @@ class VarlenPlan:
 
     segments: Segments
     device: torch.device
-    _calls: dict[int | None, tuple[Call, ...]] = field(default_factory=dict)
+    _calls: dict[int | None, tuple[KernelCall, ...]] = field(default_factory=dict)
 
-    def calls(self, window: int | None) -> tuple[Call, ...]:
+    def calls(self, window: int | None) -> tuple[KernelCall, ...]:
         """Return the calls whose merged results are the attention of layers with this window; all tokens are queries of the first."""
         if window is not None and window >= self.segments.longest_span:
             window = None
@@ -70,7 +70,7 @@ class VarlenPlan:
             self._calls[window] = self._full() if window is None else (self._windowed(window),)
         return self._calls[window]
 
-    def _full(self) -> tuple[Call, ...]:
+    def _full(self) -> tuple[KernelCall, ...]:
         segments = self.segments
         own = self._call(segments.lengths, segments.lengths, causal=True)
         order = np.flatnonzero(segments.prefix >= 0)
@@ -83,7 +83,7 @@ class VarlenPlan:
             queries=_ranges(segments.starts[order], segments.lengths[order]),
             keys=_ranges(segments.starts[prefixes], segments.lengths[prefixes]))
 
-    def _windowed(self, window: int) -> Call:
+    def _windowed(self, window: int) -> KernelCall:
         """Each segment's keys are its own after as many of its prefix as its first token sees."""
         segments = self.segments
         before = np.minimum(segments.prefix_lengths, window - 1)
@@ -95,14 +95,14 @@ class VarlenPlan:
     def _call(
         self, queries_per: np.ndarray, keys_per: np.ndarray, *, causal: bool, window: int | None = None, queries: np.ndarray | None = None,
         keys: np.ndarray | None = None,
-    ) -> Call:
+    ) -> KernelCall:
         def place(array: np.ndarray | None) -> Tensor | None:
             return None if array is None else upload(array, self.device)
 
         def bounds(lengths: np.ndarray) -> Tensor:
             return upload(np.cumsum([0, *lengths]).astype(np.int32), self.device)
 
-        return Call(
+        return KernelCall(
             place(queries), place(keys), bounds(queries_per), bounds(keys_per), int(queries_per.max()), int(keys_per.max()), causal, window)
 
 
@@ -125,7 +125,7 @@ def serves(query: Tensor, key: Tensor, value: Tensor, *, dropout: float, plain: 
         and head_dim <= _MAX_HEAD_DIM)
 
 
-def varlen_attention(query: Tensor, key: Tensor, value: Tensor, calls: tuple[Call, ...], *, scale: float | None) -> Tensor:
+def varlen_attention(query: Tensor, key: Tensor, value: Tensor, calls: tuple[KernelCall, ...], *, scale: float | None) -> Tensor:
     """Attend over a row.
 
     Args:
@@ -142,7 +142,7 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, calls: tuple[Cal
 
 class _Varlen(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: tuple[Call, ...], scale: float | None) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: tuple[KernelCall, ...], scale: float | None) -> Tensor:
         """Return [R, H, D]; see `varlen_attention`."""
         forward, _ = _kernel()
         first, *others = calls
@@ -183,8 +183,8 @@ class _Varlen(torch.autograd.Function):
         return grad_query, grad_key, grad_value, None, None
 
 
-Forward = Callable[[Tensor, Tensor, Tensor, Call, float | None], tuple[Tensor, Tensor]]
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Call, float | None], tuple[Tensor, Tensor, Tensor]]
+Forward = Callable[[Tensor, Tensor, Tensor, KernelCall, float | None], tuple[Tensor, Tensor]]
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, KernelCall, float | None], tuple[Tensor, Tensor, Tensor]]
 
 
 @cache
@@ -195,7 +195,7 @@ def _kernel() -> tuple[Forward, Backward]:
     # Since torch 2.12 it wants to be told where several queries share a key; before, it computes the same without a word.
     tells = any(argument.name == "enable_gqa" for argument in ops._varlen_attn.default._schema.arguments)
 
-    def forward(query: Tensor, key: Tensor, value: Tensor, call: Call, scale: float | None) -> tuple[Tensor, Tensor]:
+    def forward(query: Tensor, key: Tensor, value: Tensor, call: KernelCall, scale: float | None) -> tuple[Tensor, Tensor]:
         shared = (query.shape[1] != key.shape[1],) if tells else ()
         out, lse, _ = ops._varlen_attn(
             query, key, value, call.query_bounds, call.key_bounds, call.most_queries, call.most_keys, call.window_size == [-1, 0], scale,
@@ -203,7 +203,7 @@ def _kernel() -> tuple[Forward, Backward]:
         return out, lse
 
     def backward(
-        grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call, scale: float | None,
+        grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: KernelCall, scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of a dropout that there is not
         return ops._varlen_attn_backward(

@@ -23,7 +23,7 @@ _REMOVE_S = 5.0
 
 
 @dataclass(frozen=True)
-class Use:
+class FolderUse:
     """The folders of a call.
 
     Attributes:
@@ -42,22 +42,22 @@ class Use:
         return *(folder for folder, _ in self.reads), *self.writes
 
 
-def use_of(method: str, request: Any) -> Use:
+def use_of(method: str, request: Any) -> FolderUse:
     """Return which folders a call reads and writes; `method` is its name, or "part.name"."""
     match request:
         case Folder() if method.rpartition(".")[2] == "save":
-            return Use(writes=(request.folder,), by_parts=not request.name)
+            return FolderUse(writes=(request.folder,), by_parts=not request.name)
         case Folder():
-            return Use(reads=((request.folder, ()),))
+            return FolderUse(reads=((request.folder, ()),))
         case NewAdapter() if request.folder:
-            return Use(reads=((Path(request.folder), ()),))
+            return FolderUse(reads=((Path(request.folder), ()),))
         case WriteRequest() if request.broadcast is None:
-            return Use(writes=(Path(request.folder),))
+            return FolderUse(writes=(Path(request.folder),))
         case ExportRequest():
             tokenizer = Path(request.tokenizer)
             needed = (*TOKENIZER_FILES, "config.json")
-            return Use(reads=((tokenizer, needed),) if tokenizer.is_dir() else (), writes=(Path(request.path),))
-    return Use()
+            return FolderUse(reads=((tokenizer, needed),) if tokenizer.is_dir() else (), writes=(Path(request.path),))
+    return FolderUse()
 
 
 class Freight:
@@ -105,8 +105,8 @@ class Freight:
             replace(answer, base=request.base) if isinstance(answer, Written) and answer.base else answer
             for request, answer in zip(requests, answers, strict=True)]
 
-    def _travelling(self, use: Use) -> Use:
-        return Use(
+    def _travelling(self, use: FolderUse) -> FolderUse:
+        return FolderUse(
             tuple((folder, only) for folder, only in use.reads if not self._is_shared(folder)),
             tuple(folder for folder in use.writes if not self._is_shared(folder)), by_parts=use.by_parts)
 

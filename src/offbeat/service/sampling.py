@@ -77,7 +77,7 @@ class Engines(Protocol):
 
 
 @dataclass(eq=False)
-class Job:
+class SamplingJob:
     """One request under way.
 
     sequences: samples so far, by number.
@@ -100,17 +100,17 @@ class Job:
     context: Context = field(default_factory=copy_context)
     running: set[asyncio.Timeout] = field(default_factory=set)
 
-    def parts(self) -> "list[Part]":
+    def parts(self) -> "list[SamplingPart]":
         """Split the request into parts."""
         num, together = self.request.num_samples, self.cost.together
-        return [Part(self, first, min(together, num - first)) for first in range(0, num, together)]
+        return [SamplingPart(self, first, min(together, num - first)) for first in range(0, num, together)]
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class SamplingPart:
     """Samples `first` to `first + num` of a request."""
 
-    job: Job
+    job: SamplingJob
     first: int
     num: int
 
@@ -150,8 +150,8 @@ class Sampling:
         self._max_in_flight = max_in_flight
         self._in_flight: Counter[str] = Counter()
         self._asked: dict[str, float] = {}  # when each owner last asked, the longest ago first
-        self._queue: FairQueue[Part] = FairQueue()
-        self._jobs: dict[str, Job] = {}
+        self._queue: FairQueue[SamplingPart] = FairQueue()
+        self._jobs: dict[str, SamplingJob] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def sample(self, caller: Caller, request: SampleRequest, *, kept: bool = True) -> str:
@@ -176,7 +176,7 @@ class Sampling:
                 "lower max_tokens or topk_sample_logprobs")
         self._usage.charge(caller.owner, **cost.whole.charge)
         future, _ = self._futures.open(request_id, owner=caller.owner, kind="sample", kept=kept)
-        job = Job(request, row, future, cost)
+        job = SamplingJob(request, row, future, cost)
         self._jobs[request_id] = job
         self._asked.pop(caller.owner, None)
         self._asked[caller.owner] = time.monotonic()
@@ -221,12 +221,12 @@ class Sampling:
             self._in_flight[job.row.owner] += part.slots
             self._run(job, self._carry_out(part))
 
-    def _run(self, job: Job, work: Coroutine[Any, Any, None]) -> None:
+    def _run(self, job: SamplingJob, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name=f"sample {job.future.request_id}", context=job.context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _next(self) -> Part | None:
+    def _next(self) -> SamplingPart | None:
         """Return the next part that may begin, or None.
 
         A part within its owner's share, or of an owner with nothing in flight, may exceed the limit. A part beyond the share may begin
@@ -238,7 +238,7 @@ class Sampling:
         share = most // max(len({*self._in_flight, *self._queue.owners, *self._asked}), 1)
         burst = max(most // _BURST, share)
 
-        def may(owner: str, part: Part) -> bool:
+        def may(owner: str, part: SamplingPart) -> bool:
             held = self._in_flight[owner]
             if not held or held + part.slots <= share:
                 return total + part.slots <= _MOST_BEYOND * most
@@ -249,7 +249,7 @@ class Sampling:
         except LookupError:
             return None
 
-    async def _carry_out(self, part: Part) -> None:
+    async def _carry_out(self, part: SamplingPart) -> None:
         job, owner = part.job, part.job.row.owner
         try:
             if job.failed is None:
@@ -263,14 +263,14 @@ class Sampling:
         if not job.left:
             await self._end(job)
 
-    def _leave(self, job: Job, num_parts: int = 1) -> None:
+    def _leave(self, job: SamplingJob, num_parts: int = 1) -> None:
         """Note that parts of a request have ended; with the last one its owner may have as much more under way."""
         job.left -= num_parts
         if not job.left:
             del self._jobs[job.future.request_id]
             self._usage.release(job.row.owner, **job.cost.whole.charge)
 
-    def _give_up(self, job: Job) -> None:
+    def _give_up(self, job: SamplingJob) -> None:
         """End a request whose samples nobody wants any more: parts that wait at once, and those that run as soon as engines let go."""
         if not job.left:
             return
@@ -282,7 +282,7 @@ class Sampling:
             if not job.left:
                 self._run(job, self._end(job))
 
-    async def _end(self, job: Job) -> None:
+    async def _end(self, job: SamplingJob) -> None:
         request, outcome = job.request, job.failed
         if outcome is None:
             outcome = await _made(
@@ -292,7 +292,7 @@ class Sampling:
             self.failures.appendleft(Failure(steady_time(), job.future.request_id, job.row.owner, outcome.message))
         await self._futures.finish(job.future, outcome)
 
-    async def _try(self, part: Part) -> None:
+    async def _try(self, part: SamplingPart) -> None:
         """Carry out a part; the first part that fails determines how its request ends."""
         job = part.job
         try:
@@ -322,7 +322,7 @@ class Sampling:
         room = max(self._engines_of(row).context - len(request.prompt), 1)
         return room if request.max_tokens is None else min(request.max_tokens, room)
 
-    async def _sample(self, adapter: str, part: Part) -> None:
+    async def _sample(self, adapter: str, part: SamplingPart) -> None:
         job, request = part.job, part.job.request
         engines = self._engines_of(job.row)
         sampling = engine_sampling(request, self._room(job.row, request), end_token_ids=engines.end_token_ids)
@@ -346,7 +346,7 @@ class Sampling:
         return await engines.score(adapter, request.prompt, top_k, rows, draws)
 
 
-async def _outcome(job: Job) -> Sampled:
+async def _outcome(job: SamplingJob) -> Sampled:
     outcome = await job.future.ended()
     if isinstance(outcome, Failed):
         raise (RequestError if outcome.category == "user" else FailedError)(outcome.message)

@@ -26,7 +26,7 @@ from offbeat.service.work import Export, Load, Save, SaveSampler
 
 
 @dataclass(frozen=True)
-class Rest:
+class RestOfWrite:
     """The second part of a write.
 
     Attributes:
@@ -54,7 +54,7 @@ class Saving:
         self._checkpoints = checkpoints
         self._samplers = samplers
 
-    async def write(self, model: Model, request: Save | SaveSampler | Export) -> Rest:
+    async def write(self, model: Model, request: Save | SaveSampler | Export) -> RestOfWrite:
         """Have the trainers write a folder.
 
         Raises:
@@ -67,7 +67,7 @@ class Saving:
         folder = await stack.enter_async_context(self._checkpoints.making())
         try:
             make = self._save(model, request, folder) if isinstance(request, Save) else self._export(model, request, folder)
-            return Rest(await make, stack, keeps_state=isinstance(request, Save))
+            return RestOfWrite(await make, stack, keeps_state=isinstance(request, Save))
         except BaseException:
             await stack.aclose()
             raise

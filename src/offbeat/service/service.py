@@ -28,7 +28,7 @@ from offbeat.service.models import Model, Models
 from offbeat.service.samplers import Samplers
 from offbeat.service.saving import Saving
 from offbeat.service.sessions import Sessions
-from offbeat.service.store import Rows, Store
+from offbeat.service.store import Store, StoredRows
 from offbeat.service.tables import ModelRow
 from offbeat.service.training import Training
 from offbeat.service.types import (
@@ -85,7 +85,7 @@ class Service:
     """
 
     def __init__(
-        self, adapters: Adapters, base_models: BaseModels, store: Store, rows: Rows, futures: Futures, usage: Usage, *, folder: Path,
+        self, adapters: Adapters, base_models: BaseModels, store: Store, rows: StoredRows, futures: Futures, usage: Usage, *, folder: Path,
         settings: ServiceSettings, make_samplers: Callable[[Sessions, Checkpoints], Samplers], others: Iterable[SamplingModel] = (),
     ) -> None:
         """Assemble the core from what the store holds.

@@ -52,7 +52,7 @@ R = TypeVar("R", bound=Row)
 
 
 @dataclass(frozen=True)
-class Rows:
+class StoredRows:
     """Rows from which the core starts."""
 
     sessions: tuple[SessionRow, ...]
@@ -138,13 +138,13 @@ class Store:
             raise
         return cls(engine, claim, identity)
 
-    def load(self) -> Rows:
+    def load(self) -> StoredRows:
         """Return all rows except those of futures.
 
         Raises:
             StorageError: the database cannot be read.
         """
-        return Rows(self._all(SessionRow), self._all(ModelRow), self._all(CheckpointRow), self._all(SamplerRow))
+        return StoredRows(self._all(SessionRow), self._all(ModelRow), self._all(CheckpointRow), self._all(SamplerRow))
 
     def find_future(self, request_id: str) -> FutureRow | None:
         """Return the row of a request that has ended, or None.

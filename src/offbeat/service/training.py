@@ -23,7 +23,7 @@ from offbeat.service.limits import Usage
 from offbeat.service.models import Loss, Model, Models
 from offbeat.service.open_work import OpenWork
 from offbeat.service.order import Sequencer
-from offbeat.service.saving import Rest, Saving
+from offbeat.service.saving import RestOfWrite, Saving
 from offbeat.service.schedule import Job, Lane, Part, Schedule, Turn
 from offbeat.service.speeds import Speeds
 from offbeat.service.types import Failed, Pending, StepDone
@@ -358,7 +358,7 @@ class Training:
 
     # -- ends --------------------------------------------------------------------------------------------------------------------------
 
-    async def _finish(self, work: Work, rest: Rest) -> None:
+    async def _finish(self, work: Work, rest: RestOfWrite) -> None:
         """Do the rest of a request concurrently with the next turns."""
         async with rest.stack:
             try:

@@ -25,7 +25,7 @@ Score = Callable[[ScoreShare], Scored]
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnBatch:
     """What a head has drawn: the denominator of its loss weights, and the number of its micro-batches in each minibatch."""
 
     denominator: float
@@ -87,7 +87,7 @@ class HeadsLoad:
     def share(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int) -> TrainStep:
         """See `Loading.share`."""
         (own,) = self._sharder.shards(batch, params, num_minibatches=num_minibatches, seed=seed)
-        drawn = Drawn(batch.denominator, tuple(len(minibatch) for minibatch in own.minibatches))
+        drawn = DrawnBatch(batch.denominator, tuple(len(minibatch) for minibatch in own.minibatches))
         everyones = self._sync.gather("train_batch", drawn)
         total = sum(one.denominator for one in everyones)
         weights = own.batch.columns["loss_weights"] * np.float32(batch.denominator / max(total, 1.0))

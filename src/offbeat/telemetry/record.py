@@ -16,7 +16,7 @@ from offbeat.telemetry.evaluation_log import forget_evaluations, write_evaluatio
 from offbeat.telemetry.events import EventLog
 from offbeat.telemetry.rollout_log import RejectedLine, RolloutLog
 from offbeat.telemetry.run_lock import RunLock, lock_run
-from offbeat.telemetry.sinks import JsonLines, check_installed, open_sink
+from offbeat.telemetry.sinks import JsonLinesSink, check_installed, open_sink
 from offbeat.telemetry.stats import StatsLogger
 from offbeat.telemetry.trace import Tracer
 
@@ -61,7 +61,7 @@ class RunRecord:
         self._lock: RunLock | None = lock_run(run_dir)
         self.events = EventLog(run_dir / "events.jsonl")
         self.tracer = Tracer(run_dir / "trace.json" if trace else None, tell=console.note)
-        self._metrics = JsonLines(run_dir / "metrics.jsonl")
+        self._metrics = JsonLinesSink(run_dir / "metrics.jsonl")
         self.stats = StatsLogger([
             self._metrics,
             *(BackgroundSink(name, partial(open_sink, name, run_dir, settings or {}), on_drop=self._sink_dropped)

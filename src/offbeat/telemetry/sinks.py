@@ -32,7 +32,7 @@ class Sink(Protocol):
         """Write what is buffered and release the destination."""
 
 
-class JsonLines:
+class JsonLinesSink:
     """A `Sink` that appends to a file of JSON lines; earlier rows stay, except those that a resumed run repeats.
 
     Attributes:

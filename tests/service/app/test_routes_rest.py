@@ -6,7 +6,7 @@ from peft import PeftConfig
 from safetensors.numpy import load
 
 from http_serving import Client, Serve
-from offbeat.service.app.routes_rest import Export, Exports
+from offbeat.service.app.routes_rest import Exports, LinkedExport
 from offbeat.service.errors import UnknownError
 from offbeat.service.types import Caller
 from protocol import finished, model_of, session_of
@@ -105,14 +105,15 @@ def test_links_end_with_what_they_lead_to(tmp_path: Path) -> None:
 
     exports, files = Exports(folder_of), {"a": tmp_path / "a"}
     tokens = {
-        (caller, path): exports.link(Export(caller, path, f"folder of {path}", files))[0] for path in readers for caller in (ALICE, BOB)}
+        (caller, path): exports.link(LinkedExport(caller, path, f"folder of {path}", files))[0]
+        for path in readers for caller in (ALICE, BOB)}
     assert [key for key, token in tokens.items() if exports.find(token, "a")] == [(ALICE, "one"), (BOB, "one"), (ALICE, "two")]
     assert not exports.find(tokens[ALICE, "one"], "b") and not exports.find("x", "a")
     readers["one"].remove(BOB)
     assert not exports.find(tokens[BOB, "one"], "a") and exports.find(tokens[ALICE, "one"], "a")
     exports.end("one")
     assert not exports.find(tokens[ALICE, "one"], "a") and exports.find(tokens[ALICE, "two"], "a")
-    replaced, _ = exports.link(Export(ALICE, "two", "the folder before", files))
+    replaced, _ = exports.link(LinkedExport(ALICE, "two", "the folder before", files))
     assert not exports.find(replaced, "a")
 
 

@@ -43,13 +43,13 @@ def make_app(
         names: host names that the server answers to if any key is accepted.
         max_requests_of_one: requests that one owner may have under way, including polls.
     """
-    gate = Gate(keys, bodies, journal, max_requests_of_one=max_requests_of_one)
+    gate = RequestGate(keys, bodies, journal, max_requests_of_one=max_requests_of_one)
     routes = [Route(endpoint.path, gate.guard(endpoint), methods=[endpoint.method]) for endpoint in endpoints]
     middleware = [Middleware(NamesGate, names=names)] if keys.any_will_do else []
     return Starlette(routes=[*public, *routes], middleware=middleware, exception_handlers={HTTPException: _no_such_endpoint})
 
 
-class Gate:
+class RequestGate:
     """Checks key, body and limits before every handler runs, and turns its errors into answers."""
 
     def __init__(self, keys: Keys, bodies: Bodies, journal: Journal, *, max_requests_of_one: int) -> None:
@@ -118,7 +118,7 @@ class Gate:
 class _Guarded:
     """An endpoint behind the gate, as a whole, because the gate sees the answer through."""
 
-    def __init__(self, gate: Gate, endpoint: Endpoint) -> None:
+    def __init__(self, gate: RequestGate, endpoint: Endpoint) -> None:
         self._gate = gate
         self._endpoint = endpoint
 

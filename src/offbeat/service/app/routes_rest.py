@@ -97,7 +97,7 @@ class RestRoutes:
         path = _path(call)
         folder = self._library.external_folder(call.caller, path)
         files = await asyncio.to_thread(self._library.external_files, call.caller, path)
-        token, expires = self._exports.link(Export(call.caller, path, folder, files))
+        token, expires = self._exports.link(LinkedExport(call.caller, path, folder, files))
         base = f"{call.http.base_url}api/v1/external/{token}"
         return answer(rest.external_weights_urls({name: f"{base}/{name}" for name in files}, expires=expires))
 
@@ -121,7 +121,7 @@ class RestRoutes:
 
 
 @dataclass(frozen=True)
-class Export:
+class LinkedExport:
     """An export, its files by name, and the caller who asked for its link.
 
     An export that replaces another under the same name is in another folder.
@@ -139,9 +139,9 @@ class Exports:
     def __init__(self, folder_of: Callable[[Caller, str], str]) -> None:
         """`folder_of` returns the folder of the export at a path for a caller; it raises RequestError if there is none for that caller."""
         self._folder_of = folder_of
-        self._links: Links[Export] = Links()
+        self._links: Links[LinkedExport] = Links()
 
-    def link(self, export: Export) -> tuple[str, float]:
+    def link(self, export: LinkedExport) -> tuple[str, float]:
         """Return a token for an export, and its expiry in seconds since the epoch."""
         return self._links.add(export)
 
@@ -159,7 +159,7 @@ class Exports:
         export = self._links.find(token)
         return export.files.get(name) if export is not None and self._stands(export) else None
 
-    def _stands(self, export: Export) -> bool:
+    def _stands(self, export: LinkedExport) -> bool:
         try:
             return self._folder_of(export.caller, export.path) == export.folder
         except RequestError:
