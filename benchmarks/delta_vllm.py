@@ -32,7 +32,7 @@ from offbeat.config.root import Config
 from offbeat.config.train import OptimizerConfig
 from offbeat.engine.versions import fingerprint_tensors
 from offbeat.fleet.engine_group import EngineGroup
-from offbeat.fleet.fleet import make_dialect
+from offbeat.fleet.kinds import MAKERS
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.model.changes_io import smaller_changes, write_changes
 from offbeat.model.hf_io import write_safetensors
@@ -79,7 +79,7 @@ async def measure(folder: str, work: Path, channels: list[str], *, rate: float, 
         group = await EngineGroup.start(launcher, config, log_dir=WORK)
         served = await group.serve(model=folder, tokenizer=folder, version=-1)
         ((name, url),) = served.urls.items()
-        client = EngineClient(name, url, http.session, dialect=make_dialect(config, folder), api_key=served.key)
+        client = EngineClient(name, url, http.session, dialect=MAKERS[config.inference.engine].dialect(config, folder), api_key=served.key)
         found: dict[tuple[str, str], list[Publish]] = {}
         for number, state in enumerate(learning(folder, rate)):
             channel, kind = channels[number // EVERY % len(channels)], "changes" if number % EVERY else "whole"

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from offbeat.config.root import Config
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.fleet.engine_group import EngineGroup
-from offbeat.fleet.fleet import make_dialect
+from offbeat.fleet.kinds import MAKERS
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.load import load_causal_lm
@@ -162,7 +162,8 @@ async def main(args: argparse.Namespace) -> None:
         engines = await EngineGroup.start(launcher, config, log_dir=directory)
         served = await engines.serve(model=model, tokenizer=model, version=-1)
         http = await stack.enter_async_context(EngineSession())
-        client = EngineClient("vllm", served.urls["engine 0"], http.session, dialect=make_dialect(config, model), api_key=served.key)
+        dialect = MAKERS[config.inference.engine].dialect(config, model)
+        client = EngineClient("vllm", served.urls["engine 0"], http.session, dialect=dialect, api_key=served.key)
         version = 0
         for lr in args.lrs:
             version = await run(client, args, directory, model, lr, version)

@@ -38,7 +38,7 @@ from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.root import Config
 from offbeat.data.batch import Batch
 from offbeat.fleet.engine_group import EngineGroup
-from offbeat.fleet.fleet import make_dialect
+from offbeat.fleet.kinds import MAKERS
 from offbeat.fleet.pool import EnginePool
 from offbeat.fleet.publication import PublishReport
 from offbeat.fleet.publishers import WeightsPublisher
@@ -119,7 +119,7 @@ async def measure(model: str, engine: str, interrupt: Interrupt, places: dict[st
         group = await EngineGroup.start(launcher, config, log_dir=WORK)
         ((name, url),) = (await group.serve(model=folder, tokenizer=folder, version=-1)).urls.items()
         http = await stack.enter_async_context(EngineSession())
-        client = EngineClient(name, url, http.session, dialect=make_dialect(config, folder), api_key=group.key)
+        client = EngineClient(name, url, http.session, dialect=MAKERS[config.inference.engine].dialect(config, folder), api_key=group.key)
         gaps: list[Gap] = []
         numbers = itertools.count(1)
         streams = [

@@ -55,6 +55,12 @@ ADDITIONS = {
         "algorithms/credit.py": [
             ('        case "critic" | "none":', '        case "best":\n            centred = rewards - highest[group]\n')],
     }, {"algorithm__centre": "best", "algorithm__scale": "none"}, shown="train/grad_norm"),
+    "engine kind": Addition({
+        "config/engine_kinds.py": [('    "sglang": EngineKind(', '    "toy_engine": EngineKind(inside=True),\n')],
+        "fleet/kinds.py": [
+            ("MAKERS: Mapping[str, Maker]", "class _Toy(_Embedded):\n    pass\n\n\n"),
+            ('"sglang": _SGLang()', '"toy_engine": _Toy(), ')],
+    }, {"inference__engine": "toy_engine"}, shown="rollout/generated_tokens"),
     "filter": Addition({
         "config/loss_terms.py": [('    "m2": (*_BOTH, "m2_mask")', '    "toy_gap": ("rollout_logprobs",),\n')],
         "losses/weights.py": [

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 TRAININGS = frozenset({"sft", "dpo", "reward-model"})
 """Kinds of training, as `offbeat` has them as commands; reinforcement learning is "train"."""
 
-_TABLES = ("config/objectives.py", "algorithms/objectives.py", "config/inference.py")
+_TABLES = {"config/objectives.py": "OBJECTIVES", "config/engine_kinds.py": "ENGINE_KINDS"}
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 _STRING_OR_COMMENT = re.compile(
     r'"""(?:\\.|[^\\])*?"""|' r"'''(?:\\.|[^\\])*?'''|" r'"(?:\\.|[^"\\\n])*"|' r"'(?:\\.|[^'\\\n])*'|" r"#[ ]*([^\n]*)", re.DOTALL)
@@ -237,7 +237,7 @@ def name_tests(modules: Modules) -> Found:
     """Tests of a variable or an attribute against the name of an objective, a kind of engine or a kind of training, outside their tables.
 
     That is `x == "ppo"`, `x != "ppo"`, `x in ("ppo", ...)` and `case "ppo"`, but not `"ppo" in f()`. The names are the keys of `OBJECTIVES`
-    in `config/objectives.py` or `algorithms/objectives.py`, the words of `InferenceConfig.engine`, and `TRAININGS`.
+    in `config/objectives.py` and of `ENGINE_KINDS` in `config/engine_kinds.py`, and `TRAININGS`.
     """
     names = names_of_tables(modules)
     spots = []
@@ -251,18 +251,15 @@ def name_tests(modules: Modules) -> Found:
 
 def names_of_tables(modules: Modules) -> set[str]:
     """Return the names of all objectives, kinds of engines and kinds of training."""
-    return set(TRAININGS).union(*(_table_names(module) for module in modules if module.path in _TABLES))
+    return set(TRAININGS).union(*(_keys_of(module, _TABLES[module.path]) for module in modules if module.path in _TABLES))
 
 
-def _table_names(module: Module) -> Iterator[str]:
-    """Yield names that a table defines: the outer keys of OBJECTIVES, or the words of a field `engine`."""
+def _keys_of(module: Module, table: str) -> Iterator[str]:
+    """Yield the outer keys of a dictionary that a module defines."""
     for node, _ in module.nodes[ast.AnnAssign] + [Node(each, name) for each, name in module.nodes[ast.Assign]]:
-        target = _last(node.target if isinstance(node, ast.AnnAssign) else node.targets[0])
-        if target == "OBJECTIVES":
+        if _last(node.target if isinstance(node, ast.AnnAssign) else node.targets[0]) == table:
             tables = [node.value, *(node.value.args if isinstance(node.value, ast.Call) else ())]
-            yield from (_word(key) for table in tables if isinstance(table, ast.Dict) for key in table.keys if key is not None)
-        elif target == "engine" and isinstance(node, ast.AnnAssign):
-            yield from (_word(each) for each in ast.walk(node.annotation) if isinstance(each, ast.Constant))
+            yield from (_word(key) for each in tables if isinstance(each, ast.Dict) for key in each.keys if key is not None)
 
 
 def _words_compared(node: ast.Compare) -> set[str]:

@@ -28,6 +28,6 @@ def test_changes_of_weights_are_for_whole_models_in_the_embedded_engine_and_vllm
     for channel, engine in product(("disk", "collective"), ("embedded", "vllm")):
         config = Config.model_validate({"weights": weights | {"channel": channel}, "inference": {"engine": engine}})
         assert config.weights.whole_every_versions == 5
-    told = rf"weights.whole_every_versions must be 1 with {told}, got 5; only the embedded engine and vLLM take"
+    told = rf"weights.whole_every_versions must be 1 with {told}, got 5; only embedded and vllm take"
     with pytest.raises(ValidationError, match=told):
         Config.model_validate({section: values, "weights": weights})

@@ -15,10 +15,8 @@ from offbeat.engine.options import EngineOptions
 from offbeat.engine.server import EngineServer
 from offbeat.errors import ConfigError
 from offbeat.fleet.engine_group import EngineAddresses, EngineGroup
-from offbeat.fleet.fleet import make_dialect, open_fleet
-from offbeat.inference.dialects.embedded import EmbeddedDialect
-from offbeat.inference.dialects.sglang import SGLangDialect
-from offbeat.inference.dialects.vllm import VllmDialect
+from offbeat.fleet.fleet import open_fleet
+from offbeat.fleet.kinds import MAKERS
 from offbeat.model.peft_io import Adapter, write_adapter
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.jsonl import read_json_lines
@@ -146,11 +144,6 @@ def test_an_engine_that_is_restarted_is_judged_anew(tmp_path: Path, monkeypatch:
         asyncio.run(main(record))
 
 
-@pytest.mark.parametrize(("engine", "dialect"), [("embedded", EmbeddedDialect), ("vllm", VllmDialect), ("sglang", SGLangDialect)])
-def test_each_kind_of_engine_has_its_dialect(engine: str, dialect: type, tmp_path: Path) -> None:
-    assert type(make_dialect(small_config(tmp_path, inference__engine=engine), "model")) is dialect
-
-
 @pytest.mark.parametrize(("whole_every", "keeps"), [("1", False), ("2", True)])
 def test_vllm_is_asked_to_keep_weights_where_their_changes_are_published(whole_every: str, keeps: bool, tmp_path: Path) -> None:
     asked: list[Mapping[str, Any]] = []
@@ -161,5 +154,5 @@ def test_vllm_is_asked_to_keep_weights_where_their_changes_are_published(whole_e
             return {}
 
     config = small_config(tmp_path, inference__engine="vllm", weights__whole_every_versions=whole_every)
-    asyncio.run(make_dialect(config, "model").stage(cast(Any, Wire()), Manifest(1, "v1", "", (), ())))
+    asyncio.run(MAKERS[config.inference.engine].dialect(config, "model").stage(cast(Any, Wire()), Manifest(1, "v1", "", (), ())))
     assert [body.get("keep", False) for body in asked] == [keeps]

@@ -7,14 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.config.root import Config
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.server import EngineServer
 from offbeat.errors import ConfigError, EngineError
 from offbeat.fleet.members import State
-from offbeat.fleet.sampling_models import SamplingModel, _dialect, open_sampling_models
-from offbeat.inference.dialects.embedded import EmbeddedDialect
-from offbeat.inference.dialects.vllm import VllmDialect
+from offbeat.fleet.sampling_models import SamplingModel, open_sampling_models
 from offbeat.inference.sampling import Sampling
 from offbeat.telemetry.record import SilentRecord
 from small_run import small_config
@@ -86,8 +83,3 @@ def test_no_teachers_are_no_work(tmp_path: Path) -> None:
         assert models == {}
 
     with_teachers(tmp_path, body)
-
-
-def test_the_kind_of_the_engines_is_as_configured() -> None:
-    assert isinstance(_dialect(Config.model_validate({"serve": {"sampling_engine": "vllm"}})), VllmDialect)
-    assert type(_dialect(Config())) is EmbeddedDialect

@@ -131,7 +131,7 @@ def parts_of(constants: Mapping[str, float | str]) -> list[tuple[LossSpec, float
 
 def first_of(loss: LossSpec) -> LossSpec:
     """Return the loss by which answers are compared in metrics: the first of a mix, or the loss itself."""
-    return parts_of(loss.constants)[0][0] if loss.name == "mix" else loss
+    return parts_of(loss.constants)[0][0] if objective_of(loss.name).mixes else loss
 
 
 def client_loss(name: str, **constants: float) -> LossSpec:

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import field_validator
 
 from offbeat.config.base import Change, Section, field
+from offbeat.config.engine_kinds import ENGINE_KINDS, KIND_NAMES, EngineKind
 
 
 class InferenceConfig(Section):
@@ -13,7 +14,7 @@ class InferenceConfig(Section):
     on_resume = Change.FREE
     read_by = ("rl", "sft")
 
-    engine: Literal["embedded", "vllm", "sglang"] = field(
+    engine: Literal[KIND_NAMES] = field(  # pyright: ignore[reportInvalidTypeForm]
         "embedded", "Kind of engine: the embedded one, or vLLM or SGLang, which run in separate environments.",
         on_resume=Change.TOLD, basic=True)
     num_engines: int = field(1, "Engine processes.", ge=1)
@@ -58,6 +59,11 @@ class InferenceConfig(Section):
     token_timeout_s: float = field(
         1.0, "Seconds allowed for each token that a request may generate, so that long answers are not lost; rollout.episode_timeout_s, "
         "rollout.batch_timeout_s and evaluate.timeout_s grow along.", ge=0)
+
+    @property
+    def kind(self) -> EngineKind:
+        """What engines of this kind can do."""
+        return ENGINE_KINDS[self.engine]
 
     @field_validator("arguments")
     @classmethod

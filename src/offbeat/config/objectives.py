@@ -59,6 +59,7 @@ class Objective:
         imitates: whether it learns a run's samples whose reward is above `algorithm.imitate_above`, instead of reading advantages.
         several_targets: whether a position may have several targets, as in a client's [N, K].
         drops_inputs: whether an adapter's dropout applies. A ratio compares the policy with the one that sampled, and neither uses dropout.
+        mixes: whether it is a weighted sum of others, which are its constants.
         cov_control: the method of `algorithm.cov_control` that is defined for it.
     """
 
@@ -74,6 +75,7 @@ class Objective:
     imitates: bool = False
     several_targets: bool = False
     drops_inputs: bool = False
+    mixes: bool = False
     cov_control: Literal["", "clip", "kl"] = ""
 
     @property
@@ -139,7 +141,7 @@ OBJECTIVES: Mapping[str, Objective] = MappingProxyType({
     "kto": _compares(
         _BETA | {"z": Constant(0.0), "desirable_weight": Constant(1.0), "undesirable_weight": Constant(1.0)}, group="answer"),
     # Its constants are the weights of its losses by name, and theirs as "dpo.beta".
-    "mix": _compares({}, chosen_by=()),
+    "mix": Objective(reads=("ref_logprobs",), uses_anchor=False, group="pair", mixes=True),
     # Of reward models, in `losses.pairs`, too.
     "bradley_terry": _compares({"centring": Constant(0.01)}, chosen_by=(), reads=("margins",), scaled_margin=False),
 })

@@ -48,7 +48,7 @@ class PreferenceConfig(Section):
 
     def check(self) -> None:
         """Raise ValueError for a setting that none of the losses reads."""
-        if self.mix and self.loss != "dpo":
+        if self.mix and self.loss != type(self).model_fields["loss"].default:
             raise ValueError(f"preference.loss must be left out with preference.mix, got '{self.loss}'; name it in the mix")
         if unknown := [name for name in self.mix if name not in PAIR_LOSSES]:
             raise ValueError(f"preference.mix has no loss of pairs {unknown[0][:80]!r}; it takes {', '.join(PAIR_LOSSES)}")

@@ -5,6 +5,7 @@ Called by `config.root`. Each function raises ValueError for settings that contr
 
 from offbeat.config.base import shown
 from offbeat.config.cluster import ClusterConfig
+from offbeat.config.engine_kinds import kinds_that
 from offbeat.config.inference import InferenceConfig
 from offbeat.config.model import ModelConfig
 from offbeat.config.rollout import RolloutConfig
@@ -40,24 +41,24 @@ def check_channel(weights: WeightsConfig, *, model: ModelConfig, inference: Infe
     if weights.whole_every_versions > 1:
         for name, value, refused in (
             ("model.lora.rank", model.lora.rank, model.lora.rank > 0),
-            ("inference.engine", inference.engine, inference.engine == "sglang"),
+            ("inference.engine", inference.engine, not inference.kind.takes_changes),
         ):
             if refused:
                 raise ValueError(
                     f"weights.whole_every_versions must be 1 with {name} = {shown(value)}, got {weights.whole_every_versions};"
-                    " only the embedded engine and vLLM take changes of weights, and adapters are small")
-    if weights.channel == "collective" and inference.engine == "sglang":
+                    f" only {kinds_that('takes_changes')} take changes of weights, and adapters are small")
+    if weights.channel == "collective" and not inference.kind.takes_broadcasts:
         raise ValueError(
-            "weights.channel must be 'disk' with inference.engine = 'sglang', got 'collective'; a folder in /dev/shm (weights.dir) is"
-            " the fast way on one machine")
+            f"weights.channel must be 'disk' with inference.engine = '{inference.engine}', got 'collective'; a folder in /dev/shm"
+            " (weights.dir) is the fast way on one machine")
 
 
 def check_devices(cluster: ClusterConfig, *, inference: InferenceConfig) -> None:
     """Check how many devices an engine has, and whether it may share them."""
-    if inference.devices_per_engine > 1 and inference.engine == "embedded":
+    if inference.devices_per_engine > 1 and not inference.kind.splits:
         raise ValueError(
-            "inference.devices_per_engine must be at most 1 with inference.engine = 'embedded', got"
-            f" {inference.devices_per_engine}; use vllm or sglang, which split a model over devices, or more engines")
+            f"inference.devices_per_engine must be at most 1 with inference.engine = '{inference.engine}', got"
+            f" {inference.devices_per_engine}; use {kinds_that('splits')}, which split a model over devices, or more engines")
     if cluster.share_devices and cluster.launcher == "ray":
         raise ValueError(
             "cluster.share_devices must be false with cluster.launcher = 'ray', got true; Ray gives every process devices of its own")
@@ -70,7 +71,7 @@ def check_turns(cluster: ClusterConfig, *, rollout: RolloutConfig, inference: In
     for met, name, why in (
         (cluster.launcher == "ray", "cluster.launcher = 'ray'", "Ray gives every process devices of its own"),
         (bool(inference.urls), "inference.urls", "only engines that the run has started share its devices"),
-        (inference.engine == "sglang", "inference.engine = 'sglang'", "the embedded engine and vLLM can be put to sleep"),
+        (not inference.kind.sleeps, f"inference.engine = '{inference.engine}'", f"{kinds_that('sleeps')} can be put to sleep"),
         (not rollout.single_rank_load, "rollout.single_rank_load = false", "ranks would wait for rollouts of sleeping engines"),
         (weights.interrupt != "recompute", f"weights.interrupt = '{weights.interrupt}'",
          "an engine that has slept has no cache to go on with, so leave it at 'recompute'"),

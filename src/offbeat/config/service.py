@@ -7,6 +7,9 @@ from urllib.parse import parse_qs, urlsplit
 from pydantic import field_validator
 
 from offbeat.config.base import Change, Section, field
+from offbeat.config.engine_kinds import ENGINE_KINDS
+
+_SAMPLING_KINDS = tuple(name for name, kind in ENGINE_KINDS.items() if kind.reports_context)
 
 
 class ServeConfig(Section):
@@ -26,7 +29,8 @@ class ServeConfig(Section):
     sampling_models: tuple[str, ...] = field(
         (), "Models that are only sampled, such as teachers, each NAME=URL of an engine that runs already; a name may come several times. "
         "$OFFBEAT_API_KEY is sent as the engines' key.")
-    sampling_engine: Literal["embedded", "vllm"] = field("embedded", "Kind of the engines in `sampling_models`.")
+    sampling_engine: Literal[_SAMPLING_KINDS] = field(  # pyright: ignore[reportInvalidTypeForm]
+        "embedded", "Kind of the engines in `sampling_models`.")
     max_models: int = field(64, "Models that an owner may have at a time, unless `keys` says otherwise.", ge=0)
     max_queued_tokens: int = field(16 * 2**20, "Tokens in an owner's unfinished requests, unless `keys` says otherwise.", ge=0)
     max_disk_bytes: int = field(

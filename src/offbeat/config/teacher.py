@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import field_validator
 
 from offbeat.config.base import Change, Section, field
+from offbeat.config.engine_kinds import KIND_NAMES
 
 PROMPT, ANSWER = "{prompt}", "{answer}"
 """What the text of a prompt and of its row's answer replace in `TeacherConfig.template`."""
@@ -22,7 +23,7 @@ class TeacherConfig(Section):
     url: str = field(
         "", "An engine that serves the teacher, instead of path; it is asked for log-probabilities of the samples, and gets the key"
         " $OFFBEAT_TEACHER_API_KEY if there is one.")
-    engine: Literal["embedded", "vllm", "sglang"] = field("embedded", "Kind of engine at url.")
+    engine: Literal[KIND_NAMES] = field("embedded", "Kind of engine at url.")  # pyright: ignore[reportInvalidTypeForm]
     top_k: int = field(
         0, "Number of the teacher's likeliest tokens at each position that the policy learns, renormalised over them, for"
         " algorithm.objective = \"forward_kl\" or \"reverse_kl\"; 0 compares the sampled tokens alone.", ge=0, le=1024)

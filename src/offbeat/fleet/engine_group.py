@@ -87,12 +87,12 @@ class EngineGroup:
         """
         if config.inference.urls:
             return cls(config, publishes=publishes)
-        embedded = config.inference.engine == "embedded"
-        if not embedded:
+        inside = config.inference.kind.inside
+        if not inside:
             engine_python(config)
         specs = [
             WorkerSpec(
-                name, _EMBEDDED if embedded else _SERVER, log_dir / f"{name.replace(' ', '-')}.log",
+                name, _EMBEDDED if inside else _SERVER, log_dir / f"{name.replace(' ', '-')}.log",
                 threads=config.inference.threads, num_devices=config.inference.devices_per_engine)
             for name in engine_names(config.inference.num_engines)]
         group = cls(config, launcher=launcher, specs=specs)
@@ -171,7 +171,7 @@ class EngineGroup:
 
     def _request(self, index: int, port: int, *, model: str, tokenizer: str, version: int) -> EngineStart | ServerStart:
         config, host = self._config, self.workers[index].host
-        if config.inference.engine == "embedded":
+        if config.inference.kind.inside:
             options = engine_options(config, model, tokenizer, version, index, api_key=self.key)
             return EngineStart(wire.encode_json(options).decode(), host, port)
         command, env = server_command(

@@ -18,14 +18,11 @@ from offbeat.fleet.adapters import AdapterCache
 from offbeat.fleet.dispatch import Dispatcher
 from offbeat.fleet.engine_group import EngineAddresses, EngineGroup
 from offbeat.fleet.health import Healer
+from offbeat.fleet.kinds import MAKERS
 from offbeat.fleet.owner import leaving
 from offbeat.fleet.pool import EnginePool, OnBusy
 from offbeat.fleet.publishers import AdapterPublisher
 from offbeat.inference.client import Deliver, EngineClient, EngineSession, deliver_nothing
-from offbeat.inference.dialects.base import Dialect
-from offbeat.inference.dialects.embedded import EmbeddedDialect
-from offbeat.inference.dialects.sglang import SGLangDialect
-from offbeat.inference.dialects.vllm import VllmDialect
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
 from offbeat.weights.adapters import is_policy
@@ -119,7 +116,7 @@ async def open_pool(
 ) -> EnginePool:
     """Connect to the engines at these addresses; see `open_fleet`."""
     http = await stack.enter_async_context(EngineSession())
-    dialect, inference, clock = make_dialect(config, model), config.inference, HaltingClock()
+    dialect, inference, clock = MAKERS[config.inference.engine].dialect(config, model), config.inference, HaltingClock()
     clients = [
         EngineClient(
             name, url, http.session, dialect=dialect, api_key=addresses.key, deliver=deliver, clock=clock, owner=addresses.owner)
@@ -170,17 +167,3 @@ async def _check(client: EngineClient, *, timeout_s: float) -> None:
         await client.check(timeout_s=timeout_s)
     except EngineError as exc:
         raise ConfigError(f"inference.urls names {client.url}, but {exc}") from exc
-
-
-def make_dialect(config: Config, model: str) -> Dialect:
-    """Return the dialect in which engines of the kind `inference.engine` are spoken to."""
-    lora = config.model.lora.rank > 0
-    match config.inference.engine:
-        case "embedded":
-            return EmbeddedDialect(model=model, lora_rank=config.model.lora.rank)
-        case "vllm":
-            on_cpu = not config.inference.devices_per_engine  # also of engines by URL, of which nothing else tells
-            changes = config.weights.whole_every_versions > 1
-            return VllmDialect(model=model, whole_weights=not lora, lora=lora, on_cpu=on_cpu, changes=changes)
-        case "sglang":
-            return SGLangDialect()

@@ -14,10 +14,8 @@ from offbeat.errors import ConfigError, DeadlineError, EngineError
 from offbeat.fleet.dispatch import Dispatcher
 from offbeat.fleet.fleet import make_dispatcher, make_pool
 from offbeat.fleet.health import Healer
+from offbeat.fleet.kinds import MAKERS
 from offbeat.inference.client import EngineClient, EngineSession
-from offbeat.inference.dialects.base import Dialect
-from offbeat.inference.dialects.embedded import EmbeddedDialect
-from offbeat.inference.dialects.vllm import VllmDialect
 from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
@@ -76,7 +74,8 @@ async def _open(
 ) -> tuple[SamplingModel, Healer]:
     settings, key = config.inference, os.environ.get("OFFBEAT_API_KEY", "")
     clients = [
-        EngineClient(f"{name} {index}", url, http.session, dialect=_dialect(config), api_key=key) for index, url in enumerate(urls)]
+        EngineClient(f"{name} {index}", url, http.session, dialect=MAKERS[config.serve.sampling_engine].reader(), api_key=key)
+        for index, url in enumerate(urls)]
 
     async def prove(client: EngineClient) -> Version:
         return (await client.prove(_ANY_TOKENS, timeout_s=settings.request_timeout_s)).version
@@ -95,12 +94,6 @@ async def _open(
         pool, reload=prove, probe_interval_s=settings.probe_interval_s, probe_timeout_s=settings.probe_timeout_s,
         on_event=record.events.record)
     return SamplingModel(name, make_dispatcher(pool, settings, record), min(contexts)), healer
-
-
-def _dialect(config: Config) -> Dialect:
-    if config.serve.sampling_engine == "vllm":
-        return VllmDialect(model="", whole_weights=False, lora=False)
-    return EmbeddedDialect()
 
 
 async def _context_of(client: EngineClient, *, timeout_s: float) -> int:

@@ -139,13 +139,13 @@ class Clips:
 
     @classmethod
     def none(cls, targets: Targets) -> "Clips":
-        """Return the clips of an objective without bounds."""
+        """Return the clips of an objective without bounds, three times [M] False."""
         nothing = torch.zeros_like(targets.advantages, dtype=torch.bool)
         return cls(nothing, nothing, nothing)
 
     @classmethod
     def of(cls, low: Tensor, high: Tensor) -> "Clips":
-        """Return clips at two bounds."""
+        """Return clips at two bounds, [M] bool each."""
         return cls(low | high, low, high)
 
 

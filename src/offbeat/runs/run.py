@@ -20,6 +20,7 @@ from offbeat.aio import listener
 from offbeat.config.agent import PLAYS
 from offbeat.config.dump import dump_toml
 from offbeat.config.notes import notes
+from offbeat.config.objectives import OBJECTIVES
 from offbeat.config.resume import remembered
 from offbeat.config.root import Config
 from offbeat.controller.checkpoints import FINE_TUNING, PREFERENCE, REWARD_MODEL, TRAINING, index_of, part_of
@@ -60,7 +61,7 @@ _MODES = {"controller": ("offbeat.runs.assemble", "open_controller"), "spmd": ("
 _READERS: dict[str, Callable[[Config], RunInputs]] = {
     TRAINING: read_inputs,
     FINE_TUNING: partial(read_inputs, supervised=True),
-    PREFERENCE: lambda config: read_pair_inputs(config, unpaired=config.preference.loss == "kto"),
+    PREFERENCE: lambda config: read_pair_inputs(config, unpaired=OBJECTIVES[config.preference.loss].group == "answer"),
     REWARD_MODEL: partial(read_pair_inputs, rewards=True),
 }
 """What reads the inputs of a kind of run, by what names of its checkpoints begin with."""

@@ -40,7 +40,7 @@ def without_shared_disk(config: Config, *, apart: Sequence[str], builds: bool = 
         raise ConfigError(
             f"[model.tiny] makes a model in the run's folder {config.run_dir.absolute()}, which {' and '.join(apart)} cannot see; give"
             " model.path a hub id, or a folder that is on every machine")
-    by_folder = config.model.lora.rank or config.inference.engine == "sglang" or config.inference.urls or config.weights.dir
+    by_folder = config.model.lora.rank or not config.inference.kind.takes_broadcasts or config.inference.urls or config.weights.dir
     if not apart or by_folder or config.weights.channel == "collective":
         return config
     return config.model_copy(update={"weights": config.weights.model_copy(update={"channel": "collective"})})

@@ -100,7 +100,7 @@ def assumptions(config: Config, job: SlurmJob, nodes: int) -> list[str]:
     if nodes > 1:
         ports = "torchrun meets on one port" if spmd else "Ray takes one port of the first node, and free ones of all"
         said.append(f"Nodes reach each other on all ports above 1024: {ports}, and engines and ranks listen on free ports.")
-    if config.inference.engine != "embedded" and not config.inference.urls:
+    if not config.inference.kind.inside and not config.inference.urls:
         said.append(f"inference.python, which holds {config.inference.engine}, is at the same path on every node.")
     return said
 

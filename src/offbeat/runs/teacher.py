@@ -8,11 +8,8 @@ from offbeat.config.root import Config
 from offbeat.controller.inputs import RunInputs
 from offbeat.controller.teaching import Contexts, EngineTeacher, RankTeacher, SelfTeacher, Teacher
 from offbeat.data.prompt import render
+from offbeat.fleet.kinds import MAKERS
 from offbeat.inference.client import EngineClient, EngineSession
-from offbeat.inference.dialects.base import Dialect
-from offbeat.inference.dialects.embedded import EmbeddedDialect
-from offbeat.inference.dialects.sglang import SGLangDialect
-from offbeat.inference.dialects.vllm import VllmDialect
 from offbeat.ranks.ranks import Ranks
 from offbeat.ranks.trainers import OnSpan, Trainers
 
@@ -47,17 +44,8 @@ async def open_teacher(stack: AsyncExitStack, config: Config, inputs: RunInputs)
 async def _open_engine(stack: AsyncExitStack, config: Config, inputs: RunInputs) -> EngineTeacher:
     http = await stack.enter_async_context(EngineSession())
     client = EngineClient(
-        "the teacher", config.teacher.url, http.session, dialect=_dialect(config), api_key=os.environ.get(_KEY_VARIABLE, ""))
+        "the teacher", config.teacher.url, http.session, dialect=MAKERS[config.teacher.engine].reader(),
+        api_key=os.environ.get(_KEY_VARIABLE, ""))
     engine = EngineTeacher(client, config.teacher)
     await engine.check(inputs.tokenizer, tuple(render(inputs.train.row(0), inputs.tokenizer, config.data)))
     return engine
-
-
-def _dialect(config: Config) -> Dialect:
-    match config.teacher.engine:
-        case "embedded":
-            return EmbeddedDialect()
-        case "vllm":
-            return VllmDialect(model="", whole_weights=False, lora=False)
-        case "sglang":
-            return SGLangDialect()

@@ -1,0 +1,154 @@
+"""How each kind of engine is spoken to, and started where it is a server of another make. Torch-free.
+
+A row of `MAKERS` goes with one of `config.engine_kinds`, which says what the kind can do. A comment beside each flag says what it is for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
+
+from offbeat.config.root import Config
+from offbeat.engine import inside
+from offbeat.errors import ConfigError
+from offbeat.inference.dialects.base import Dialect
+from offbeat.inference.dialects.embedded import EmbeddedDialect
+from offbeat.inference.dialects.sglang import SGLangDialect
+from offbeat.inference.dialects.vllm import VllmDialect
+
+_INSIDE = Path(inside.__file__ or "").parent
+_CPU_CACHE_BYTES = 1 << 29
+"""Size of vLLM's cache on a CPU; by default each engine would take most of the machine's memory."""
+_SHARED_MEMORY = "0.4"
+"""Share of a device's memory for an engine that a train rank shares it with; the rank's states and activations need the larger part."""
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM accepts as --max-lora-rank."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What one server serves: a model and its tokenizer (folders or hub ids), the version of its weights, its seed, and the key it asks
+    for."""
+
+    model: str
+    tokenizer: str
+    version: int
+    seed: int
+    key: str
+
+
+class Maker(Protocol):
+    """Makes what speaks to engines of a kind, and what starts one."""
+
+    def dialect(self, config: Config, model: str) -> Dialect:
+        """Return the dialect of a run's engines, to which weights or adapters of `model` are published."""
+        ...
+
+    def reader(self) -> Dialect:
+        """Return the dialect of an engine that is only asked: a teacher, or one of `serve.sampling_models`."""
+        ...
+
+    def command(self, config: Config, serving: Serving) -> tuple[list[str], dict[str, str]]:
+        """Return the arguments of Python that start a server, without its address, and its environment variables.
+
+        Raises:
+            ConfigError: the server cannot serve what the configuration asks for.
+        """
+        ...
+
+
+class _Embedded:
+    """Started in a worker by `fleet.engine_group`, without a command."""
+
+    def dialect(self, config: Config, model: str) -> Dialect:
+        return EmbeddedDialect(model=model, lora_rank=config.model.lora.rank)
+
+    def reader(self) -> Dialect:
+        return EmbeddedDialect()
+
+    def command(self, config: Config, serving: Serving) -> tuple[list[str], dict[str, str]]:  # noqa: ARG002 - of the protocol
+        raise AssertionError("the embedded engine has no command")
+
+
+class _Vllm:
+    def dialect(self, config: Config, model: str) -> Dialect:
+        lora = config.model.lora.rank > 0
+        on_cpu = not config.inference.devices_per_engine  # also of engines by URL, of which nothing else tells
+        changes = config.weights.whole_every_versions > 1
+        return VllmDialect(model=model, whole_weights=not lora, lora=lora, on_cpu=on_cpu, changes=changes)
+
+    def reader(self) -> Dialect:
+        return VllmDialect(model="", whole_weights=False, lora=False)
+
+    def command(self, config: Config, serving: Serving) -> tuple[list[str], dict[str, str]]:
+        inference, lora = config.inference, config.model.lora
+        command = [
+            str(_INSIDE / "vllm_serve.py"),  # vLLM's own command line, which a signal to the whole job does not end
+            "serve", serving.model, "--tokenizer", serving.tokenizer, "--dtype", config.model.number_format, "--seed", str(serving.seed),
+            "--max-num-seqs", str(inference.max_running),
+            "--generation-config", "vllm",  # otherwise the model's own sampling defaults apply to every request
+            "--logprobs-mode", "processed_logprobs",  # those of the distribution that was sampled
+            "--scheduling-policy", "priority",  # proofs go ahead of waiting requests
+            "--middleware", "vllm_inside.Inside", "--worker-extension-cls", "vllm_inside.WorkerExtension"]
+        env = {
+            "PYTHONPATH": str(_INSIDE), "VLLM_NO_USAGE_STATS": "1", "OFFBEAT_VERSION": str(serving.version),
+            "VLLM_API_KEY": serving.key}  # `Inside` requires it on all paths, vLLM itself below /v1
+        if inference.max_context:
+            command += ["--max-model-len", str(inference.max_context)]
+        if not inference.prefix_caching or config.weights.interrupt == "keep":  # new requests must not use what old weights computed
+            command += ["--no-enable-prefix-caching"]
+        if lora.rank:
+            most = str(inference.max_adapters)
+            # As many in memory as are loaded: an evicted adapter that is requested again would be read from a folder that may be gone.
+            command += ["--enable-lora", "--max-loras", most, "--max-cpu-loras", most, "--max-lora-rank", str(_lora_rank(config))]
+            env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        if not inference.devices_per_engine:
+            command += ["--kv-cache-memory-bytes", str(_CPU_CACHE_BYTES), "--enforce-eager"]
+            env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # otherwise every engine binds itself to the same first core
+        else:
+            command += ["--tensor-parallel-size", str(inference.devices_per_engine)]
+            if config.cluster.devices_are_shared:
+                command += ["--gpu-memory-utilization", _SHARED_MEMORY]
+            if config.cluster.take_turns:
+                command += ["--enable-sleep-mode"]  # memory from an allocator that can give it back, and leave addresses as they are
+        return command, env
+
+
+class _SGLang:
+    def dialect(self, config: Config, model: str) -> Dialect:  # noqa: ARG002 - of the protocol
+        return SGLangDialect()
+
+    def reader(self) -> Dialect:
+        return SGLangDialect()
+
+    def command(self, config: Config, serving: Serving) -> tuple[list[str], dict[str, str]]:
+        inference, lora = config.inference, config.model.lora
+        command = [
+            str(_INSIDE / "sglang_keyed.py"),  # the server, which takes its key from its environment
+            "--model-path", serving.model, "--tokenizer-path", serving.tokenizer, "--dtype", config.model.number_format,
+            "--random-seed", str(serving.seed), "--max-running-requests", str(inference.max_running)]
+        if not inference.prefix_caching:
+            command += ["--disable-radix-cache"]
+        if inference.max_context:
+            command += ["--context-length", str(inference.max_context)]
+        if lora.rank:
+            command += [
+                "--enable-lora", "--max-lora-rank", str(inference.max_adapter_rank), "--lora-target-modules", "all",
+                "--max-loras-per-batch", str(inference.max_adapters), "--max-loaded-loras", str(inference.max_adapters)]
+        if inference.devices_per_engine:
+            command += ["--tensor-parallel-size", str(inference.devices_per_engine)]
+            if config.cluster.devices_are_shared:
+                command += ["--mem-fraction-static", _SHARED_MEMORY]
+        return command, {"OFFBEAT_ENGINE_KEY": serving.key}
+
+
+def _lora_rank(config: Config) -> int:
+    wanted = config.inference.max_adapter_rank
+    if wanted > _LORA_RANKS[-1]:
+        raise ConfigError(f"inference.max_adapter_rank must be <= {_LORA_RANKS[-1]} with vLLM, got {wanted}")
+    return min(rank for rank in _LORA_RANKS if rank >= wanted)
+
+
+MAKERS: Mapping[str, Maker] = MappingProxyType({"embedded": _Embedded(), "vllm": _Vllm(), "sglang": _SGLang()})
+"""By the names of `config.engine_kinds.ENGINE_KINDS`."""
