@@ -28,7 +28,7 @@ from offbeat.model.uploads import upload
 
 @dataclass(frozen=True, eq=False)
 class TargetLosses:
-    """[M] float32 losses of M targets with gradient, multiplied by loss weights, and what to report."""
+    """[M] float32 losses of M targets with gradient, multiplied by loss weights, and their metrics."""
 
     losses: Tensor
     report: Report = field(default_factory=Report)
@@ -40,16 +40,13 @@ def target_losses(
     """Compute the losses of some targets, each by its sequence's own loss, multiplied by loss weights.
 
     Args:
-        logprobs: [m] float32 with gradient, of these targets.
+        logprobs: [M] float32 with gradient, of these targets.
         batch: has the columns that its losses read.
-        index: [m] int64, ascending, indices of these targets among the batch's M. Where a loss is by sequence or by group, they are all
-            targets of their sequences or groups.
-        entropy: [m] float32 of these targets, with gradient, if a loss has an entropy term.
+        index: [M] int64, ascending, indices of these targets among those of the batch, such as [0, 1, 5]. Where a loss is by sequence or by
+            group, they are all targets of their sequences or groups.
+        entropy: [M] float32 of these targets, with gradient, if a loss has an entropy term.
         report: whether metrics are computed, for a batch with a single loss: one that reports metrics of its own, or over samples of a
             policy.
-
-    Returns:
-        [m] losses, and metrics.
     """
     if len(batch.losses) == 1:
         return _one_loss(logprobs, batch, index, batch.losses[0], entropy, report=report)

@@ -1,4 +1,4 @@
-"""What a step over a run's samples reports of its targets, by name; `trainer.stats.merge` describes every metric. No gradients."""
+"""Metrics of one step over a run's samples, by name; `trainer.stats.merge` describes every one. No gradients."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -82,7 +82,7 @@ def value_report(targets: Targets) -> Report:
 
 @torch.no_grad()
 def pair_report(targets: Targets, loss: LossSpec, trained: Tensor) -> Report:
-    """Compute the metrics of a loss of preference pairs, of a mix those of its first loss; `trained` is [M] bool."""
+    """Compute the metrics of a loss of preference pairs; a mix reports the metrics of its first loss. `trained` is [M] bool."""
     loss = first_of(loss)
     targets = replace(targets, constants=loss.constants)
     found = compare(loss.name, targets, trained)

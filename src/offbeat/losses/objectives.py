@@ -13,11 +13,11 @@ With lp the trained log-probability, q the anchor, A the advantage, r = exp(lp -
     gmpo                 -exp(mean of x over the sequence) * A, x = min(lp - q, clip_high) where A > 0, else max(lp - q, -clip_low)
     dppo                 -r * A, and 0 where A and the move from q to lp have one sign and the divergence is above clip_high or clip_low
     forward_kl           q * (log q - lp), q the teacher's probability of the target, one of several targets at a position
-    reverse_kl           p * (log p - log q) + (q - p) * (1 - log q_least), p = exp(lp), q_least that of the least likely of these targets
-    value                max((v - R)^2, (old + clip(v - old) - R)^2) / 2, with v the value, old that before the update, R the return
+    reverse_kl           p * (log p - log q) + (q - p) * (1 - log q_least), p = exp(lp), q_least the lowest q of these targets
+    value                max((v - R)^2, (old + clip(v - old) - R)^2) / 2, with v the value, old the value before the update, R the return
 
-Those of preference pairs are in `losses.pairs`. Only the targets that are `trained` count; all others have the loss 0 without gradient,
-whatever their values are. No denominator is applied: those are in the batch's loss weights.
+Objectives of preference pairs are in `losses.pairs`. Only `trained` targets count; all others have the loss 0 without gradient, whatever
+their values are. No denominator is applied: those are in the batch's loss weights.
 
 Source: PPO, arXiv:1707.06347; dual clip, arXiv:1912.09729; cispo, arXiv:2506.13585; dro, arXiv:2405.19107; gspo, arXiv:2507.18071 (its
 token variant); sapo, arXiv:2511.20347; gmpo, arXiv:2507.20673; dppo, arXiv:2602.04879; forward_kl and reverse_kl,
@@ -37,22 +37,22 @@ from offbeat.losses.targets import Targets, only
 
 
 def cross_entropy(targets: Targets, trained: Tensor) -> Tensor:
-    """Compute the negative log-likelihood."""
+    """Compute the negative log-likelihood, [M]."""
     return -only(trained, targets.logprobs)
 
 
 def reinforce(targets: Targets, trained: Tensor) -> Tensor:
-    """Compute the policy gradient loss."""
+    """Compute the policy gradient loss, [M]."""
     return -only(trained, targets.logprobs) * targets.advantages
 
 
 def importance_sampling(targets: Targets, trained: Tensor) -> Tensor:
-    """Compute the policy gradient loss, weighted by the ratio."""
+    """Compute the policy gradient loss [M], weighted by the ratio."""
     return -_ratios(targets, trained) * targets.advantages
 
 
 def ppo(targets: Targets, trained: Tensor) -> Tensor:
-    """Compute PPO-clip, with an optional bound on targets of negative advantage."""
+    """Compute PPO-clip [M], with an optional bound on targets of negative advantage."""
     losses = _clipped(_ratios(targets, trained), targets)
     if dual_clip := targets.constants.get("dual_clip"):
         losses = torch.minimum(losses, _dual_bound(targets, dual_clip))
@@ -60,31 +60,34 @@ def ppo(targets: Targets, trained: Tensor) -> Tensor:
 
 
 def cispo(targets: Targets, trained: Tensor) -> Tensor:
-    """Compute the policy gradient loss, weighted by the clipped ratio as a constant."""
+    """Compute the policy gradient loss [M], weighted by the clipped ratio as a constant."""
     ratios = _clip(_ratios(targets, trained).detach(), targets)
     return -ratios * only(trained, targets.logprobs) * targets.advantages
 
 
 def dro(targets: Targets, trained: Tensor) -> Tensor:
-    """Compute the policy gradient loss with a squared penalty on how far log-probabilities have moved."""
+    """Compute the policy gradient loss [M] with a squared penalty on the change of log-probabilities."""
     gap = only(trained, targets.logprobs - targets.anchor)
     return -(only(trained, targets.logprobs) * targets.advantages - targets.constants["beta"] / 2 * gap.square())
 
 
 def gspo(targets: Targets, trained: Tensor) -> Tensor:
-    """Compute PPO-clip with one ratio for a whole sequence, whose gradient is spread over its targets."""
+    """Compute PPO-clip [M] with one ratio for a whole sequence, whose gradient is spread over its targets."""
     own = only(trained, targets.logprobs)
     return _clipped(_sequence_ratios(targets) * (own - own.detach()).exp(), targets)
 
 
 def sapo(targets: Targets, trained: Tensor) -> Tensor:
-    """Compute the policy gradient loss through a smooth gate, whose slope is 1 at a ratio of 1."""
+    """Compute the policy gradient loss [M] through a smooth gate, whose slope is 1 at a ratio of 1."""
     tau = _tau(targets)
     return -(4 / tau) * torch.sigmoid(tau * (_ratios(targets, trained) - 1)) * targets.advantages
 
 
 def gmpo(targets: Targets, trained: Tensor) -> Tensor:
-    """Compute the policy gradient loss, weighted by the geometric mean of a sequence's clipped ratios; each target has the whole loss."""
+    """Compute the policy gradient loss [M], weighted by the geometric mean of a sequence's clipped ratios.
+
+    Each target has the loss of its whole sequence.
+    """
     gaps = current_log_ratio(targets.logprobs, targets.anchor)
     gaps = torch.where(trained, gaps, gaps.detach())
     low, high = targets.constants["clip_low"], targets.constants["clip_high"]
@@ -93,19 +96,19 @@ def gmpo(targets: Targets, trained: Tensor) -> Tensor:
 
 
 def dppo(targets: Targets, trained: Tensor) -> Tensor:
-    """Compute the policy gradient loss, weighted by the ratio, without targets whose probability has moved far in the wanted direction."""
+    """Compute the policy gradient loss [M], weighted by the ratio; 0 where a probability has moved far in the wanted direction."""
     low, high = _diverged(targets)
     return -only(~(low | high), _ratios(targets, trained)) * targets.advantages
 
 
 def forward_kl(targets: Targets, trained: Tensor) -> Tensor:
-    """Compute the summand of KL(teacher || current) that belongs to the target."""
+    """Compute each target's summand of KL(teacher || current), [M]."""
     teacher = only(trained, targets.columns["teacher_logprobs"])
     return teacher.exp() * (teacher - only(trained, targets.logprobs))
 
 
 def reverse_kl(targets: Targets, trained: Tensor) -> Tensor:
-    """Compute the summand of KL(current || teacher) that belongs to the target, one of K at a position.
+    """Compute each target's summand of KL(current || teacher), [M]; the target is one of K at a position.
 
     The second term adds 1 - log q_least for all probability that is not on the K tokens, and so nothing if they are all there are. Without
     it that probability would be free, and p = q / e the minimum; with it p = q is.
@@ -116,7 +119,7 @@ def reverse_kl(targets: Targets, trained: Tensor) -> Tensor:
 
 
 def value(targets: Targets, trained: Tensor) -> Tensor:
-    """Compute half the squared error of a critic's values, which are in the place of log-probabilities; a move past `clip` is no gain."""
+    """Compute half the squared error [M] of a critic's values, which replace log-probabilities; a move past `clip` is no gain."""
     returns = targets.columns["returns"]
     values = only(trained, targets.logprobs)
     errors = only(trained, values - returns).square()
@@ -180,7 +183,7 @@ def _dppo_clips(targets: Targets) -> Clips:
 
 
 def _removed(ratios: Tensor, targets: Targets) -> Clips:
-    """Return what PPO's clip of these [M] ratios removes."""
+    """Return the targets whose gradient PPO's clip of these [M] ratios removes."""
     advantages = targets.advantages
     free, clipped = -ratios * advantages, -_clip(ratios, targets) * advantages
     removed = clipped > free
@@ -238,11 +241,11 @@ def _diverged(targets: Targets) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Formula:
-    """How an objective is computed, and what a step over a run's samples reports of it, without gradient.
+    """The formula of an objective, and its metrics in a step over a run's samples, without gradient.
 
     Attributes:
         losses: function of M targets and [M] bool, which of them are trained; returns [M] losses with gradient.
-        clips: what it clips of all targets; None if it has no bounds.
+        clips: the targets that it clips; None if it has no bounds.
         metrics: further [M] values of all targets by name, such as "gate", whose mean is reported as `policy/gate_mean`.
     """
 

@@ -5,8 +5,8 @@
     def my_loss(tokens: LossTokens, constants: dict) -> TokenLosses:
         return TokenLosses(-tokens.ratio * tokens.advantages)
 
-Called by `losses.compose` for each micro-batch, in the train ranks, with the tokens that count and no others: what is masked or filtered is
-not in it. The result is multiplied by weights that hold all denominators, so a loss is no mean. `losses.own_check` tries it out beforehand.
+Called by `losses.compose` for each micro-batch, in the train ranks, with the tokens that count; masked and filtered tokens are left out.
+The result is multiplied by weights that hold all denominators, so a loss is no mean. `losses.own_check` tries it out beforehand.
 """
 
 import functools
@@ -60,7 +60,7 @@ class LossTokens:
 
 @dataclass(frozen=True, eq=False)
 class TokenLosses:
-    """What an objective returns.
+    """The result of an objective.
 
     Attributes:
         losses: [M], the loss of each token, with gradient and without any denominator.
@@ -104,7 +104,7 @@ def own_losses(
 
 
 def chosen_tokens(targets: Targets, index: Tensor, *, ref_logprobs: Tensor | None, entropy: Tensor | None) -> LossTokens:
-    """Return the targets at `index` [m] int64 as a user's function sees them."""
+    """Return the targets at `index` [M] int64, such as [0, 3], as a user's function sees them."""
     logprobs, anchor = targets.logprobs[index], targets.anchor[index]
     return LossTokens(
         logprobs, anchor, current_log_ratio(logprobs, anchor).exp(), targets.advantages[index], targets.rollout[index],
@@ -113,7 +113,7 @@ def chosen_tokens(targets: Targets, index: Tensor, *, ref_logprobs: Tensor | Non
 
 
 def call_own(name: str, tokens: LossTokens, constants: dict[str, Any]) -> TokenLosses | None:
-    """Call a user's objective and check the form of what it returns; None of no tokens, with which it is not called.
+    """Call a user's objective and check the form of its result; None without a call where there are no tokens.
 
     Raises: as `own_losses`.
     """

@@ -1,6 +1,6 @@
 """Tries out an objective of the user's own before a run, in a child process of its own: the controller has no torch.
 
-`controller.own_code` starts the process. What is wrong is said in one sentence, with file and line if the code raised an exception.
+`controller.own_code` starts the process. A fault is said in one sentence, with file and line if the code raised an exception.
 """
 
 from dataclasses import replace
@@ -64,7 +64,7 @@ def check_objective(loss: LossSpec, *, name: str, drops: bool) -> None:
 
 
 def _fault_of(whole: list[Tensor], batch: Batch, counts: np.ndarray, *, drops: bool) -> str:
-    """Return what is wrong with losses and gradients [M] of all targets, as the end of a sentence, or an empty string."""
+    """Return the fault of losses and gradients [M] of all targets, as the end of a sentence; "" if there is none."""
     losses, gradients = whole[0][counts], sum(gradient.abs() for gradient in whole[1:])
     assert isinstance(gradients, Tensor), "there is a gradient by log-probability"
     if not losses.isfinite().all():
@@ -80,7 +80,7 @@ def _fault_of(whole: list[Tensor], batch: Batch, counts: np.ndarray, *, drops: b
 
 
 def _evaluate(batch: Batch, index: np.ndarray) -> list[Tensor]:
-    """Return [m] losses of the targets at `index`, and their gradients by log-probability and, if the loss reads it, by entropy."""
+    """Return [M] losses of the targets at `index` [M], and their gradients by log-probability and, if the loss reads it, by entropy."""
     logprobs = torch.from_numpy(batch.columns["logprobs"][index]).requires_grad_()
     entropy = torch.from_numpy(batch.columns["entropy"][index]).requires_grad_() if "entropy" in batch.losses[0].reads else None
     losses = target_losses(logprobs, batch, index, entropy=entropy, report=True).losses

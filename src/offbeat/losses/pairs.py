@@ -52,12 +52,12 @@ _TINY = 1e-12  # nats below certainty, where the odds of an answer stay finite
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """What the loss sees of G groups, in float64.
+    """The answers of G groups as the loss compares them, in float64.
 
     Attributes:
         chosen, rejected: [G] value of each answer, with gradient: d, or d / n or p where the loss compares by token, or the reward of
             bradley_terry; 0 where a group has no such answer.
-        has_chosen, has_rejected: [G] bool, which answers there are.
+        has_chosen, has_rejected: [G] bool, whether the group has such an answer.
     """
 
     chosen: Tensor
@@ -168,7 +168,7 @@ _FORMULAS: Mapping[str, Callable[[Comparison, Tensor, Mapping[str, float]], Tens
 
 
 def _objective(name: str) -> Callable[[Targets, Tensor], Tensor]:
-    """Return the objective of a formula."""
+    """Return the objective of a formula, which gives [M] losses of M targets."""
     def objective(targets: Targets, trained: Tensor) -> Tensor:
         found = compare(name, targets, trained)
         return _of_groups(_FORMULAS[name](found, margins(name, found, targets), targets.constants), targets, trained)
@@ -176,7 +176,7 @@ def _objective(name: str) -> Callable[[Targets, Tensor], Tensor]:
 
 
 def mix(targets: Targets, trained: Tensor) -> Tensor:
-    """Compute the weighted sum of several losses of pairs."""
+    """Compute the weighted sum of several losses of pairs, [M]."""
     losses = [weight * OF_PAIRS[part.name](replace(targets, constants=part.constants), trained)
               for part, weight in parts_of(targets.constants)]
     return torch.stack(losses).sum(0)
@@ -188,7 +188,7 @@ OF_PAIRS: Mapping[str, Callable[[Targets, Tensor], Tensor]] = MappingProxyType(
 
 
 def bradley_terry(targets: Targets, trained: Tensor) -> Tensor:
-    """Compute the loss of a reward model, whose values are in the place of log-probabilities."""
+    """Compute the loss [M] of a reward model, whose values are in the place of log-probabilities."""
     found = compare("bradley_terry", targets, trained)
     wanted = torch.zeros_like(found.chosen).index_add(0, targets.groups, only(trained & targets.liked, targets.columns["margins"]).double())
     losses = -logsigmoid(found.chosen - found.rejected - wanted)

@@ -33,7 +33,7 @@ def behave_log_ratio(prox_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
 
 
 def k3(new_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Estimate KL(old || new) per token, >= 0; unbiased for tokens sampled from old (http://joschu.net/blog/kl-approx.html)."""
+    """Estimate KL(old || new) per token, [M], >= 0; unbiased for tokens sampled from old (http://joschu.net/blog/kl-approx.html)."""
     return k3_of(log_ratio(new_logprobs, old_logprobs))
 
 

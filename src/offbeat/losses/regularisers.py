@@ -2,9 +2,9 @@
 
 With lp the trained log-probability, d = lp - ref, r = exp(lp - anchor) and H the entropy of the token's whole distribution:
 
-    k2        d^2 / 2             on-policy, its gradient is that of KL(current || reference)
-    k3        exp(-d) - 1 + d     its value estimates KL(current || reference), its gradient is that of KL(reference || current)
-    ratio_k3  r * k3              r with gradient: value and gradient are those of KL(current || reference), also off-policy
+    k2        d^2 / 2             on-policy, its gradient is the gradient of KL(current || reference)
+    k3        exp(-d) - 1 + d     its value estimates KL(current || reference), its gradient is the gradient of KL(reference || current)
+    ratio_k3  r * k3              r with gradient: value and gradient of KL(current || reference), also off-policy
     entropy   -H                  so that a positive coefficient raises the entropy
     drift     (lp - rollout)^2
     imitation -lp where `imitate_mask` is not 0

@@ -59,5 +59,5 @@ class Targets:
 
 
 def only(condition: Tensor, values: Tensor) -> Tensor:
-    """Return the values where the condition holds, else 0 without gradient, even where a value is not finite."""
+    """Return the values [M] where the condition holds, else 0 without gradient, even where a value is not finite."""
     return torch.where(condition, values, 0.0)
