@@ -48,8 +48,8 @@ def adam_params(step: int, *, config: OptimizerConfig, total_steps: int) -> Adam
 def learning_rate(step: int, *, config: OptimizerConfig, total_steps: int) -> float:
     """Return the learning rate of step `step`, counted from 0.
 
-    The warm-up rises linearly and reaches the peak with its last step; the decay starts at the peak and reaches `min_lr_ratio` times the
-    peak with step `total_steps - 1`, where it stays.
+    The warm-up rises linearly, e.g. 0.1, 0.2, ... times the peak over 10 steps, and reaches the peak with its last step; the decay starts
+    at the peak and reaches `min_lr_ratio` times the peak with step `total_steps - 1`, where it stays.
     """
     if step < config.warmup_steps:
         return config.peak * (step + 1) / config.warmup_steps

@@ -1,7 +1,7 @@
 """Coefficients of [algorithm] that change from step to step: of the divergence from the reference, and of the entropy. Torch-free.
 
-The loop keeps one `Coefficients`, trains each step with `applied`, and goes on with `after`. What is fed back are statistics over all
-ranks, so all processes of SPMD mode have the same. Checkpoints hold it.
+The loop keeps one `Coefficients`, trains each step with `applied`, and goes on with `after`. The statistics for `after` are over all ranks,
+so all processes of SPMD mode have equal coefficients. Checkpoints hold it.
 
     kl_target       beta *= 1 + clip(KL / target - 1, -0.2, 0.2) / horizon, for kl_coefficient and reward_kl
     entropy_target  c += step if H <= target, else c -= step, not below 0; acts only while H <= target
@@ -59,7 +59,10 @@ class Coefficients:
         return config.model_copy(update=changed) if changed else config
 
     def after(self, stats: Mapping[str, float], config: AlgorithmConfig) -> Self:
-        """Return the coefficients after a step with these metrics, which are over all ranks; a step without tokens changes nothing."""
+        """Return the coefficients after a step with these metrics of all ranks, such as {"train/entropy": 0.4, "train/tokens": 512.0}.
+
+        A step without tokens changes nothing.
+        """
         found = self
         if config.kl_target and KL_METRIC in stats:
             error = min(max(stats[KL_METRIC] / config.kl_target - 1, -_MAX_ERROR), _MAX_ERROR)

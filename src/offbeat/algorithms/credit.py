@@ -23,7 +23,8 @@ def outcome_advantages(
     """Return [N] float64, the advantage of each row: an episode, or the part of an agent or a turn in one.
 
     With a centre, a group of one episode or of equal rewards is exactly 0. So is a row whose reward is not finite, which counts in no
-    statistic. In all others the rows of one episode weigh together as much as those of another.
+    statistic. All rows of an episode together weigh as much as those of any other. For example, the rewards [1, 0] of one group are
+    [0.5, -0.5] with centre "group", and [1, -1] with "leave_one_out", without a scale.
 
     Args:
         rewards: [N] float64, one per row.
@@ -101,7 +102,7 @@ def rewards_to_go(rewards: np.ndarray, *, offsets: np.ndarray, gamma: float) -> 
 
     Args:
         rewards: [M] float64, one per trained token.
-        offsets: [N + 1] int64; trajectory i has the tokens from offsets[i] up to offsets[i + 1]. Only these are steps that discount.
+        offsets: [N + 1] int64, such as [0, 3, 5]; trajectory i has the tokens from offsets[i] up to offsets[i + 1]. Only these discount.
     """
     return _discounted(rewards, offsets=offsets, factors=np.full(len(offsets) - 1, gamma))
 
@@ -114,10 +115,10 @@ def gae(
     The surprise of a step is its reward, plus gamma times the value of the next step, less its own value. Adding the values gives returns.
 
     Args:
-        rewards, values: [M] float64, of each step; a value is what was expected before the step.
-        offsets: [N + 1] int64; trajectory i has the steps from offsets[i] up to offsets[i + 1]. What lies between two of them, such as an
-            observation, is no step.
-        end_values: [N] float64, what was expected after the last step of each trajectory: 0 where it had come to its end.
+        rewards, values: [M] float64, of each step; a value is the expectation before the step.
+        offsets: [N + 1] int64; trajectory i has the steps from offsets[i] up to offsets[i + 1]. Tokens between two of them, such as an
+            observation, are no step.
+        end_values: [N] float64, the value after the last step of each trajectory: 0 where it had come to its end.
         lam: one for all, or [N] float64.
 
     Source: arXiv:1506.02438.
@@ -130,7 +131,10 @@ def gae(
 
 
 def length_lambdas(num_tokens: np.ndarray, *, alpha: float) -> np.ndarray:
-    """Return [N] float64, max(0, 1 - 1 / (alpha n)) of trajectories with n trained tokens. Source: VAPO, arXiv:2504.05118."""
+    """Return [N] float64, max(0, 1 - 1 / (alpha n)) for n trained tokens, e.g. 0.8 for alpha = 0.05 and n = 100.
+
+    Source: VAPO, arXiv:2504.05118.
+    """
     return np.maximum(0.0, 1.0 - 1.0 / (alpha * np.maximum(num_tokens, 1)))
 
 
@@ -175,7 +179,10 @@ def _discounted(values: np.ndarray, *, offsets: np.ndarray, factors: np.ndarray)
 
 
 def _mean_and_std(values: np.ndarray, episodes: np.ndarray) -> tuple[float, float]:
-    """Return mean and standard deviation over n - 1 of n episodes; the deviation is 0 of fewer than two, and of equal values."""
+    """Return mean and standard deviation (over n - 1) of n episodes: values and their episodes, [N] each.
+
+    The deviation of fewer than two episodes, or of equal values, is 0.
+    """
     _, episode, sizes = np.unique(episodes, return_inverse=True, return_counts=True)
     weights = 1 / sizes[episode]
     mean = float((weights * values).sum() / max(len(sizes), 1))

@@ -1,7 +1,7 @@
-"""What a critic gives a batch, and what it learns from it. Numpy only; called by the controller around the score step.
+"""Advantages of a batch from a critic's values, and the batch that the critic learns from. Numpy only; called around the score step.
 
-A value is what the critic expects of the rest of an episode before a token is generated: the output of the value model at the position that
-predicts the token. Only generated tokens are steps; what lies between them, such as a tool's output, is skipped.
+A value is the critic's estimate of the rest of an episode before a token is generated: the output of the value model at the position that
+predicts the token. Only generated tokens are steps; tokens between them, such as a tool's output, are skipped.
 """
 
 from dataclasses import replace
@@ -15,13 +15,13 @@ from offbeat.data.batch import Batch
 
 
 def with_end_targets(batch: Batch) -> tuple[Batch, np.ndarray]:
-    """Add a target after the last token of each sequence that was cut off, to score what is expected there.
+    """Add a target after the last token of each sequence that was cut off, for the critic's value there.
 
     Args:
-        batch: has the sequence column `truncated`.
+        batch: has the sequence column `truncated`, [N] int64, such as [0, 1].
 
     Returns:
-        The batch, without columns but `loss_weights`, and [M'] bool, which of its targets were added.
+        The batch, with `loss_weights` as its only column, and a mask of the targets that were added, [M + number of truncated] bool.
     """
     cut_off = np.flatnonzero(batch.sequences["truncated"])
     positions = np.concatenate([batch.positions, batch.offsets[cut_off + 1] - 1])
@@ -72,7 +72,7 @@ def with_values(
 
 
 def critic_batch(batch: Batch, *, value_clip: float) -> Batch:
-    """Return what a critic learns from the batch that `with_values` gives: the mean loss of its values over all targets.
+    """Return the critic's batch, from one of `with_values`; its loss is the mean over all targets.
 
     Args:
         value_clip: as in `config.critic`.
@@ -84,7 +84,10 @@ def critic_batch(batch: Batch, *, value_clip: float) -> Batch:
 
 
 def _turn_starts(batch: Batch) -> np.ndarray:
-    """Return [K] int64, the first target of each turn: that of a sequence, or one that does not follow the target before it."""
+    """Return [K] int64, the first target of each turn: the first of a sequence, or one that does not follow the target before it.
+
+    Targets of one sequence at the positions [3, 4, 9], for example, give [0, 2].
+    """
     begins = np.diff(batch.positions, prepend=-2) != 1
     begins |= np.diff(batch.target_sequences, prepend=-1) != 0
     return np.flatnonzero(begins)

@@ -1,6 +1,6 @@
-"""What a teacher's scores become: advantages of the sampled tokens, or its likeliest tokens as further targets. Numpy only.
+"""A teacher's scores as advantages of the sampled tokens, or its likeliest tokens as targets in their place. Numpy only.
 
-Called by the score step, over the whole batch; metrics are collected over what each process has drawn.
+Called by the score step, over the whole batch; metrics are collected over each process's own part of it.
 
 Source: 2306.13649 (GKD); one-sample form, https://thinkingmachines.ai/blog/on-policy-distillation.
 """
@@ -20,10 +20,10 @@ _UNLIKELY = -10.0
 
 @dataclass(frozen=True, eq=False)
 class TeacherScores:
-    """What a teacher says about the M targets of N sequences.
+    """A teacher's log-probabilities of the M targets of N sequences.
 
     Attributes:
-        logprobs: [M] float32, of the targets; not finite where it is not known.
+        logprobs: [M] float32, of the targets; not finite where unknown.
         too_long: [N] bool, the sequences that were not scored because they do not fit into the teacher's context.
         top_tokens, top_logprobs: [M, K] int32 and float32, the likeliest tokens in each target's place, with a log-probability of minus
             infinity where there are fewer than K; K is 0 where only the targets were scored.
@@ -36,7 +36,7 @@ class TeacherScores:
 
     @classmethod
     def of_targets(cls, logprobs: np.ndarray, too_long: np.ndarray) -> "TeacherScores":
-        """Return scores without likeliest tokens; arrays as in the attributes."""
+        """Return scores without likeliest tokens; [M] float32 and [N] bool."""
         return cls(logprobs, too_long, np.zeros((len(logprobs), 0), np.int32), np.zeros((len(logprobs), 0), np.float32))
 
     @property
@@ -49,13 +49,13 @@ class TeacherScores:
 
 
 def with_teacher(batch: Batch, scores: TeacherScores, config: AlgorithmConfig) -> Batch:
-    """Return a batch of `make_batch` in which a teacher has its say.
+    """Return a batch of `make_batch` with the teacher's scores as its advantages or targets.
 
     With an objective that reads advantages, the advantage of a target is `config.teacher_coefficient` times teacher's less rollout's
-    log-probability, which is limited to 20, alone or added to the task's. A target is left out, with an advantage of 0, where one of the
-    two is not finite. Otherwise each target is replaced by the teacher's likeliest tokens in its place, with their renormalised
-    log-probabilities as the column `teacher_logprobs`, for reverse_kl the least of them as `teacher_least`, and the loss weight of the
-    target; there are none where the teacher gave none.
+    log-probability, limited to +-20, alone or added to the task's: e.g. -3.0 less -2.0 gives -1.0 with a coefficient of 1. A target is left
+    out, with an advantage of 0, where one of the two is not finite. Otherwise the teacher's likeliest tokens replace each target, with
+    their renormalised log-probabilities as the column `teacher_logprobs`, for reverse_kl the least of them as `teacher_least`, and the loss
+    weight of the target; a target is dropped where the teacher gave none.
     """
     objective = objective_of(config.objective)
     if objective.asks_teacher:

@@ -1,7 +1,7 @@
 """Flattens the episodes of a batch into arrays: trajectories, the parts of agents that share a reward, and turns. Called by `experience`.
 
-A part is what one agent did in an episode, with one or more trajectories; without agents it is the episode. Rewards and baselines are of
-parts, tokens of trajectories. A worked example, one prompt, an episode of two trajectories and one of a single one:
+A part holds the trajectories of one agent in an episode; without agents it is the episode. Rewards and baselines are of parts, tokens of
+trajectories. For example, one prompt with an episode of two trajectories and one of a single one:
 
     group_ids    [0, 0, 0]   of trajectories        part_groups    [0, 0]   of parts
     part_ids     [0, 0, 1]                          part_episodes  [0, 1]
@@ -102,9 +102,9 @@ class Turns:
     """The C turns of a batch.
 
     Attributes:
-        parts: [C] int64, the part that each is of.
-        rewards: [C] float64, what each has earned.
-        ranks: [C] int64, its position among the turns of its part, from 0.
+        parts: [C] int64, the part of each.
+        rewards: [C] float64, the reward of each.
+        ranks: [C] int64, its position among the turns of its part, such as [0, 1, 0].
         states: [C] int64; turns of one group in equal states have equal ids, and those without a state have -1.
         num_tokens: [C], trained tokens of each.
         of_tokens: [M] int64, the turn of each trained token.
@@ -149,12 +149,15 @@ class Turns:
 
 
 def turn_of_tokens(trajectory: Trajectory) -> np.ndarray:
-    """Return [n] int64, the turn in which each of the n generated tokens was, from 0."""
+    """Return [K] int64, the turn of each of the K generated tokens, counted from 0, such as [0, 0, 1]."""
     ends = np.array([turn.end for turn in trajectory.calls], np.int64)
     return np.searchsorted(ends, np.flatnonzero(trajectory.loss_mask), side="right")
 
 
 def last_tokens(trajectory: Trajectory) -> np.ndarray:
-    """Return [turns] int64: for each turn the last generated token of it or before, or else the first of all, counting only those."""
+    """Return the last generated token up to the end of each turn, [C] int64, as a position among the generated tokens.
+
+    It is 0 for a turn before the first generated token.
+    """
     ends = np.array([turn.end for turn in trajectory.calls], np.int64)
     return np.maximum(np.searchsorted(np.flatnonzero(trajectory.loss_mask), ends, side="left") - 1, 0)

@@ -1,4 +1,4 @@
-"""Turns finished groups into the batch that the trainer sees, and into the metrics that people see. Numpy only; called by the controller.
+"""Turns finished groups into the batch that the trainer gets, and into metrics. Numpy only; called by the controller.
 
 Every denominator is put into `loss_weights` here, over the whole batch, so the loss does not depend on how sequences are later spread over
 ranks and micro-batches, or on rows that are dropped.
@@ -34,7 +34,7 @@ _SINGLE_TURN = {"rollout/turns_mean": 1.0, "rollout/chains_mean": 1.0, "rollout/
 
 
 def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_tokens: int) -> Batch:
-    """Flatten groups into a batch with the advantages and loss weights that `config` asks for.
+    """Flatten groups into a batch with the advantages and loss weights of `config`.
 
     An episode of which a trajectory is unusable (see `Trajectory.unusable`) counts neither in its group's baseline nor in a denominator.
     Sequences without loss tokens, among them truncated ones with `config.mask_truncated`, and with `config.drop_zero_advantage` those of
@@ -48,11 +48,11 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
         A batch whose `group_ids` are positions in `groups`. If all prompts of a group are equal, `prefix_lens` is their length. With E
         usable episodes of n_e loss tokens, in all their trajectories, in P prompts of n_g, a token of episode e weighs 1 / sum(n)
         (token_mean), 1 / (E n_e) (sequence_mean), 1 / E (sequence_sum), 1 / (E max_new_tokens) (fixed_length) or 1 / (P n_g) (prompt_mean).
-        With `config.reward_kl`, the advantages are those before it, and with a critic they are the rewards of single tokens; `with_scores`
-        completes them.
+        For example, with two episodes of 3 and 1 tokens and token_mean, each token weighs 1 / 4. With `config.reward_kl`, the advantages
+        lack its penalty, and with a critic they are the rewards of single tokens; `with_scores` completes them.
 
     Raises:
-        DataError: a trajectory begins with a generated token, so that nothing predicts it; or a reward is negative where none may be.
+        DataError: a trajectory begins with a generated token, which nothing predicts; or a reward is negative where none may be.
         OwnCodeError: the function that `config.credit` names failed.
     """
     episodes = Episodes.of(groups)
@@ -107,17 +107,17 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
 
 
 def with_scores(batch: Batch, scores: Mapping[str, np.ndarray], config: AlgorithmConfig) -> Batch:
-    """Return a batch of `make_batch` with what follows from the scores of its targets.
+    """Complete a batch of `make_batch` with the scores of its targets.
 
-    Where the loss or `config.kl_target` reads it, that is the column `ref_logprobs`. With `config.reward_kl` = beta, the reward of a target
-    is -beta * (rollout_logprobs - ref_logprobs), and at the last one of a sequence also the sequence's advantage; a target's advantage is
-    the discounted sum of the rewards from there on, whitened if `config` says so.
+    The batch gets the column `ref_logprobs` where the loss or `config.kl_target` reads it. With `config.reward_kl` = beta, the reward of a
+    target is -beta * (rollout_logprobs - ref_logprobs), and at the last one of a sequence also the sequence's advantage; a target's
+    advantage is the discounted sum of the rewards from there on, whitened if `config` says so.
 
     With a critic, `critic.with_values` makes advantages of the rewards of tokens instead.
 
     Args:
         scores: by name, as far as `config` needs them: `ref_logprobs` [M] float32, under the reference policy, whose differences from
-            `rollout_logprobs` are limited to 20; `values` [M] float32, and `end_values` [N] float32, what the critic expects after the last
+            `rollout_logprobs` are limited to 20; `values` [M] float32, and `end_values` [N] float32, the critic's value after the last
             token of a sequence that was cut off, and 0 for others.
     """
     penalties = np.zeros(batch.num_targets)
@@ -187,7 +187,7 @@ def batch_stats(groups: Sequence[Group], *, version: Version, config: AlgorithmC
 
     Args:
         version: version of the step that trains on it; staleness is its distance to the oldest token of each episode.
-        config: says what credit compares, which is equal in a group that has an advantage of 0.
+        config: decides which values credit compares; a group of advantage 0 has equal ones (see `turns.reward_range`).
     """
     everyone = [(chains, verdict.unusable) for group in groups for chains, verdict in zip(group.episodes, group.verdicts, strict=True)]
     rewards = np.array([episode_reward(chains) for chains, why in everyone if why is None], dtype=np.float64)
@@ -226,8 +226,9 @@ def batch_metrics(parts: Sequence[StatsPart]) -> dict[str, float]:
     """Compute the metrics of a batch from the `batch_stats` of all processes that drew a part of it.
 
     Returns:
-        Metrics by name. Means and shares are over episodes, except shares of groups; those of nothing are left out, and those of turns,
-        trajectories and malformed calls where each episode was a single turn at most.
+        Metrics by name, such as {"reward/mean": 0.25, "rollout/truncated_share": 0.0}. Means and shares are over episodes, except shares of
+        groups. Those over no episode are left out, and those of turns, trajectories and malformed calls where each episode was a single
+        turn at most.
     """
     metrics = combine(parts).values()
     if all(metrics.get(name, 0.0) <= most for name, most in _SINGLE_TURN.items()):
@@ -239,7 +240,10 @@ def batch_metrics(parts: Sequence[StatsPart]) -> dict[str, float]:
 
 
 def _named_rewards(groups: Sequence[Group]) -> dict[str, list[np.ndarray]]:
-    """Return the rewards of usable episodes that have names, and those of each agent: by name, [n] float64 for each group with some."""
+    """Return the named rewards of usable episodes, and those of each agent, e.g. "agent_solver".
+
+    By name, a list with [E] float64 for each group that has E such rewards.
+    """
     found: dict[str, list[np.ndarray]] = {}
     for group in groups:
         of_group: dict[str, list[float]] = {}
@@ -255,7 +259,7 @@ def _named_rewards(groups: Sequence[Group]) -> dict[str, list[np.ndarray]]:
 def _outcomes(
     rewards_KU: np.ndarray, compared: np.ndarray, episodes: Episodes, num_tokens: np.ndarray, config: AlgorithmConfig,
 ) -> np.ndarray:
-    """Return [U] float64, the advantage of each part as a whole; 1 or 0 if it is to be imitated or not."""
+    """Return [U] float64, the advantage of each part as a whole; with an objective that imitates, 1 to imitate it and 0 not to."""
     if objective_of(config.objective).imitates:
         return (np.nansum(rewards_KU, axis=0) > config.imitate_above).astype(np.float64)
     outcomes = np.zeros(len(compared))
@@ -269,9 +273,9 @@ def _outcomes(
 
 
 def _token_rewards(episodes: Episodes, rewards: np.ndarray, offsets: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
-    """Return [M] float64, what falls on each trained token: at the end of a turn its reward, and at the end of a trajectory the outcome.
+    """Return [M] float64, the reward of each trained token: at the end of a turn the turn's, and at the end of a trajectory the outcome.
 
-    Turns of other trajectories of the part that came later are what its own turns led to, so their rewards fall on its end, too.
+    The rewards of later turns in other trajectories of the part fall on the end of this one, too: its own turns led to them.
 
     Args:
         rewards: [U] float64, the shaped reward of each part, rewards of its turns among it.
@@ -300,7 +304,7 @@ def _earned_elsewhere(episodes: Episodes) -> np.ndarray:
 
 
 def _token_advantages(outcomes: np.ndarray, offsets: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
-    """Return [M] float64 or float32, the advantages of all trained tokens, without what needs scores."""
+    """Return [M] float64 or float32, the advantages of all trained tokens, without the terms that need scores."""
     if config.reward_kl or (config.gamma == 1.0 and config.whiten != "tokens"):
         return over_ranges(outcomes.astype(np.float32), offsets)
     return _spread(outcomes, offsets, config)
@@ -310,7 +314,7 @@ def _spread(outcomes: np.ndarray, offsets: np.ndarray, config: AlgorithmConfig, 
     """Return [M] float64, the outcomes and rewards of single tokens as advantages of the tokens before them, whitened if configured.
 
     Args:
-        outcomes: [N] float64, each falls on the last trained token of its trajectory.
+        outcomes: [N] float64, rewards of the last trained token of each trajectory.
         offsets: [N + 1] int64, bounds of the trajectories' trained tokens.
         extra: [M] float64, rewards of single tokens.
     """

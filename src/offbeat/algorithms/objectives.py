@@ -28,8 +28,9 @@ def keeps_groups(batch: Batch) -> bool:
 
 
 def reads_of(loss: LossSpec) -> tuple[str, ...]:
-    """Return what a loss reads besides `loss_weights`: names of columns, and "entropy", which the trainer computes in its own pass.
+    """Return the columns that a loss reads besides `loss_weights`, such as ("rollout_logprobs", "advantages"), and "entropy".
 
+    The trainer computes the entropy in its own pass.
     The trainer computes `prox_logprobs` itself, under the weights at the start of a step, if the step has several updates; with one update
     they are those of its own forward pass. `algorithms.selection.choose_tokens` gives `m2_mask`, `detach_mask` and `kl_cov_mask`. A loss
     over a run's own samples does not need `ratio_mask`: all of its targets count.
@@ -101,7 +102,7 @@ def _constants(config: AlgorithmConfig) -> dict[str, float | str]:
 
 
 def value_loss(clip: float) -> LossSpec:
-    """Return the loss of a critic, whose values may move `clip` from where they were; 0 is no limit."""
+    """Return the loss of a critic, whose values may change by at most `clip`; 0 is no limit."""
     return LossSpec("value", {"clip": clip})
 
 
@@ -130,7 +131,7 @@ def parts_of(constants: Mapping[str, float | str]) -> list[tuple[LossSpec, float
 
 
 def first_of(loss: LossSpec) -> LossSpec:
-    """Return the loss by which answers are compared in metrics: the first of a mix, or the loss itself."""
+    """Return the loss that compares answers in metrics: the first of a mix, or the loss itself."""
     return parts_of(loss.constants)[0][0] if objective_of(loss.name).mixes else loss
 
 

@@ -33,12 +33,12 @@ class SampleGroups:
         named_rewards: [N] float64 each, by name, as the reward function returned them; NaN where a sample has none of that name.
         group_ids: [N] int64, ascending, the group of each sample.
         lengths: [N] int64, T_i, number of trained tokens of each sample; 0 for one that was cut off with `algorithm.mask_truncated`.
-        turns: N arrays [T_i] int64, the turn in which each trained token was generated, from 0. Where a workflow does not tell its turns,
-            they are parted by what the policy did not generate, such as the output of a tool.
+        turns: N arrays [T_i] int64, the turn of each trained token, such as [0, 0, 1]. Where a workflow does not tell its turns,
+            tokens that the policy did not generate, such as the output of a tool, separate them.
         versions: N arrays [T_i] int64, the version of the weights that sampled each trained token.
         episodes: [N] int64, ascending, the episode of each sample.
         agents: N names, who wrote each sample; "" where nobody was named.
-        turn_rewards: N arrays, what each turn has earned, as it was given.
+        turn_rewards: N arrays, the reward of each turn, before scale.
         states: N tuples, the state in which each turn was played; "" where it has none.
     """
 
@@ -86,10 +86,10 @@ def sample_groups(episodes: Episodes, rewards: np.ndarray, *, lengths: np.ndarra
 
 
 def own_advantages(name: str, groups: SampleGroups, constants: Mapping[str, Any]) -> np.ndarray:
-    """Return [sum of T_i] float64, the advantages of all trained tokens, sample by sample, that a user's function gives.
+    """Return a user's advantages of all M trained tokens, [M] float64, sample by sample.
 
     Args:
-        name: "path/to/file.py:function" or "module:function".
+        name: "path/to/file.py:function" or "module:function", e.g. "my_credit.py:my_credit".
 
     Raises:
         CodeError: there is no such function.
@@ -145,7 +145,10 @@ def _example() -> SampleGroups:
 
 
 def _by_token(found: Any, lengths: np.ndarray) -> np.ndarray | None:
-    """Return [sum of T_i] float64; None if there is not one number, or T_i numbers, for each sample."""
+    """Return [M] float64, with M the sum of `lengths`; None if there is not one number, or one array [T_i], for each sample.
+
+    [0.5, -0.5] with the lengths [2, 1], for example, becomes [0.5, 0.5, -0.5].
+    """
     if len(found) != len(lengths):
         return None
     if all(np.ndim(own) == 0 for own in found):

@@ -20,7 +20,7 @@ class PairEvaluation:
             one in which the good one has. 0 without a couple.
         margin: by how much, on average, times the loss's beta.
         chosen, rejected: mean value of chosen and of rejected answers; None without one.
-        value: what a value is: "logratio" to the reference, or "logprob".
+        value: kind of the values: "logratio" to the reference, or "logprob".
     """
 
     accuracy: float
@@ -75,10 +75,10 @@ def answer_batch(
 
 
 def answer_values(lengths: Sequence[int], logprobs: np.ndarray, ref_logprobs: np.ndarray | None, *, loss: str) -> np.ndarray:
-    """Return [N] float64, what a loss, which is no mix, compares of each answer: see `losses.pairs.Comparison`.
+    """Return [N] float64, the value by which a loss, which is no mix, compares each answer: see `losses.pairs.Comparison`.
 
     Args:
-        lengths: numbers of tokens of the N answers.
+        lengths: numbers of tokens of the N answers, such as [12, 7].
         logprobs, ref_logprobs: [M] of the answers' tokens, back to back.
     """
     values = logprobs.astype(np.float64)

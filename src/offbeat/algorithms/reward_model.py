@@ -32,7 +32,7 @@ def reward_batch(pairs: Sequence[EncodedPair], *, centring: float) -> Batch:
     """Make a batch whose loss is the mean over P pairs.
 
     Args:
-        pairs: each of a chosen answer, then a rejected one; what they weigh is read from the last token of each.
+        pairs: each of a chosen answer, then a rejected one.
         centring: constant of the loss.
 
     Returns:
@@ -54,7 +54,7 @@ def reward_batch(pairs: Sequence[EncodedPair], *, centring: float) -> Batch:
 
 
 def compare_rewards(rewards: np.ndarray) -> RewardEvaluation:
-    """Evaluate [2 P] rewards of P >= 1 pairs, each of a chosen answer, then a rejected one."""
+    """Evaluate rewards of P >= 1 pairs, each of a chosen answer, then a rejected one: [P * 2], such as [0.9, 0.2] of one pair."""
     rewards_P2 = rewards.astype(np.float64).reshape(-1, 2)
     leads = rewards_P2[:, 0] - rewards_P2[:, 1]
     return RewardEvaluation(float((leads > 0).mean()), float(leads.mean()), float(rewards_P2.mean()))

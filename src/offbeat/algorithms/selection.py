@@ -28,7 +28,7 @@ def choose_tokens(loss: LossSpec, batch: Batch, *, prox_logprobs: np.ndarray, se
 
     Args:
         prox_logprobs: [M], under the weights before the first update. A target whose own is not finite has no covariance.
-        seed: of what is random.
+        seed: of the targets that Clip-Cov draws.
 
     Returns:
         [M] float32 each, the columns that the loss reads of these. In the first two, 1 is to keep and 0 to drop; in the last, 1 is chosen.
@@ -103,7 +103,10 @@ def _m2_kept(loss: LossSpec, batch: Batch, prox: np.ndarray, counted: np.ndarray
 
 
 def _first_dropped(squares: np.ndarray, limit: float) -> float:
-    """Return the smallest of ascending numbers [n] that must go for the mean of the smaller ones to be at most `limit`, or infinity."""
+    """Return the smallest of ascending squares [K] to drop, so that the mean of the smaller ones is at most `limit`; infinity if none.
+
+    With a limit of 2, for example, it is 6 of [1, 2, 6], whose mean would be 3.
+    """
     means = np.cumsum(squares) / np.arange(1, len(squares) + 1)
     above = np.flatnonzero(means > limit)  # means of ascending numbers ascend
     return float(squares[above[0]]) if len(above) else np.inf

@@ -1,7 +1,7 @@
-"""What is done to rewards before credit is computed from them. Numpy in float64; called by `experience`.
+"""Shapes rewards before credit is computed from them. Numpy in float64; called by `experience`.
 
 In this order: bias, scale and clip of each reward; then penalties for length, which depend on the sum of a sample's rewards, and for calls
-that could not be read. A sample is what one agent did in an episode, with all of its trajectories.
+that could not be read. A sample holds all trajectories of one agent in an episode.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ def shaped_rewards(
 ) -> np.ndarray:
     """Return the rewards that credit is computed from, [1, N] float64, or [K, N] with `config.separate_rewards`.
 
-    Without it, the named rewards of a trajectory are added up first. With it, penalties are a reward of their own, in a row more.
+    Without it, the named rewards of a trajectory are added up first. With it, penalties are one more row of rewards.
 
     Args:
         rewards_KN: [K, N] float64, K named rewards of each trajectory; NaN where it has none of that name.
@@ -40,10 +40,10 @@ def shaped_rewards(
 
 
 def overlong_penalties(lengths: np.ndarray, *, max_new_tokens: int, buffer_share: float, largest: float) -> np.ndarray:
-    """Return [N] float64, which rises from 0 to `largest` over the last `buffer_share` of `max_new_tokens`, and no further.
+    """Return [N] float64, penalties that rise from 0 to `largest` over the last `buffer_share` of `max_new_tokens`, and no further.
 
     Args:
-        lengths: [N], tokens of answers.
+        lengths: [N], tokens of answers; e.g. 90 of 100 gives half of `largest` with a `buffer_share` of 0.2.
 
     Source: soft overlong punishment, DAPO, arXiv:2503.14476 section 3.4.
     """
@@ -55,6 +55,8 @@ def overlong_penalties(lengths: np.ndarray, *, max_new_tokens: int, buffer_share
 
 def length_penalties(rewards: np.ndarray, *, group_ids: np.ndarray, num_generated: np.ndarray) -> np.ndarray:
     """Return [N] float64, the group's mean reward times the trajectory's share of the group's longest answer.
+
+    In a group with a mean reward of 0.5, for example, answers of 10 and 20 tokens give [0.25, 0.5].
 
     Args:
         rewards: [N] float64; those that are not finite count in no mean.

@@ -1,11 +1,11 @@
-"""Credit for the turns of episodes: what each has led to, compared with other turns of the group. Numpy in float64; called by `experience`,
-and by `rollout.dynamic`, which asks whether there is anything to compare.
+"""Credit for the turns of episodes: the return of each, compared with other turns of the group. Numpy in float64; called by `experience`,
+and by `rollout.dynamic`, which asks whether the compared values differ.
 
-A turn's return is what it has earned, plus `turn_gamma` times the return of the turn after it; the outcome of the episode falls on the last
-turn of each agent. All tokens of a turn share its advantage. `algorithm.turn_credit` says what returns are compared with:
+A turn's return is its reward, plus `turn_gamma` times the return of the turn after it; the outcome of the episode is added to the last turn
+of each agent. All tokens of a turn share its advantage. `algorithm.turn_credit` chooses the returns that are compared:
 
     return   those of all turns of the group, in which an episode counts once (discounted returns per call, as in AReaL)
-    turn     those of turns of the same rank: first turns with first ones, second ones with second ones
+    turn     those of turns of the same rank, such as all first turns
     state    the advantage of the episode, plus `state_weight` times that among turns which were played in the same state (GiGPO,
              arXiv:2505.10978 eq. 3 to 8)
 """
@@ -41,10 +41,10 @@ def turn_advantages(
 
 
 def reward_range(group: Group, config: AlgorithmConfig) -> float:
-    """Return the largest difference among what the credit of a group compares, before shaping; nothing is learnt of one where it is 0.
+    """Return the largest difference among the values that credit compares in a group, before shaping; at 0 the group teaches nothing.
 
-    That are the rewards of its episodes. With `turn_credit` it is what its turns have led to, and with "state" both; where credit is a
-    function of the user's own, or a critic's, both are the rewards of episodes, and of turns of the same rank.
+    The values are the rewards of its episodes; with `turn_credit` the returns of its turns, and with "state" both. With a credit function
+    of the user's own, or a critic, they are the rewards of episodes, and those of turns of the same rank.
     """
     of_episodes = group.reward_range(separate=config.separate_rewards, by_agent=config.agent_baselines)
     by_itself = bool(config.credit) or config.needs_critic
@@ -67,7 +67,7 @@ def reward_range(group: Group, config: AlgorithmConfig) -> float:
 
 
 def _compared(turns: Turns, episodes: Episodes, config: AlgorithmConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Return which turns are compared, and what counts once among those.
+    """Return two ids of each turn: of the turns that it is compared with, and of those that count once together.
 
     Returns:
         [C] int64, turns with equal ids are compared with each other, and those with -1 with none; [C] int64, those with equal ids count
@@ -82,11 +82,11 @@ def _compared(turns: Turns, episodes: Episodes, config: AlgorithmConfig) -> tupl
 
 
 def turn_returns(turns: Turns, *, rewards: np.ndarray, outcomes: np.ndarray, gamma: float) -> np.ndarray:
-    """Return [C] float64, the discounted sum of what each turn and those after it in its part have earned.
+    """Return [C] float64, the discounted sum of the rewards of each turn and those after it in its part.
 
     Args:
-        rewards: [C] float64, what each turn has earned.
-        outcomes: [U] float64, what falls on the last turn of each part besides.
+        rewards: [C] float64, of each turn, such as [0, 1]; with the outcome 2 and gamma = 0.5 their returns are [1.5, 3].
+        outcomes: [U] float64, added to the last turn of each part.
     """
     returns = rewards.copy()
     for played, outcome in zip(turns.in_order, outcomes, strict=True):
