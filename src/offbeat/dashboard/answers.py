@@ -1,4 +1,4 @@
-"""Answers to a few held-out prompts before and after training, side by side: what the first evaluation of a run heard, and its last."""
+"""Answers to a few held-out prompts in the first evaluation of a run and in its last, side by side."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ class Pair:
 
     @property
     def change(self) -> float:
-        """What the reward has risen by; an answer without a reward counts as 0."""
+        """Rise of the reward; an answer without a reward counts as 0."""
         return (self.after.reward or 0.0) - (self.before.reward or 0.0)
 
     @property
     def name(self) -> str:
-        """What became of the reward: "gained", "lost", "right before and after" or "still wrong"."""
+        """Change of the reward in words: "gained", "lost", "right before and after" or "still wrong"."""
         if self.change:
             return "gained" if self.change > 0 else "lost"
         return "right before and after" if self.after.is_right else "still wrong"
@@ -54,7 +54,7 @@ def answers_html(answers: Mapping[int, EvaluatedSet]) -> str:
     """Draw the chosen prompts as cards.
 
     Args:
-        answers: two evaluations of one set by global step, as `RunFiles.answers` has them; without two nothing is drawn.
+        answers: two evaluations of one set by global step, such as 0 and 60; with fewer, nothing is drawn.
     """
     if len(answers) < 2:
         return ""

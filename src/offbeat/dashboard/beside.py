@@ -1,9 +1,9 @@
 """The live page of a run, in a process beside it: `--dashboard` of commands that train, and `dashboard=True` of `offbeat.train`.
 
 The process has no part in the run. It reads the files in the run's folder with a lower priority, and a page that cannot be served is a note
-on the console. It ends with the run, however that ends. `page_process` is what it executes.
+on the console. It ends with the run, however that ends. It executes `page_process`.
 
-    LivePage._read    consumes what the process prints; produces one line of the console; waits for the process to listen, or to end
+    LivePage._read    consumes the process's output; produces one line of the console; waits for the process to listen, or to end
 """
 
 import os

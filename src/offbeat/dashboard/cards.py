@@ -23,7 +23,7 @@ COMPARED = (
     ("Throughput", "tokens/s", ("throughput/generated_tokens_per_s",), "Generated tokens per second."),
     ("Time of a step", "s", ("step/total_s",), "Evaluation included."),
 )
-"""What runs are compared by: title, unit, metrics of which the first that a run has is drawn, and a sentence."""
+"""Charts of a comparison of runs: title, unit, metrics (the first that a run has is drawn), and a sentence."""
 
 
 def main_cards(run: RunFiles) -> list[Card]:

@@ -45,7 +45,7 @@ class Chart:
         return [point for tops in self.tops() for point in tops]
 
     def tops(self) -> list[list[Point]]:
-        """Return the points of each series where they are drawn: stacked, at the sum of it and those before it."""
+        """Return the points of each series as drawn; a stacked chart adds up the series, in their order."""
         found: list[list[Point]] = []
         below: dict[float, float] = {}
         for series in self.series:
@@ -81,7 +81,7 @@ def thinned(points: Sequence[Point], *, most: int = _MOST_POINTS) -> list[Point]
 
 
 def linear_ticks(low: float, high: float, *, about: int = 5) -> list[float]:
-    """Return round numbers from `low` to `high`, spaced by 1, 2, 2.5 or 5 times a power of ten."""
+    """Return round numbers from `low` to `high`, spaced by 1, 2, 2.5 or 5 times a power of ten, e.g. [0, 0.2, 0.4, 0.6, 0.8, 1]."""
     rough = (high - low) / about
     power = 10 ** math.floor(math.log10(rough))
     step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough * (1 - 1e-9))
@@ -90,7 +90,7 @@ def linear_ticks(low: float, high: float, *, about: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return powers of ten that span `low` to `high`, spaced so that at most seven remain."""
+    """Return at most seven powers of ten that span `low` to `high`, e.g. [0.001, 0.01, 0.1] for 0.002 to 0.1."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     return [10.0**i for i in range(first, last + 1, max(1, math.ceil((last - first) / 6)))]
 

@@ -19,8 +19,8 @@ class MessageSpan:
     """Tokens `start` to `end` of a trajectory.
 
     Attributes:
-        role: "policy" for what it wrote; else "system", "user", "tool" and so on as the chat template's marks say, or "given".
-        turn: number of the policy's turn, from 1, that these tokens are, or after which they were given; 0 before the first.
+        role: "policy" for generated tokens; else the chat template's role, such as "system", "user" or "tool", or "given".
+        turn: number of the policy's turn, from 1, to which generated tokens belong, or after which others follow; 0 before the first.
     """
 
     role: str

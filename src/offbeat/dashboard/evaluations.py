@@ -41,7 +41,7 @@ class Figure:
 
 
 def figures_of(run: RunFiles) -> list[Figure]:
-    """Return what evaluations have found, in the order of `metrics.jsonl`; ends of intervals and numbers of prompts are no figures."""
+    """Return the figures of all evaluations, in the order of `metrics.jsonl`; ends of intervals and numbers of prompts are no figures."""
     names = dict.fromkeys(name for row in run.metrics for name in row if _METRIC.fullmatch(name) and not name.endswith(_NOT_SHOWN))
     found = []
     for name in names:
@@ -68,7 +68,7 @@ def evaluations_html(run: RunFiles) -> str:
 
 
 def models_html(run: RunFiles) -> str:
-    """Draw what `offbeat eval` found of each model; empty for a run, and for an evaluation that has not ended a model."""
+    """Draw the figures of each model of an `offbeat eval`; empty for a run, and before the first model is evaluated."""
     models = run.evaluation.get("models")
     rows = [(str(model.get("model", "")), model["metrics"]) for model in models if isinstance(model, dict) and isinstance(
         model.get("metrics"), dict)] if isinstance(models, list) else []

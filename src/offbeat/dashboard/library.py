@@ -35,14 +35,14 @@ Stamp = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Summary:
-    """What the list of runs says of one.
+    """One run in the list of runs.
 
     Attributes:
         last_step: newest step of the metrics; None before the first.
-        warm_up_step: newest step of its supervised warm-up; None where it has none, or the metrics have begun.
+        warm_up_step: newest step of its supervised warm-up; None without one, or once the metrics have begun.
         is_evaluation: whether it is a folder of `offbeat eval`, not of a run.
         changed_s: when one of the files last changed, in wall-clock seconds.
-        is_over: whether its result is there, and of its last step.
+        is_over: whether it has the result of its last step.
         is_live: whether a process runs it; where that cannot be told, whether it is not over and has written something lately.
     """
 
@@ -222,8 +222,7 @@ def _summary(name: str, folder: Path) -> Summary:
 
 
 def _has_ended(folder: Path, last_step: int | None) -> bool:
-    """Whether its result is there, and is not that of an earlier part, after which steps were recorded. Times of files say nothing: a
-    copied run may have any."""
+    """Whether the run has a result, and no step was recorded after it. Times of files say nothing: a copied run may have any."""
     if (folder / RESULT_NAME).is_file():
         return True
     try:
@@ -235,7 +234,7 @@ def _has_ended(folder: Path, last_step: int | None) -> bool:
 
 
 def _last_number(path: Path, name: str, *, kind: str | None = None) -> int | None:
-    """Return a number of the last complete line, of those of a kind, at the end of a run's file; None if there is none."""
+    """Return a number from the last complete line, or the last of a kind, of a run's file; None if there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))

@@ -21,12 +21,12 @@ _GIVEN_ROWS = ".data"
 
 @dataclass(frozen=True)
 class CardDetails:
-    """What a model card says that its run's files do not.
+    """Facts on a model card that are not in its run's files.
 
     Attributes:
         repo_id: the repository, as OWNER/NAME.
         base: hub id of the model that was trained; empty if it is on no hub.
-        step: after which the model was exported; None is the last one.
+        step: step after which the model was exported; None is the last one.
         is_adapter: whether a LoRA adapter is sent without its base.
         is_classifier: whether the model answers with a score instead of text.
     """
@@ -88,7 +88,7 @@ def _training(run: RunFiles, run_dir: Path, card: CardDetails) -> Iterator[tuple
 
 
 def _evaluation(run: RunFiles, card: CardDetails) -> Iterator[str]:
-    """Yield a table of what evaluations found before the training and of this model."""
+    """Yield a table of the figures of evaluations before the training and of this model."""
     rows = []
     end = max((int(row["global_step"]) for row in run.metrics if "global_step" in row), default=0)
     for figure in figures_of(run):
@@ -120,7 +120,7 @@ def _use(card: CardDetails) -> Iterator[str]:
 
 
 def _kind(run: RunFiles) -> str:
-    """Return the command that trained: "train", "sft", "dpo" or "reward-model", by the metrics that it alone has."""
+    """Return the command that trained, told by the metrics that it alone has: "train", "sft", "dpo" or "reward-model"."""
     prefixes = {name.partition("/")[0] for row in run.metrics for name in row}
     by_prefix = {"reward": "train", "policy": "train", "preference": "dpo", "reward_model": "reward-model"}
     return next((kind for prefix, kind in by_prefix.items() if prefix in prefixes), "sft")
@@ -153,7 +153,7 @@ def _rank(run: RunFiles) -> int:
 
 
 def _sources(run: RunFiles) -> list[Mapping[str, Any]]:
-    """Return the tables that say where training rows come from: those of [data.sets], or [data] itself."""
+    """Return the tables of the sources of training rows: [data.sets.NAME] for each set, or [data] itself."""
     sets = run.setting("data", "sets")
     tables = [each for each in sets.values() if isinstance(each, Mapping)] if isinstance(sets, Mapping) else []
     data = run.config.get("data")

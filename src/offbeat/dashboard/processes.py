@@ -1,4 +1,4 @@
-"""What each process of a run did last, and how busy it was: a table for the live page, from the time line and the events."""
+"""Table of a run's processes for the live page: the last activity of each, and how busy it was, from the time line and the events."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class Activity:
 
     Attributes:
         last: label of the last span that has ended.
-        ended_s: when it ended, in seconds before the newest span of the run.
-        shares: share of the last minute by label, largest first.
-        state: what the last event about it says, else "in service", or "ended" if no process runs the run any more.
+        ended_s: seconds from its end to that of the newest span of the run.
+        shares: share of the last minute by label, largest first, such as {"train": 0.7, "wait for rollouts": 0.2}.
+        state: state in the last event about it, else "in service", or "ended" if no process runs the run any more.
     """
 
     track: str
@@ -75,7 +75,7 @@ def _shares(spans: Sequence[Span], begin_s: float, end_s: float) -> dict[str, fl
 
 
 def _states(run: RunFiles) -> dict[str, str]:
-    """Return what the newest event says of each engine that ever left service."""
+    """Return the state of each engine that ever left service, from the newest event about it."""
     states: dict[str, str] = {}
     for event in run.events:
         engine = str(event.get("engine", ""))

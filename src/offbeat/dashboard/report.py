@@ -28,7 +28,7 @@ _TEMPLATE = (_FOLDER / "report.html").read_text(encoding="utf-8")
 _MOST_EVENTS = 500
 _CELL_PX = 560
 _FEW_STEPS = 5
-"""Steps whose mean reward stands for the beginning of a run, and for its end."""
+"""Number of steps over which the reward of a run's beginning, and of its end, is averaged."""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -83,7 +83,7 @@ def cell_html(run: RunFiles) -> str:
 
 
 def overview_html(run: RunFiles) -> str:
-    """Draw key figures, advice and curves, or what an evaluation found, for the live page."""
+    """Draw key figures, advice and curves, or the figures of an evaluation, for the live page."""
     if run.is_evaluation:
         empty = '<p class="empty">No model is evaluated yet. Results appear here with the first one; this page refreshes by itself.</p>'
         return f"<section><h2>Evaluation</h2>{models_html(run) or empty}</section>"
@@ -104,7 +104,7 @@ def details_html(run: RunFiles) -> str:
 
 
 def subtitle(run: RunFiles) -> str:
-    """Say what was trained, how, and where: "tiny model · sort_digits · grpo · 2 train ranks, 2 engines · local"."""
+    """Name model, task, algorithm, processes and launcher, such as "tiny model · sort_digits · grpo · 2 train ranks, 2 engines · local"."""
     ranks, engines = run.setting("train", "num_ranks"), run.setting("inference", "num_engines")
     parts = [
         run.setting("model", "path") or ("tiny model" if run.config else ""),
@@ -121,7 +121,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _when(evaluated: Sequence[float], last: float) -> str:
-    """Say after which steps the first and the last evaluation were, of a run that has done `last` steps."""
+    """Name the steps of the first and last evaluation of a run of `last` steps, e.g. "first → last, after step 40"."""
     where = "before the first step" if evaluated[-1] == 0 else "" if evaluated[-1] == last else f"after step {evaluated[-1]:.0f}"
     if len(evaluated) == 1:
         return where or "after the last step"
@@ -186,7 +186,7 @@ def _figure(label: str, value: str, remark: str) -> str:
 
 
 def _charts_html(run: RunFiles, *, later: str) -> str:
-    """Draw the curves, or say when there are some; `later` says how they come to be seen."""
+    """Draw the curves, or say when there are some; `later` says how to see them then."""
     cards = cards_html(main_cards(run))
     if not cards:
         return progress_html(run) or f'<p class="empty">No metrics yet. They appear here when the first step has ended. {later}</p>'

@@ -1,4 +1,4 @@
-"""Which of a run's rollouts are wanted, and in what order, as conditions in SQL on the tables of `rollout_index`."""
+"""Filters and orders of a run's rollouts, as conditions in SQL on the tables of `rollout_index`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ _AT = "step = ? AND rejected = ? AND position = ? AND place = ?"
 
 @dataclass(frozen=True)
 class Filter:
-    """Which rollouts are wanted; None and "" let everything pass, and bounds are included.
+    """A filter of rollouts; None and "" let everything pass, and bounds are included.
 
     Attributes:
         prompt: a part of the row's prompt, in any case of its letters.
-        text: words that follow each other in what the policy wrote or was answered; punctuation and case do not count, and a last `*`
-            stands for any end of a word.
+        text: words that follow each other in the text from the first generated token on, such as "the answ*"; punctuation and case do
+            not count, and a last `*` stands for any end of a word.
         reason: how it ended, such as "stop" or "too long", or why its group was rejected, such as "equal rewards".
         same_prompt: address of a rollout whose prompt is wanted.
     """

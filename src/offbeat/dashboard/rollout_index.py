@@ -41,7 +41,7 @@ CREATE VIRTUAL TABLE words USING fts5(text, content='', tokenize="unicode61 remo
 
 
 class _Trajectory(msgspec.Struct):
-    """What the index reads of a trajectory; the rest is passed over."""
+    """The fields of a trajectory that the index reads; the rest is passed over."""
 
     loss_mask: list[bool]
     versions: list[int]
@@ -69,7 +69,7 @@ class IndexedRollout:
     Attributes:
         reason: how it ended, without details; of a rejected group why it was rejected.
         why: the reason with details, where it was not trained on.
-        preview: the beginning of what the policy wrote.
+        preview: the beginning of the generated text.
         reward: None if it has none.
         advantage: mean over its tokens; None if it was not trained on.
         length: generated tokens.
@@ -123,7 +123,7 @@ class RolloutIndex:
         """Add files that are new or have changed, newest steps first, and drop those that are gone.
 
         Args:
-            stop: ends it after the file that it is at.
+            stop: ends it after the current file.
             most_files: number of files after which it ends.
         """
         with self._updating, self._open() as db:
@@ -230,13 +230,13 @@ class RolloutIndex:
     @contextmanager
     def _connect(self) -> Iterator[sqlite3.Connection]:
         with closing(sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None)) as db:
-            db.execute("PRAGMA synchronous = OFF")  # what a power cut damages is made again
+            db.execute("PRAGMA synchronous = OFF")  # an index that a power cut damages is made again
             db.execute("PRAGMA mmap_size = 1073741824")
             db.create_function("folded", 1, str.casefold, deterministic=True)
             yield db
 
     def _add(self, db: sqlite3.Connection, file: KeptFile, size: int, mtime_ns: int) -> None:
-        """Put a file into the index, in place of what it held before."""
+        """Put a file into the index, replacing its earlier rollouts."""
         groups, damage = [], ""
         try:
             groups = [_DECODER.decode(line) for line in read_lines(file)]
@@ -279,7 +279,7 @@ class RolloutIndex:
 
 @dataclass(frozen=True)
 class _Counted:
-    """Totals of the index in the state that `key` stands for."""
+    """Totals of the index at the state `key`."""
 
     key: tuple[int | None, ...]
     num_files: int
@@ -289,7 +289,7 @@ class _Counted:
 
 _DECODER = msgspec.json.Decoder(_Group)
 _NOTHING = _Trajectory([], [], None, reason="")
-"""Stands for the samples of a group that has none, so that it can be found."""
+"""Placeholder for the samples of a group without any, so that the group can be found."""
 
 def _drop(db: sqlite3.Connection, file: int) -> None:
     """Remove a file's rollouts. Their words stay behind under numbers that are never given again."""
@@ -299,7 +299,7 @@ def _drop(db: sqlite3.Connection, file: int) -> None:
 
 
 def _prompt(db: sqlite3.Connection, text: str) -> int:
-    """Return the number of a prompt, which it gets when it is first met."""
+    """Return the number of a prompt; a new prompt gets one."""
     db.execute("INSERT OR IGNORE INTO prompts (text) VALUES (?)", (text,))
     return db.execute("SELECT id FROM prompts WHERE text = ?", (text,)).fetchone()[0]
 
@@ -314,7 +314,7 @@ def _facts(group: _Group, t: _Trajectory) -> tuple[Any, ...]:
 
 
 def _texts(t: _Trajectory) -> tuple[str, str]:
-    """Return what the policy wrote, and everything from the first token that it wrote on."""
+    """Return the generated text, and the whole text from the first generated token on."""
     mask = t.loss_mask
     if not t.text or len(t.lengths) != len(mask) or True not in mask:
         return "", ""

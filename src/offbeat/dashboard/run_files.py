@@ -20,7 +20,7 @@ TRACE = "trace.json"
 """Name of the time line."""
 
 _EVALUATION_FOLDER = "-eval"
-"""How names of folders of `offbeat eval` end; a folder has its result only when the first model is evaluated."""
+"""End of the name of each folder of `offbeat eval`; such a folder has a result only once the first model is evaluated."""
 
 _LARGEST = 1e100
 _MOST_GROUPS = 32
@@ -33,10 +33,10 @@ class RunFiles:
 
     Attributes:
         is_evaluation: whether this is a folder of `offbeat eval`, not of a run.
-        evaluation: what `offbeat eval` found.
-        groups: of the newest step whose rollouts were kept, the first ones.
-        answers: to the first prompts of one evaluation set, by global step, at the first evaluation of the run and at the last; empty
-            unless there are two.
+        evaluation: the result of `offbeat eval`.
+        groups: the first groups of the newest step whose rollouts were kept.
+        answers: answers to the first prompts of one evaluation set, by global step: of the run's first evaluation and of its last, such
+            as 0 and 60; empty unless there are two.
     """
 
     name: str
@@ -75,7 +75,7 @@ def read_run(run_dir: Path, *, trace: TraceReader | None = None) -> RunFiles:
     """Read a run's folder.
 
     Args:
-        trace: has read the time line before and reads on; None reads all of it.
+        trace: a reader of the time line, which reads on from its last read; None reads all of it.
 
     Raises:
         DataError: there is no such folder, or it contains neither `config.toml` nor `metrics.jsonl`.

@@ -1,4 +1,4 @@
-"""A few rollouts of a run's newest step for the report: what the policy was asked, what it wrote, and what that earned."""
+"""A few rollouts of a run's newest step for the report: prompt, completion and reward."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -67,7 +67,7 @@ def _card(name: str, group: KeptGroup, t: KeptTrajectory) -> str:
 
 
 def _played(t: KeptTrajectory) -> Iterator[tuple[str, str]]:
-    """Yield what the policy wrote, and what it was given between its turns, with the class of each."""
+    """Yield the CSS class and text of each message after the prompt: "written" by the policy, or "given" to it between its turns."""
     pieces, left = t.pieces, _MOST_WRITTEN
     for message in messages_of(t):
         if message.turn == 0 or left <= 0:  # the prompt, or too much

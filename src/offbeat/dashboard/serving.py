@@ -14,7 +14,7 @@ from offbeat.dashboard.site import make_site
 from offbeat.listening import GuestServer, num_free_files
 
 PORT = 8765
-"""Where the page is, unless somebody says otherwise."""
+"""Default port of the page."""
 _MAX_CONNECTIONS = 1024
 
 
@@ -25,7 +25,7 @@ async def serve(
     """Serve the page on a bound socket until a signal comes.
 
     Args:
-        key: what is demanded of every request; empty if only this machine can reach the server.
+        key: key that every request must have; empty if only this machine can reach the server.
         ready: called once requests are answered.
         until: signals that end it.
     """
@@ -41,7 +41,7 @@ async def serve(
 
 
 def url_of(listener: socket.socket, *, key: str = "") -> str:
-    """Return the address of the page for a browser, with the key where there is one."""
+    """Return the address of the page for a browser, with the key if there is one."""
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()

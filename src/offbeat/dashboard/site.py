@@ -1,4 +1,4 @@
-"""The live page: its files, and what it asks of the runs, over HTTP. Read-only: every route takes GET alone.
+"""The live page over HTTP: its files, and its queries of the runs. Read-only: every route takes GET alone.
 
 Charts and tables come as HTML from the functions of the report, which escape everything; rollouts come as JSON, and the page's script puts
 them in as text.
@@ -42,7 +42,7 @@ def make_site(library: RunLibrary, *, key: str) -> Starlette:
     """Create the application.
 
     Args:
-        key: what is demanded of every request; empty if only this machine can reach the server.
+        key: key that every request must have; empty if only this machine can reach the server.
     """
     page = (_FOLDER / "watch.html").read_text(encoding="utf-8")
     style = STYLE + (_FOLDER / "watch.css").read_text(encoding="utf-8")
@@ -67,7 +67,7 @@ def make_site(library: RunLibrary, *, key: str) -> Starlette:
 
 
 class _EscapedJson(JSONResponse):
-    """JSON in which a lone surrogate, which UTF-8 has no bytes for and a damaged file may hold, is the escape that JSON has for it."""
+    """JSON with lone surrogates escaped, such as "\\ud83d"; UTF-8 cannot encode them, and a damaged file may hold some."""
 
     def render(self, content: Any) -> bytes:
         """See `JSONResponse.render`."""
@@ -151,7 +151,7 @@ def _facts(group: KeptGroup) -> dict[str, Any]:
 
 
 def _shown(t: KeptTrajectory) -> dict[str, Any]:
-    """Return a trajectory with its tokens as texts; values of tokens that were given are null."""
+    """Return a trajectory with its tokens as texts; values of tokens that the policy did not generate are null."""
 
     def generated(values: list[Any]) -> list[Any]:
         return [value if own else None for value, own in zip(values, t.loss_mask, strict=True)] if len(values) == len(t.tokens) else []

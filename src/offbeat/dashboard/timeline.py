@@ -38,7 +38,7 @@ Interval = tuple[float, float]
 
 
 def label_of(name: str) -> str:
-    """Return what the legend calls an activity."""
+    """Return the label of an activity in the legend, such as "model call" for "model"."""
     return _LABELS.get(name, name)
 
 
@@ -55,9 +55,7 @@ def overlap(spans: Sequence[Span]) -> float | None:
 
 
 def middle_window(spans: Sequence[Span], *, num_steps: int = 5) -> Interval:
-    """Return the interval from the start of a step in the middle of the run to the end of the last of `num_steps` steps.
-
-    It is the whole run if there are no more steps.
+    """Return the interval of `num_steps` steps in the middle of the run, in wall-clock seconds; the whole run if it has no more steps.
     """
     starts = sorted(s.start_s for s in spans if s.track == "controller" and s.name == "rollout")
     if len(starts) <= num_steps:

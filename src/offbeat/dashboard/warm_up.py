@@ -15,7 +15,7 @@ STEP_EVENT = "sft_step"
 """Kind of the event of each supervised step."""
 _ACCURACY = "eval/accuracy"
 _EARLIER_S = 0.01
-"""A warm-up is over this long before the first row of metrics; `offbeat sft` writes that row first, and then its first event."""
+"""A warm-up is over this long before the first row of metrics; `offbeat sft` writes its first row before its first event."""
 
 Steps = Mapping[int, Mapping[str, Any]]
 
@@ -41,7 +41,7 @@ def warm_up_html(run: RunFiles) -> str:
 
 
 def progress_html(run: RunFiles) -> str:
-    """Say how far the warm-up is and what follows; empty if reinforcement learning has begun, or nothing has."""
+    """Say how far the warm-up is; empty if reinforcement learning has begun, or nothing has."""
     steps = warm_up_steps(run)
     if run.metrics or not steps:
         return ""
