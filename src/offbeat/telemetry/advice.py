@@ -1,4 +1,4 @@
-"""Advice on what would make a run faster, given once, when the run's own figures show it. Called by the loop."""
+"""Advice on settings that would make a run faster, given once, when the run's own figures show it. Called by the loop."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ LEAST_S = 1.0
 """Seconds below which a publish is too short to matter."""
 
 SLOW_STEP_S = 30.0
-"""Seconds that the first step may take on CPUs before it is said what would make it shorter."""
+"""Seconds after which a first step on CPUs is slow enough for advice."""
 
 _ENOUGH_PROMPTS = 16
 
@@ -37,7 +37,7 @@ class PublishingAdvice:
 
 
 def ways_to_publish_less(config: Config) -> list[str]:
-    """Return settings that make a version smaller or bring it to the engines sooner, as far as the run does not use them yet."""
+    """Return unused settings that make a version smaller or publish it sooner, such as 'model.dtype = "bfloat16" (half the bytes)'."""
     if config.model.lora.rank:
         return []
     ways = ["model.lora.rank = 16 (an adapter is a hundredth of the model)"]
@@ -52,7 +52,7 @@ def ways_to_publish_less(config: Config) -> list[str]:
 
 
 def ways_to_shorten_steps(config: Config) -> str:
-    """Return what to say of a first step that takes more than `SLOW_STEP_S`; "" if devices or engines elsewhere compute."""
+    """Return a sentence of advice on a first step longer than `SLOW_STEP_S`; "" if devices or engines elsewhere compute."""
     if config.train.devices_per_rank or config.inference.devices_per_engine or config.inference.urls:
         return ""
     rollout = config.rollout

@@ -1,10 +1,10 @@
 """Shows the progress of a run: a live table on a terminal, otherwise one aligned line per step, or JSON lines for programs.
 
-In a notebook the lines are one output of the cell, of which those of the newest steps are kept.
+In a notebook the lines are one output of the cell, which keeps the newest steps.
 
 The controller calls `open` as soon as there is something to say, `start` before the first step, then `update` once per step and `note` in
-between, then `finish`. On a terminal, the last line says at every moment what the process does and whom it waits for: it reads the phases
-that are announced with `offbeat.phase`. A missing metric is shown as "-".
+between, then `finish`. On a terminal, the last line always shows the phase of the process, and whom it waits for, from the phases that are
+announced with `offbeat.phase`. A missing metric is shown as "-".
 """
 
 import json
@@ -41,13 +41,13 @@ _LEGEND = {
     "stale": "age in versions of the weights that sampled a token; mean and max",
     "gap": "log-probability of a token, trainer vs. engine; mean and max",
 }
-"""What is not self-evident of a step's figures, in words that fit a narrow terminal; shown once. Lines show the largest alone."""
+"""Explanations of a step's figures, in words that fit a narrow terminal; shown once. Plain lines show only the maximum."""
 _PLAIN = {
     "reward": ("reward/mean", 5), "stale": ("rollout/staleness_max_versions", 1), "gap": ("policy/logprob_gap_max", 7),
     "loss": ("train/loss", 8), "s/step": ("step/total_s", 13)}
-"""Columns of a step's line: what each shows, and its width."""
+"""Columns of a step's line: label, metric and width in characters."""
 _LINE = 100
-"""Columns that a step's line has at most; the time that is left makes way for the others."""
+"""Largest width of a step's line, in characters; a longer one leaves out the remaining time."""
 _SHARES = {"wait": "step/rollout_wait_s", "eval": "step/evaluate_s"}
 """Parts of a step's seconds that are shown as shares, where they are measured."""
 _BESIDE_SPARKLINES = 64
@@ -55,7 +55,7 @@ _BESIDE_SPARKLINES = 64
 _SPANS = {
     "rollout": "waiting for rollouts", "advantage": "computing advantages", "score": "scoring samples", "train": "training",
     "publish": "publishing the weights", "evaluate": "evaluating", "checkpoint": "saving a checkpoint"}
-"""Phases that are spans of the time line, in words."""
+"""Words for phases that are spans of the time line."""
 
 
 def choose_mode(stream: TextIO | None, *, as_json: bool = False, enabled: bool = True) -> Mode:
@@ -108,7 +108,7 @@ class Console:
         self.close()
 
     def hint(self, text: str) -> None:
-        """Show on a terminal, until something else is shown, what the process does before it has anything to show."""
+        """Show `text` on a terminal until something else is shown."""
         if self._mode == "live" and self._live is None:
             self._clear_hint()
             self._stream.write(text)
@@ -116,7 +116,7 @@ class Console:
             self._hinted = True
 
     def open(self, title: str) -> None:
-        """Show on a terminal, from now on, what the process does; `title` names the run."""
+        """Show the current phase on a terminal, from now on; `title` names the run."""
         if self._mode == "live":
             self._title = title
             self._go_live()
@@ -180,11 +180,11 @@ class Console:
             self.note(text)
 
     def offer(self, samples: Callable[[], str]) -> None:
-        """Have something to show when the user asks for samples; `samples` writes it then, in lines."""
+        """Offer samples, to be shown when the user asks for them; `samples` writes their lines then."""
         self._samples = samples
 
     def show_samples(self) -> None:
-        """Show what was offered last."""
+        """Show the samples that were offered last."""
         try:
             text = self._samples() if self._samples is not None else "no step is done yet, so there are no samples to show"
         except Exception as exc:  # a person who is curious must not end a run
@@ -241,7 +241,7 @@ class Console:
             self._live.refresh()
 
     def _view(self) -> RenderableType:
-        """Return the live display: title, progress, two columns of figures with what they mean, and what is going on now.
+        """Return the live display: title, progress, two columns of figures with their explanations, and the current phase.
 
         Called by the display's own thread as well.
         """
@@ -262,7 +262,7 @@ class Console:
         for (label, history), other in zip(left, right, strict=True):
             table.add_row(label, values[label], sparkline(tuple(self._history.get(history, ()))[-newest:]), other, values[other])
         known = [label for label, metric in (("memory", "train/peak_memory_bytes"), ("MFU", "train/mfu")) if metric in shown]
-        if known:  # MFU is that of devices whose peak is known
+        if known:  # MFU is known for devices with a known peak only
             first, second = (*known, "")[:2]
             table.add_row(first, values[first], "", second, values.get(second, ""))
         if _STALENESS in shown:
@@ -276,13 +276,13 @@ class Console:
 
 
 def doing() -> str:
-    """Return what this process does now, whom it waits for, and for how long it has; empty where it has not announced anything."""
+    """Return the current phase, whom it waits for, and its duration, such as "training (42 s)"; "" if no phase was announced."""
     said, seconds = doing_since()
     return f"{said} ({duration(seconds)})" if said else ""
 
 
 def doing_since() -> tuple[str, float]:
-    """Return what this process does now and whom it waits for, and for how many seconds it has; empty and 0 if it has announced nothing."""
+    """Return the current phase with whom it waits for, and its seconds; "" and 0 if no phase was announced."""
     entered = marks()
     waits = [mark for mark in entered if mark.describe is not None] or entered[-1:]
     if not waits:
@@ -293,10 +293,10 @@ def doing_since() -> tuple[str, float]:
 def plain_line(
     step: int, total_steps: int, metrics: Mapping[str, float], *, known: Set[str] = frozenset(), left_s: float | None = None,
 ) -> str:
-    """Format one step as a line whose columns align with the previous line's; at its end, how long the rest will take.
+    """Format one step as a line whose columns align with the previous line's and whose end is the remaining time.
 
     Args:
-        known: metrics of earlier steps; a column whose metric is neither among them nor among this step's is left out.
+        known: metrics of earlier steps; a column without a metric in them or in this step is left out.
     """
     total_s = metrics.get("step/total_s")
     parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
@@ -312,7 +312,7 @@ def plain_line(
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Draw values as bars of eight heights, the lowest value as the lowest bar; constant values are drawn in the middle."""
+    """Draw values as bars of eight heights, e.g. [0, 7, 3] as "▁█▄"; constant values are drawn in the middle."""
     if not values:
         return ""
     low, high = min(values), max(values)

@@ -25,7 +25,7 @@ def write_evaluation(run_dir: Path, *, step: int, name: str, lines: Iterable[byt
 
     Args:
         run_dir: the run's folder, in which `evaluations` is created if missing.
-        name: of the set; "" for held-out prompts.
+        name: name of the set; "" for held-out prompts.
         lines: one JSON object each, without a line break.
 
     Raises:

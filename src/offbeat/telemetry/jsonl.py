@@ -27,7 +27,7 @@ class JsonLinesFile:
         """Open for appending.
 
         Args:
-            is_row: tells which objects belong in the file; others are left out, and do not count as damage by a crash.
+            is_row: whether an object belongs in the file; others are left out, and do not count as damage by a crash.
 
         Raises:
             StorageError: the folder or the file cannot be written.

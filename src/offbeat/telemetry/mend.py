@@ -1,6 +1,6 @@
-"""Repairs files of lines into which something else has written: lines that are still valid stay, and the original file is kept beside it.
+"""Repairs files of lines with foreign text in them: valid lines stay, and the original file is kept beside it.
 
-Called when a run opens its records. An incomplete last line is what a crash leaves, and is removed silently.
+Called when a run opens its records. An incomplete last line, as a crash leaves it, is removed silently.
 """
 
 import os
@@ -16,7 +16,7 @@ def mend(path: Path, is_sound: Callable[[bytes], bool]) -> str:
         is_sound: whether a line, without its line break, is valid.
 
     Returns:
-        What was done, in a sentence; "" if all complete lines were sound.
+        A sentence on the repair; "" if all complete lines were sound.
 
     Raises:
         OSError: the file cannot be read or written.

@@ -27,7 +27,7 @@ _EXPERIMENT = "offbeat"
 _LONGEST_VALUE = 6000
 _MOST_PARAMS, _MOST_METRICS = 100, 1000  # of one request
 _TABLES, _MOST_TABLES = "mlflow.loggedArtifacts", 100
-"""The tag by which MLflow knows which artifacts are tables; its length is bounded, so it names the newest ones."""
+"""The tag that lists a run's tables for MLflow; its length is bounded, so it names the newest ones."""
 _REFUSED = re.compile(r"[^\w\-. :/]")
 
 
@@ -62,7 +62,7 @@ class MlflowSink:
 
 
 def metric_name(name: str) -> str:
-    """Return a metric's name with "_" for what MLflow refuses: other signs, and parts of a path that it would resolve."""
+    """Return a metric's name with "_" in the place of signs that MLflow refuses, and of the parts "", "." and ".." of a path."""
     return "/".join("_" if part in ("", ".", "..") else part for part in _REFUSED.sub("_", name).split("/"))
 
 

@@ -17,7 +17,7 @@ Show = Callable[[str], Callable[[str], object]]
 
 
 def is_notebook(stream: TextIO) -> bool:
-    """Whether what is written to a stream appears below the cell of a notebook."""
+    """Whether text written to a stream appears below the cell of a notebook."""
     return "ipykernel" in sys.modules and type(stream).__module__ == "ipykernel.iostream"
 
 
@@ -43,7 +43,7 @@ class CellOutput:
         self._is_behind = False
 
     def add(self, line: str, *, passing: bool = False) -> None:
-        """Append a line. One that is `passing` makes way for later ones, and waits for them if one was shown just now."""
+        """Append a line. Beyond a bound the oldest `passing` ones are dropped; one soon after another is shown with the next."""
         self._lines.append((line, passing))
         if passing and sum(each for _, each in self._lines) > _MOST_PASSING:
             self._lines.remove(next(each for each in self._lines if each[1]))
@@ -55,7 +55,7 @@ class CellOutput:
             self.flush()
 
     def flush(self) -> None:
-        """Show all lines that there are."""
+        """Show all lines."""
         if not self._is_behind:
             return
         text = "\n".join(line for line, _ in self._lines)

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 
 _STEPS = 32
-"""Last steps that count: enough to average over evaluations and checkpoints, few enough to follow answers that grow longer."""
+"""Number of last steps that count: enough to average over evaluations and checkpoints, few enough to follow answers that grow longer."""
 
 
 class Pace:
@@ -23,7 +23,7 @@ class Pace:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until the last step is done; None before the second step that was seen."""
+        """Seconds until the last step is done; None before the second call of `step`."""
         if len(self._seen) < 2:
             return None
         (first, began), (last, ended) = self._seen[0], self._seen[-1]

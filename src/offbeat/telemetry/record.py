@@ -111,11 +111,11 @@ class RunRecord:
         """Store the answers to an evaluation set on a thread, as `rollouts` does.
 
         Args:
-            name: of the set; "" for held-out prompts.
+            name: name of the set; "" for held-out prompts.
             lines: JSON lines; they are made on the thread, too.
 
         Raises:
-            StorageError: what was stored before could not be.
+            StorageError: the files before could not be stored.
         """
         await self.stored()
         self._stored = self._writer.submit(write_evaluation, self.run_dir, step=step, name=name, lines=lines)
@@ -124,7 +124,7 @@ class RunRecord:
         """Wait until all rollouts and answers are stored.
 
         Raises:
-            StorageError: they could not be.
+            StorageError: they could not be stored.
         """
         if self._stored is not None:
             await asyncio.wrap_future(self._stored)
@@ -167,11 +167,11 @@ class SilentRecord(RunRecord):
         self.tracer = Tracer(None)
         self.stats = StatsLogger([])
         self.console = Console("quiet")
-        self._writer = ThreadPoolExecutor(1)  # which starts no thread before it has work
+        self._writer = ThreadPoolExecutor(1)  # starts no thread before it has work
         self._stored = None
 
     def resume_after(self, global_step: int, *, repeats_row: bool = False) -> None:
-        """Do nothing, since there is nothing to forget."""
+        """Do nothing, since nothing was stored."""
 
     async def rollouts(self, step: int, lines: Iterable[bytes]) -> None:
         """Store nothing."""

@@ -1,6 +1,6 @@
 """Stores rollouts as `rollouts/step-000010.jsonl.zst`, one group per line as encoded by the controller, within a bound of bytes.
 
-Groups that were not trained on are in `rejected-000010.jsonl.zst`, where 10 is the step that was stored next.
+Groups that were not trained on are stored with the next step, for example in `rejected-000010.jsonl.zst` with step 10.
 """
 
 import re
@@ -14,10 +14,10 @@ from offbeat.errors import StorageError
 
 _FILE = re.compile(r"(?:step|rejected)-(\d{6,})\.jsonl\.zst")
 _MOST_REJECTED_TOKENS = 2_000_000
-"""Tokens of rejected groups that wait for the next step to be stored; older ones are dropped, since they occupy memory."""
+"""Bound on the tokens of rejected groups that wait for the next step; older groups are dropped, since they occupy memory."""
 
 RejectedLine = Callable[[int], bytes]
-"""Returns the JSON of a group that was rejected before this step."""
+"""Returns the JSON line of a rejected group; called with the step that is stored next."""
 
 
 class RolloutLog:
@@ -38,7 +38,7 @@ class RolloutLog:
         """Note a group that is not trained on.
 
         Args:
-            num_tokens: tokens that it keeps in memory.
+            num_tokens: number of its tokens in memory.
             line: called on the thread that writes.
         """
         self._rejected.append((num_tokens, line))
@@ -59,7 +59,7 @@ class RolloutLog:
         Args:
             step: global step, which becomes part of the file names.
             lines: one JSON object each, without a line break.
-            rejected: of groups that were not trained on.
+            rejected: lines of groups that were not trained on.
 
         Raises:
             StorageError: the folder cannot be written.
@@ -105,8 +105,8 @@ class RolloutLog:
 def to_thin_out(sizes: Mapping[int, int], *, most_bytes: int) -> list[int]:
     """Choose the steps to remove, so that the others are at most `most_bytes` in total, or only the newest is left.
 
-    Of the older half of the steps, every second one goes, and again until the rest fits. The older a step is, the fewer of its neighbours
-    remain; the first one remains longest.
+    Of the older half of the steps, every second one goes, and again until the rest fits: e.g. steps 2 and 4 of 1 to 8, of 10 bytes each,
+    with `most_bytes` = 60. So old steps thin out, and the first one remains longest.
 
     Args:
         sizes: bytes by step.

@@ -42,7 +42,7 @@ class RunLock(Protocol):
 
 
 def lock_run(run_dir: Path) -> RunLock:
-    """Lock a run's folder for this process until what is returned is closed.
+    """Lock a run's folder for this process until the returned lock is closed.
 
     Raises:
         ConfigError: another process is running this run, or may be on another machine.
@@ -76,7 +76,7 @@ def is_running(run_dir: Path, *, locks: Path = _LOCKS) -> bool | None:
     """Whether a process holds the lock of this folder; None if that cannot be told here, as where it ran on another machine.
 
     Args:
-        locks: the system's list of locks, of which each line is as "1: FLOCK  ADVISORY  WRITE 15665 fe:00:2154876 0 EOF".
+        locks: the system's list of locks, with lines such as "1: FLOCK  ADVISORY  WRITE 15665 fe:00:2154876 0 EOF".
     """
     if (holder := _Holder.read(run_dir / _HELD)) is not None:
         return holder.alive
@@ -120,9 +120,9 @@ class _Holder:
     """The process that has made `lock.held`.
 
     Attributes:
-        system: its machine's boot and its namespace, as `_system` tells them.
+        system: its machine's boot and its namespace, from `_system`.
         host: its machine's name, for people.
-        started_s: when it was started, by the system's clock; its number may be another process's by now.
+        started_s: when it was started, by the system's clock, because its number may be another process's by now.
     """
 
     system: str
@@ -167,7 +167,7 @@ class _HeldFile:
             with (run_dir / _HELD).open("x", encoding="utf-8") as file:
                 json.dump(asdict(_Holder.own()), file)
             (run_dir / _NAME).write_text(_system(), encoding="utf-8")
-            self._folder = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # which may be renamed
+            self._folder = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # the folder may be renamed
         except FileExistsError as exc:
             raise _in_use(run_dir, _Holder.read(run_dir / _HELD)) from exc
         except OSError as exc:
@@ -197,7 +197,7 @@ def _in_use(run_dir: Path, holder: _Holder | None = None) -> ConfigError:
 
 
 def _system() -> str:
-    """Return what all processes whose locks are in one list have in common, the machine's boot and their namespace; "" if it is unknown."""
+    """Identify the list of locks that this process is in: the machine's boot and the process's namespace; "" if unknown."""
     try:
         return f"{_BOOT.read_text(encoding='ascii').strip()} {Path('/proc/self/ns/pid').readlink()}\n"
     except OSError:

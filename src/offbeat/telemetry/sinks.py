@@ -29,7 +29,7 @@ class Sink(Protocol):
         """Drop rows of this global step and later ones, because the run is about to write them again."""
 
     def close(self) -> None:
-        """Write what is buffered and release the destination."""
+        """Write buffered rows and release the destination."""
 
 
 class JsonLinesSink:
@@ -37,7 +37,7 @@ class JsonLinesSink:
 
     Attributes:
         mended: see `JsonLinesFile`.
-        steps: steps for which it had rows when the run was resumed.
+        steps: steps whose rows were in the file when the run was resumed.
     """
 
     steps: frozenset[int] = frozenset()
@@ -72,11 +72,11 @@ class JsonLinesSink:
 
 
 def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of a row, without the columns that say which step of the run it belongs to."""
+    """Return the metrics of a row, without the columns that identify its step."""
     return {name: value for name, value in row.items() if name not in _PLACE}
 
 
-_PACKAGES = {"mlflow": ("mlflow", "alembic")}  # the second of which a local database needs
+_PACKAGES = {"mlflow": ("mlflow", "alembic")}  # a local database needs alembic
 
 
 def check_installed(names: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """Standard streams that may be missing, closed by their reader, or unable to write a character. Used by the commands and the console.
 
-What a run shows is worth less than the run: a stream here never ends it. A character that the stream's encoding has not is written as JSON
-escapes it, so that JSON lines stay JSON; when the reader has gone away, or the terminal has hung up, the rest is dropped.
+A stream here never ends a run. A character that the stream cannot encode is escaped as in JSON, for example as "\\u00fc", so that JSON
+lines stay JSON; when the reader has gone away, or the terminal has hung up, the rest is dropped.
 """
 
 import codecs
@@ -36,7 +36,7 @@ class TolerantStream:
         self._stream = stream
         self._survives = survives
         self.lost: OSError | None = None
-        """Why nothing has been written since, if that is so."""
+        """The error after which nothing was written any more; None if there was none."""
 
     def write(self, text: str) -> int:
         """Write text; returns its length."""
@@ -50,13 +50,13 @@ class TolerantStream:
         return len(text)
 
     def flush(self) -> None:
-        """Send on what was written."""
+        """Flush the stream."""
         if self._stream is not None and self.lost is None:
             with self._tolerance():
                 self._stream.flush()
 
     def isatty(self) -> bool:
-        """Whether a person reads it on a terminal."""
+        """Whether the stream is a terminal."""
         return self._stream is not None and not self._stream.closed and self._stream.isatty()
 
     @contextlib.contextmanager
@@ -105,7 +105,7 @@ def tolerant_output(*, survives: bool) -> Iterator[None]:
 
 
 def drop(descriptor: int) -> None:
-    """Send to nobody what is written to a descriptor, and what its buffer still holds when the process ends."""
+    """Redirect a descriptor to `os.devnull`, so that writes to it, and its buffer when the process ends, are dropped."""
     nobody = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nobody, descriptor)
     os.close(nobody)

@@ -1,4 +1,4 @@
-"""What a run came to, in words: names and units for the values of `result.json` that the console shows at the end."""
+"""The result of a run in words: names and units for the values of `result.json` that the console shows at the end."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -57,14 +57,14 @@ _NAMES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "stopped_early": ("stopped early", _early),
     "heldout_fell": ("remark", _fell),
 }
-"""By name in `result.json`: what people call it, and how its value is written; what comes out empty is not shown."""
+"""By name in `result.json`: the displayed name, and the function that writes the value; an empty text is not shown."""
 
 
 def in_words(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield name and value of each entry of a summary, in its order; what has no value, and what only programs ask for, is left out.
+    """Yield name and value of each entry of a summary, in its order; entries without a value, or for programs only, are left out.
 
-    An entry `x_step` says after which step `x` was measured, which is shown beside it unless it was the last. Of `x_before` and `x_after`,
-    the latter is shown also where it was not measured.
+    An entry `x_step` is the step after which `x` was measured. It is shown beside `x`, e.g. "0.700 after step 4", unless it was the last.
+    An `x_after` that was not measured is shown where there is an `x_before`.
     """
     for key, value in summary.items():
         if key.removesuffix("_step") in summary and key.endswith("_step"):

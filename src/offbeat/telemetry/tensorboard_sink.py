@@ -54,7 +54,7 @@ class TensorBoardSink:
 
 
 def _literal(cell: Cell) -> str:
-    """Write a value as a block of code in Markdown, which TensorBoard would otherwise read out of what a model wrote."""
+    """Write a value as a block of code, so that TensorBoard does not render a model's text as Markdown."""
     return "\n".join(f"    {line}" for line in str("" if cell is None else cell).splitlines())
 
 

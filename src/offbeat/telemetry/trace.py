@@ -25,7 +25,7 @@ _END = b'{"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name"
 """The last line of a trace that was closed. It has no comma behind it, so that the whole file is valid JSON."""
 
 _SEAM_BYTES = 4096
-"""How much of what was read last is compared, to know whether a file has only grown."""
+"""Number of bytes before the last position that are compared, to know whether a file has only grown."""
 
 _LATEST_US = 2**53
 """The year 2255 in microseconds, and the largest integer that every reader of the format represents exactly."""
@@ -91,7 +91,7 @@ class Tracer:
         """Record a span that has ended.
 
         Args:
-            name: what was done.
+            name: name of the activity, such as "train".
             track: row in which the span is drawn, such as "controller", "engine 0" or "rank 0".
             start_s: start in wall-clock seconds.
             end_s: end in wall-clock seconds.
@@ -138,7 +138,7 @@ def _take_off_end(path: Path) -> None:
 
 
 class TraceReader:
-    """Reads a trace that grows: each time only what was appended, and everything again where the file is not a continuation.
+    """Reads a trace that grows: each time only the appended lines, and everything again where the file is not a continuation.
 
     Methods may be called on any thread.
     """
@@ -171,7 +171,7 @@ class TraceReader:
             return [*self._spans, *([last] if last is not None else [])]
 
     def _goes_on(self, file: IO[bytes]) -> bool:
-        """Whether this is the file that was read, and what was read last is still in its place."""
+        """Whether this is the file that was read, with the last bytes that were read still in their place."""
         file.seek(self._offset - len(self._seam))
         return _file_id(file) == self._file_id and file.read(len(self._seam)) == self._seam
 
@@ -195,7 +195,7 @@ def _file_id(file: IO[bytes]) -> tuple[int, int]:
 
 
 def _span(event: Mapping[str, Any], tracks: Mapping[int, str]) -> Span | None:
-    """Return the span of an event; None for other events, and on a track that has no name."""
+    """Return the span of an event; None for other events, and for a track without a name."""
     if event["ph"] != "X" or event["tid"] not in tracks:
         return None
     return Span(event["name"], tracks[event["tid"]], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, event.get("args", {}))

@@ -1,6 +1,6 @@
 """Statistics that combine exactly over micro-batches, minibatches, ranks and workers.
 
-The trainer collects with a `StatsTracker`. A `StatsPart` is what was collected, and crosses processes. The parts of all ranks are joined
+The trainer collects with a `StatsTracker`. A `StatsPart` holds the collected sums and crosses processes. The parts of all ranks are joined
 by `reduce` over a group, or by `combine` in a controller that holds them all; both give the same result. The module is torch-free, yet
 accepts torch tensors: they stay on their device, and nothing is read back before the end.
 """
@@ -126,7 +126,7 @@ class StatsTracker:
             self._collect(self._prefix + name, value, None, "mean")
 
     def take(self) -> StatsPart:
-        """Return what was collected since the last call, read back from the device at once, and empty the tracker."""
+        """Return the statistics since the last call, read back from the device at once, and empty the tracker."""
         found = _read(self._collected)
         self._collected, self._kinds, self._masks = {}, {}, {}
 
@@ -139,7 +139,7 @@ class StatsTracker:
             minima={name: -value for name, value in of("min").items()}, maxima=of("max"))
 
     def export_all(self, reduce_group: ReduceGroup, *, point: str = "stats") -> StatsPart:
-        """Return what was collected over the ranks of `reduce_group`, and empty the tracker; collective, see `reduce`."""
+        """Return the statistics of all ranks of `reduce_group`, and empty the tracker; collective, see `reduce`."""
         return reduce(self.take(), reduce_group, point=point)
 
     def _mask(self, full_name: str) -> tuple[Any, Any]:

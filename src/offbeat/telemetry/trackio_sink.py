@@ -39,7 +39,7 @@ class TrackioSink:
         """Do nothing: the rows of earlier processes belong to other trackio runs."""
 
     def close(self) -> None:
-        """Write what trackio has buffered."""
+        """Write trackio's buffer."""
         self._run.finish()
 
 

@@ -19,7 +19,7 @@ from offbeat.telemetry.sinks import metrics_of
 _QUIET = {
     "console": ("WANDB_CONSOLE", "off"), "x_disable_stats": ("WANDB_X_DISABLE_STATS", True),
     "disable_git": ("WANDB_DISABLE_GIT", True), "disable_code": ("WANDB_DISABLE_CODE", True)}
-"""Settings of W&B by which it leaves the terminal to the console and records nothing else of the machine, and their variables."""
+"""Settings of W&B that keep it off the terminal and from recording anything else of the machine, and their variables."""
 _RESUMED_BY_ID = ("allow", "must")
 _ID_FILE = "run-id.txt"
 
