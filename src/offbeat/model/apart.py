@@ -59,7 +59,7 @@ def apart_logits(model: Any, row: PackedRow, source: np.ndarray, device: torch.d
 
 
 def _tokens_of(segments: Segments, segment: int) -> np.ndarray:
-    """Return the row indices of a segment's tokens, preceded by those of its prefix; [L] int64."""
+    """Return the row indices of a segment's prefix and of its tokens, [L] int64, such as [0, 1, 5, 6] for 2 tokens after a prefix of 2."""
     parts = [segment] if segments.prefix[segment] < 0 else [segments.prefix[segment], segment]
     return np.concatenate([segments.starts[part] + np.arange(segments.lengths[part]) for part in parts])
 

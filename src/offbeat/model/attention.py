@@ -54,11 +54,11 @@ class Bucket:
 
     @cached_property
     def mask(self) -> Tensor | None:
-        """[n or 1, 1, Lq, Lk] bool, on the CPU, True where a query attends; None for plain causal attention, where Lq = Lk."""
+        """[N or 1, 1, Lq, Lk] bool, on the CPU, True where a query attends; None for plain causal attention, where Lq = Lk."""
         return torch.from_numpy(_prefix_mask(self.prefix_lengths, self.num_queries)) if self.prefix_lengths[0] else None
 
     def window_mask(self, window: int) -> Tensor | None:
-        """Return the mask [n or 1, 1, Lq, Lk] bool for a sliding window, on the CPU; None for plain causal attention."""
+        """Return the mask [N or 1, 1, Lq, Lk] bool for a sliding window, on the CPU; None for plain causal attention."""
         if window < self.num_keys:
             return torch.from_numpy(_prefix_mask(self.prefix_lengths, self.num_queries, window))
         return self.mask
@@ -91,8 +91,9 @@ class AttentionPlan:
     _masks: dict[int | None, list[Tensor | None]] = field(default_factory=dict)
 
     def masks(self, window: int | None, device: torch.device) -> list[Tensor | None]:
-        """Return the mask [n or 1, 1, Lq, Lk] of each bucket for layers with this window; made once, on the device of the first layer that
-        asks.
+        """Return the mask [N or 1, 1, Lq, Lk] of each bucket for layers with this window.
+
+        It is made once, on the device of the first layer that asks.
         """
         if window is not None and window >= self.longest_span:
             window = None
@@ -234,7 +235,7 @@ def explicit_attention(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Compute attention with what `scaled_dot_product_attention` lacks; holds all scores [N, H, Lq, Lk] in memory at once.
+    """Compute attention with softcap or sinks, which `scaled_dot_product_attention` lacks; holds all scores [N, H, Lq, Lk] in memory.
 
     Args:
         query: [N, H, Lq, D] float.
@@ -291,7 +292,7 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend within a bucket: queries [n * Lq, H, D], keys and values [n * Lk, Hkv, D] to [n * Lq, H, D]."""
+    """Attend within a bucket: queries [N * Lq, H, D], keys and values [N * Lk, Hkv, D] to [N * Lq, H, D]."""
     q, k, v = (x.reshape(bucket.n, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
     if softcap is not None or sinks is not None:
         output = explicit_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout)
@@ -307,7 +308,7 @@ def _attend(
 def _gather(rows: Tensor, index: Tensor | None) -> Tensor:
     if index is None:
         return rows
-    # Written as an embedding, whose backward adds whole rows at once; that of index_select is several times slower on a CPU.
+    # Written as an embedding, whose backward adds whole rows at once; index_select's is several times slower on a CPU.
     return embedding(index, rows.reshape(len(rows), -1)).view(len(index), *rows.shape[1:])
 
 
@@ -349,7 +350,7 @@ class _Padding:
 
 
 def _prefix_mask(prefix_lengths: np.ndarray, num_queries: int, window: int | None = None) -> np.ndarray:
-    """Return [n, 1, Lq, width + Lq] bool: prefix and causal attention, or its last `window` tokens; n is 1 for equally long prefixes."""
+    """Return [N, 1, Lq, width + Lq] bool: prefix and causal attention, or its last `window` tokens; N is 1 for equally long prefixes."""
     width = int(prefix_lengths.max(initial=0))
     if (prefix_lengths == width).all():
         prefix_lengths = prefix_lengths[:1]
@@ -365,7 +366,10 @@ def _prefix_mask(prefix_lengths: np.ndarray, num_queries: int, window: int | Non
 
 
 def _padded_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return [n, longest] int64 row indices; padding repeats the last real one, and its copies get no gradient."""
+    """Return [N, longest] int64 row indices; padding repeats the last real one, and its copies get no gradient.
+
+    For example starts [0, 3] and lengths [3, 2] give [[0, 1, 2], [3, 4, 4]].
+    """
     return starts[:, None] + np.minimum(np.arange(lengths.max()), lengths[:, None] - 1)
 
 

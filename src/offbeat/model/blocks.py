@@ -1,4 +1,4 @@
-"""What is done to each decoder layer of a model in training: computing its activations again in the backward pass, and compiling it.
+"""Recomputing the activations of decoder layers in the backward pass, and compiling the layers, for a model in training.
 
 `load_policy` lets activations be computed again; layers are compiled when a strategy has distributed the model.
 """
@@ -28,10 +28,10 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def checkpoint_activations(model: PreTrainedModel, recompute: Recompute) -> None:
-    """Compute activations again in backward passes, with no module in training mode but those that do that.
+    """Compute activations again in backward passes.
 
-    They do it in training mode only; but routers of some families choose experts at random in that mode, or jitter what they route by, as
-    no engine does, and differently when activations are computed again.
+    Only the modules that do so are put in training mode, which they need: in that mode routers of some families choose experts at random or
+    jitter their inputs, which no engine does, and differently when activations are computed again.
     """
     if recompute == "off":
         return
@@ -47,7 +47,7 @@ def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> None
     """Compile each decoder layer at its first call, for rows of any length; attention stays as it is, between two compiled parts.
 
     Args:
-        backend: torch's name of what generates the code.
+        backend: torch's name of the code generator, such as "inductor".
     """
     AttentionInterface.register(PACKED, _uncompiled_attention())
     for layer in decoder_layers(model):

@@ -1,15 +1,14 @@
-"""Weights as their changes since an earlier version: what they look like, and how they become whole again; lossless in any number format.
+"""Weights as their changes since an earlier version: their format, encoding and application; lossless in any number format.
 
 A folder of changes holds one file, `changes.safetensors`, or one of each rank that wrote it, `changes-00001-of-00008.safetensors`. They
 name the folder beside it that it builds on, its *base*: a whole model, or changes to another one. Of a tensor that has changed they have
 either
 
     at:NAME   [n] uint8, the distance in elements of each changed one from the one before; the first counts from -1
-    to:NAME   [n] what stands there now
+    to:NAME   [n] the values there now
 
-or, where that is not smaller, `whole:NAME`. A distance is at most 255: where more lies between two changes, elements that have not changed
-are named on the way. `sum:NAME` is the wrapping sum of the result's bit patterns, which changes that are applied to anything but the base
-would miss.
+or, where that is not smaller, `whole:NAME`. A distance is at most 255: larger gaps are bridged by naming unchanged elements on the way.
+`sum:NAME` is the wrapping sum of the result's bit patterns, which does not match if the changes are applied to anything but the base.
 
 Called by `changes_io` and by engines; needs only torch, safetensors and the standard library, so that it also runs inside another engine's
 process.
@@ -34,15 +33,15 @@ _MAX_BASES = 10_000
 
 
 class ChangesError(ValueError):
-    """Changes cannot be read, or are not those of what they are applied to."""
+    """Changes cannot be read, or belong to another base."""
 
 
 def encode(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return the changes from one tensor to another of the same shape and number format, bit for bit.
 
     Returns:
-        [n] uint8 distances and [n] values as described above; both empty where nothing has changed. None if they take no fewer bytes than
-        the tensor, or the tensors differ in shape or number format.
+        [N] uint8 distances, such as [3, 3] for elements 2 and 5, and [N] values as described above; both empty where nothing has
+        changed. None if they take no fewer bytes than the tensor, or the tensors differ in shape or number format.
     """
     if old.shape != new.shape or old.dtype != new.dtype:
         return None
@@ -61,10 +60,10 @@ def encode(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def apply(old: Tensor, at: Tensor, to: Tensor) -> Tensor:
-    """Return a tensor with changes; see `encode`.
+    """Return a tensor with N changes: `at` [N] uint8 and `to` [N], see `encode`.
 
     Raises:
-        ChangesError: the changes are those of another tensor.
+        ChangesError: the changes belong to another tensor.
     """
     new = old.contiguous().clone()
     positions = _positions(at)
@@ -75,10 +74,10 @@ def apply(old: Tensor, at: Tensor, to: Tensor) -> Tensor:
 
 
 def apply_changes(state: dict[str, Tensor], changes: Mapping[str, Tensor]) -> None:
-    """Apply changes, by the keys that they have in a file, to tensors by their published names, which are replaced, not modified.
+    """Apply changes, by their keys in a file ("at:NAME" is [N] uint8), to tensors by their published names, which are replaced.
 
     Raises:
-        ChangesError: these are changes of something else.
+        ChangesError: the changes belong to other tensors.
     """
     _change(state, changes, changes.__getitem__, source="what was received")
 
@@ -119,17 +118,17 @@ def read_weights(
     folder: str | Path, *, read_whole: Callable[[Path], Iterable[tuple[str, Tensor]]],
     held: Callable[[Path], Mapping[str, Tensor] | None] = lambda _folder: None,
 ) -> dict[str, Tensor]:
-    """Read a folder of whole weights, or of changes on top of what they build on.
+    """Read a folder of whole weights, or of changes, which are applied to the weights of their base.
 
     Args:
-        read_whole: yields name and CPU tensor of every weight in a folder of whole weights; what it raises is not caught.
+        read_whole: yields name and CPU tensor of every weight in a folder of whole weights; its exceptions are not caught.
         held: returns the tensors of a folder if the caller has them already; they are not modified. None if it does not.
 
     Returns:
-        CPU tensors by their published names, or on the device of those that the caller has.
+        CPU tensors by their published names, such as "lm_head.weight" [V, H], or on the device of those that the caller has.
 
     Raises:
-        ChangesError: a folder is damaged, or holds changes of something else.
+        ChangesError: a folder is damaged, or holds changes to other weights.
     """
     layers: list[Path] = []
     at: Path | None = Path(folder)

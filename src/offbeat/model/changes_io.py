@@ -1,4 +1,4 @@
-"""Folders of changes, as Offbeat's own processes write and read them; `changes` says what is in them.
+"""Writing and reading folders of changes in Offbeat's own processes; `changes` describes their format.
 
 Called by the trainer, which writes them, and by the embedded engine.
 """
@@ -19,10 +19,10 @@ from offbeat.pulse import progress
 
 
 def find_changes(state: Mapping[str, Tensor], *, since: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """Return what has changed between two states, CPU tensors by their published names.
+    """Return the changes between two states, CPU tensors by their published names.
 
     Returns:
-        Tensors by the keys that they have in a file of changes; None if another tensor was added or is gone.
+        Tensors by their keys in a file of changes, such as "at:NAME" [N] uint8; None if another tensor was added or is gone.
     """
     if state.keys() != since.keys():
         return None
@@ -39,7 +39,7 @@ def find_changes(state: Mapping[str, Tensor], *, since: Mapping[str, Tensor]) ->
 
 
 def smaller_changes(state: Mapping[str, Tensor], *, since: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """Return what `find_changes` finds; None, too, if that is not smaller than the weights themselves."""
+    """Return the result of `find_changes`; None, too, if it is not smaller than the weights themselves."""
     found = find_changes(state, since=since)
     if found is None or sum(tensor.nbytes for tensor in found.values()) >= sum(tensor.nbytes for tensor in state.values()):
         return None
@@ -47,7 +47,7 @@ def smaller_changes(state: Mapping[str, Tensor], *, since: Mapping[str, Tensor])
 
 
 def save_changes(tensors: Mapping[str, Tensor], file: Path, *, base: Path) -> None:
-    """Write what `find_changes` has found to a file. Raises OSError or SafetensorError."""
+    """Write the result of `find_changes` to a file. Raises OSError or SafetensorError."""
     progress("write_weights")
     save_file(dict(tensors), file, metadata={"base": base.name})
 
@@ -58,10 +58,10 @@ def changes_file(number: int, count: int) -> str:
 
 
 def write_changes(state: Mapping[str, Tensor], folder: Path, *, since: Mapping[str, Tensor], base: Path) -> int:
-    """Write what has changed in `state` as a new folder, which appears complete or not at all.
+    """Write the changes in `state` as a new folder, which appears complete or not at all.
 
     Args:
-        state, since: CPU tensors by their published names; `since` are those that `base` holds.
+        state, since: CPU tensors by their published names, such as "lm_head.weight" [V, H]; `since` are the weights in `base`.
         folder: beside `base`; must not exist.
 
     Returns:
@@ -91,7 +91,7 @@ def read_weights(folder: str | Path, *, held: Callable[[Path], Mapping[str, Tens
     """Read a folder of whole weights, or of changes, as `changes.read_weights` does.
 
     Raises:
-        ModelError: a folder is missing, damaged, or holds changes of something else.
+        ModelError: a folder is missing, damaged, or holds changes to other weights.
     """
     try:
         return changes.read_weights(folder, read_whole=read_safetensors, held=held)

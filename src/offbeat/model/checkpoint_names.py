@@ -26,7 +26,8 @@ def published_names(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict
 
     Args:
         model: a model from `from_pretrained`, which remembers how its checkpoint was named.
-        state: tensors by the names of `model.state_dict()`. Weights that a checkpoint fuses into one must all be present.
+        state: tensors by the names of `model.state_dict()`, such as "lm_head.weight" [V, H]. Weights that a checkpoint fuses into one must
+            all be present.
     """
     reversed_transforms = [transform.reverse_transform() for transform in reversed(_transforms(model))]
     converters, renamings = _by_kind(reversed_transforms)
@@ -38,7 +39,7 @@ def published_names(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict
 
 
 def published_together(model: PreTrainedModel, names: Iterable[str]) -> list[list[str]]:
-    """Group names of `model.state_dict()` by what `published_names` fuses into one weight; each name is in one group."""
+    """Group names of `model.state_dict()` that `published_names` fuses into one weight; each name is in one group."""
     converters, _ = _by_kind([transform.reverse_transform() for transform in reversed(_transforms(model))])
     groups: dict[str, list[str]] = {}
     for name in names:

@@ -1,7 +1,7 @@
 """Context parallelism: one row of tokens over the ranks of a group, for sequences whose activations one rank has no memory for.
 
 Each of c ranks embeds one c-th of the row and takes it through the layers. Only attention needs the whole row: there ranks exchange tokens
-for heads, attend within all tokens under their share of the heads, and exchange them back. What the ranks predict is gathered, so that all
+for heads, attend within all tokens under their share of the heads, and exchange them back. Predictions are gathered, so that all ranks
 compute the same losses. The gradients of a rank's parameters are those of its slice; their sum over the group is the row's.
 
 `spread_rows` of `rows` makes a model run so; from then on `logprobs`, `values` and `top` score its rows by shares.
@@ -75,16 +75,16 @@ class ContextGroup:
         return values.chunk(self.size)[self.rank]
 
     def gather(self, own: Tensor, which: np.ndarray, num: int) -> Tensor:
-        """Return the elements of all ranks, [num, ...], of which `own` [m, ...] are those at `which` [m] int64; each is one rank's.
+        """Gather the elements of all ranks, [M, ...] with M = `num`; this rank's `own` [m, ...] belong at `which` [m] int64, and only they.
 
-        Its gradient is that of the rank's own part alone, because all ranks compute the same loss from the result.
+        The gradient has only the rank's own part, because all ranks compute the same loss from the result.
         """
         return _Gathered.apply(own, upload(which, own.device), num, self.group)
 
 
 @dataclass(frozen=True, eq=False)
 class RowShare:
-    """What this rank runs of a row: everything, unless the model's rows are spread over a group.
+    """This rank's share of a row: everything, unless the model's rows are spread over a group.
 
     Attributes:
         row: the whole row, R tokens and M targets; its last token is repeated to a multiple of the group's size.
@@ -103,7 +103,7 @@ class RowShare:
     target: np.ndarray
 
     def gather(self, own: Tensor) -> Tensor:
-        """Return what all ranks have for the row's targets, [M, ...], from what this one has, [m, ...]; collective where it is spread."""
+        """Gather the values of the row's targets, [M, ...], from this rank's `own` [m, ...]; collective where the row is spread."""
         return own if self.context is None else self.context.gather(own, self.which, len(self.row.target))
 
 

@@ -1,8 +1,8 @@
 """Divides a model before its weights are read, so that a rank reads its own parts of them and nothing else.
 
-Called by `load_causal_lm`. Transformers builds a model without weights, and reads into each DTensor the slice that this rank holds. What a
-rank reads that way is to the bit what it would keep of the whole model; where that is not certain, `WholeOnlyError` says so, and the caller
-reads the whole model instead. All ranks come to the same conclusion, since it depends on the model and its checkpoint alone.
+Called by `load_causal_lm`. Transformers builds a model without weights, and reads into each DTensor the slice that this rank holds. A part
+read that way equals that part of the whole model to the bit; where that is not certain, `WholeOnlyError` says so, and the caller reads the
+whole model instead. All ranks come to the same conclusion, since it depends on the model and its checkpoint alone.
 """
 
 import re
@@ -106,7 +106,7 @@ class DividedRead:
 
 
 class _NoMesh:
-    """What transformers takes for its mesh."""
+    """Stands in for the mesh that transformers expects."""
 
     def get_mesh(self, _dims: object) -> None:
         """Return none: parameters know theirs."""
@@ -118,10 +118,10 @@ def _shares_head(model: PreTrainedModel) -> bool:
 
 
 def _check_readable(model: PreTrainedModel, converters: Iterable[WeightConverter]) -> None:
-    """Check that what transformers reads into a part is that part of what it would read into the whole.
+    """Check that each part that transformers reads equals that part of the whole weight.
 
-    It slices what a checkpoint holds, and converts the slices, as where it stacks experts. That comes to the same as long as nothing is
-    rearranged along a dimension that is sliced, and no part is empty.
+    It slices the tensors of a checkpoint, then converts the slices, for example by stacking experts. The result is the same if no
+    dimension that is sliced is rearranged, and no part is empty.
 
     Raises:
         WholeOnlyError: it is not certain.
@@ -151,7 +151,7 @@ def _commutes(operation: ConversionOps, part: DTensor) -> bool:
 
 
 def _pieces(part: DTensor, dim: int) -> tuple[list[int], int]:
-    """Return the sizes along a dimension of what all ranks hold, and in how many ways it is cut: first by the mesh's last dimension."""
+    """Return the sizes of all ranks' pieces along a dimension, and the number of cuts: first by the mesh's last dimension."""
     pieces, sizes = [part.shape[dim]], [size for cut, size in _cuts(part) if cut == dim]
     for count in reversed(sizes):
         pieces = [min(each, max(0, size - start * each)) for size in pieces for each in [-(-size // count)] for start in range(count)]

@@ -17,7 +17,7 @@ def fingerprint(items: Iterable[tuple[str, np.ndarray]]) -> str:
     """Hash named weights, in any order.
 
     Args:
-        items: (name, [bytes] uint8) of each tensor. Tensors above 1 MiB are sampled: 64 evenly spaced pages of 4 KiB, the
+        items: (name, [B] uint8) of each tensor. Tensors above 1 MiB are sampled: 64 evenly spaced pages of 4 KiB, the
             first and the last page among them. An optimizer step changes nearly every page, so a sample tells versions apart; it is
             no proof against tampering.
 
@@ -31,7 +31,7 @@ def fingerprint(items: Iterable[tuple[str, np.ndarray]]) -> str:
 
 
 def digests(items: Iterable[tuple[str, np.ndarray]]) -> dict[str, bytes]:
-    """Hash each weight by itself, as the first half of `fingerprint`, with its arguments and errors; returns [32] bytes by name."""
+    """Hash each weight ([B] uint8 bytes) by itself, as the first half of `fingerprint`, with its arguments and errors; 32 bytes by name."""
     found: dict[str, bytes] = {}
     for name, data in items:
         if data.dtype != np.uint8 or data.ndim != 1:

@@ -24,7 +24,7 @@ _Places = list[tuple[nn.Module, str, str]]
 def whole_twin(model: PreTrainedModel) -> PreTrainedModel:
     """Return a model for forward passes without gradient, which are collective over the ranks that hold parts of `model`.
 
-    It gives what `model` would give if it were not divided. A value head gives zeros, as it is not what is divided.
+    It gives the outputs of the undivided `model`. A value head gives zeros, as it is never divided.
     """
     if isinstance(model, FSDPModule):
         model.reshard()  # after a forward pass the root's parameters are whole, in the format that it computes in

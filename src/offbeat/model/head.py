@@ -47,10 +47,10 @@ class HeadSizes:
 
 
 CPU_SIZES = HeadSizes(chunk_bytes=64 << 20, chunk_rows=1 << 30, kept_bytes=256 << 20, pass_bytes=4 << 20)
-"""Enough rows for a fast matrix product, for any vocabulary; what is normalised at a time stays in cache with intermediate results."""
+"""Enough rows for a fast matrix product, for any vocabulary; each part that is normalised stays in cache with intermediate results."""
 
 ACCELERATOR_SIZES = HeadSizes(chunk_bytes=2 << 30, chunk_rows=8192, kept_bytes=2 << 30, pass_bytes=2 << 30)
-"""Few chunks, each normalised in one go: launches of kernels cost more than what a cache would save."""
+"""Few chunks, each normalised in one go: launches of kernels cost more than a cache would save."""
 
 
 def sizes_of(device: torch.device) -> HeadSizes:
@@ -74,8 +74,8 @@ class Picks:
         targets: [M] int64, token of each entry.
         temperature: divisor of the logits.
         with_entropy: whether the entropy of each position is computed, too.
-        entropy_gradient: whether the entropy has a gradient. Its backward pass goes through the same chunks as that of the
-            log-probabilities: it keeps one more number per position, and takes one more buffer of the size of a CPU's cache.
+        entropy_gradient: whether the entropy has a gradient. Its backward pass uses the chunks of the log-probabilities: it keeps one more
+            number per position, and takes one more buffer of the size of a CPU's cache.
     """
 
     positions: np.ndarray
@@ -158,7 +158,7 @@ def fused_head(model: nn.Module, picks: Picks, keep: Tensor | None) -> Iterator[
 
 
 def local_part(parameter: Tensor | None) -> Tensor | None:
-    """Return the part of a parameter that this rank holds."""
+    """Return the part of a parameter that this rank holds, for example [V / R, H] of a DTensor [V, H]."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -170,7 +170,7 @@ def _is_plain(head: nn.Linear) -> bool:
 
 
 def never_fuse(model: nn.Module) -> None:
-    """Remember that the model's logits are not what its head returns."""
+    """Remember that the model's logits differ from its head's output."""
     _unfused.add(model)
 
 
@@ -195,8 +195,10 @@ class _Picked(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, picks: Picks, compute: torch.dtype | None, grad: bool,
         vocabulary: Vocabulary,
     ) -> tuple[Tensor, Tensor]:
-        """x is [U, H] with a weight [V, H], else [U, V]; `compute` is the dtype of the products, None for that of x. V is the size of the
-        `vocabulary` here; what is returned is of the whole.
+        """Compute the log-probabilities [M] and entropies [U] of the whole vocabulary.
+
+        x is [U, H] with a weight [V, H], else [U, V], V the size of the `vocabulary` on this rank; `compute` is the dtype of the products,
+        None for x's.
         """
         chunks = _Chunks(x, weight, bias, picks, compute)
         logprobs = torch.empty(len(picks.targets), device=x.device)
@@ -223,7 +225,7 @@ class _Picked(torch.autograd.Function):
         logprobs -= normalizer[upload(picks.positions, x.device)]
         if picks.with_entropy:
             entropy = normalizer - entropy
-        # What a kept exponential is to be multiplied by: it is relative to the largest logit of this part of the vocabulary.
+        # Factor of a kept exponential, which is relative to the largest logit of this part of the vocabulary.
         shares = (own_normalizer - normalizer).exp_() / sums
         ctx.save_for_backward(x, weight, bias, normalizer, entropy, shares)
         ctx.picks, ctx.compute, ctx.kept, ctx.vocabulary = picks, compute, kept, vocabulary
@@ -233,8 +235,8 @@ class _Picked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x [U, H] or [U, V], the weight [V, H] and the bias [V]; `grads` are those of the [M]
-        log-probabilities and of the [U] entropies.
+        """Return the gradients of x [U, H] or [U, V], the weight [V, H] and the bias [V], from those of log-probabilities [M] and
+        entropies [U].
         """
         x, weight, bias, normalizer, entropy, shares = ctx.saved_tensors
         chunks = _Chunks(x, weight, bias, ctx.picks, ctx.compute)
@@ -273,10 +275,10 @@ class _Picked(torch.autograd.Function):
 
 
 def _exponentials(part: Tensor, largest: Tensor, *, spend: bool, with_mean: bool) -> tuple[Tensor, Tensor | None]:
-    """Return exp(logits - largest) of logits [rows, V], and if `with_mean` the sums [rows] of these times (logits - largest).
+    """Return exp(logits - largest) of logits [N, V], and if `with_mean` the sums [N] of these times (logits - largest).
 
     Args:
-        largest: [rows], of each row.
+        largest: [N], of each row.
         spend: whether the exponentials replace the logits in memory.
     """
     above = largest.unsqueeze(1)
@@ -310,7 +312,7 @@ class _Chunks:
         self._sorted = upload(np.stack([order, picks.positions[order], picks.targets[order]]), x.device)
 
     def logits(self, rows: slice) -> Tensor:
-        """Return a chunk's logits [rows, V] float32, divided by the temperature; new memory, unless it `lends_logits`."""
+        """Return a chunk's logits [N, V] float32, divided by the temperature; new memory, unless it `lends_logits`."""
         x = self._x[rows]
         logits = x if self._weight is None else linear(x.to(self._compute), self._weight, self._bias)
         if self._picks.temperature == 1.0:
@@ -343,14 +345,14 @@ class _Chunks:
         return rows.stop * self._row_bytes <= self._sizes.kept_bytes
 
     def picked(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a chunk's picks: their indices among all picks, their positions and their targets, each [m] int64 on the device."""
+        """Return a chunk's picks: their indices among all picks, their positions and their targets, each [M] int64 on the device."""
         which, positions, targets = self._sorted[:, self._bounds[number] : self._bounds[number + 1]]
         return which, positions, targets
 
     def backward(
         self, rows: slice, grad_logits: Tensor, grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None
     ) -> None:
-        """Propagate the gradient [rows, V] of a chunk's logits before the temperature to the layer and its input."""
+        """Propagate the gradient [N, V] of a chunk's logits before the temperature to the layer and its input."""
         grad = grad_logits.to(self._compute)
         if grad_x is not None:
             grad_x[rows] = grad if self._weight is None else grad @ self._weight

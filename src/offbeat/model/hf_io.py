@@ -34,13 +34,14 @@ def write_safetensors(
     """Write a complete model folder.
 
     Args:
-        state: weights by their Hugging Face names, on any device; not modified. Of tied weights only one is written.
+        state: weights by their Hugging Face names, such as "lm_head.weight" [V, H], on any device; not modified. Tied weights
+            are written once.
         folder: parents are created; files of earlier weights in it are replaced, others stay.
         config_from: a model whose configurations are written, or a folder whose configuration and tokenizer files are copied.
         max_shard_bytes: larger weights are split into several files with an index.
 
     Raises:
-        StorageError: the disk is full or the folder cannot be written; what was there before is intact.
+        StorageError: the disk is full or the folder cannot be written; earlier weights are intact.
     """
     folder = Path(folder)
     staging = folder.parent / f".{folder.name}.{os.getpid()}.partial"
@@ -56,7 +57,7 @@ def write_safetensors(
 
 
 def read_safetensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, CPU tensor) of every weight in a folder, one file after another.
+    """Yield (name, CPU tensor) of every weight in a folder, such as ("lm_head.weight", [V, H]), one file after another.
 
     Raises:
         ModelError: the folder holds no safetensors, or one that cannot be read.
@@ -80,7 +81,7 @@ def without_tied(state: Mapping[str, Tensor], config_from: PreTrainedModel | str
 
 
 def write_companions(staging: Path, config_from: PreTrainedModel | str | Path) -> None:
-    """Write to a folder what it needs beside its weights; see `write_safetensors`."""
+    """Write a model's configurations, or copy a folder's configuration and tokenizer files; see `write_safetensors`."""
     if isinstance(config_from, PreTrainedModel):
         config_from.config.save_pretrained(staging)
         if config_from.generation_config is not None:
@@ -106,7 +107,7 @@ def _write_shards(state: dict[str, Tensor], staging: Path, max_shard_bytes: int)
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Check that a model fits into what is free where `folder` is. Raises StorageError if it does not."""
+    """Check that a model fits into the free space where `folder` is. Raises StorageError if it does not."""
     if num_bytes > (free := shutil.disk_usage(folder).free):
         raise StorageError(
             f"the model needs {num_bytes} bytes in {folder.parent}, where {free} are free; free space or choose another folder")

@@ -1,9 +1,9 @@
-"""Which part of a linear layer a rank computes where a tensor group computes it together; for what is added to such a layer.
+"""Which part of a linear layer a rank computes where a tensor group computes it together; for adapters beside such a layer.
 
 `parallel` notes how it has divided a model, and `lora` asks about each layer that it adapts. With x A B beside a layer, a rank multiplies
 by the rows of A for the inputs that it has, and by the columns of B for its outputs. Where it has a slice of the inputs, x A is one part of
-a sum over the group, and where it has a slice of the outputs, so is the gradient of x A. Only what goes on, to B and to x, takes these
-sums: the gradients of A and B are computed from the parts, so that those of all ranks add up to the gradients of A and B.
+a sum over the group, and where it has a slice of the outputs, so is the gradient of x A. Only the inputs of the next step, B or x, take
+these sums: the gradients of A and B are computed from the parts, so that those of all ranks add up to the gradients of A and B.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _WHOLE_STYLES = frozenset({"colwise_gather_output", "colwise_rep", "rowwise_spli
 
 @dataclass(frozen=True, eq=False)
 class LayerSlice:
-    """What a rank computes of a linear layer; without a group all of it, alone.
+    """A rank's part of a linear layer; without a group the whole layer.
 
     Attributes:
         inputs, outputs: features of the layer's input and output that are on this rank.
@@ -37,7 +37,7 @@ class LayerSlice:
     counts: bool = True
 
     def sum_inputs(self, narrow: Tensor) -> Tensor:
-        """Return x A of all inputs from that of the inputs here, [T, R]; collective where these are a slice."""
+        """Return x A [T, R] of all inputs from x A of the inputs here, [T, R]; collective where these are a slice."""
         return narrow if self.inputs == _ALL else self._summed(narrow)
 
     def sum_outputs(self, grad_narrow: Tensor) -> Tensor:
@@ -60,10 +60,10 @@ def note_division(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str])
 
 
 def slice_of(model: nn.Module, name: str) -> LayerSlice:
-    """Return what this rank computes of a model's linear layer.
+    """Return this rank's slice of a model's linear layer.
 
     Raises:
-        ModelError: its parts do not add up as those of other layers do.
+        ModelError: its parts do not add up as in other layers.
     """
     if model not in _divided:
         return LayerSlice(_ALL, _ALL)

@@ -26,7 +26,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def load_causal_lm(
     path: str, *, dtype: str = "float32", attention: str | None = PACKED, divide: Divide | None = None, give_head: GiveHead | None = None,
 ) -> PreTrainedModel:
-    """Load a model onto the CPU, or what is divided to the rank's device, in eval mode.
+    """Load a model onto the CPU, or divided parts of it to the rank's device, in eval mode.
 
     Args:
         path: folder or hub id.

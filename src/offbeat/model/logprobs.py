@@ -97,7 +97,7 @@ def scored_positions(source: np.ndarray) -> np.ndarray:
 
 
 def head_outputs(model: nn.Module, share: RowShare, source: np.ndarray) -> Tensor:
-    """Run a share of a row, and return what the model's head gives at U of its positions; arguments and errors as of `token_logprobs`.
+    """Run a share of a row, and return the output of the model's head at U of its positions; arguments and errors as of `token_logprobs`.
 
     Args:
         source: [U] int64, ascending positions among the share's tokens.
@@ -116,7 +116,7 @@ def head_outputs(model: nn.Module, share: RowShare, source: np.ndarray) -> Tenso
 
 
 def _picked(model: nn.Module, share: RowShare, source: np.ndarray, picks: Picks) -> tuple[Tensor, Tensor]:
-    """See `head.pick`, at U positions of the share."""
+    """Return log-probabilities [M] and, if wanted, entropies [U] at positions `source` [U] of the share; see `head.pick`."""
     bare: Any = getattr(model, "module", model)
     keep = upload(source, next(model.parameters()).device)
     selects = "logits_to_keep" in inspect.signature(bare.forward).parameters
@@ -136,7 +136,7 @@ def _picked(model: nn.Module, share: RowShare, source: np.ndarray, picks: Picks)
 
 
 def _forward(model: nn.Module, share: RowShare, *, keep: Tensor | None) -> Tensor:
-    """What the model gives as its logits, of the whole share or at the positions `keep`."""
+    """Return the model's logits of the whole share, or at the positions `keep` [U] int64."""
     bare: Any = getattr(model, "module", model)
     device = next(model.parameters()).device
     row, here = share.row, share.here

@@ -37,7 +37,7 @@ _FEED_FORWARD = re.compile(r"\.(\w*mlp|feed_?forward|ffn|\w*experts?|\w*moe|fc\d
 
 @dataclass(frozen=True)
 class _Layer:
-    """An adapted linear layer, what of it is computed here, and the offset of its numbers in an adapter's row: A, then B."""
+    """An adapted linear layer, the slice of it computed here, and the offset of its numbers in an adapter's row: A, then B."""
 
     name: str
     num_in: int
@@ -233,7 +233,7 @@ class AdapterBank(nn.Module):
         """Surround a forward pass in which the adapters take part, and its backward pass; outside, the model is the base model.
 
         Args:
-            drops: whether dropout applies; the log-probabilities of such a pass are not those of the policy.
+            drops: whether dropout applies; the log-probabilities of such a pass differ from the policy's.
         """
         around = self._pass
         self._pass = _Pass(route, (*self._seed, int(self.num_passes)) if drops and self._dropout else ())
@@ -276,7 +276,7 @@ class AdapterBank(nn.Module):
         if self._pass.dropout_seed:
             x = x * self._keep_mask(x, layer, (*self._pass.dropout_seed, index))
         if layer.here.group is not None:
-            output = output.clone()  # what leaves a tensor group is a view that must not be changed in place
+            output = output.clone()  # a tensor group's output is a view that must not be changed in place
         return _Delta.apply(output, x, self.weights, self, layer, self._pass.route)
 
     def _keep_mask(self, x: Tensor, layer: _Layer, seed: tuple[int, ...]) -> Tensor:
@@ -293,9 +293,10 @@ class _Delta(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, x: Tensor, _weights: Tensor, bank: AdapterBank, layer: _Layer, route: Route) -> Tensor:
-        """Compute output [..., out] in place from x [..., in]. `_weights` is an argument so that the result has a gradient even without
-        x's. `output` is the first because a linear layer with a bias gives a view, and autograd takes the first argument of a function
-        that changes a view for that view.
+        """Add the adapters' part to output [..., O] in place, from x [..., I].
+
+        `_weights` is an argument so that the result has a gradient even without x's. `output` is the first because a linear layer with a
+        bias gives a view, and autograd takes the first argument of a function that changes a view for that view.
         """
         device_type = x.device.type
         ctx.dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else bank._computes
@@ -309,7 +310,7 @@ class _Delta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of output [..., out] and x [..., in]; that of the bank's weights is added to `bank.gradients`."""
+        """Return the gradients of output [..., O] and x [..., I]; the gradient of the bank's weights is added to `bank.gradients`."""
         (grad,) = grads
         x, narrow = ctx.saved_tensors
         here: LayerSlice = ctx.layer.here
@@ -354,8 +355,9 @@ def adaptable(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def layer_kind(name: str) -> str:
-    """Return "mlp" for linear layers of a decoder layer's feed-forward part, experts included, and "attn" for those of its token
-    mixing.
+    """Return "mlp" for linear layers of a decoder layer's feed-forward part, experts included, else "attn".
+
+    For example "mlp" for "model.layers.0.mlp.up_proj", and "attn" for "model.layers.0.self_attn.q_proj".
     """
     return "mlp" if _FEED_FORWARD.search(name) else "attn"
 

@@ -52,7 +52,7 @@ class OneRoute:
         _add_product(rows, x, weights[self._slot].to(x.dtype))
 
     def add_outer(self, sums: Tensor, x: Tensor, g: Tensor) -> None:
-        """Add x' g over all tokens to the one adapter's sums [i, o]; see `Route.add_outer`."""
+        """Add x' g over all tokens to the one adapter's sums [I, O]; see `Route.add_outer`."""
         _add_product(sums[self._slot], x.mT, g)
 
 
@@ -73,7 +73,7 @@ class EqualRoute:
         _add_product(self._blocks(rows), self._blocks(x), weights[self._slots].to(x.dtype))
 
     def add_outer(self, sums: Tensor, x: Tensor, g: Tensor) -> None:
-        """Add each span's x' g [i, o] to its adapter's sums; see `Route.add_outer`."""
+        """Add each span's x' g [I, O] to its adapter's sums; see `Route.add_outer`."""
         x, g = self._blocks(x).mT, self._blocks(g)
         if isinstance(self._slots, slice):
             _add_product(sums[self._slots], x, g)
@@ -107,7 +107,7 @@ class SpanRoute:
             _add_product(part, span, matrix)
 
     def add_outer(self, sums: Tensor, x: Tensor, g: Tensor) -> None:
-        """Add each span's x' g [i, o] to its adapter's sums; see `Route.add_outer`."""
+        """Add each span's x' g [I, O] to its adapter's sums; see `Route.add_outer`."""
         x = x.mT
         if _is_aligned(x) and _is_aligned(g):
             products = grouped_mm(x, g, offs=self._ends)
@@ -120,7 +120,7 @@ class SpanRoute:
 
 
 def _selector(slots: Sequence[int], device: torch.device) -> slice | Tensor:
-    """Return an index that selects the slots from a stack: a slice (a view) where they are adjacent, else a tensor (a copy)."""
+    """Return an index of the slots in a stack: a slice (a view) where they are adjacent, such as 2:5, else [N] int64 (a copy)."""
     run = range(slots[0], slots[0] + len(slots))
     return slice(run.start, run.stop) if list(slots) == list(run) else upload(np.array(slots, np.int64), device)
 
@@ -133,15 +133,13 @@ def _add_at(sums: Tensor, slots: slice | Tensor, products: Tensor) -> None:
 
 
 def _is_aligned(matrices: Tensor) -> bool:
-    """Whether torch's grouped product takes these matrices on the CPU, in one call for all spans: their rows must be multiples of 16
-    bytes.
-    """
+    """Whether torch's grouped product takes these matrices [..., I, O] on the CPU, all spans in one call: rows of multiples of 16 bytes."""
     outer, inner = sorted(matrices.stride()[-2:], reverse=True)
     return matrices.is_cpu and inner == 1 and outer * matrices.element_size() % 16 == 0
 
 
 def _add_product(sums: Tensor, x: Tensor, y: Tensor) -> None:
-    """Compute sums += x y for matrices or batches of them; the sums may have another dtype, and are rounded once."""
+    """Compute sums [A, C] += x [A, B] y [B, C] for matrices or batches of them; the sums may have another dtype, and are rounded once."""
     if sums.dtype == x.dtype:
         (sums.addmm_ if x.ndim == 2 else sums.baddbmm_)(x, y)
     else:

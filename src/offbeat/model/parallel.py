@@ -3,7 +3,7 @@
 Called by the trainer before a model is distributed in any other way: when it has been loaded whole, or before its weights are read. After
 that every parameter is a DTensor on the group's mesh: sliced where the plan says so, whole elsewhere. Attention, which sees fewer heads,
 and everything else is called as before, with the same rows on every rank. Experts are sliced as all other layers, or each stays whole on
-one rank. The model's log-probabilities are compared with those of the undivided model.
+one rank. The model's log-probabilities are compared with the undivided model's.
 """
 
 from collections.abc import Iterator
@@ -52,13 +52,13 @@ def divide(model: PreTrainedModel, mesh: DeviceMesh, *, experts: bool) -> None:
 
 
 def check_slices(model: PreTrainedModel, mesh: DeviceMesh, *, computes: torch.dtype | None = None) -> None:
-    """Check what `slice_layers` made of a model before its weights were read; collective over all ranks that hold parts of it.
+    """Check a model that `slice_layers` divided before its weights were read; collective over all ranks that hold parts of it.
 
     Args:
         computes: as for `offbeat.model.rows.settle_rows`.
 
     Raises:
-        ModelError: its log-probabilities are not those of the undivided model.
+        ModelError: its log-probabilities differ from the undivided model's.
     """
     with _explained(model, mesh):
         check_rows(model, probe(model), probe(whole_twin(model)), what=f"over {mesh.size()} ranks", computes=computes)
@@ -187,7 +187,7 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Return the summed gradient, of the shape of x."""
+        """Return the gradient summed over the group, of the shape of x [..., H]."""
         summed = grads[0].contiguous().clone()
         dist.all_reduce(summed, group=ctx.group)
         return summed, None

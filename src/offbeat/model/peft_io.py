@@ -50,7 +50,7 @@ class Adapter:
     pairs: Mapping[str, tuple[Tensor, Tensor]]
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors, A [rank, in] and B [out, rank], under their names in PEFT's file."""
+        """Return the tensors, A [R, I] and B [O, R] with R the rank, under their names in PEFT's file."""
         return {
             f"{_PREFIX}{module}.lora_{side}.weight": tensor
             for module, pair in self.pairs.items() for side, tensor in zip("AB", pair, strict=True)}

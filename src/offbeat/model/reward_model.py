@@ -101,7 +101,7 @@ class Classifier:
                 " reward model; use another")
 
     def settings(self, *, padding: int) -> dict[str, Any]:
-        """Return what its config.json says otherwise than the language model's."""
+        """Return the settings of its config.json that differ from the language model's."""
         return {
             "architectures": [self._class.__name__], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "pad_token_id": padding}
 

@@ -1,6 +1,6 @@
-"""What the routers of a mixture of experts choose for a row's tokens, recorded while the model runs; for their load-balancing loss.
+"""The experts that routers choose for a row's tokens, recorded while the model runs; for their load-balancing loss.
 
-`recorded` surrounds a forward pass, and `logprobs` and `apart`, which call the model, hand the routers' logits over. The loss is that of
+`recorded` surrounds a forward pass, and `logprobs` and `apart`, which call the model, hand the routers' logits over. The loss follows
 transformers' `load_balancing_loss_func`: the tokens of all layers are counted together.
 
 Source: Switch Transformer, arXiv:2101.03961 eq. 4 to 6; over whole batches instead of micro-batches: arXiv:2501.11873.
@@ -33,13 +33,13 @@ class RouterRecord:
     """
 
     def __init__(self, ends: np.ndarray, *, top_k: int) -> None:
-        """Record the `top_k` experts of each token; `ends` [n] int64 are the row's tokens that predict the last target of a sequence."""
+        """Record the `top_k` experts of each token; `ends` [N] int64 are the row's tokens that predict the last target of a sequence."""
         self._ends = ends
         self._top_k = top_k
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was recorded, because the row runs from its beginning."""
+        """Forget the record, because the row runs from its beginning."""
         self.counts: list[Tensor] = []
         self.probs_E: Tensor | None = None
         self.num_tokens = 0.0
@@ -98,7 +98,7 @@ _records: "WeakKeyDictionary[nn.Module, RouterRecord]" = WeakKeyDictionary()
 
 @contextmanager
 def recorded(model: nn.Module, record: RouterRecord) -> Iterator[RouterRecord]:
-    """Record what the routers of a model, bare or wrapped, choose in the body's forward pass of one row."""
+    """Record the experts that a model's routers, bare or wrapped, choose in the body's forward pass of one row."""
     bare = getattr(model, "module", model)
     _records[bare] = record
     try:
@@ -108,12 +108,12 @@ def recorded(model: nn.Module, record: RouterRecord) -> Iterator[RouterRecord]:
 
 
 def record_of(model: nn.Module) -> RouterRecord | None:
-    """Return what is recorded of a model, bare or wrapped; None if nothing is."""
+    """Return the record of a model, bare or wrapped; None if there is none."""
     return _records.get(getattr(model, "module", model))  # pyright: ignore[reportArgumentType]
 
 
 def sequence_ends(batch: Batch, row: PackedRow) -> np.ndarray:
-    """Return [n] int64, the token of the row that predicts the last target of each sequence in it."""
+    """Return [N] int64, the token of the row that predicts the last target of each sequence in it."""
     owners = batch.target_sequences[row.batch_index]  # ascending, as are a sequence's positions
     return row.source[np.flatnonzero(np.diff(owners, append=-1))] if len(owners) else row.source
 

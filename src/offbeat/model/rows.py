@@ -30,8 +30,8 @@ STATE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest error of states that reach a value model's head, as a share of their norm."""
 
 SPREAD_TOLERANCE = 0.1
-"""Largest error of the states of a spread row's tokens, as a share of their norm: more than that of bfloat16 in many layers, and less than
-that of tokens with a wrong context."""
+"""Largest error of the states of a spread row's tokens, as a share of their norm: above the error of bfloat16 in many layers, and below the
+error of tokens with a wrong context."""
 
 _PROMPT, _ANSWERS = 4, (3, 2)
 
@@ -40,13 +40,13 @@ def settle_rows(model: PreTrainedModel, *, share_prefix: bool, computes: torch.d
     """Let a model with plain attention pack its rows if it can, and check the result.
 
     Args:
-        model: a model from `load_causal_lm(attention=None)`; afterwards `packs_rows` tells how its rows run. Of one with a value head, the
-            states that reach the head are compared.
+        model: a model from `load_causal_lm(attention=None)`; afterwards `packs_rows` tells how its rows run. With a value head, the states
+            that reach the head are compared.
         share_prefix: whether rows will share prompts, which requires packing.
         computes: the format in which its layers compute, where that is not the format of its weights.
 
     Raises:
-        ModelError: it cannot share prompts, or its log-probabilities differ from those of its own forward pass.
+        ModelError: it cannot share prompts, or its log-probabilities differ from its own forward pass.
         WholeOnlyError: it has a value head and cannot pack its rows, so that it is to be settled with the head that it was loaded with.
     """
     try:
@@ -111,10 +111,10 @@ def _pack(model: PreTrainedModel) -> str:
 def check_rows(
     model: PreTrainedModel, found: Tensor, expected: Tensor, *, what: str = "of a row", computes: torch.dtype | None = None,
 ) -> None:
-    """Check what `probe` found; `what` says how the tokens run now.
+    """Check the result of `probe`; `what` says how the tokens run now.
 
     Args:
-        found, expected: [n] float32 log-probabilities, or [n, H] float32 states, which may be on different devices.
+        found, expected: [N] float32 log-probabilities, or [N, H] float32 states, which may be on different devices.
         computes: as for `settle_rows`.
 
     Raises:
@@ -132,12 +132,12 @@ def check_rows(
 
 
 def probe(model: PreTrainedModel, *, share_prefix: bool = False) -> Tensor:
-    """Return what must not depend on how a model runs: what `score_rows` gives, or of a value model `score_states`."""
+    """Return a result that must not depend on how a model runs: `score_rows` [5] float32, or `score_states` [5, H] of a value model."""
     return score_states(model, share_prefix=share_prefix) if _gives_values(model) else score_rows(model, share_prefix=share_prefix)
 
 
 def score_rows(model: PreTrainedModel, *, share_prefix: bool = False) -> Tensor:
-    """Return the log-probabilities of the answers in `small_row`, [5] float32."""
+    """Return the log-probabilities of the answers in `small_row`, [N] float32 with N = 5."""
     with torch.no_grad():
         return token_logprobs(model, small_row(model, share_prefix=share_prefix))
 
@@ -155,7 +155,7 @@ def score_states(model: nn.Module, *, share_prefix: bool = True) -> Tensor:
 
 @contextmanager
 def _states(model: Any) -> Iterator[list[Tensor]]:
-    """Collect the states [tokens, H] that reach a model's head, of the first sequence of each forward pass."""
+    """Collect the states [T, H] that reach a model's head, of the first sequence of each forward pass."""
     seen: list[Tensor] = []
     handle = model.get_output_embeddings().register_forward_pre_hook(lambda _head, inputs: seen.append(inputs[0][0]))
     try:
@@ -180,7 +180,7 @@ def small_row(model: PreTrainedModel, *, share_prefix: bool = False) -> PackedRo
 
 @torch.no_grad()
 def _alone(model: PreTrainedModel) -> Tensor:
-    """Compute what `probe` does with transformers' plain code in eval mode, one sequence after the other."""
+    """Compute `probe` with transformers' plain code in eval mode, one sequence after the other: [N], or states [N, H]."""
     training, found = model.training, []
     model.eval()
     for tokens in map(torch.from_numpy, _sequences(model)):

@@ -15,7 +15,7 @@ from offbeat.model.uploads import upload
 
 @dataclass(frozen=True, eq=False)
 class TopScores:
-    """What a model gives for M targets.
+    """A model's scores of M targets.
 
     Attributes:
         logprobs: [M] float32, of the targets.

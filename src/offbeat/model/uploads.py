@@ -1,4 +1,4 @@
-"""Copies from the host to the device that nothing waits for: what rows, losses and adapters give to it for a pass.
+"""Copies from the host to the device without waiting: rows, losses and adapters upload the arrays of a pass.
 
 A plain `tensor.to(device)` from pageable memory returns when the device has done everything that it was given before, so one in the
 middle of a micro-batch leaves the device without work until the host has launched the rest.
@@ -11,7 +11,7 @@ from torch._guards import detect_fake_mode
 
 
 def upload(array: np.ndarray | Tensor, device: torch.device | str) -> Tensor:
-    """Return an array, or a tensor of the host, as a tensor of the device, which can be used at once; on a CPU it is the same memory."""
+    """Return an array, or a tensor of the host, as a tensor of the device, usable at once; on a CPU it is the same memory."""
     tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
     device = torch.device(device)
     if device.type == "cpu":

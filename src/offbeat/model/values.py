@@ -23,7 +23,7 @@ class ValueHead(nn.Linear):
     """A linear layer to one number, which computes in float32 under autocast, too. It begins with zeros, so that every value is 0.
 
     Attributes:
-        mean, scale: [] float32, the units of what a layer with a bias gives: a value is `mean` plus `scale` times that.
+        mean, scale: [] float32, the units of the outputs of a layer with a bias: a value is `mean` plus `scale` times the output.
     """
 
     def __init__(self, hidden_size: int, *, bias: bool = True) -> None:
@@ -74,10 +74,10 @@ def put_value_head(model: PreTrainedModel, *, bias: bool = True) -> None:
 
 @torch.no_grad()
 def check_value_head(model: PreTrainedModel) -> None:
-    """Check that what the model gives is what its head gave; collective if the model is divided.
+    """Check that the model returns its head's output unchanged; collective if the model is divided.
 
     Raises:
-        ModelError: the model computes with what its head gives.
+        ModelError: the model changes its head's output.
     """
     head = model.get_output_embeddings()
     assert isinstance(head, ValueHead), "the head has been replaced"

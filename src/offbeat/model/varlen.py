@@ -152,7 +152,7 @@ class _Varlen(torch.autograd.Function):
             assert index is not None, "only the first call has all tokens"
             part, part_lse = forward(query[index], _at(key, call.key_index), _at(value, call.key_index), call, scale)
             own, own_lse = out[index], lse[:, index]
-            share = torch.sigmoid(part_lse - own_lse).t().unsqueeze(-1)  # [U, H, 1] float32, that of the keys of this call
+            share = torch.sigmoid(part_lse - own_lse).t().unsqueeze(-1)  # [U, H, 1] float32, the share of this call's keys
             merged = torch.lerp(own.to(share.dtype), part.to(share.dtype), share).to(out.dtype)
             # Not in place: selective checkpointing may have kept the kernel's results.
             out, lse = out.index_copy(0, index, merged), lse.index_copy(1, index, torch.logaddexp(own_lse, part_lse))
@@ -162,7 +162,7 @@ class _Varlen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of query, key and value; `grads` is that of the output [R, H, D]."""
+        """Return the gradients of query, key and value; `grads` holds the gradient of the output [R, H, D]."""
         _, backward = _kernel()
         query, key, value, out, lse = ctx.saved_tensors
         grad = grads[0].contiguous()
@@ -218,7 +218,7 @@ def _at(rows: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _sum_at(part: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
-    """Sum rows that belong to the same token, in float32 at least."""
+    """Sum rows [N, H, D] that belong to the same token, in float32 at least, to the shape of `like` [R, H, D]."""
     if index is None:
         return part
     wide = torch.promote_types(part.dtype, torch.float32)
@@ -226,6 +226,6 @@ def _sum_at(part: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the int64 indices of runs, one after the other."""
+    """Return [T] int64, the indices of runs, one after the other: starts [0, 5] and lengths [2, 3] give [0, 1, 5, 6, 7]."""
     offsets = np.cumsum(lengths) - lengths
     return np.repeat(starts - offsets, lengths) + np.arange(lengths.sum())

@@ -31,7 +31,7 @@ class Vocabulary:
         return cls(start, start + count, weight.device_mesh.get_group())
 
     def own(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the columns of [m] int64 tokens, and [m] bool for which of them they are others' (whose column is any); None for none."""
+        """Return the columns [M] int64 of tokens, and [M] bool for those of other parts (whose column is any); None if there are none."""
         if self.group is None:
             return targets, None
         return (targets - self.start).clamp(0, self.stop - self.start - 1), (targets < self.start) | (targets >= self.stop)
@@ -42,7 +42,7 @@ class Vocabulary:
         Args:
             normalizer: [U] float32, log of the sum of exponentials.
             means: [U] float32, mean logit under the softmax; [0] if it is not wanted.
-            picked: [M] float32, picked logits; 0 for those of other parts.
+            picked: [M] float32, picked logits; 0 for tokens of other parts.
         """
         if self.group is None:
             return
@@ -58,7 +58,7 @@ class Vocabulary:
         picked.copy_(logits)
 
     def sum(self, gradient: Tensor | None) -> Tensor | None:
-        """Sum the gradient of what all parts were computed from, in place; collective."""
+        """Sum the gradient of the shared input [U, H] over all parts, in place; collective."""
         if self.group is not None and gradient is not None:
             dist.all_reduce(gradient, group=self.group)
         return gradient
