@@ -1,7 +1,7 @@
-"""The workflow "agent": programs that call the model over HTTP, as they would any other, while the proxy records what they are answered.
+"""The workflow "agent": programs that call the model over HTTP, as they would any other, while the proxy records the answers.
 
-A program is given a base URL, a key of its episode alone, and a row. What it asks and is answered becomes the episode's trajectories; what
-it returns is the reward.
+A program is given a base URL, such as "http://127.0.0.1:40123/v1", a key of its episode alone, and a row. Its calls and their answers
+become the episode's trajectories; its return value is the reward.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class Player(Protocol):
     """Runs an agent for one episode."""
 
     async def play(self, task: AgentTask, off_the_clock: Waiting) -> Played:
-        """Wait for a place, as `Episode.off_the_clock`, and run it to its end; if this is cancelled, it is ended.
+        """Wait for a place through `off_the_clock`, and run the agent to its end. Cancelling this ends the agent.
 
         Raises:
             DeadlineError: it took longer than the task allows, once it had begun.

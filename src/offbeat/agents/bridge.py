@@ -1,7 +1,8 @@
 """Plays environments of libraries that own their loop and the versions of their packages: under another Python, over a pipe.
 
-The other end is a single file in `bridges`. Both write lines of JSON. The first tells it what to load; then each episode is a line with a
-number, a row, a base URL and a key, which is answered, in any order, by a line with that number, the reward and what was measured besides.
+The other end is a single file in `bridges`. Both write lines of JSON. The first line names the environment and its options. Each episode is
+then a line such as {"id": 3, "row": ..., "base_url": ..., "api_key": ...}; the bridge answers in any order, by lines with the same "id",
+the reward and metrics.
 
     BridgePlayer._read   consumes lines of the bridge; produces answers; woken by the bridge or its death
 """
@@ -47,12 +48,12 @@ class BridgePlayer:
         """Prepare a bridge.
 
         Args:
-            name: "LIBRARY:ENVIRONMENT".
+            name: "LIBRARY:ENVIRONMENT", such as "verifiers:my_env".
             python: the interpreter; "" for this one.
             options: of the environment.
             model: name of the model, for its calls.
             allowed: environment variables that it sees although they look like secrets.
-            host: under which it reaches the proxy.
+            host: name or address under which it reaches the proxy.
         """
         library, _, environment = name.partition(":")
         self._file = Path(bridges.__file__).with_name(f"{library}_bridge.py")

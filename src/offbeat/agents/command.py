@@ -1,4 +1,4 @@
-"""Runs agents that are commands: one process group for each episode, which is ended with it, whatever it has started meanwhile."""
+"""Runs agents that are commands: one process group for each episode, ended together with the episode."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from offbeat.hosts import LOOPBACK
 from offbeat.rollout.episode import Waiting, on_the_clock
 
 _KEPT_BYTES = 64 << 10
-"""How much of the end of an episode's output is kept."""
+"""Bytes kept of the end of an episode's output."""
 
 _LOG_BYTES = 8 << 20
 _LAST_WORDS_S = 1.0
@@ -42,7 +42,7 @@ class CommandPlayer:
             log_dir: folder of agent.log, which gets the end of each episode's output; the newest of it are kept.
             memory_bytes: memory limit of each process; 0 for none.
             allowed: environment variables that it sees although they look like secrets.
-            host: under which it reaches the proxy.
+            host: name or address under which it reaches the proxy.
         """
         self._command = list(command)
         self._places = Places(num_episodes)
@@ -63,7 +63,7 @@ class CommandPlayer:
         """Run the command to its end.
 
         Raises:
-            CodeError: it ended with an error; quotes the end of what it wrote.
+            CodeError: it ended with an error; quotes the end of its output.
         """
         with tempfile.TemporaryDirectory(prefix="offbeat-row-", ignore_cleanup_errors=True) as folder:
             file = Path(folder) / "row.json"
@@ -81,7 +81,7 @@ class CommandPlayer:
 async def run(
     command: Sequence[str], environment: Mapping[str, str], *, memory_bytes: int, log: logging.Logger,
 ) -> tuple[int, str, str]:
-    """Run a command in a process group of its own; returns its exit code and the ends of what it wrote to stdout and stderr."""
+    """Run a command in a process group of its own; returns its exit code and the ends of its stdout and stderr, such as (0, "0.5", "")."""
     # Pipes of our own, since asyncio's let nobody see that a process has ended as long as something that it has started holds one.
     (out, out_end), (err, err_end) = os.pipe(), os.pipe()
     try:
@@ -101,7 +101,7 @@ async def run(
     try:
         code = await process.wait()
     finally:
-        end_group(process.pid)  # also what it left running, which may hold its pipes
+        end_group(process.pid)  # also processes that it left running, which may hold its pipes
         await asyncio.shield(process.wait())
         await asyncio.wait(reading, timeout=_LAST_WORDS_S)  # a process that has left the group may hold them for ever
         for each in reading:

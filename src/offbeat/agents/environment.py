@@ -1,4 +1,4 @@
-"""What an environment is: somebody who speaks first, answers what the model said, and says what that was worth.
+"""The interface of environments: one speaks first, answers each message of the model, and rewards it.
 
 Tools, classes with tools, games and the environments of other libraries are all played as one of these, in processes of their own, by the
 one loop in `played`. An environment of a user is a class with `reset` and `step`; see `environments.own`.
@@ -14,16 +14,16 @@ from offbeat.data.row import Row
 
 @dataclass(frozen=True)
 class View:
-    """What an environment shows to whoever plays next.
+    """An environment's reply: messages for the player who is next, and the reward of the answer before.
 
     Attributes:
-        messages: what has been said to that player since the player's last answer.
-        player: role of that player; "" where there is only one. Each has a conversation of its own.
-        reward: what the answer before earned, as a reward of its turn.
+        messages: new messages for that player since the player's last answer.
+        player: role of that player, such as "player 0"; "" where there is only one. Each has a conversation of its own.
+        reward: reward of the answer that was just taken, for its turn.
         done: whether the episode is over; nobody plays any more.
         outcome: once done, the outcome of the episode for each player; a player who is missing gets `rollout.reward` of the last answer.
         named: once done, the outcome of the only player as several rewards by name.
-        state: what the environment's state is called, where equal states can be recognised.
+        state: text that equal states of the environment have in common; empty where states cannot be recognised.
     """
 
     messages: tuple[Message, ...] = ()
@@ -43,23 +43,23 @@ class Environment(Protocol):
         ...
 
     async def step(self, answer: Message) -> View:
-        """Take what the model said."""
+        """Take the model's answer."""
         ...
 
     async def end(self) -> View:
-        """Say what an episode was worth that goes no further, because the model may say no more."""
+        """End an episode in which the model has no turns or tokens left, and return its outcome."""
         ...
 
     async def close(self) -> None:
-        """Give back what the episode holds; may come at any time after `reset`."""
+        """Release the episode's resources; may come at any time after `reset`."""
         ...
 
 
 class Stage(Protocol):
-    """What one process can play; made once, when the process starts.
+    """The source of a process's environments; made once, when the process starts.
 
     Attributes:
-        tools: what models are told that they may call.
+        tools: tools that are described to the model.
     """
 
     tools: tuple[Tool, ...]
@@ -69,7 +69,7 @@ class Stage(Protocol):
         ...
 
     async def open(self) -> None:
-        """Start what all episodes share, such as servers."""
+        """Start resources that all episodes share, such as servers."""
         ...
 
     async def close(self) -> None:

@@ -18,10 +18,10 @@ async def play_group(episode: Episode, play: Callable[[Episode, int], Awaitable[
     """Return the trajectories of all episodes; one that stands for a failure where an episode failed.
 
     Args:
-        play: plays the episode with this index; what it is given besides keeps account of that episode's time.
+        play: plays the episode with this index; its `Episode` keeps account of that episode's time.
 
     Raises:
-        Exception: that of the first episode that failed, if all failed.
+        Exception: the first episode's error, if all failed.
     """
     failures: list[Exception] = []
 

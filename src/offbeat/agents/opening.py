@@ -1,4 +1,4 @@
-"""Opens the workflow of a run: what `rollout.workflow` names, with the processes and the proxy that it needs. Called by `runs.rollouts`."""
+"""Opens the workflow that `rollout.workflow` names, with the processes and the proxy that it needs. Called by `runs.rollouts`."""
 
 import sys
 from collections.abc import Callable
@@ -30,13 +30,13 @@ SHORT_NAMES = {"single_turn": "offbeat.rollout.workflows.single_turn:single_turn
 async def open_workflow(
     stack: AsyncExitStack, config: Config, *, tokenizer: Tokenizer, log_dir: Path | None, tell: Callable[[str], None],
 ) -> Workflow:
-    """Return the workflow; what it has started ends with `stack`.
+    """Return the workflow; its processes and its proxy end with `stack`.
 
     Args:
         tell: called with a sentence when a process of user code had to be replaced.
 
     Raises:
-        CodeError: there is no such workflow, or what it plays cannot be found or loaded.
+        CodeError: there is no such workflow, or its agent, environment or tools cannot be found or loaded.
         MissingExtraError: a library is not installed.
         ModelError: the tokenizer has no chat template, or writes no tools in the given format.
     """

@@ -1,4 +1,4 @@
-"""How many episodes are played at the same time. Used by all that play some in processes of their own."""
+"""Limits how many episodes are played at the same time. Used by every player that runs episodes in processes of their own."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,7 +1,7 @@
 """The loop of the workflows "tool_loop" and "gym": the model answers, the environment answers it, until one of them has done.
 
-It runs where the engines are asked, so what the model is given and what it wrote stay the token ids that they were (`Recorder`). The
-environment runs in a process of its own (`PlayPool`). Each player of an episode has a conversation of its own.
+It runs in the process that calls the engines, so prompts and answers stay the token ids that they were (`Recorder`). The environment runs
+in a process of its own (`PlayPool`). Each player of an episode has a conversation of its own.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ MakeRecorder = Callable[[Episode], Recorder]
 
 @dataclass
 class _Player:
-    """A player's conversation, and what its turns earned, by the order of the calls."""
+    """A player's conversation, and the rewards of its turns by the order of its calls, such as {0: 0.0, 1: 1.0}."""
 
     recorder: Recorder
     messages: list[Message]
@@ -74,7 +74,7 @@ class PlayedWorkflow:
         return trajectories
 
     async def _converse(self, episode: Episode, seat: Seat, players: dict[str, _Player], *, session: str) -> View:
-        """Play to the end, and return what the environment said last."""
+        """Play to the end, and return the environment's last view."""
         timeout_s = self.config.step_timeout_s + _GRACE_S
         request = OpenRequest(seat.number, episode.row, seed_of(episode.row))
         view = await seat.call("open", request, View, timeout_s=timeout_s)
@@ -117,7 +117,7 @@ class PlayedWorkflow:
         return reply
 
     def _shortened(self, message: Message) -> Message:
-        """Leave out the middle of what is longer than allowed."""
+        """Leave out the middle of a message longer than `max_result_chars`."""
         most, text = self.config.max_result_chars, message.content
         if message.role == "system" or len(text) <= most:
             return message
@@ -126,7 +126,7 @@ class PlayedWorkflow:
 
 
 def _with_turns(chain: Trajectory, player: _Player) -> Trajectory:
-    """Add what each turn earned, and put the calls of all players into one order."""
+    """Add the reward of each turn, and put the calls of all players into one order."""
     return replace(chain, turns=tuple(
         replace(
             turn, reward=player.rewards.get(turn.order, 0.0), order=player.orders.get(turn.order, turn.order),

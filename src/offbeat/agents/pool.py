@@ -1,8 +1,8 @@
 """Processes that run the code of users: agents, tools and environments. Each plays many episodes at the same time.
 
-Nothing that an episode does costs another one, as long as it awaits. A process whose event loop stands still, or that dies, is replaced;
-all that it was playing learns so by `LostError`, and may be played again from its beginning. If an episode ends while a thread of its
-still runs, the process takes no further ones, and is ended as soon as the others are through.
+Episodes that await do not disturb each other. A process whose event loop stands still, or that dies, is replaced; its episodes end with
+`LostError`, and may be played again from the beginning. If an episode ends while a thread of its still runs, the process takes no further
+episodes, and is ended as soon as the others are through.
 
     PlayPool.seat      consumes free places; produces episodes in processes; waits for a place; woken by episodes that end
     _Process.watch     consumes answers to pings; produces the end of a process that gives none; waits for the deadline of each
@@ -40,7 +40,7 @@ class LostError(CodeError):
 
 
 class _Process:
-    """One process, with how many episodes it plays."""
+    """One process, and the number of episodes that it plays."""
 
     def __init__(self, child: Child, *, blocked_timeout_s: float, tell: Callable[[str], None]) -> None:
         self.child = child
@@ -95,7 +95,7 @@ class PlayPool:
     """A pool of `num_processes` processes that play one thing.
 
     Attributes:
-        tools: those that models are told of; known once the pool has been entered.
+        tools: tools that are described to models; known once the pool has been entered.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class PlayPool:
         """Prepare the pool; its processes start on entering it.
 
         Args:
-            num_episodes: how many episodes one process plays at the same time.
-            blocked_timeout_s: for how long user code may block a process.
+            num_episodes: episodes that one process plays at the same time.
+            blocked_timeout_s: seconds for which user code may block a process.
             allowed: environment variables that the processes see although they look like secrets.
             host: under which agents reach the proxy.
             tell: called with a sentence when a process had to be replaced.
@@ -139,7 +139,7 @@ class PlayPool:
 
     @asynccontextmanager
     async def seat(self, off_the_clock: Waiting = on_the_clock) -> AsyncIterator[Seat]:
-        """Give an episode a place, for which it waits `off_the_clock`; on leaving, whatever of it still runs is ended.
+        """Give an episode a place, for which it waits `off_the_clock`; on leaving, its calls that still run are ended.
 
         Raises:
             CodeError, WorkerError, DeadlineError: a replacement process does not start.

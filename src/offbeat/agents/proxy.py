@@ -1,9 +1,9 @@
 """The proxy through which agents call the model that is being trained: three dialects over HTTP in front, token ids behind.
 
 Runs on the event loop of the rollouts, for as long as `async with Proxy(...)`. A workflow opens a session per episode and gives its agent
-the URL and the key. What the agent then asks is answered by `Generate`, which chooses an engine, asks another if that one dies, and tells
-the version of each token; the session records it. A stream is sent when its answer is complete and recorded, with keep-alives before. A
-client that has gone is noticed at once.
+the URL and the key. `Generate` answers the agent's calls: it chooses an engine, asks another if that one dies, and tells the version of
+each token; the session records the answers. A stream is sent when its answer is complete and recorded, with keep-alives before. A client
+that has gone is noticed at once.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ _STATUS: dict[type[Exception], int] = {
 
 
 class Proxy:
-    """Answers agents, and records what they are answered.
+    """Answers agents, and records the answers.
 
     >>> async with Proxy(renderer, parser) as proxy:
     >>>     session = proxy.open(episode.generate, episode.sampling, limits=EpisodeLimits(max_tokens=episode.context))
@@ -60,7 +60,7 @@ class Proxy:
     >>>     proxy.close(session)
 
     Attributes:
-        url: where agents find it, without /v1, which clients of OpenAI's API add to it and those of Anthropic's do not.
+        url: where agents find it, such as "http://127.0.0.1:40123". Clients of OpenAI's API add /v1, clients of Anthropic's API do not.
         exposed: a sentence on who else reaches it; "" while it listens on this machine's own address.
     """
 
@@ -77,8 +77,8 @@ class Proxy:
             model: the name under which the model is listed. Requests may name any.
             host, port: where to listen; port 0 chooses a free one.
             told_host: name or address in `url`, for agents that do not reach this machine under `host`; "" for that.
-            keep_alive_s: how often a client that waits for a stream is sent something.
-            linger_s: how long a call runs on once its client has gone, who may try again.
+            keep_alive_s: seconds between keep-alives to a client that waits for a stream.
+            linger_s: seconds that a call runs on once its client has gone, who may try again.
         """
         self._renderer, self._parser, self._model = renderer, parser, model
         self._host, self._port, self._told_host, self._keep_alive_s = host, port, told_host or host, keep_alive_s
@@ -232,7 +232,7 @@ def _attempt(http: Request, body: bytes) -> Attempt:
 
 
 def _explain(exc: BaseException) -> Refusal:
-    """Return what a client is told of an error."""
+    """Return the reply that tells a client of an error, such as status 429 for `BusyError`."""
     if isinstance(exc, asyncio.CancelledError):
         exc = SealedError("this episode ended before the answer was complete")
     status = next((status for kind, status in _STATUS.items() if isinstance(exc, kind)), None)

@@ -1,8 +1,8 @@
-"""Records what a model has been given and what it has written in one episode, token by token, while a client sees only messages.
+"""Records the prompts and answers of one episode, token by token, while a client sees only messages.
 
 `Recorder` keeps a tree of answers. A request is matched with the answers that it repeats, and the prompt continues their tokens as they
-were sampled; what cannot be continued is rendered as a whole and begins a chain of its own. Each answer is trained on in exactly one
-trajectory.
+were sampled; a request that continues no answer is rendered as a whole and begins a chain of its own. Each answer is trained on in exactly
+one trajectory.
 Called by `sessions`; no I/O. docs/recording.md describes the rules by which messages are recognised.
 """
 
@@ -41,13 +41,13 @@ class EpisodeLimits:
 
 @dataclass(eq=False)
 class Node:
-    """An answer in the tree, with what the model was given since the answer before it.
+    """An answer in the tree, with the tokens that the model was given since the answer before it.
 
     Attributes:
         parent: the answer whose tokens its prompt continues; None if its prompt was rendered as a whole.
         given: [P] token ids between the parent's last token and its own first one.
         order: number of the call that it answers, among all of the episode.
-        state: what users and tools had said since the last answer.
+        state: messages of users and tools since the last answer, as JSON such as '[["user", "hello"]]'.
         is_read: whether a client has received it.
         num_children: number of prompts that continue it.
     """
@@ -97,7 +97,7 @@ class PendingTurn:
 
 @dataclass(frozen=True)
 class Continuation:
-    """A request, and what it continues: `parent`, after `num_known` of its messages, or nothing."""
+    """A request, and the answer that it continues: `parent`, after `num_known` of its messages; None if it continues none."""
 
     request: ChatRequest
     opening: str
@@ -108,7 +108,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Rendered:
-    """The tokens that a request gives, after those of `parent` unless that is None."""
+    """A request's tokens: `given` follows the tokens of `parent`, or is the whole prompt where `parent` is None."""
 
     found: Continuation
     parent: Node | None
@@ -134,9 +134,9 @@ class Recorder:
         """Begin an episode.
 
         Args:
-            sampling: the run's. Of a request, only what ends a sample and the form of its text count, because the trainer has to know the
-                distribution that tokens were sampled from, and equal seeds would make the samples of a group equal. Under a form, the
-                log-probabilities of a sample are those among the tokens that the form allows, as the engine states them.
+            sampling: the run's. A request sets only its length, stops and form of text, because the trainer has to know
+                the distribution that tokens were sampled from, and equal seeds would make the samples of a group equal. Under a form, the
+                engine's log-probabilities are normalised over the tokens that the form allows.
             keep_reasoning: leave reasoning that was sampled in the prompts of later turns, although clients and templates drop it. Without
                 it, an answer with reasoning ends its chain.
         """
@@ -156,14 +156,14 @@ class Recorder:
     # -- one call ----------------------------------------------------------------------------------------------------------------------
 
     def open(self, request: ChatRequest) -> PendingTurn:
-        """Find what the request continues, and return its prompt; errors are those of `find`, `render` and `begin`."""
+        """Find the answer that the request continues, and return its prompt; raises as `find`, `render` and `begin`."""
         return self.begin(self.render(self.find(request)))
 
     def find(self, request: ChatRequest) -> Continuation:
-        """Find what the request continues.
+        """Find the answer that the request continues.
 
         Raises:
-            RefusedError: the episode is past its limits, or the request asks for something that is not to be had.
+            RefusedError: the episode is past its limits, or the request asks for something unsupported.
         """
         if self.num_turns + request.n > self._limits.max_turns:
             raise RefusedError(
@@ -207,7 +207,7 @@ class Recorder:
         return turn
 
     def commit(self, turn: PendingTurn, sample: Sample) -> Reply:
-        """Record an answer exactly as it was sampled, and return what it says. It counts once its turn is marked as read."""
+        """Record an answer exactly as it was sampled, and return it as a message. It counts once its turn is marked as read."""
         chat = Chat(turn.request, turn.prompt, turn.opening, turn.sampling.stop, turn.sampling.stop_token_ids)
         reply = self._answering.reply(chat, sample)
         message = reply.message
@@ -265,7 +265,7 @@ class Recorder:
         """Find the longest beginning of the request that ends with an answer of ours.
 
         Returns:
-            the answer, None if there is none; how many messages there are up to it; and what identifies the request's history.
+            the answer, None if there is none; the number of messages up to it; and the digest of the request's history.
         """
         history = _tools_digest(request.tools)
         best, num_known = None, 0
@@ -286,7 +286,7 @@ class Recorder:
         return None if following is None else [*self._missing_end(parent.sample), *following]
 
     def _missing_end(self, sample: Sample) -> Sequence[int]:
-        """Return what the template writes at the end of a turn and the sample lacks: it was cut, or ended by a string or another token."""
+        """Return the template's end of a turn if the sample lacks it, as it was cut, or ended by a string or another token."""
         end = self._renderer.end_of_turn
         return () if sample.token_ids[len(sample.token_ids) - len(end) :] == end else end
 
@@ -310,7 +310,7 @@ class Recorder:
 
 @cache
 def _say_structured() -> None:
-    """Say once what structured outputs mean for training."""
+    """Warn once that structured outputs change the log-probabilities of samples."""
     logger.warning(
         "an agent asks for structured outputs: the log-probabilities of such samples are those among the tokens that the structure allows,"
         " and the trainer does not normalise over the same tokens, but over all (docs/numerics.md)")
@@ -325,7 +325,7 @@ def _distinct(values: Iterable) -> tuple:
 
 
 def _observation(messages: Sequence[Message]) -> str:
-    """Return what has been said since the assistant's last message, as text that names the state of the environment."""
+    """Return the messages since the assistant's last one, as a text for `Node.state`."""
     last = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=-1)
     return json.dumps([(message.role, message.content) for message in messages[last + 1 :]])
 
@@ -335,7 +335,7 @@ def _tools_digest(tools: Sequence[Tool]) -> bytes:
 
 
 def _digest(history: bytes, message: Message) -> bytes:
-    """Identify a chat by that of all messages but the last, and by what counts of the last.
+    """Return the digest of a chat: `history`, the digest of all messages but the last, extended by the last.
 
     Names and reasoning do not count, as clients leave them out, and neither do white space around an answer and the form of a call's
     arguments, which they rewrite.
@@ -357,6 +357,6 @@ def _parsed(arguments: str) -> object:
 
 
 def _number(text: str) -> int | float:
-    """Read 1.0 as 1, which is what a client that parses and writes it again may make of it."""
+    """Read 1.0 as 1, as a client that parses and writes arguments again may have done."""
     number = float(text)
     return int(number) if number.is_integer() else number

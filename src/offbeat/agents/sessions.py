@@ -1,4 +1,4 @@
-"""Episodes that are played over HTTP: who may record where, and what happens to calls that are repeated, given up or late.
+"""Episodes that are played over HTTP: who may record where, and how calls are treated that are repeated, given up or late.
 
 `ProxySessions` gives each episode a key that nobody can guess; whoever holds it records into that episode, and into no other. `Session`
 answers the calls of one episode through `recorder`. Called by `proxy` and by workflows, on one event loop; knows nothing of HTTP but its
@@ -24,10 +24,10 @@ MAX_NAMED = 1024
 """Largest number of sessions that share a key."""
 
 _MAX_ANSWERS, _REMEMBERED_S = 64, 600.0
-"""How many answers of a session are kept for retries, and how long: SDKs give up within minutes."""
+"""Number of answers that a session keeps for retries, and the seconds that it keeps them: SDKs give up within minutes."""
 
 _MAX_SEALED = 4096
-"""How many keys of ended sessions are remembered, so that late calls are told why they are refused."""
+"""Number of keys of ended sessions that are remembered, so that late calls are told why they are refused."""
 
 
 class UnknownKeyError(RunError):
@@ -40,11 +40,11 @@ class SealedError(RunError):
 
 @dataclass(frozen=True)
 class Attempt:
-    """What tells whether a call repeats another.
+    """The marks by which a call is recognised as a repetition of another.
 
     Attributes:
-        body: identifies what is asked, and at which endpoint.
-        idempotency: what the client calls it, the same for each try; empty if it has no name.
+        body: digest of the request and its endpoint.
+        idempotency: the client's name for the call, the same for each try; empty if it has none.
         is_retry: whether the client says that it has tried before.
     """
 
@@ -87,11 +87,11 @@ class Session:
 
     Attributes:
         id: names it in logs; tells nothing about its key.
-        key: what its clients have to send; a secret.
+        key: secret that its clients have to send, such as "sk-" and 43 characters.
     """
 
     def __init__(self, recorder: Recorder, generate: Generate, *, key: str, linger_s: float) -> None:
-        """`linger_s` is how long a call runs on without a client, who may try again."""
+        """`linger_s` is the seconds that a call runs on without a client, who may try again."""
         self.id, self.key = uuid.uuid4().hex, key
         self._recorder, self._generate, self._linger_s = recorder, generate, linger_s
         self._calls: OrderedDict[int, SharedCall] = OrderedDict()
@@ -157,12 +157,12 @@ class Session:
             call.task.cancel()
 
     def chains(self, reward: float, *, episode: int | None, agent: str = "") -> list[Trajectory]:
-        """Seal the session and return what was recorded; see `Recorder.chains`."""
+        """Seal the session and return its trajectories; see `Recorder.chains`."""
         self.seal()
         return self._recorder.chains(reward, episode=episode, agent=agent)
 
     def _tried_before(self, attempt: Attempt) -> SharedCall | None:
-        """Return the call of which this is another try; of equal ones, that whose client has the most reason to try again."""
+        """Return the call of which this is another try; among equal calls, the one whose client has the most reason to try again."""
         def reason(call: SharedCall) -> int:
             was_given_up = not (call.num_clients or call.is_read or call.has_failed)
             return 2 if was_given_up else 1 if call.has_failed else 0
@@ -192,7 +192,7 @@ class Session:
         call.has_failed = call.task.cancelled() or call.task.exception() is not None
 
     def _forget(self) -> None:
-        """Forget old answers, oldest first, except for those that somebody waits for."""
+        """Forget old answers, oldest first, except where a client waits."""
         done = [call for call in self._calls.values() if call.task.done() and not call.num_clients]
         oldest_s = time.monotonic() - _REMEMBERED_S
         for call in done:
@@ -204,7 +204,7 @@ class SessionGroup:
     """Several sessions behind one key, told apart by the X-Session-ID header. For programs that play many episodes with one key.
 
     Attributes:
-        key: what their clients have to send; a secret.
+        key: secret that their clients have to send.
     """
 
     def __init__(self, begin: Callable[[], Session], *, key: str) -> None:
@@ -242,7 +242,7 @@ class ProxySessions:
     """All sessions of a proxy, by key.
 
     Attributes:
-        linger_s: how long a call runs on without a client.
+        linger_s: seconds that a call runs on without a client.
     """
 
     linger_s: float = 10.0

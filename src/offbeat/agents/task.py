@@ -1,4 +1,4 @@
-"""What an agent is given, and what it gives back. Crosses to the processes of user code."""
+"""The input of an agent, `AgentTask`, and its result, `Played`. Cross to the processes of user code."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from offbeat.rollout.measures import numbers_of
 from offbeat.rollout.reward_pool import secret_variables
 
 EPISODE = "an episode (agent.timeout_s)"
-"""What is waited for, in messages."""
+"""Name of an episode's deadline in messages."""
 
 
 _LONGEST_VARIABLE = 128 << 10
@@ -23,11 +23,11 @@ _LONGEST_VARIABLE = 128 << 10
 
 @dataclass(frozen=True)
 class AgentTask:
-    """One episode, as an agent's function is given it.
+    """Argument of an agent's function: one episode.
 
     Attributes:
         row: the dataset's row, with its `prompt`, `answer` and `extra`.
-        base_url: for clients of OpenAI, and of most others; ends in /v1.
+        base_url: for clients of OpenAI, and of most others; such as "http://127.0.0.1:40123/v1".
         anthropic_base_url: the same without /v1, for clients of Anthropic.
         api_key: belongs to this episode alone; whoever uses it takes part in it.
         model: name of the model to ask for.
@@ -44,12 +44,12 @@ class AgentTask:
     timeout_s: float
 
     def row_text(self) -> str:
-        """Return the row as a command finds it: a JSON object."""
+        """Return the row as the JSON object that commands read, such as '{"prompt": "1+1=", "answer": "2", "solution": ""}'."""
         row = self.row
         return json.dumps({"prompt": row.prompt, "answer": row.answer, "solution": row.solution, **row.extra})
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables by which a command finds the same; a row that is too large for one is in a file alone."""
+        """Return the task as environment variables for a command; a row that is too large for `OFFBEAT_ROW` is in a file alone."""
         row = self.row_text()
         fits = len(f"OFFBEAT_ROW={row}".encode()) < _LONGEST_VARIABLE
         return {
@@ -59,20 +59,20 @@ class AgentTask:
 
 
 def environment_of_programs(environ: Mapping[str, str], *, allowed: Collection[str], host: str = LOOPBACK) -> dict[str, str]:
-    """Return the environment of programs of users: without what looks like a secret and is not in `allowed`, and reaching us directly."""
+    """Return the environment of user programs: without secrets, unless `allowed`, and with this machine reached without a proxy."""
     hidden = secret_variables(environ, allowed=allowed)
     return {name: value for name, value in environ.items() if name not in hidden} | direct(environ, host)
 
 
 @dataclass(frozen=True)
 class Played:
-    """What an agent says about its episode.
+    """Result of an agent's episode.
 
     Attributes:
         reward: None leaves it to `rollout.reward` and the last answer.
-        parts: the reward as several by name.
-        failure: why the reward it gave is none.
-        metrics: what it has measured besides, by name.
+        parts: the reward as several by name, such as {"correct": 1.0, "format": 0.2}.
+        failure: the reason why the returned value is no reward; empty if it is one.
+        metrics: further measurements by name.
     """
 
     reward: float | None = None
@@ -87,9 +87,10 @@ class Played:
 
 
 def played(returned: Any, *, of: str) -> Played:
-    """Read what user code gave as its reward: None, a number, or a mapping of names to numbers.
+    """Read the return value of user code: None, a number, or a mapping of names to numbers.
 
-    A mapping may hold a mapping "metrics" of what was measured besides; the reward is then the rest of it, or that rest's only "reward".
+    A mapping may hold "metrics", such as {"reward": 1.0, "metrics": {"tool_calls": 3}}; the reward is then the rest of the mapping, or the
+    rest's only entry "reward".
     """
     returned, metrics = _parted(returned)
     if metrics is not None and set(returned) <= {"reward"}:
@@ -106,8 +107,8 @@ def played(returned: Any, *, of: str) -> Played:
 def printed(text: str, *, of: str) -> Played:
     """Read the reward that a command printed as its last line: a number, true or false, or a JSON object of names and numbers.
 
-    An object may hold the reward under "reward" alone, with other things beside it, among them an object "metrics" of what was measured.
-    What stands under "reward" and is no reward, such as a text, is a failure; null leaves it to `rollout.reward`.
+    An object may hold the reward under "reward" alone, with other entries beside it, among them an object "metrics".
+    A "reward" that is none, such as a text, is a failure; null leaves it to `rollout.reward`.
     """
     last = text.strip().rpartition("\n")[2].strip()  # a line of JSON may hold other characters that splitlines takes for its end
     try:
@@ -117,13 +118,13 @@ def printed(text: str, *, of: str) -> Played:
     value, metrics = _parted(value)
     if isinstance(value, Mapping) and ("reward" in value or (metrics is not None and not value)):
         value = value.get("reward")
-    elif not isinstance(value, int | float | Mapping):  # a text or a list as the last line is what the program says
+    elif not isinstance(value, int | float | Mapping):  # a text or a list as the last line is output, not a reward
         value = None
     return replace(played(value, of=of), metrics=metrics or {})
 
 
 def _parted(returned: Any) -> tuple[Any, dict[str, float] | None]:
-    """Return a mapping without its "metrics", and what these are; None if it has none."""
+    """Return a mapping without its "metrics", and the metrics; None if it has none."""
     if not isinstance(returned, Mapping) or not isinstance(metrics := returned.get("metrics"), Mapping):
         return returned, None
     return {name: value for name, value in returned.items() if name != "metrics"}, numbers_of(metrics)

@@ -10,7 +10,7 @@ from offbeat.errors import CodeError, describe
 from offbeat.raised import describe_at
 
 _UNHELD = (StopIteration, SystemExit, KeyboardInterrupt)
-"""What no future can hold, or what leaves the event loop again when it is taken out of one."""
+"""Exceptions that no future can hold, or that end the event loop when they are taken out of one."""
 
 
 class EndedError(Exception):
@@ -66,5 +66,5 @@ async def _call(function: Callable[..., Any], *arguments: Any, **named: Any) -> 
 
 
 def blame(exc: BaseException, name: str) -> CodeError:
-    """Return the error that tells what user code raised, and where."""
+    """Return the error for an exception of user code, with its place."""
     return CodeError(f"{name} raised {describe_at(exc)}")

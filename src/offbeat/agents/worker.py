@@ -1,7 +1,7 @@
 """A process of user code: it plays many episodes at the same time. Apart from this, only user code runs in it.
 
 Coroutines of users share its event loop; plain functions get a thread each (`user_code.call`). Each episode has a number, under which it is
-opened, taken on and closed; whatever of it still runs is cancelled when it is closed. `PlayPool` calls this.
+opened, taken on and closed; closing it cancels its calls that still run. `PlayPool` calls this.
 """
 
 import asyncio
@@ -28,15 +28,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PlayLoadRequest:
-    """What a process is to play.
+    """Request to load an agent, an environment or tools.
 
     Attributes:
         program: name of an agent's function; "" for an environment.
-        stage: name of an environment, or those of tools.
-        tools: whether it is tools.
-        options: of the environment, each as in num_players=2.
+        stage: name of an environment, or names of tools.
+        tools: whether `stage` names tools.
+        options: of the environment, each such as "num_players=2".
         memory_bytes: memory limit of the process; 0 for none.
-        given: those of them that were given as objects.
+        given: the functions and classes that were given as objects.
     """
 
     program: str = ""
@@ -50,7 +50,7 @@ class PlayLoadRequest:
 
 @dataclass(frozen=True)
 class PlayLoaded:
-    """Tools of what was loaded."""
+    """Answer to `PlayLoadRequest`: the tools that were loaded."""
 
     tools: tuple[Tool, ...] = ()
 
@@ -66,7 +66,7 @@ class OpenRequest:
 
 @dataclass(frozen=True)
 class StepRequest:
-    """What the model said in an episode."""
+    """The model's answer in an episode."""
 
     episode: int
     answer: Message
@@ -188,7 +188,7 @@ class PlayWorker:
 
 
 def _log_to_stderr() -> None:
-    """Write down what Offbeat's own modules say, for the log of this process; logging of user code is left as it is."""
+    """Send log messages of Offbeat's own modules to stderr, this process's log; logging of user code is left as it is."""
     ours = logging.getLogger("offbeat")
     if not ours.handlers:
         ours.addHandler(logging.StreamHandler())

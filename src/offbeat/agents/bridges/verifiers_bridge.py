@@ -1,7 +1,7 @@
 """Plays environments of verifiers: modules with `load_environment()` (verifiers up to 0.3) and tasksets (verifiers.v1, from 0.4 on).
 
 Runs by itself under a Python that has verifiers, and imports nothing of Offbeat. `offbeat.agents.bridge` starts it, writes lines of JSON
-to it and reads lines from it; what the library prints goes to the log. With `--rows NAME [NUM]` it prints an environment's rows as JSON
+to it and reads lines from it; output of the library goes to the log. With `--rows NAME [NUM]` it prints an environment's rows as JSON
 lines, for `data.path`; each has the index of its task, which an episode of that row plays.
 
 All calls of the model go through verifiers' own clients to the episode's base URL, which holds its key.
@@ -42,7 +42,7 @@ class Classic:
             for index, row in enumerate(self._rows.select(range(min(num, len(self._rows)))))]
 
     async def play(self, task: dict[str, Any]) -> dict[str, Any]:
-        """Play one episode; returns its rewards by name, weighted, and what else was measured."""
+        """Play one episode; returns its weighted rewards and its metrics, both by name."""
         row = dict(self._rows[_index(task, len(self._rows))])
         client = importlib.import_module("verifiers.types" if "verifiers.types" in sys.modules else "verifiers.legacy.types").ClientConfig(
             api_base_url=task["base_url"], api_key_var=KEY_VARIABLE, max_retries=2)
@@ -131,7 +131,7 @@ def _wanted(task: dict[str, Any]) -> int | None:
 
 
 def _index(task: dict[str, Any], num: int) -> int:
-    """Return which task an episode plays: that of the row's field `index`, else one by the seed."""
+    """Return the index of the task to play: the row's field `index`, else one by the seed."""
     wanted = _wanted(task)
     return (int(task["seed"]) if wanted is None else wanted) % num
 
@@ -186,7 +186,7 @@ def main() -> None:
             print(json.dumps(row))
         return
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the library prints is no answer
+    os.dup2(2, 1)  # output of the library is no answer
     asyncio.run(serve(out))
 
 

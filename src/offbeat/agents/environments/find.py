@@ -1,4 +1,4 @@
-"""Finds what `agent.environment` and `agent.tools` name, in the process that plays it."""
+"""Finds the environment or the tools that `agent.environment` and `agent.tools` name, in the process that plays it."""
 
 import inspect
 import shlex
@@ -25,7 +25,7 @@ ADAPTERS = {
 
 
 def find_stage(names: Sequence[str], options: Sequence[str], *, step_timeout_s: float, tools: bool) -> Stage:
-    """Return what the settings name.
+    """Return the environment or the tools that the settings name.
 
     Args:
         names: of one environment, or of any number of tools.

@@ -8,7 +8,7 @@ from offbeat.data.row import Row
 
 
 class Gem:
-    """One environment. What gem wants at the end of a prompt is put there."""
+    """One environment. The prompt ends with gem's own suffix."""
 
     def __init__(self, name: str, **options: Any) -> None:
         self._env: Any = gem.make(name, **options)

@@ -11,7 +11,7 @@ from offbeat.data.row import Row
 class OpenEnv:
     """One session of a server.
 
-    The model's text is the action's field `text_field`; with `text_field = ""`, it has to be the whole action as JSON. What it sees is the
+    The model's text is the action's field `text_field`; with `text_field = ""`, it has to be the whole action as JSON. The model sees the
     observation's field `shown_field`, or the whole observation as JSON.
     """
 

@@ -1,8 +1,8 @@
 """A class with `reset` and `step` as an environment. Those of users and the adapters of this folder are written in this form:
 
     class MyEnv:
-        def reset(self, row, seed): return "what the model sees first"             # or a list of messages
-        def step(self, text): return "what it sees next", reward_of_the_turn, done
+        def reset(self, row, seed): return "Guess a number."                       # or a list of messages
+        def step(self, text): return "Too low.", reward_of_the_turn, done
 
 Both may be coroutines. One instance plays one episode. With an attribute `tools`, typed functions or `Tool`s, models are told of these, and
 `step` is given the whole `Message` with its calls. `close`, if there is one, ends the episode; `end` may give the reward of one that has
@@ -43,7 +43,7 @@ class OwnStage:
 
 
 class _Own:
-    """An instance of a user's class, and what it has returned, checked."""
+    """An instance of a user's class, whose return values are checked."""
 
     def __init__(self, make: Callable[[], Any], name: str, *, takes_message: bool) -> None:
         self._make = make

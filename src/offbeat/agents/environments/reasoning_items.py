@@ -15,7 +15,7 @@ class ReasoningGym:
     """One item, drawn by the episode's seed."""
 
     def __init__(self, name: str, *, tries: int = 3, **options: Any) -> None:
-        """`options` are those of the task."""
+        """`options` are the task's own."""
         self._name = name
         self._options = options
         self._tries_left = tries

@@ -19,7 +19,7 @@ _ARGUMENT = re.compile(r"^\s*\**(\w+)\s*(?:\([^)]*\))?\s*:\s*(.+)$")
 def tool_of(function: Callable[..., Any]) -> Tool:
     """Describe a function.
 
-    Its docstring is the description: the text before "Args:", below which each argument may have a line, `name: what it is`.
+    Its docstring is the description: the text before "Args:", below which each argument may have a line, such as `city: name of the city`.
 
     Raises:
         CodeError: an argument has no type, or one that has no JSON schema; or it takes any number of arguments.
@@ -73,7 +73,7 @@ def read_arguments(model: type[BaseModel], text: str) -> dict[str, Any]:
 
 
 def _argument_notes(doc: str) -> dict[str, str]:
-    """Return what the docstring says about each argument, in the section "Args:"."""
+    """Return each argument's text in the docstring's section "Args:", such as {"city": "name of the city"}."""
     start = next((found for found in _SECTION.finditer(doc) if found[1] in ("Args", "Arguments", "Parameters")), None)
     if start is None:
         return {}

@@ -1,8 +1,8 @@
 """Tools as an environment: it shows the row's prompt, answers the model's calls, and is over when the model answers without a call.
 
 Tools are typed functions, or the public methods of a class in the manner of TRL's `environment_factory`: one instance for each episode,
-`reset(**row)` that may return text to add to the prompt, and an attribute `reward` that is read at the end. What goes wrong in a call is
-told to the model, which may try again.
+`reset(**row)` that may return text to add to the prompt, and an attribute `reward` that is read at the end. An error in a call is told to
+the model, which may try again.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class ToolServer(Protocol):
     async def close(self) -> None: ...
 
     async def call(self, name: str, arguments: str) -> str:
-        """Call a tool with JSON; raises for what the model is to be told."""
+        """Call a tool with arguments in JSON, such as '{"city": "Rome"}'; exceptions are told to the model."""
         ...
 
 
@@ -132,7 +132,7 @@ class _ToolEpisode:
             raise
         except CodeError:  # a server is lost, which is nothing that the model did
             raise
-        except Exception as exc:  # whatever a tool raises is for the model to read
+        except Exception as exc:  # the model reads every error of a tool
             result = f"Error: {exc if type(exc) is ValueError else describe(exc)}"
         text = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
         return Message("tool", text, call_id=called.id, name=called.name)

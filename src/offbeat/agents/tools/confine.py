@@ -1,17 +1,16 @@
 """The sandbox's child: gives up all that a calculation does not need, then runs the code that comes on its standard input.
 
-Started by `sandbox.py` as `python -I -S`, for one program each. It imports the standard library alone, and little of that, because its
-start is most of what a call costs. What it gives up it can never get back; the kernel enforces it, not Python. In this order:
+Started by `sandbox.py` as `python -I -S`, for one program each. It imports little of the standard library and nothing else, because its
+start is most of the cost of a call. It can never regain the rights that it gives up; the kernel enforces it, not Python. In this order:
 
 1. A view of the system. In mode "namespaces" it enters user, mount, network, process and IPC namespaces of its own, whose root holds the
    interpreter's libraries, read-only, and a working folder in memory. In mode "landlock" a rule set of the kernel denies to open any other
-   file. In mode "none" it can do what the user can.
+   file. In mode "none" it has all rights of the user.
 2. Capabilities, and the gain of any by executing a file.
 3. System calls, by a seccomp filter: no sockets, no processes and threads, no signals, no execution of files, no change of owners and
    permissions, nothing that administers a kernel, and none that Linux has gained since 5.1.
 
-Only then does it read on with what the model wrote. One process of one thread means that its limits of memory and time are those of the
-whole program.
+Only then does it run the model's code. As it is one process of one thread, its limits of memory and time hold for the whole program.
 """
 
 # pathlib takes half as long to import as Python to start.
@@ -68,7 +67,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def main() -> None:
     """Confine this process as the dict in its first argument says, tell the parent, and run the code on standard input."""
-    order = eval(sys.argv[1])  # noqa: S307 (the parent's own `repr`; what parses more carefully takes longer to import than all else)
+    order = eval(sys.argv[1])  # noqa: S307 (the parent's own `repr`; a safer parser takes longer to import than all else)
     code = os.fdopen(0, "rb").read().decode()
     os.open(os.devnull, os.O_RDONLY)  # is 0 again
     mode = order["mode"]
@@ -128,14 +127,14 @@ def _parts(code: str) -> list[CodeType]:
 def _show(exc: BaseException, code: str) -> None:
     """Print an exception with the code's own frames."""
     try:
-        import linecache  # noqa: PLC0415 (only what fails has to wait for these imports)
+        import linecache  # noqa: PLC0415 (only programs that fail have to wait for these imports)
         import traceback  # noqa: PLC0415
         linecache.cache["<code>"] = len(code), None, code.splitlines(keepends=True), "<code>"
         frames = exc.__traceback__
         while frames and frames.tb_frame.f_code.co_filename == __file__:
             frames = frames.tb_next
         traceback.print_exception(type(exc), exc, frames, limit=-8)
-    except MemoryError:  # what the code holds is still there
+    except MemoryError:  # the code's objects are still there
         os.write(2, f"{type(exc).__name__}\n".encode())
 
 

@@ -1,4 +1,4 @@
-"""The tool `python`: a calculator that takes programs, for tool-integrated reasoning. See `sandbox.py` for what holds them."""
+"""The tool `python`: a calculator that takes programs, for tool-integrated reasoning. `sandbox.py` confines them."""
 
 from offbeat.agents.tools.sandbox import Sandbox
 

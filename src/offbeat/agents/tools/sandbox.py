@@ -1,8 +1,8 @@
-"""Runs a program that a model wrote in a confined child process, and returns what it printed.
+"""Runs a program that a model wrote in a confined child process, and returns its output.
 
-Used by the tool `python.py` and by users' own. Each call is a new process with a fresh folder, so nothing that a program leaves is there
-for the next. `confine.py` is the child's side, and says what holds there. What this side holds whatever the kernel can: an environment
-without the parent's variables, no open files but the output, a process group that is ended with the call, and limits of time and output.
+Used by the tool `python.py` and by users' own. Each call is a new process with a fresh folder, so a program finds nothing of an earlier
+one. `confine.py` is the child's side and describes its rules. This side ensures, on any kernel, an environment without the parent's
+variables, no open files but the output, a process group that is ended with the call, and limits of time and output.
 """
 
 import contextlib
@@ -41,11 +41,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Ran:
-    """What a program did.
+    """Result of a program.
 
     Attributes:
-        output: what it printed to both streams, at most `Sandbox.output_chars` characters.
-        status: exit status; 128 and the number of the signal where one ended it.
+        output: text of both streams, at most `Sandbox.output_chars` characters.
+        status: exit status; 128 plus the number of the signal where one ended it, e.g. 137 for SIGKILL.
         ended: why it was ended before its own end; empty if it was not.
     """
 
@@ -55,7 +55,7 @@ class Ran:
 
     @property
     def text(self) -> str:
-        """The output, and how the program ended where that was not well: what a model is shown."""
+        """The text for the model: the output, and how the program ended if it failed."""
         said = self.output if not self.output or self.output.endswith("\n") else f"{self.output}\n"
         if self.ended:
             return f"{said}[ended: {self.ended}]"
@@ -186,7 +186,7 @@ def confinement() -> tuple[Confinement, str]:
 
 
 def described(found: Confinement, why: str) -> tuple[str, str]:
-    """Return what holds the programs that a model writes, and why nothing stronger does; the latter is "" if there is nothing stronger."""
+    """Return a sentence on the confinement of programs, and one on why no stronger one works; the latter is "" if none is stronger."""
     if found == "namespaces":
         return "programs that a model writes are confined by namespaces and a filter of system calls", ""
     if found == "landlock":
@@ -225,7 +225,7 @@ def _strongest() -> tuple[Confinement, str]:
 
 
 def readable(packages: Sequence[str] = ()) -> list[str]:
-    """Return the files and folders that a program may read: what the interpreter and its libraries need, and `packages`."""
+    """Return the files and folders that a program may read: those of the interpreter and its libraries, and `packages`."""
     own = [str(Path(os.__file__).parent), f"{sys.base_prefix}/lib"]
     wanted = sorted({str(Path(path).absolute()) for path in (*own, *_SYSTEM, *packages) if Path(path).exists()})
     return [path for path in wanted if not any(path.startswith(f"{other}/") for other in wanted)]
