@@ -25,7 +25,7 @@ from offbeat.telemetry.console import Console, choose_mode
 
 
 class Result(Protocol):
-    """What a command needs to know of a run's result."""
+    """The part of a run's result that commands use."""
 
     @property
     def stopped_early(self) -> bool: ...
@@ -39,7 +39,7 @@ def add_training_command(
     """Add a command that trains as CONFIG and named options say.
 
     Args:
-        function: name of what trains, for `load_run`.
+        function: name of the function that trains, for `load_run`.
         data: help of `--data`.
         rewards: whether it calls a reward.
     """
@@ -90,7 +90,7 @@ def telling_how_to_go_on(
 
 
 def given_words(*words: str) -> list[str]:
-    """Return the words of this process's own command, as a shell would be given them, with other arguments if there are some."""
+    """Return the words of this process's command for a shell, such as ["offbeat", "train", "task.toml"]; `words` replace its arguments."""
     program = Path(sys.argv[0])
     if program.name != "offbeat":  # python -m offbeat, or a program of its own
         start = [sys.executable, "-m", "offbeat"]
@@ -134,7 +134,7 @@ def run_console(config: Config, args: argparse.Namespace) -> Iterator[Console]:
 def make_console(
     config: Config, args: argparse.Namespace, stream: TextIO, *, on_open: Callable[[Console], object] | None = None,
 ) -> Console:
-    """Create the console that the arguments and [telemetry] ask for; for `on_open` see there."""
+    """Create the console that the arguments and [telemetry] ask for; for `on_open` see `Console`."""
     return Console(choose_mode(stream, as_json=args.json, enabled=config.telemetry.console), stream=stream, on_open=on_open)
 
 

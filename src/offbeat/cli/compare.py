@@ -18,7 +18,7 @@ from offbeat.evaluation.comparison import Change, SetComparison, compare
 from offbeat.evaluation.find import find_evaluation
 
 _WIDTH = 1000
-"""Of a terminal in characters: a narrow one wraps lines, and cuts no figure."""
+"""Width of the table in characters: a narrow terminal wraps its lines instead of cutting figures."""
 _MOST_TEXT = 300
 
 _DESCRIPTION = """\
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     """Compare and print.
 
     Raises:
-        ConfigError: settings were given, which a comparison does not use, or a negative number of changes.
+        ConfigError: settings were given, or a negative number of changes.
         DataError: one of them is no evaluation, or both have nothing in common.
     """
     if overrides:
@@ -95,7 +95,7 @@ def print_differences(compared: Sequence[SetComparison], terminal: Terminal) -> 
 
 
 def p_text(p_value: float) -> str:
-    """Return a p-value as people write it."""
+    """Format a p-value, e.g. "0.031" or "< 0.001"."""
     return "< 0.001" if p_value < 0.001 else f"{p_value:.3f}"
 
 
@@ -113,7 +113,7 @@ def _question(prompt: Prompt) -> str:
 
 
 def _as_json(compared: SetComparison) -> dict[str, Any]:
-    """Return everything as plain values, with what is computed from them."""
+    """Return all fields and differences as plain values."""
     return {
         "set": compared.title, "prompts": compared.num_prompts, "only_first": compared.num_only_first,
         "only_second": compared.num_only_second, "mismatch": compared.mismatch,

@@ -54,7 +54,7 @@ _offbeat() {{
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a command: its long name, what it does, and the values that it takes if they are few."""
+    """An option of a command: its long name such as "--model", a summary, and its values if they are few."""
 
     name: str
     summary: str = ""
@@ -63,7 +63,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Words:
-    """What may follow a command.
+    """Words that may follow a command.
 
     Attributes:
         choices: values of its first argument, if they are few; else a file may follow.
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
 
 
 def words_of(command: str) -> Words:
-    """Return what may follow a command by its parser; nothing is known of one whose extra is not installed."""
+    """Return the words that may follow a command, from its parser; none if the command's extra is not installed."""
     try:
         parser = build_parser(command)
     except MissingExtraError:
@@ -144,7 +144,7 @@ def _bash_choice(pattern: str, option: Option) -> str:
 
 
 def zsh_script() -> str:
-    """Return the script for zsh, which runs that for bash."""
+    """Return the script for zsh, which runs the script for bash."""
     return f"#compdef offbeat\nautoload -U +X bashcompinit && bashcompinit\n{bash_script()}"
 
 

@@ -1,4 +1,4 @@
-"""`offbeat config show | check | docs`: shows what a configuration resolves to, whether it is valid, and what every setting means."""
+"""`offbeat config show | check | docs`: shows a resolved configuration, checks one, or explains every setting."""
 
 import argparse
 import json
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     """Print the requested information.
 
     Raises:
-        ConfigError: the file or an override is invalid, or what it names cannot be used.
+        ConfigError: the file or an override is invalid, or names something that cannot be used.
         CodeError: an objective or a credit of the user's own does not work.
     """
     if args.action == "docs":
@@ -86,17 +86,17 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
 
 
 def _try(config: Config) -> list[str]:
-    """Try data, rewards, workflows, objective and credit, where what loads them is installed. Raises as `run`; returns a line on each."""
+    """Try data, rewards, workflows, objective and credit, if the extra `train` is installed. Raises as `run`; returns a line on each."""
     if missing := missing_modules(TRAIN):
         return [f"note: data, rewards and workflow were not tried, which needs {missing} not installed; run pip install 'offbeat[train]'"]
-    from offbeat.controller.own_code import check_own_code  # noqa: PLC0415 - needs what may be missing
+    from offbeat.controller.own_code import check_own_code  # noqa: PLC0415 - needs packages that may be missing
     from offbeat.runs.check import check_named, pairs_in  # noqa: PLC0415
 
     return [*check_named(config), *check_own_code(config), *rates_of_check(config, pairs=pairs_in(config.data))]
 
 
 def _about(config: Config) -> Iterator[str]:
-    """Yield lines on the chosen algorithm: what each of its steps computes, and which of its settings cannot act."""
+    """Yield lines on the chosen algorithm: the computation of each of its steps, and settings that cannot act."""
     algorithm = config.algorithm
     source = PRESETS[algorithm.preset].source
     name = f"{algorithm.preset} ({'arXiv:' if source[0].isdigit() else ''}{source})"
@@ -119,7 +119,7 @@ def _about(config: Config) -> Iterator[str]:
 
 
 def _here(config: Config) -> Iterator[str]:
-    """Yield lines on what a run would choose on this machine, none where it has no devices; `offbeat doctor` says what CPUs do."""
+    """Yield lines on the choices of a run on this machine; without devices only on number formats, since `offbeat doctor` covers CPUs."""
     devices = usable_devices()
     placed = choose_devices(config, devices=devices)
     yield from (f"note: {advice}" for advice in slow_formats(placed, cpu=this_cpu()))
@@ -159,7 +159,7 @@ def _memory(config: Config) -> Iterator[str]:
 
 
 def _teacher(config: Config) -> str:
-    """Say in which way a step's samples are scored by the teacher."""
+    """Say how the teacher scores a step's samples."""
     teacher = config.teacher
     if config.algorithm.teaches_itself:
         return f"log-probabilities under the {config.algorithm.teacher} with the answer in its context, a longer prompt"

@@ -1,4 +1,4 @@
-"""`offbeat data show`: what the model will see of the data, in tokens, and which rows cannot be used."""
+"""`offbeat data show`: prints the first rows as the model will see them, in tokens, and counts rows that cannot be used."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ from offbeat.runs.check import pairs_in
 _KINDS = {"rl": "prompts", "sft": "sequences to imitate", "pairs": "preferences"}
 _MOST_REASONS = 10
 _OPEN, _CLOSE = "⟦", "⟧"
-"""Around what is trained on, where there are no colours."""
+"""Marks around trained tokens, where there are no colours."""
 
 _DESCRIPTION = """\
 Show the first rows of the data as the model will see them: the text of their tokens, with the trained tokens in green (in ⟦ ⟧
@@ -49,7 +49,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Print the first rows and what there is to say of all.
+    """Print the first rows and a summary of all.
 
     Raises:
         ConfigError: `-n` is negative, or the configuration is wrong.

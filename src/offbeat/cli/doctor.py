@@ -1,4 +1,4 @@
-"""`offbeat doctor`: examines this machine and says, line by line, what a run would find and what to do about problems.
+"""`offbeat doctor`: examines this machine and prints one line for each check, with advice on problems.
 
 torch is queried in a separate process, so the command opens no device context and survives a torch that cannot be imported.
 """
@@ -66,7 +66,7 @@ examples:
 
 @dataclass(frozen=True)
 class Check:
-    """One line: what was examined, whether it is fine, what was found, and what to do if it is not fine.
+    """One line: the subject, such as "torch", a verdict, the finding, and advice if it is not fine.
 
     "warn" means that a run works without it or will be slow; "fail" means that no run can work.
     """
@@ -139,7 +139,7 @@ def check_torch() -> Check:
 
 
 def check_cpu(cpu: Cpu) -> Check:
-    """Say what the CPU multiplies quickly, by which "auto" chooses number formats."""
+    """Say which number formats the CPU multiplies quickly; "auto" chooses among them."""
     return Check("CPU", "ok", f"{cpu}; products in bfloat16 are {'quick' if cpu.has_bf16 else 'many times slower than in float32'}")
 
 
@@ -190,7 +190,7 @@ def check_port() -> Check:
 
 
 def check_defaults() -> list[Check]:
-    """Say what a run of a model would do on this machine where its configuration leaves that open, and why."""
+    """Say how a run of a model would fill in open settings on this machine, and why."""
     devices = usable_devices()
     config = choose_devices(Config.model_validate({"model": {"path": "a model", "dtype": "auto"}}), devices=devices)
     device = smallest_device() if config.train.devices_per_rank else None

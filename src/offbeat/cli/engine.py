@@ -89,7 +89,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         raise ConfigError(
             f"--host {args.host} can be reached by other machines, so this engine needs a key: set OFFBEAT_API_KEY or give --key-file, or "
             "listen on 127.0.0.1")
-    bind(args.host, args.port, who="the engine").close()  # what listens there is found before a process has loaded its libraries
+    bind(args.host, args.port, who="the engine").close()  # a taken port is found before a process has loaded its libraries
     model = check_model_folder(args.model)
     load_tokenizer(model)
     dtype = engine_format(args.dtype, device=args.device)

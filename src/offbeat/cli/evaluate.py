@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from offbeat.runs.evaluation import OnProgress, Progress
 
 _WIDTH = 1000
-"""Of a terminal in characters: a narrow one wraps lines, and cuts no figure."""
+"""Width of the table in characters: a narrow terminal wraps its lines instead of cutting figures."""
 
 _OF_ONE_PROCESS = (("run.mode", "controller"), ("rollout.single_rank_load", "true"))
 """Settings of a run that do not hold for the evaluation of its export."""
@@ -117,7 +117,7 @@ def _print(results: Sequence[ModelResult]) -> None:
 
 
 def print_table(results: Sequence[ModelResult]) -> None:
-    """Print a row for each set and model; a column stands only where there is something for it."""
+    """Print a row for each set and model; empty columns are left out."""
     rows = [(result.model, each) for result in results for each in result.evaluations]
     order = list(dict.fromkeys(each.name for _, each in rows))
     rows.sort(key=lambda row: order.index(row[1].name))
@@ -136,7 +136,7 @@ def print_table(results: Sequence[ModelResult]) -> None:
 
 
 def _compare(first: ModelResult, others: Sequence[ModelResult]) -> None:
-    """Print how each other model differs from the first, prompt by prompt."""
+    """Print the differences of each other model from the first, prompt by prompt."""
     terminal = Terminal(highlight=False, width=_WIDTH)
     for other in others:
         terminal.print(Text(f"\nA  {first.model}\nB  {other.model}"))
@@ -148,7 +148,7 @@ def _compare(first: ModelResult, others: Sequence[ModelResult]) -> None:
 
 @contextmanager
 def shown(terminal: Terminal | None) -> Iterator["OnProgress"]:
-    """Yield what shows progress on a terminal, as one line that goes when all is done; nothing without one."""
+    """Yield a function that shows progress as one line on a terminal, which disappears at the end; without a terminal it shows nothing."""
     if terminal is None:
         yield lambda _progress: None
         return

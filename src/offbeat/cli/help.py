@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 _COLUMNS = 100
 _LABELS = 16
-"""Columns in which an argument's name may stand beside what it means."""
+"""Columns for an argument's name beside its explanation."""
 _DESCRIBED = re.compile(r"( +\S.*?  +)(\S.*)")
 _WORD = r"""(?:'[^']*'|"[^"]*"|[^\s'"])+"""
 _TOGETHER = re.compile(rf"(?:-[^\s=]+ (?!-))?{_WORD}")
-"""A word, or an option with its value."""
+"""A word, or an option with its value, e.g. `--name first`."""
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -32,7 +32,8 @@ def wrapped(text: str, columns: int) -> Iterator[str]:
     r"""Yield the lines of a text: paragraphs filled, described items with a hanging indent, and long shell commands ended with \.
 
     Args:
-        text: paragraphs; indented lines are items, as in `  show   what it does`, or commands. What is indented deeper continues an item.
+        text: paragraphs; indented lines are items, e.g. `  show   the resolved configuration`, or commands. A line that is indented deeper
+            continues an item.
     """
     for line in _joined(text):
         if len(line) <= columns:

@@ -1,4 +1,4 @@
-"""`offbeat init [FOLDER]`: writes a task of one's own to begin with, its data, reward, configuration and notes, and trains nothing."""
+"""`offbeat init [FOLDER]`: writes a first task (data, reward, configuration and notes) and trains nothing."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from offbeat.cli.help import HelpFormatter
 from offbeat.errors import ConfigError, StorageError
 
 _RUN = "my-task"
-"""Stands for the name of the run in the texts below, and is the folder where none is given."""
+"""Placeholder for the name of the run in the texts below, and the default folder."""
 _NUM_ROWS = 4000
 _NUM_DIGITS = 8
 
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
 
 
 def _run_name(folder: Path) -> str:
-    """Return the name of a folder as a run may have it."""
+    """Return the name of a folder with other signs than a run's name may have replaced, e.g. "my-task" for "my task"."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).lstrip("._-") or _RUN
 
 

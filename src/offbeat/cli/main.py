@@ -28,9 +28,9 @@ class Command:
     Attributes:
         group: heading under which the list shows it.
         module: module of `offbeat.cli` that adds its arguments and runs it.
-        summary: what the list says of it.
+        summary: its line in the list.
         needs_train: whether it loads models or runs workers, for which the extra `train` must be installed. Such work goes on when
-            nobody reads any more what it prints.
+            nobody reads its output any more.
     """
 
     group: str
@@ -119,10 +119,10 @@ def _run(argv: list[str]) -> int:
 def build_parser(command: str) -> argparse.ArgumentParser:
     """Return the parser of one command, or a list of all commands if the name is none of them.
 
-    Importing what the other commands need takes longer than most commands run.
+    Importing the modules of the other commands takes longer than most commands run.
 
     Raises:
-        MissingExtraError: the command trains, and what that needs is not installed.
+        MissingExtraError: the command trains, and the extra `train` is not installed.
     """
     parser = argparse.ArgumentParser(
         prog="offbeat", usage="offbeat [-h] [--version] [--debug] COMMAND ...", description=f"{_DESCRIPTION}\n{_command_list()}",
@@ -156,7 +156,7 @@ def _no_command(name: str) -> str:
 
 
 def _not_understood(unknown: Sequence[str]) -> list[str]:
-    """Return each word that the parser left over once, without those that stand after an option and may be its value."""
+    """Return each word that the parser left over, once, without words after an option, which may be its value."""
     kept, before = [], ""
     for word in unknown:
         if not _is_option(before) or "=" in before or _is_option(word):
@@ -170,7 +170,7 @@ def _is_option(word: str) -> bool:
 
 
 def _no_argument(word: str, command: str) -> str:
-    """Say what to do about a word that the command does not understand, such as a setting without its section."""
+    """Return advice on a word that the command does not understand, such as a setting without its section."""
     if not _is_option(word):
         return f"'offbeat {command}' has no use for {word!r}; 'offbeat {command} --help' shows what it takes"
     name = word.partition("=")[0]
@@ -185,7 +185,7 @@ def _no_argument(word: str, command: str) -> str:
 
 @contextmanager
 def loading_hint() -> Iterator[None]:
-    """Say on a terminal that libraries are loaded, which takes seconds where a command trains, and take it back."""
+    """Show on a terminal that libraries are being loaded, for seconds if the command trains, and remove the text at the end."""
     says = sys.stdout.isatty() and "--json" not in sys.argv
     if says:
         sys.stdout.write("offbeat: loading")
@@ -210,7 +210,7 @@ class _Version(argparse.Action):
 
 
 def print_error(exc: OffbeatError) -> None:
-    """Print one sentence on stderr, and before it, for a failed run, its processes' notes, so that the last lines say what went wrong."""
+    """Print the error on stderr in one sentence; before it, for a failed run, its processes' long notes, so that the error comes last."""
     notes = getattr(exc, "__notes__", []) if exc.exit_code == 1 else []
     lines = [*(note for note in notes if "\n" in note), f"offbeat: {exc}", *(f"  {note}" for note in notes if "\n" not in note)]
     # Written at once, because in SPMD mode every rank writes to the same terminal.

@@ -1,6 +1,6 @@
 """`--model`, `--data`, `--reward` and the like: the arguments of `offbeat.train` by their names, so that training needs no file.
 
-Each is short for settings (`--model` for `--model.path`), and means what the argument of the Python function means.
+Each is short for settings, such as `--model` for `--model.path`, and means the same as the argument of the Python function.
 """
 
 import argparse
@@ -19,7 +19,7 @@ _SHORT_FOR = {
     "evaluate": ("data.heldout_path",),
     "name": ("run.name",),
 }
-"""Settings that each option sets or stands in the place of; the first is named in errors."""
+"""Settings that each option sets or replaces; errors name the first."""
 
 
 def add_named_arguments(parser: argparse.ArgumentParser, *, data: str, rewards: bool = False) -> None:
@@ -46,10 +46,10 @@ def named_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def named_config(args: argparse.Namespace, overrides: Sequence[Override], *, command: str = "") -> Config:
-    """Return the configuration that a file, settings and named options say.
+    """Return the configuration of a file, settings and named options together.
 
     Args:
-        command: which needs data; "" needs none.
+        command: name of a command that needs data; "" needs none.
 
     Raises:
         ConfigError: there is no data, something is given twice, or a setting cannot be used.

@@ -45,7 +45,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Send the model and print its address, or print what would be sent.
+    """Send the model and print its address, or print a list of the files that would be sent.
 
     Raises:
         ConfigError: settings were given, the name is not as OWNER/NAME, or the run has no adapter.

@@ -40,18 +40,18 @@ examples:
 """
 
 _PIPE_WIDTH = 120
-"""Columns of a list that is not written to a terminal, unless $COLUMNS says otherwise."""
+"""Width in characters of a list that is not written to a terminal, unless $COLUMNS gives it."""
 _LEAST_TEXT = 12
-"""Columns that a list leaves to a prompt and to a completion, even where its lines then become longer than the terminal."""
+"""Least width of a prompt and of a completion in a list, even where its lines then become longer than the terminal."""
 _MOST_REASON = 24
-"""Columns that a list gives to how rollouts ended."""
+"""Largest width of the column of reasons in a list."""
 _GAP = 2
-"""Columns of a table's padding, for each of its columns."""
+"""Padding of each column of a table, in characters."""
 _CHAT = re.compile(r"(system|user|assistant|tool): ")
 _USER = re.compile(r"(?:\A|\n)user: ")
 _RANGES = {"step": int, "reward": float, "length": int, "version": int}
 _LARGEST = 2**53
-"""Bound of numbers in filters, which the index compares."""
+"""Bound on the size of numbers in filters."""
 _SCALE = ((-0.05, ""), (-0.7, "green"), (-2.3, "yellow"), (-4.6, "dark_orange"), (float("-inf"), "red"))
 """Colour of a token by its log-probability, from this bound upwards: probability above 0.95, 0.5, 0.1, 0.01, and below."""
 
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     """Print a list of rollouts, or one of them.
 
     Raises:
-        ConfigError: settings were given, or a filter that cannot be asked.
+        ConfigError: settings were given, or a filter is invalid.
         DataError: the folder is not a run, or has no such rollout.
     """
     if overrides:
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
 
 
 def _asked(prompt: str) -> str:
-    """Return the last user message of a chat, since what comes before it is often the same in all rows; any other prompt as it is."""
+    """Return the last user message of a chat, since the messages before it are often the same in all rows; else the whole prompt."""
     return _USER.split(prompt)[-1] if _CHAT.match(prompt) else prompt
 
 
@@ -152,7 +152,7 @@ def _filter(args: argparse.Namespace) -> Filter:
 def _print_table(
     console: Console, facts: Sequence[str], texts: Sequence[str], rows: Sequence[tuple[Sequence[str], Sequence[str], str]],
 ) -> None:
-    """Print a table whose facts are never cut, and whose texts share the width that is left.
+    """Print a table whose facts are never cut, and whose texts share the remaining width.
 
     Args:
         facts, texts: titles of the columns; there are one or two texts.
@@ -175,7 +175,7 @@ def _print_table(
 
 
 def _text_widths(wanted: Sequence[int], *, room: int) -> list[int]:
-    """Divide the columns that are left: a prompt gets a third if it and the completion after it do not both fit; see `_LEAST_TEXT`."""
+    """Divide the remaining width: a prompt gets a third if it and the completion after it do not both fit; see `_LEAST_TEXT`."""
     *before, last = wanted
     widths = [min(want, max(room // 3, room - last, _LEAST_TEXT)) for want in before]
     return [*widths, min(last, max(room - sum(widths), _LEAST_TEXT))]
@@ -244,5 +244,5 @@ def _one_line(text: str) -> str:
 
 
 def _visible(text: str) -> str:
-    """Return text without characters that would steer a terminal."""
+    """Return text without the control characters of a terminal."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "·" for letter in text)

@@ -1,4 +1,4 @@
-"""`offbeat train`: reinforcement learning, as a configuration file or named options say."""
+"""`offbeat train`: reinforcement learning, from a configuration file or named options."""
 
 import argparse
 
