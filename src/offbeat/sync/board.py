@@ -1,4 +1,4 @@
-"""What the threads of one rank share: the point that it waits at, the failure that ended the group, and its last beat.
+"""State shared by the threads of one rank: the point that it waits at, the failure that ended the group, and its last beat.
 
 Fields are single references, written by one thread and read by others, so they need no lock. Only the first message of a wait counts.
 """
@@ -67,7 +67,7 @@ class Wait:
 
     @property
     def signature(self) -> str:
-        """What all ranks must agree on at this point."""
+        """Name and keys of the point, joined by NUL, which must be the same on all ranks; e.g. "step_times" without keys."""
         return "\0".join((self.name, *self.keys))
 
 

@@ -1,9 +1,9 @@
-"""Weights by broadcast: how a receiver gets a version that a sender (`dist.offer`) offers at an address.
+"""Weights by broadcast: how a receiver gets a version that a sender (`sync.offer`) offers at an address.
 
 Called by engines, on any thread; needs only torch and the standard library, so that it also runs inside another engine's process.
 Receivers arrive at the sender's store and get a ticket: a place in a process group for one round of broadcasts, or the instruction to read
-the version's folder instead. One that has the version before may take part in a round of what has changed since. When a round breaks,
-because a member died or hangs, all members drop it and the remaining ones arrive again. Every wait has a deadline.
+the version's folder instead. A receiver that has the version before may take part in a round of the changes since then. When a round
+breaks, because a member died or hangs, all members drop it and the remaining ones arrive again. Every wait has a deadline.
 """
 
 import json
@@ -60,7 +60,10 @@ class Spec:
 
 
 def cut(tensors: Iterable[Tensor], *, bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """Cut the bytes of contiguous tensors, in order, into lists of [bytes] uint8 views, `bucket_bytes` each but the last."""
+    """Cut the bytes of contiguous tensors, in order, into lists of [B] uint8 views, `bucket_bytes` per list but the last.
+
+    For example, tensors of 5 and 3 bytes in buckets of 4 give two lists: one view of 4 bytes, then views of 1 and 3.
+    """
     bucket: list[Tensor] = []
     room = bucket_bytes
     for tensor in tensors:
@@ -115,7 +118,7 @@ class Group:
         """Copy the bytes of rank 0's tensors into every member's tensors, bucket by bucket.
 
         Args:
-            tensors: contiguous, on any device; with the same dtypes and shapes in the same order on every member.
+            tensors: contiguous, of any shapes such as [V, D], on any device; the same dtypes and shapes in the same order on every member.
             device: device on which the group communicates.
 
         Raises:
@@ -152,7 +155,10 @@ class Group:
         self._is_connected = True
 
     def _broadcast(self, bucket: Tensor) -> None:
-        """Poll instead of using `work.wait` alone: with NCCL it only queues behind the broadcast, and a hanging one could not be left."""
+        """Broadcast one bucket, [B] uint8, and poll until it is complete.
+
+        `work.wait` alone would with NCCL only queue behind the broadcast, and a hanging one could not be left.
+        """
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=self._timeout_s)
         give_up_at = time.monotonic() + self._timeout_s
@@ -186,7 +192,7 @@ class Held:
 
     Attributes:
         name: its folder.
-        change: returns the tensors that follow from changes to it, as the sender has them; None if they do not fit.
+        change: applies the sender's changes to this version, and returns the new tensors; None if the changes do not fit.
     """
 
     name: str
@@ -196,8 +202,10 @@ class Held:
 def receive(address: str, *, device: torch.device, held: Held | None = None) -> dict[str, Tensor] | None:
     """Receive the tensors offered at `host:port`, on `device` or the CPU; None where they are to be read from the version's folder.
 
+    Each has the shape of its `Spec`, such as [V, D].
+
     Args:
-        held: no more is received than what has changed since, if that is offered, and fits.
+        held: the receiver's version; only the changes since then are received, if they are offered and fit.
 
     Raises:
         OSError, RuntimeError: nobody offers them there any more, no ticket came in time, or the sender could not write the folder.

@@ -1,7 +1,7 @@
 """Deals a model's tensors, of which ranks hold parts, out to the ranks that want them: each tensor whole to one rank, and to no other.
 
-Called by the trainer, on all ranks at once, where weights are published or exported. Every rank tells once what it holds; from that all
-make the same plan. Nobody ever has more than what it is dealt, what it holds, and a bucket on its way in and one on its way out.
+Called by the trainer, on all ranks at once, where weights are published or exported. Every rank tells its `Holdings` once; from these all
+make the same plan. A rank never has more than its holdings, the tensors that it is dealt, one bucket sent and one received.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ _LEAST_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Box:
-    """A block of a tensor: `sizes` elements from `offsets` on, along each of its dimensions; with a size of 0 it is nothing."""
+    """A block of a tensor: `sizes` elements from `offsets` on, along each of its dimensions; with a size of 0 it is empty."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -36,7 +36,10 @@ class Box:
         return prod(self.sizes)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the view of this block in the whole tensor."""
+        """Return the view of this block in the whole tensor.
+
+        For example, offsets (100, 0) and sizes (50, D) give rows 100 to 149 of a [V, D] tensor.
+        """
         for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             tensor = tensor.narrow(dim, offset, size)
         return tensor
@@ -50,7 +53,7 @@ class Holdings:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> "Holdings":
-        """Return what this rank holds of tensors that are its own, or in shards."""
+        """Return this rank's blocks of tensors of any shape such as [V, D]: all of a plain tensor, the shard of a DTensor."""
         return cls({name: _box(tensor) for name, tensor in tensors.items()})
 
 
@@ -76,7 +79,7 @@ class Deal:
     Attributes:
         specs: shape and number format of each tensor as it is dealt, by its name, in the order of the model.
         owners: the rank that gets each tensor.
-        parcels: what goes from rank s to rank o, in order, by (s, o); what an owner has itself stands under (o, o).
+        parcels: blocks that rank s sends to rank o, in order, by (s, o); blocks that an owner holds itself are under (o, o).
         world: number of ranks.
     """
 
@@ -89,7 +92,7 @@ class Deal:
     def plan(
         cls, holdings: Sequence[Holdings], specs: Sequence[Spec], *, together: Sequence[Sequence[str]], owners: Sequence[int],
     ) -> "Deal":
-        """Plan who gets what: about as many bytes for each owner, and each part from the nearest rank that holds it.
+        """Assign tensors to owners: about as many bytes to each, and each part from the nearest rank that holds it.
 
         Args:
             holdings: of each rank; blocks of two ranks are the same, or do not overlap.
@@ -129,11 +132,12 @@ class Deal:
         """Exchange tensors over all ranks; a collective of torch's, for the inside of a region.
 
         Args:
-            tensors: what this rank holds, its own or in shards; not modified. Who holds a part converts it before it is sent.
+            tensors: plain tensors and DTensors of this rank, of any shape such as [V, D]; not modified. The holder of a part converts
+                it before it is sent.
             rank: rank of this process.
 
         Returns:
-            CPU tensors that this rank is dealt, by name.
+            CPU tensors that this rank is dealt, by name, each whole.
         """
         limit = max(BUCKET_BYTES // self.world, _LEAST_BYTES)
         dealt = {name: torch.empty(self.specs[name].shape, dtype=self.specs[name].torch_dtype) for name in self.names(rank)}
@@ -151,7 +155,7 @@ class Deal:
         return dealt
 
     def _exchange(self, parts: Sequence[list[Tensor]], lengths: Sequence[int], inboxes: "Mapping[int, _Inbox]") -> None:
-        """Send each rank its bytes, which are dropped as soon as they are copied, and take as many from each as `lengths` says."""
+        """Send each rank its bytes, [B] uint8 views that are dropped once copied, and take `lengths` bytes from each."""
         device = current_platform.device
         given = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *chain.from_iterable(parts)])
         sent = [sum(map(len, part)) for part in parts]
@@ -181,7 +185,7 @@ class _Inbox:
         self._place = self._block = self._rest = torch.empty(0, dtype=torch.uint8)
 
     def take(self, data: Tensor) -> None:
-        """Put the next [n] uint8 bytes where they belong."""
+        """Write the next bytes, [B] uint8, into the blocks."""
         while len(data):
             if not len(self._rest):
                 self._place = next(self._places)

@@ -25,7 +25,7 @@ _SLOW_S = 3600.0
 
 @dataclass(frozen=True)
 class Fault:
-    """Which rank misbehaves, how, and where."""
+    """The rank that misbehaves, the kind of fault, and the point or place."""
 
     rank: int
     point: str

@@ -4,8 +4,8 @@
              processes on its machine; produces verdicts: a point's result, or a failure in every rank's mail; waits for any of these;
              woken by the caller, by Arrivals, or by the system
 
-Between cases it supervises whatever its rank waits for: a collective does not end by itself where a rank is stopped or does not join it,
-and some points have long deadlines.
+Between cases it supervises its rank's waits: a collective does not end by itself where a rank is stopped or does not join it, and some
+points have long deadlines.
 
 One of all judges gives the verdict: the first to poison a point's count, or to write the failure. If it is stopped before it has
 written, the next judge does; of several results the first one stands.
@@ -43,7 +43,7 @@ _MEET_S = 0.1
 """Interval between two checks whether all ranks have started; from then on their processes are watched."""
 
 _LOOK_AFTER_S = 0.25
-"""Interval between two checks of what this rank waits for."""
+"""Interval between two checks of this rank's wait."""
 
 _MARGIN_S = 0.25
 """Added to the patience with a stopped process, because a wait at a point may end meanwhile, and its verdict says more."""
@@ -91,7 +91,7 @@ class Judge:
         self._patience_s = patience_s
         self._cases: deque[Case] = deque()
         self._deaths = Deaths()
-        self._stopped: dict[int, tuple[str, float]] = {}  # by rank: what its process shows, and for how many seconds it has been so
+        self._stopped: dict[int, tuple[str, float]] = {}  # by rank: the text of its state, and the seconds since it stopped
         self._looked_s = time.monotonic()
         self._inquiries = 0
         self._questions = 0
@@ -120,7 +120,7 @@ class Judge:
                 self._board.fail(self._peers.store_lost())
             except Exception as exc:
                 announcement = breakage(self._board.rank, exc)
-                if not self._board.failure:  # once only, because telling the peers may be what breaks
+                if not self._board.failure:  # once only, because the announcement itself may break
                     self._board.fail(announcement.verdict)
                     self.post(announcement)
         self._deaths.close()
@@ -142,7 +142,7 @@ class Judge:
                 try:
                     self._announce(case.verdict)
                 finally:
-                    case.done.set()  # even if nothing could be told: the caller has an error of its own to raise
+                    case.done.set()  # even if the peers could not be told: the caller has an error of its own to raise
             case Broken():
                 case.verdict.put(self._on_broken(case))
             case Leave():
@@ -272,7 +272,7 @@ class Judge:
     def _announce(self, verdict: Verdict) -> Verdict:
         """Tell every rank that no point will be passed again; returns the first such verdict, which stands.
 
-        Where the store's host is stopped, nothing can be told; the ranks on its machine each see that for themselves.
+        Where the store's host is stopped, the others cannot be told; the ranks on its machine each see that for themselves.
         """
         if self._peers.host_is_stopped():
             self._board.fail(verdict)
@@ -294,7 +294,7 @@ class Judge:
         self._peers.read_cards(self._client, self._keys)
         states = {state.rank: state for status in answers.values() for state in status.states}
         states |= {state.rank: state for state in self._peers.states()}  # seen by this rank itself, and so the latest
-        silent = set(range(self._peers.world)) - {own.rank, *answers}  # what is known of these comes from their neighbours
+        silent = set(range(self._peers.world)) - {own.rank, *answers}  # their states come from their neighbours
         # These left in good order, even if their processes continue.
         states |= {rank: ProcessState(rank, "dead", "has left") for rank in silent if self._client.check([self._keys.left(rank)])}
         return Evidence(

@@ -1,4 +1,4 @@
-"""A rank's connections to the store, and what it knows of its peers' processes.
+"""A rank's connections to the store, and the states of its peers' processes.
 
 A store client serves one call at a time, and a call may block for as long as the store's host is stopped, so each thread of a rank has a
 client of its own, and the calling thread has none.
@@ -36,14 +36,14 @@ _LOOK_S = 0.1
 """Interval between two looks at a store's host that has not answered yet."""
 
 _RESOLVE_S = 0.5
-"""Interval between two questions for the address of a name that has none."""
+"""Interval between two look-ups of a host name that has no address."""
 
 
 def reach(host: str, port: int, *, timeout_s: float, server: Card | None = None) -> dist.TCPStore:
     """Connect to the store at `host`:`port`; `server`, if known, is the rank that serves it.
 
-    Torch's own timeout does not hold while the store's host is stopped, so its constructor runs in a thread that may be abandoned. A name
-    without an address is asked for again, since that of a machine that is starting may come later, and a warning says so at once.
+    Torch's own timeout does not hold while the store's host is stopped, so its constructor runs in a thread that may be abandoned. A host
+    name without an address is looked up again, with a warning, because a machine that is starting may get its address later.
 
     Raises:
         DeadlineError: the store does not answer within `timeout_s` seconds; a SyncTimeout where its host is stopped.
@@ -146,7 +146,7 @@ class Peers:
         return [card for card in list(self.cards.values()) if card.machine == self.own.machine and card.rank != self.own.rank]
 
     def states(self, among: Iterable[int] | None = None) -> tuple[ProcessState, ...]:
-        """Return what the system says of the neighbours, or of those whose rank is in `among`."""
+        """Return the process states of the neighbours, or of the ones whose rank is in `among`."""
         return tuple(observe(card) for card in self.neighbours() if among is None or card.rank in among)
 
     def store_lost(self) -> Verdict:

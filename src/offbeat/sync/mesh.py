@@ -1,4 +1,4 @@
-"""How ranks meet: the store that they find each other through, and the groups that they communicate over.
+"""The meeting of the ranks: the store through which they find each other, and the groups over which they communicate.
 
 Rank 0 hosts a store, or torchrun does, and every rank joins with a client of it. `join` returns two groups that break independently, the
 device mesh for tensors of the model and `cpu_group` (gloo) for scalars and bytes, and `sync`, the named points around both.
@@ -45,7 +45,7 @@ class MeshShape:
 
     @classmethod
     def of(cls, config: TrainConfig, *, world: int) -> Self:
-        """Return the layout of `world` ranks that [train.parallel] says."""
+        """Return the layout of `world` ranks by [train.parallel]; for example, 8 ranks with shard = 4 are 2 replicas."""
         parallel = config.parallel
         return cls(parallel.num_replicas(world), parallel.shard, parallel.cp, parallel.tp, parallel.ep)
 
@@ -116,17 +116,17 @@ class ProcessGroups:
 
     @property
     def batch_index(self) -> int:
-        """Which of these shares this rank is given, as are all ranks of its context and tensor groups."""
+        """Index of this rank's share, the same for all ranks of its context and tensor groups; e.g. 2 for rank 5 with tp = 2."""
         return self.rank // self.shape.ranks_per_share
 
     @property
     def shares(self) -> Shares:
-        """All ranks, for statistics of what they were given; the first rank of a context and tensor group speaks for it."""
+        """All ranks, for statistics of their shares; the first rank of a context and tensor group counts for it."""
         return Shares(self.sync, counts=self.rank % self.shape.ranks_per_share == 0)
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """Where parameters are in shards: over the last dimension, in as many replicas as the first has, if there are two.
+        """Mesh over which parameters are sharded: shards along the last dimension, replicas along the first of two.
 
         The ranks that divide a row hold the same parameters, so they hold shards of them, too.
         """
@@ -183,12 +183,12 @@ def join(
         shape: layout of the ranks; by default each holds a replica of the model.
         server: the rank that serves the store, if its process is known: it may die, or be stopped, before it has joined.
         on_stuck: called in another thread when this rank or a peer is stuck, in which case the calling thread may never be told.
-        on_beat: called in another thread, four times a second while this rank does some `offbeat.pulse.work`, with a text of what it does.
+        on_beat: called in another thread, four times a second while this rank does some `offbeat.pulse.work`, with its description.
 
     Raises:
         ConfigError: the shape does not fit `world` ranks.
         SyncTimeout: fewer than `world` ranks came within `config.init_timeout_s`.
-        PeerError: one of them died meanwhile.
+        PeerError: a rank died meanwhile.
     """
     shape = shape or MeshShape(world)
     shape.check(world)

@@ -3,7 +3,7 @@
 A `WeightBroadcast` serves a store at an address and runs one thread, which
     consumes   arrivals of receivers in the store
     produces   rounds: a new process group of the sender and all who have arrived, one broadcast of the whole version, and the group's end;
-               those who have the version before share a round of what has changed since
+               receivers that have the version before share a round of the changes since then
     waits for  as many receivers as are expected, or until none has come for a moment; then for one round, under a deadline
     woken by   its own clock
 A member that dies or hangs breaks its round for all members; the others arrive again and share the next. A receiver that has failed twice
@@ -44,7 +44,7 @@ class Arrival:
         number: its number.
         attempt: number of rounds it has failed.
         device: name of its accelerator, if any.
-        changes: whether it has the version before, and wants what has changed since.
+        changes: whether it has the version before, and wants only the changes since then.
     """
 
     number: int
@@ -55,7 +55,7 @@ class Arrival:
 
 @dataclass(frozen=True, eq=False)
 class Changes:
-    """What has changed since an earlier version: the folder by which receivers know that one, and CPU tensors by keys of their own."""
+    """Changes since an earlier version: that version's folder, `base`, and CPU tensors by keys of their own."""
 
     base: str
     tensors: dict[str, Tensor]
@@ -65,7 +65,7 @@ class WeightBroadcast:
     """The offer of one version, until it is closed.
 
     Attributes:
-        address: `host:port`, for `dist.broadcast.receive`.
+        address: `host:port`, for `sync.broadcast.receive`, such as "127.0.0.1:41873".
         changes_bytes: size of the changes that are offered beside the whole version, at least 1; 0 if there are none.
     """
 
@@ -76,12 +76,12 @@ class WeightBroadcast:
         """Start to serve receivers in the background; returns at once.
 
         Args:
-            state: CPU tensors by name, which must not change.
+            state: CPU tensors by name, of any shape such as [V, D], which must not change.
             host: address of this machine, as receivers reach it.
             num_receivers: number of receivers expected for the first round.
             timeout_s: time for one receiver to get the version.
             write_folder: writes the version's folder, for receivers that broadcasts do not reach.
-            changes: offered to receivers that have the version to which they are.
+            changes: offered to receivers that have their `base`.
 
         Raises:
             PortBusyError: no store can be served there.
@@ -158,7 +158,7 @@ class WeightBroadcast:
         return self._folder_ticket
 
     def _round(self, members: Sequence[Arrival], tensors: Sequence[Tensor]) -> bool:
-        """Broadcast tensors to these receivers; returns whether that succeeded as far as the sender can tell."""
+        """Broadcast tensors, of any shape such as [V, D]; returns whether that succeeded as far as the sender can tell."""
         self._num_rounds += 1
         name, world, timeout_s = f"round-{self._num_rounds}", len(members) + 1, self._round_timeout_s
         device = self._meeting_device([one.device for one in members])
@@ -176,7 +176,10 @@ class WeightBroadcast:
         return True
 
     def _meeting_device(self, names: Sequence[str]) -> torch.device:
-        """Choose where this process and the owners of these accelerators communicate: on them if each has one of its own, else on CPUs."""
+        """Return the sender's accelerator if it and every receiver have one of their own, else the CPU.
+
+        `names` are `device_name`s of the receivers, "" without an accelerator.
+        """
         everyones = [device_name(self._device), *names]
         return self._device if all(everyones) and len(set(everyones)) == len(everyones) else torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""What the operating system knows of the other ranks' processes: their state, and when they die. Used by the judge of a sync point.
+"""States and deaths of the other ranks' processes, as the operating system reports them. Used by the judge of a sync point.
 
 Only processes of the same machine and process-id namespace are visible. Linux reports how a process ended until its parent has reaped it;
 elsewhere, and afterwards, a dead process is just gone.
@@ -28,7 +28,7 @@ class Card:
     """Identity of a rank's process.
 
     Attributes:
-        started: clock ticks from boot to its start, unlike those of any other process with the same id; 0 where the system does not say.
+        started: clock ticks from boot to its start, unique among processes with the same id; 0 where the system does not say.
         machine: equal for processes that can see each other.
         hosts_store: whether its process serves the store.
     """
@@ -48,7 +48,7 @@ class Card:
 
 @dataclass(frozen=True)
 class ProcessState:
-    """What the system says of a rank's process; `text` continues "rank 1 ", as in "was killed by SIGKILL"."""
+    """State of a rank's process; `text` continues "rank 1 ", for example "was killed by SIGKILL"."""
 
     rank: int
     kind: Literal["alive", "stopped", "dead"]

@@ -42,7 +42,10 @@ _PEAKS = (
     ("H100 PCIe", 756e12), ("H100 NVL", 835e12), ("H100", 989e12), ("H800", 989e12), ("H200 NVL", 835e12), ("H200", 989e12),
     ("GH200", 989e12), ("H20", 148e12), ("B200", 2250e12), ("GB200", 2500e12), ("A100", 312e12), ("A800", 312e12), ("L40S", 362e12),
     ("L40", 181e12), ("L4", 121e12), ("MI300X", 1307e12), ("MI325X", 1307e12), ("MI250X", 383e12))
-"""Dense bfloat16 operations per second, by words that a device's name contains, from the makers' data sheets; the first row that fits."""
+"""Dense bfloat16 operations per second, from the makers' data sheets, by words of a device's name; the first row that fits.
+
+For example, "NVIDIA H100 80GB HBM3" has the words of "H100".
+"""
 
 
 _TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
@@ -66,13 +69,13 @@ class Stopwatch(ABC):
         """Return the seconds of all stretches so far, and forget them; waits for the device to have ended the last one."""
 
     def stop_after_backward(self, loss: Tensor) -> None:
-        """Stop as soon as the backward pass from `loss` has computed its gradients, before it waits for those of other ranks."""
-        # What the passes of DDP and FSDP wait for at their end is queued later than this, and so comes after it.
+        """Stop when the backward pass from `loss`, a scalar [], has computed its gradients, before it waits for other ranks."""
+        # DDP and FSDP queue their final waits later than this callback, so they run after it.
         loss.register_hook(lambda _gradient: Variable._execution_engine.queue_callback(self.stop))
 
 
 class _ThreadStopwatch(Stopwatch):
-    """Of a CPU: a thread that waits uses no time of its own."""
+    """Stopwatch of a CPU: a thread that waits uses no CPU time."""
 
     def __init__(self) -> None:
         self._sum_s = 0.0
@@ -92,7 +95,7 @@ class _ThreadStopwatch(Stopwatch):
 
 
 class _EventStopwatch(Stopwatch):
-    """Of an accelerator: events in its current stream, so that neither start nor stop waits for it."""
+    """Stopwatch of an accelerator: events in its current stream, so that neither start nor stop waits for it."""
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
@@ -172,12 +175,12 @@ class Platform:
             torch.accelerator.synchronize()
 
     def stopwatch(self) -> Stopwatch:
-        """Return a stopwatch for what this thread computes."""
+        """Return a stopwatch for the computation of this thread."""
         return _ThreadStopwatch() if self.is_cpu else _EventStopwatch(self.device_type)
 
     @property
     def device_name(self) -> str:
-        """What the device's driver calls it; empty on a CPU."""
+        """Name of the device by its driver, such as "NVIDIA H100 80GB HBM3"; empty on a CPU."""
         return "" if self.is_cpu else torch.get_device_module(self.device_type).get_device_name(self.device)
 
     @property
@@ -205,7 +208,7 @@ class Platform:
 
 
 def peak_of(device_name: str) -> float:
-    """Return the dense bfloat16 operations per second of the device that a driver calls so; 0 if it is unknown, or a part of one."""
+    """Return the dense bfloat16 operations per second of a device by its driver's name; 0 if it is unknown, or a part of a device."""
     words = set(re.split(r"[\s-]+", device_name))
     return 0.0 if "MIG" in words else next((peak for name, peak in _PEAKS if words.issuperset(name.split())), 0.0)
 

@@ -1,8 +1,8 @@
 """Named points at which all ranks meet, each with a deadline, and the collectives behind them; `groups.sync` in every rank.
 
 No rank enters a collective before all ranks have come to its name. When one does not come, every rank, the late one included, raises the
-same error, which says who is missing, whether it is slow, stopped, dead or not answering, what it does and where; the groups stay usable,
-because gloo was never entered. A rank that died or failed ends all waits at once.
+same error, which names the missing rank, its state (slow, stopped, dead or not answering), its phase and its stack; the groups stay
+usable, because gloo was never entered. A rank that died or failed ends all waits at once.
 
 The caller waits only for its own deadline; the store, whose host may itself be stopped, is left to three threads:
 
@@ -77,7 +77,7 @@ def _is_of_collective(exc: BaseException) -> bool:
 
 
 class Sync:
-    """One rank's end, created by `offbeat.sync.mesh.join`. Methods are collective unless they say otherwise, for one thread at a time.
+    """Sync points of one rank, created by `offbeat.sync.mesh.join`. Methods are collective unless stated, for one thread at a time.
 
     Every named method raises
 
@@ -222,9 +222,9 @@ class Sync:
             return exchange.reduce_scalars(values, dist.ReduceOp.MAX, group=self.cpu_group, finish=self._soon(timeout_s))
 
     def gather(self, name: str, value: T, *, timeout_s: float | None = None, patient: bool = False) -> list[T]:
-        """Return every rank's value, ordered by rank, on every rank; frozen dataclasses of one type, or what `offbeat.data.wire` takes.
+        """Return every rank's value, ordered by rank, on every rank. The values have one type, which `offbeat.data.wire` encodes.
 
-        If it is `patient`, the wait is so with all ranks.
+        With `patient`, the wait is patient with all ranks.
         """
         data = encode(value)
         self.arrive(name, timeout_s=timeout_s, patient_with=range(self.world) if patient else ())
@@ -253,9 +253,9 @@ class Sync:
     def region(self, name: str, *, timeout_s: float | None = None) -> Iterator[None]:
         """Wait for all ranks; then the block may use torch's own collectives.
 
-        When one of them breaks, the error is a verdict as at a point, if some rank stands out. Any other exception of the block propagates
-        unchanged, after the peers have been told that this rank failed. Either way no point will be passed again, and the process must
-        end: a peer may sit in a collective that only this releases.
+        When a collective breaks, the error is a verdict as at a point, if some rank stands out. Any other exception of the block
+        propagates unchanged, after the peers have been told that this rank failed. Either way no point will be passed again, and the
+        process must end: a peer may sit in a collective that only this releases.
         """
         self.arrive(name, timeout_s=timeout_s)
         with self._inside(name):
@@ -309,7 +309,7 @@ class Sync:
                         raise
 
     def beat(self) -> None:
-        """Say that this rank is alive and waits under a deadline of its own; not collective, cheap, from any thread."""
+        """Record that this rank is alive and waits under a deadline of its own; not collective, cheap, from any thread."""
         self._board.beat_s = time.monotonic()
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Decides who is to blame for a missed sync point: pure functions from what the watchers and the system report to one text.
+"""Decides who is to blame for a missed sync point: pure functions from reports of watchers and the system to one text.
 
 The judge of one rank calls them and hands the verdict to all, so that every rank raises the same words. Each missing rank is slow (it
 answers, but is elsewhere), stopped, dead, unresponsive (alive, but its interpreter does not answer), at another point, or not started.
@@ -12,7 +12,7 @@ from offbeat.errors import PeerError, StuckError, SyncError, SyncMismatch, SyncT
 from offbeat.sync.peers import ProcessState
 
 _MAX_STACKS = 8
-"""Most stacks in one verdict; for further ranks it only says what they do."""
+"""Most stacks in one verdict; further ranks are listed without theirs."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Status:
     """A watcher's answer about its rank.
 
     Attributes:
-        phase, phase_s: what the rank does, and for how many seconds.
+        phase, phase_s: text of the rank's current phase, and for how many seconds it has lasted.
         point, n: name and number of the sync point at which it waits; "" and 0 when it does not wait.
         keys: keys of the values that it brings there; they must agree, as the point must.
         waited_s: seconds that it has waited there.
@@ -28,7 +28,7 @@ class Status:
         inside: number of the point whose collective it has entered and not left; 0 when none.
         stack: stack of the thread that waits, else of the one that entered the phase; innermost call last.
         beat_age_s: seconds since the rank last said that it waits under a deadline of its own.
-        states: what the system says of the ranks on its machine.
+        states: process states of the ranks on its machine.
         still_s: seconds for which its work has shown no sign of life, see `offbeat.pulse`; 0 where it does nothing.
         waits: whether its work waits for other ranks.
     """
@@ -52,7 +52,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a point was not passed; `text` is all that a person reads of it.
+    """Reason why a point was not passed; `text` is all that a person reads of it.
 
     Attributes:
         kind: "failed" and "stuck" are final. "stuck" is for a rank that is stopped or hangs while others wait, or for longer than allowed.
@@ -132,8 +132,8 @@ def judge_broken(evidence: Evidence, *, reason: str) -> Verdict | None:
 def judge_standstill(evidence: Evidence) -> Verdict | None:
     """Return the verdict on a collective in which this rank has waited for longer than `timeout_s`; None where a rank may progress.
 
-    Stopped and hanging ranks are found by other means. What remains are collectives that not all ranks join: either some have left the
-    region, or all wait in it, each for another.
+    Stopped and hanging ranks are found by other means. This finds collectives that not all ranks join: either some have left the region,
+    or all wait in it, each for another.
     """
     answers = evidence.answers
     if set(answers) != set(range(evidence.world)) or any(state.kind != "alive" for state in evidence.states.values()):
