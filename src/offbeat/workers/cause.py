@@ -1,4 +1,4 @@
-"""Finds which of several workers' errors is the root cause, and how the others are reported beside it. Pure; called by `group.ask_all`.
+"""Finds the root cause among the errors of several workers, and reports the others beside it. Pure; called by `worker.ask_all`.
 
 One rank's failure makes its peers fail, too: their store is gone, a collective breaks, a sync point is not reached. The run ends with the
 cause; each consequence is reported in one short line.
@@ -32,7 +32,7 @@ class Cause(IntEnum):
 
 
 def cause_of(error: Exception) -> Cause:
-    """Classify an error by its class; what torch says of a lost peer has no class of its own, so its text decides."""
+    """Classify an error by its class; torch's errors of a lost peer have no class of their own, so their text decides."""
     if isinstance(error, StuckError):
         return Cause.MISSED
     if isinstance(error, PeerError) or _TORCH_LOST_PEER.search(str(error)):
@@ -50,7 +50,7 @@ def root_cause(failures: Mapping[str, Exception]) -> str:
 
 
 def consequences(failures: Mapping[str, Exception], *, root: str) -> list[str]:
-    """Return one line for each other worker that failed, except for those that say the same as the root."""
+    """Return one line for each other worker that failed, unless its error has the root's text."""
     texts = {name: str(error) for name, error in failures.items() if name != root and str(error) != str(failures[root])}
     lines = {name: text.partition("\n")[0][:_MAX_LINE] for name, text in texts.items()}
     return [line if line.startswith(name) else f"{name}: {line}" for name, line in lines.items()]

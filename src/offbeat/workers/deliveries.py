@@ -1,6 +1,6 @@
 """Folders of this machine that others read on theirs: each is sent once to each machine, and removed there when it is gone here.
 
-Used for what engines load from folders. Folders are not written again while somebody may read them. Torch-free.
+Used for weights and adapters that engines load from folders. Folders are not written again while somebody may read them. Torch-free.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ _State = tuple[tuple[str, int, int], ...]
 
 
 class Deliveries:
-    """What has been sent where; for one event loop."""
+    """State of the folders sent to each disk; for one event loop."""
 
     def __init__(self) -> None:
         self._sent: dict[tuple[str, Path], _State] = {}
@@ -41,7 +41,7 @@ class Deliveries:
         return disk.path(place)
 
     async def _remove_gone(self, disk: Far, *, timeout_s: float) -> None:
-        """Remove from a disk what this machine has no more, so that nobody needs it there."""
+        """Remove from a disk the folders that this machine has no more, so that nobody needs them there."""
         for key in [key for key in self._sent if key[0] == disk.name and not key[1].is_dir()]:
             if self._sent.pop(key, None) is not None:
                 self._turns.pop(key, None)

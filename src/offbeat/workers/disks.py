@@ -1,9 +1,10 @@
 """Folders that travel between machines without a shared disk: in pieces, with their checksums, and put in place whole. Torch-free.
 
-A `Disk` is a folder in which folders that travel have their places: `NearDisk` on this machine, `FarDisk` on that of a worker, where a
+A `Disk` is a folder in which folders that travel have their places: `NearDisk` on this machine, `FarDisk` on a worker's machine, where a
 `DiskService` answers. `collect` copies a folder from any disks to another one: sources list their files with sizes and checksums, pieces
-are appended to files in a staging folder beside the destination, and when all have come, the staging folder is read again, compared with
-the lists, and renamed. So a folder appears complete or not at all, and at most `_FILES_AT_ONCE` pieces of each copy are in memory.
+are appended to files in a staging folder beside the destination, such as ".step-00000050.arriving", and when all have come, the staging
+folder is read again, compared with the lists, and renamed. So a folder appears complete or not at all, and at most `_FILES_AT_ONCE` pieces
+of each copy are in memory.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ class DiskFolder:
     """A folder, by its place on a disk: one or more names with "/" between them.
 
     Attributes:
-        only: patterns of the names of files that count, without those of folders; empty for all files.
+        only: patterns of file names, such as "config.json", without their folders; empty for all files.
     """
 
     place: str
@@ -73,7 +74,7 @@ class Listing:
 
 @dataclass(frozen=True)
 class ReadPiece:
-    """Asks for what a file has from `offset` on, at most `PIECE_BYTES`."""
+    """Asks for the bytes of a file from `offset` on, at most `PIECE_BYTES`."""
 
     place: str
     name: str
@@ -122,7 +123,7 @@ class DiskService(Service):
     """Answers for the folders below `root`. All methods raise StorageError: the disk fails, or a name leads out of its folder."""
 
     def __init__(self, root: Path, *, durable: bool) -> None:
-        """`durable` says whether what has arrived must survive a power cut."""
+        """`durable` says whether an arrived folder must survive a power cut."""
         self._root = root
         self._durable = durable
 
@@ -193,7 +194,7 @@ class DiskService(Service):
         return Nothing()
 
     def abandon(self, request: DiskFolder) -> Nothing:
-        """Remove what has arrived of a folder so far; the folder itself stays as it was."""
+        """Remove the arrived part of a folder; the folder itself stays as it was."""
         discard(_staging(below(self._root, request.place)))
         return Nothing()
 
@@ -256,7 +257,7 @@ class FarDisk:
 
 
 def open_scratch(parent: Path, name: str) -> Path:
-    """Make a folder for files that travel, which all processes that open it by this name share, and remove those of dead processes.
+    """Make a folder for files that travel, shared by all processes that open it by this name, and remove the folders of dead processes.
 
     Raises:
         StorageError: it cannot be made.
@@ -301,7 +302,10 @@ def below(root: Path, name: str) -> Path:
 
 
 def place_of(folder: Path) -> str:
-    """Return the place that a folder of this machine has on far disks; folders that lie beside each other do so there, too."""
+    """Return the place of a folder of this machine on far disks, such as "3f0c9a2b71d4e856/step-00000050".
+
+    The first name is a hash of the parent, so folders beside each other here are so there, too.
+    """
     folder = Path(os.path.abspath(folder))  # noqa: PTH100 (links are kept: the names are what engines and ranks know)
     return f"{hashlib.sha256(str(folder.parent).encode()).hexdigest()[:_PARENT_DIGITS]}/{folder.name}"
 
@@ -313,7 +317,7 @@ async def send(folder: Path, disk: Far, *, timeout_s: float, only: tuple[str, ..
 
 
 async def fetch(folder: Path, disks: Sequence[Far], *, merge: bool = False, timeout_s: float) -> int:
-    """Copy what far disks have of a folder to this machine; see `collect`."""
+    """Copy the parts of a folder on far disks to this machine; see `collect`."""
     what = f"{folder.name} to come from {', '.join(disk.name for disk in disks)}"
     return await collect(
         disks, DiskFolder(place_of(folder)), NearDisk(folder.parent), folder.name, merge=merge, what=what, timeout_s=timeout_s)
@@ -325,10 +329,10 @@ async def collect(
     """Copy one folder, of which each source may have a part, to another disk, where it appears complete or not at all.
 
     Args:
-        place: of the folder on the sources, and which of its files are meant.
+        place: place of the folder on the sources, and patterns of its files.
         to: place on the target.
-        merge: whether the files are added to what is there; otherwise they take its place.
-        what: names the wait in errors.
+        merge: whether the files are added to the folder that is there; otherwise they take its place.
+        what: name of the wait in errors, such as "step-00000050 to reach node 4f1c09a2b37d".
         timeout_s: time for all of it.
 
     Returns:

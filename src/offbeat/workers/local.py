@@ -40,7 +40,7 @@ class LocalLauncher:
             await asyncio.gather(*(child.stop(timeout_s=timeout_s) for child in self._children))
 
     async def reserve(self, specs: Sequence[WorkerSpec], *, timeout_s: float) -> None:
-        """Nothing: this machine starts what it is told to."""
+        """Do nothing: every worker starts on this machine."""
 
     async def start(self, spec: WorkerSpec, *, timeout_s: float) -> Worker:
         """Start a worker; see `Launcher.start`."""

@@ -66,7 +66,8 @@ class _Host:
 
         Args:
             beside: a file that the controller has put beside the log; where it is not seen, files go to this machine's own disk.
-            scratch: the folder below which they do, and a name that this launcher's workers on this machine share.
+            scratch: the parent folder of these files, "" for the one of temporary files, and the name that this launcher's workers on
+                this machine share.
         """
         os.umask(umask)
         try:
@@ -89,7 +90,7 @@ class _Host:
             return False, Failure.of(exc).pack()
 
     def read_log(self, offset: int) -> bytes:
-        """Return what this machine's own log has from `offset` on, at most a chunk."""
+        """Return the bytes of this machine's own log from `offset` on, at most a chunk."""
         assert self._own_log is not None, "only a log that the controller cannot see is asked for"
         with self._own_log.open("rb") as file:
             file.seek(offset)
@@ -119,7 +120,7 @@ class _Host:
             discard(self._own_log.parent)
 
     def clear(self) -> None:
-        """Remove what this launcher's workers have on this machine's own disk."""
+        """Remove the files of this launcher's workers from this machine's own disk."""
         if self._scratch is not None:
             discard(self._scratch)
 
@@ -197,7 +198,7 @@ class RayWorker:
             return f"{self.name} does not answer, nor does its Ray actor: {last_line(exc)}"
 
     async def stop(self, *, timeout_s: float, clears: bool = False) -> None:
-        """See `Worker.stop`; `clears` removes what this launcher's workers have on that machine's disk, too."""
+        """See `Worker.stop`; `clears` also removes the files of this launcher's workers from that machine's disk."""
         with suppress(OSError, RayError):  # a missed timeout is an OSError, and so is a full disk, which must not keep it alive
             async with asyncio.timeout(timeout_s + _MARGIN_S):
                 await self._actor.stop.remote(timeout_s)
@@ -233,14 +234,14 @@ class RayWorker:
         self._dead = True
 
     async def _follow_log(self) -> None:
-        """Copy the log from the worker's machine as it grows, until the actor is gone; what is missing then is lost with it."""
+        """Copy the log from the worker's machine as it grows, until the actor is gone; the rest is lost with it."""
         with suppress(OSError, RayError):  # `finish_log` tries again if the disk was full
             while True:
                 await asyncio.sleep(_LOG_INTERVAL_S)
                 await self._copy_log()
 
     async def finish_log(self) -> None:
-        """Copy what is missing of a log that is on another machine, and remove it there."""
+        """Copy the rest of a log that is on another machine, and remove it there."""
         if self._following is not None:
             self._following.cancel()  # only one may copy
             with suppress(OSError, RayError):  # a missed timeout, or a full disk
@@ -249,7 +250,7 @@ class RayWorker:
                     await self._actor.tidy.remote()
 
     async def clear_disk(self) -> None:
-        """Remove what this launcher's workers have on this worker's machine, where that does not see the run's files."""
+        """Remove the files of this launcher's workers from this worker's machine, if it does not see the run's files."""
         if self.disk is not None:
             with suppress(OSError, RayError):
                 async with asyncio.timeout(_MARGIN_S):
@@ -278,7 +279,7 @@ class RayLauncher:
         Args:
             num_cpus: number of cores that all workers request; a local Ray is told that it has as many, so none waits.
             wants_devices: whether any worker will request a device; a cluster that has some is refused otherwise.
-            scratch_dir: folder of files that travel, on machines that do not see those of this one; "" for that of temporary files.
+            scratch_dir: parent of files that travel, on machines that do not see this one's; "" for the folder of temporary files.
         """
         self._scratch = scratch_dir, secrets.token_hex(8)
         self._wants_devices = wants_devices
@@ -352,7 +353,7 @@ class RayLauncher:
                 worker.kill()
         else:
             stops = (worker.stop(timeout_s=self._stop_timeout_s, clears=True) for worker in self._workers)
-            await asyncio.gather(*stops, return_exceptions=True)  # what is left is ended below
+            await asyncio.gather(*stops, return_exceptions=True)  # remaining processes are ended below
         for process in self._own:
             with suppress(psutil.NoSuchProcess):
                 if process.name() not in _SERVERS:
@@ -360,7 +361,7 @@ class RayLauncher:
         for path in self._beside.values():
             path.unlink(missing_ok=True)
         try:
-            with suppress(DeadlineError):  # whatever is left then is ended below, or belongs to a cluster
+            with suppress(DeadlineError):  # remaining processes are ended below, or belong to a cluster
                 await self._thread.run("Ray to end", ray.shutdown, timeout_s=self._stop_timeout_s)
         finally:
             self._thread.close()
@@ -394,7 +395,7 @@ class RayLauncher:
         return worker
 
     def _mark(self, spec: WorkerSpec) -> str:
-        """Put a file beside the log of a worker that may be elsewhere, once for each folder, and return its path."""
+        """Put a file such as ".seen-4f1c09a2b37de856" beside a log that may be elsewhere, once per folder; return its path."""
         if self._reaper is not None or spec.log is None:
             return ""
         folder = spec.log.parent.absolute()
@@ -409,7 +410,7 @@ def _named(specs: Sequence[WorkerSpec]) -> str:
 
 
 def _listed(bundles: Sequence[Mapping[str, float]]) -> str:
-    """Say how many bundles of which size are asked for."""
+    """Return the bundles asked for as text, such as "2 times 4 CPU and 1 GPU"."""
     counts = Counter(_resources(bundle) for bundle in bundles)
     return ", ".join(f"{count} times {what}" if count > 1 else what for what, count in counts.items())
 
@@ -419,7 +420,7 @@ def _resources(bundle: Mapping[str, float]) -> str:
 
 
 def _shown_nodes() -> str:
-    """Say what the cluster has, and what of it is free."""
+    """Describe the machines of the cluster, and its free resources."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     counts = Counter(_resources(node) or "nothing" for node in nodes)
     each = ", ".join(f"{count} of {what}" for what, count in counts.items())
@@ -433,7 +434,7 @@ def _node() -> str:
 
 
 def _umask() -> int:
-    """Return this process's umask; workers elsewhere use it, so that they keep private what this process keeps private."""
+    """Return this process's umask; workers elsewhere use it, so that their files are as private."""
     os.umask(mask := os.umask(0o077))
     return mask
 

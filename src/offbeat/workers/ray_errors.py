@@ -1,6 +1,6 @@
-"""Errors of Ray, in our words: one sentence each, with what to do. `workers.ray` surrounds its calls of Ray with `translated`.
+"""Errors of Ray in our words: one sentence each, with a remedy. `workers.ray` surrounds its calls of Ray with `translated`.
 
-A worker whose actor cannot be asked any more is dead to its run, whatever has become of it: nobody knows whether it did what it was asked.
+A worker whose actor cannot be asked any more counts as dead, because nobody knows whether it carried out its last call.
 """
 
 from collections.abc import Iterator
@@ -47,8 +47,8 @@ def translated(name: str, doing: str) -> Iterator[None]:
     """Turn Ray's errors in the body into ours.
 
     Args:
-        name: of the worker that is called, or of what else Ray is asked about.
-        doing: what it is called for, as in "in train_step" or "to start".
+        name: name of the worker that is called, or of another subject, such as "this run".
+        doing: the call, for example "in train_step" or "to start".
 
     Raises:
         DeathError: the worker died, or cannot be asked any more.
@@ -69,6 +69,6 @@ def translated(name: str, doing: str) -> Iterator[None]:
 
 
 def last_line(exc: Exception) -> str:
-    """Return the last line of Ray's text, which says what happened; lines before it are details, or a remote traceback."""
+    """Return the last line of Ray's text, which is the error; lines before it are details, or a remote traceback."""
     lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
     return lines[-1] if lines else type(exc).__name__

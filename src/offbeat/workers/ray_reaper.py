@@ -1,7 +1,7 @@
-"""Ends what a killed controller leaves behind of the Ray it started: Ray's own agents outlive their parent for half a minute.
+"""Ends the processes of a local Ray after its controller was killed: Ray's own agents outlive their parent for half a minute.
 
 It is a separate process, `python -m offbeat.workers.ray_reaper`. The controller holds its standard input open and writes process ids to
-it, one per line. When the controller is gone, for whatever reason, it kills those processes and their children that still live, and ends.
+it, one per line. When the controller is gone, for any reason, it kills those processes and their children that still live, and ends.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
-"""Workers behind one interface, whoever launched them: `Launcher.start(spec)` gives a `Worker`, and `ask` calls it with types.
+"""Workers behind one interface, for any launcher: `Launcher.start(spec)` gives a `Worker`, and `ask` calls it with types.
 
-`ask_all` calls several at once that depend on each other, and finds out what really happened when they fail.
+`ask_all` calls several at once that depend on each other, and finds the root cause when they fail.
 
-What crosses is a frozen dataclass each way, encoded by `data.wire`. A `Service` is the other end: its public methods take one
-such argument.
+Requests and answers are frozen dataclasses, encoded by `data.wire`. A `Service` is the other end: its public methods take one such
+argument.
 """
 
 import asyncio
@@ -26,17 +26,17 @@ T = TypeVar("T")
 # By name, because importing Ray costs a second, and Ray is an optional extra.
 _LAUNCHERS = {"local": ("offbeat.workers.local", "LocalLauncher"), "ray": ("offbeat.workers.ray", "RayLauncher")}
 FAILED_STOP_S = 0.5
-"""After a failure, what a worker gets to end by itself. Those that were told of it have said what they know."""
+"""Time for a worker to end by itself after a failure. Workers that were told of the failure have reported theirs already."""
 
 _DOING = {
     "join": "train ranks meet", "load_model": "train ranks load the model", "train_step": "train step",
     "write_weights": "writing the weights", "score": "scoring", "save": "saving", "load": "loading the checkpoint",
     "export": "exporting the model"}
-"""Calls, as people read of them while they are waited for; others are shown by their names."""
+"""Calls as they are shown while they are waited for; others are shown by their names."""
 
 _GRACE_S = 0.3
 _CAUSE_GRACE_S = 2.0
-"""How long the others' errors are waited for after the first, and once more where the first ones are mere consequences."""
+"""Time to wait for the others' errors after the first, and once more where the first ones are mere consequences."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class WorkerSpec:
     """One worker to start.
 
     Attributes:
-        name: how people know it, such as "rank 0" or "engine 1".
-        target: "module:Class" of its `Service`.
+        name: name shown to people, such as "rank 0" or "engine 1".
+        target: "module:Class" of its `Service`, such as "offbeat.trainer.worker:TrainWorker".
         log: file for its output; None shares the terminal.
-        threads: CPU threads of its numeric libraries; also what it asks of a scheduler.
+        threads: CPU threads of its numeric libraries; also the number of cores that it requests of a scheduler.
         num_devices: accelerators it needs.
         env: further environment variables.
     """
@@ -75,10 +75,10 @@ class WorkerSpec:
 
 
 def library_environment(threads: int) -> dict[str, str]:
-    """What numeric libraries read when they load: their threads, which starve every neighbour if they spin, and how much they say.
+    """Return the variables that numeric libraries read when they load: number of threads, which must not spin, and level of logging.
 
-    Memory that was freed stays with the process, up to its own peak: activations come and go at every layer, and glibc would give the large
-    ones back each time, so that a tenth of the time went into mapping them again.
+    Freed memory stays with the process, up to its own peak: activations come and go at every layer, and glibc would give the large ones
+    back each time, so that a tenth of the time went into mapping them again.
     """
     count = str(threads)
     return {
@@ -123,7 +123,7 @@ class Worker(Protocol):
 
     @property
     def disk(self) -> "Far | None":
-        """The disk of its machine, if it does not see the folder of its log as this process does; its log is then copied every second."""
+        """Disk of its machine, if it does not see the folder of its log as this process does; its log is then copied every second."""
         ...
 
     async def call(self, method: str, payload: Payload = b"", *, timeout_s: float, patience_s: float | None = None) -> bytes:
@@ -131,7 +131,7 @@ class Worker(Protocol):
         ...
 
     async def stack(self) -> str:
-        """Where its threads are, or what the system knows of it where it does not answer."""
+        """Return the stacks of its threads, or the system's view of its process if it does not answer."""
         ...
 
     async def stop(self, *, timeout_s: float) -> None:
@@ -140,19 +140,19 @@ class Worker(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts workers somewhere. Used as `async with`; leaving it ends what it started, gently, or after an error within a moment."""
+    """Starts workers somewhere. Used as `async with`; leaving it ends its workers, gently, or after an error within a moment."""
 
     async def __aenter__(self) -> "Launcher": ...
 
     async def __aexit__(self, *exc: object) -> None: ...
 
     async def reserve(self, specs: Sequence[WorkerSpec], *, timeout_s: float) -> None:
-        """Find room for these workers, for all or for none, and keep it for them until this launcher is left, whatever becomes of them.
+        """Find room for these workers, for all or for none, and keep it for them until this launcher is left, even if they end.
 
         They are placed close together. Workers that were not announced are placed one by one when they start.
 
         Raises:
-            DeadlineError: there was not enough room in time; says what was asked for, and what there is.
+            DeadlineError: there was not enough room in time; names the resources asked for, and the ones there.
         """
         ...
 
@@ -186,8 +186,8 @@ async def ask_all(
         patience_s: for how long a worker may be stopped, or hang.
 
     Raises:
-        OffbeatError: the root cause where some fail, as raised by its worker; the others' errors are notes of one line. Where all that
-            is known is a missed deadline, notes show what every worker was doing.
+        OffbeatError: the root cause where some fail, as raised by its worker; the others' errors are notes of one line. Where only a
+            missed deadline is known, notes show every worker's stacks.
     """
     tasks = {
         worker.name: asyncio.create_task(ask(worker, method, request, reply, timeout_s=timeout_s, patience_s=patience_s))
@@ -219,12 +219,12 @@ def _note_failure(failures: dict[str, Exception], name: str, task: "asyncio.Task
 
 
 async def _explained(failures: Mapping[str, Exception], method: str, unanswered: Sequence[Worker]) -> Exception:
-    """The root cause, with what the others have to say."""
+    """Return the root cause, with the errors and stacks of the others as notes."""
     root = root_cause(failures)
     error, cause = failures[root], cause_of(failures[root])
     notes = []
     if cause is Cause.LOST_PEER and not isinstance(error, PeerError) and unanswered:
-        # All that is known is that a collective broke, of which whoever is not in it any more is a victim.
+        # It is only known that a collective broke; the ranks that have left it are its victims.
         names = " and ".join(worker.name for worker in unanswered)
         error = PeerError(f"{names} made no progress in {method}, so that a collective of the others broke ({first_line(error)})")
         notes = await asyncio.gather(*(worker.stack() for worker in unanswered))
@@ -241,7 +241,7 @@ async def _explained(failures: Mapping[str, Exception], method: str, unanswered:
 
 
 class Service:
-    """The worker's end: each public method takes a frozen dataclass or None, and returns one. Types are read from its annotations."""
+    """The worker's end: each public method takes a frozen dataclass or None, and returns one; its annotations give the types."""
 
     def handle(self, method: str, payload: bytes) -> bytes:
         """Decode, call, encode."""
