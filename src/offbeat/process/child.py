@@ -1,6 +1,6 @@
 """A child process that answers calls over a socket pair, seen from the parent. Launchers and the pools of user code are built on it.
 
-The parent uses `Child.start(spec)`, `await child.call(method, payload)` and `await child.stop()`. What runs in the child is in `serving`.
+The parent uses `Child.start(spec)`, `await child.call(method, payload)` and `await child.stop()`. The child's half is in `serving`.
 
     Child._read      consumes frames from the child; produces results; waits for the socket; woken by the child or its death
     Child._send_on   consumes frames behind one that is large; waits for the child to read; woken by the socket
@@ -28,18 +28,18 @@ from offbeat.process.frames import BEAT, CALL, CANCEL, FAILURE, HEADER, STACK, S
 
 _STACK_TIMEOUT_S = 1.0
 _MOST_BYTES = 1 << 40
-"""Size of a frame beyond which it is none, but something that was written in between."""
+"""Size of a frame beyond which it is not a frame, but bytes that something else wrote to the socket."""
 _EXIT_S = 5.0
-"""Seconds that a process has to exit when its end of the wire is closed."""
+"""Time for a process to exit when its end of the socket is closed."""
 _AT_ONCE_BYTES = 1 << 20
-"""What is handed to the socket's writer in one go, which copies what the socket does not take."""
+"""Most bytes handed to the socket's writer at once, because it copies the ones that the socket does not take."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """How to start one child.
+    """One child to start.
 
     Attributes:
         name: the name shown to people, such as "rank 0".
@@ -100,7 +100,7 @@ class Child:
         Raises:
             DeathError: the process died first; shows the end of its log.
             DeadlineError: the process was not ready in time; shows its stack. It has been killed.
-            WorkerError: the handler's constructor raised an error that is not one of Offbeat's own.
+            WorkerError: the handler's constructor raised an error that is not an `OffbeatError`.
         """
         ours, theirs = socket.socketpair()
         log = spec.log.open("ab") if spec.log else None
@@ -141,7 +141,7 @@ class Child:
                 None for as long as `timeout_s`.
 
         Raises:
-            WorkerError: the handler raised an error that is not one of Offbeat's own; names the child and the method.
+            WorkerError: the handler raised an error that is not an `OffbeatError`; names the child and the method.
             StuckError: the process was stopped, or hung, for longer than `patience_s`.
             DeathError: the process died; names it, the method and the signal or the exit code.
             DeadlineError: no answer came in time; shows the child's stacks.
@@ -176,7 +176,7 @@ class Child:
             yield await self._answer(future, f"in {method}", timeout_s=timeout_s, what=f"{method} on {self.name}")
 
     async def stack(self) -> str:
-        """Return the Python stacks of the child's threads, or what the operating system knows about a child that does not answer."""
+        """Return the Python stacks of the child's threads, or the operating system's view of a child that does not answer."""
         guess = ""
         if self.alive and not is_stopped(self.pid):
             with contextlib.suppress(TimeoutError, _GoneError):
@@ -287,7 +287,7 @@ class Child:
                 future.exception()  # there may be no waiter any more
 
     def _bound_log(self) -> None:
-        """Drop what was printed long ago, when much was; looks once a second at most."""
+        """Drop the oldest lines of a long log; looks once a second at most."""
         if self._spec.log is not None and time.monotonic() - self._log_looked_s >= 1.0:
             self._log_looked_s = time.monotonic()
             bound_log(self._spec.log)

@@ -1,4 +1,4 @@
-"""What parent and child send each other over their socket pair: frames, and exceptions in transit."""
+"""Messages of parent and child over their socket pair: frames, and exceptions in transit."""
 
 import struct
 from collections.abc import Sequence
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from offbeat import errors
 
 HEADER = struct.Struct("!QQB")
-"""Payload bytes, call id, kind."""
+"""Payload bytes, call id, kind, for example (5, 12, RESULT) before an answer of 5 bytes to call 12."""
 
 Payload = bytes | Sequence[bytes | memoryview]
-"""What a call carries: bytes, or pieces that make them up."""
+"""Argument of a call: bytes, or pieces that make them up."""
 
 READY, CALL, RESULT, FAILURE, STACK, STOP, BEAT, CANCEL = range(8)
 
@@ -29,7 +29,7 @@ class Failure:
         return cls(type(exc).__name__, str(exc), (*getattr(exc, "__notes__", ()), *notes))
 
     def to_exception(self, name: str, doing: str) -> errors.OffbeatError:
-        """Rebuild the exception: Offbeat's own errors as themselves, others as a `WorkerError` with the worker and what it was doing."""
+        """Rebuild the exception: an `OffbeatError` as itself, others as a `WorkerError` that begins e.g. "rank 0 failed in train_step"."""
         cls = getattr(errors, self.kind, None)
         if isinstance(cls, type) and issubclass(cls, errors.OffbeatError):
             exc = cls(self.text)
@@ -46,7 +46,7 @@ class Failure:
 
     @classmethod
     def unpack(cls, data: bytes) -> "Failure":
-        """Decode what `pack` encoded."""
+        """Decode the bytes of `pack`."""
         parts, at = [], 0
         while at < len(data):
             (size,) = struct.unpack_from("!Q", data, at)

@@ -3,8 +3,8 @@
 A handler with a plain `handle` is called in the main thread, one call at a time. If its `handle` is a coroutine function, the main thread
 runs an event loop: calls run concurrently and are answered in any order, and one that the parent no longer waits for is cancelled.
 
-The socket is also a lifeline: when the parent is gone, for whatever reason, the reader thread sees the end of the stream and ends the
-process. Ctrl-C and SIGTERM do not end it: the parent decides.
+The socket is also a lifeline: when the parent is gone, for any reason, the reader thread sees the end of the stream and ends the process.
+Ctrl-C and SIGTERM do not end it: the parent decides.
 
     _Server._read    consumes frames from the parent; produces queued frames, and stack dumps at once; ends the process at end of stream
     _Server._work    consumes queued frames; produces replies, one after another
@@ -37,7 +37,7 @@ class Lifeline(Protocol):
     """Lets a handler reach its parent from any thread while it answers a call."""
 
     def beat(self, work: str) -> None:
-        """Report that the child is alive and what it is doing; the parent quotes the last report if it finds the child stuck."""
+        """Report that the child is alive and does `work`; the parent quotes the last report if it finds the child stuck."""
         ...
 
     def give_up(self, error: Exception) -> None:
@@ -46,7 +46,7 @@ class Lifeline(Protocol):
 
 
 class Handler(Protocol):
-    """Interface of what a child serves. A handler with an attribute `lifeline` gets a `Lifeline` there before its first call."""
+    """Object that a child serves. A handler with an attribute `lifeline` gets a `Lifeline` there before its first call."""
 
     def handle(self, method: str, payload: bytes) -> bytes | Coroutine[None, None, bytes]:
         """Answer one call; an exception is sent to the caller. May be a coroutine function."""
@@ -61,7 +61,7 @@ class _Reaching(Protocol):
 
 
 def resolve_handler(target: str) -> Handler:
-    """Construct an instance of the class named "module:Class"."""
+    """Construct an instance of the class "module:Class", such as "offbeat.trainer.worker:TrainWorker"."""
     module, _, name = target.partition(":")
     return getattr(load_module(module), name)()
 
@@ -147,7 +147,7 @@ class _Server:
 
         loop = asyncio.get_running_loop()
         self._wake = lambda: loop.call_soon_threadsafe(take)
-        take()  # what came before there was a loop
+        take()  # frames that came before there was a loop
         await stopped.wait()
         while calls:
             await asyncio.wait(calls.values())
