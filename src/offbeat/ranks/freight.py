@@ -1,7 +1,7 @@
-"""What ranks read from folders and write into them, where their machines do not see those: it travels around each call. Torch-free.
+"""Sends the folders that a call of the ranks reads, and fetches the ones that it writes, where machines share no disk. Torch-free.
 
-Used by `WorkerRanks`. Folders that a call reads are sent to the machines of the ranks before it, folders that it writes are fetched after
-it, each rank's part of them, and all of them are removed there. Where every rank sees this process's files, nothing happens.
+Used by `WorkerRanks`. Folders are sent to the machines of the ranks before the call and fetched after it, each rank's part of them, and
+then removed there. Where every rank sees this process's files, nothing happens.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class FolderUse:
     """The folders of a call.
 
     Attributes:
-        reads: folders that all ranks read, with patterns of the files that they need, or none for all files.
+        reads: folders that all ranks read, with patterns of the files that they need, such as "config.json"; () for all files.
         writes: folders that ranks write.
         by_parts: whether each rank writes a part of them; otherwise ranks that see the same disk as rank 0 write all.
     """
@@ -38,12 +38,12 @@ class FolderUse:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """All of them."""
+        """Folders that the call reads or writes."""
         return *(folder for folder, _ in self.reads), *self.writes
 
 
 def use_of(method: str, request: Any) -> FolderUse:
-    """Return which folders a call reads and writes; `method` is its name, or "part.name"."""
+    """Return the folders that a call reads and writes; `method` is its name, or "part.name", such as "critic.save"."""
     match request:
         case Folder() if method.rpartition(".")[2] == "save":
             return FolderUse(writes=(request.folder,), by_parts=not request.name)
@@ -71,7 +71,7 @@ class Freight:
     async def around(
         self, workers: Sequence[Worker], method: str, requests: Sequence[Any], *, timeout_s: float,
     ) -> AsyncIterator[list[Any]]:
-        """Yield the requests as each rank is to get them; the body makes the call.
+        """Yield the requests with each rank's own paths; the body makes the call.
 
         Args:
             requests: one for each worker; all name the same folders.
@@ -100,7 +100,7 @@ class Freight:
             await _clear(list(disks.values()), use.folders)
 
     def answers(self, requests: Sequence[Any], answers: list[Any]) -> list[Any]:
-        """Return the answers with the folders that the requests named, in place of those of the ranks' machines."""
+        """Return the answers with the folders of the requests, instead of the ranks' own paths."""
         return [
             replace(answer, base=request.base) if isinstance(answer, Written) and answer.base else answer
             for request, answer in zip(requests, answers, strict=True)]
@@ -119,7 +119,7 @@ class Freight:
         return self._shared is not None and folder.resolve().is_relative_to(self._shared)
 
     def _placed(self, request: Any, disk: Far | None, *, keeps: bool) -> Any:
-        """Return a request as a rank gets it; `keeps` is whether it is the first of those that see the same disk."""
+        """Return a request with the rank's own paths; `keeps` is whether the rank is the first one on its disk."""
         def at(folder: str) -> str:
             return folder if disk is None or not folder or self._is_shared(Path(folder)) else disk.path(place_of(Path(folder)))
 

@@ -50,7 +50,7 @@ class Ranks(Protocol):
         """Call a method of every rank's trainer; in SPMD mode every rank calls the same.
 
         Args:
-            method: its name, or "part.name" for a trainer beside the policy's.
+            method: its name, or "part.name" for a trainer beside the policy's, such as "critic.train_step".
             requests: one for each rank that this process calls.
 
         Returns:
@@ -61,11 +61,11 @@ class Ranks(Protocol):
     async def spread(
         self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int, ahead: bool = False,
     ) -> list[TrainStep]:
-        """Return the shares of a training step for the ranks that this process calls, from what it has drawn; see `Sharder.shards`."""
+        """Return the shares of a training step for the ranks that this process calls, from its own batch; see `Sharder.shards`."""
         ...
 
     async def score(self, method: str, batch: Batch, *, of: Policy, with_entropy: bool, timeout_s: float) -> list[Scored]:
-        """Score what this process has drawn, spread as a training step is; see `Sharder.score_shares`.
+        """Score this process's batch, spread as a training step is; see `Sharder.score_shares`.
 
         Args:
             method: as for `call`.
@@ -101,7 +101,7 @@ class WorkerRanks:
     async def start(
         cls, launcher: Launcher, config: Config, *, model: str, build: BuildRequest | None, log_dir: Path, trains: Trainee = "policy",
     ) -> Self:
-        """Start all ranks and wait until they have met and loaded the model, from which they train what `trains` says."""
+        """Start all ranks and wait until they have met and loaded the model; arguments as for `start_ranks`."""
         start = partial(start_ranks, launcher, config, model=model, log_dir=log_dir, trains=trains)
         workers = await start(build=build)
         return cls(
@@ -134,7 +134,7 @@ class WorkerRanks:
         """End all ranks at once, including those that hang, and start new ones. Calls in flight fail.
 
         Args:
-            on_gone: called when everything that the ranks held is gone.
+            on_gone: called when the ranks' memory is gone.
 
         Raises:
             WorkerError, DeathError, DeadlineError: they do not start; may be called again.
@@ -188,7 +188,7 @@ async def start_ranks(
     Args:
         model: folder or hub id of the initial weights.
         build: how rank 0 first builds them; None if they exist.
-        trains: what they are to train.
+        trains: kind of model to train, "policy" or another `Trainee`.
     """
     timeout_s = config.cluster.start_timeout_s
     names = [f"rank {rank}" for rank in range(config.train.num_ranks)]

@@ -26,7 +26,7 @@ T = TypeVar("T")
 class Sharder:
     """Per training step: `shards`, then `observe` once all ranks are done. A step that failed is not observed.
 
-    The shares of the next step may be asked for `ahead`, while ranks train: they are balanced by what was known before.
+    The shares of the next step may be asked for `ahead`, while ranks train: they are balanced without the times of the step in training.
 
     With `rollout.balance_batch`, ranks get shares of similar predicted cost; numbers of sequences may differ, and a rank may get none.
     Without it, groups are dealt in their order.
@@ -36,7 +36,8 @@ class Sharder:
         """`prior` is the cost model until times have been observed.
 
         Args:
-            num_ranks: number of ranks, R. As many in turn as [train.parallel] lets compute the same rows get the same share.
+            num_ranks: number of ranks, R. Ranks that compute the same rows by [train.parallel], such as 0 and 1 with tp = 2, get the same
+                share.
         """
         self._train = config.train
         self._balance = config.rollout.balance_batch
@@ -65,7 +66,7 @@ class Sharder:
             batch: may be empty; a rank without sequences gets empty micro-batches.
             params: settings of each optimizer step.
             num_minibatches: number of optimizer steps; fewer if there are fewer groups.
-            seed: of the deal into minibatches.
+            seed: seed of the deal into minibatches.
             ahead: whether this is the step after the one in training, which is observed before this one.
 
         Raises:
@@ -98,16 +99,16 @@ class Sharder:
         return self._to_ranks(shares)
 
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
-        """Learn from the step that `shards` spread last, and return metrics of it.
+        """Fit the cost model to the oldest step of `shards` that was not observed, and return metrics of that step.
 
         Args:
-            busy_s: [R] seconds that each rank computed, excluding waits for others.
+            busy_s: [R] seconds that each rank computed, excluding waits for others, such as [2.1, 1.9].
 
         Returns:
             balance/gap: busiest rank's predicted load over the lower bound of any split of the same units, less 1.
             balance/cov_before, balance/cov_after: standard deviation of predicted loads over ranks by their mean, had the groups been
                 dealt in their order, and as they were spread.
-            balance/predicted_gain: predicted time of the step in order over that as spread.
+            balance/predicted_gain: predicted time of the step with groups in their order, over its predicted time as spread.
             balance/lost_s: busiest rank's measured seconds less the mean of all.
 
         Raises:
@@ -140,7 +141,10 @@ class Sharder:
 
 
 def _cut(minibatches: Sequence[tuple[Batch, list[np.ndarray]]]) -> tuple[Batch, tuple[tuple[np.ndarray, ...], ...]]:
-    """Return one rank's share of each minibatch, with the micro-batches as indices into its sequences, in order of use."""
+    """Return one rank's share of all minibatches, and each one's micro-batches as indices into its sequences, in order of use.
+
+    Indices are [N] int64, N sequences of one micro-batch. For example, micro-batches of 2 and 1 sequences give ([0, 1], [2]).
+    """
     parts, steps, start = [], [], 0
     for minibatch, microbatches in minibatches:
         parts.append(minibatch.select(np.concatenate(microbatches)))

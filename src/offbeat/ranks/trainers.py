@@ -1,6 +1,6 @@
 """The train ranks as one trainer, for the loop and for the service: each verb spreads its work, calls every rank, and gives one answer.
 
-Works on any `Ranks`. A new verb is a method here and one of the same name on `offbeat.trainer.trainer.Trainer`. Torch-free.
+Works on any `Ranks`. A new verb is a method here and a method of the same name on `offbeat.trainer.trainer.Trainer`. Torch-free.
 """
 
 import asyncio
@@ -52,7 +52,10 @@ class Trainers:
     """
 
     def __init__(self, ranks: Ranks, config: Config, *, part: str = "", on_span: OnSpan = lambda *_: None) -> None:
-        """`on_span(name, track, start_s, end_s)` is called with what each rank did; `part` is what is trained, "" for the policy."""
+        """`part` is the name of the trained model, "" for the policy.
+
+        `on_span(name, track, start_s, end_s)` is called with each rank's work, for example ("train_step", "rank 0", 12.5, 14.0).
+        """
         self.steps: dict[str, int] = {}
         self._ranks = ranks
         self._part = part
@@ -74,7 +77,7 @@ class Trainers:
         await self._all("restart_optimizer", None, NoneType)
 
     async def train_step(self, batch: Batch, *, num_minibatches: int = 1) -> dict[str, float]:
-        """Run one training step on what this process has drawn; returns metrics over all ranks.
+        """Run one training step on this process's batch; returns metrics over all ranks.
 
         A step on a batch without sequences changes nothing.
 
@@ -91,7 +94,7 @@ class Trainers:
         answers = await self._ranks.call(self._name("train_step"), shares, Trained, timeout_s=self._config.train.step_timeout_s)
         for rank, answer in enumerate(answers):
             self._on_span(self._name("train_step"), f"rank {rank}", answer.start_s, answer.end_s)
-        # Shares are balanced by what the policy's steps take.
+        # Shares are balanced by the times of the policy's steps.
         seen = {} if self._part else speed(answers) | self._ranks.observe([answer.busy_s for answer in answers])
         return answers[0].metrics | seen
 
@@ -105,14 +108,14 @@ class Trainers:
             self._prepared = batch, await self._spread(batch, self._step, num_minibatches=num_minibatches, ahead=True)
 
     async def score(self, batch: Batch, *, of: Policy = "policy", with_entropy: bool = False) -> TargetScores:
-        """Score the targets of what this process has drawn under the policy or its reference, without gradients.
+        """Score the targets of this process's batch under the policy or its reference, without gradients.
 
         Args:
             batch: as for `train_step`, which sees the same log-probabilities of the policy if it makes one update.
             with_entropy: whether to give entropies, too.
 
         Returns:
-            Scores of the M targets, in the order of the batch; see `TargetScores`.
+            Scores of the M targets, [M] float32 each, in the order of the batch; see `TargetScores`.
 
         Raises:
             ConfigError: the reference is to score, and the configuration has no use for one.
@@ -210,11 +213,11 @@ class Trainers:
             version, str(folder), written.fingerprint, canary, written.canary_logprobs, adapter=name, num_bytes=written.num_bytes)
 
     async def save_adapter(self, name: str, folder: Path) -> None:
-        """Write everything that an adapter's training needs to go on exactly."""
+        """Write the full training state of an adapter, from which it goes on exactly."""
         await self._all("save", Folder(str(folder.absolute()), name), NoneType)
 
     async def load_adapter(self, name: str, folder: Path, *, optimizer: bool) -> None:
-        """Load what `save_adapter` wrote, with its optimizer state or with a fresh optimizer."""
+        """Load a folder of `save_adapter`, with its optimizer state or with a fresh optimizer."""
         self.steps[name] = (await self._all("load", Folder(str(folder.absolute()), name, optimizer), Loaded)).step
 
     # -- calls -------------------------------------------------------------------------------------------------------------------------
@@ -236,7 +239,14 @@ class Trainers:
         return Scores(logprobs, losses)
 
     def _shares(self, lengths: np.ndarray) -> list[np.ndarray]:
-        """Return [n] int64 indices of each rank's sequences, ascending, balanced by tokens; a rank may get none."""
+        """Return the indices of each rank's sequences, balanced by tokens; a rank may get none.
+
+        Args:
+            lengths: [N] tokens of each sequence.
+
+        Returns:
+            One [K] int64 per rank, ascending, for example [0, 2] and [1] of 3 sequences.
+        """
         copies = self._config.train.parallel.ranks_per_share
         num_shares = self._ranks.num_called // copies
         if num_shares == 1 or len(lengths) == 0:
@@ -261,9 +271,9 @@ def speed(answers: Sequence[Trained]) -> dict[str, float]:
 
     Returns:
         train/tokens_per_s_per_device: tokens of all passes with gradients, prompts included, by the step's time and the number of ranks.
-        train/mfu: operations of the model by what the devices could have done meanwhile; left out if that is unknown of one of them.
+        train/mfu: operations of the model by the devices' peak over the same time, 0 to 1; left out if a device's peak is unknown.
         train/busy_share: mean share of the time for which ranks computed.
-        train/peak_memory_bytes: of the rank that has taken most so far.
+        train/peak_memory_bytes: largest peak of any rank so far.
     """
     step_s = max(max(answer.end_s - answer.start_s for answer in answers), 1e-9)
     peak = sum(answer.peak_flop_per_s for answer in answers) if all(answer.peak_flop_per_s for answer in answers) else 0.0
