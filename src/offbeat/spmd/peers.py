@@ -1,4 +1,4 @@
-"""What ranks of SPMD mode do together besides training: the loop's peers, and publishing on every rank.
+"""Collective work of SPMD mode's ranks besides training: the loop's peers, and publishing on every rank.
 
     EngineNews.watch  on rank 0; consumes time; produces notices of engines that moved; waits for the store under its deadline
     Followed.watch    on other ranks that roll out; consumes time, quarantines and notices; produces engines in service
@@ -32,18 +32,18 @@ from offbeat.types import Version
 T = TypeVar("T")
 
 _LOOK_S = 0.25
-"""Interval between two looks at how rank 0's engines are."""
+"""Interval between two looks at rank 0's engines."""
 
 _log = logging.getLogger(__name__)
 
 
 _DONE, _FAILED = b"+", b"-"
-"""What the leader's answer begins with."""
+"""First byte of the leader's answer."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """What one rank says at `RankPeers.all_ready`.
+    """Message of one rank at `RankPeers.all_ready`.
 
     Attributes:
         failure: why it could not get ready; "" if it could.
@@ -62,7 +62,7 @@ class RankPeers:
         self._told: Exception | None = None
 
     async def lead(self, name: str, work: Callable[[], Awaitable[T]], kind: Any, *, timeout_s: float | None = None) -> T:
-        """Let rank 0 do some work and share its result, or why it failed; see `Peers.lead`.
+        """Let rank 0 do some work and share its result, or the reason of its failure; see `Peers.lead`.
 
         `timeout_s` is for work that partly runs in the leader's thread, where it shows no life.
         """
@@ -129,12 +129,12 @@ class Published:
 class FollowingPublisher:
     """Publishing on a rank that does not lead: it contributes its weights, and continues when rank 0 releases it.
 
-    Rank 0 does so when it has written them, or, where every rank rolls out, when engines serve them. It is waited for as long as it shows
-    life.
+    Rank 0 does so when it has written the weights, or, where every rank rolls out, when engines serve them. This rank waits for as long as
+    rank 0 shows life.
 
     Attributes:
         give: this rank's part in writing a version.
-        timeout_s: seconds that rank 0 has to write the weights, during which it may show no life.
+        timeout_s: time for rank 0 to write the weights, during which it may show no life.
         on_published: called with the result, if this rank is told.
     """
 
@@ -173,7 +173,7 @@ def make_release(pool: EnginePool, config: Config, peers: RankPeers) -> Release:
 
 
 async def _pass_published(peers: RankPeers, published: Published | None, *, timeout_s: float) -> Published | None:
-    """Meet at the point at which ranks leave a publish; returns what rank 0 tells."""
+    """Meet at the point at which ranks leave a publish; returns rank 0's `Published`, or None."""
 
     async def told() -> Published | None:
         return published
@@ -199,7 +199,7 @@ class Standing:
     """An engine as rank 0 sees it.
 
     Attributes:
-        version: of the weights that it has proven; None while it is out of service, or before its first proof.
+        version: version of the weights that it has proven; None while it is out of service, or before its first proof.
     """
 
     url: str
@@ -213,7 +213,7 @@ class EngineNews:
         self._notice = notice
 
     async def watch(self, pool: EnginePool) -> None:
-        """On rank 0: announce where engines are and what they have proven, whenever it changes, until cancelled."""
+        """On rank 0: announce the URL and proven version of each engine whenever one changes, until cancelled."""
         told: dict[str, Standing] = {}
         while True:
             if (standings := _standings_of(pool)) != told:
@@ -225,7 +225,7 @@ class EngineNews:
             await asyncio.sleep(_LOOK_S)
 
     async def standing(self, name: str) -> Standing | None:
-        """On another rank: return how an engine is, as far as rank 0 has announced it.
+        """On another rank: return the latest `Standing` of an engine that rank 0 has announced; None if there is none.
 
         Raises:
             DeadlineError: the store does not answer.
@@ -258,7 +258,7 @@ class Followed:
     """In the pool of another rank: the engines as rank 0 has published to them."""
 
     def __init__(self, pool: EnginePool, config: InferenceConfig, *, news: EngineNews) -> None:
-        """`news` are those of rank 0."""
+        """`news` reads rank 0's announcements."""
         self._pool = pool
         self._config = config
         self._news = news

@@ -2,7 +2,7 @@
 
 Rank 0 leads: it starts the engines, publishes to them, evaluates, writes the run's files and talks to the user. With
 `rollout.single_rank_load` it also draws all data and rolls out, and hands every rank its share of each batch. The other ranks wait for it
-at named points for as long as it shows life; whatever it does meanwhile has deadlines of its own.
+at named points for as long as it shows life; its work meanwhile has deadlines of its own.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ async def open_rank(config: Config, rank_info: RankInfo, inputs: RunInputs, reco
             groups = await thread.run("join", partial(_join, config, rank_info))
             if not rank_info.leads:
                 set_up_logging(record.log_dir / f"rank-{rank_info.rank}.log")
-                if not config.rollout.single_rank_load:  # only this rank records what it rejects
+                if not config.rollout.single_rank_load:  # only this rank records its rejected rollouts
                     record.events = EventLog(record.run_dir / f"events-rank-{rank_info.rank}.jsonl")
             peers = RankPeers(groups.sync, thread)
             async with beside(_beat(groups.sync, thread)), AsyncExitStack() as stack:
@@ -160,7 +160,7 @@ async def _build_trainers(
 
 
 async def _open_launcher(stack: AsyncExitStack, config: Config, rank_info: RankInfo) -> Launcher:
-    """Return what starts this rank's workers: engines if it leads, and the reward model if it rolls out."""
+    """Return the launcher of this rank's workers: engines if it leads, and the reward model if it rolls out."""
     taken = rank_info.local_world * config.train.devices_per_rank
     if rank_info.leads:
         return await stack.enter_async_context(make_launcher(config, devices_taken=taken))
@@ -198,7 +198,7 @@ def _join(config: Config, rank_info: RankInfo) -> ProcessGroups:
 
 
 async def _listen() -> None:
-    """Notice peers that failed while this rank waits for none of them, or is late itself; runs until cancelled.
+    """Watch for failed peers while this rank waits for none of them, or is late itself; runs until cancelled.
 
     Raises:
         PeerError: a peer has failed.
@@ -213,7 +213,7 @@ async def _listen() -> None:
 
 
 async def _reason(error: BaseException) -> BaseException:
-    """Find why this rank ends. A cancelled rank ends because of a failed peer, if there is one: torchrun ends the others then."""
+    """Return the error that ends this rank: for a cancelled rank a peer's failure, if there is one, as torchrun then ends the others."""
     if isinstance(error, asyncio.CancelledError):
         for _ in range(_HEARSAY_LOOKS):
             try:
@@ -225,9 +225,9 @@ async def _reason(error: BaseException) -> BaseException:
 
 
 async def _beat(sync: Sync, thread: SideThread) -> None:
-    """Say that this rank's loop is alive while it waits for rollouts and engines, under their own deadlines.
+    """Report that this rank's loop is alive while it waits for rollouts and engines, under their own deadlines.
 
-    It does not while the rank's thread works: a live loop says nothing about a thread that hangs.
+    Nothing is reported while the rank's thread works: a live loop says nothing about a thread that hangs.
     """
     while True:
         if thread.idle:

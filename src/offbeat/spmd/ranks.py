@@ -1,7 +1,7 @@
-"""SPMD mode's ranks: this rank's trainer, and how a batch comes to it. Every rank calls the same methods in the same order.
+"""SPMD mode's ranks: this rank's trainer, and its share of each batch. Every rank calls the same methods in the same order.
 
-`rollout.single_rank_load` chooses the way of the batch: `OneRankLoads` scatters rank 0's over the gloo group, `HeadsLoad` trains every rank
-on what it drew itself. The loss is the same either way, because all denominators are global.
+`rollout.single_rank_load` chooses the source of the batch: `OneRankLoads` scatters rank 0's over the gloo group, `HeadsLoad` trains every
+rank on its own. The loss is the same either way, because all denominators are global.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,21 +26,21 @@ Score = Callable[[ScoreShare], Scored]
 
 @dataclass(frozen=True)
 class DrawnBatch:
-    """What a head has drawn: the denominator of its loss weights, and the number of its micro-batches in each minibatch."""
+    """A head's own batch: the denominator of its loss weights, and the number of its micro-batches in each minibatch, e.g. (3, 2)."""
 
     denominator: float
     num_microbatches: tuple[int, ...]
 
 
 class Loading(Protocol):
-    """How the batch of a step comes to this rank."""
+    """Source of this rank's share of a batch."""
 
     def share(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int) -> TrainStep:
-        """Return this rank's share, given what it has drawn; collective."""
+        """Return this rank's share, given its own batch; collective."""
         ...
 
     def score(self, batch: Batch, score: Score, *, of: Policy, with_entropy: bool) -> list[Scored]:
-        """Let every rank `score` a share of what has been drawn, and return the shares of what this rank has drawn; collective."""
+        """Let every rank `score` a share, and return the scored shares of this rank's own batch; collective."""
         ...
 
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
@@ -97,7 +97,7 @@ class HeadsLoad:
         return TrainStep(whole, _pad(own.minibatches, counts), params)
 
     def score(self, batch: Batch, score: Score, *, of: Policy, with_entropy: bool) -> list[Scored]:
-        """See `Loading.score`; every rank scores what it has drawn itself."""
+        """See `Loading.score`; every rank scores its own batch."""
         (own,) = self._sharder.score_shares(batch, of=of, with_entropy=with_entropy)
         most = self._sync.max_scalars("score_rows", {"microbatches": len(own.microbatches)})["microbatches"]
         (padded,) = _pad((own.microbatches,), [int(most)])
@@ -115,7 +115,7 @@ class OwnRank:
     spreads_ahead = False  # ranks spread a batch together, in the thread that trains
 
     def __init__(self, trainers: Mapping[str, Part], loading: Loading, thread: SideThread, *, host: str = "127.0.0.1") -> None:
-        """`trainers` are this rank's by part; `host` is rank 0's machine, as engines reach it."""
+        """`trainers` are this rank's by part, "" for the policy; `host` is the address of rank 0's machine for engines."""
         self.host = host
         self._trainers = trainers
         self._loading = loading
@@ -123,7 +123,7 @@ class OwnRank:
 
     @property
     def alive(self) -> bool:
-        """Always true of the rank that asks."""
+        """Always true: the rank itself asks."""
         return True
 
     async def call(self, method: str, requests: Sequence[Any], reply: type[T], *, timeout_s: float) -> list[T]:  # noqa: ARG002
@@ -162,7 +162,10 @@ class OwnRank:
 
 
 def _pad(minibatches: tuple[tuple[np.ndarray, ...], ...], counts: Sequence[int]) -> tuple[tuple[np.ndarray, ...], ...]:
-    """Pad minibatches to `counts` micro-batches each with empty ones, so that all ranks run equally many forward passes."""
+    """Pad minibatches with empty micro-batches to `counts` each, so that all ranks run equally many forward passes.
+
+    A micro-batch is [N] int64, indices of sequences. For example, ([0, 1],) with a count of 2 becomes ([0, 1], []).
+    """
     empty = np.zeros(0, np.int64)
     given = [*minibatches, *([()] * (len(counts) - len(minibatches)))]
     return tuple((*own, *([empty] * (count - len(own)))) for own, count in zip(given, counts, strict=True))

@@ -58,18 +58,18 @@ class NoRollouts:
         pass
 
     async def prepare_batch(self) -> list[Group]:
-        """Return nothing: rank 0 sends the batch to the trainers."""
+        """Return no groups: rank 0 sends the batch to the trainers."""
         return []
 
     async def take_ahead(self) -> list[Group]:
-        """Return nothing, as `prepare_batch`."""
+        """Return no groups, as `prepare_batch`."""
         return []
 
     def advance(self, version: Version) -> None:
-        """Do nothing, since nothing is admitted."""
+        """Do nothing, since no group is admitted."""
 
     def serve(self, version: Version) -> None:
-        """Do nothing, since nothing is admitted."""
+        """Do nothing, since no group is admitted."""
 
     def take_stats(self) -> StatsPart:
         """Return empty statistics."""
@@ -84,7 +84,9 @@ class NoRollouts:
 
 
 def share_limits(config: Config, rank_info: RankInfo) -> Config:
-    """Return the configuration of one head: every limit that counts groups or sequences is divided by the number of heads.
+    """Return the configuration of one head: limits that count groups or sequences are divided by the number of heads.
+
+    For example, a batch of 7 groups over 2 ranks is 4 on rank 0 and 3 on rank 1.
 
     Raises:
         ConfigError: a batch has fewer groups or sequences than there are heads.
