@@ -1,1 +1,1 @@
-"""Chats with tools: what clients send and receive, in the dialects of three APIs, and how a model reads and writes them. Torch-free."""
+"""Chats with tools: requests and answers in the dialects of three APIs, and as text of a model. Torch-free."""

@@ -1,7 +1,7 @@
-"""From a chat to what is sampled, and from samples to its answer. Used by whoever serves chats: the engine, the service and the recorder.
+"""From a chat to a prompt, and from samples to its answer. Used by all that serve chats: the engine, the service and the recorder.
 
-`Answering` renders the prompt, says what ends a sample, and reads samples as replies. What samples come from, and how answers travel, is
-the server's own business (`sending` has the latter). No I/O.
+`Answering` renders the prompt, lists the strings and tokens that end a sample, and reads samples as replies. The server generates the
+samples, and sends answers by `sending`. No I/O.
 """
 
 import json
@@ -25,7 +25,7 @@ _MOST_GIVEN = 16
 
 
 class Sampled(Protocol):
-    """What an answer is read from: [L] tokens with their log-probabilities and versions, the token that ended them included."""
+    """A sample of a model: [L] tokens with their log-probabilities and versions, the token that ended them included."""
 
     @property
     def token_ids(self) -> Sequence[int]: ...
@@ -45,16 +45,16 @@ class Sampled(Protocol):
 
 @dataclass(frozen=True)
 class Chat:
-    """A request as it is to be sampled.
+    """A request, prepared for sampling.
 
     Attributes:
         prompt: [L] token ids.
-        opening: the text that the answer is made to begin with; the prompt ends with it.
-        stop: strings that end a sample, because the client says so.
-        stop_token_ids: tokens that do; special ones that the client names by their text, which decoded text does not hold.
-        call_end: what ends the first call, where there is to be no second; empty elsewhere.
-        plain: tell the text of an answer as it was written, instead of its reasoning, text and calls.
-        variables: those of the chat template that the client sets.
+        opening: the forced beginning of the answer, such as "<tool_call>"; the prompt ends with it.
+        stop: the client's strings that end a sample.
+        stop_token_ids: tokens that end a sample; among them special tokens of the client's `stop`, as decoded text does not hold those.
+        call_end: the text that ends the first call, e.g. "</tool_call>", where there may be no second; empty elsewhere.
+        plain: give an answer as the text that was written, instead of its reasoning, text and calls.
+        variables: variables of the chat template that the client sets, such as {"enable_thinking": False}.
     """
 
     request: ChatRequest
@@ -84,12 +84,12 @@ class Answering:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "Answering":
-        """Look at what the tokenizer's chat template can do; errors are those of `Renderer`."""
+        """Make it from a tokenizer with a chat template; errors as of `Renderer`."""
         renderer = Renderer(tokenizer)
         return cls(renderer, AnswerParser(renderer))
 
     def prepare(self, request: ChatRequest, dialect: Dialect) -> Chat:
-        """Render a request; errors are those of `Renderer.prompt` and `Renderer.opening`."""
+        """Render a request; errors as of `Renderer.prompt` and `Renderer.opening`."""
         variables = self._variables(request)
         renderer = self._giving(variables).renderer
         opening = renderer.opening(request.tool_choice, _only_tool(request))
@@ -103,7 +103,7 @@ class Answering:
             variables=variables)
 
     def strict_structure(self, chat: Chat) -> Structure | None:
-        """Return the form of a call that is forced, if its tool is strict; errors are those of `call_structure`."""
+        """Return the form of a call that is forced, if its tool is strict; errors as of `call_structure`."""
         form = self._giving(chat.variables).renderer.format
         if form is None or not chat.opening:
             return None
@@ -111,7 +111,7 @@ class Answering:
             form, chat.request, tool_name=_only_tool(chat.request), special_text_in=self._tokenizer.special_text_in)
 
     def count(self, request: ChatRequest) -> int:
-        """Return the number of tokens of a request's prompt; errors are those of `Renderer.prompt`."""
+        """Return the number of tokens of a request's prompt; errors as of `Renderer.prompt`."""
         return len(self._giving(self._variables(request)).renderer.prompt(request.messages, request.tools))
 
     def _variables(self, request: ChatRequest) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class Answering:
         return {**{name: value for name, value in given.items() if name in read}, **request.template_kwargs}
 
     def _giving(self, variables: Mapping[str, Any]) -> "Answering":
-        """Return what prepares and reads chats under these variables, on which the beginning of an answer may depend."""
+        """Return the `Answering` with these variables, which may change the beginning of an answer."""
         if not variables:
             return self
         key = json.dumps(variables, sort_keys=True)
@@ -138,7 +138,7 @@ class Answering:
         return self.reader(chat).finish(sample)[1]
 
     def reader(self, chat: Chat) -> "ReplyReader":
-        """Return what reads one sample as it grows."""
+        """Return a reader of one sample that grows."""
         tools = () if chat.request.tool_choice == "none" else chat.request.tools
         reader = None if chat.plain else self._giving(chat.variables)._parser.reader(tools, call_ids=_call_id)
         return ReplyReader(chat, reader, self._tokenizer, ends=self._ends)
@@ -150,7 +150,7 @@ class ReplyReader:
     def __init__(self, chat: Chat, reader: AnswerReader | None, tokenizer: Tokenizer, *, ends: Collection[int]) -> None:
         """
         Args:
-            reader: tells the parts of an answer; None tells the text as it was written.
+            reader: splits an answer into its parts; None gives the text as it was written.
             ends: tokens that end a sample besides those of the chat.
         """
         self._chat, self._reader, self._tokenizer, self._ends = chat, reader, tokenizer, ends
@@ -160,14 +160,14 @@ class ReplyReader:
         self._begun = [] if reader is None else reader.feed(chat.opening)
 
     def push(self, text: str) -> list[Piece]:
-        """Read more of a sample, whose text so far is certain to be the beginning of the whole one."""
+        """Read more of a sample; its later tokens do not change the text so far."""
         self._num_read += len(text)
         if self._reader is not None:
             return self._tell(self._reader.feed(text))
         return self._tell([Said("content", text)] if text else [])
 
     def finish(self, sample: Sampled) -> tuple[list[Piece], Reply]:
-        """Read the rest of a sample, which is given whole; returns the last pieces, and the reply with all of them."""
+        """Read the rest of a whole sample; returns the last pieces, and the reply with all of them."""
         chat, request, ids, stop = self._chat, self._chat.request, sample.token_ids, self._chat.stop
         if sample.finish_reason != "stop":
             stop = ()
@@ -189,7 +189,7 @@ class ReplyReader:
             versions=tuple(sample.versions) if request.return_token_ids else ())
 
     def _tell(self, read: Sequence[Piece]) -> list[Piece]:
-        """Return pieces that were read, with those of the opening before the first, and without further calls where there is to be one."""
+        """Return the pieces `read`, after those of the opening; where parallel calls are off, only the first call."""
         told, self._begun = [*self._begun, *read], []
         if not self._chat.request.parallel_calls:
             kept: list[Piece] = []
@@ -211,14 +211,17 @@ def check_structure(request: ChatRequest) -> None:
 
 
 def answer_of(request: ChatRequest, prompt: Sequence[int], replies: Sequence[Reply], *, model: str) -> ChatAnswer:
-    """Put replies together to an answer, which gets a random id. One that is to grow has none yet."""
+    """Put replies together to an answer, which gets a random id. An answer that will be streamed begins without replies."""
     return ChatAnswer(
         uuid.uuid4().hex, int(time.time()), model, tuple(replies), len(prompt),
         prompt_ids=tuple(prompt) if request.return_token_ids else ())
 
 
 def split_stops(stop: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return the strings among `stop`, and the ids of those that are special tokens, for decoded text holds none."""
+    """Split `stop` into strings and ids of special tokens, which decoded text does not hold.
+
+    ["END", "<|im_end|>"], for example, gives ("END",) and the id of the second.
+    """
     special = {text: tokenizer.special_id(text) for text in stop}
     return (
         tuple(text for text, token in special.items() if token is None), tuple(token for token in special.values() if token is not None))
@@ -235,7 +238,7 @@ def token_logprobs(sample: Sampled, tokenizer: Tokenizer) -> tuple[TokenLogprob,
 
 
 def _cut(text: str, stops: tuple[str, ...], end: str, *, after: int) -> tuple[str, str]:
-    """Cut a text before the first stop string that ends behind `after` characters, or behind what ends its only call.
+    """Cut a text before the first stop string that ends behind `after` characters, or behind `end`, the end of its only call.
 
     Returns the text and the stop string.
     """
@@ -245,7 +248,7 @@ def _cut(text: str, stops: tuple[str, ...], end: str, *, after: int) -> tuple[st
 
 
 def _only_tool(request: ChatRequest) -> str:
-    """Return the name of the tool that has to be called: the one that is named, or the only one."""
+    """Return the name of the only tool that may be called, by `tool_name` or since there is one; empty if there are several."""
     return request.tool_name or (request.tools[0].name if len(request.tools) == 1 else "")
 
 

@@ -101,7 +101,7 @@ class Anthropic:
     always_parsed = True
 
     def __init__(self, surface: Surface = "engine") -> None:
-        """`surface` says whose column of the table of fields counts."""
+        """`surface` chooses the column of the table of fields, such as "engine"."""
         self._surface: Surface = surface
 
     def read(self, body: bytes) -> ChatRequest:
@@ -207,7 +207,7 @@ def _assistant(blocks: Sequence[_Block], where: str) -> Message:
 
 
 def _user(blocks: Sequence[_Block], where: str) -> Iterator[Message]:
-    """Yield the results of tools, in their order, and then what the user says."""
+    """Yield the results of tools, in their order, and then the user's text."""
     texts = []
     for block in blocks:
         if block.type == "tool_result":

@@ -92,7 +92,7 @@ class Completions:
     always_parsed = False
 
     def __init__(self, surface: Surface = "engine") -> None:
-        """`surface` says whose column of the table of fields counts."""
+        """`surface` chooses the column of the table of fields, such as "engine"."""
         self._surface: Surface = surface
 
     def read(self, body: bytes) -> ChatRequest:

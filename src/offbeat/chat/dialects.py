@@ -1,7 +1,7 @@
-"""What the three dialects of chats share: their contract, and how bodies are read and answers written. No I/O.
+"""The contract of the three dialects of chats, and their common code that reads bodies and writes answers. No I/O.
 
-`completions`, `responses` and `anthropic` each hold one dialect. What each field of a body does says the table in `fields`; one that cannot
-be honoured is refused in a sentence, because an agent would otherwise wait for what does not come.
+`completions`, `responses` and `anthropic` each hold one dialect. The table in `fields` says how each field of a body is treated. A field
+that cannot be honoured is refused with a sentence, so that no agent waits for an effect that does not come.
 """
 
 import json
@@ -28,8 +28,8 @@ class Dialect(Protocol):
     """One API's way to write chats.
 
     Attributes:
-        keep_alive: what a stream sends while there is nothing to tell.
-        always_parsed: whether an answer is told in its parts even to a request without tools, else as the text that was written.
+        keep_alive: the event of a stream that waits, such as `COMMENT`.
+        always_parsed: whether an answer is split into its parts even without tools in the request; else it is the text that was written.
     """
 
     keep_alive: bytes
@@ -39,7 +39,7 @@ class Dialect(Protocol):
         """Read the body of a request.
 
         Raises:
-            RefusedError: it is wrong, or wants what cannot be done; for an answer with status 400.
+            RefusedError: it is wrong, or asks for something unsupported; for an answer with status 400.
         """
         ...
 
@@ -48,7 +48,7 @@ class Dialect(Protocol):
         ...
 
     def stream(self, request: ChatRequest, begun: ChatAnswer) -> "AnswerStream":
-        """Return what writes an answer as it grows; `begun` has no replies yet."""
+        """Return the writer of an answer that grows; `begun` has no replies yet."""
         ...
 
     def events(self, request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:
@@ -56,11 +56,11 @@ class Dialect(Protocol):
         ...
 
     def error(self, message: str, *, status: int, param: str = "") -> bytes:
-        """Write the body of an error; `param` is the field that is wrong, empty if it is none in particular."""
+        """Write the body of an error; `param` is the field that is wrong, such as "tool_choice", or empty."""
         ...
 
     def stream_error(self, message: str, *, status: int) -> bytes:
-        """Write the event that ends a stream with an error, before which nothing was told."""
+        """Write the event that ends a stream with an error, where nothing of the answer was sent before."""
         ...
 
 
@@ -68,7 +68,7 @@ class AnswerStream(Protocol):
     """Writes one answer as server-sent events while it grows. Each call returns events; none at all is b""."""
 
     def begin(self) -> bytes:
-        """Write what comes before all replies."""
+        """Write the events before all replies."""
         ...
 
     def pieces(self, index: int, pieces: Sequence[Piece], logprobs: Sequence[TokenLogprob] = ()) -> bytes:
@@ -76,7 +76,7 @@ class AnswerStream(Protocol):
 
         Args:
             index: number of the reply.
-            logprobs: those of the tokens that have come since the last time, which may be more or fewer than those of the pieces.
+            logprobs: of the tokens since the last call; these may be more or fewer than the tokens of the pieces.
         """
         ...
 
@@ -85,7 +85,7 @@ class AnswerStream(Protocol):
         ...
 
     def end(self, answer: ChatAnswer) -> bytes:
-        """Write what comes after all replies."""
+        """Write the events after all replies."""
         ...
 
     def error(self, message: str, *, status: int) -> bytes:
@@ -122,7 +122,7 @@ class Wishes(ShapingFields, kw_only=True):
     scaled_logprobs: bool | None = None
 
     def wanted(self, *, structure: Structure | None = None) -> dict[str, Any]:
-        """Return what they mean, as fields of a `ChatRequest`; `structure` is a form of answers that the API writes in its own way."""
+        """Return them as fields of a `ChatRequest`; `structure` is a form of answers that the API writes in its own way."""
         return {
             **extras_of(self), "shaping": self.shaping(structure=structure),
             "model": self.model or "", "parallel_calls": self.parallel_tool_calls is not False, "temperature": self.temperature,
@@ -140,14 +140,14 @@ class Extras(Protocol):
 
 
 def extras_of(body: Extras) -> dict[str, Any]:
-    """Return what they mean, as fields of a `ChatRequest`."""
+    """Return them as fields of a `ChatRequest`, such as {"ignore_eos": False}."""
     return {
         "stop_token_ids": tuple(body.stop_token_ids or ()), "ignore_eos": bool(body.ignore_eos),
         "scaled_logprobs": bool(body.scaled_logprobs)}
 
 
 class Part(msgspec.Struct):
-    """A piece of a message; all but text is refused, whatever else it has."""
+    """A piece of a message; all but text is refused."""
 
     type: str = "text"
     text: str | None = None
@@ -232,7 +232,7 @@ def check_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
 
 
 def check_choice(choice: str, name: str, tools: Sequence[Tool]) -> None:
-    """Refuse a `tool_choice` that no answer could keep."""
+    """Refuse a `tool_choice` that no answer could satisfy."""
     if choice not in ("auto", "none", "required"):
         raise RefusedError(f"tool_choice must be 'auto', 'none', 'required' or name one tool, got {choice!r}")
     if choice == "required" and not tools:
@@ -242,7 +242,7 @@ def check_choice(choice: str, name: str, tools: Sequence[Tool]) -> None:
 
 
 def named(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Give each tool's result the name of the tool that it came from, where the call was told and the result does not say."""
+    """Give each tool's result the name of its tool, from the call of the same id, where the result has none."""
     names = {call.id: call.name for message in messages for call in message.calls}
     return tuple(
         Message("tool", m.content, call_id=m.call_id, name=names.get(m.call_id, "")) if m.role == "tool" and not m.name else m

@@ -1,8 +1,7 @@
-"""Every field of the four APIs, and what each does at the engine, the recording proxy and the service: one table, and its check.
+"""Table of the fields of the four APIs, with their effects at the engine, the recording proxy and the service, and its check.
 
-The readers of the APIs call `check_fields` with the body of a request, before anything else is made of it. A field that the table does not
-have is refused, so nothing that a client asks for is dropped in silence. docs/api-fields.md is written from the table
-(`tools/api_fields.py`).
+The readers of the APIs call `check_fields` with the body of a request first. A field that the table does not have is refused, so none is
+dropped in silence. docs/api-fields.md is written from the table (`tools/api_fields.py`).
 """
 
 from collections.abc import Mapping
@@ -28,9 +27,9 @@ class Field:
 
     Attributes:
         name: the key; "text.format" is the key `format` of the object `text`.
-        engine, proxy, service: what it does there.
-        neutral: values besides null that change nothing, so that they are accepted where the field is refused.
-        note: for the docs, and for the sentence of a refusal: what the field does, or what to do instead.
+        engine, proxy, service: its effect there.
+        neutral: values besides null that change nothing, such as (0,), so that they are accepted where the field is refused.
+        note: for the docs, and for the sentence of a refusal: the field's effect, or its replacement.
     """
 
     name: str
@@ -41,7 +40,7 @@ class Field:
     note: str = ""
 
     def use(self, surface: Surface) -> Use:
-        """What the field does at a surface."""
+        """Effect of the field at a surface, such as "acts"."""
         return getattr(self, surface)
 
 
@@ -101,7 +100,7 @@ _SHARED = [
     *refused("skip_special_tokens", "spaces_between_special_tokens", neutral=(True,)),
     *harmless("priority", "request_id", "rid", "cache_salt", note="of other engines; the answer is the same without it"),
 ]
-"""What vLLM's and SGLang's endpoints have besides the API, in chats and completions."""
+"""Fields of vLLM's and SGLang's endpoints besides the API's, in chats and completions."""
 
 _CHAT_EXTRAS = [
     *refused("prompt_logprobs", note="POST /v1/score of the engine gives log-probabilities of a prompt"),
@@ -219,10 +218,10 @@ FIELDS: Mapping[Api, Mapping[str, Field]] = {
 
 
 def check_fields(api: Api, surface: Surface, body: Mapping[str, Any]) -> None:
-    """Refuse what a body asks for and would not get.
+    """Refuse a body with a field that would not be honoured.
 
     Raises:
-        RefusedError: a field is unknown, or would change the answer and is not honoured; `param` is its name.
+        RefusedError: a field is unknown, or would change the answer and is not honoured; `param` is its name, e.g. "text.format".
     """
     table = FIELDS[api]
     for key, value in body.items():
@@ -244,5 +243,5 @@ def _check(table: Mapping[str, Field], api: Api, surface: Surface, name: str, va
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Whether two JSON values are equal, for which 0 and false are two."""
+    """Whether two JSON values are equal; 0 and false are not."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)

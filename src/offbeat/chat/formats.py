@@ -1,8 +1,8 @@
 """How models write calls of tools: a table of formats, each with a response template of transformers that reads it.
 
-A format is recognised by what the tokenizer's chat template contains. `rendering` writes the first words of a call that is forced, and
-`parsing` reads calls. `splitting` finds them in a text that grows, by the texts of a format that stand for the patterns of its template.
-Only Hermes' format is also written by us, into chats whose template knows no tools.
+A format is recognised by marks in the tokenizer's chat template, such as "[TOOL_CALLS]". `rendering` writes the first words of a forced
+call, and `parsing` reads calls. `splitting` finds them in a text that grows, by the plain texts that stand for the format's patterns. We
+write calls ourselves only in Hermes' format, into chats whose template knows no tools.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _WHOLE = {"type": "function", "function": "{content}"}
 _REST = {"repeats": True, "join": "", "content": "text", "content_args": {"strip": False}}
 _LINES = {"repeats": True, "join": "\n", "content": "text"}
 _NEVER = "\x00"
-"""What begins an assistant's message, which response templates must name: the text that is parsed begins there already."""
+"""Never matches: response templates must name the beginning of an assistant's message, but the parsed text begins behind it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,24 +22,24 @@ class ToolFormat:
     """One way to write calls.
 
     Attributes:
-        name: what users call it.
-        marks: texts of which one is in the chat templates of models that write this.
-        opens: pattern of where a call begins, without white space before. Text that only mentions a tag does not match.
-        starts: texts of which one begins whatever `opens` matches.
+        name: its name for users, such as "hermes".
+        marks: texts, one of which is in the chat templates of models that write this, such as "<arg_key>".
+        opens: pattern of the beginning of a call, without white space before. Text that only mentions a tag does not match.
+        starts: texts; each match of `opens` begins with one of them.
         at_start: whether a call stands only at the beginning of an answer.
         close: the last of a call's text; empty if a call has no end of its own.
-        next_call: the text that ends a call by beginning the next one; empty if calls have an end, or the first is all that follows.
-        tail: what may stand behind calls and belongs to them.
-        channels: patterns of where messages of reasoning and of content begin; empty where reasoning stands between <think> and
+        next_call: the text that begins the next call and so ends one; empty if calls have an end, or the first takes all that follows.
+        tail: text that may follow calls and belongs to them, such as "</tool_call>".
+        channels: patterns of the beginning of messages of reasoning and of content; empty where reasoning stands between <think> and
             </think> before the answer.
-        fields: the fields of a response template (see `transformers.utils.chat_parsing`); `content` is whatever is no call.
+        fields: the fields of a response template (see `transformers.utils.chat_parsing`); `content` is all text besides calls.
         balanced: pairs of texts that alternate in whole calls, where a cut call could pass for a whole one.
-        some_call: what a call begins with, before the tool's name.
-        named_call: the same with the tool's name, for which `{name}` stands.
-        completes: what completes a call behind its arguments; None where they are not written as one JSON text.
-        closing: what may stand behind that.
-        end: what ends a call; a sample that stops there has one call. Empty if nothing does.
-        id_chars: number of letters and digits of each call's id, where templates insist; 0 if they do not.
+        some_call: the beginning of a call up to the tool's name, e.g. "[TOOL_CALLS]".
+        named_call: the beginning of a call with the tool's name, e.g. "[TOOL_CALLS]{name}[ARGS]".
+        completes: the text that completes a call behind its arguments, such as "}"; None where they are not written as one JSON text.
+        closing: optional text behind `completes`.
+        end: the text that ends a call; a sample that stops there has one call. Empty if nothing does.
+        id_chars: number of letters and digits that templates require of each call's id; 0 if none.
     """
 
     name: str
@@ -66,12 +66,12 @@ class ToolFormat:
 
 
 def _fields(opens: str, *, before: str = r"(?:(?<!\s)\s*+)?", **call: Any) -> dict[str, Any]:
-    """Return the fields of answers with calls among the text; `before` is the white space before a call, which belongs to it."""
+    """Return the fields of answers with calls among the text; `before` is the pattern of white space before a call, part of the call."""
     return {"tool_calls": {"open_pattern": before + opens, "repeats": True, **call}, "content": _REST}
 
 
-# Whatever a model writes, a pattern takes linear time: white space belongs to a call from its first character on, and a run followed by
-# another is possessive (`*+`, `++`). Tried from each character, or at each division of a run, it would take quadratic time.
+# A pattern takes linear time on any text: white space belongs to a call from its first character on, and a run followed by another is
+# possessive (`*+`, `++`). Tried from each character, or at each division of a run, it would take quadratic time.
 _HERMES = r"<tool_call>\s*(?=[\[{])"
 _XML = r"<tool_call>\s*<function=(?P<name>[^>\n]+)>"
 _LLAMA = r'(?:<\|python_tag\|>\s*+)?(?=\{\s*"(?:type|name|function)"\s*:)'
@@ -155,7 +155,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         some_call='{"name": "', named_call='{"name": "{name}", "parameters": ', completes="}",
     ),
 )
-"""In the order in which they are looked for: a template may contain the marks of several, and the first is the most particular."""
+"""In the order of search: a template may contain the marks of several, and the first is the most particular."""
 
 
 def recognise(chat_template: str) -> ToolFormat | None:

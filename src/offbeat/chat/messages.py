@@ -1,4 +1,4 @@
-"""Canonical messages: what all dialects are read into and written from. Frozen; no I/O."""
+"""Canonical messages, which all dialects read and write. Frozen; no I/O."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ class ToolCall:
 
     Attributes:
         id: connects the call with its result.
-        arguments: JSON text of an object, as the model wrote it.
+        arguments: JSON text of an object, as the model wrote it, e.g. '{"city": "Oslo"}'.
     """
 
     id: str
@@ -33,7 +33,7 @@ class Message:
         content: its text; empty beside calls.
         calls: of an assistant's message.
         call_id: of a tool's message, the call that it answers.
-        name: of a tool's message, the tool; else whoever wrote it, where somebody says so.
+        name: of a tool's message, the tool; else the author, if given.
         reasoning: of an assistant's message, the text before its answer that users do not see.
     """
 
@@ -51,7 +51,7 @@ class Tool:
 
     Attributes:
         parameters: JSON schema of an object.
-        strict: whether a call that is forced has to keep to it.
+        strict: whether a forced call must have arguments that the schema accepts.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What a client asks for. None leaves a choice to the server.
+    """A client's request. None leaves a choice to the server.
 
     Attributes:
         tool_choice: "auto", "none" or "required".
@@ -72,10 +72,10 @@ class ChatRequest:
         logprobs: whether each token's log-probability is wanted.
         top_logprobs: number of likeliest tokens that are wanted at each position.
         include_usage: whether a stream ends with the numbers of tokens.
-        shaping: penalties, biases, structured outputs; see `Shaping`, and `ShapingFields` for how bodies write it.
+        shaping: penalties, biases, structured outputs; see `Shaping`, and `ShapingFields` for its form in bodies.
         stop_token_ids, ignore_eos, scaled_logprobs: as in `inference.sampling.Sampling`.
         template_kwargs: variables of the chat template.
-        effort: how long to reason, in a word, for templates that read `reasoning_effort`; empty if the client does not say.
+        effort: how long to reason, such as "low", for templates that read `reasoning_effort`; empty if the client does not say.
         thinks: whether to reason before the answer, for templates that read `enable_thinking`; None if the client does not say.
         return_token_ids: whether the ids of tokens, and the versions that sampled them, are wanted; only chat completions can ask.
     """
@@ -115,7 +115,7 @@ class Said(NamedTuple):
 
 
 Piece = Said | ToolCall
-"""A part of an answer that is told while the rest is still generated."""
+"""A part of an answer that is sent while the rest is still generated."""
 
 
 class TokenLogprob(NamedTuple):
@@ -143,7 +143,7 @@ class Reply:
         num_tokens: number of generated tokens.
         token_ids: the generated tokens, if they are wanted.
         versions: of the weights that sampled each of them.
-        malformed: what was wrong with a call that could not be read, which `message` then holds as text; empty if nothing was.
+        malformed: the fault of a call that could not be read, which `message` then holds as text; else empty.
     """
 
     message: Message

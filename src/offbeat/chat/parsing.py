@@ -1,8 +1,7 @@
-"""A model's text to a message: its reasoning, what it says, and its calls. Called by the recorder of agents and the endpoints of chats.
+"""A model's text to a message: its reasoning, its answer, and its calls. Called by the recorder of agents and the endpoints of chats.
 
-Calls are read by transformers' response templates: the tokenizer's own, else that of a format of `formats`, for which `splitting` finds
-calls, text and reasoning while the answer grows. Whatever cannot be read stays text, so nothing that a model has said is lost, and the
-reason is told. No I/O.
+Calls are read by transformers' response templates: the tokenizer's own, or one of `formats`, for which `splitting` finds calls, text and
+reasoning while the answer grows. A call that cannot be read stays text, so nothing is lost, and the reason is given. No I/O.
 """
 
 import json
@@ -26,10 +25,10 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a text means.
+    """A text as a message.
 
     Attributes:
-        malformed: what was wrong with a call that could not be read and is part of the message's text; empty if nothing was.
+        malformed: the fault of a call that could not be read and is part of the message's text; else empty.
     """
 
     message: Message
@@ -46,7 +45,7 @@ class AnswerReader(Protocol):
     malformed: str
 
     def feed(self, text: str) -> list[Piece]:
-        """Add text; returns what is certain now."""
+        """Add text; returns the pieces that are certain now."""
         ...
 
     def finish(self) -> list[Piece]:
@@ -68,9 +67,9 @@ class AnswerParser:
         """Read a whole answer.
 
         Args:
-            text: what was sampled, decoded with special tokens, without the token that ended it.
+            text: the sample, decoded with special tokens, without the token that ended it.
             tools: those that may be called; without any, nothing is a call.
-            opening: what the answer was made to begin with; `text` continues it.
+            opening: the forced beginning of the answer, such as "<tool_call>"; `text` continues it.
             call_ids: gives each call its id.
         """
         reader = self.reader(tools, call_ids=call_ids)
@@ -78,7 +77,7 @@ class AnswerParser:
         return Parsed(message_of(pieces), reader.malformed)
 
     def reader(self, tools: Sequence[Tool], *, call_ids: Callable[[], str]) -> AnswerReader:
-        """Return what reads one answer, from the text on that it was made to begin with."""
+        """Return a reader of one answer, which is fed the answer's opening first."""
         described = [tool_json(tool) for tool in tools]
         if self._own is not None:
             return _OwnReader(self._own, self._prefix, described, call_ids)
@@ -92,7 +91,7 @@ class AnswerParser:
 
 
 class _OwnReader:
-    """Reads an answer by the tokenizer's own response template, once it is whole: its patterns may be of any kind."""
+    """Reads a whole answer by the tokenizer's own response template, whose patterns may be of any kind."""
 
     def __init__(
         self, template: Mapping[str, Any], prefix: str, tools: Sequence[Mapping[str, Any]], call_ids: Callable[[], str]
@@ -116,7 +115,7 @@ class _OwnReader:
         reasoning = next((str(read[field]) for field in _REASONING if read.get(field)), "")
         content = str(read.get("content") or "").strip()
         if not (calls or content or reasoning) or (read.get("tool_calls") and not calls):
-            content = text  # it did not keep to the template at all, or calls what it was not given
+            content = text  # it did not keep to the template at all, or calls tools that it was not given
         return _pieces(reasoning, content, calls)
 
 
@@ -161,10 +160,10 @@ def _check_balance(balanced: Sequence[tuple[str, str]], text: str) -> None:
 
 
 def _calls(raw: Sequence[Any], call_ids: Callable[[], str]) -> tuple[ToolCall, ...]:
-    """Check what a response template found.
+    """Check the calls that a response template found.
 
     Raises:
-        ValueError: something is no call; the message says what.
+        ValueError: something is no call; named in the message.
     """
     found: list[tuple[str, str]] = []
     for entry in raw:
@@ -185,5 +184,5 @@ def _call(call: Any) -> tuple[str, str]:
     if not isinstance(arguments, dict):
         raise ValueError(f"the arguments of {name.strip()!r} must be an object, got {type(arguments).__name__}")
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    (name + text).encode()  # half a character, which JSON can spell, is none that can be answered
+    (name + text).encode()  # JSON can spell half a character, such as a lone surrogate, but no answer can be encoded with it
     return name.strip(), text

@@ -1,7 +1,7 @@
 """Reads a whole text by a response template of transformers, in time that grows with the text alone. Called by `parsing`.
 
-`transformers.utils.chat_parsing.parse_response` looks for the beginning of every field again after each that it has read, so a text of
-many fields takes time that grows with its square. A match that lies ahead stays the first one, and is kept here until it is passed.
+`transformers.utils.chat_parsing.parse_response` searches for the beginning of every field again after each field, so a text of many fields
+takes quadratic time. A match ahead of the position stays the first one, and is kept here until it is passed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ def read_response(
     Args:
         template: a response template, loaded or not, in which patterns of one field take linear time.
         prefix: the end of the prompt, which may have begun the answer.
-        tools: those by whose schemas arguments are cast.
+        tools: their schemas cast arguments, such as "3" to 3.
 
     Raises:
         ValueError, KeyError, TypeError, RecursionError: the text does not keep to the template.
@@ -33,7 +33,7 @@ class _WholeText(ResponseParser):
         super().__init__(*args, **kwargs)
 
     def read(self, text: str) -> dict[str, Any]:
-        self._buffer += text  # at once, because what is fed is read with matches that may still grow
+        self._buffer += text  # at once, because `feed` reads with matches that may still grow
         message, _ = self.finalize()
         return message
 

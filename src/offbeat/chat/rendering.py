@@ -1,7 +1,7 @@
 """Messages to token ids, by the tokenizer's own chat template. Called by the recorder of agents and by the endpoints of chats.
 
-`Renderer` gives the ids of a whole prompt, and those that a further turn adds, from the texts that training reads (`data.forms`). Where the
-template writes tools in a format that `parsing` reads, it does; elsewhere they become text in Hermes' format. No I/O.
+`Renderer` gives the ids of a whole prompt, and those that a further turn adds, from the texts that training reads (`data.forms`). The
+template writes tools if `parsing` can read its format; elsewhere they become text in Hermes' format. No I/O.
 """
 
 import json
@@ -23,18 +23,18 @@ class Renderer:
     """Renders chats for one tokenizer.
 
     Attributes:
-        format: how the model is expected to write calls; None if only its tokenizer's response template tells.
-        response_template: the tokenizer's own way to read answers (see `transformers.utils.chat_parsing`); None if it has none.
+        format: the model's expected format of calls; None if only its tokenizer's response template tells.
+        response_template: the tokenizer's own template to read answers (see `transformers.utils.chat_parsing`); None if it has none.
         writes_tools: whether the template writes tools, calls and results itself.
-        generation_prompt: the text that precedes an answer.
-        end_of_turn: what the template writes after an answer, [1] token ids; empty if that is no special token.
+        generation_prompt: the text that precedes an answer, e.g. "<|im_start|>assistant" and a line end.
+        end_of_turn: the token that the template writes after an answer, [1] token ids; empty if that is no special token.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, tool_format: str = "") -> None:
-        """Look at what the template can do.
+        """Find out the abilities of the template.
 
         Args:
-            tool_format: name of a format in `formats`, for a model whose template does not show which it writes; empty looks.
+            tool_format: name of a format in `formats`, such as "hermes", for a template without marks; empty recognises it.
 
         Raises:
             ModelError: there is no chat template, it fails on the simplest chat, or the format is unknown or not to be had.
@@ -61,7 +61,7 @@ class Renderer:
     # -- prompts -----------------------------------------------------------------------------------------------------------------------
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, opening: str = "") -> list[int]:
-        """Return the token ids of a chat up to where the assistant answers, and of `opening`, with which its answer is made to begin.
+        """Return the token ids of a chat up to the assistant's answer, and of `opening`, the answer's forced beginning.
 
         Raises:
             RefusedError: the arguments of a past call are no JSON object.
@@ -72,17 +72,17 @@ class Renderer:
     def following(
         self, answer: Message, new: Sequence[Message], tools: Sequence[Tool] = (), *, opening: str = ""
     ) -> list[int] | None:
-        """Return the token ids that come after the token that ended the assistant's turn, up to where its next answer begins.
+        """Return the token ids between the token that ended the assistant's turn and its next answer.
 
-        They are taken from a short chat that ends with `answer`, so that what was sampled before stays as it was, token by token.
+        They are taken from a short chat that ends with `answer`, so that the tokens sampled before stay unchanged.
 
         Args:
-            answer: what the assistant said; only its calls matter, whose ids and names some templates write beside their results.
-            new: what has been said since, by users and tools.
+            answer: the assistant's message; only its calls matter, whose ids and names some templates write beside their results.
+            new: the messages since, of users and tools.
 
         Returns:
-            None if they cannot be told: there is something else among `new`, or the template changes what stands before an answer once
-            more has been said, or ends answers with no special token. The chat then has to be rendered as a whole.
+            None if they are unknown: `new` has messages of others, or the template changes the text before an answer when messages
+            follow, or ends answers with no special token. The chat then has to be rendered as a whole.
         """
         if not self._end_text or not new or any(message.role not in ("user", "tool") for message in new):
             return None
@@ -108,14 +108,14 @@ class Renderer:
         return self.tokenizer.encode_continuation(opening) if opening else []
 
     def opening(self, tool_choice: str, tool_name: str = "") -> str:
-        """Return what an answer has to begin with so that it is a call; empty if nothing is forced.
+        """Return the beginning of an answer that has to be a call, e.g. "[TOOL_CALLS]"; empty if nothing is forced.
 
         Args:
             tool_choice: "auto", "none" or "required".
             tool_name: the only tool that may be called; empty allows all.
 
         Raises:
-            RefusedError: the model's way to write calls is not known well enough.
+            RefusedError: the model's format of calls is not known well enough.
         """
         if tool_choice != "required":
             return ""
@@ -131,7 +131,7 @@ class Renderer:
         """Whether the template itself begins an answer with the tag of reasoning."""
         return self.generation_prompt.rstrip().endswith("<think>")
 
-    # -- what the template can do ------------------------------------------------------------------------------------------------------
+    # -- abilities of the template -----------------------------------------------------------------------------------------------------
 
     def _format(self, name: str) -> ToolFormat | None:
         if not name:
@@ -150,7 +150,7 @@ class Renderer:
     # -- text --------------------------------------------------------------------------------------------------------------------------
 
     def _before(self, tools: Sequence[Tool]) -> str:
-        """Render what stands before the dummy answer; remembered by tools."""
+        """Render the text before the dummy answer; remembered by tools."""
         key = json.dumps([(tool.name, tool.description, dict(tool.parameters)) for tool in tools]).encode()
         if key not in self._cache:
             if len(self._cache) >= _MOST_CACHED:
@@ -205,6 +205,6 @@ def arguments_of(call: ToolCall) -> dict[str, Any]:
 
 
 def _rest(text: str, before: str) -> str:
-    """Return what `text` adds to `before`; all from where they differ, should it not begin with it."""
+    """Return `text` without the beginning that it shares with `before`, such as "c" of "abc" and "ab"."""
     same = next((i for i, (a, b) in enumerate(zip(text, before, strict=False)) if a != b), min(len(text), len(before)))
     return text[same:]

@@ -77,7 +77,7 @@ class Responses:
     always_parsed = True
 
     def __init__(self, surface: Surface = "engine") -> None:
-        """`surface` says whose column of the table of fields counts."""
+        """`surface` chooses the column of the table of fields, such as "engine"."""
         self._surface: Surface = surface
 
     def read(self, body: bytes) -> ChatRequest:
@@ -179,7 +179,7 @@ def _status(reply: Reply) -> str:
 
 
 def _items(answer: ChatAnswer) -> list[dict[str, Any]]:
-    """Write an answer's items, whole. An answer that was cut was so in its last one."""
+    """Write an answer's items, whole. Only the last item of a cut answer is incomplete."""
     reply, status = answer.replies[0], _status(answer.replies[0])
     message, items = reply.message, []
     has_text = bool(message.content or not (message.calls or message.reasoning))

@@ -1,7 +1,7 @@
 """Answers to chats on their way to clients, the same from every server: the engine, the service and the proxy of agents.
 
 `ChatResponse` waits for an answer on the server's event loop and sends it in the client's dialect. A stream is sent when its answer is
-complete, with signs of life before, so that neither clients nor proxies give it up. A client that has gone is noticed at once.
+complete, with keep-alive events before, so that neither clients nor proxies give up. A client that has gone is noticed at once.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ from starlette.types import Receive, Scope, Send
 from offbeat.errors import RefusedError
 
 KEEP_ALIVE_S = 5.0
-"""Seconds of silence after which a stream that waits sends a sign of life; clients and proxies wait longer."""
+"""Seconds of silence after which a stream that waits sends a keep-alive event; clients and proxies wait longer."""
 GONE = 499
 """Status of a request whose client did not wait for the answer; nobody receives it."""
 _JSON, _EVENTS = "application/json", "text/event-stream"
 
 
 def no_such_endpoint(errors_of: "Callable[[str], WriteError]") -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Return what answers a path or a method that a server does not have; `errors_of` says how errors of a path are written."""
+    """Return the handler of a path or a method that a server does not have; `errors_of` chooses the form of a path's errors."""
 
     async def answer(http: Request, exc: Exception) -> Response:
         status, path = getattr(exc, "status_code", 404), http.url.path
@@ -36,7 +36,7 @@ def no_such_endpoint(errors_of: "Callable[[str], WriteError]") -> Callable[[Requ
 
 @dataclass(frozen=True)
 class Refusal:
-    """An error as clients are told it: one sentence, its HTTP status, headers, and the field that is wrong, empty if it is none."""
+    """An error for clients: one sentence, its HTTP status such as 400, headers, and the field that is wrong, or ""."""
 
     sentence: str
     status: int
@@ -45,12 +45,12 @@ class Refusal:
 
 
 def param_of(exc: BaseException) -> str:
-    """Return the field that an error, or the error behind it, says is wrong; empty if it says none."""
+    """Return the field that is wrong by an error, or by the error behind it; empty if neither names one."""
     return exc.param if isinstance(exc, RefusedError) else exc.__cause__.param if isinstance(exc.__cause__, RefusedError) else ""
 
 
 class Asked(Protocol):
-    """A request, as far as its answer's way to the client depends on it."""
+    """The parts of a request that decide how its answer is sent."""
 
     @property
     def stream(self) -> bool: ...
@@ -94,10 +94,10 @@ class ChatResponse(Response):
         """Prepare to wait.
 
         Args:
-            explain: says what clients are told of an error, or of the task's cancellation.
-            leave: called when the answer was sent or its client has gone; cancels the task if it is left out.
+            explain: turns an error, or the task's cancellation, into one for clients.
+            leave: called when the answer was sent or its client has gone; by default it cancels the task.
             sending: called when there is an answer, before it is sent.
-            keep_alive_s: how often a client that waits for a stream is sent something.
+            keep_alive_s: seconds between keep-alive events to a client that waits for a stream.
         """
         self._task, self._dialect, self._request = task, dialect, request
         self._explain, self._leave, self._sending = explain, leave or task.cancel, sending
@@ -126,7 +126,7 @@ class ChatResponse(Response):
                 self.ended(GONE, "the client went away before it was answered")
 
     async def _wait(self, gone: "asyncio.Task[None]", send: Send) -> bool:
-        """Wait for the answer, or until the client has gone; returns whether the response has begun, with signs of life."""
+        """Wait for the answer, or until the client has gone; returns whether the response has begun, with keep-alive events."""
         begun = False
         while not (await asyncio.wait({self._task, gone}, timeout=self._keep_alive_s, return_when=asyncio.FIRST_COMPLETED))[0]:
             if not begun:
@@ -162,6 +162,6 @@ async def _gone(receive: Receive) -> None:
 
 
 def _retrieve(task: "asyncio.Task[Any]") -> None:
-    """Look at an error that nobody may be left to be told of, which asyncio would complain about."""
+    """Read the error of a task that perhaps nobody else reads, so that asyncio does not complain."""
     if not task.cancelled():
         task.exception()

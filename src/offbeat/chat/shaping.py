@@ -1,7 +1,7 @@
-"""Settings that change the distribution of the next token besides temperature, top_k and top_p, and how bodies of requests write them.
+"""Settings that change the distribution of the next token besides temperature, top_k and top_p, and their fields in bodies of requests.
 
-`Shaping` is what engines are given; `ShapingFields` are the fields of a body, for completions and for all dialects of chats. The names are
-those of OpenAI and vLLM. Torch-free, no I/O.
+Engines get a `Shaping`; `ShapingFields` are the fields of a body, for completions and for all dialects of chats. The names are those of
+OpenAI and vLLM. Torch-free, no I/O.
 """
 
 import json
@@ -43,8 +43,8 @@ class Structure:
     Attributes:
         kind: a JSON text that a schema accepts; any JSON object; a text that a regular expression matches as a whole; one of several texts;
             or a text that a grammar produces.
-        definition: the schema as JSON text, the expression, the texts as a JSON list of strings, or the grammar in Lark's or llama.cpp's
-            notation; "" for any JSON object.
+        definition: the schema as JSON text, the expression, the texts as a JSON list of strings such as '["yes", "no"]', or the grammar in
+            Lark's or llama.cpp's notation; "" for any JSON object.
     """
 
     kind: StructureKind
@@ -79,7 +79,7 @@ class Structure:
 
 @dataclass(frozen=True, kw_only=True)
 class Shaping:
-    """What changes the distribution of the next token besides temperature, top_k and top_p. The defaults change nothing.
+    """Changes of the distribution of the next token besides temperature, top_k and top_p. The defaults change nothing.
 
     They act in this order on the logits: the structure, `allowed_token_ids` and `bad_words` leave tokens out, and so does `min_tokens`;
     then `logit_bias`; then the penalties; then the temperature; then `min_p`; then top_k and top_p.
@@ -89,7 +89,7 @@ class Shaping:
         presence_penalty: subtracted from the logit of every token that the sample holds already.
         frequency_penalty: subtracted once for each time that the sample holds the token.
         repetition_penalty: divides the positive and multiplies the negative logits of tokens in the prompt or the sample; 1 does nothing.
-        logit_bias: pairs of a token id and a number that is added to its logit.
+        logit_bias: pairs of a token id and a number that is added to its logit, such as ((50, -100.0),).
         bad_words: texts that must not appear: where all tokens of one but the last were just generated, the last is left out.
         allowed_token_ids: the only tokens that may be drawn, end tokens among them or not; () allows all.
         min_tokens: number of tokens before which no end token is drawn and no stop string ends the sample.
@@ -126,7 +126,7 @@ class Shaping:
         self._check_structure()
 
     def _check_structure(self) -> None:
-        """Refuse what may leave no token that the structure accepts."""
+        """Refuse settings that may leave no token that the structure accepts."""
         if self.structure is None:
             return
         for name, given in (("allowed_token_ids", self.allowed_token_ids), ("bad_words", self.bad_words), ("min_tokens", self.min_tokens)):
@@ -171,7 +171,7 @@ class ShapingFields(msgspec.Struct, kw_only=True):
     """Fields of a body that become a `Shaping`; null is the same as nothing.
 
     Attributes:
-        logit_bias: biases by the token id as text.
+        logit_bias: biases by the token id as text, such as {"50": -100}.
         response_format: OpenAI's, {"type": "text" | "json_object"} or {"type": "json_schema", "json_schema": {"schema": ...}}.
         structured_outputs: vLLM's, one of {"json", "regex", "choice", "grammar", "json_object"}.
         guided_json, guided_regex, guided_choice, guided_grammar: vLLM's older names of the same.
@@ -193,7 +193,7 @@ class ShapingFields(msgspec.Struct, kw_only=True):
     guided_grammar: str | None = None
 
     def shaping(self, *, structure: Structure | None = None) -> Shaping:
-        """Return what the fields mean.
+        """Return the fields as a `Shaping`.
 
         Args:
             structure: a form that the dialect writes in a field of its own.
@@ -227,7 +227,7 @@ class ShapingFields(msgspec.Struct, kw_only=True):
 
 
 def structure_of(form: Mapping[str, Any] | None, field: str) -> Structure | None:
-    """Read a format of answers as OpenAI and Anthropic write it.
+    """Read a format of answers in OpenAI's or Anthropic's form.
 
     Args:
         form: {"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {...}}} as in chat completions,

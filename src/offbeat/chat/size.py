@@ -1,6 +1,7 @@
-"""A bound on a chat's bytes, by which it is known not to fit before it is rendered and tokenized. Called by whoever serves chats.
+"""A bound on a chat's bytes, which refuses one that cannot fit before it is rendered and tokenized. Called by all that serve chats.
 
-Tokenizing takes seconds for a few megabytes. Counting bytes takes microseconds, and no token of a vocabulary is longer than its longest.
+Tokenizing takes seconds for a few megabytes, counting bytes microseconds. With 4,096 tokens of at most 32 bytes, for example, more than
+131,072 bytes cannot fit.
 """
 
 from functools import lru_cache
@@ -12,7 +13,7 @@ from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import RefusedError
 
 _LEAST_BYTES = 1 << 16
-"""What is never refused here: tokenizing it takes a moment, and normalizers may drop white space."""
+"""Bytes that are never refused here: tokenizing them takes a moment, and normalizers may drop white space."""
 
 
 def check_chat_size(request: ChatRequest, tokenizer: Tokenizer, *, context: int) -> None:
@@ -45,7 +46,7 @@ def _check(num_bytes: int, tokenizer: Tokenizer, *, context: int, what: str) -> 
 
 @lru_cache(maxsize=8)
 def longest_token_bytes(tokenizer: Tokenizer) -> int:
-    """Return an upper bound on the bytes of text that a token stands for: those of the longest name in the vocabulary."""
+    """Return an upper bound on the bytes of text of one token: the length of the longest name in the vocabulary."""
     return max((_num_bytes(name) for name in tokenizer.hf.get_vocab()), default=1)
 
 

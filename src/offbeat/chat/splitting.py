@@ -1,7 +1,7 @@
 """Splits an answer, as it grows, into its reasoning, its text and its calls. Called by `parsing`; no I/O.
 
-What is told does not depend on how the answer was cut into pieces: text is told once it cannot be part of a mark, and a call once it has
-ended. A call that cannot be read stays text, and so does all that follows it. Whatever a model writes, the time is linear in its length.
+The result does not depend on how the answer was cut into pieces: text is given once it cannot be part of a mark such as "<tool_call>", and
+a call once it has ended. A call that cannot be read stays text, and so does all that follows it. The time is linear in an answer's length.
 """
 
 import re
@@ -14,17 +14,17 @@ from offbeat.chat.formats import HERMES, ToolFormat
 from offbeat.chat.messages import Piece, Said, SaidKind, ToolCall
 
 ReadCalls = Callable[[str], Sequence[ToolCall]]
-"""Reads the text of one call, which is several in some formats; raises ValueError if it cannot be read."""
+"""Reads the text of one call, or of several in some formats; raises ValueError if it cannot be read."""
 
 _THINK, _THOUGHT = "<think>", "</think>"
 _MESSAGE = "<|message|>"
 _SMALL = 256
-"""Characters that are looked at again with each piece. Of more, only once a quarter has been added, which keeps the time linear."""
+"""Up to this many characters are searched again with each piece; more only once a quarter has been added, for linear time."""
 _UNLIKELY = "\x00"
-"""A character that continues no mark: what begins a call before it does so whatever follows."""
+"""A character that continues no mark: a call that begins before it begins there with any other text behind, too."""
 _INK = re.compile(r"\S")
 _ENDS: Mapping[str, tuple[str, ...]] = {"content": ("<|end|>", "<|return|>", "<|start|>"), "reasoning": ("<|end|>", "<|start|>")}
-"""What ends a message in a channel; the last of them begins the next message."""
+"""Texts that end a message in a channel; the last of them begins the next message."""
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
@@ -45,12 +45,12 @@ class Splitter:
     """Splits an answer without calls, all of which is text.
 
     Attributes:
-        malformed: what was wrong with a call that could not be read; empty if nothing was.
+        malformed: the fault of a call that could not be read; else empty.
     """
 
     def __init__(self) -> None:
         self.malformed = ""
-        # Each step looks at what is held, from `_at` to `_end`, and returns whether it has come further; `final` once no more is added.
+        # Each step reads the held text, from `_at` to `_end`, and returns whether it has come further; `final` once no more is added.
         self._step: Callable[[bool], bool] = self._raw
         self._text, self._at, self._end = "", 0, 0
         self._new: list[str] = []
@@ -58,7 +58,7 @@ class Splitter:
         self._out: list[Piece] = []
 
     def feed(self, text: str) -> list[Piece]:
-        """Add text; returns what is certain now."""
+        """Add text; returns the pieces that are certain now."""
         self._new.append(text)
         self._num_new += len(text)
         if self._end <= _SMALL or self._num_new * 4 >= self._end:
@@ -79,7 +79,7 @@ class Splitter:
         self._text, self._at, self._end = self._text[self._at : self._end], 0, self._end - self._at
 
     def _take(self) -> list[Piece]:
-        """Return what has been told since the last time, with no two texts of one kind in a row."""
+        """Return the pieces since the last call, with no two texts of one kind in a row."""
         told = joined(self._out)
         self._out = []
         return told
@@ -89,17 +89,17 @@ class Splitter:
             self._out.append(Said(kind, text))
 
     def _until(self, end: int) -> str:
-        """Return what is held up to a place, and hold it no longer."""
+        """Return the held text up to `end`, and hold it no longer."""
         text, self._at = self._text[self._at : end], end
         return text
 
     def _ink(self) -> int:
-        """Return where white space ends that is held first."""
+        """Return the end of the white space at the beginning of the held text."""
         found = _INK.search(self._text, self._at, self._end)
         return found.start() if found else self._end
 
     def _begun(self, marks: Sequence[str]) -> int:
-        """Return where the longest end of what is held starts that one of several marks may go on from."""
+        """Return the start of the longest end of the held text that begins one of `marks`, such as "<tool" of "<tool_call>"."""
         longest = max(map(len, marks), default=1) - 1
         for start in range(max(self._end - longest, self._at), self._end):
             if any(self._text.startswith(mark[: self._end - start], start) for mark in marks):
@@ -112,7 +112,7 @@ class Splitter:
 
 
 class CallSplitter(Splitter):
-    """What the ways to write calls have in common: a call from its beginning to its end."""
+    """Finds a call from its beginning to its end, for all formats."""
 
     def __init__(self, form: ToolFormat, read_calls: ReadCalls | None) -> None:
         """`read_calls` is None where nothing may be called."""
@@ -125,17 +125,17 @@ class CallSplitter(Splitter):
         self._opens = regex.compile(form.opens)
 
     def _opened(self, start: int, *, final: bool) -> bool | None:
-        """Return whether a call begins at a place; None while that is open."""
+        """Return whether a call begins at `start`; None while that is open."""
         if self._opens.match(self._text, start) is not None:
             return True
         return None if not final and self._opens.match(self._text, start, self._end, partial=True) is not None else False
 
     def _begin_call(self, end: int) -> None:
-        """Begin a call with what is held up to a place."""
+        """Begin a call with the held text up to `end`."""
         self._parts, self._step = [self._until(end)], self._call
 
     def _call(self, final: bool) -> bool:
-        """Look for the end of a call, of which only the beginning of a mark is held."""
+        """Look for the end of a call; only a possible beginning of its mark stays held."""
         at = self._text.find(self._mark, self._at, self._end) if self._mark else -1
         if at < 0 and not final:
             self._parts.append(self._until(self._begun((self._mark,)) if self._mark else self._end))
@@ -167,7 +167,7 @@ class TagSplitter(CallSplitter):
     def __init__(self, form: ToolFormat | None, read_calls: ReadCalls | None, *, begins_with_thought: bool) -> None:
         """
         Args:
-            form: how calls are written; None if that is not known.
+            form: format of calls; None if unknown.
             begins_with_thought: whether the prompt ends with <think>.
         """
         super().__init__(form or HERMES, read_calls)
@@ -190,7 +190,7 @@ class TagSplitter(CallSplitter):
         self._step = self._only_call if self._form.at_start and self._starts else self._content
 
     def _thought(self, final: bool) -> bool:
-        """Tell reasoning without the line ends around it."""
+        """Give the reasoning without the line ends around it."""
         if not self._said_reasoning:
             self._skip_lines()
         at = self._text.find(_THOUGHT, self._at, self._end)
@@ -216,7 +216,7 @@ class TagSplitter(CallSplitter):
             self._at += 1
 
     def _only_call(self, final: bool) -> bool:
-        """Look whether the answer is a call from its first word on, where calls stand nowhere else."""
+        """Look whether the answer is a call from its first word on, in formats whose calls stand nowhere else."""
         start = self._ink()
         opened = self._opened(start, final=final) if start < self._end else False if final else None
         if opened is None:
@@ -228,7 +228,7 @@ class TagSplitter(CallSplitter):
         return True
 
     def _content(self, final: bool) -> bool:
-        """Tell text up to where a call may begin; white space before that belongs to the call."""
+        """Give the text up to a possible beginning of a call; white space before that belongs to the call."""
         found = self._start.search(self._text, self._at, self._end)
         end = found.start() if found else self._end if final else self._begun(self._starts)
         ends_here = found is None and final
@@ -246,14 +246,14 @@ class TagSplitter(CallSplitter):
         return opened is not None
 
     def _tell_content(self, end: int) -> None:
-        """Tell what is held up to a place, without white space between a call and the first text."""
+        """Give the held text up to `end`, without white space between a call and the first text."""
         text = self._until(end)
         text = text.lstrip() if self._num_calls and not self._said_content else text
         self._said_content = self._said_content or bool(text)
         self._say("content", text)
 
     def _after_call(self, final: bool) -> bool:
-        """Leave out what ends a list of calls."""
+        """Leave out the text that ends a list of calls."""
         start, tail = self._ink(), self._form.tail
         if tail and self._text.startswith(tail, start):
             self._at = start + len(tail)
@@ -264,7 +264,7 @@ class TagSplitter(CallSplitter):
 
 
 class ChannelSplitter(CallSplitter):
-    """Splits answers that consist of messages in channels: reasoning, text and calls. What stands outside is left out."""
+    """Splits answers that consist of messages in channels: reasoning, text and calls. Text outside is left out."""
 
     def __init__(self, form: ToolFormat, read_calls: ReadCalls | None) -> None:
         super().__init__(form, read_calls)
@@ -294,7 +294,7 @@ class ChannelSplitter(CallSplitter):
         return told
 
     def _outside(self, final: bool) -> bool:
-        """Look for the beginning of a message, which holds one mark, at its end."""
+        """Look for the beginning of a message, which ends with the mark "<|message|>"."""
         at = self._text.find(_MESSAGE, self._at, self._end)
         if at < 0:
             self._at = self._end if final else self._at
@@ -313,7 +313,7 @@ class ChannelSplitter(CallSplitter):
         return True
 
     def _inside(self, final: bool) -> bool:
-        """Tell the text of a message without the white space around it."""
+        """Give the text of a message without the white space around it."""
         kind = self._kind
         if self._at_first:
             self._at = self._ink()

@@ -1,4 +1,4 @@
-"""The form of a call that has to be made of a tool with `strict`: a grammar whose arguments a JSON schema accepts. Used by `answering`.
+"""The form of a forced call of a tool with `strict`: a grammar whose arguments a JSON schema accepts. Used by `answering`.
 
 Only formats that write arguments as JSON have one. Torch-free, no I/O.
 """
@@ -20,7 +20,7 @@ def call_structure(
 
     Args:
         tool_name: the only tool that may be called, whose name stands before the answer; empty if there are several.
-        special_text_in: gives a special token that a text holds, which no grammar can spell; empty if it holds none.
+        special_text_in: returns a special token in a text, which no grammar can spell; empty if it holds none.
 
     Raises:
         RefusedError: the format has no JSON, or the tool's name is not followed by plain text.
@@ -58,7 +58,7 @@ def _schema(tool: Tool) -> Mapping[str, Any]:
 
 
 def _between(form: ToolFormat, tool: Tool) -> str:
-    """Return what stands between the beginning of any call and the arguments of this tool's."""
+    """Return the text between the beginning of any call and the arguments of this tool's, such as "add[ARGS]" for a tool "add"."""
     return form.named_call.replace("{name}", tool.name).removeprefix(form.some_call)
 
 
