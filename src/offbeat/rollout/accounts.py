@@ -1,7 +1,8 @@
-"""Where the time of episodes goes: waiting for a place, calls of the model, and what lies between them, which is tools and environments.
+"""Where the time of episodes goes: waiting for a place, calls of the model, rewards, and the rest, which is tools and environments.
 
-Whoever plays an episode opens an `Account` for it (`Episode.account`) and says what the episode waits for. `Accounts` adds up those that
-have ended for the metrics of a step, and gives the turns of a few of them to the time line. Pure but for the clock; driven by the executor.
+A workflow opens an `Account` for each episode (`Episode.account`) and tells it when the episode begins and ends to wait. `Accounts` adds up
+the ended ones for the metrics of a step, such as `rollout/model_share`, and gives the turns of a few of them to the time line. Pure but for
+the clock; driven by the executor.
 """
 
 import time
@@ -18,7 +19,7 @@ OnSpan = Callable[[str, str, float, float, Mapping[str, Any]], None]
 """Draws a span: its name, its track, its start and end in wall-clock seconds, and details."""
 
 _TOLD: tuple[Doing, ...] = ("model", "queue", "reward")
-"""What an episode says that it does; of several at the same time the first counts."""
+"""Activities that an episode declares; of several at the same time the first in this order counts."""
 
 _ELSE: Doing = "tool"
 
@@ -26,10 +27,10 @@ _COUNTED: tuple[Doing, ...] = ("model", "tool", "queue")
 
 NUM_TRACKS = 8
 MOST_TRACED = 16
-"""How many episodes of a step are drawn: as many as show a pattern, in a file that grows with each step."""
+"""Number of episodes of a step that are drawn: as many as show a pattern, in a file that grows with each step."""
 
 _MOST_STRETCHES = 400
-"""How much of an episode is kept to be drawn; its sums have all of it."""
+"""Number of stretches of an episode that are kept to be drawn; its sums have all of it."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,9 @@ class Account:
     """Where the time of one episode goes. Use as `with` while it is played.
 
     Attributes:
-        settle: told at the end, with whether it came to an end of its own: an episode that is cancelled has none.
-        most_stretches: how many of `stretches` are kept.
-        seconds: how long it did each thing; together they are the whole of it.
+        settle: called at the end, with False if the episode raised or was cancelled.
+        most_stretches: largest number of `stretches` that are kept.
+        seconds: seconds of each activity, such as {"model": 3.2, "tool": 0.8}; they add up to the episode's duration.
         num_calls: calls of the model.
     """
 
@@ -73,7 +74,7 @@ class Account:
 
     @contextmanager
     def doing(self, what: Literal["model", "queue", "reward"]) -> Iterator[None]:
-        """Say what is waited for during the body; bodies may overlap."""
+        """Count the time of the body as this activity; bodies may overlap."""
         self._change(what, +1)
         try:
             yield
@@ -91,7 +92,7 @@ class Account:
         self.num_calls += what == "model" and by > 0
 
     def _close(self) -> None:
-        """Write down what was done until now."""
+        """Add the time until now to the present activity."""
         now_s = self.now_s()
         self.seconds[self._now_doing] = self.seconds.get(self._now_doing, 0.0) + now_s - self._since_s
         if now_s > self._since_s and len(self.stretches) < self.most_stretches:
@@ -100,17 +101,17 @@ class Account:
 
 
 class Accounts:
-    """The accounts of all episodes between two steps, and what was measured of them.
+    """The accounts and the measurements of all episodes between two steps.
 
     Attributes:
-        measures: takes what programs have measured.
+        measures: adds up measurements of programs.
     """
 
     def __init__(
         self, on_span: OnSpan | None = None, *, tell: Callable[[str], None] = lambda _text: None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without `on_span`, nothing is drawn; `tell` is called once if something that was measured is left out."""
+        """Without `on_span`, nothing is drawn; `tell` is called once if a measurement is left out."""
         self.measures = Measures(tell)
         self._on_span, self._now_s = on_span, now_s
         self._free_tracks = list(range(NUM_TRACKS))[::-1] if on_span is not None else []
@@ -119,7 +120,7 @@ class Accounts:
 
     def open(self, prompt_id: str, index: int) -> Account:
         """Return the account of one episode of a prompt's group; the first of a group is drawn if there is a free track."""
-        drawn = index == 0 and self._num_traced < MOST_TRACED and bool(self._free_tracks)  # those of a group are much alike
+        drawn = index == 0 and self._num_traced < MOST_TRACED and bool(self._free_tracks)  # episodes of a group are alike
         track = self._free_tracks.pop() if drawn else None
         wall_s = time.time() - self._now_s()
 
@@ -136,7 +137,7 @@ class Accounts:
         return Account(settle, _MOST_STRETCHES if drawn else 0, self._now_s)
 
     def take(self) -> StatsPart:
-        """Return where the time of the episodes that have ended since the last call went, and the means of what was measured."""
+        """Return the times and the mean measurements of the episodes that have ended since the last call."""
         part, self._part, self._num_traced = self._part, _Sums(), 0
         return combine([part.stats(), self.measures.take()])
 

@@ -1,8 +1,8 @@
-"""Builds a trajectory from what workflows have at hand: token ids that the policy was given, and samples that it wrote.
+"""Builds a trajectory from token ids that the policy was given and samples that it wrote.
 
     trajectory = TrajectoryBuilder(prompt).generated(first).given(hint).generated(second).finish(reward)
 
-Called by workflows, the ones here and those of users. Log-probabilities and versions stay with the tokens that the engine gave them for.
+Called by workflows, ours and users'. Log-probabilities and versions stay with the tokens that the engine gave them for.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ class TrajectoryBuilder:
     """Collects one trajectory, in the order in which the model sees it. Every call but `finish` returns the builder itself."""
 
     def __init__(self, prompt: Iterable[int] | np.ndarray = ()) -> None:
-        """Begin with the tokens of a prompt."""
+        """Begin with the tokens of a prompt, [L] integers such as [4, 2, 7]."""
         self._parts: list[tuple[np.ndarray, ...]] = []
         self._length = 0
         self._turns: list[TurnEnd] = []
@@ -41,7 +41,7 @@ class TrajectoryBuilder:
         return tuple(token for part in self._parts for token in part[0].tolist())
 
     def given(self, ids: Iterable[int] | np.ndarray) -> Self:
-        """Add tokens that the policy did not write, such as a tool's answer: they have no loss."""
+        """Add tokens that the policy did not write, [L] integers, such as a tool's answer: they have no loss."""
         tokens = _flat(ids)
         num = len(tokens)
         self._add(tokens, np.zeros(num, np.bool_), np.zeros(num, np.float32), np.full(num, PROMPT_VERSION, np.int32))
@@ -53,7 +53,7 @@ class TrajectoryBuilder:
         return self
 
     def generated(self, sample: Sample, *, order: int = 0) -> Self:
-        """Add what an engine has sampled after `tokens`, which ends a turn.
+        """Add a sample that continues `tokens`; it ends a turn.
 
         Args:
             order: see `TurnEnd.order`; for episodes of several trajectories that were played in turns.
@@ -83,7 +83,7 @@ class TrajectoryBuilder:
 
         Args:
             reward: the outcome of the whole episode, to which the rewards of turns are added; also several by name, or a failed one.
-            reason: why it ended; "" takes that of the last sample, "stop" or "length".
+            reason: why it ended; "" takes the last sample's reason, "stop" or "length".
             episode, agent, malformed_calls: see `Trajectory`.
         """
         tokens, mask, logprobs, versions = (np.concatenate(column) for column in zip(_NOTHING, *self._parts, strict=True))
@@ -92,7 +92,7 @@ class TrajectoryBuilder:
             episode=episode, agent=agent, turns=self._told_turns(), malformed_calls=malformed_calls)
 
     def _told_turns(self) -> tuple[TurnEnd, ...]:
-        """Return the turns; none where there is only one, of which the loss mask says all."""
+        """Return the turns; none where there is only one, which the loss mask describes completely."""
         alone = len(self._turns) == 1 and self._turns[0] == TurnEnd(self._turns[0].end)
         return () if alone else tuple(self._turns)
 
@@ -103,9 +103,9 @@ class TrajectoryBuilder:
 
 
 def _flat(ids: Iterable[int] | np.ndarray) -> np.ndarray:
-    """Return [L], of objects where it is no row of numbers that was given: the trajectory then says what is wrong.
+    """Return [L] int32, as engines return tokens; another integer type if one does not fit.
 
-    Tokens are int32, as those of engines are, unless one does not fit.
+    Anything but a row of numbers becomes [L] objects, which `Trajectory` refuses with a reason.
     """
     listed = ids if isinstance(ids, np.ndarray) else list(ids)
     try:

@@ -26,7 +26,7 @@ class EpisodeClock:
     """
 
     def __init__(self, name: str, timeout_s: float, *, halted: Callable[[], bool] = lambda: False) -> None:
-        """`name` says in messages what is waited for; it stands still also while `halted` returns true."""
+        """`name` names the deadline in messages; the clock stands still also while `halted` returns true."""
         self._name = name
         self._timeout_s = timeout_s
         self._halted = halted

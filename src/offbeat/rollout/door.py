@@ -15,7 +15,7 @@ from offbeat.errors import CodeError, shorten
 from offbeat.types import Version
 
 MOST_CHAINS = 1000
-"""Most trajectories of an episode, on average over a group: what a workflow returns may have no end."""
+"""Most trajectories of an episode, on average over a group: a workflow may return an endless iterator."""
 
 LEAST_LOGPROB, MOST_LOGPROB = -104.0, 1e-3
 """The smallest positive float32 is near exp(-103.3), and a sampler that normalizes in low precision may return slightly more than 0."""
@@ -86,7 +86,7 @@ class Door:
     too_long: Callable[[Trajectory], str] = lambda _trajectory: ""
 
     def check(self, trajectories: Sequence[Trajectory], *, oldest: Version, newest: Version) -> tuple[Trajectory, ...]:
-        """Return a group's trajectories, with the reason marked on those that cannot be trained on.
+        """Return a group's trajectories; each that cannot be trained on is marked with the reason.
 
         Args:
             oldest: version that engines served when the group was admitted; the gate counts the age of its tokens from there.

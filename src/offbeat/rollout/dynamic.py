@@ -1,8 +1,8 @@
-"""Dynamic sampling: which groups are rejected because all that credit compares in them is equal, such as their rewards. Pure.
+"""Dynamic sampling: rejects groups in which all values that credit compares are equal, such as rewards of [1, 1, 1, 1]. Pure.
 
-A step that has rejected (`algorithm.max_draw_batches` - 1) * B such groups keeps those that follow, so that a run whose prompts are all
+A step that has rejected (`algorithm.max_draw_batches` - 1) * B such groups keeps the following ones, so that a run whose prompts are all
 solved, or all hopeless, goes on. Rewards are compared before shaping: penalties for length make no group worth keeping. The executor asks
-of each played group.
+about each played group.
 
 Source: DAPO, arXiv:2503.14476 section 3.2.
 """

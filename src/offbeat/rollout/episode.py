@@ -1,7 +1,7 @@
 """Input and output of workflows.
 
 A workflow is an async function, `async def workflow(episode: Episode) -> Sequence[Trajectory]`: it plays the G samples of one prompt and
-may call the engines and the reward as often as it likes. `builder.TrajectoryBuilder` makes what it returns.
+may call the engines and the reward as often as it likes. `builder.TrajectoryBuilder` builds the trajectories that it returns.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -63,7 +63,7 @@ class Episode:
 
 
 def accounted(episode: Episode, account: Account) -> Episode:
-    """Return the episode of one sample of a group, whose account is told what it waits for."""
+    """Return the episode of one sample of a group: its calls of engines and rewards count in `account`."""
 
     async def generate(prompt: tuple[int, ...], sampling: Sampling, *, n: int, session: str = "") -> list[Sample]:
         with account.doing("model"):

@@ -1,9 +1,9 @@
 """Plays groups of episodes while the trainer learns. The gate decides how many and which; this module carries that out.
 
     _admit         consumes capacity and prompts; produces running groups; waits for nothing; called after every event that frees capacity
-    _play          consumes what a `GroupPlayer` plays; produces one settled group; waits for it, which has the episode's deadline
+    _play          consumes a group that a `GroupPlayer` plays; produces one settled group; waits for it, under the episode's deadline
     prepare_batch  consumes ready groups; produces a step's batch; woken by every settled group
-    take_ahead     consumes ready groups while a step trains; produces those of the step after it; woken by every settled group, or
+    take_ahead     consumes ready groups while a step trains; produces the groups of the step after it; woken by every settled group, or
                    cancelled before `prepare_batch` is called
 
 There is no producer loop that could miss a wake-up: the code that frees capacity also admits. Results of user code are checked, and a
@@ -92,13 +92,13 @@ class RolloutExecutor:
             make_episode: `make_episode(row, group_size, sampling)` binds a row to engines, rewards and the tokenizer.
             dynamic: rejects groups of equal rewards that the user's filter accepts; None rejects none.
             door: checks trajectories.
-            accounts: keeps account of where the time of episodes goes, those of `rollout_batch` apart.
-            places: what episodes wait for off the clock, for the hint that engines idle.
+            accounts: adds up the time of episodes, except in `rollout_batch`.
+            places: the limit that makes episodes wait off the clock, for the hint that engines idle.
             halted: whether engines sleep, so that deadlines of episodes stand still.
             on_rejected: called for every group that is not trained on.
             on_unusable: called with a prompt and the reasons of its episodes that are not trained on, if others of the group are.
             warn: called with a warning when too many prompts or samples are lost for one reason.
-            advise: called once with what would keep engines busy, if they idle.
+            advise: called once, if engines idle, with settings that would keep them busy.
         """
         self._gate = gate
         self._stream = stream
@@ -151,7 +151,7 @@ class RolloutExecutor:
         return 0 if self._dynamic is None else self._dynamic.num_rejected
 
     async def prepare_batch(self) -> list[Group]:
-        """Return the groups of the next step as soon as the gate releases them; those of `take_ahead`, if that has returned some.
+        """Return the groups of the next step as soon as the gate releases them, or the groups that `take_ahead` returned.
 
         Raises:
             RolloutError: `max_failures_in_a_row` groups failed in a row, not because of user code; shows the first failure.
@@ -164,9 +164,8 @@ class RolloutExecutor:
     async def take_ahead(self) -> list[Group]:
         """Return the groups of the step after the one in training as soon as the gate releases them, which may be never.
 
-        None are released once that step has been trained, nor with dynamic sampling, which counts what it rejects by the batch that is
-        being filled. Groups count as in flight until `prepare_batch` returns them. This may be cancelled, and is to be before
-        `prepare_batch` is called.
+        None are released once that step has been trained, nor with dynamic sampling, which counts rejected groups by the batch that is
+        being filled. Groups count as in flight until `prepare_batch` returns them. Cancel this before calling `prepare_batch`.
         """
         while self._dynamic is not None or (keys := self._gate.take_ahead()) is None:
             self._changed.clear()
@@ -241,7 +240,7 @@ class RolloutExecutor:
     ) -> list[Group]:
         """Play the given rows now, bypassing the gate, and wait for all, for evaluation and debugging. Groups are in the rows' order.
 
-        Also groups of which nothing can be used have the trajectories that were played, so that it can be seen what they were.
+        Groups without a usable trajectory keep the played ones, too, so that they can be shown.
 
         Args:
             on_group: called with each group as soon as it has ended.
@@ -352,7 +351,7 @@ class RolloutExecutor:
         self._on_rejected(Settled(prompt_id, reason, kind, played=played))
 
     def _limit(self) -> Limit | None:
-        """Return what keeps further groups from being admitted; None if nothing does."""
+        """Return the limit that keeps further groups from being admitted; None if they may be."""
         if self._gate.capacity:
             return None
         return self._limit_of_running if len(self._gate.running) >= self._gate.max_running else self._limit_of_staleness

@@ -1,9 +1,9 @@
 """Notices that engines idle because all episodes that may be played wait for something else. Pure; driven by the executor.
 
-What counts is the time in which groups run and no more may be admitted; where no group runs, engines wait for the trainer. Without a call
-to an engine, groups wait for their rewards, or else for their environments and tools. What waits needs more episodes at the same time, by a
-factor of (wait + generation) / generation. What keeps them out is either the places of user code, for which episodes wait that have been
-admitted, or a setting that admits no further groups.
+It counts the time in which groups run and no more may be admitted; where no group runs, engines wait for the trainer. Without a call to an
+engine, groups wait for their rewards, or else for their environments and tools. To keep engines busy, the number of episodes at the same
+time has to grow by the factor (wait + generation) / generation, e.g. 4 for 3 s of waiting and 1 s of generation. It is limited either by
+the places of user code, for which admitted episodes wait, or by a setting that admits no further groups.
 """
 
 import math
@@ -18,17 +18,17 @@ from offbeat.config.rollout import RolloutConfig
 _WINDOW_S = 60.0
 _TELL_SHARE = 0.3
 _MOST_TIMES = 20.0
-"""The largest factor that is worth a number; engines that are asked so rarely tell little of how long a call takes."""
+"""The largest factor that a hint states; engines that are called so rarely tell little of how long a call takes."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What keeps more episodes from being played at the same time, in words for the hint.
+    """A limit on the episodes that are played at the same time, in words for the hint.
 
     Attributes:
-        playing: what is played, and waits.
+        playing: noun for the episodes that wait, such as "groups".
         said: the limit, as a sentence.
-        raised: returns what to set for so many times as many; None where that is not for a hint to say.
+        raised: returns the setting for a factor, such as "rollout.max_concurrent_rollouts = 64"; None where a hint should not advise it.
     """
 
     playing: str
@@ -51,7 +51,7 @@ def limit_of_running(config: RolloutConfig) -> Limit:
 
 
 def limit_of_staleness(config: RolloutConfig) -> Limit:
-    """Return the limit on how far groups run ahead of the trainer, which is a question of what is learnt."""
+    """Return the limit on how far groups run ahead of the trainer; a hint does not raise it, because it affects learning."""
     return Limit("groups", f"rollout.max_head_offpolicyness = {config.max_head_offpolicyness} keeps out more", "groups")
 
 
@@ -70,7 +70,7 @@ def limit_of_places(config: AgentConfig) -> Limit:
 
 
 def waits_besides(workflow: str) -> str:
-    """Return what episodes of a workflow wait for besides engines and rewards; "" if there is nothing."""
+    """Return the noun for a workflow's waits besides engines and rewards, such as "their tools"; "" if there are none."""
     known = {
         "single_turn": "", "tool_loop": "their tools", "gym": "their environments", "agent": "their tools and environments"}
     return known.get(workflow, f"what {workflow} does besides")
@@ -89,8 +89,8 @@ class IdleHint:
         Args:
             tell: called once with the hint.
             num_running: number of groups that run.
-            limit: returns what keeps further groups from being admitted; None while nothing does.
-            places: what episodes wait for that are `queueing`, and that comes before `limit`.
+            limit: returns the limit that keeps further groups from being admitted; None while they may be.
+            places: the limit for which episodes are `queueing`; it comes before `limit`.
             besides: see `waits_besides`.
             reward_workers: calls of `scoring` that are answered at the same time.
             now_s: a clock.
@@ -104,7 +104,7 @@ class IdleHint:
         self._told = False
 
     def look(self) -> None:
-        """Note that groups were admitted or have ended: the time up to here counts under what held before."""
+        """Note that groups were admitted or have ended: the time up to here counts under the limit before."""
         self._pass()
 
     @contextmanager
@@ -172,7 +172,7 @@ class IdleHint:
 
 @dataclass
 class _Waits:
-    """Seconds in which groups ran: all, those without a call to an engine, and of these those with calls of the reward."""
+    """Seconds in which groups ran: all, without a call to an engine, and of the latter with calls of the reward."""
 
     whole_s: float = 0.0
     idle_s: float = 0.0
@@ -197,7 +197,7 @@ class _Waits:
 
 
 def _more(share: float, limit: Limit) -> str:
-    """Return what keeps out more, and how many more would keep engines busy."""
+    """Return the limit, and the factor that would keep engines busy, as the end of a sentence."""
     times = min(1 / (1 - share), _MOST_TIMES) if share < 1 else _MOST_TIMES
     factor = f"{times:.1f} times" if times < _MOST_TIMES else f"{_MOST_TIMES:.0f} times or more"
     todo = f"; set {limit.raised(times)}" if limit.raised is not None else ""

@@ -9,8 +9,8 @@
     def reward(completions, row):
         return JUDGE.scores(completions, row)
 
-What cannot be had, because the endpoint is away, too slow, or answers what holds no score, is a missing reward (`FailedReward`) and never a
-0: its completion is left out of training. Answers are kept by the content of what was asked, if there is a cache, for all processes.
+If the endpoint is away, too slow, or answers without a score, the reward is missing (`FailedReward`) and never 0: its completion is left
+out of training. With a cache, answers are kept by the content of the request, for all processes.
 """
 
 import hashlib
@@ -75,7 +75,7 @@ Answer with one line for each criterion, its name, a colon, and a number from {l
 
 _NUMBER = r"(-?(?:\d+(?:\.\d+)?|\.\d+))"
 _BETWEEN = r"[^\w.+-]"
-"""What may stand between a colon and a number, such as white space and asterisks, but no part of the number."""
+"""Characters between a colon and a number, such as white space and asterisks, but no part of the number."""
 
 _AGAIN = frozenset((408, 409, 425, 429, 500, 502, 503, 504, 529))
 """Statuses after which the same request may succeed."""
@@ -100,16 +100,16 @@ class Judge:
         url: base URL of an OpenAI-style endpoint, up to and with /v1.
         model: name by which the endpoint knows the model.
         key_env: environment variable with the key; it has to be let through to rewards by `rollout.reward_env`. Empty sends none.
-        prompt: what is asked for a score; {question}, {answer}, {reference}, {low} and {high} are filled in. A generative reward model is
+        prompt: the request for a score; {question}, {answer}, {reference}, {low} and {high} are filled in. A generative reward model is
             asked in the form that it was trained on.
-        pair_prompt: what is asked about two answers, {first} and {second}; it has to end with "Verdict: A", "B" or "tie".
+        pair_prompt: the request to compare two answers, {first} and {second}; the judge has to end with "Verdict: A", "B" or "tie".
         rubric: criteria by name, each with its weight and a sentence. With one, `scores` gives a `NamedReward` of all of them.
         system: system message; none if empty.
         low, high: ends of the scale that the prompt names; they become rewards of 0 and 1.
         parse: finds the score in the judge's text; None where there is none.
-        temperature, max_tokens: sampling of the judge. What is cut at `max_tokens` is no judgement.
+        temperature, max_tokens: sampling of the judge. An answer that is cut at `max_tokens` is no judgement.
         extra: further fields of the request's body.
-        timeout_s: seconds for all judgements of one call together, with their retries; what is late then is missing alone. The default is
+        timeout_s: seconds for all judgements of one call together, with their retries; only late judgements are missing. The default is
             below `rollout.reward_timeout_s`, after which the whole call is lost: raise both.
         num_retries: times that a request is sent again which did not come through.
         max_concurrent: requests at the same time.
@@ -240,7 +240,7 @@ class Judge:
             return FailedReward(f"the judge {self.model}: {describe(exc)}")
 
     def _ask(self, text: str, read: Callable[[str], float], until: float) -> float:
-        """Return what `read` makes of the judge's answer, from the cache if it is there. Only what could be read is kept."""
+        """Return the score that `read` finds in the judge's answer, from the cache if it is there. Only answers with a score are kept."""
         messages = [*([{"role": "system", "content": self.system}] if self.system else ()), {"role": "user", "content": text}]
         body = json.dumps(
             {"model": self.model, "messages": messages, "temperature": self.temperature, "max_tokens": self.max_tokens, **self.extra},
@@ -323,14 +323,14 @@ def judge_reward(path: str | Path) -> Callable[[list[str], Row], list[float]]:
 
 
 def _question(row: Row) -> str:
-    """Return what was asked, of a chat with the names of who spoke."""
+    """Return the prompt as a text; a chat's messages as "user: ..." and so on."""
     if isinstance(row.prompt, str):
         return row.prompt
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in row.prompt)
 
 
 def _filled(template: str, values: Mapping[str, str]) -> str:
-    """Fill in the names in braces that are known, in one pass: what is filled in is not looked at again."""
+    """Fill in the names in braces that are known, in one pass: braces in the values are left alone."""
     return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), template)
 
 

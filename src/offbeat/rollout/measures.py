@@ -1,4 +1,4 @@
-"""What programs measure of their episodes beside rewards: what of it can be a metric, and the means over a step. Pure; fed by workflows."""
+"""Measurements that programs return beside rewards: which can be metrics, and their means over a step. Pure; fed by workflows."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -8,13 +8,13 @@ from offbeat.data.reward import FailedReward, NamedReward, check_reward
 from offbeat.telemetry.tracker import StatsPart
 
 MOST_NAMES = 64
-"""How many names a run keeps, those that come first: each is a curve of every sink."""
+"""Number of names that a run keeps, the first ones: each is a curve of every sink."""
 
 _NAME = re.compile(r"\w[\w./-]{0,59}", re.ASCII)
 
 
 def numbers_of(given: Mapping[Any, Any]) -> dict[str, float]:
-    """Return the numbers of a mapping by name, at most `MOST_NAMES`; what is no number, or not finite, is left out."""
+    """Return the finite numbers of a mapping by name, at most `MOST_NAMES`; {"a": 3, "b": "x"} gives {"a": 3.0}, for example."""
     found: dict[str, float] = {}
     for name, value in given.items():
         number = check_reward(value)
@@ -24,7 +24,7 @@ def numbers_of(given: Mapping[Any, Any]) -> dict[str, float]:
 
 
 class Measures:
-    """Adds up what was measured since the last `take`, under names that can be names of metrics."""
+    """Adds up the measurements since the last `take`, under names that metrics may have."""
 
     def __init__(self, tell: Callable[[str], None] = lambda _text: None) -> None:
         """`tell` is called once if names are left out."""
@@ -41,7 +41,7 @@ class Measures:
                 self._sums[name] = total + value, num + 1
 
     def take(self) -> StatsPart:
-        """Return the means over the episodes since the last call that have measured something, each over those that have it."""
+        """Return the means since the last call, each over the episodes that have it, under names such as `rollout/metrics/tool_calls`."""
         sums, self._sums = self._sums, {}
         return StatsPart(means={f"rollout/metrics/{name}": mean for name, mean in sums.items()})
 

@@ -31,7 +31,7 @@ class Metric:
         Args:
             dotted: "module:function", or the name of a function that this process has been given as an object.
             timeout_s: limit for one call, with the start of its process.
-            log: file that receives what it prints.
+            log: file for its output.
             memory_bytes: memory limit of its process; 0 for none.
             allowed: environment variables that it sees although they look like secrets.
         """
@@ -62,10 +62,10 @@ class Metric:
         await self._call("load", MetricRequest(self.dotted, self._memory_bytes, self._given))
 
     async def measure(self, played: EvaluatedSet) -> dict[str, float]:
-        """Return what the metric finds in the answers to a set, by name; a number alone has the name of the function.
+        """Return the metric's values for the answers to a set, by name; a number alone has the name of the function.
 
         Raises:
-            CodeError: it raised, was late, ended its process, or returned what is no metric.
+            CodeError: it raised, was late, ended its process, or its value is no metric.
         """
         request = MetricRequest(self.dotted, self._memory_bytes, self._given, played.samples)
         return wire.decode(MetricValues, await self._call("measure", request)).values

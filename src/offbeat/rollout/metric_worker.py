@@ -25,7 +25,7 @@ _TAKEN = re.compile(r"(accuracy|reward_mean|pass_at_\d+)(_low|_high)?|failed_pro
 
 @dataclass(frozen=True)
 class MetricRequest:
-    """What a metric's process runs.
+    """Request to load or call a metric.
 
     Attributes:
         metric: name of the function.
@@ -42,7 +42,7 @@ class MetricRequest:
 
 @dataclass(frozen=True)
 class MetricValues:
-    """What a metric found."""
+    """Values of a metric by name, such as {"mean_length": 31.5}."""
 
     values: dict[str, float]
 
@@ -67,10 +67,10 @@ class MetricWorker:
 
 
 def metric_values(found: Any, dotted: str) -> dict[str, float]:
-    """Return what a metric returned, by name.
+    """Return the values of a metric by name.
 
     Raises:
-        CodeError: it is neither a finite number nor a mapping of names to such, or a name cannot be that of a metric.
+        CodeError: it is neither a finite number nor a mapping of names to such, or a metric cannot have such a name.
     """
     value = check_reward(found)
     if isinstance(value, FailedReward):

@@ -2,8 +2,8 @@
 
     _serve   one loop for each process; consumes waiting completions; produces their rewards; waits for one to come; woken by `score`
 
-A process scores all that waits, up to a bound, in one call under the deadline of a reward. If the call is late, the process is ended, and
-its completions fail; a new process takes the next ones. If a process dies, what it was scoring is tried once more.
+A process scores all waiting completions, up to a bound, in one call under the deadline of a reward. If the call is late, the process is
+ended, and its completions fail; a new process takes the next ones. If a process dies, its completions are tried once more.
 """
 
 import asyncio

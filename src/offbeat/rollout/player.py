@@ -1,7 +1,7 @@
 """Plays one group with the user's code: its workflow plays the episodes, and its filter says whether the group is trained on.
 
-Called by `executor`, which decides how many groups play at once, and what becomes of each. Promises that whatever user code raises or
-returns fails its own group alone.
+Called by `executor`, which decides how many groups play at once, and settles each. Promises that an error of user code fails its own group
+alone.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ Accept = Callable[[Group], bool]
 
 
 class _RaisedError(Exception):
-    """What a workflow raised that is no `Exception`, such as `SystemExit`."""
+    """A workflow raised something that is no `Exception`, such as `SystemExit`."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
@@ -55,7 +55,7 @@ class GroupPlayer:
         self, *, workflow: Workflow, make_episode: MakeEpisode, accept: Accept, config: RolloutConfig, idle: IdleHint,
         halted: Callable[[], bool] = lambda: False, warn: Callable[[str], None] = lambda _text: None,
     ) -> None:
-        """Set up the player; see `RolloutExecutor` for the arguments. `idle` is told what episodes wait for."""
+        """Set up the player; see `RolloutExecutor` for the arguments. `idle` counts the waits of episodes."""
         self._warn = warn
         self._workflow = workflow
         self._make_episode = make_episode
@@ -103,13 +103,13 @@ class GroupPlayer:
             self._go_back(here, f"the workflow {self._config.workflow}")
 
     def _go_back(self, here: Path, who: str) -> None:
-        """Undo a change of the working directory, which is that of the whole process."""
+        """Undo a change of the working directory, which the whole process shares."""
         if Path.cwd() != here:
             os.chdir(here)
             self._warn(f"{who} has changed the working directory, which is the run's, too, so it was changed back; give paths in full")
 
     def _watched(self, episode: Episode, clock: EpisodeClock) -> Episode:
-        """Return an episode that stops the clock where it should, and tells the hint what it waits for."""
+        """Return an episode that stops the clock while it waits for a place or a reward, and counts its waits in the hint."""
 
         async def generate(*arguments: Any, **named: Any) -> list[Sample]:
             with self._idle.calling():
@@ -146,7 +146,7 @@ class GroupPlayer:
             return await playing
         except (Exception, asyncio.CancelledError, GeneratorExit):
             raise
-        except BaseException as exc:  # which would end the event loop, or what awaits it
+        except BaseException as exc:  # which would end the event loop, or the task that awaits it
             raise _RaisedError(exc) from exc
 
     def ask_filter(self, group: Group) -> tuple[Group, Failure | None, Kind | None]:
@@ -181,4 +181,4 @@ class GroupPlayer:
 
 
 CALLERS = (GroupPlayer._call_workflow.__code__, GroupPlayer.ask_filter.__code__)
-"""What calls user code on the event loop."""
+"""Functions that call user code on the event loop."""

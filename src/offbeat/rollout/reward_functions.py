@@ -7,8 +7,8 @@
 
 Instead of a list, one of groups may return an array of numpy or torch of one dimension, or yield its rewards. Each may also be async.
 TRL's form is told by its parameter `completions`: it is given `prompts` and `completions`, and the columns of the data that it names, or
-all if it takes any; each is a list with an entry for every completion, and those of a chat are lists of one message. A number may be None,
-where the reward does not apply.
+all if it takes any; each is a list with an entry for every completion, and entries of a chat are lists of one message. A number may be
+None, where the reward does not apply.
 
 The first parameter is the completion, or the completions, and the second the row. Where `row` is the name of the first, it is the other way
 round. A function in which a completion comes second without a `row` before it, such as `(prompt, completion)`, is refused.
@@ -110,7 +110,7 @@ class RewardFunction:
         return (row, written) if self._row_first else (written, row)
 
     def _called(self, shown: str, *arguments: Any, **columns: Any) -> Any:
-        """Return what the function returned, or a `FailedReward` if it raised; `shown` is the completion that is told."""
+        """Return the function's result, or a `FailedReward` if it raised; the reason quotes the completion `shown`."""
         try:
             found = self._function(*arguments, **columns)
             return self._finish(found) if inspect.isawaitable(found) else found
@@ -152,7 +152,7 @@ class RewardFunction:
         return f"the reward {self.dotted} "
 
     def _raised(self, exc: BaseException, completion: str) -> FailedReward:
-        """Return what stands for the reward; the traceback goes to stderr, which is the log of the process, once for each kind."""
+        """Return the failed reward; the traceback goes to stderr, which is the log of the process, once for each kind."""
         sys.stderr.write(self._tracebacks.take(exc))
         sys.stderr.flush()
         return self._failed(f"raised {describe_at(exc)}", completion)
@@ -165,7 +165,7 @@ class RewardFunction:
 
 
 def _listed(found: Any) -> list[Any] | None:
-    """Return what a function of groups returned as a list; None unless it is a sequence, an iterator, or an array of one dimension."""
+    """Return the result of a function of groups as a list; None unless it is a sequence, an iterator, or an array of one dimension."""
     if getattr(found, "ndim", None) == 1 and callable(getattr(found, "tolist", None)):  # of numpy, torch, jax and pandas
         return list(found.tolist())
     if isinstance(found, str | bytes | bytearray | memoryview) or hasattr(found, "ndim"):
@@ -181,7 +181,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def _columns(row: Row, completions: Sequence[str]) -> dict[str, list[Any]]:
-    """Return what a reward in TRL's form is given, by name: lists of one entry for each completion."""
+    """Return the arguments of a reward in TRL's form: lists of one entry for each completion, such as {"answer": ["4", "4"]}."""
     chat = not isinstance(row.prompt, str)
     columns: dict[str, Any] = {"answer": row.answer, **({"solution": row.solution} if row.solution else {})}
     columns |= {name: json.loads(text) if name in row.json_fields else text for name, text in row.extra.items()}

@@ -3,7 +3,7 @@
 A worker scores the completions of one group in successive calls, each under a deadline. A completion that cannot be scored fails alone;
 the others of its group are scored. If a call is late, its process is killed, and a new one continues with the next completion. A process
 that dies is replaced, and the completion that it was scoring is tried once more, because something else may have killed the process. A
-reward of groups, or one that is async, scores all completions of one in a single call, whose deadline is that of all.
+reward of groups, or one that is async, scores all completions of one in a single call under one deadline.
 """
 
 import asyncio

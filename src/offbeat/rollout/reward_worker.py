@@ -20,7 +20,7 @@ from offbeat.rollout.reward_functions import RewardFunction
 
 @dataclass(frozen=True)
 class RewardLoadRequest:
-    """What a reward process runs.
+    """Request to load reward functions.
 
     Attributes:
         reward: name of the only reward function; empty if `weights` are given.
@@ -69,7 +69,7 @@ class ScoredCompletion:
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """What each completion of a group is worth, in their order."""
+    """The rewards of a group's completions, in their order."""
 
     scored: tuple[ScoredCompletion, ...]
 

@@ -34,7 +34,7 @@ class Gate:
         max_running: M.
         eta: largest allowed difference between the version of a step and the version at which its groups were admitted.
         version: version of the trainer's weights, from which the next step trains, or the one that is being trained.
-        served: oldest version that an engine in service has; that of the trainer at the beginning.
+        served: oldest version that an engine in service has; the trainer's at the beginning.
         last_version: version after the final step; groups that no step would take are not admitted. None admits without end.
         on_stale: "keep" takes ready groups whatever their age; the other values enforce the bound.
         running: deadlines of running groups, by key.
@@ -64,7 +64,8 @@ class Gate:
     def max_held(self) -> int:
         """Largest number of running, ready, training and ahead groups together: (eta + 1 - lag) * B, where lag = version - served.
 
-        The steps at the versions `version` to `deadline` are those that may take a group admitted now, and each of them takes B groups.
+        The steps at the versions `version` to `deadline` may take a group admitted now, and each of them takes B groups. With eta = 1, no
+        lag and B = 8, for example, 16 groups.
         """
         return (self.deadline - self.version + 1) * self.batch_size
 
@@ -140,7 +141,7 @@ class Gate:
         self.served = version
 
     def _pick(self, version: Version) -> list[Key] | None:
-        """Take the groups of the step at `version` from those that are ready, or None."""
+        """Take the groups of the step at `version` from the ready ones, or None."""
         if len(self.ready) < self.batch_size:
             return None
         chosen = sorted(self.ready, key=self.ready.__getitem__)[: self.batch_size]  # stable: ties leave in order of finishing

@@ -1,8 +1,8 @@
 r"""Whether two answers of mathematics are the same, both bare LaTeX: `\frac{1}{2}`, `0.5` and `50\%` are.
 
-Texts are compared as texts, plain numbers as fractions, and all else by math-verify, which reads both as the content of a box. Nothing that
-a model writes costs much: long and deeply nested answers, and numbers of more than 65,536 bits, are not computed, and what math-verify does
-with an answer may take one second of CPU time. An answer beyond a bound is equal only to one that is written the same.
+Texts are compared as texts, plain numbers as fractions, and all else by math-verify, which reads both as the content of a box. No answer
+costs much: long and deeply nested ones, and numbers of more than 65,536 bits, are not computed, and math-verify may spend one second of CPU
+time on an answer. An answer beyond a bound is equal only to one that is written the same.
 """
 
 import cmath
@@ -79,7 +79,7 @@ def equal(gold: str, answer: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Return a text with one spelling for what LaTeX spells in several ways, without fonts and thin spaces."""
+    """Return a text with one spelling for the several ones of LaTeX, without fonts and thin spaces."""
     text = _THOUSANDS.sub("", text.strip())
     for _ in range(4):  # fonts in fonts
         text, found = _WRAPPED.subn(r"\1", text)
@@ -119,7 +119,7 @@ def _depth(text: str) -> int:
 
 
 def _number(plain: str) -> Fraction | None:
-    """Return what a plain number is: an integer, a decimal, or a fraction of integers; None for all else."""
+    """Return the value of an integer, a decimal, or a fraction of integers, such as 1/2 for "0.5"; None for all else."""
     bare = plain.replace(" ", "") if not re.search(r"\d\s+\d", plain) else plain
     if (found := _DECIMAL.fullmatch(bare)) is not None and re.search(r"\d", bare):
         whole, decimals = found[2].replace(",", "") or "0", (found[3] or ".").removeprefix(".")
@@ -173,7 +173,7 @@ def _verified(gold: tuple[Any, ...], answer: tuple[Any, ...]) -> bool:
 
 
 def _value(read: Any) -> complex | None:
-    """Return the value of an expression at a point, by which most wrong answers are told cheaply; None for what has no value.
+    """Return the value of an expression at a point, by which most wrong answers are told cheaply; None if it has no value.
 
     A percentage has none, since it may be written with its sign and without; neither has a symbol, which may be the name of another.
     """
@@ -199,7 +199,7 @@ def _parsed_gold(latex: str) -> tuple[Any, ...]:
 
 
 def _parsed(latex: str) -> tuple[Any, ...]:
-    """Return what math-verify reads, which is nothing where a number is too large to be computed."""
+    """Return the expressions that math-verify reads; none where a number is too large to be computed."""
     found = parse(rf"\boxed{{{latex}}}", _CONFIG, extraction_mode="first_match", parsing_timeout=0)
     return () if any(isinstance(each, sympy.Basic) and _too_large(each) for each in found) else tuple(found)
 
@@ -241,13 +241,13 @@ class _Late(BaseException):
 
 
 def _bounded(compute: Callable[[], _T]) -> _T | None:
-    """Return what a computation gives; None if it fails or takes more than `_LIMIT_S` of CPU time.
+    """Return the result of a computation; None if it fails or takes more than `_LIMIT_S` of CPU time.
 
     Signals reach the main thread alone, which is where a reward process calls rewards; in others only the process's own deadline ends it.
     """
     try:
         return _timed(compute) if threading.current_thread() is threading.main_thread() else compute()
-    except (Exception, _Late):  # whatever sympy raises about what it cannot compute, MemoryError among it
+    except (Exception, _Late):  # sympy raises many errors about expressions that it cannot compute, MemoryError among them
         return None
 
 

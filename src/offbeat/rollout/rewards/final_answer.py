@@ -1,4 +1,4 @@
-r"""The final answer in a text: what follows `####`, the last `\boxed{...}`, what is said to be the answer, or the last value.
+r"""The final answer in a text: the text after `####`, the last `\boxed{...}`, the value after "the answer is", or the last value.
 
 Used by the reward `math` for completions, and for answers in data that hold a whole solution. Only the end of a long text is looked at, and
 every search is linear in it, so a text of megabytes costs no more than a short one.
@@ -25,7 +25,7 @@ _STATES = re.compile(r"\b(?:is|are|was|equals?|gives|get|have|makes?)\b")
 
 
 def final_answers(text: str) -> tuple[str, ...]:
-    """Return what may be the final answer of a text, as bare LaTeX; empty if there is none.
+    """Return the possible final answers of a text, as bare LaTeX, such as ("42",); empty if there is none.
 
     A marked answer is the only one. Without a mark they are the whole text, if it is short, and the last formula or number in it.
     """
@@ -81,7 +81,7 @@ def _boxed(text: str) -> str | None:
 
 
 def _box(text: str, start: int) -> tuple[str, int]:
-    """Return what a box holds, and where it ends; nothing if the text ends in it, so that no answer was given."""
+    """Return the content of a box, and the index of its end; "" if the text ends in it, so that no answer was given."""
     opened = _BOX.match(text, start)
     if opened is None:
         bare = _BARE_BOX.match(text, start)
@@ -95,7 +95,7 @@ def _box(text: str, start: int) -> tuple[str, int]:
 
 
 def _said(rest: str) -> str:
-    """Return the answer at the beginning of what follows "the answer is"."""
+    """Return the answer at the beginning of the text that follows "the answer is"."""
     formula = _FORMULA.match(rest)
     if formula:
         return unwrapped(_content(formula))

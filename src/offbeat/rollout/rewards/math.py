@@ -1,7 +1,7 @@
 r"""Reward 1 for a mathematically equal final answer: `1/2`, `0.5` and `\frac{1}{2}` are the same.
 
-Answers of data are bare LaTeX (`5\sqrt{13}`, `(3, 5)`), between dollars, in a box, or a solution that ends with one. `final_answer` says
-what a completion's answer is, and `equality` what is the same.
+Answers of data are bare LaTeX (`5\sqrt{13}`, `(3, 5)`), between dollars, in a box, or a solution that ends with one. `final_answer` finds
+a completion's answer, and `equality` compares the two.
 """
 
 from offbeat.data.row import Row
