@@ -187,5 +187,5 @@ class Adapters:
         return self._last_rows
 
     def live(self, name: str) -> Adapter:
-        """Copy a placed adapter back from the weights that serve, so that its fingerprint is that of the numbers computed with."""
+        """Copy a placed adapter back from the weights that serve, so that its fingerprint is taken of the numbers in use."""
         return self._stack.read(self._held[name].adapter)

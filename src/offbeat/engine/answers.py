@@ -28,7 +28,7 @@ class Prompt:
 
     Attributes:
         ids: its tokens.
-        given: what the client sent, text or token ids.
+        given: the prompt as the client sent it, text or token ids such as [1, 17, 4].
         scored: its log-probabilities; None if they are not wanted, and for a prompt of one token.
     """
 
@@ -129,7 +129,7 @@ class Answer:
         self, request_id: str, form: Format, body: GenerateBody, *, tokenizer: Tokenizer, model: str, prompt_len: int,
         prompts: Sequence[Prompt] = (),
     ) -> None:
-        """Prepare to answer; `prompts` are those of a completion, which are told again where the client asks for it."""
+        """Prepare to answer; `prompts` are a completion's, which are told again where the client asks for it."""
         self._prompts = prompts
         self._told: dict[int, int] = {}  # characters of each sample that were told
         self._form = form
@@ -174,7 +174,7 @@ class Answer:
             after=self._tokenizer.anchor)
 
     def ending(self) -> bytes:
-        """Encode what comes after the last event: the numbers of tokens, if they are wanted, and the end of the stream."""
+        """Encode the end of the stream, after the numbers of tokens if they are wanted."""
         return (self._chunk([], {"usage": self._usage()}) if self._body.include_usage else b"") + DONE
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> bytes:
@@ -220,12 +220,15 @@ def _offsets(ids: Sequence[int], tokenizer: Tokenizer, offset: int, *, after: Se
 
 
 def _bytes(values: Sequence[float], dtype: type) -> bytes:
-    """Return what msgspec writes as base64."""
+    """Return the bytes of an array of this dtype, which msgspec writes as base64."""
     return np.array(values, dtype).tobytes()
 
 
 def told_ids(output: Output, body: GenerateBody) -> list[int]:
-    """Return the tokens whose text belongs to the answer: all but a stop token at the end, unless the body keeps what stops."""
+    """Return the tokens whose text belongs to the answer: all but a stop token at the end, unless the body keeps it.
+
+    For example [5, 8] of [5, 8, 2], where 2 is a stop token.
+    """
     if body.include_stop_str_in_output:
         return output.token_ids
     stopped = output.finish_reason == "stop" and output.token_ids[-1] in (body.stop_token_ids or ())

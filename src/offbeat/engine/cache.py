@@ -20,7 +20,7 @@ BUCKET = 32
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Shape of what the cache stores for one position of one sample."""
+    """Shape of the keys and values stored for one position of one sample."""
 
     num_layers: int
     num_kv_heads: int
@@ -73,10 +73,10 @@ class SlotCache:
         return self.slots * self.positions * self.shape.bytes_per_token
 
     def reserve(self, *, slots: int, positions: int) -> None:
-        """Make room for this many slots and positions, which must cover all that is in use; stored data is kept.
+        """Make room for this many slots and positions, which must cover all in use; stored data is kept.
 
         Sizes grow at least by half, so that copying stays a small share of all work, and no further than `max_tokens` allows. Layers grow
-        one after the other, so the extra memory during growth is that of one layer.
+        one after the other, so growth takes the extra memory of one layer.
         """
         if slots <= self.slots and positions <= self.positions:
             return
@@ -108,7 +108,7 @@ class SlotCache:
                 view.index_copy_(1, to, view.index_select(1, where))
 
     def release(self) -> None:
-        """Free the memory of all slots; what was stored is gone."""
+        """Free the memory of all slots, and so all stored keys and values."""
         self._data = [self._allocate(0, 0) for _ in range(self.shape.num_layers)]
 
     def clear(self, slots: list[int]) -> None:
@@ -118,7 +118,7 @@ class SlotCache:
             layer[:, index] = 0
 
     def blocks(self, layer: int, size: int) -> Tensor:
-        """View a layer in blocks of `size` positions, which divides `BUCKET`: [2, slots, num_kv_heads, blocks, size, head_dim]."""
+        """View a layer of B slots in blocks of `size` positions, which divides `BUCKET`: [2, B, num_kv_heads, blocks, size, head_dim]."""
         return self._data[layer].unflatten(3, (-1, size))
 
     def step(self, lengths: np.ndarray) -> "DecodeStep":
@@ -126,11 +126,11 @@ class SlotCache:
         return DecodeStep(self, lengths)
 
     def prefill(self, slots: np.ndarray, *, starts: np.ndarray, lengths: np.ndarray) -> "PrefillStep":
-        """Prepare a prefill of N sequences, each in its slot and behind what that holds; see `PrefillStep`."""
+        """Prepare a prefill of sequences, `slots`, `starts` and `lengths` [N] int64, each after the positions cached in its slot."""
         return PrefillStep(self, slots, starts=starts, lengths=lengths)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a layer, each [slots, num_kv_heads, positions, head_dim]; both are views."""
+        """Return keys and values of a layer, each [B, num_kv_heads, positions, head_dim] of all B slots; both are views."""
         keys, values = self._data[layer]
         return keys, values
 
@@ -142,7 +142,7 @@ class SlotCache:
 
 
 class PrefillStep:
-    """New tokens of N sequences, each behind what its slot holds of it; whatever all layers share is computed once.
+    """New tokens of N sequences, each after the cached ones in its slot; values that all layers share are computed once.
 
     Attributes:
         positions: [N, L] int64, position of each token in its sequence; padding on the right repeats the last one.
@@ -173,7 +173,7 @@ class PrefillStep:
         return torch.from_numpy(array).to(self._cache.device)
 
     def window_mask(self, window: int | None) -> Tensor | None:
-        """Return a mask for what `extend` returns, where a token attends to the last `window` positions; None is no bound.
+        """Return a mask for the keys that `extend` returns, where a token attends to the last `window` positions; None is no bound.
 
         Returns:
             [N, 1, L, width] in the cache's dtype, 0 where a token attends and -inf elsewhere; [L, L] bool where nothing was cached before;
@@ -245,7 +245,10 @@ class DecodeStep:
 
 
 def _added(positions: Tensor, *, width: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Build a mask [..., width] of tokens at `positions` [..., 1]: 0 where they attend, -inf after them and before their window."""
+    """Build a mask [N, 1, L, width] or [B, width] of tokens at `positions`, [N, 1, L, 1] or [B, 1].
+
+    It is 0 where they attend, -inf after them and before their window.
+    """
     position = torch.arange(width, device=positions.device)
     hidden = position > positions
     if window is not None:
@@ -256,7 +259,7 @@ def _added(positions: Tensor, *, width: int, window: int | None, dtype: torch.dt
 def attend(queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scale: float) -> Tensor:
     """Compute attention of one new token per sample over the cache.
 
-    In half precision this uses torch's own kernels, one launch, which keep scores in float32 as those of a full forward do.
+    In half precision this uses torch's own kernels, one launch, which keep scores in float32 as a full forward does.
 
     Args:
         queries: [B * num_kv_heads, G, head_dim] in the cache's dtype, G query heads per key head.

@@ -1,7 +1,7 @@
 """Streams of chats: the outputs of a request as events of the client's API, while samples grow. Used by `chats`.
 
-`ChatEvents` reads each sample as far as is certain and writes what is new; `stream_chat` sends it, with signs of life while there is
-nothing to tell. A client that has gone ends the request, as everywhere at the engine.
+`ChatEvents` reads each sample as far as is certain and writes the new text; `stream_chat` sends it, with signs of life in the pauses. A
+client that has gone ends the request, as everywhere at the engine.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class _WithSpecialTokens:
 
 @dataclass
 class _Sample:
-    """A sample as far as it has come; the fields are those of `Output`."""
+    """A sample as far as it has come; the fields follow `Output`."""
 
     reader: ReplyReader
     text: TextStream

@@ -76,7 +76,7 @@ class Chats:
             asked = replace(asked, shaping=replace(asked.shaping, structure=structure))
         rest = max(self._engine.max_context - len(chat.prompt), 1)
         if isinstance(dialect, Anthropic) and asked.max_new_tokens is not None:
-            # The field is obligatory there, so clients fill in what their largest model may write.
+            # The field is obligatory there, so clients fill in the limit of their largest model.
             asked = replace(asked, max_new_tokens=min(asked.max_new_tokens, rest))
         body = body_of(asked, stops=chat.stops, stop_token_ids=self._ends(chat), stream=asked.stream)
         adapter = self._adapter_of(asked.model)
@@ -102,7 +102,7 @@ class Chats:
         return ChatResponse(asyncio.create_task(answer(), name=f"chat {request.id}"), dialect, asked, explain=refusal_of)
 
     def _ends(self, chat: Chat) -> list[int]:
-        """Return the tokens that end an answer besides the tokenizer's own: that of the template's turns, and the client's."""
+        """Return the tokens that end an answer besides the tokenizer's own: the end of a turn, and the client's stop tokens."""
         turn = None if chat.request.ignore_eos else self._engine.tokenizer.end_of_turn_id
         return [*(() if turn is None else (turn,)), *chat.stop_token_ids]
 

@@ -2,7 +2,7 @@
 
 Single-threaded: `loop.EngineLoop` calls it from one thread; tests and benchmarks call it directly (`generate`). Between two steps it can
 be paused, put to sleep, given new weights, or asked to score tokens. It promises that every token carries the version of the weights that
-sampled it, that a staged version never changes, and that a sample with a seed does not depend on what else runs in its batch.
+sampled it, that a staged version never changes, and that a sample with a seed does not depend on the rest of its batch.
 """
 
 import time
@@ -395,7 +395,8 @@ class Engine:
         pending.done.set_result(self.switch_s)
 
     def weights(self) -> tuple[Version, dict[str, Tensor]]:
-        """Return the live version and its tensors under their Hugging Face names; they are never modified, so any thread may read them.
+        """Return the live version and its tensors under their Hugging Face names, such as "lm_head.weight" [V, H]; they are never modified,
+        so any thread may read them.
 
         Raises:
             EngineError: it sleeps.

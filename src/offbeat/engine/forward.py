@@ -69,7 +69,8 @@ class Forward(Protocol):
         ...
 
     def prepare(self, state: Mapping[str, Tensor]) -> Any:
-        """Convert tensors, on any device, under their Hugging Face names to the form that `install` takes; may run on any thread.
+        """Convert tensors, on any device, under their Hugging Face names ("lm_head.weight" [V, H]) to the form that `install` takes; may
+        run on any thread.
 
         Raises:
             ModelError: a tensor is missing or has the wrong shape.
@@ -85,12 +86,12 @@ class Forward(Protocol):
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the weights being served under their Hugging Face names; a tied tensor appears once."""
+        """Return the weights being served under their Hugging Face names, such as "lm_head.weight" [V, H]; a tied tensor appears once."""
         ...
 
 
 def take(state: Mapping[str, Tensor], name: str, *, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Check a tensor of a state, convert it and copy it to the device. A file behind it is read now, not during a switch.
+    """Check a tensor of a state, such as [V, H], convert it and copy it to the device. A file behind it is read now, not during a switch.
 
     Raises:
         ModelError: the tensor is missing or has another shape.
@@ -140,12 +141,12 @@ def ordinary_tokens(vocab_size: int) -> Tensor:
 
 
 def _full_logprobs(forward: Forward, tokens: Tensor) -> Tensor:
-    """Log-probabilities [steps, V] after the last tokens, from a single forward pass over all of them."""
+    """Return log-probabilities [S, V] of S steps after the last tokens, from one forward pass over `tokens` [L] int64."""
     return torch.cat(list(forward.score(tokens[None])))[_CHECK_PROMPT - 1 :].float().log_softmax(-1)
 
 
 def _decoded_logprobs(forward: Forward, tokens: Tensor) -> Tensor:
-    """The log-probabilities of `_full_logprobs`, from prefills of the prompt's beginning and of its rest, and decode steps after it."""
+    """Return the log-probabilities [S, V] of `_full_logprobs`, from prefills of the prompt's beginning and its rest, and decode steps."""
     cache = SlotCache(forward.cache_shape, device=forward.device, max_slots=1, max_positions=len(tokens))
     begun = _CHECK_PROMPT // 2
     for start, stop in ((0, begun), (begun, _CHECK_PROMPT)):
@@ -156,15 +157,15 @@ def _decoded_logprobs(forward: Forward, tokens: Tensor) -> Tensor:
 
 
 def _difference(logprobs: Tensor, wanted: Tensor) -> float:
-    """Root mean square difference, weighted by probability: errors at tokens that are never drawn do not affect samples."""
+    """Root mean square difference of log-probabilities [S, V], weighted by probability: tokens that are never drawn do not count."""
     return ((logprobs - wanted).square() * wanted.exp()).sum(-1).mean().sqrt().item()
 
 
 def _rounding_noise(forward: Forward, tokens: Tensor, full: Tensor) -> float:
-    """Measure how much a full forward pass changes when numbers inside the model are rounded differently.
+    """Measure how much a full forward pass, `full` [S, V], changes when numbers inside the model are rounded differently.
 
-    Norms and biases are moved by one step of the number format, up or down at random, and moved back: every activation that they touch is
-    then off by as much as rounding may change it.
+    Norms and biases are moved by one step of the number format, up or down at random, and moved back, so that every activation that depends
+    on them changes by about a rounding error.
     """
     live = forward.tensors().values()
     vectors = [tensor for tensor in live if tensor.ndim == 1] or list(live)

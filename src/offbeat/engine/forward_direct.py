@@ -239,7 +239,7 @@ class DirectForward:
     def _project(
         self, x: Tensor, i: int, layer: Layer, cos: Tensor, sin: Tensor, lora: AdapterRows | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project [rows, hidden] to rotated queries [rows, heads, head_dim], and rotated keys and values [rows, kv_heads, head_dim]."""
+        """Project [N, hidden] to rotated queries [N, heads, head_dim], and rotated keys and values [N, kv_heads, head_dim]."""
         normed = self._norm(x, layer.norm1)
         projected = layer.qkv(normed, layer.qkv_bias)
         if lora is not None:
@@ -270,7 +270,9 @@ class DirectForward:
         return self._weights.head(self._norm(hidden, self._weights.norm))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm over the last dimension, in float32 and rounded before the weight as in transformers; torch takes more kernels."""
+        """RMSNorm over the last dimension of x [..., H], in float32 and rounded before the weight as in transformers; torch takes more
+        kernels.
+        """
         wide = x.float()
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = torch.addcmul(self._eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
@@ -281,14 +283,14 @@ class DirectForward:
             self._cos, self._sin = self._rotary(2 * length)
 
     def _rotary(self, length: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines, each [length, head_dim]; the first half of the sines is negated, so that a roll rotates."""
+        """Return cosines and sines of L positions, each [L, head_dim]; the first half of the sines is negated, so that a roll rotates."""
         angles = torch.arange(length, dtype=torch.float32)[:, None] * self._frequencies
         cos, sin = angles.cos() * self._rotary_scale, angles.sin() * self._rotary_scale
         return torch.cat([cos, cos], -1).to(self.device, self.dtype), torch.cat([-sin, sin], -1).to(self.device, self.dtype)
 
 
 def _rotary_frequencies(config: PreTrainedConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Return the angle per position of each pair, [head_dim / 2] float32, and the factor of cosines and sines."""
+    """Return the angle per position of each pair, [D / 2] float32 with D = `head_dim`, and the factor of cosines and sines."""
     rope = config.rope_parameters
     if (kind := rope.get("rope_type", "default")) != "default":
         return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))

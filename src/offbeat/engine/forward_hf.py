@@ -1,8 +1,8 @@
 """The general path: any Hugging Face causal model with its own modules, and attention over the slot cache. Chosen by `loader`.
 
 Attention is registered with transformers' `AttentionInterface`; the model itself runs without a cache object. Before the model serves, a
-forward pass of one token shows what its layers store; models that keep other state, such as recurrent layers, are refused with a message.
-Weights are named as in a published checkpoint.
+forward pass of one token shows the shapes of its layers' keys and values; models that keep other state, such as recurrent layers, are
+refused with a message. Weights are named as in a published checkpoint.
 """
 
 import inspect
@@ -50,7 +50,7 @@ class Windows(Generic[S]):
     masks: dict[int, Tensor | None] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Tensor | None:
-        """Return the step's mask for layers with this sliding window; None is no window."""
+        """Return the step's mask, such as [B * num_kv_heads, 1, width], for layers with this sliding window; None is no window."""
         if window is None:
             return self.step.mask
         if window not in self.masks:
@@ -159,7 +159,7 @@ class HFForward:
 
     def score(self, tokens: Tensor, *, lora: AdapterRows | None = None) -> Iterable[Tensor]:
         """Return the logits [N * L, V] of tokens [N, L] int64 in one block; see `Forward.score`."""
-        # All logits at once: what happens between the last layer and the logits differs between models.
+        # All logits at once: models differ in the steps between the last layer and the logits.
         positions = torch.arange(tokens.shape[1], device=self.device)[None]
         return [self._run(tokens, positions, ScoreStep(), keep=0, lora=lora).flatten(0, 1)]
 
@@ -198,7 +198,7 @@ class HFForward:
 
 
 def _find_cache_shape(model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device) -> CacheShape:
-    """Find what the layers store for a token, by running one token.
+    """Find the shape of the keys and values that the layers store for a token, by running one token.
 
     Raises:
         ModelError: a layer is no attention that the slot cache can hold.

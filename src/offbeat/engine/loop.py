@@ -101,7 +101,7 @@ class EngineLoop:
         if not self.call(lambda: self.engine.is_staged(version, source)).result():
             live = self.call(lambda: self.engine.live_folder).result()
             prepared = self.engine.prepare(source.folder, broadcast, live=live)
-            if self.call(lambda: self.engine.live_folder).result() != live:  # a switch meanwhile changed what `prepare` may have built on
+            if self.call(lambda: self.engine.live_folder).result() != live:  # `prepare` may have built on a base that a switch replaced
                 prepared = self.engine.prepare(source.folder, broadcast)
             self.call(lambda: self.engine.stage(version, source, prepared)).result()
 

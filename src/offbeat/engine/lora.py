@@ -193,7 +193,7 @@ def segment(slots: np.ndarray) -> GatheredSegments:
     """Gather the rows of each slot: first a segment of one common length for every slot, then the remainder of longer ones.
 
     Args:
-        slots: [rows] int64, the slot of each row's adapter or `BASE`; at least one row has an adapter.
+        slots: [N] int64, such as [0, 2, 0, -1], the slot of each row's adapter or `BASE`; at least one row has an adapter.
     """
     # Rows sorted by slot, without those of the base model, whose slot is negative.
     order = np.argsort(slots, kind="stable")
@@ -230,7 +230,7 @@ def shared_length(counts: np.ndarray) -> int:
     """Choose the common segment length with the lowest cost of padding and products.
 
     Args:
-        counts: [n] int64, rows of each slot, at least 1.
+        counts: [N] int64, rows of each slot, at least 1.
 
         Returns:
             One of the counts; rows of a slot beyond it are computed separately.
@@ -245,7 +245,7 @@ class AdapterRows:
     """The adapters of a batch's rows; made anew when rows come or go, and used for all steps and layers in between."""
 
     def __init__(self, stack: AdapterStack, slots: np.ndarray) -> None:
-        """See `segment` for `slots`, which refer to the stack's current layout."""
+        """`slots` [N] int64, the slot of each row, refer to the stack's current layout; see `segment`."""
         segments = segment(slots)
         scaling = np.array([adapter.scaling for adapter in stack.adapters], np.float32)[segments.slot]
         self._stack = stack
@@ -259,8 +259,8 @@ class AdapterRows:
         """Add the adapters' contribution to the output of a group of layers.
 
         Args:
-            x: [rows, inputs], the layers' input.
-            y: [rows, outputs], contiguous, changed in place.
+            x: [N, inputs], the layers' input.
+            y: [N, outputs], contiguous, changed in place.
         """
         weights = self._stack.weights(group)
         if weights is None:

@@ -21,15 +21,15 @@ class Matrix(Protocol):
 
     @property
     def plain(self) -> Tensor:
-        """[out, in], the numbers that it multiplies with."""
+        """The matrix [O, I], such as [V, H] of a head."""
         ...
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply x [rows, in] by the matrix, and add the bias [out]; returns [rows, out]."""
+        """Multiply x [N, I] by the matrix, and add the bias [O]; returns [N, O]."""
         ...
 
     def add(self, base: Tensor, x: Tensor) -> Tensor:
-        """Return `base` [rows, out] plus the product with x [rows, in], rounded once."""
+        """Return `base` [N, O] plus the product with x [N, I], rounded once."""
         ...
 
 
@@ -40,11 +40,11 @@ class ByColumns:
         self.plain = matrix.t().contiguous().t()
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return x [rows, in] times the matrix plus the bias, [rows, out]."""
+        """Return x [N, I] times the matrix plus the bias, [N, O]."""
         return F.linear(x, self.plain, bias)
 
     def add(self, base: Tensor, x: Tensor) -> Tensor:
-        """Return `base` [rows, out] plus the product with x [rows, in]."""
+        """Return `base` [N, O] plus the product with x [N, I]."""
         return torch.addmm(base, x, self.plain.t())
 
 
@@ -63,25 +63,25 @@ class Packed:
 
     @property
     def plain(self) -> Tensor:
-        """[out, in], unpacked into new memory."""
+        """[O, I], unpacked into new memory."""
         return self._packed.to_dense()
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return x [rows, in] times the matrix plus the bias, [rows, out]."""
+        """Return x [N, I] times the matrix plus the bias, [N, O]."""
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
 
     def add(self, base: Tensor, x: Tensor) -> Tensor:
-        """Return `base` [rows, out] plus the product with x [rows, in]."""
+        """Return `base` [N, O] plus the product with x [N, I]."""
         return torch.ops.mkldnn._linear_pointwise.binary(x, base, self._packed, None, "add")
 
 
 def matrix(weight: Tensor) -> Matrix:
-    """Return the fastest layout for a layer within the model; `weight` is [out, in] of any float dtype."""
+    """Return the fastest layout for a layer within the model; `weight` is [O, I] of any float dtype."""
     return Packed(weight) if _packs(weight) else ByColumns(weight)
 
 
 def head_matrix(weight: Tensor) -> Matrix:
-    """Return the fastest layout for the output head [out, in], which may share memory with the embedding."""
+    """Return the fastest layout for the output head [V, H], which may share memory with the embedding."""
     return Packed(weight) if _packs(weight) else ByRows(weight)
 
 

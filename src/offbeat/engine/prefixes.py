@@ -1,7 +1,7 @@
-"""Keys and values of prompts and answers that came before, so that a prompt which begins like one of them computes its rest alone.
+"""Keys and values of earlier prompts and answers, so that a prompt with the same beginning computes only its rest.
 
-Used by `runner`. What is kept is cut into blocks of tokens, which form a tree: a block belongs to the weights that computed it, and follows
-one other block. The least recently used blocks make room for others. A change of the weights empties it: nothing in it is ever stale.
+Used by `runner`. They are cut into blocks of tokens, which form a tree: a block belongs to the weights that computed it, and follows one
+other block. The least recently used blocks make room for others. A change of the weights empties the cache: no block is ever stale.
 """
 
 from collections import OrderedDict
@@ -17,7 +17,7 @@ from offbeat.engine.cache import BUCKET, CacheShape, SlotCache
 from offbeat.model.peft_io import Adapter
 
 BLOCK = 16
-"""Tokens in a block. What two prompts share is used up to a multiple of this."""
+"""Tokens in a block. Two prompts share a multiple of this, such as 32 of 40 equal tokens."""
 
 assert BUCKET % BLOCK == 0, "the cache's positions are cut into whole blocks"
 
@@ -108,7 +108,7 @@ class PrefixCache:
                 cache.blocks(layer, BLOCK)[:, slots, :, places] = kept[blocks]
 
     def store(self, sequences: Iterable[tuple[Adapter | None, np.ndarray, int]], cache: SlotCache) -> None:
-        """Keep what is computed of sequences: each with the adapter that computed it, its tokens [L] int64, and its slot."""
+        """Keep the keys and values of sequences: each with the adapter that computed them, its tokens [L] int64, and its slot."""
         copied: dict[int, tuple[int, int]] = {}  # a block that one sequence evicts and another takes is copied once
         for adapter, tokens, slot in sequences:
             copied |= {block: (slot, place) for place, block in self._insert(adapter, tokens)}
@@ -118,7 +118,7 @@ class PrefixCache:
                 kept[blocks] = cache.blocks(layer, BLOCK)[:, slots, :, places]
 
     def _insert(self, adapter: Adapter | None, tokens: np.ndarray) -> list[tuple[int, int]]:
-        """Make blocks for the part of a sequence that has none; returns (place in the sequence, number) of each new one."""
+        """Make blocks for the new part of a sequence [L] int64; returns (place in the sequence, number) of each new block."""
         keys = list(_keys(tokens))[: self.max_blocks]
         chain: list[int] = []
         parent = self._root(adapter)
@@ -175,6 +175,6 @@ class PrefixCache:
 
 
 def _keys(tokens: np.ndarray) -> Iterable[bytes]:
-    """Yield the tokens of each whole block as bytes."""
+    """Yield the tokens of each whole block as bytes: 2 x 128 bytes for [L] int64 with L = 40."""
     raw, size = tokens.astype(np.int64, copy=False).tobytes(), BLOCK * 8
     return (raw[i : i + size] for i in range(0, len(raw) - size + 1, size))

@@ -17,7 +17,7 @@ def receive_weights(
 
     Args:
         live: folder of the weights in use, to which changes are enough; empty if whole weights are wanted.
-        tensors: returns the weights in use by their published names; they are not modified.
+        tensors: returns the weights in use by their published names, such as "lm_head.weight" [V, H]; they are not modified.
 
     Raises:
         EngineError: the weights were not received; the message says why.

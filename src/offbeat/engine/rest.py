@@ -15,7 +15,7 @@ from offbeat.sync.platform import current_platform
 
 
 class Rest:
-    """Whether an engine sleeps, and what it keeps meanwhile.
+    """The sleep of an engine, and the weights that it keeps meanwhile.
 
     Attributes:
         asleep: whether the memory is free for others, so that nothing may be computed.

@@ -1,4 +1,4 @@
-"""What crosses to the process of a reward model, and back. Torch-free: `rollout.model_reward` sends it."""
+"""Messages to and from the process of a reward model. Torch-free: `rollout.model_reward` sends them."""
 
 from dataclasses import dataclass
 from typing import Literal

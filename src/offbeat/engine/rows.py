@@ -68,7 +68,7 @@ class Rows:
         return len(self.samples)
 
     def add(self, request: Request, *, keys: np.ndarray, stop_ids: tuple[int, ...], tokenizer: Tokenizer) -> None:
-        """Append the n samples of a request; `keys` [n] uint64 determine their random numbers (see `sampler.row_keys`)."""
+        """Append the N samples of a request; `keys` [N] uint64 determine their random numbers (see `sampler.row_keys`)."""
         params, first = request.params, len(self.samples)
         rows = slice(first, first + request.n)
         prompt_len = len(request.prompt)
@@ -138,11 +138,11 @@ class Rows:
         return uniforms(self._key[rows], self.length[rows] - self._prompt_len[rows])
 
     def last_tokens(self, rows: int) -> np.ndarray:
-        """[rows] int64, the input of the next decode step for the first `rows` rows."""
+        """[N] int64, the input of the next decode step for the first N = `rows` rows."""
         return self._tokens[np.arange(rows), self.length[:rows] - 1]
 
     def cached_tokens(self, row: int) -> np.ndarray:
-        """[length - 1] int64, the tokens of a row whose keys and values are in the cache."""
+        """[L - 1] int64, the tokens of a row of length L whose keys and values are in the cache: all but the last."""
         return self._tokens[row, : self.length[row] - 1]
 
     def append(self, drawn: Drawn, *, version: Version) -> tuple[np.ndarray, np.ndarray]:

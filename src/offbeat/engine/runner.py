@@ -1,5 +1,5 @@
-"""What the engine computes with its model: the logits of running samples, and their caches. Called by `engine.Engine`, between whose steps
-the rows change; the runner itself decides nothing.
+"""Computes the logits of running samples, and their caches. Called by `engine.Engine`, between whose steps the rows change; the runner
+itself decides nothing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from offbeat.engine.scheduler import plan_prefill
 
 
 class Runner:
-    """One model with the cache of the running samples, and what is kept of those that ended.
+    """One model with the cache of the running samples, and kept prefixes of samples that ended.
 
     Attributes:
         prefixes: beginnings of prompts that need not be computed again.
@@ -60,7 +60,7 @@ class Runner:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def new_weights(self, *, recompute: bool) -> None:
-        """Forget what the weights before computed, and compute the cache of all running samples again if it shall not stay as it is."""
+        """Forget the prefixes of earlier weights, and with `recompute` compute the cache of all running samples again."""
         self.prefixes.clear()
         if recompute:
             self.recompute()
@@ -89,7 +89,7 @@ class Runner:
     def _prefill(self, sequences: list[np.ndarray], adapters: Sequence[str], *, slots: np.ndarray) -> tuple[Tensor, int]:
         """Write the keys and values of each sequence to its slot.
 
-        Sequences that begin alike wait for the first of them, and go on from what it has computed.
+        Sequences that begin alike wait for the first of them, and go on from its keys and values.
 
         Returns:
             The logits after each sequence, [P, V], and the number of tokens that were known.
@@ -115,7 +115,7 @@ class Runner:
         return logits, int(starts.sum())
 
     def _chunks(self, which: np.ndarray, lengths: np.ndarray, starts: np.ndarray) -> Iterable[np.ndarray]:
-        """Split sequences into batches: those of which nothing is known need no mask and no copy of what is cached."""
+        """Split the sequences at `which` [N] into batches; those without a known prefix need no mask and no copy of cached positions."""
         known = starts[which] > 0
         for part in (which[~known], which[known]):
             for chunk in plan_prefill(lengths[part] - starts[part], max_tokens=self._max_prefill_tokens):
@@ -124,7 +124,7 @@ class Runner:
     def _compute(
         self, chunk: np.ndarray, sequences: list[np.ndarray], adapters: Sequence[str], *, slots: np.ndarray, starts: np.ndarray
     ) -> Tensor:
-        """Compute what is not known of a batch of sequences; returns the logits after each, [N, V]."""
+        """Compute the unknown rest of a batch of sequences; returns the logits after each, [N, V]."""
         rests = [sequences[i][starts[i] :] for i in chunk]
         lengths = np.array([len(rest) for rest in rests])
         tokens = np.zeros((len(chunk), lengths.max()), np.int64)
@@ -135,7 +135,7 @@ class Runner:
         return self._forward.prefill(self._send(tokens), step, lora=lora)
 
     def _send(self, array: np.ndarray) -> Tensor:
-        """Copy a host array to the model's device, with its dtype."""
+        """Copy a host array, such as [N, L], to the model's device, with its dtype."""
         return torch.from_numpy(array).to(self._forward.device)
 
 

@@ -2,11 +2,11 @@
 
 Tokens are drawn by inverting the cumulative distribution at one uniform number per row: for 256 rows of 49 tokens that is 25 times cheaper
 than one exponential number per logit, and the uniform number can be a pure function of (row key, position). So a sample depends on its key
-alone, never on what else runs in the batch.
+alone, never on the rest of the batch.
 
 Logits are changed in this order: masks, biases and penalties (`shaping`), temperature, min_p, top-k, top-p. The log-probability returned
-is that of the distribution sampled from, after all of them with renormalisation ("as sampled"), or, where a row requests it, after
-temperature alone, which is what the trainer computes ("as trained"). At temperature 0 (greedy) it is the log-softmax at temperature 1.
+belongs to the distribution sampled from, after all of them with renormalisation ("as sampled"), or, where a row requests it, to the one
+after temperature alone, as the trainer computes it ("as trained"). At temperature 0 (greedy) it is the log-softmax at temperature 1.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def mix(words: np.ndarray) -> np.ndarray:
-    """Finaliser of SplitMix64 on [...] uint64: a bijection whose outputs behave like independent random numbers.
+    """Finaliser of SplitMix64 on uint64 of any shape, such as [N]: a bijection whose outputs behave like independent random numbers.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
@@ -41,7 +41,7 @@ def mix(words: np.ndarray) -> np.ndarray:
 
 
 def row_keys(seed: int, n: int) -> np.ndarray:
-    """Return the keys of the n samples of one request, [n] uint64; any integer is a valid seed."""
+    """Return the keys of the N = n samples of one request, [N] uint64; any integer is a valid seed."""
     word = mix(np.array([seed % 2**64], dtype=np.uint64))
     return mix(word + _GOLDEN * np.arange(1, n + 1, dtype=np.uint64))
 
@@ -182,7 +182,7 @@ def _draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def _draw_by_blocks(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Do the same for large vocabularies: draw a block of tokens, then a token in it, so that cumulative sums are shorter than a row."""
+    """Do as `_draw` for a large vocabulary [B, V]: draw a block of tokens, then a token in it, which shortens cumulative sums."""
     num, vocab = logits.shape
     weights = logits.new_zeros(num, -(-vocab // _BLOCK) * _BLOCK)
     largest = logits.new_empty(num, 1)

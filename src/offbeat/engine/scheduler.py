@@ -32,7 +32,7 @@ class Scheduler:
     """
 
     def __init__(self, *, max_running: int, max_queued: int, max_prefill_tokens: int, max_cache_tokens: int | None = None) -> None:
-        """Without `max_cache_tokens` only the number of slots bounds what runs."""
+        """Without `max_cache_tokens` only the number of slots bounds the running samples."""
         self.max_running = max_running
         self.max_queued = max_queued
         self.max_prefill_tokens = max_prefill_tokens

@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens: waiting requests of any adapters share forward passes, which touch no cache. Used by the engine.
 
 The engine decides when a batch runs; this module decides which requests are in it: the oldest, and as many others of similar length as
-fit. Numbers do not depend on what else is in the batch.
+fit. Numbers do not depend on the rest of the batch.
 """
 
 import math
@@ -21,12 +21,12 @@ from offbeat.errors import BusyError, EngineError, RefusedError
 from offbeat.types import Version
 
 _DRAWS = 0x5DEECE66D
-"""Separates the seeds of draws from those of samples, which would otherwise see the same random numbers."""
+"""Separates the seeds of draws from the seeds of samples, which would otherwise see the same random numbers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """What to read from the logits of N jobs. Row n * L + i of the logits [N * L, V] is the distribution after token i of job n.
+    """Numbers to read from the logits of N jobs. Row n * L + i of the logits [N * L, V] is the distribution after token i of job n.
 
     Attributes:
         length: L, length of the longest job.
@@ -51,7 +51,7 @@ class Wanted:
 
     @classmethod
     def of(cls, jobs: Sequence[ScoreJob], tokens: np.ndarray) -> "Wanted":
-        """Collect what the jobs request; `tokens` [N, L] int64 are their tokens, padded."""
+        """Collect the requests of the jobs; `tokens` [N, L] int64 are their tokens, padded."""
         length = tokens.shape[1]
         top_rows = [n * length + np.arange(len(job.tokens) - 1) for n, job in enumerate(jobs) if job.top_k]
         targets = [
@@ -91,7 +91,7 @@ class Found:
 
     @classmethod
     def read(cls, blocks: Iterable[Tensor], wanted: Wanted) -> "Found":
-        """Read logits that arrive in consecutive blocks [rows, V]; no more than one block is held at a time."""
+        """Read logits that arrive in consecutive blocks [N, V]; no more than one block is held at a time."""
         own, top_ids, top, targets, draw_ids, draws, start = [], [], [], [], [], [], 0
         for logits in blocks:
             table = logits.float().log_softmax(dim=-1)
@@ -221,7 +221,7 @@ class Scorer:
 
 
 def _draw_numbers(job: ScoreJob, places: np.ndarray) -> np.ndarray:
-    """Return a number in [0, 1) for each draw, [len(places), job.draws] float64, from the job's seed and the place alone."""
+    """Return a number in [0, 1) for each draw, [N, K] float64 with K = `job.draws`, from the job's seed and the place alone."""
     keys = row_keys(job.seed ^ _DRAWS, job.draws)
     return uniforms(np.broadcast_to(keys, (len(places), job.draws)), places[:, None])
 

@@ -1,4 +1,4 @@
-"""The engine's HTTP front end: OpenAI's completions, weight control and metrics, on Starlette and uvicorn; `chats` has those of chats.
+"""The engine's HTTP front end: OpenAI's completions, weight control and metrics, on Starlette and uvicorn; `chats` serves chats.
 
 `EngineServer` runs two threads: uvicorn's event loop and the engine's (`loop`). A request handler submits and then waits on a queue of its
 own, which the engine's events reach in one hop per step. When a client disconnects, its samples are aborted. With a key, every request
@@ -241,7 +241,7 @@ class EngineServer:
     async def _outputs(self, http: HttpRequest, *requests: Request) -> AsyncGenerator[Output]:
         """Run requests; yields their outputs until all samples are done, and aborts them if the caller stops early.
 
-        Samples are numbered through, n of each request after those of the one before.
+        Samples are numbered through all requests, such as 0, 1 of the first and 2, 3 of the second for n = 2.
 
         Raises:
             EngineError: the engine refused one or failed.
@@ -307,7 +307,7 @@ class EngineServer:
         return json_answer(msgspec.json.encode({**model_entry(name, self._started), **more}))
 
     def _described(self) -> dict[str, dict[str, Any]]:
-        """What is told of each model besides its name: the model itself first, then the loaded adapters."""
+        """Fields of each model's entry besides its name: the model itself first, then the loaded adapters."""
         size = {"max_model_len": self._engine.max_context}
         adapters = {
             name: {**size, "parent": self._model_name, "root": folder} for name, folder in self._engine.adapters.folders.items()}
@@ -326,7 +326,7 @@ class EngineServer:
             "max_adapter_rank": self._options.max_adapter_rank}))
 
     def _stall(self) -> str:
-        """Say what is wrong with the step that the engine is in; empty if nothing is."""
+        """Return the fault of the step that the engine is in, as a sentence; empty if there is none."""
         loop, step_s = self._loop, self._loop.round_s
         return self._steps.look(loop.num_rounds, step_s, loop.signs(), now_s=time.monotonic()) if step_s >= LOOKED_AT_S else ""
 
@@ -420,7 +420,7 @@ class EngineServer:
 
 @dataclass(frozen=True)
 class _Numbered:
-    """Puts what the engine says of one request into an inbox, with its samples numbered from `first` on."""
+    """Puts the engine's events of one request into an inbox, with its samples numbered from `first` on."""
 
     inbox: Inbox
     first: int

@@ -1,8 +1,8 @@
-"""Applies `Shaping` to the logits of the samples that have one: masks, biases, penalties, min_p. Used by `rows` and `sampler`.
+"""Applies `Shaping` to the logits of samples: masks, biases, penalties, min_p. Used by `rows` and `sampler`.
 
-`ShapedSample` follows the tokens of one sample; `ShapedRows` are those of a batch, made anew when rows come or go. A batch without such
-samples has no `ShapedRows`. The numbers of a row depend on its own tokens alone. Memory per sample grows with the distinct tokens that
-are penalised, not with the vocabulary; allowed tokens and biases are shared by the samples of a request.
+`ShapedSample` follows the tokens of one sample; `ShapedRows` holds the samples of a batch, made anew when rows come or go. A batch without
+such samples has no `ShapedRows`. The numbers of a row depend on its own tokens alone. Memory per sample grows with the distinct tokens
+that are penalised, not with the vocabulary; allowed tokens and biases are shared by the samples of a request.
 """
 
 import math
@@ -63,7 +63,7 @@ class ShapedSample:
     """The shaping of one sample, as its tokens come.
 
     Attributes:
-        shaping: what was asked for.
+        shaping: the settings requested.
         min_p: as in `shaping`, 0 for a greedy sample, whose token it does not change.
         grammar: the place of the sample in its structure; None without one.
         seen: the tokens that penalties apply to; None without penalties.
@@ -172,7 +172,7 @@ class ShapedRows:
         return changed, tuple(self._rows[at] for at in most.isneginf().flatten().nonzero().flatten().tolist())
 
     def _mask(self, logits: Tensor) -> None:
-        """Set the logits of tokens that must not be drawn to -inf."""
+        """Set the logits [S, V] of tokens that must not be drawn to -inf."""
         if self._structured:
             allowed = self._send(np.stack([grammar.allowed(logits.shape[1]) for _, grammar in self._structured]))
             places = self._send(np.array([at for at, _ in self._structured]))
@@ -187,7 +187,7 @@ class ShapedRows:
             logits[places, tokens] = -torch.inf
 
     def _penalise(self, logits: Tensor) -> None:
-        """Apply the penalties of all rows, to the tokens that each has seen."""
+        """Apply the penalties of all rows to the logits [S, V] of the tokens that each has seen."""
         seen = [(at, counts) for at in self._penalised if (counts := self._samples[at].seen) is not None]
         places = np.repeat([at for at, _ in seen], [len(counts.ids) for _, counts in seen])
         ids = np.concatenate([_NO_IDS, *(counts.ids for _, counts in seen)])

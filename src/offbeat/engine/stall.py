@@ -38,7 +38,7 @@ class StepWatch:
             now_s: time of the look, by any clock.
 
         Returns:
-            What is wrong with it, as a sentence; empty if nothing is.
+            The fault of the step, as a sentence; empty if there is none.
         """
         seconds = now_s - self._looked_s
         if step != self._step:

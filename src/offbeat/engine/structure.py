@@ -2,8 +2,8 @@
 
 `Grammars` compiles a `Structure` for one tokenizer, on any thread; a `Grammar` follows one sample. The work of both is bounded by the
 limits below, whatever a client sends: beyond them a structure is refused. Built on llguidance, which needs no other package, compiles
-within milliseconds because it computes states as they are reached, knows byte-level and sentencepiece tokenizers, and never fetches
-what a schema refers to. xgrammar needs torch and triton of its own choice; outlines-core compiles an automaton over the whole vocabulary.
+within milliseconds because it computes states as they are reached, knows byte-level and sentencepiece tokenizers, and never fetches the
+references of a schema. xgrammar needs torch and triton of its own choice; outlines-core compiles an automaton over the whole vocabulary.
 """
 
 import json
@@ -58,7 +58,7 @@ class Grammar:
         self.ended = token in self._ends
 
     def allowed(self, vocab_size: int) -> np.ndarray:
-        """[vocab_size] bool, the tokens that may follow: none where the structure has become too complex."""
+        """[V] bool, the tokens that may follow, V = `vocab_size`: none where the structure has become too complex."""
         words = np.zeros(-(-self._vocab_size // 32), np.int32)
         if not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
@@ -86,7 +86,7 @@ class Grammars:
         """Compile a structure; takes milliseconds, and a second for the first of a large vocabulary.
 
         Raises:
-            RefusedError: it is wrong or too complex, or the tokenizer is of an unknown kind; the message says what.
+            RefusedError: it is wrong or too complex, or the tokenizer is of an unknown kind; the message says which.
             MissingExtraError: llguidance is not installed.
         """
         with self._lock:
@@ -118,7 +118,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> Any:
         ends.append(tokenizer.end_of_turn_id)
     decoder = (json.loads(tokenizer.hf.backend_tokenizer.to_str()).get("decoder") or {}).get("type")
     try:
-        if decoder == "Fuse":  # tokens are pieces of text, as those of a tokenizer over characters
+        if decoder == "Fuse":  # tokens are pieces of text, as in a tokenizer over characters
             return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Pieces(tokenizer)), eos_token=ends)
         return llguidance.hf.from_tokenizer(tokenizer.hf, eos_token=ends)
     except Exception as exc:  # the Rust library raises several kinds
@@ -128,7 +128,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> Any:
 
 
 class _Pieces:
-    """A tokenizer whose text is that of its tokens put together, as llguidance takes it."""
+    """A tokenizer whose text is its tokens joined, as llguidance takes it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -57,13 +57,13 @@ def read_version(forward: Forward, folder: str, broadcast: str = "", *, live: st
     if state is None:
         try:
             state = read_weights(folder, held=held)
-        except ModelError:  # the weights in use may not be what they should; if the folder is at fault, this fails again
+        except ModelError:  # the weights in use may differ from the published ones; if the folder is at fault, this fails again
             state = read_weights(folder)
     return forward.prepare(state)
 
 
 def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Compute the fingerprint that the trainer computes of the same weights; see `fingerprint`."""
+    """Compute the trainer's fingerprint of the same weights, such as "lm_head.weight" [V, H]; see `fingerprint`."""
     return fingerprint((name, tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()) for name, tensor in tensors.items())
 
 

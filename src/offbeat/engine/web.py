@@ -76,12 +76,12 @@ def refusal(http: HttpRequest, key: str) -> tuple[str, int] | None:
 
 
 async def whole_body(http: HttpRequest) -> bytes:
-    """Read the body of a request; errors are those of `read_body`."""
+    """Read the body of a request; errors as of `read_body`."""
     return await read_body(http, max_bytes=MAX_BODY_BYTES, patience_s=_PATIENCE_S)
 
 
 def refusal_of(exc: BaseException) -> Refusal:
-    """Return what a client is told of an error."""
+    """Return the status and text that a client gets for an error."""
     match exc:
         case BusyError():
             return Refusal(str(exc), 429, {"Retry-After": "1"})

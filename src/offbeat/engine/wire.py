@@ -1,6 +1,6 @@
 """Request bodies of the engine's HTTP endpoints, checked by msgspec, and their translation to requests. Used by `server`.
 
-Bodies follow OpenAI's and vLLM's; `chat.fields` says what each field of a completion or a chat does.
+Bodies follow OpenAI's and vLLM's; `chat.fields` describes each field of a completion or a chat.
 """
 
 from typing import Literal, cast
@@ -17,7 +17,7 @@ from offbeat.weights.protocol import Interrupt
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream holds besides its text."""
+    """Parts of a stream besides its text."""
 
     include_usage: bool | None = None
 
@@ -135,7 +135,7 @@ class CompletionBody(GenerateBody, kw_only=True):
 
 
 def body_of(request: ChatRequest, *, stops: tuple[str, ...], stop_token_ids: list[int], stream: bool) -> GenerateBody:
-    """Write a chat's settings as those of a completion."""
+    """Write a chat's settings as a completion's."""
     shaping = request.shaping.fields()
     structured = shaping.pop("structured_outputs", None)
     return GenerateBody(
@@ -212,7 +212,7 @@ class SleepBody(msgspec.Struct):
 
 
 def read_completion(data: bytes, *, surface: Surface = "engine") -> CompletionBody:
-    """Decode and check the body of a completion to this server. Errors are those of `dialects.read_fields`."""
+    """Decode and check the body of a completion to this server. Errors as of `dialects.read_fields`."""
     try:
         return read_fields(CompletionBody, data, api="completions", surface=surface)
     except RefusedError as exc:

@@ -14,7 +14,7 @@ _set = signal.signal
 def ignore_sigterm() -> None:
     """Ignore SIGTERM from now on in this process and all that it starts, whatever handlers they set.
 
-    It is ignored by the kernel: a handler in Python, even an empty one, would wake event loops, which then call what they were given.
+    The kernel ignores it: a handler in Python, even an empty one, would wake event loops, which then call their own handlers.
     """
     _set(signal.SIGTERM, signal.SIG_IGN)
     signal.signal = _set_another

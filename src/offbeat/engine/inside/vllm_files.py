@@ -21,7 +21,7 @@ _CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
     torch.bool: "BOOL"}
-"""What number formats are called in safetensors files."""
+"""Names of number formats in safetensors files."""
 _BUFFERS = ("e_score_correction_bias", "inv_freq", "masked_bias")
 """Suffixes of the names of tensors that transformers does not treat as parameters, so that the trainer's fingerprint omits them."""
 
@@ -38,7 +38,9 @@ class MemoryFile:
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Write CPU tensors, and take each out of `tensors` when it is written, so that memory never holds all of them twice."""
+        """Write CPU tensors by name, such as [V, H], and take each out of `tensors` once written, so that memory never holds all of them
+        twice.
+        """
         self._descriptor = os.memfd_create("offbeat-weights")
         self.path = Path(f"/proc/{os.getpid()}/fd/{self._descriptor}")
         names = sorted(tensors, key=lambda name: -tensors[name].element_size())  # so that each lies where its numbers are aligned
@@ -111,7 +113,7 @@ def fingerprint_files(files: Iterable[str | Path], *, dtype: torch.dtype | None 
 
 
 def fingerprint_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Compute `offbeat.model.fingerprint` of CPU tensors with their names. Raises as `fingerprint_files`."""
+    """Compute `offbeat.model.fingerprint` of CPU tensors of any shape with their names. Raises as `fingerprint_files`."""
     return offbeat_module("model", "fingerprint").fingerprint(
         (name, _bytes_of(tensor)) for name, tensor in tensors if not name.endswith(_BUFFERS))
 
@@ -121,7 +123,7 @@ def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 def read_files(files: Iterable[str | Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors with their names; the files are mapped, not copied."""
+    """Yield tensors with their names, such as ("lm_head.weight", [V, H]); the files are mapped, not copied."""
     for path in files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)

@@ -39,7 +39,7 @@ from vllm_worker import WorkerExtension as WorkerExtension  # vLLM finds it here
 from vllm_worker import read_answers
 
 _PAUSES = {"recompute": ("keep", True), "keep": ("keep", False), "drain": ("wait", True)}
-"""For each `interrupt`: vLLM's pause mode, and whether all cached keys and values are dropped, including those of running requests."""
+"""For each `interrupt`: vLLM's pause mode, and whether all cached keys and values are dropped, also of running requests."""
 _METHODS = (
     "pause_generation", "resume_generation", "is_paused", "collective_rpc", "reset_prefix_cache", "update_weight_version",
     "get_weight_version", "add_request", "sleep", "wake_up")
@@ -57,7 +57,7 @@ class Loaded:
     Attributes:
         fingerprint: fingerprint of the tensors that were read.
         num_unread: number of tensors that could not be read back.
-        weights: what was read, to compare with again, and to apply changes to; None if it was received and is no longer there.
+        weights: the weights that were read, for comparisons and to apply changes to; None if they were received and are no longer there.
     """
 
     version: int
@@ -172,7 +172,7 @@ class Inside:
         try:
             self._loaded = None
             if self._asleep:
-                await engine.wake_up(tags=["weights"])  # their memory; what is in it is loaded now
+                await engine.wake_up(tags=["weights"])  # their memory, into which the weights are loaded now
             told = await _ask_workers(engine, "offbeat_load", [str(path) for path in staged.files], _started_with(engine))
             if reset:
                 await engine.reset_prefix_cache()
@@ -236,7 +236,7 @@ class Inside:
         await asyncio.to_thread(check_weights, staged.files, staged.folder, config.model, tied=tied)
 
     async def _fingerprint(self, engine: AsyncLLM, _body: bytes) -> dict[str, Any]:
-        """Return the version being served and the fingerprint of what was read for it; null for the server's initial weights."""
+        """Return the version being served and the fingerprint of the weights read for it; null for the server's initial weights."""
         version, loaded = await _live(engine), self._loaded
         told = {"version": version, "fingerprint": None, "num_unread": None}
         if loaded is not None and loaded.version == version:
@@ -260,7 +260,7 @@ class Inside:
         return told | {"logprobs": logprobs}
 
     async def _compare(self, engine: AsyncLLM, version: int, weights: Weights) -> None:
-        """Compare the weights in use with what was read again, while it exists, since they may have changed after loading."""
+        """Compare the weights in use with their files, while these exist, since they may have changed after loading."""
         try:
             if files := [str(path) for path in weights.files]:
                 await _ask_workers(engine, "offbeat_compare", files)

@@ -60,7 +60,7 @@ class ReadBack:
                     yield label, None if every else False
 
     def _places(self, name: str, *, tied: bool) -> Iterable[tuple[str, nn.Module | None, int | None]]:
-        """Yield the places of a tensor: a label, the module, and which of its parts the tensor is; None for all of it.
+        """Yield the places of a tensor: a label, the module, and the number of the tensor among its fused parts; None for all of it.
 
         The embedding has two places where it is tied to the head.
         """
@@ -78,7 +78,9 @@ class ReadBack:
 
 
 def _live(module: Any, name: str, tensor: Tensor, part: int | None, turn: int) -> tuple[Tensor, Tensor]:
-    """Return the numbers in use in a tensor's place, and those they must equal; for a matrix, a few columns, different ones each turn.
+    """Return the numbers in use in a tensor's place, and the numbers that they must equal.
+
+    They are rows [N, I] or [N] of the tensor; of a matrix, a few columns [O, K], different ones each turn.
 
     Raises:
         ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError: they cannot be read here.
@@ -97,7 +99,7 @@ def _live(module: Any, name: str, tensor: Tensor, part: int | None, turn: int) -
 
 
 def _rows(module: Any, tensor: Tensor, part: int | None) -> tuple[slice, slice]:
-    """Return where a tensor's rows are among a layer's, and which of its rows: all, or this worker's share.
+    """Return the rows of a tensor [O, I] or [O] in its layer, and the rows of the tensor that they hold: all, or this worker's share.
 
     A layer that is split has an equal share of each part on every worker. Where a part has fewer heads than there are workers, each head is
     on several of them.
@@ -112,7 +114,7 @@ def _rows(module: Any, tensor: Tensor, part: int | None) -> tuple[slice, slice]:
 
 
 def _width(module: Any, tensor: Tensor) -> tuple[int, int]:
-    """Return the number of a layer's inputs, and the column of the tensor that the first one multiplies.
+    """Return I, the number of a layer's inputs, and the column of the tensor [O, I] or [O, I * num_ranks] that the first one multiplies.
 
     Raises:
         ValueError: the tensor has another form than the layer, which must not be probed: kernels for CPUs do not check the width of their

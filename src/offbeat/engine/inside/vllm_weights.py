@@ -1,7 +1,7 @@
-"""How a vLLM server comes by the weights of a version: whole, or as changes of the version before. Used by `vllm_inside`.
+"""Gets the weights of a version for a vLLM server: whole, or as changes of the version before. Used by `vllm_inside`.
 
 vLLM's workers have weights fused and packed, so that no changes can be applied to them. The API server applies them to the files from which
-the workers have read the version that is served, and the workers read the result from its memory, as they do what was broadcast.
+the workers have read the version that is served, and the workers read the result from its memory, as they read a broadcast.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ class Weights:
 
     Attributes:
         folder: where they were written, or would be if they had not been broadcast.
-        fingerprint: what the publisher says that theirs is; empty if it says nothing.
+        fingerprint: their fingerprint according to the publisher; empty if it says nothing.
         keep: whether to keep `memory` for as long as they are served, because the next version may be changes of this one.
-        memory: what was received, or made from changes; None if the folder holds all of them.
+        memory: weights that were received, or made from changes; None if the folder holds all of them.
     """
 
     folder: str
@@ -35,7 +35,7 @@ class Weights:
         return [self.memory.path] if self.memory else files_of(self.folder)
 
     def lasting(self) -> "Weights | None":
-        """Return what is still there after they were loaded; None if nothing is."""
+        """Return the weights if they are still there after loading; otherwise None."""
         return self if self.keep or self.memory is None else None
 
 
@@ -45,10 +45,10 @@ def obtain(folder: str, fingerprint: str, *, broadcast: str, keep: bool, held: W
     Args:
         folder, fingerprint, keep: see `Weights`; the folder may hold changes.
         broadcast: `host:port` where the weights are offered; empty if they are to be read from the folder.
-        held: what is served; changes are applied to it if they are changes of it.
+        held: weights being served; changes to them are applied to them.
 
     Raises:
-        RefusedError: the folder is damaged, or holds changes of something that is not there.
+        RefusedError: the folder is damaged, or holds changes to weights that are not there.
         OSError, RuntimeError: the weights were not received.
     """
     if broadcast and (received := _receive(broadcast, fingerprint, held)) is not None:
@@ -63,7 +63,7 @@ def obtain(folder: str, fingerprint: str, *, broadcast: str, keep: bool, held: W
 
 
 def _receive(address: str, fingerprint: str, held: Weights | None) -> dict[str, torch.Tensor] | None:
-    """Receive weights, or if they are offered what has changed since `held`; None if they are to be read from the version's folder."""
+    """Receive weights, or if they are offered the changes since `held`; None if the folder is to be read."""
     broadcast, changes = offbeat_module("sync", "broadcast"), offbeat_module("model", "changes")
 
     def change(changed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
@@ -80,10 +80,10 @@ def _receive(address: str, fingerprint: str, held: Weights | None) -> dict[str, 
 
 
 def _read_changes(folder: str, fingerprint: str, held: Weights | None) -> dict[str, torch.Tensor]:
-    """Read a folder of changes on top of `held`, or if that does not fit, of the last whole version and all changes since.
+    """Read a folder of changes on top of `held`, or if they do not fit, of the last whole version and all changes since.
 
     Raises:
-        RefusedError: it fits neither; the message says why the latter.
+        RefusedError: they fit neither; the message says why not the latter.
     """
     changes, reason = offbeat_module("model", "changes"), ""
     for base in (held, None) if held is not None else (None,):
@@ -110,6 +110,6 @@ def _read_whole(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _differ(tensors: dict[str, torch.Tensor], fingerprint: str) -> str:
-    """Say how changed weights differ from what was published; empty if they do not, or if nothing is known of that."""
+    """Say how the fingerprint of changed weights differs from the published one; empty if it does not, or if that is empty."""
     found = fingerprint_tensors(tensors.items()) if fingerprint else ""
     return "" if found == fingerprint else f"with what they build on, its changes have fingerprint {found} instead of {fingerprint}"

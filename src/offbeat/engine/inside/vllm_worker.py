@@ -1,7 +1,7 @@
-"""Offbeat's methods of a vLLM worker: load a version, compare what is computed with, and look at an adapter. Used by `vllm_inside`.
+"""Offbeat's methods of a vLLM worker: load a version, compare the weights in use, and look at an adapter. Used by `vllm_inside`.
 
-vLLM calls them in every worker at once. Once a worker of several has raised, vLLM takes each answer of the others for that of the call that
-follows. So these methods raise nothing: they return their answer, and a sentence that says what went wrong.
+vLLM calls them in every worker at once. Once a worker of several has raised, vLLM takes each answer of the others for an answer to the
+next call. So these methods raise nothing: they return their answer, and a sentence that describes the error.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,11 +23,11 @@ if current_platform.is_cpu():  # now, because a worker computes before any of it
     skip_plain_rows()
 
 Told = tuple[Any, str]
-"""A worker's answer, and what went wrong; empty if nothing did."""
+"""A worker's answer, and its error; empty if there is none."""
 
 
 def answered(method: Callable[..., Any]) -> Callable[..., Told]:
-    """Wrap a worker's method, so that it returns what it raises."""
+    """Wrap a worker's method, so that it returns the exception that it raises."""
 
     @wraps(method)
     def answer(self: Any, *args: Any) -> Told:
@@ -52,7 +52,7 @@ def read_answers(told: Sequence[Told]) -> list[Any]:
 
 
 class WorkerExtension:
-    """Methods added to vLLM's worker; `read_answers` reads what they return."""
+    """Methods added to vLLM's worker; `read_answers` reads their results."""
 
     model_runner: Any
     vllm_config: Any
@@ -64,7 +64,7 @@ class WorkerExtension:
         """Load safetensors files over the current weights, on this worker's accelerator or CPU.
 
         Returns:
-            The fingerprint of what was read, and the number of tensors that could not be compared with those in use.
+            The fingerprint of the files, and the number of tensors that could not be compared with the weights in use.
 
         Raises:
             RuntimeError: the weights in use differ from the files.
