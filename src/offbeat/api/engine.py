@@ -1,4 +1,4 @@
-"""An engine for a program: one process that serves a model, started and asked from here. It is the engine that runs start, over HTTP."""
+"""An engine for a program: one process that serves a model over HTTP, as the engines of runs do."""
 
 import asyncio
 import os
@@ -31,17 +31,17 @@ _STOP_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Completion:
-    """What a model wrote.
+    """An answer of a model.
 
         with offbeat.Engine("models/small") as engine:
             answer = engine.generate("31752046>", max_new_tokens=9)
             print(answer.text, answer.finish_reason, sum(answer.logprobs))
 
     Attributes:
-        text: without special tokens and without the stop string.
+        text: decoded, without special tokens and without the stop string.
         finish_reason: "stop", or "length" where `max_new_tokens` were not enough.
-        tokens: token ids, including the one that ended it.
-        logprobs: of each token, under the distribution that it was sampled from; at temperature 0, under that of temperature 1.
+        tokens: token ids such as (19, 7, 2), the final token included.
+        logprobs: log-probability of each token under the distribution it was sampled from; at temperature 0, under that of temperature 1.
     """
 
     text: str
@@ -64,8 +64,8 @@ class Engine:
     Without `with`, call `start` (which the first question does otherwise) and `close`. Several threads may ask at the same time.
 
     Attributes:
-        url: where it answers over HTTP as well, in the dialects of docs/engine.md; "" before it has started.
-        key: which it wants of each request there.
+        url: address for requests over HTTP in the dialects of docs/engine.md, such as "http://127.0.0.1:40123"; "" before it has started.
+        key: API key for those requests.
     """
 
     def __init__(
@@ -152,11 +152,11 @@ class Engine:
             max_new_tokens: most tokens to generate; None for 256, or as many as the context has room for.
             temperature: 0 is greedy.
             top_k: sample from the k likeliest tokens; 0 from all.
-            stop: texts that end an answer, besides what ends one anyway.
-            seed: makes the answer repeatable; prompts after the first have the numbers after it.
+            stop: texts that end an answer, besides the model's own end tokens.
+            seed: makes the answer repeatable; prompts after the first have the numbers after it, e.g. 7, 8, 9.
 
         Raises:
-            RefusedError: the engine says that the request is wrong, such as a prompt that is too long.
+            RefusedError: the engine refuses the request, for example because the prompt is too long.
             EngineError, DeadlineError: the engine failed, or has not answered in time.
         """
         self.start()
@@ -173,7 +173,7 @@ class Engine:
     ) -> Completion:
         """Answer a user's message, or a chat of messages with `role` and `content`, by the model's chat template.
 
-        Arguments and errors are those of `generate`. Chats with tools are answered at `url`.
+        Arguments and errors are as in `generate`. Chats with tools are answered at `url`.
 
         Raises:
             ModelError: the model has no chat template, or it refuses the messages.

@@ -1,4 +1,4 @@
-"""`offbeat.evaluate`: what `offbeat eval` does, from a Python program or a notebook."""
+"""`offbeat.evaluate`: `offbeat eval` from a Python program or a notebook."""
 
 import os
 from dataclasses import replace
@@ -16,7 +16,7 @@ HELDOUT = "heldout"
 """Name of the evaluation of the held-out prompts."""
 
 _ALL = 2**31
-"""More rows than there are."""
+"""More than any number of rows."""
 
 _HOMES = ("evaluate", "rollout", "run", "data", "model", "inference")
 
@@ -33,16 +33,16 @@ def evaluate(
 
     Args:
         model: folder or hub id.
-        data: rows to answer, in any form that `train` takes; or evaluation sets by name. Without it, what `config` holds out.
+        data: rows to answer, in any form that `train` takes; or evaluation sets by name. Without it, the held-out rows of `config`.
         reward, workflow, config, settings: as of `train`.
-        keywords: further settings by the last part of their names, those of [evaluate] and [rollout] first. Of each set the first
-            `num_prompts` rows are asked, 256 by default.
+        keywords: further settings by the last part of their names, such as `max_new_tokens`; [evaluate] and [rollout] come first. Of each
+            set the first `num_prompts` rows are asked, 256 by default.
 
     Returns:
         An evaluation for each set by its name, "heldout" for rows that have none: `accuracy`, `interval` (95 %), `reward_mean`, `pass_at`.
 
     Raises:
-        UserError: something that was given cannot work.
+        UserError: an argument cannot work.
         RunError: engines or rewards failed.
         KeyboardInterrupt: it was interrupted.
     """

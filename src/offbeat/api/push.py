@@ -1,7 +1,7 @@
-"""What `offbeat push` and `Run.push` do: a run's model goes to a Hugging Face hub, with a model card.
+"""Sends a run's model to a Hugging Face hub, with a model card, for `offbeat push` and `Run.push`.
 
-`plan_push` finds out what would be sent, without a network; `send` sends it in one commit. Endpoint and token are those that
-`huggingface_hub` finds: $HF_ENDPOINT, and $HF_TOKEN or what `hf auth login` has stored.
+`plan_push` lists the files without a network; `send` sends them in one commit. `huggingface_hub` finds the endpoint ($HF_ENDPOINT) and the
+token ($HF_TOKEN, or the one that `hf auth login` has stored).
 """
 
 import json
@@ -28,15 +28,15 @@ _MOST_SAID = 300
 
 @dataclass(frozen=True)
 class Push:
-    """What is sent where.
+    """The files of one push, and where they go.
 
     Attributes:
         repo_id: the repository, as OWNER/NAME.
         revision: branch.
-        message: of the commit.
-        private: whether the repository is private if it does not exist yet; otherwise the owner's default decides, which is public.
-        files: files of the run, by their paths in the repository.
-        texts: files that are made for this: the model card, unless the folder has one, and others without folders of this machine.
+        message: message of the commit.
+        private: whether a new repository is private; otherwise the owner's default decides, which is public.
+        files: files of the run, by their paths in the repository, such as "config.json".
+        texts: files made for the push: the model card, unless the folder has one, and copies that name no folder of this machine.
     """
 
     repo_id: str
@@ -56,13 +56,13 @@ def plan_push(
     run_dir: Path, repo_id: str, *, checkpoint: str = "last", adapter: bool = False, base_model: str = "", revision: str = _MAIN,
     message: str = "", private: bool = False,
 ) -> Push:
-    """Find out what a push would send.
+    """Plan a push.
 
     Args:
         checkpoint: which export: "last", "best", or the number of a step.
-        adapter: whether the LoRA adapter goes by itself, instead of the model into which it is merged.
+        adapter: whether to send the LoRA adapter by itself, instead of the model into which it is merged.
         base_model: hub id of the model that was trained, where the run began with a local folder of it.
-        message: of the commit; empty names the run.
+        message: message of the commit; empty names the run.
 
     Raises:
         ConfigError: the name is not as OWNER/NAME, or the run has no adapter.
@@ -92,7 +92,7 @@ def plan_push(
     if _ORIGIN in (config := _json(folder / _CONFIG) if _CONFIG in files else {}):  # a folder of this machine, which nothing reads
         texts[_CONFIG] = json.dumps({key: value for key, value in config.items() if key != _ORIGIN}, indent=2) + "\n"
         del files[_CONFIG]
-    if adapter and base_model:  # what PEFT loads the base by
+    if adapter and base_model:  # PEFT loads the base by this id
         texts[_ADAPTER_CONFIG] = json.dumps(_json(folder / _ADAPTER_CONFIG) | {"base_model_name_or_path": base_model}, indent=2) + "\n"
         del files[_ADAPTER_CONFIG]
     return Push(repo_id, revision, message or f"Push the run {run.name} of Offbeat", private, files, texts)
@@ -121,10 +121,10 @@ def send(push: Push) -> str:
 
 @contextmanager
 def _refusals(push: Push, endpoint: str) -> Iterator[None]:
-    """Turn what the hub's client raises into one sentence."""
+    """Turn errors of the hub's client into one sentence."""
     from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
 
-    of_client = cast("type[Exception]", HfHubHTTPError.__bases__[0])  # what httpx or, with a newer huggingface_hub, httpx2 raises
+    of_client = cast("type[Exception]", HfHubHTTPError.__bases__[0])  # of httpx or, with a newer huggingface_hub, of httpx2
     try:
         yield
     except HfHubHTTPError as exc:

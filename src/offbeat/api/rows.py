@@ -1,4 +1,4 @@
-"""Data that a program has in memory becomes a file of JSON lines, which a run reads like any other.
+"""Writes rows in memory to a file of JSON lines, which a run reads like any other.
 
 The file is named after its contents and lies in `.data` beside the runs, since a run's own folder may be moved when a run begins anew.
 Called by `api.settings`.
@@ -46,12 +46,12 @@ class RowsFile:
 
 
 def is_named(data: Rows) -> bool:
-    """Whether the data is text or a path that names where it is, rather than rows."""
+    """Whether the data is the text or path of a source such as "words.jsonl", rather than rows."""
     return isinstance(data, str | os.PathLike)
 
 
 def sets_of(data: Sets | None, *, unnamed: str) -> dict[str, Rows]:
-    """Return sets of rows by their names; rows without one are the set `unnamed`, and None is no set."""
+    """Return sets of rows by their names; rows without a name are the set `unnamed`, and None is no set."""
     if data is None:
         return {}
     return dict(cast(Mapping[str, Rows], data)) if isinstance(data, Mapping) else {unnamed: cast(Rows, data)}
@@ -61,10 +61,10 @@ def write_rows(rows: Iterable[Mapping[str, Any] | Row], folder: Path, *, argumen
     """Write rows in memory as JSON lines below `folder`; rows that were written before are found again.
 
     Args:
-        argument: name of the argument that they were given as, for messages.
+        argument: name of the argument that gave them, such as "data", for messages.
 
     Raises:
-        DataError: there are none, or one is no mapping, or holds what JSON cannot; names its number.
+        DataError: there are none, or one is no mapping, or has a value that JSON cannot express; names its number.
         StorageError: the folder cannot be written.
     """
     digest, num_rows, fields = hashlib.blake2b(digest_size=_DIGEST_BYTES), 0, ()
@@ -115,7 +115,7 @@ def _records(rows: Any, argument: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _of_pandas(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of a data frame; its cells that are arrays come from a table, which fills in null for keys of other rows."""
+    """Return a row of a data frame; in its cells that are arrays, the table has filled in null for keys of other rows."""
     cells = {name: _lists(value) for name, value in record.items() if getattr(value, "ndim", 0)}
     return {**record, **without_filled_nulls(cells)}
 
@@ -131,7 +131,7 @@ def _lists(value: Any) -> Any:
 
 
 def _narrow_columns(rows: Any) -> dict[str, Any]:
-    """Return the types of columns of a data frame or data set that become longer numbers in Python's type, by name."""
+    """Return the types of columns, by name, whose numbers get more digits in Python's type, such as float32."""
     # A data frame of pandas has its columns as attributes, too, so its own attribute comes first.
     given = (getattr(rows, attribute, None) for attribute in ("dtypes", "schema", "features"))
     named: Any = next((types for types in given if hasattr(types, "items")), {})
@@ -163,7 +163,7 @@ def _encode(record: Mapping[str, Any], argument: str, number: int) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of numpy, pandas, datetime or pathlib as JSON knows it."""
+    """Convert a value of numpy, pandas, datetime or pathlib for JSON."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, date | time):  # a Timestamp of pandas is a datetime, and that is a date

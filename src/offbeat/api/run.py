@@ -1,4 +1,4 @@
-"""A run as its folder tells of it: while it goes on, when it has ended, and after a crash. Everything is read when it is asked for."""
+"""A run, read from its folder on demand: while it goes on, when it has ended, and after a crash."""
 
 import importlib
 import json
@@ -38,17 +38,17 @@ class Rollout:
 
     Attributes:
         step: the training step.
-        prompt_id: the same for all samples of a group: "epoch:index".
-        prompt: what the model was given, decoded, special tokens included.
-        completion: what follows, decoded: what the model wrote, and in episodes of several turns what it was given in between.
-        reward: of the whole episode; NaN where there is none that can be trained on.
+        prompt_id: "epoch:index", such as "0:17"; the same for all samples of a group.
+        prompt: decoded prompt, special tokens included.
+        completion: decoded rest: the model's answer, or in episodes of several turns its answers and the tokens given in between.
+        reward: reward of the whole episode; NaN where there is none that can be trained on.
         reason: why it ended, "stop" or "length"; or why it is not trained on.
         named_rewards: the rewards by name that add up to `reward`, if it has several.
         tokens: all token ids, of prompt and completion.
         generated: for each token, whether the model wrote it.
-        logprobs: for each token, the log-probability with which it was sampled; 0 for those that were not.
-        versions: for each token, the version of the weights that sampled it; -1 for those that were not.
-        episode: number of the episode within its group that it belongs to; None is an episode of its own.
+        logprobs: for each token, the log-probability with which it was sampled; 0 for tokens that were not sampled.
+        versions: for each token, the version of the weights that sampled it, such as [-1, -1, 3, 3]; -1 for tokens that were not sampled.
+        episode: number of its episode within its group; None is an episode of its own.
         agent: role of the model that wrote it, where several play an episode.
     """
 
@@ -98,7 +98,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The run's name, which is that of its folder."""
+        """The run's name, the same as its folder's."""
         return self.folder.resolve().name
 
     @property
@@ -109,7 +109,7 @@ class Run:
 
     @property
     def result(self) -> dict[str, Any]:
-        """What `result.json` says, which is written when a run ends; empty before."""
+        """The values of `result.json`, which is written when a run ends; empty before."""
         file = self.folder / "result.json"
         return json.loads(file.read_bytes()) if file.is_file() else {}
 
@@ -160,14 +160,14 @@ class Run:
     @overload
     def metrics(self, frame: Literal["pandas", "polars"]) -> Any: ...
     def metrics(self, frame: Literal["", "pandas", "polars"] = "") -> Any:
-        """Return what was measured, one row for each step; a row of step 0 is the evaluation before the first.
+        """Return the metrics, one row for each step; a row of step 0 is the evaluation before the first.
 
         Args:
             frame: "pandas" or "polars" for a data frame of that library, with a column for each metric.
 
         Raises:
             MissingExtraError: that library is not installed.
-            ConfigError: it is another one.
+            ConfigError: `frame` is another one.
         """
         rows = [
             {name: value for name, value in row.items() if isinstance(value, int | float)}
@@ -225,7 +225,7 @@ class Run:
             adapter: whether the LoRA adapter goes by itself.
             base_model: hub id of the base model, where the run began with a local folder.
             revision: branch, which is created if necessary.
-            message: of the commit.
+            message: message of the commit.
 
         Raises:
             UserError: there is nothing to send, the hub cannot be reached, or it refuses.
@@ -245,7 +245,7 @@ class Run:
 
     @cached_property
     def _tokenizer(self) -> "Tokenizer":
-        """The tokenizer of the run: an export's, or that of the model with which it began."""
+        """The tokenizer of the run: an export's, or the initial model's."""
         model = self.config.get("model", {})
         places = [self.folder / "export", self.folder / "best", model.get("tokenizer"), self.folder / "model", model.get("path")]
         found = next((place for place in places if place and (Path(place) / "tokenizer.json").is_file()), None)

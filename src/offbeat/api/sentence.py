@@ -1,4 +1,4 @@
-"""What a program sees of an error: its own line, and the sentence. Used by the public functions."""
+"""Shortens tracebacks of the public functions to the program's own line and the sentence."""
 
 import functools
 from collections.abc import Callable
@@ -15,8 +15,8 @@ T = TypeVar("T")
 def short_errors(function: Callable[P, T]) -> Callable[P, T]:
     """Let errors that are raised on purpose leave a public function without the frames and causes inside of Offbeat.
 
-    The traceback has the user's own frames, such as those of a callback, one frame of this module, and the sentence; before it, an error in
-    the user's own code that it follows from; and of a failed run, the notes with what its processes said last. The run's log has the rest.
+    The traceback has the user's own frames, such as a callback's, one frame of this module, and the sentence; before it, an error in the
+    user's own code that caused it; and for a failed run, notes with the last lines of its processes. The run's log has the rest.
     """
 
     @functools.wraps(function)

@@ -34,11 +34,11 @@ class Service:
             service.wait()
 
     Attributes:
-        url: where clients find it; they set TINKER_BASE_URL to it.
+        url: address for clients, the value of TINKER_BASE_URL, such as "http://127.0.0.1:8000".
     """
 
     def __init__(self, process: "subprocess.Popen[str]", *, show: bool) -> None:
-        """Wait until the process serves; `show` prints what it says."""
+        """Wait until the process serves; `show` prints its output."""
         self.url = ""
         self._process = process
         self._lines: list[str] = []
@@ -73,7 +73,7 @@ class Service:
             raise RunError(f"the service ended with exit code {self._process.returncode}; it said: {self._said()}")
 
     def close(self) -> None:
-        """End the service: it finishes what runs and saves every model. Does nothing if it has ended."""
+        """End the service: it finishes running requests and saves every model. Does nothing if it has ended."""
         atexit.unregister(self.close)
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
@@ -95,7 +95,7 @@ class Service:
         self._process.wait()
 
     def _said(self) -> str:
-        """Return the sentence that it ended with."""
+        """Return the service's last sentence."""
         told = [line.removeprefix("offbeat: ") for line in self._lines if line.startswith("offbeat: ")]
         return (told or self._lines or ["nothing"])[-1]
 
@@ -125,14 +125,14 @@ def serve(
 
     Args:
         model: folder or hub id of the base model, its tokenizer included.
-        name: what clients call it; "" for the folder's name.
-        port: to listen on; 0 takes a free one.
+        name: model name for clients; "" for the folder's name.
+        port: port to listen on; 0 takes a free one.
         keys: TOML file with owners and their API keys; None takes any key.
         settings, keywords: as of `train`; those of [serve] and [inference] are looked for first.
-        progress: whether to print what the service says.
+        progress: whether to print the service's output.
 
     Raises:
-        UserError: something that was given cannot work, in the service's own words.
+        UserError: an argument cannot work, in the service's own words.
         RunError: it did not start.
     """
     given = {"model.path": model, "serve.model_name": name or None, "serve.port": port, "serve.keys": keys}
@@ -146,7 +146,7 @@ def serve(
 
 
 def _differing(config: Config) -> Iterator[tuple[str, Any]]:
-    """Yield the settings that are not as they are by default, but for the model, which the command has an argument for."""
+    """Yield the settings that differ from their defaults, but for the model, which is an argument of the command."""
     yield from _below(config.model_dump(), load_config(None).model_dump(), "")
 
 

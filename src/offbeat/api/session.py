@@ -1,7 +1,7 @@
 """Runs a command's work on a thread of its own, so that it also works where an event loop runs already, as in a notebook.
 
-The calling thread waits. It calls the user's callbacks, between two of which the run goes on, and turns Ctrl-C and SIGTERM into a request
-to end after the step. What a run changes in its process (umask, log handlers, variables of the environment) is as before when it has ended.
+The calling thread waits. It calls the user's callbacks, beside which the run goes on, and turns Ctrl-C and SIGTERM into a request to end
+after the step. When a run has ended, the umask, log handlers and environment variables of its process are as before.
 
     in_thread    consumes steps from the run's console; produces calls of callbacks; waits for a step or the end; woken by the run's thread
 """
@@ -29,7 +29,7 @@ from offbeat.workers.worker import library_environment
 T = TypeVar("T")
 
 PRIVATE_UMASK = 0o077
-"""Keeps what is written to this user."""
+"""Umask that makes new files readable by this user only."""
 
 _INTERRUPTED = "stopping after this step; interrupt again to stop at once"
 
@@ -40,7 +40,7 @@ _RUNNING = threading.Lock()
 
 
 class Ending:
-    """Asks a run to end, from signals and callbacks. `attach` is what `aio.listener` calls where it runs, once for each part of the run."""
+    """Asks a run to end, from signals and callbacks. `aio.listener` calls `attach` once for each part of the run."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal may come while it is held
@@ -50,7 +50,7 @@ class Ending:
         self._asked = self._signalled = False
 
     def attach(self, loop: asyncio.AbstractEventLoop, end: End) -> None:
-        """Ask `end` from now on, and for what it was too early before."""
+        """Send requests to `end` from now on, earlier ones that no part has received included."""
         with self._lock:
             self._target = (loop, end)
             unheard, self._unheard = self._unheard, []
@@ -58,15 +58,15 @@ class Ending:
             end(how)
 
     def after_step(self, how: str) -> None:
-        """Ask the run to end after the step that it does, once however often this is called."""
+        """Ask the run to end after the current step; only the first call counts."""
         if not self._asked:
             self._pass_on(how)
 
     def ask(self, how: str) -> None:
         """Ask the run to end, as a signal does: after its step at first, and at once if it has been asked before.
 
-        Where no part of it goes on any more, the next one hears it. After the last one there is only a report to write, which is finished
-        unless this is the second signal.
+        Between two parts of the run, the next part receives the request. After the last one there is only a report to write, which is
+        finished unless this is the second signal.
 
         Raises:
             KeyboardInterrupt: no part goes on, and there was a signal before; so only the main thread may ask then.
@@ -77,7 +77,7 @@ class Ending:
                 raise KeyboardInterrupt
 
     def _pass_on(self, how: str) -> bool:
-        """Tell the part that goes on, and return whether there is one."""
+        """Pass the request to the part that goes on; return whether there is one."""
         with self._lock:
             self._asked = True
             with suppress(RuntimeError):  # the loop of an earlier part is closed
@@ -95,7 +95,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Step:
-    """A training step that is done, as callbacks are told of it.
+    """A finished training step, for callbacks.
 
         def patient(step: offbeat.Step) -> None:
             if step.metrics.get("reward/mean", 0) > 0.95:
@@ -105,9 +105,9 @@ class Step:
 
     Attributes:
         number: steps done, from 1.
-        total_steps: of the run, or of the part of it that is being done, such as a warm-up.
-        metrics: by the names of docs/metrics-and-sinks.md.
-        folder: of the run.
+        total_steps: number of steps of the run, or of its current part, such as a warm-up.
+        metrics: metrics by name, such as "reward/mean"; see docs/metrics-and-sinks.md.
+        folder: folder of the run.
     """
 
     number: int
@@ -143,7 +143,7 @@ class StepConsole(Console):
 def run_alone(
     work: Callable[[Console], T], config: Config, *, callbacks: Sequence[Callback] = (), progress: bool = False, dashboard: bool = False,
 ) -> T:
-    """Do `work(console)` on a thread of its own, and return what it returns.
+    """Do `work(console)` on a thread of its own, and return its result.
 
     Args:
         progress: whether the console shows anything; also `telemetry.console` has to be on.
@@ -152,7 +152,7 @@ def run_alone(
     Raises:
         ConfigError: a run goes on in this process already, or `run.mode` is not "controller".
         KeyboardInterrupt: it was interrupted or asked to stop before there was anything to keep, or twice.
-        BaseException: whatever the work raises; or else, when the step is done and saved, what a callback raised first.
+        BaseException: any error of the work; or else, when the step is done and saved, the first error of a callback.
     """
     if config.run.mode != "controller":
         raise ConfigError(
@@ -221,7 +221,7 @@ def _next(inbox: "SimpleQueue[Step | None]") -> Step | None:
 
 @contextmanager
 def _interrupts(ending: Ending) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """Let SIGINT ask the run to end during the body; yields what a part of it is surrounded with that SIGINT is to interrupt itself."""
+    """Let SIGINT ask the run to end during the body; yields a context manager within which SIGINT raises KeyboardInterrupt instead."""
     interruptible = False
 
     def interrupted(_number: int, _frame: object) -> None:
@@ -267,9 +267,9 @@ def _terminations(ending: Ending) -> Iterator[None]:
 
 @contextmanager
 def hearing_signals() -> Iterator[None]:
-    """Let SIGINT and SIGTERM ask a command's run to end from when it first listens until the body ends, its report included.
+    """Let SIGINT and SIGTERM ask a command's run to end, from its first call of `aio.listener` until the body ends, report included.
 
-    Before that they do what they did, and afterwards again. Only for the main thread, on which the run is, too.
+    Earlier handlers hold before and after. Only for the main thread, on which the run is, too.
     """
     ending, heard = Ending(), False
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -293,12 +293,12 @@ def hearing_signals() -> Iterator[None]:
 
 @contextmanager
 def telling_how_to_go_on(config: Config, again: str) -> Iterator[Callable[[], None]]:
-    """Print at the end how the run goes on, if the body calls what this yields, or ends early and there is a checkpoint.
+    """Print at the end how to continue the run, if the body calls the yielded function, or ends early and there is a checkpoint.
 
-    Where it fails, the checkpoint has to be one that it has saved itself: a run that could not begin says so alone.
+    After a failure only a checkpoint of the body's own counts, so that a run that could not begin prints its error alone.
 
     Args:
-        again: what to do for that; with an empty one nothing is printed.
+        again: the command to print, such as "offbeat train task.toml"; with an empty one nothing is printed.
     """
     stopped: list[bool] = []
     before = _checkpoints(config)
@@ -318,7 +318,7 @@ def telling_how_to_go_on(config: Config, again: str) -> Iterator[Callable[[], No
 
 
 def _checkpoints(config: Config) -> set[tuple[Path, int]]:
-    """Return what marks the complete checkpoints of a run, with the times of their writing."""
+    """Return the `complete.json` of each complete checkpoint of a run, with its modification time in ns."""
     return {(mark, mark.stat().st_mtime_ns) for mark in (config.run_dir / "checkpoints").glob("*/complete.json")}
 
 

@@ -24,10 +24,10 @@ from offbeat.data.given import give, import_name, withdraw
 from offbeat.errors import CodeError, ConfigError, shorten
 
 Settings = Mapping[str, Any]
-"""Settings by "section.key", or sections as mappings."""
+"""Settings by "section.key", such as {"train.optimizer.lr": 1e-5}, or sections as mappings."""
 
 Source = str | os.PathLike[str] | Settings
-"""A configuration file, or what `Run.config` gives."""
+"""A configuration file, or sections as in `Run.config`."""
 
 _NOT_YET = "(rows)"
 _MOST_NAMED = 6
@@ -48,8 +48,8 @@ def configured(
 
     Args:
         homes: sections in which a keyword is looked for first, in this order.
-        given: what arguments with names of their own set, by "section.key"; None was not given.
-        rows: data by the section that gets its path, such as "data" or "evaluate.sets.hard.data", or the setting, as "data.heldout_path".
+        given: settings of arguments with names of their own, by "section.key"; None was not given.
+        rows: data by the section that gets its path, such as "data" or "evaluate.sets.hard.data", or the setting "data.heldout_path".
 
     Raises:
         ConfigError: a setting is unknown, or its value is not allowed.
@@ -152,7 +152,7 @@ def _setting(name: str, homes: Sequence[str]) -> str:
 
 
 def _near(name: str, homes: Sequence[str]) -> list[str]:
-    """Return the settings that a keyword may mean: those of its homes first, and none that it does not read."""
+    """Return the settings that a keyword may mean, those in `homes` first; settings that no call with these homes reads are left out."""
     known = {key for key, _ in all_settings()}
     near: list[str] = []
     for key in near_settings(name):
@@ -229,7 +229,7 @@ def _named(value: Any, key: str, names: list[str]) -> Any:
 
 
 def settings_of_data(key: str, data: Rows) -> dict[str, Any]:
-    """Return the settings below `key` that say where data is, a path or a task; of rows in memory, that they are not written yet."""
+    """Return the settings below `key` for the source of data: a path, a task, or a placeholder for rows in memory."""
     text = os.fspath(data) if isinstance(data, str | os.PathLike) else _NOT_YET
     if key.endswith("_path"):
         return {key: text}
@@ -257,7 +257,7 @@ def _argument(key: str) -> str:
 
 
 def _layout(key: str, file: RowsFile, values: Settings) -> dict[str, Any]:
-    """Return the settings that say where rows in memory are and how they are laid out, as far as `values` do not say so."""
+    """Return the settings for the path and the format of rows in memory, as far as `values` do not have them."""
     path = str(file.path)
     if key.endswith("_path"):
         return {key: path}

@@ -27,7 +27,7 @@ async def open_tenants(
             [answer] = await tenants.sample("alice", tenants.tokenizer.encode("31>"), Sampling(max_new_tokens=4))
             print(answer.text)
 
-    What it yields is described in docs/adapters.md; examples/many_adapters.py trains sixteen of them.
+    docs/adapters.md describes the yielded object; examples/many_adapters.py trains sixteen adapters.
 
     Args:
         model: folder or hub id of the base model, its tokenizer included.
@@ -35,7 +35,7 @@ async def open_tenants(
         settings, keywords: as of `train`; those of [run], [inference] and [train] are looked for first.
 
     Raises:
-        UserError: something that was given cannot work.
+        UserError: an argument cannot work.
         RunError: ranks or engines do not start, or too few of them are left.
     """
     most = max(max_rank, InferenceConfig().max_adapter_rank)

@@ -1,4 +1,4 @@
-"""`offbeat.train`, `sft`, `dpo` and `reward_model`: what the commands of these names do, from a Python program or a notebook."""
+"""`offbeat.train`, `sft`, `dpo` and `reward_model`: the commands of these names, from a Python program or a notebook."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,22 +40,22 @@ def train(
         run = offbeat.train(model="models/small", data="words.jsonl", reward=reward, total_steps=60, lr=1e-5)
         print(run.heldout_before, run.heldout_after, run.model)
 
-    It blocks until the run ends, also in a notebook. Ctrl-C, SIGTERM, or interrupting the cell ends it after its step: what was trained is
-    saved and exported, and the run is returned, with `stopped_early`. A second one ends it at once. The same call again goes on from there.
+    It blocks until the run ends, also in a notebook. Ctrl-C, SIGTERM, or interrupting the cell ends it after its step: the model is saved
+    and exported, and the run is returned, with `stopped_early`. A second one ends it at once. The same call again goes on from there.
 
     Args:
         model: folder or hub id; without one, a tiny model of random weights.
         data: a .jsonl or .parquet file, a hub id, a built-in task such as "sort_digits", or rows in memory: a list or generator of dicts or
             of `offbeat.Row`, a data frame, or a data set of `datasets`. Rows in memory are written below `run.dir` first. Unless
             `heldout_size` says otherwise, a fifth of the rows, at most 256, is held out.
-        reward: `(completion, row) -> float`. Functions of a script or a notebook are sent to the processes that call them, with what they
-            refer to; several are a list, or a mapping with weights as `{f: 0.3, "math": 1}`; without one, as
-            docs/rewards-and-workflows.md says.
+        reward: `(completion, row) -> float`. Functions of a script or a notebook are sent to the processes that call them, with the names
+            they refer to; several are a list, or a mapping with weights such as `{f: 0.3, "math": 1}`; docs/rewards-and-workflows.md has
+            the default.
         workflow: how an episode is played: "single_turn", "agent", "tool_loop" or "gym", or an async function `(episode) -> trajectories`.
         tools: typed functions, or one class whose public methods are tools; the workflow is then "tool_loop".
         evaluate: held-out rows, in any form that `data` has; or evaluation sets by name.
         config: a configuration to begin with: a TOML file, or `Run.config`.
-        settings: any settings, as in {"train.optimizer.lr": 1e-5}.
+        settings: any settings, such as {"train.optimizer.lr": 1e-5}.
         callbacks: called after each step with an `offbeat.Step`, on the thread that has called this; may stop the run.
         fresh: begin anew, and move an older run of the same name aside; otherwise a run goes on from its newest checkpoint.
         progress: whether to show it on stdout.
@@ -65,10 +65,10 @@ def train(
             then any name that is the only one of its kind.
 
     Raises:
-        UserError: something that was given cannot work: a `ConfigError`, `DataError`, `ModelError` or `CodeError` says what, in a sentence.
+        UserError: an argument cannot work: a `ConfigError`, `DataError`, `ModelError` or `CodeError` names it in a sentence.
         RunError: the run was begun and failed.
         KeyboardInterrupt: it was interrupted before there was anything to keep, or twice.
-        Exception: what a callback raised, when the step is done and what was trained is saved.
+        Exception: an error of a callback, raised when the step is done and the model is saved.
     """
     sets = sets_of(evaluate, unnamed="")
     given = {
@@ -133,7 +133,7 @@ def reward_model(
 
 @dataclass(frozen=True)
 class _Lesson:
-    """What a function that trains on examples was given; names are those of its arguments."""
+    """Arguments of a function that trains on examples, under their names."""
 
     model: str | os.PathLike[str] | None
     data: Rows | None
