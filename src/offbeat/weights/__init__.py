@@ -1,1 +1,1 @@
-"""What a version of weights is: its manifest, its names, the ways in which it leaves the trainer, and what an engine's proof is worth."""
+"""Versions of weights: manifests, names, the channels by which they leave the trainer, and the proofs of engines."""

@@ -22,12 +22,12 @@ def check_adapter(name: str) -> str:
 
 
 def adapter_name(adapter: str, version: Version) -> str:
-    """Return the name by which engines know a version of an adapter."""
+    """Return the name by which engines know a version of an adapter, such as "alice@12"."""
     return f"{check_adapter(adapter)}@{version}"
 
 
 def split_adapter_name(name: str) -> tuple[str, Version]:
-    """Return the adapter and the version that engines know by this name.
+    """Return the adapter and the version of a name, such as ("alice", 12) for "alice@12".
 
     Raises:
         ConfigError: it is no such name.
@@ -39,11 +39,11 @@ def split_adapter_name(name: str) -> tuple[str, Version]:
 
 
 def policy_adapter(incarnation: str) -> str:
-    """Return the name of the adapter that a run trains; its versions, such as policy.3fa9c1@12, are those of no other start of a run."""
+    """Return the name of the adapter that a run trains, such as "policy.3fa9c1"; no other start of a run has it."""
     return f"{_POLICY}.{incarnation}"
 
 
 def is_policy(name: str) -> bool:
-    """Tell whether engines know a version of some run's policy by this name, of any start of it."""
+    """Whether a name is that of a version of any run's policy, such as "policy.3fa9c1@12"."""
     adapter, at, _ = name.rpartition("@")
     return bool(at) and (adapter == _POLICY or adapter.startswith(f"{_POLICY}."))

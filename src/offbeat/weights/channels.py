@@ -34,8 +34,8 @@ class WriteVersion(Protocol):
 
         Args:
             canary: [n] token IDs; the manifest has the log-probabilities [n - 1] of canary[1:].
-            base: folder of the version written last: what has changed since may be written instead, or be offered to receivers that have
-                that version, and the manifest says so.
+            base: folder of the version written last: the changes since then may be written instead, or be offered to receivers that have
+                that version; the manifest's `base` says so.
         """
         ...
 
@@ -45,8 +45,8 @@ class Channel:
 
     A name is never used twice: a run that is resumed publishes numbers again, with other weights, but under a name of its own. With
     receivers a version is offered to them by broadcast, and the folder is written only for engines that this cannot reach. Between versions
-    that are written whole, folders may hold what has changed since the one before; they stay as long as one that builds on them. What has
-    changed is offered by broadcast, too, to engines that have the version before, however it came to them.
+    that are written whole, folders may hold the changes since the version before; they stay as long as a folder that builds on them.
+    Changes are offered by broadcast, too, to engines that have the version before, no matter how they got it.
     """
 
     def __init__(
@@ -78,17 +78,17 @@ class Channel:
         self._note = note
         self._left: set[Path] = set()
         self._chain: list[str] = []
-        """Folders that make up the newest version: a whole one, and those of changes since; those of broadcast versions are not there."""
+        """Folders that make up the newest version: a whole one, and the changes since. Folders of broadcast versions may not exist."""
         self._bases: dict[str, str] = {}
         self._states: dict[str, _FolderState] = {}
-        """How the folders of the chain were when they were written."""
+        """State of each folder of the chain when it was written."""
         self._unfinished: Path | None = None
-        """A folder that is being written: it takes no place of one that engines may still be reading."""
+        """A folder that is being written: it does not count among the `keep` newest, which engines may still be reading."""
 
     async def write(self, version: Version) -> Manifest:
         """Make the trainer's weights available as an immutable version, and return its manifest."""
         num_receivers = self._num_receivers()
-        # Whoever receives changes has what they are to, but a folder of changes is read with those that it builds on.
+        # Receivers of changes have the version before, but a folder of changes is read with the folders that it builds on.
         follows = 0 < len(self._chain) < self._whole_every and (num_receivers > 0 or self._is_intact())
         return await self._make(version, num_receivers=num_receivers, base=self._chain[-1] if follows else "")
 
@@ -104,10 +104,10 @@ class Channel:
         return await self._make(manifest.version)
 
     def prune(self, served: Version) -> None:
-        """Remove the folders of versions that nobody needs: those stay that are among the newest, or that another one builds on.
+        """Remove the folders of versions, except for the newest `keep`, versions after `served`, and folders that these build on.
 
         Args:
-            served: every engine in service serves this version or a newer one, and may be reading any that is newer; those stay, too.
+            served: every engine in service serves this version or a newer one, and may be reading any newer one.
         """
         versions = {str(folder): version for version, _, folder in self._folders() if folder != self._unfinished}
         folders = list(versions)
@@ -127,12 +127,12 @@ class Channel:
         return not why
 
     def _is_intact(self) -> bool:
-        """Tell whether all folders of the newest version were written, and are as they were written."""
+        """Whether all folders of the newest version were written, and are as they were written."""
         return all((state := _look(Path(folder))) and state == self._states.get(folder) for folder in self._chain)
 
     async def _make(self, version: Version, *, num_receivers: int = 0, base: str = "") -> Manifest:
         folder = self._directory / f"v{version:08d}-{self._incarnation}"
-        # Engines never load these again: they are of an earlier start, or of this one before it failed while writing this number.
+        # Engines never load these folders again: an earlier start wrote them, or this one, before it failed while writing this number.
         for number, incarnation, left in self._folders():
             if (incarnation != self._incarnation or number >= version) and not self._remove(left) and left == folder:
                 raise StorageError(f"{folder} cannot be written, since what is there cannot be removed; remove it, or set weights.dir")
@@ -147,7 +147,7 @@ class Channel:
         return manifest
 
     def _folders(self) -> list[tuple[Version, str, Path]]:
-        """Return number, incarnation and path of every version on disk, in rising order."""
+        """Return number, incarnation and path of every version on disk, in rising order, such as (12, "3fa9c1", Path(...))."""
         found = [(_FOLDER.fullmatch(path.name), path) for path in self._directory.glob("v*") if path.is_dir()]
         return sorted((int(match[1]), match[2] or "", path) for match, path in found if match)
 

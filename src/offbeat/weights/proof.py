@@ -3,8 +3,8 @@
 The canary's log-probabilities of an engine differ from the trainer's, because it computes by other kernels and often in another number
 format: by a bias that stays, and by rounding that changes as the weights move. One training step may move the canary by far less than that.
 So an engine that cannot show its weights is judged by *differences*: how far it moved since a version that it is known to have served,
-against how far the trainer moved, token by token. The bias cancels, and what remains is noise, which is measured on that engine. A move
-that is smaller than the noise shows nothing, and no engine is refused for it; moves add up until they are larger.
+against how far the trainer moved, token by token. The bias cancels, and the remaining noise is measured on that engine. A move that is
+smaller than the noise shows nothing, and no engine is refused for it; moves add up until they are larger.
 """
 
 from collections import deque
@@ -37,7 +37,7 @@ _LEAST_NOISE = 2e-6
 
 
 class Outcome(Enum):
-    """What a proof shows: that the engine serves the version, nothing, or that it serves something else."""
+    """Result of a proof: the engine serves the version; that is not certain; it serves something else."""
 
     PROVEN = "proven"
     UNSURE = "inconclusive"
@@ -46,10 +46,10 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What follows from a proof.
+    """Result of a proof, with its reason.
 
     Attributes:
-        gap: difference of the canary's mean log-probability between trainer and engine, in nats.
+        gap: absolute difference of the canary's mean log-probability between trainer and engine, in nats.
         reason: why the engine is refused, or why its proof shows nothing; empty if it is proven.
     """
 
@@ -65,7 +65,7 @@ class Verdict:
 
 @dataclass(frozen=True, eq=False)
 class _Point:
-    """The canary's log-probabilities at one version: `trainer` and `engine` are [n] float64."""
+    """The canary's log-probabilities at one version: `trainer` and `engine` are [N] float64."""
 
     version: Version
     trainer: np.ndarray
@@ -73,29 +73,29 @@ class _Point:
 
     @property
     def off(self) -> np.ndarray:
-        """[n] float64, what the engine differs by."""
+        """[N] float64: difference of the engine from the trainer in each log-probability, in nats."""
         return self.engine - self.trainer
 
     @property
     def bias(self) -> float:
-        """What the engine differs by in the mean over all tokens, in nats."""
+        """Mean of `off` over all tokens, in nats."""
         return float(np.mean(self.off))
 
     @property
     def spread(self) -> float:
-        """Root mean square of what the engine differs by beside its bias, in nats: an upper bound of its noise in one token."""
+        """Root mean square of `off` without its bias, in nats: an upper bound of the engine's noise in one token."""
         return _rms(self.off - self.bias)
 
 
 @dataclass
 class _Standing:
-    """What is known of an engine.
+    """The proofs of an engine that later ones are compared with.
 
     Attributes:
         first: its first proof.
         last: its proof of the last version that it was proven to serve.
-        noises: its spread at the latest versions that it was proven to serve.
-        offs: root mean square of what it was off by at those, bias included.
+        noises: its spread at the latest versions that it was proven to serve, at most 8.
+        offs: root mean square of `_Point.off` at these versions, bias included.
     """
 
     first: _Point
@@ -110,7 +110,7 @@ class _Standing:
 
     @property
     def off(self) -> float:
-        """What the engine may be off by in one token, in nats: its noise, and a bias, which may change as the weights move."""
+        """Difference that the engine may have in one token, in nats: its noise, and a bias, which may change as the weights move."""
         return max(min(max(self.offs), _NOISE_GROWTH * _rms(self.first.off)), _LEAST_NOISE)
 
     def proven(self, point: _Point) -> None:
@@ -121,16 +121,16 @@ class _Standing:
 
 
 class Judge:
-    """Judges the proofs of all engines, and remembers of each what it takes to judge the next."""
+    """Judges the proofs of all engines, and remembers earlier proofs of each."""
 
     def __init__(self, *, tolerance: float) -> None:
-        """`tolerance` is the largest root mean square, in nats, of what trainer and engine may differ by at any version."""
+        """`tolerance` is the largest root mean square, in nats, of the difference between trainer and engine at any version."""
         self.tolerance = tolerance
         self._standings: dict[tuple[str, str], _Standing] = {}
 
     @classmethod
     def of(cls, tolerance: float, dtype: Literal["float32", "bfloat16"]) -> "Judge":
-        """Return a judge with a configured tolerance, or with that of the number format if the tolerance is 0."""
+        """Return a judge with a configured tolerance; 0 takes the number format's, such as 1e-3 for float32."""
         return cls(tolerance=tolerance or TOLERANCES[dtype])
 
     def judge(self, engine: str, wanted: Manifest, proof: Proof) -> Verdict:
@@ -156,7 +156,7 @@ class Judge:
         return Verdict(outcome, gap, reason)
 
     def objection(self, expected: Sequence[float], told: Sequence[float]) -> str:
-        """Return what is wrong with a canary by itself, whatever came before; empty if nothing is.
+        """Return why a canary is refused without regard to earlier ones; empty if it is not.
 
         Args:
             expected, told: [n] log-probabilities of the trainer and of the engine; of either, the mean alone will do.
@@ -172,7 +172,7 @@ class Judge:
         self._standings = {key: standing for key, standing in self._standings.items() if key[0] != engine}
 
     def forget_adapter(self, adapter: str) -> None:
-        """Forget what engines have shown of an adapter: another one may come under its name."""
+        """Forget all proofs of an adapter: another one may come under its name."""
         self._standings = {key: standing for key, standing in self._standings.items() if key[1] != adapter}
 
     def _compare(self, key: tuple[str, str], point: _Point) -> tuple[Outcome, str]:
@@ -199,7 +199,7 @@ def _movement(before: _Point, point: _Point, noise: float) -> tuple[Outcome, str
         return Outcome.UNSURE, (
             f"inconclusive, within noise: version {point.version} moves the canary by {_rms(way):.2g} a token from version "
             f"{before.version}, and two proofs of this engine differ by {noise:.2g} for no reason")
-    # The engine's move along the trainer's: 1 if it took all steps since, 0 if it took none. What is across is noise.
+    # The engine's move along the trainer's: 1 if it took all steps since, 0 if it took none. Its move across is noise.
     share = float(moved @ way) / length**2
     if share < 0.5:
         return Outcome.REFUSED, (
@@ -209,7 +209,7 @@ def _movement(before: _Point, point: _Point, noise: float) -> tuple[Outcome, str
 
 
 def _departure(first: _Point, point: _Point, noise: float) -> str:
-    """Return what is wrong if an engine left the trainer's way, as one does that takes a part of new weights; empty if it did not."""
+    """Return why an engine that left the trainer's way is refused, e.g. as it took a part of new weights; empty if it did not."""
     off, way = _rms(point.off - first.off), _rms(point.trainer - first.trainer)
     if off <= max(_DEPARTURE * noise, _DEPARTED_SHARE * way):
         return ""

@@ -20,12 +20,12 @@ class Manifest:
         canary: [n] token IDs whose log-probabilities prove the policy.
         canary_logprobs: [n - 1] log-probabilities of canary[1:] under the trainer's weights; for an adapter that an earlier Offbeat has
             written, their mean alone.
-        broadcast: `host:port` where rank 0 offers the weights (`offbeat.sync.offer`), and the folder is written only for engines that it
-            cannot reach otherwise; empty where the folder holds them.
+        broadcast: `host:port` where rank 0 offers the weights (`offbeat.sync.offer`), such as "10.0.0.4:41207"; the folder is then written
+            only for engines that it cannot reach otherwise. Empty where the folder holds them.
         adapter: name of the adapter; empty for whole weights.
         num_bytes: size of the tensors in the folder, or in the broadcast to engines that have `base`.
-        base: folder of an earlier version, if this one's holds only what has changed since, or if that is broadcast to engines that have
-            the earlier one; empty if there is nothing but the whole.
+        base: folder of an earlier version, if only the changes since then are in this one's folder, or are broadcast to engines that have
+            the earlier one; empty if all weights are.
     """
 
     version: Version
@@ -40,20 +40,20 @@ class Manifest:
 
     @property
     def name(self) -> str:
-        """Name by which engines know this version of an adapter: `adapter@version`."""
+        """Name by which engines know this version of an adapter: `adapter@version`, such as "alice@12"."""
         return adapter_name(self.adapter, self.version)
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What an engine says of the weights that it samples from now.
+    """An engine's statement on the weights that it samples from now.
 
     Attributes:
         version: version that the engine says it serves.
         fingerprint: fingerprint of its weights; None if the engine can read them neither back nor as they were loaded, so that the canary
             alone proves them.
         canary_logprobs: [n - 1] log-probabilities of the canary's tokens but the first, by the forward pass that serves.
-        live: whether the fingerprint is that of the weights in use, rather than that of the file that was read.
+        live: whether the fingerprint was computed from the weights in use, rather than from the file that was read.
     """
 
     version: Version
@@ -79,7 +79,7 @@ class EngineControl(Protocol):
         ...
 
     async def prove(self, canary: tuple[int, ...], *, timeout_s: float, adapter: str = "") -> Proof:
-        """Return what the engine samples from now, by the forward pass that serves: the whole weights, or the adapter of that name."""
+        """Return a proof of the whole weights, or of the adapter of that name, by the forward pass that serves."""
         ...
 
     async def load_adapter(self, name: str, folder: str, *, timeout_s: float) -> None:
