@@ -26,6 +26,9 @@ def seal(folder: Path, step: int, state: bytes) -> bytes:
         folder: folder of the checkpoint, which is read completely.
         step: optimizer step at which it was taken.
         state: the controller's state, a JSON object.
+
+    Returns:
+        A JSON object, such as {..., "step": 50, "files": {"ranks/__0_0.distcp": {"bytes": 2560, "sha256": "..."}}, "checksum": "..."}.
     """
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         names = _names(folder)
@@ -45,12 +48,12 @@ def _marker(state: bytes, step: int, files: Mapping[str, Any]) -> bytes:
 
 
 def is_sealed(marker: bytes) -> bool:
-    """Whether a marker has checksums; those of early versions have none."""
+    """Whether a marker has checksums; early versions wrote none."""
     return "checksum" in json.loads(marker)
 
 
 def look(folder: Path, step: int) -> str:
-    """Return what is wrong with a checkpoint, as far as its marker and file sizes show; "" for nothing.
+    """Return the damage to a checkpoint that its marker and file sizes show, such as "ranks/.metadata is gone"; "" for none.
 
     Checkpoints from before there were checksums are accepted as they are if they are of this step.
     """
@@ -77,7 +80,7 @@ def look(folder: Path, step: int) -> str:
 
 
 def read_through(folder: Path) -> str:
-    """Return which file of a checkpoint that passes `look` has other bytes than were written; "" for none."""
+    """Return the first file of a checkpoint that has other bytes than were written, as a sentence; "" for none. It has passed `look`."""
     files: Mapping[str, Mapping[str, Any]] = _read(folder).get("files", {})
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         found = pool.map(_digest_or_reason, (folder / name for name in files))

@@ -1,9 +1,9 @@
 """The checkpoints of a run on disk: which one to resume from, and which to remove. Torch-free: the controller owns it.
 
-A checkpoint is a folder `step-00000050`; those of supervised fine-tuning have another word in their name. Ranks write their parts into it;
-when all have, the controller writes `complete.json`: its own state, with size and checksum of every file. For recovery a folder without
-that file does not exist, so after a crash at any moment the previous checkpoint is still the newest. A checkpoint whose files differ from
-that record is damaged: it is never loaded, but set aside in favour of the one before.
+A checkpoint is a folder such as `step-00000050`, or `sft-00000050` for supervised fine-tuning. Ranks write their parts into it; when all
+have, the controller writes `complete.json`: its own state, with size and checksum of every file. For recovery a folder without that file
+does not exist, so after a crash at any moment the previous checkpoint is still the newest. A checkpoint whose files differ from that record
+is damaged: it is never loaded, but set aside in favour of the one before.
 """
 
 import logging
@@ -83,7 +83,7 @@ class CheckpointIndex:
             self._write_marker(folder, sealed)
 
     def amend(self, step: int, state: bytes) -> None:
-        """Put another state of the controller in the place of that of a complete checkpoint, atomically; its other files stay.
+        """Replace the controller's state in a complete checkpoint, atomically; its other files stay.
 
         Raises:
             StorageError: the marker could not be written; the checkpoint is as it was.
@@ -114,7 +114,7 @@ class CheckpointIndex:
         return self._search(thorough=True)
 
     def set_aside(self, step: int) -> Path:
-        """Rename a damaged checkpoint, so that it no longer counts and nothing removes it; returns its new path."""
+        """Rename a damaged checkpoint, so that nothing loads or removes it; returns its new path, such as `step-00000050.damaged`."""
         folder = self.folder(step)
         aside, number = folder.with_name(f"{folder.name}.damaged"), 1
         while aside.exists():
@@ -123,7 +123,7 @@ class CheckpointIndex:
         return aside
 
     def prune(self, keep: int) -> None:
-        """Remove all but the newest `keep` >= 1 complete checkpoints, and what crashes left unfinished before the newest one."""
+        """Remove all but the newest `keep` >= 1 complete checkpoints, and unfinished ones older than the newest."""
         assert keep >= 1, f"at least one checkpoint is kept, got keep={keep}"
         complete = [step for step in self._steps() if (self.folder(step) / MARKER).is_file()]
         kept = set(complete[-keep:])
