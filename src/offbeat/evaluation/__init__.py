@@ -1,1 +1,1 @@
-"""What an evaluation measured: answers and their scores, intervals, files, and the paired comparison of two models. Torch-free."""
+"""Results of evaluations: answers and their scores, intervals, files, and the paired comparison of two models. Torch-free."""

@@ -86,7 +86,7 @@ class SetComparison:
 
     @property
     def title(self) -> str:
-        """What people call the set."""
+        """Name of the set for people, such as "held-out"."""
         return self.name or "held-out"
 
     @property
@@ -103,7 +103,7 @@ def compare(first: Mapping[str, EvaluatedSet], second: Mapping[str, EvaluatedSet
     """Compare all sets that both evaluations have, by name.
 
     Args:
-        num_changes: how many of the prompts that changed are reported for each set.
+        num_changes: number of changed prompts that are reported for each set.
 
     Raises:
         DataError: no set is in both, or the sets of a name have no prompt in common.
@@ -135,7 +135,7 @@ def compare_sets(first: EvaluatedSet, second: EvaluatedSet, *, num_changes: int 
 
 
 def _pairs(first: Sequence[EvaluatedPrompt], second: Sequence[EvaluatedPrompt]) -> list[tuple[int, int]]:
-    """Return the places of the prompts that both have; one that comes several times is paired with as many."""
+    """Return the indices of the prompts that both have, such as [(0, 2), (1, 0)]; repeated prompts are paired one to one."""
     places: dict[str, list[int]] = {}
     for place, prompt in reversed(list(enumerate(second))):
         places.setdefault(prompt.key, []).append(place)
@@ -150,7 +150,7 @@ def _difference(score: str, first: np.ndarray, second: np.ndarray) -> Difference
 
 
 def _are_equal(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Return for each pair whether it differs by no more than rounding, as sums of the same rewards in another order may."""
+    """Return [P] bool: whether the values of a pair differ by no more than rounding, as sums of the same rewards in another order may."""
     return np.isclose(first, second, rtol=1e-9, atol=1e-12)
 
 
@@ -178,7 +178,7 @@ def sign_flip_test(changes: np.ndarray) -> float:
     """Return the two-sided p-value of a paired permutation test: how often random signs of the changes give a sum as far from 0.
 
     Where all changes are of one size it is exact, and the same as the sign test and McNemar's exact test. So it is for up to 12 changes of
-    different sizes; for more, signs are drawn 20,000 times with a fixed seed, and the drawn ones count with those that were observed.
+    different sizes; for more, signs are drawn 20,000 times with a fixed seed, and the observed signs count with the drawn ones.
 
     Args:
         changes: [P] float, the difference of each pair.
@@ -202,7 +202,7 @@ def sign_flip_test(changes: np.ndarray) -> float:
 
 
 def _sign_test(count: int, positive: int) -> float:
-    """Return the two-sided p-value of so many heads in so many throws of a fair coin."""
+    """Return the two-sided p-value of `positive` heads in `count` throws of a fair coin, such as 0.0625 for 5 in 5."""
     tail = sum(comb(count, k) for k in range(min(positive, count - positive) + 1))
     return min(1.0, 2 * tail / 2**count)
 

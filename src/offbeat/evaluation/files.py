@@ -44,7 +44,7 @@ def encode_lines(played: EvaluatedSet, *, model: str = "") -> Iterator[bytes]:
     """Return one line of JSON for each prompt, without its line break.
 
     Args:
-        model: whose answers they are, where a file holds those of several.
+        model: name of the model that answered, where a file holds answers of several.
     """
     for index, prompt in enumerate(played.prompts):
         row = prompt.row
@@ -89,7 +89,7 @@ def read_samples(path: Path, *, most: int | None = None) -> dict[str, dict[str, 
         most: lines to read; None reads all.
 
     Raises:
-        DataError: there is no such file, or a line is not what `encode_lines` writes.
+        DataError: there is no such file, or `encode_lines` cannot have written a line.
     """
     lines: dict[tuple[str, str], list[_Line]] = {}
     for number, text in enumerate(islice(_lines(path), most), 1):

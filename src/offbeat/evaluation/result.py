@@ -14,11 +14,11 @@ from offbeat.evaluation.scores import Evaluation
 
 @dataclass(frozen=True)
 class SetResult:
-    """One set as a model has answered it.
+    """A model's answers to one set, and their scores.
 
     Attributes:
         played: all answers.
-        scores: what they come to.
+        scores: their scores.
         wall_s: seconds that answering and scoring took.
     """
 
@@ -29,7 +29,7 @@ class SetResult:
 
 @dataclass(frozen=True)
 class ModelResult:
-    """What one model has answered.
+    """One model's answers to all sets.
 
     Attributes:
         model: as it was named, such as a folder, a run or a URL.

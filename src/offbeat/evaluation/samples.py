@@ -22,7 +22,7 @@ _KEY_LENGTH = 16
 
 @dataclass(frozen=True)
 class EpisodeTurn:
-    """A piece of an episode of several turns: what the model was given after its prompt, or what it wrote.
+    """A piece of an episode of several turns: a text that the model wrote, or was given after its prompt.
 
     Attributes:
         written: whether the model wrote it.
@@ -39,13 +39,13 @@ class EvaluatedSample:
     """One answer to a prompt: an episode.
 
     Attributes:
-        text: what the model wrote, without special tokens; the turns of a longer episode are parted by line breaks.
+        text: the model's text, without special tokens; the turns of a longer episode are parted by line breaks.
         reward: None where there is none, as `reason` says; it counts as 0 and wrong.
         reason: why the episode ended, "stop" or "length"; or why it could not be scored.
         num_tokens: tokens that the model wrote.
-        rewards: the rewards by name that add up to the reward; empty without names.
+        rewards: the rewards by name that add up to the reward, such as {"math": 1.0, "format": 0.1}; empty without names.
         by_agent: the reward of each agent by its role; empty where a single one without a name plays.
-        turns: what was given and written after the prompt, in order, chain by chain; empty for one answer to one prompt.
+        turns: pieces after the prompt, in order, chain by chain; empty for one answer to one prompt.
     """
 
     text: str
@@ -141,7 +141,7 @@ class EvaluatedSet:
 
     @property
     def title(self) -> str:
-        """What people call it."""
+        """Name of the set for people, such as "held-out"."""
         return self.name or "held-out"
 
     @cached_property
@@ -196,7 +196,7 @@ def _sample(chains: Sequence[Trajectory], tokenizer: "Tokenizer") -> EvaluatedSa
 
 
 def _turns(trajectory: Trajectory, tokenizer: "Tokenizer") -> list[EpisodeTurn]:
-    """Return what stands after a trajectory's prompt, as pieces that were given and written in turn."""
+    """Return the pieces after a trajectory's prompt, given and written ones in turn."""
     tokens, mask = trajectory.tokens[trajectory.prompt_len:], trajectory.loss_mask[trajectory.prompt_len:]
     if not len(tokens):
         return []

@@ -20,12 +20,12 @@ class Evaluation:
         reward_mean: mean reward of the samples; one that could not be scored has 0.
         num_prompts: prompts scored.
         num_failed: prompts of which no sample could be scored; they count as wrong.
-        pass_at: by k, the chance that one of k samples of a prompt is right, mean over the prompts.
+        pass_at: by k, the chance that one of k samples of a prompt is right, mean over the prompts; such as {1: 0.41, 4: 0.7}.
         name: of the set; "" for the run's held-out prompts.
         by_agent: accuracy of each agent by its role, where several play an episode; one that has no part in a sample is wrong there.
         intervals: 95 % confidence intervals over prompts, by the names of metrics: accuracy, reward_mean and pass_at_K.
-        own: what the set's own metric found, by name.
-        own_failure: why there is nothing of the set's own metric.
+        own: values of the set's own metric, by name.
+        own_failure: why the set's own metric has no values.
     """
 
     accuracy: float
@@ -45,7 +45,7 @@ class Evaluation:
         return self.intervals["accuracy"]
 
     def metrics(self) -> dict[str, float]:
-        """Everything by the names of metrics."""
+        """All values by the names of metrics, such as {"eval/accuracy": 0.41, "eval/accuracy_low": 0.35}."""
         named = {
             "accuracy": self.accuracy, "reward_mean": self.reward_mean, "failed_prompts": float(self.num_failed), **self._named_shares}
         for name, (low, high) in self.intervals.items():
@@ -54,11 +54,11 @@ class Evaluation:
 
     @property
     def folder(self) -> str:
-        """What the names of its metrics begin with."""
+        """Beginning of the names of its metrics, such as "eval/gsm8k"; "eval" for the held-out prompts."""
         return f"eval/{self.name}" if self.name else "eval"
 
     def with_own(self, found: Mapping[str, float], *, failure: str = "") -> "Evaluation":
-        """Return it with what the set's own metric found, or why that found nothing."""
+        """Return it with the values of the set's own metric, or the reason why it has none."""
         return replace(self, own=dict(found), own_failure=failure)
 
     def _named(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -71,18 +71,18 @@ class Evaluation:
 
     @property
     def title(self) -> str:
-        """What the accuracy is of, as the first words of a sentence."""
+        """The first words of a sentence on the accuracy, such as "accuracy on gsm8k"."""
         return f"accuracy on {self.name}" if self.name else "held-out accuracy"
 
     @property
     def shares(self) -> dict[str, float]:
-        """What there is beside the accuracy, by what people call it."""
+        """All shares but the accuracy, under names for people, such as {"pass@4": 0.7}."""
         return {f"pass@{k}": share for k, share in self.pass_at.items()} | {
             agent or "unnamed": share for agent, share in self.by_agent.items()} | self.own
 
     @property
     def shares_text(self) -> str:
-        """What is added to a sentence on the accuracy; empty where there is nothing beside it."""
+        """The shares as the end of a sentence on the accuracy, such as ", pass@4 0.700"; empty if there are none."""
         return "".join(f", {name} {share:.3f}" for name, share in self.shares.items())
 
     def __str__(self) -> str:
