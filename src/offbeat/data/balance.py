@@ -48,7 +48,7 @@ def partition(costs: Sequence[float] | np.ndarray, k: int, *, equal_size: bool =
     """Split items into k parts so that the most expensive part costs as little as possible.
 
     Args:
-        costs: [N] non-negative, one per item.
+        costs: [N] non-negative, one per item, such as [5, 4, 3], which two parts split into (0,) and (1, 2).
         k: number of parts, at least 1; it may exceed N.
         equal_size: the numbers of items in parts differ by at most 1.
 
@@ -193,6 +193,7 @@ def _leaves(tree: Any) -> list[int]:
 def _refine(values: np.ndarray, parts: Parts, bound: float, *, equal_size: bool) -> Parts:
     """Reduce the most expensive part by a move or a swap with one of the cheapest, until none helps or the bound is near.
 
+    `values` are the [N] costs.
     Each exchange brings two parts closer without passing each other, so the sum of squared loads falls and the search ends.
     """
     members = [sorted(part, key=lambda item: values[item]) for part in parts]
@@ -213,7 +214,7 @@ def _refine(values: np.ndarray, parts: Parts, bound: float, *, equal_size: bool)
 
 
 def _best_exchange(values: np.ndarray, high: list[int], low: list[int], difference: float, *, move: bool) -> tuple[int, int | None] | None:
-    """Find the exchange that comes closest to halving the difference of two parts.
+    """Find the exchange that comes closest to halving the difference of two parts; `values` are the [N] costs.
 
     Returns:
         An item of `high`, and one of `low`, or None for a move. None if no exchange reduces the difference.

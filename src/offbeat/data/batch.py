@@ -1,7 +1,7 @@
-"""A training batch in plain numpy: sequences back to back, the targets that they are to predict, and what losses read for each target.
+"""A training batch in plain numpy: sequences back to back, the targets that they are to predict, and a value of each column per target.
 
 Made from rollouts and supervised rows by `algorithms.experience`, and from clients' datums by the service; cut into shares by `ranks`;
-computed by the trainer. A worked example, one sequence [7, 8, 9] that is to predict 8, then 5 or 6, and nothing at its end:
+computed by the trainer. For example, one sequence [7, 8, 9] that is to predict 8, then 5 or 6, and nothing at its end:
 
     tokens     [7, 8, 9]
     positions  [0, 1, 1]      the targets are predicted by the outputs of 7, of 8 and of 8
@@ -56,8 +56,8 @@ class FilterSpec:
                    batch's targets is dropped; see `algorithms.selection`
 
     Attributes:
-        level: whether each target has its own value, or all targets of a sequence have the `aggregate` of theirs. opsm, m2 and clip_cov
-            have levels of their own.
+        level: whether each target has its own value, or all targets of a sequence have their `aggregate`. opsm, m2 and clip_cov have levels
+            of their own.
         share: of clip_cov.
     """
 
@@ -88,13 +88,13 @@ class LossSpec:
 
     Attributes:
         name: objective, of `offbeat.config.objectives`, or "path/to/file.py:function" of the user's own.
-        reads: what an objective of the user's own reads besides ratio and advantages: "ref_logprobs", "entropy".
-        constants: constants of the objective.
+        reads: inputs of an objective of the user's own besides ratio and advantages: "ref_logprobs", "entropy".
+        constants: constants of the objective, such as {"clip_low": 0.8, "clip_high": 1.2}.
         anchor: the policy to which the objective's ratio compares the current one: "prox" at the start of the step, "rollout" that sampled.
         weight: None is 1.
         filters: all of them must keep a target.
         own_samples: whether the targets are loss tokens that this run's engines sampled, at their temperature, with a policy of its own;
-            False for what clients send: its log-probabilities are at temperature 1.
+            False for targets of clients, whose log-probabilities are at temperature 1.
     """
 
     name: str
@@ -116,10 +116,10 @@ class Batch:
 
     Attributes:
         tokens: [T] int32.
-        offsets: [N + 1] int64, sequence i is tokens[offsets[i]:offsets[i + 1]].
+        offsets: [N + 1] int64, such as [0, 3, 5]; sequence i is tokens[offsets[i]:offsets[i + 1]].
         positions: [M] int64, ascending, indices into `tokens`: the token whose output predicts each target.
         targets: [M] int32, token ids.
-        columns: [M] float32 each, by name: always `loss_weights`, and what the losses read: `rollout_logprobs` (under the policy that
+        columns: [M] float32 each, by name: always `loss_weights`, and those that the losses read: `rollout_logprobs` (under the policy that
             sampled), `advantages`, `prox_logprobs`, `ref_logprobs`, `teacher_logprobs`, `teacher_least`, and the masks `ratio_mask`,
             `m2_mask`, `detach_mask`, `kl_cov_mask` and `imitate_mask` (1 or 0); for a critic `values` (before its update) and `returns`;
             for a reward model `margins`, by which a chosen answer is to lead.
@@ -127,7 +127,7 @@ class Batch:
             `prefix_lens` tokens; for a critic `truncated` (1 or 0); `signs`, 1 for a chosen answer and -1 for a rejected one of the group,
             where a loss compares them; `loss_ids` and `adapter_ids`, indices into `losses` and `adapters`, if there are several.
         losses: losses of the sequences.
-        adapters: names of the adapters that the sequences train; empty if the trainer has only one thing to train.
+        adapters: names of the adapters that the sequences train; empty if the trainer trains one set of weights.
         denominator: number of targets or sequences over which the loss weights average, to weigh batches that were drawn separately.
     """
 
@@ -213,7 +213,7 @@ class Batch:
         whole, positions, targets = np.empty(offsets[-1], np.int32), np.empty(ends[-1], np.int64), np.empty(ends[-1], np.int32)
         gathered = [(np.empty(ends[-1], np.float32), arrays) for arrays in (of_tokens or {}).values()]
         starts, first_targets = offsets.tolist(), ends.tolist()
-        # One sequence at a time: what is computed on the way stays in the processor's cache.
+        # One sequence at a time, so that intermediate arrays stay in the processor's cache.
         for i, (sequence, mask) in enumerate(zip(tokens, trained, strict=True)):
             start, own = starts[i], slice(first_targets[i], first_targets[i + 1])
             index = mask.nonzero()[0]
@@ -275,7 +275,7 @@ class Batch:
         return replace(self, columns={**self.columns, **columns})
 
     def select(self, indices: Sequence[int] | np.ndarray) -> "Batch":
-        """Select sequences in the given order; loss weights do not change. An empty selection gives a batch without sequences."""
+        """Select sequences by their indices [K] in the given order; loss weights do not change. It may be empty."""
         indices = np.asarray(indices, dtype=np.int64)
         first = _run_starts(indices)
         tokens, targets = (_pieces(ends, indices, first) for ends in (self.offsets, self.target_offsets))
@@ -292,8 +292,8 @@ class Batch:
     def concatenate(cls, parts: Sequence["Batch"]) -> "Batch":
         """Concatenate one or more batches; equal losses and adapters are merged, and group ids are made distinct between parts.
 
-        A column that a part lacks, of targets or of sequences, because its losses do not read it, is 0 there. The denominator is that of
-        the first part.
+        A column that a part lacks, of targets or of sequences, because its losses do not read it, is 0 there. The denominator is the first
+        part's.
         """
         losses, loss_ids = _merged([part.losses for part in parts], [part.ids("loss_ids") for part in parts])
         adapters, adapter_ids = _merged([part.adapters for part in parts], [part.ids("adapter_ids") for part in parts])
@@ -321,21 +321,24 @@ class Batch:
 
 
 def gather_ranges(offsets: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Return [K] int64, the positions in the ranges offsets[i]:offsets[i + 1] of the given i, one range after another."""
+    """Return [K] int64, the positions in the ranges offsets[i]:offsets[i + 1] of the given i, one range after another.
+
+    For example, [3, 4, 0, 1, 2] for the offsets [0, 3, 5] and the indices [1, 0].
+    """
     lengths = np.diff(offsets)[indices]
     starts = np.cumsum(lengths) - lengths
     return np.repeat(offsets[indices] - starts, lengths) + np.arange(lengths.sum())
 
 
 def take_ranges(values: np.ndarray, offsets: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Return values at `gather_ranges(offsets, indices)`, copied in as few pieces as there are runs of consecutive indices."""
+    """Return the [K] values at `gather_ranges(offsets, indices)`, copied as one piece for each run of consecutive indices."""
     return _joined(values, _pieces(offsets, indices, _run_starts(indices)))
 
 
 def over_ranges(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Return [offsets[-1]], for each of the ranges offsets[i]:offsets[i + 1] its value.
+    """Return [M], with M = offsets[-1]: each value [N] repeated over its range offsets[i]:offsets[i + 1].
 
-    This is `np.repeat`, which holds the interpreter's lock throughout, so that an event loop stands still for as long.
+    `np.repeat` gives the same, but holds the interpreter's lock throughout, so that an event loop stands still for as long.
     """
     spread = np.empty(offsets[-1], values.dtype)
     for value, start, end in zip(values.tolist(), offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
@@ -351,12 +354,12 @@ def any_in_ranges(flags: np.ndarray, offsets: np.ndarray) -> np.ndarray:
 
 
 def _run_starts(indices: np.ndarray) -> np.ndarray:
-    """Return the entries at which runs of consecutive indices begin, each of which is copied as one piece."""
+    """Return the entries at which runs of consecutive indices [K] begin, such as [0, 2] for [4, 5, 1]."""
     return np.flatnonzero(np.diff(indices, prepend=-2) != 1)
 
 
 def _pieces(offsets: np.ndarray, indices: np.ndarray, first: np.ndarray) -> list[slice]:
-    """Return what `gather_ranges` gathers as one slice for each run of consecutive indices; runs begin at the entries `first`."""
+    """Return the positions of `gather_ranges`, one slice for each run of the [K] indices; runs begin at the entries `first`."""
     last = np.append(first, len(indices))[1:] - 1
     return list(map(slice, offsets[indices[first]].tolist(), offsets[indices[last] + 1].tolist()))
 
@@ -366,17 +369,17 @@ def _after(start: int, piece: slice) -> int:
 
 
 def _joined(values: np.ndarray, pieces: Sequence[slice]) -> np.ndarray:
-    """Return a copy of these pieces of values, back to back."""
+    """Return [K], a copy of these pieces of `values`, back to back."""
     return np.concatenate([values[:0], *(values[piece] for piece in pieces)])
 
 
 def bounds(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return [N + 1] int64, the bounds of consecutive ranges of these lengths."""
+    """Return [N + 1] int64, the bounds of consecutive ranges of these lengths, such as [0, 3, 5] for [3, 2]."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
 def _merged(pools: Sequence[tuple[Any, ...]], ids: Sequence[np.ndarray]) -> tuple[tuple[Any, ...], np.ndarray]:
-    """Merge pools without duplicates; returns the entries, and all ids as indices into them."""
+    """Merge pools without duplicates; returns the entries, and all ids as indices into them, [N] int64."""
     merged: list[Any] = []
     for entry in (entry for pool in pools for entry in pool):
         if entry not in merged:

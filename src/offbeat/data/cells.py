@@ -1,7 +1,7 @@
-"""Values in records of data, as whoever wrote them meant them. Used by the readers of files and by rows in memory.
+"""Values in records of data as their author wrote them. Used by the readers of files and by rows in memory.
 
 A number of JSON keeps its text, so that the answer 1e3 is not 1000.0 and 0.10 not 0.1. A float32 of a table is the shortest decimal that
-stands for it: 0.1, and not 0.10000000149011612. Bytes are text in UTF-8, if they are any.
+stands for it, such as 0.1 instead of 0.10000000149011612. Bytes are text, if they are UTF-8.
 """
 
 import json
@@ -46,7 +46,7 @@ def decode_record(text: bytes) -> Any:
 
 
 def decode_records(text: bytes) -> list[Any]:
-    """Decode a JSON array of records, each as `decode_record` does. Raises as that, also if it is no array."""
+    """Decode a JSON array of records, each as `decode_record` does. Raises as `decode_record`, also if it is no array."""
     return [_with_numbers(each) for each in msgspec.convert(_RECORD.decode(text), list)]
 
 
@@ -69,7 +69,7 @@ def is_absent(value: Any) -> bool:
 
 
 def json_text(value: Any) -> str:
-    """Return a value as JSON text; what JSON does not know is written as text."""
+    """Return a value as JSON text; a type that JSON does not know is written as text."""
     return value.text if isinstance(value, NumberText) else json.dumps(value, default=str)
 
 

@@ -1,8 +1,8 @@
-"""A chat as training sees it: the tokens that a model would have been asked with and would have written, and which of them it wrote.
+"""Chats for training: the tokens of prompts and answers as generation has them, and a mask of those that the model writes.
 
 Called for supervised fine-tuning, preferences and reward models. A text begins with the prompt that generation would get, and goes on with
-what the template writes of the answer up to the token that ends its turn. Both are told by positions (`data.places`), never by searching
-text. Where the template has `{% generation %}` marks, they say what of an answer is trained on.
+the template's text of the answer up to the token that ends its turn. Positions (`data.places`) separate the two, never a search in the
+text. The `{% generation %}` marks of a template, if it has them, choose the trained part of an answer.
 """
 
 import re
@@ -33,7 +33,7 @@ class MarkedText:
     """A chat as rendered by its template, up to the end of the last turn that is trained on.
 
     Attributes:
-        spans: ranges of characters that the assistant wrote and that are trained on, ascending; text before them is given.
+        spans: ranges of the assistant's characters that are trained on, ascending, such as ((120, 164),); text before them is given.
         is_open: whether the last span lacks the token that ends a turn.
         asked: number of characters of the prompt that the last turn answers.
     """
@@ -46,8 +46,8 @@ class MarkedText:
     def sequence(self, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
         """Encode the text, including the end token: tokens [L] int32 and loss_mask [L] bool.
 
-        The text is encoded as a whole, or in parts where a token would cross the edge of a span: a model that answers sees its prompt
-        encoded without the answer, so no token may hold some of both.
+        The text is encoded as a whole, or in parts where a token would cross the edge of a span: generation encodes the prompt without the
+        answer, so no token may hold some of both.
         """
         bounds = sorted({0, *(edge for span in self.spans for edge in span)})
         encoding = tokenizer.hf.backend_tokenizer.encode(self.text, add_special_tokens=False)
@@ -66,7 +66,7 @@ class MarkedText:
         return ids.astype(np.int32), mask
 
     def _in_parts(self, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-        """Encode the last prompt as a whole, as generation gets it, and each part of the answer to it by itself."""
+        """Encode the last prompt as generation gets it, and each part of its answer by itself: tokens [L] int64 and loss_mask [L] bool."""
         earlier = [span for span in self.spans if span[1] <= self.asked]
         encoding = tokenizer.hf.backend_tokenizer.encode(self.text[: self.asked], add_special_tokens=False)
         ends = np.array([end for _, end in encoding.offsets], np.int64)
@@ -82,10 +82,10 @@ class MarkedText:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What the template makes of one answer.
+    """One answer in the template's rendering.
 
     Attributes:
-        text: the prompt, the answer, and what the template writes after it.
+        text: the prompt, the answer, and the template's text after it.
         asked: number of characters of the prompt.
         last: where the last of the assistant's texts ends.
         as_written: whether `text` is the template's whole rendering.
@@ -100,10 +100,10 @@ class _Answer:
 def mark_answers(
     messages: Messages, tokenizer: Tokenizer, *, turns: Literal["all", "last"], first: int = 1, tools: Tools = (),
 ) -> list[MarkedText]:
-    """Return what a chat teaches: one text, or several where the template writes a turn differently once others follow it.
+    """Return the texts that a chat trains: one, or several where the template writes a turn differently once others follow it.
 
-    Such a template (one that drops the reasoning of earlier turns) shows a model other tokens to continue from than it wrote itself, so
-    each turn becomes a text of its own, as it was when the turn was written.
+    Such a template (e.g. one that drops the reasoning of earlier turns) shows a model other tokens to continue from than it wrote itself,
+    so each turn becomes a text of its own, as it was when the turn was written.
 
     Args:
         messages: each with `role` and `content`. A first message by the assistant answers nothing and is not trained on.
@@ -112,7 +112,7 @@ def mark_answers(
         tools: descriptions of functions that the assistant may call.
 
     Raises:
-        DataError: no message is the assistant's, one is empty, or the template omits it, something before it, or what it is asked with.
+        DataError: no message is the assistant's, one is empty, or the template omits it, something before it, or its prompt.
         ModelError: there is no chat template, or it refuses these messages.
     """
     answers = [index for index, message in enumerate(messages) if index >= first and is_learnt(message)]
@@ -143,7 +143,7 @@ def check_shown(messages: Messages, tokenizer: Tokenizer, tools: Tools = ()) -> 
 
     for place in find_places(text, render, written, given, of=lambda _, kind: kind != "reasoning"):
         role = "tool" if place.message < 0 else written[place.message]["role"]
-        # Templates may leave out how an earlier answer came about, but not what it came to.
+        # Templates may leave out the reasoning of an earlier answer, but not its result.
         if not place.shows and not (role == "assistant" and place.kind == "content" and place.end is not None):
             what = "the tools" if place.message < 0 else f"the text of a message with role {role!r}"
             raise DataError(
@@ -170,7 +170,7 @@ def judged_text(messages: Messages, tokenizer: Tokenizer, *, tools: Tools = ()) 
 
 
 def joins_well(text: str, at: int, tokenizer: Tokenizer) -> bool:
-    """Whether a text is encoded up to a position as it is without what follows. Looks at the text around it alone."""
+    """Whether the tokens of a text up to a position are the same without the text behind. Looks only at the text around it."""
     start = max((found.end() for found in tokenizer.added_pattern.finditer(text, max(at - 4 * _AHEAD, 0), at)), default=max(at - _AHEAD, 0))
     before = tokenizer.encode(text[start:at])
     return tokenizer.encode(text[start : at + _AHEAD])[: len(before)] == before
@@ -242,7 +242,7 @@ def _read(messages: Messages, index: int, tokenizer: Tokenizer, tools: Tools) ->
 def _with_thoughts(
     before: Messages, bare: Mapping[str, Any], thoughts: str, asked: str, tokenizer: Tokenizer, tools: Tools,
 ) -> _Answer | None:
-    """Continue a prompt that opens or closes a thought, or write thoughts that the template leaves out; None if that is not it."""
+    """Continue a prompt that opens or closes a thought, or write thoughts that the template leaves out; None if neither applies."""
     opened, closed = OPENED.search(asked), CLOSED.search(asked)
     if opened is not None and (found := _in_opened(before, bare, thoughts, asked, opened.group().strip(), tokenizer, tools)):
         return found
@@ -264,7 +264,7 @@ def _with_thoughts(
 def _in_opened(
     before: Messages, bare: Mapping[str, Any], thoughts: str, asked: str, opening: str, tokenizer: Tokenizer, tools: Tools,
 ) -> _Answer | None:
-    """Continue a prompt that opens a thought with what the template writes from the thought on; None if it writes no thoughts."""
+    """Continue a prompt that opens a thought with the template's text from the thought on; None if it writes no thoughts."""
     said = thoughts.strip() or "\U0002a6d1"  # an empty thought is one whose only character is taken out
     text, places = _places(before, {**bare, REASONING[0]: said}, tokenizer, tools)
     reasoning = next((place for place in places if place.kind == "reasoning" and place.shows), None)
@@ -324,9 +324,9 @@ def _last(places: Sequence[Place]) -> int:
 def _end_of_turn(answer: _Answer, messages: Messages, index: int, tokenizer: Tokenizer, tools: Tools) -> int | None:
     """Find the end of the token that ends the turn; None if the turn ends without one.
 
-    It is the added token right after the message: generation stops there, and what the template writes after it is never generated. Tokens
-    that only mark calls or close a part of the answer are no ends, so where something stands between, it is the first that also ends
-    answers of text, else the last that the template writes while it does not ask for an answer.
+    It is the added token right after the message, such as "<|im_end|>": generation stops there, and never gives the template's text after
+    it. Tokens that only mark calls or close a part of the answer are no ends, so where something stands between, it is the first that also
+    ends answers of text, else the last that the template writes while it does not ask for an answer.
     """
     pattern = tokenizer.added_pattern
     calls = bool(messages[index].get("tool_calls"))

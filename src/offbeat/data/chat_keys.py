@@ -1,4 +1,4 @@
-"""The table of what roles of messages and keys of messages mean in data: what is honoured, and what is refused. Read by `data.messages`.
+"""Table of the roles and keys of messages in data, with their meanings and refusals. Read by `data.messages`.
 
 docs/prompts.md shows both tables; a test compares them with these. A key that is in neither is given to the chat template as it is.
 """
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 CALL = "call"
-"""What the role of a message is read as whose content is a call by the assistant, as JSON."""
+"""Our role of a message whose content is a call by the assistant, as JSON."""
 
 ROLES: dict[str, tuple[str, ...]] = {
     "system": ("system", "developer"),
@@ -16,7 +16,7 @@ ROLES: dict[str, tuple[str, ...]] = {
     "tool": ("tool", "function", "observation", "tool_response", "function_response", "ipython"),
     CALL: ("function_call", "tool_call", "tool_calls"),
 }
-"""Names of roles by what they are read as, in lower case."""
+"""Names of roles in data, in lower case, by our role."""
 
 READ_AS = {name: role for role, names in ROLES.items() for name in names}
 
@@ -41,7 +41,7 @@ REFUSED: dict[str, str] = {
     "video": "only text can be read",
     "videos": "only text can be read",
 }
-"""Keys that are refused unless they hold nothing, and what to do instead."""
+"""Keys that are refused unless they hold nothing, each with advice."""
 
 MEANINGS: dict[str, str] = {
     "`role`, or `from`": "who says it; see the table of roles",
@@ -56,7 +56,7 @@ MEANINGS: dict[str, str] = {
     ", ".join(f"`{name}`" for name in REFUSED): "refused, unless null or empty",
     "any other": "given to the chat template; templates ignore what they do not know",
 }
-"""What each key of a message means, for the documentation."""
+"""Meaning of each key of a message, for the documentation."""
 
 
 def role_lines() -> list[str]:
@@ -71,7 +71,7 @@ def key_lines() -> list[str]:
 
 
 def read_role(name: str) -> str | None:
-    """Return what a role is read as, whatever its case; None if it is in no table."""
+    """Return our role for a name in any case, such as "assistant" for "GPT"; None if it is not in `ROLES`."""
     return READ_AS.get(name.strip().lower().replace("-", "_").replace(" ", "_"))
 
 

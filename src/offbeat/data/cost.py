@@ -1,10 +1,11 @@
 """Time of a rank's share of a training step in seconds, a L + b L² + c, estimated from the model's sizes and fitted to measured times.
 
-`data/packing.py` balances by it, and `ranks/sharding.py` passes it what each rank measured. Numpy only.
+`data/packing.py` balances by it, and `ranks/sharding.py` passes it the times of the ranks. Numpy only.
 
 *Work* is an array [..., 2] float64 of row tokens and attention squares. A run of n tokens behind a prefix of p tokens has n² + 2np
-squares, twice the number of its pairs of attending tokens. So a sequence of L tokens has L² squares, however it is cut into a prefix and a
-run, and a shared prompt counts once. Work is additive: over the runs of a unit, and over the units of a rank.
+squares, twice the number of its pairs of attending tokens; 2 tokens behind 3, for example, are the work [2, 16]. So a sequence of L tokens
+has L² squares, however it is cut into a prefix and a run, and a shared prompt counts once. Work is additive: over the runs of a unit, and
+over the units of a rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +47,7 @@ class CostModel:
                 raise DataError(f"CostModel.{name} must be finite and not negative, got {value}")
 
     def load(self, work: np.ndarray) -> np.ndarray:
-        """Return the [...] seconds of [..., 2] work, without the constant: the quantity that balancing spreads."""
+        """Return the [...] seconds of [..., 2] work, without the constant: balancing spreads these. [N, 2] work gives [N]."""
         return work @ np.array([self.linear, self.quadratic])
 
 
@@ -58,11 +59,11 @@ def run_work(lengths: Sequence[int] | np.ndarray | int, prefix_lengths: Sequence
     """Compute the work of runs of tokens, each behind a prefix that it does not compute itself.
 
     Args:
-        lengths: [...] integer, tokens of each run.
+        lengths: [...] integer, tokens of each run, e.g. [N].
         prefix_lengths: [...] integer, tokens of each prefix, or one number for all.
 
     Returns:
-        [..., 2] float64.
+        [..., 2] float64, e.g. [N, 2].
     """
     n = np.asarray(lengths, dtype=np.float64)
     return np.stack([n, n * (n + 2 * np.asarray(prefix_lengths, dtype=np.float64))], axis=-1)
@@ -76,7 +77,7 @@ class ForwardFlops:
     per_square: float
 
     def of_pass(self, work: np.ndarray, *, learns: bool, frozen: bool = False) -> float:
-        """Return the operations that `work`, [2], is for.
+        """Return the operations of `work` [2], such as one row of an [R, 2] work.
 
         Args:
             learns: whether there is a backward pass, which takes two products for each one of the forward pass.
@@ -123,7 +124,7 @@ def prior(model_config: Mapping[str, Any]) -> CostModel:
 
 
 class CostFit:
-    """Fits a cost model to what ranks measure: least squares of the *relative* error, so that one slow step has little influence.
+    """Fits a cost model to measured times: least squares of the *relative* error, so that one slow step has little influence.
 
     The weight of old steps decays by 5 % per step. Where the times carry no information (after good balancing all ranks have similar
     loads), a weak ridge keeps linear and quadratic in the prior's ratio and the constant at 0. Coefficients are never negative. The first
@@ -173,9 +174,10 @@ class CostFit:
             self._variance = float(max(squared_error, 0.0) + _NOISE**2) / (self._weight + 1)
 
     def _ridge(self) -> np.ndarray:
-        """Return the [3, 3] penalty: (linear - quadratic)² relative to the square of the larger, constant² to that of the mean time.
+        """Return the ridge penalty [3, 3] for the coefficients: linear, quadratic, constant.
 
-        The larger one is the fitted one, so that a prior that is wrong by orders of magnitude weighs no more than one that is half wrong.
+        It is (linear - quadratic)² relative to the square of the larger, and constant² relative to the square of the mean time. The larger
+        one is the fitted one, so that a prior that is wrong by orders of magnitude weighs no more than one that is half wrong.
         """
         both, apart = np.array([1.0, 1.0, 0.0]), np.array([1.0, -1.0, 0.0])
         scale = self._scale or (both @ self._sum) / (both @ self._gram @ both)
@@ -190,7 +192,7 @@ def _size(config: Mapping[str, Any], *names: str, default: int) -> int:
 
 
 def _non_negative_minimum(matrix: np.ndarray, vector: np.ndarray) -> np.ndarray:
-    """Return the x >= 0 that minimises x' matrix x - 2 vector' x, by trying every set of positive coordinates."""
+    """Return the x >= 0, [K], that minimises x' matrix x - 2 vector' x, by trying every set of positive coordinates; matrix is [K, K]."""
     scale = 1 / np.sqrt(np.where(np.diag(matrix) > 0, np.diag(matrix), 1.0))
     matrix, vector = matrix * np.outer(scale, scale), vector * scale
     best, least = np.zeros(len(vector)), 0.0

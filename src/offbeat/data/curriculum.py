@@ -1,9 +1,9 @@
 """Whether a row of a dataset is drawn in an epoch, by how its last group went. Pure; asked by `PromptStream`.
 
 A row of a pool with weight w is drawn if its random number for the epoch, which depends on seed, epoch and row alone, is below w; so it
-comes in a share w of epochs. A row whose pass rate reached `curriculum.leave_at` has left, until all have. What decides is the row's own
-last settled group, hence not the order in which groups finish, unless a row's turn comes while its group of the epoch before still runs:
-then the group before that one counts.
+comes in a share w of epochs, e.g. in one of four with a weight of 0.25. A row whose pass rate reached `curriculum.leave_at` has left, until
+all have. The row's own last settled group decides, not the order in which groups finish, unless a row's turn comes while its group of the
+epoch before still runs: then the group before that one counts.
 
 Source: difficulty pools, prime-rl; no-positive-resampling, ScaleRL, arXiv:2510.13786.
 """
@@ -21,10 +21,10 @@ _POOLS = ("hard", "normal", "easy", "unseen")
 
 @dataclass(frozen=True)
 class CurriculumState:
-    """What is known of the rows of a dataset.
+    """Results of the rows of a dataset.
 
     Attributes:
-        means: mean reward of the last group of each row that has had one, by index.
+        means: mean reward of the last group of each row that has had one, by index, such as {3: 0.25, 17: 1.0}.
         left: indices of the rows that have left, ascending.
     """
 
@@ -33,7 +33,7 @@ class CurriculumState:
 
 
 class Curriculum:
-    """Remembers how the rows of a dataset went, and decides which of them an epoch draws."""
+    """Remembers the results of the rows of a dataset, and decides which of them an epoch draws."""
 
     def __init__(self, config: CurriculumConfig, *, num_rows: int, seed: int) -> None:
         self._config = config
@@ -59,32 +59,32 @@ class Curriculum:
         """Remember the rewards of a row's group.
 
         Args:
-            rewards: [n] of its usable samples, finite; none leaves all as it was.
+            rewards: [G] of its usable samples, finite; none leaves all as it was.
         """
         if len(rewards):
             self._means[index] = rewards.mean(dtype=np.float64)
             self._left[index] = 0 < self._config.leave_at <= np.mean(rewards >= RIGHT)
 
     def state(self) -> CurriculumState:
-        """Return what is known."""
+        """Return the results so far."""
         seen = np.flatnonzero(np.isfinite(self._means))
         means = dict(zip(seen.tolist(), self._means[seen].tolist(), strict=True))
         return CurriculumState(means, tuple(np.flatnonzero(self._left).tolist()))
 
     def restore(self, state: CurriculumState) -> None:
-        """Go back to what was known, by a curriculum over the same rows."""
+        """Replace the results by those of `state`, of a curriculum over the same rows."""
         self._means[:], self._left[:] = np.nan, False
         self._means[list(state.means)] = list(state.means.values())
         self._left[list(state.left)] = True
 
     def stats(self) -> StatsPart:
-        """Return the number of rows in each pool, without those that have left, and the share of those."""
+        """Return the number of rows in each pool, without those that have left, and the share that has left."""
         counts = np.bincount(self._pools(self._means[~self._left]), minlength=len(_POOLS))
         return StatsPart(
             sums={f"curriculum/{pool}_prompts": float(count) for pool, count in zip(_POOLS, counts, strict=True)},
             means={"curriculum/left_share": (float(self._left.sum()), float(len(self._left)))})
 
     def _pools(self, means: np.ndarray) -> np.ndarray:
-        """Return positions in `_POOLS`, int64, of rows with these mean rewards."""
+        """Return positions in `_POOLS`, [K] int64, of rows with these mean rewards [K]."""
         seen = np.where(means <= self._config.hard_up_to, 0, np.where(means <= self._config.normal_up_to, 1, 2))
         return np.where(np.isnan(means), _POOLS.index("unseen"), seen)

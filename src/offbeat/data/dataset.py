@@ -19,7 +19,7 @@ from offbeat.errors import DataError
 
 _MOST_REDRAWS = 1000
 _DIGESTED_ROWS = 16
-"""Number of rows that stand for a task in its digest, since a task makes all of its rows in the same way."""
+"""Number of a task's rows that its digest covers, since a task makes all of its rows in the same way."""
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -39,7 +39,7 @@ class Dataset(Protocol[R_co]):
 
     @property
     def digest(self) -> str:
-        """Digest of all rows in order, and so of what an index means; for an endless dataset, of what generates the rows."""
+        """Digest of all rows in order; of an endless dataset, of its generator."""
         ...
 
     def row(self, index: int) -> R_co:
@@ -47,7 +47,7 @@ class Dataset(Protocol[R_co]):
         ...
 
     def where(self, index: int) -> str:
-        """Name the row at `index` in messages, by its place in a file if it comes from one."""
+        """Name the row at `index` in messages, by its place in a file if it comes from one, e.g. "'train.jsonl', line 3"."""
         ...
 
 
@@ -156,12 +156,12 @@ def open_datasets(
     config: DataConfig, *, seed: int, needs_answer: bool = True, limit: int | None = None, refused: list[str] | None = None,
     check: Check[Row] | None = None,
 ) -> tuple[PromptDataset, PromptDataset]:
-    """Open what [data] describes.
+    """Open the datasets of [data].
 
     Args:
         needs_answer: whether a row without an answer cannot be used.
-        limit: number of rows of each file or dataset after which the rest is not looked at; None for all.
-        refused: why each row that cannot be used is left out is appended to this list.
+        limit: number of rows to look at in each file or dataset; None for all.
+        refused: the reasons for rows that cannot be used are appended to this list.
         check: refuses further rows, by raising DataError; of a task, the held-out rows and the first others are checked.
 
     Returns:

@@ -1,8 +1,8 @@
 """Which tokens and strings end a sample. Called before anything starts; every request then names all of them, for any kind of engine.
 
 A sample ends at the tokenizer's end token, at every end token of the model's generation_config.json, at the special token that the chat
-template writes after an assistant's message, and at what `rollout.stop_token_ids` and `rollout.stop` name. An end token is part of the
-sample and is trained on.
+template writes after an assistant's message such as "<|im_end|>", and at `rollout.stop_token_ids` and `rollout.stop`. An end token is part
+of the sample and is trained on.
 """
 
 from collections.abc import Sequence

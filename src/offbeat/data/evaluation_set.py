@@ -6,13 +6,13 @@ from offbeat.data.row import Row
 from offbeat.errors import DataError
 
 _SOURCE = ("task", "task_size", "task_options", "path", "split", "sets")
-"""Settings that say which rows there are."""
+"""Settings that choose the rows."""
 _FIELDS = ("format", "prompt", "prompt_field", "answer_field", "system_field", "max_unusable_rows")
-"""Settings that say how a record becomes a row."""
+"""Settings that turn a record into a row."""
 
 
 def has_own_rows(config: DataConfig, *, of_run: DataConfig) -> bool:
-    """Whether an evaluation set names other rows than the run has, all of which may be asked then."""
+    """Whether an evaluation set names other rows than the run's; all of them may be asked then."""
     return any(getattr(config, name) != getattr(of_run, name) for name in _SOURCE)
 
 

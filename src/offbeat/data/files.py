@@ -1,7 +1,7 @@
 """Data files by their suffix: JSON lines, JSON, CSV, TSV and Parquet, the first four also compressed. Called by `data.sources`.
 
-An uncompressed file of JSON lines is read record by record, with the offsets of its lines in memory. CSV, a JSON array and what was
-compressed are held in memory, Parquet as an Arrow table.
+An uncompressed file of JSON lines is read record by record, with the offsets of its lines in memory. CSV, a JSON array and compressed files
+are held in memory, Parquet as an Arrow table.
 """
 
 import csv
@@ -33,12 +33,12 @@ _LARGEST_FIELD = 2**31 - 1
 """Characters of one field of a CSV file; the module's own bound is 131072, which is less than some texts have."""
 
 _NAMES: dict[str, str] = {}
-"""What a program calls its rows, by the file of JSON lines that they were written to."""
+"""A program's names of its rows, such as "data", by the file of JSON lines that holds them."""
 
 
 @contextmanager
 def named(names: Mapping[str, str]) -> Iterator[None]:
-    """Let messages name rows during the body as the program does that gave them, by files: "data, row 3" is line 3 of its file."""
+    """Name rows in messages during the body by the program's names, by file, e.g. "data, row 3" for line 3 of its file."""
     _NAMES.update(names)
     try:
         yield
@@ -48,7 +48,7 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def name_of(path: str) -> str:
-    """Return what messages call a source of data."""
+    """Return the name of a source of data for messages."""
     return _NAMES.get(path) or repr(path)
 
 
@@ -66,7 +66,7 @@ class Source(Protocol):
         ...
 
     def where(self, index: int) -> str:
-        """Name the record at `index` in messages: its file and its line or row."""
+        """Name the record at `index` in messages: its file and its line or row, e.g. "'train.jsonl', line 3"."""
         ...
 
 
@@ -78,7 +78,7 @@ class Sieve:
         check: refuses a record that cannot be used.
         most_refused: number of records that may be refused; the next one is an error.
         limit: number of records after which a source need not look further; None for all.
-        refused: why each refused record cannot be used.
+        refused: the reason for each refused record.
         num_passed: number of records that can be used.
     """
 
@@ -107,7 +107,7 @@ class Sieve:
         """Count a record that cannot be used.
 
         Raises:
-            DataError: there are more than `most_refused`: the given one where none is allowed.
+            DataError: there are more than `most_refused`; the given error itself if none is allowed.
         """
         self.refused.append(str(why))
         if len(self.refused) <= self.most_refused:
@@ -124,9 +124,9 @@ class JsonLines:
     """One JSON object per line; blank lines do not count.
 
     Attributes:
-        offsets: where each record begins, in bytes.
+        offsets: first byte of each record, such as [0, 41].
         lines: number of each record's line, from 1.
-        text: content of a file that is compressed; None for one that is read where needed.
+        text: content of a compressed file; None for one that is read where needed.
     """
 
     path: Path
@@ -285,7 +285,7 @@ def _open_json_lines(path: Path, sieve: Sieve) -> JsonLines:
 
 
 def _decoded(line: bytes, where: str, sieve: Sieve) -> dict[str, Any] | None:
-    """Return the object in a line; None where there is none, which the sieve is told."""
+    """Return the object in a line; None if there is none, which the sieve counts."""
     try:
         record = decode_record(line.removeprefix(_BYTE_ORDER_MARK))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
