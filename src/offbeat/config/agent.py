@@ -1,9 +1,9 @@
-"""[agent]: what the workflows of several turns play, and the processes in which it runs."""
+"""[agent]: agents, tools and environments of the workflows of several turns, and the processes in which they run."""
 
 from offbeat.config.base import Change, Section, field
 
 PLAYS = {"agent": ("program", "command", "environment"), "gym": ("environment",), "tool_loop": ("tools",)}
-"""Which settings each workflow plays."""
+"""Settings of [agent] that each workflow plays."""
 
 
 class AgentConfig(Section):

@@ -11,7 +11,7 @@ from offbeat.config.teacher import TeacherConfig
 def check_algorithm(
     algorithm: AlgorithmConfig, *, rollout: RolloutConfig, critic: CriticConfig, teacher: TeacherConfig, total_steps: int,
 ) -> None:
-    """Raise ValueError for an algorithm whose parts contradict each other, or what the other sections say; `total_steps` of the run."""
+    """Raise ValueError for an algorithm whose parts contradict each other or other sections; `total_steps` is the run's."""
     _check_credit(algorithm, rollout=rollout, critic=critic, total_steps=total_steps)
     _check_loss(algorithm)
     _check_own_code(algorithm, rollout=rollout)

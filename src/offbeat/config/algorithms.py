@@ -1,4 +1,4 @@
-"""[algorithm]: how rewards become advantages, and advantages a loss. A preset of `config.presets` fills in what is not given."""
+"""[algorithm]: how rewards become advantages, and advantages a loss. A preset of `config.presets` fills in settings that are not given."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -23,7 +23,7 @@ _OLD_NAMES = ("scale_by_std", "behave_weight", "behave_cap")
 
 
 class FilterConfig(Section):
-    """A rule that takes tokens or sequences out of the loss; no denominator changes. Bounds belong to what is kept."""
+    """A rule that takes tokens or sequences out of the loss; no denominator changes. Values equal to a bound are kept."""
 
     metric: Literal[OWN_FILTERS] = field(  # pyright: ignore[reportInvalidTypeForm]
         ..., "What is measured between proximal and behaviour policy: the ratio, an estimate of KL, the larger of two Bernoulli KLs, the"
@@ -231,7 +231,7 @@ class AlgorithmConfig(Section):
 
     @property
     def teaches_itself(self) -> bool:
-        """Whether the teacher is the policy, or what it was, with the answer in its context."""
+        """Whether the teacher is the policy, or the reference policy, with the answer in its context."""
         return self.teacher in ("policy", "reference")
 
     @property

@@ -1,6 +1,6 @@
-"""Base of all configuration sections, and how a setting is declared: its default, a sentence, and what a change on resume means.
+"""Base of all configuration sections, and the declaration of a setting: its default, a sentence, and the meaning of a change on resume.
 
-A section is frozen and refuses unknown keys. All that a setting says of itself stands in its call of `field`; `declared` reads it back, for
+A section is frozen and refuses unknown keys. The call of `field` has all facts about a setting; `declared` reads them back, for
 `config.load` and `config.resume`.
 """
 
@@ -24,7 +24,7 @@ PARTS: tuple[Part, ...] = ("rl", "sft", "preference", "reward_model")
 
 
 class Change(Enum):
-    """What it means if a setting differs from its value at the checkpoint from which a run resumes."""
+    """Meaning of a setting that differs from its value at the checkpoint from which a run resumes."""
 
     FREE = "nothing: where and how fast things are done, never what is learnt"
     TOLD = "the run continues with the new value, which is said in a line"
@@ -38,8 +38,8 @@ class Section(BaseModel):
     """One table of a configuration file.
 
     Attributes:
-        on_resume: what a change means of fields that do not say it themselves; None leaves it to the field that holds the table.
-        read_by: the parts of a run that read fields which do not say it themselves; None as above.
+        on_resume: meaning of a change of fields without their own; None leaves it to the field that holds the table.
+        read_by: parts of a run that read the fields without their own; None as above.
     """
 
     on_resume: ClassVar[Change | None] = None
@@ -57,7 +57,7 @@ class Section(BaseModel):
 
 
 def check_number(given: Any, *, above: float, below: float) -> float:
-    """Return a number between bounds, which may be given as text. Raises what pydantic raises for a number with these bounds."""
+    """Return a number between bounds, which may be given as text. Raises pydantic's errors for a number with these bounds."""
     try:
         number = float(given)
     except (TypeError, ValueError, OverflowError):
@@ -85,8 +85,8 @@ def field(
     Args:
         default: its value in a run that does not give it.
         text: a sentence that gives its unit and the reason for the default.
-        on_resume: what a change of it means when a run resumes; None takes the section's answer.
-        read_by: the parts of a run that read it, such as ("rl",); None takes the section's answer, and without one it is read by all.
+        on_resume: meaning of a change when a run resumes; None takes the section's.
+        read_by: the parts of a run that read it, such as ("rl",); None takes the section's, and all parts read it without one.
         basic: whether a first run needs it. False of a table hides the basic settings in it.
         bounds: such as ge=0, as pydantic's Field takes them.
     """
@@ -96,12 +96,12 @@ def field(
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of a configuration, with the answers of its section filled in.
+    """A field of a configuration, with its section's `on_resume` and `read_by` filled in.
 
     Attributes:
         key: "section.name", such as "train.optimizer.lr".
         info: its type, default, sentence and bounds.
-        on_resume: what a change of it means; None if nobody says it, which a test refuses.
+        on_resume: meaning of a change; None if neither field nor section has one, which a test refuses.
         read_by: the parts of a run that read it.
         basic: whether a first run needs it.
     """
@@ -121,8 +121,8 @@ def declared(
     Args:
         section: such as `config.root.Config`.
         prefix: of keys, such as "train.".
-        on_resume: of what neither a field nor its section answers, as are the next two.
-        read_by: see above.
+        on_resume: default where neither a field nor its section has one.
+        read_by: likewise.
         basic: False if no setting in it is to be basic.
     """
     on_resume, read_by = section.on_resume or on_resume, section.read_by or read_by

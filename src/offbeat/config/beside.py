@@ -14,7 +14,7 @@ _NAMED = {
     "credit", "program", "environment", "keys"}
 """Names of settings that may be a path, or a function in a file, such as "rewards.py:score"."""
 _LISTED, _KEYED = {"tools"}, {"rewards"}
-"""Those that are lists of them, and tables whose keys are."""
+"""Names of settings that are lists of such texts, or tables with such keys."""
 _LONGEST = 1000
 _IN_FILE = re.compile(r"(?P<file>.+\.py)(?P<function>:.*)?", re.DOTALL)
 

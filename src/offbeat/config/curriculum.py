@@ -1,4 +1,4 @@
-"""[curriculum]: which prompts of a dataset are drawn again, by how their last groups went."""
+"""[curriculum]: which prompts of a dataset are drawn again, by the rewards of their last groups."""
 
 from offbeat.config.base import Change, Section, field
 

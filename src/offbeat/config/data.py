@@ -10,10 +10,10 @@ from offbeat.config.template import parse_template, read_chat_template
 RENDERED = (
     "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
     "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs")
-"""What a chat template is given by Offbeat, or what is no variable of a template."""
+"""Names that a user's arguments of a chat template may not have: Offbeat passes these variables, or they are no variables of a template."""
 
 _MOST_HELDOUT, _HELDOUT_SHARE = 256, 5
-"""Prompts that are held out where nothing else is said, and which part of the rows they are at most."""
+"""Default number of held-out prompts, and the divisor of the number of rows that bounds it: 1/5 of the rows."""
 
 
 class DataConfig(Section):

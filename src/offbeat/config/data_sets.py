@@ -1,7 +1,7 @@
 """[data.sets.NAME]: data sets that are mixed by weight. Used by `config.root`, which makes a `Config` of each.
 
-A set's own keys are `weight` and settings of [data]; its tables `rollout` and `agent` say how its rows are judged and played. Of [data] it
-has nothing but `heldout_size`, `max_prompt_tokens` and `shuffle`; of the other sections what it leaves out is as in the run.
+A set's own keys are `weight` and settings of [data]; its tables `rollout` and `agent` say how its rows are judged and played. It inherits
+only `heldout_size`, `max_prompt_tokens` and `shuffle` of the run's [data], and all settings of other sections that it does not give.
 """
 
 import re
@@ -27,7 +27,7 @@ _OF_SET = re.compile(r"data\.sets\.[^.]+\.(.+)", re.DOTALL)
 
 
 def setting_of_set(key: str) -> str:
-    """Return the setting that a key of a set stands for, data.path for data.sets.NAME.path; any other key as it is."""
+    """Return the setting that a key of a set stands for, e.g. data.path for data.sets.NAME.path; any other key as it is."""
     match = _OF_SET.fullmatch(key)
     return key if match is None else match[1] if "." in match[1] else f"data.{match[1]}"
 
@@ -44,7 +44,7 @@ def values_of_data_set(name: str, table: Mapping[str, Any], run: Mapping[str, An
     """Return the values of a whole configuration for the rows of a set.
 
     Args:
-        table: what the set gives.
+        table: the set's table, such as {"path": "sums.jsonl", "weight": 2}.
         run: values of the run's configuration.
 
     Raises:
@@ -71,7 +71,7 @@ def values_of_data_set(name: str, table: Mapping[str, Any], run: Mapping[str, An
 
 
 def errors_in_data_set(name: str, exc: ValidationError) -> ValidationError:
-    """Return the errors of a set's configuration as those of the table that gives it."""
+    """Return the errors of a set's configuration with the keys of its table."""
     lines: list[Any] = []
     for error in exc.errors(include_url=False):
         loc = error["loc"][1:] if error["loc"][:1] == ("data",) else error["loc"]
@@ -80,7 +80,7 @@ def errors_in_data_set(name: str, exc: ValidationError) -> ValidationError:
 
 
 def check_sets(data: DataConfig) -> None:
-    """Raise ValueError if [data] says something beside its sets that would be heard by none of them, or a set names no rows."""
+    """Raise ValueError if [data] has a setting beside its sets that none of them would read, or a set names no rows."""
     default = DataConfig()
     for name in type(data).model_fields:
         if name not in _SHARED and (given := getattr(data, name)) != getattr(default, name):

@@ -1,4 +1,4 @@
-"""Kinds of engines: what each can do, which rules of the configuration ask for. `fleet.kinds` starts and speaks to them. Torch-free."""
+"""Kinds of engines and their abilities, for rules of the configuration. `fleet.kinds` starts and speaks to them. Torch-free."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""[evaluate.sets.NAME]: evaluation sets, each a table of what differs from the run. Used by `config.root`, which makes a `Config` of each.
+"""[evaluate.sets.NAME]: evaluation sets, tables of settings that differ from the run's. `config.root` makes a `Config` of each.
 
-A set's own keys are settings of [evaluate]; its tables `data`, `rollout` and `agent` hold settings of those sections. What it leaves out is
-as in the run, so a set plays, samples and is judged by all the rules of a run.
+A set's own keys are settings of [evaluate]; its tables `data`, `rollout` and `agent` hold settings of those sections. All others are as in
+the run, so a set plays, samples and is judged by all the rules of a run.
 """
 
 import re
@@ -44,10 +44,10 @@ def setting_of(key: str) -> str:
 
 
 def values_of_set(name: str, table: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a whole configuration in which what a set gives stands in the place of what the run has.
+    """Return the values of a whole configuration in which a set's settings replace the run's.
 
     Args:
-        table: what the set gives.
+        table: the set's table, such as {"num_prompts": 64, "data": {"path": "hard.jsonl"}}.
         run: values of the run's configuration.
 
     Raises:
@@ -59,12 +59,12 @@ def values_of_set(name: str, table: Mapping[str, Any], run: Mapping[str, Any]) -
     own = _by_section(name, table)
     _replace_what_excludes(own, run)
     merged = {section: {**run[section], **own[section]} for section in _TABLES}
-    # A curriculum is about drawing prompts to train on, and what it needs of [data] does not bind a set.
+    # A curriculum is about drawing prompts to train on, and its requirements on [data] do not bind a set.
     return {**run, **merged, "curriculum": {}, "evaluate": {**merged["evaluate"], **_OF_RUN}}
 
 
 def errors_in_set(name: str, exc: ValidationError) -> ValidationError:
-    """Return the errors of a set's configuration as those of the table that gives it."""
+    """Return the errors of a set's configuration with the keys of its table."""
     lines: list[Any] = []
     for error in exc.errors(include_url=False):
         loc = error["loc"][1:] if error["loc"][:1] == ("evaluate",) else error["loc"]
@@ -73,7 +73,7 @@ def errors_in_set(name: str, exc: ValidationError) -> ValidationError:
 
 
 def check_best(config: EvaluateConfig, *, holds_out: bool) -> None:
-    """Raise ValueError if the best model is to be known by what no evaluation measures."""
+    """Raise ValueError if `evaluate.keep_best` names a metric that no evaluation measures."""
     if not config.keep_best:
         if config.stop_after_no_gain:
             raise ValueError(
@@ -83,7 +83,7 @@ def check_best(config: EvaluateConfig, *, holds_out: bool) -> None:
     sets = {"eval": config.pass_at} if holds_out else {}
     sets |= {f"eval/{name}": table.get("pass_at", config.pass_at) for name, table in config.sets.items()}
     known = [f"{folder}/{name}" for folder, ks in sets.items() for name in ("accuracy", "reward_mean", *(f"pass_at_{k}" for k in ks))]
-    # The roles of agents are known to their workflow alone, and what a metric of the user's own finds, to that.
+    # Only their workflow knows the roles of agents, and only a metric of the user's own knows the names of its values.
     of_roles = config.keep_best.startswith(tuple(f"{folder}/accuracy/" for folder in sets))
     if config.keep_best not in known and not of_roles and not _may_be_own(config, holds_out=holds_out):
         raise ValueError(
@@ -104,7 +104,7 @@ def _may_be_own(config: EvaluateConfig, *, holds_out: bool) -> bool:
 
 
 def _by_section(name: str, table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what a set gives by section, after a check of its keys."""
+    """Return a set's settings by section, after a check of its keys."""
     path = f"evaluate.sets.{name}"
     own: dict[str, dict[str, Any]] = {section: {} for section in _TABLES}
     if not table:
@@ -141,7 +141,7 @@ def _unknown(path: str, key: str) -> str:
 
 
 def _replace_what_excludes(own: dict[str, dict[str, Any]], run: Mapping[str, Any]) -> None:
-    """Empty what a set does not give and cannot have beside what it gives: another source of rows, another thing to play."""
+    """Empty the run's settings that contradict a set's: another source of rows, or another agent, tool or environment."""
     data, rollout, agent = own["data"], own["rollout"], own["agent"]
     if "task" in data or "path" in data:
         own["data"] = {"task": "", "path": "", "task_options": (), "heldout_path": "", "heldout_split": "", "sets": {}, **data}

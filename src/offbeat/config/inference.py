@@ -62,7 +62,7 @@ class InferenceConfig(Section):
 
     @property
     def kind(self) -> EngineKind:
-        """What engines of this kind can do."""
+        """Abilities of engines of this kind."""
         return ENGINE_KINDS[self.engine]
 
     @field_validator("arguments")

@@ -1,7 +1,7 @@
 """Loads a `Config` from a TOML file and command-line overrides; `config.dump` writes it back.
 
-Called by the commands. Every error in a file or an override becomes one `ConfigError` sentence that names the setting, the value, what is
-allowed and what to do.
+Called by the commands. Every error in a file or an override becomes one `ConfigError` sentence that names the setting, the value, the
+allowed values and a remedy.
 """
 
 import re
@@ -50,7 +50,7 @@ REPLACED = {
     "train.strategy": "set train.parallel.shard: 1 replicates the model as 'ddp' did, and train.num_ranks shards it over all ranks as"
     " 'fsdp' did",
 }
-"""Settings of earlier versions, and what to use instead."""
+"""Settings of earlier versions, and their replacements."""
 
 ALIASES = {
     "rollout.max_staleness": "rollout.max_head_offpolicyness",
@@ -99,7 +99,7 @@ COUNTERPARTS = {
 """Arguments of TRL's trainers, and the setting here that is nearest to each. They are suggested and not accepted, because values differ."""
 
 _ACTS_WITH = {"algorithm.kl_coefficient": ("algorithm.kl_loss", "k3")}
-"""What else has to be set, and to what, for a suggested setting to act."""
+"""By suggested setting: the other setting that it needs in order to act, and its value."""
 
 _TYPES = {"bool": "true or false", "int": "an integer", "float": "a number", "string": "text", "tuple": 'a list, such as ["a", "b"]'}
 _BOUNDS = {"greater_than_equal": (">=", "ge"), "greater_than": (">", "gt"), "less_than_equal": ("<=", "le"), "less_than": ("<", "lt")}
@@ -135,7 +135,7 @@ def load_config(path: str | None, overrides: Sequence[Override] = (), *, values:
 
 
 def listed_errors(sentences: Sequence[str]) -> str:
-    """Return one error as it is, and several as a line that counts them and a line for each."""
+    """Return one error as it is, and several as a line with their number and a line for each."""
     return sentences[0] if len(sentences) == 1 else "\n  ".join([f"{len(sentences)} things are wrong:", *sentences])
 
 
@@ -143,8 +143,8 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[Override], list[str]]:
     """Separate `--section.key value`, `--section.key=value` and, for true-or-false settings, `--section.key` from the other arguments.
 
     Returns:
-        The overrides in order, and the other arguments for argparse, which include everything from a bare `--` onwards. What does not name
-        a setting is among them, with its value as one word.
+        The overrides in order, such as [("train.num_ranks", "2")], and the other arguments for argparse, which include everything from a
+        bare `--` onwards. Options that name no setting are among them, with their value as one word.
 
     Raises:
         ConfigError: an override has no value.
@@ -256,7 +256,7 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _rename(values: dict[str, Any], alias: str, name: str) -> None:
-    """Move what a file gives under another project's name to the name that it has here."""
+    """Rename settings that a file gives under another project's name."""
     *tables, old = alias.split(".")
     for table in tables:
         values = values.get(table, {})
@@ -274,9 +274,9 @@ def _given_twice(alias: str, name: str) -> str:
 
 
 def _inherited(section: Section) -> dict[str, Any]:
-    """Return what a nested default sets beyond its class's defaults (sft.optimizer.warmup_steps).
+    """Return the settings of a nested default that differ from its class's defaults, such as sft.optimizer.warmup_steps.
 
-    A table that gives one key then keeps the others.
+    So a table that gives one key keeps the others.
     """
     values: dict[str, Any] = {}
     for name, info in type(section).model_fields.items():
@@ -336,7 +336,7 @@ def _explain(error: Any) -> str:
 def near_settings(name: str) -> list[str]:
     """Return the settings that a name without its section may mean; empty if none is near.
 
-    They are the counterpart of an argument of TRL and those settings whose last part it is, or whose last part or counterpart is spelt
+    They are the counterpart of an argument of TRL, and settings with this last part, or with a last part or counterpart that is spelt
     nearly so.
     """
     known = [key for key, _ in settings()]
@@ -349,14 +349,14 @@ def near_settings(name: str) -> list[str]:
 
 
 def suggestion(near: Sequence[str], *, prefix: str = "") -> str:
-    """Ask whether one of these settings was meant, and say of one that needs another to act, which."""
+    """Ask whether one of these settings was meant; name the setting that one needs in order to act."""
     asked = f"did you mean {' or '.join(f'{prefix}{key}' for key in near)}?"
     others = {key: f"{prefix}{other} {value}" if prefix else f"{other} = {value!r}" for key, (other, value) in _ACTS_WITH.items()}
     return asked + "".join(f" {prefix}{key} acts with {others[key]}" for key in near if key in others)
 
 
 def unknown_setting(key: str) -> str:
-    """Say what has replaced a setting, or suggest the nearest: in its section, then the same name elsewhere, then the nearest of all."""
+    """Name a setting's replacement, or suggest the nearest: in its section, then the same name elsewhere, then the nearest of all."""
     if key in REPLACED:
         return f"{key} is not a setting any more; {REPLACED[key]}"
     known = [name for name, _ in settings()]

@@ -1,6 +1,6 @@
-"""Filters and regularisers: what each reads. Their formulas are in `losses.weights` and `losses.regularisers`. Torch-free.
+"""Filters and regularisers, with the columns that each reads. Formulas are in `losses.weights` and `losses.regularisers`. Torch-free.
 
-A column ending in "_mask" is computed by `algorithms.selection` or with the advantages; "anchor" is that of the `LossSpec`.
+A column ending in "_mask" is computed by `algorithms.selection` or with the advantages; "anchor" is the `LossSpec`'s.
 """
 
 from collections.abc import Mapping

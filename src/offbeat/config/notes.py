@@ -1,4 +1,4 @@
-"""What to say of a valid configuration: settings that cannot act as the others are, and learning rates at which an adapter learns nothing.
+"""Notes on a valid configuration: settings that cannot act beside the others, and learning rates at which an adapter learns nothing.
 
 Called by `offbeat config check`, and by each run at its start. Nothing is refused or changed. A setting counts as given where it differs
 from its default, so that a file that names every default is not told of it.
@@ -15,13 +15,13 @@ from offbeat.config.root import Config
 from offbeat.config.train import OptimizerConfig
 
 LEAST_ADAPTER_LR = {"rl": 1e-5, "preference": 5e-6}
-"""Learning rates below which an adapter hardly moves; a usual rank and scale want ten to a hundred times the rate of a whole model."""
+"""Learning rates below which an adapter hardly moves; a usual rank and scale need ten to a hundred times the rate of a whole model."""
 
 _DEFAULT = AlgorithmConfig()
 
 
 def notes(config: Config, part: Part) -> Iterator[str]:
-    """Yield sentences on what a run of this part would do otherwise than its settings seem to say."""
+    """Yield sentences on differences between a run of this part and a plain reading of its settings."""
     if part == "rl":
         yield from _adapter_rate(config, "rl", "train.optimizer.lr", config.train.optimizer)
         yield from idle_settings(config)
@@ -35,7 +35,7 @@ def notes(config: Config, part: Part) -> Iterator[str]:
 
 
 def notes_of_check(config: Config) -> Iterator[str]:
-    """Yield what `config check` says, which does not know the command: of RL, and of preference training if its section is used."""
+    """Yield the notes of `config check`, which does not know the command: of RL, and of preference training if its section is used."""
     prefers = config.preference != PreferenceConfig()
     yield from notes(config, "preference") if prefers else ()
     for note in notes(config, "rl"):
@@ -52,7 +52,7 @@ def _adapter_rate(config: Config, part: str, name: str, optimizer: OptimizerConf
 
 
 def clip_note(algorithm: AlgorithmConfig) -> str:
-    """Say that no clip can act where the ratio is 1, and what limits the update instead; "" where one can."""
+    """Say that no clip can act because the ratio is 1, and name the other limits of the update; "" where a clip can act."""
     if not algorithm.ratio_is_one:
         return ""
     limits = {"algorithm.weight": algorithm.weight != "none", "algorithm.filters": bool(algorithm.filters)}

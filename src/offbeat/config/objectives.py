@@ -1,7 +1,7 @@
-"""One table of all objectives: who may choose each, what it reads, and which constants it has. Torch-free.
+"""One table of all objectives: who may choose each, the columns it reads, and its constants. Torch-free.
 
-Everything else about an objective follows from its row: what `algorithm.objective`, `preference.loss` and clients of the service may name,
-which settings act on it, and what its metrics mean. Its formula is in `losses`, under the same name.
+Everything else about an objective follows from its row: whether `algorithm.objective`, `preference.loss` and clients of the service may
+name it, the settings that act on it, and the meaning of its metrics. Its formula is in `losses`, under the same name.
 """
 
 import math
@@ -45,15 +45,15 @@ class Objective:
 
     Attributes:
         chosen_by: who may name it: `algorithm.objective`, clients of the service, or `preference.loss`.
-        reads: columns of the batch, besides `loss_weights` and what `algorithms.objectives.reads_of` adds.
-        constants: by name.
+        reads: columns of the batch, such as "advantages", besides `loss_weights` and those that `algorithms.objectives.reads_of` adds.
+        constants: constants by name.
         uses_anchor: whether it compares the current policy with the anchor of its `LossSpec`.
-        bounds: what `clip_low` and `clip_high` bound: "ratio", the ratio itself, or "distance", how far the policy may move to either
-            side; "" if it has none.
+        bounds: the quantity that `clip_low` and `clip_high` bound: "ratio", the ratio itself, or "distance", how far the policy may move to
+            either side; "" if it has no bounds.
         by_sequence: whether a target's loss depends on the other targets of its sequence.
-        group: what it compares: the two answers of a preference "pair", or an "answer" with its label. Sequences of a group (`group_ids`)
-            are in one micro-batch and one minibatch. Each target has the loss of its whole group, and weighs 1 / (number of groups *
-            targets of its group).
+        group: its unit of comparison: the two answers of a preference "pair", or an "answer" with its label. Sequences of a group
+            (`group_ids`) are in one micro-batch and one minibatch. Each target has the loss of its whole group, and weighs
+            1 / (number of groups * targets of its group).
         by_token: whether it compares means over an answer's targets instead of sums.
         scaled_margin: whether the margin of its metrics is multiplied by `beta`, as in the loss.
         imitates: whether it learns a run's samples whose reward is above `algorithm.imitate_above`, instead of reading advantages.

@@ -1,8 +1,8 @@
 """The table of algorithms: each preset is a row of settings of [algorithm], with its source and when to use it. Data only.
 
-A row holds what differs from the defaults of `config.algorithms.AlgorithmConfig`, which are those of `grpo`. A preset is what its source
-says: the policy in its ratio is the one that sampled (`_PUBLISHED`), and staleness and an engine's mismatch are corrected as there. Where
-it differs, `Preset.differs` says so. Adding a preset touches this table alone, docs/algorithms.md, which explains the formulas, and
+A row holds the settings that differ from the defaults of `config.algorithms.AlgorithmConfig`, those of `grpo`. A preset follows its
+source: the policy in its ratio is the one that sampled (`_PUBLISHED`), and staleness and an engine's mismatch are corrected as there.
+`Preset.differs` names exceptions. Adding a preset touches this table alone, docs/algorithms.md, which explains the formulas, and
 tests/losses/test_published.py, which states in which way its gradient differs from REINFORCE's.
 """
 
@@ -17,10 +17,10 @@ class Preset:
     """One named algorithm.
 
     Attributes:
-        source: arXiv number of the paper that defines it, or the project whose form it is.
+        source: arXiv number of the paper that defines it, such as "2402.03300", or the project whose form it is, such as "TRL".
         use: one sentence that says when to choose it.
         settings: settings of [algorithm] that differ from the defaults.
-        differs: in which way it is not what the source says; "" if it is.
+        differs: its differences from the source; "" if there are none.
     """
 
     source: str

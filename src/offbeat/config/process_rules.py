@@ -22,7 +22,7 @@ def check_engines(inference: InferenceConfig) -> None:
 
 
 def check_step(train: TrainConfig, *, model: ModelConfig) -> None:
-    """Check how a training step computes: what it compiles, and what it computes again."""
+    """Check a training step's compilation and recomputation."""
     if model.lora.rank and train.recomputes == "selective":
         raise ValueError(
             "train.gradient_checkpointing must be 'off' or 'full' with model.lora.rank > 0, got 'selective'; adapters add to the"
@@ -65,7 +65,7 @@ def check_devices(cluster: ClusterConfig, *, inference: InferenceConfig) -> None
 
 
 def check_turns(cluster: ClusterConfig, *, rollout: RolloutConfig, inference: InferenceConfig, weights: WeightsConfig) -> None:
-    """Check what engines and ranks that take turns on their devices go with."""
+    """Check settings of engines and ranks that take turns on their devices."""
     if not cluster.take_turns:
         return
     for met, name, why in (
@@ -83,7 +83,7 @@ def check_turns(cluster: ClusterConfig, *, rollout: RolloutConfig, inference: In
 def check_adapter(
     model: ModelConfig, *, run: RunConfig, train: TrainConfig, rollout: RolloutConfig, inference: InferenceConfig,
 ) -> None:
-    """Check what training an adapter, and serving it, goes with."""
+    """Check settings for training and serving an adapter."""
     if model.lora.rank and train.offload_optimizer:
         raise ValueError(
             "train.offload_optimizer must be false with model.lora.rank > 0, got true; an adapter's moments are small, so leave it out")

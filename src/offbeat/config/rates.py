@@ -1,4 +1,4 @@
-"""Learning rates in place of "auto": a table by what is trained, on what, and how wide the model is. Data and one function, torch-free.
+"""Learning rates in place of "auto": a table by kind of training, weights and width of the model. Data and one function, torch-free.
 
 `offbeat.runs.learning_rates` applies it to a run. The width (`hidden_size`) stands for a model's size, as in Tinker's rule and in
 mu-parametrisation: every config.json has it, and the experts of a mixture do not change it. Sources of the rows:
@@ -11,8 +11,8 @@ mu-parametrisation: every config.json has it, and the experts of a mixture do no
 - Distillation on the policy's own samples, which has a signal at every token: Tinker 1e-4 for an adapter.
 - Adapters: ten times the rate of all weights, whatever their rank (Schulman and others, LoRA Without Regret, 2025; Tinker).
 
-Short runs of models below 0.6B want more than long runs of large ones: the first column has the rates of the examples, and some of the
-second were measured (docs/choosing-settings.md). The other columns rest on the sources alone.
+Short runs of models below 0.6B need higher rates than long runs of large ones: the first column has the rates of the examples, and some of
+the second were measured (docs/choosing-settings.md). The other columns rest on the sources alone.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ RATES: Mapping[Task, tuple[float, ...]] = MappingProxyType({
 """Peak rates of AdamW for all weights."""
 
 ADAPTER_FACTOR = 10
-"""Rate of an adapter in units of that of all weights."""
+"""Rate of an adapter, as a multiple of the rate of all weights."""
 
 
 def choose_rate(task: Task, *, width: int, adapter: bool) -> float:

@@ -1,6 +1,6 @@
 """Compares a checkpoint's settings with the current ones when a run is resumed.
 
-The controller does so before it starts anything. Each setting's field says what its change means, and which parts of a run read it
+The controller does so before it starts anything. Each setting's field gives the meaning of a change, and the parts of a run that read it
 (`config.base`). Data, models and user code are compared by their contents (`data.identity`), because a path says little about them.
 """
 
@@ -15,7 +15,7 @@ from offbeat.config.root import Config
 _SETTINGS = {setting.key: setting for setting in declared(Config)}
 
 CHANGES: dict[str, Change] = {key: setting.on_resume for key, setting in _SETTINGS.items() if setting.on_resume is not None}
-"""What a change of each setting means, by "section.key"."""
+"""Meaning of a change of each setting, by "section.key"."""
 
 _MOST_SHOWN = 200
 """Characters of a value in messages; a chat template has thousands."""
@@ -44,7 +44,7 @@ def remembered(config: Config) -> dict[str, Any]:
 
 
 def changes(now: Mapping[str, Any], was: Mapping[str, Any], *, part: Part) -> dict[Change, list[Changed]]:
-    """Return the differences between `remembered` settings, by what they mean, as far as this part of a run reads them.
+    """Return the differences from `remembered` settings, by their meaning, as far as this part of a run reads them.
 
     A setting that is missing on either side, because another version of Offbeat wrote it, does not count as different.
     """

@@ -19,7 +19,7 @@ REWARDS = {
 """Dotted names of the rewards that have short ones."""
 
 REWARD_MODEL = "model:"
-"""What the name of a reward begins with that is a model: the rest is its folder or hub id."""
+"""Prefix of the name of a reward that is a model; the rest is its folder or hub id, such as "model:runs/judge/export"."""
 
 
 _EXCLUDE = "rollout.reward and rollout.rewards exclude each other, got {} and {}; put all of them into rollout.rewards"
@@ -157,7 +157,7 @@ def _weights(key: str, given: Any) -> Any:
 
 
 def reward_name(name: str) -> str:
-    """Return what a reward is called beside others: its function's name, or that of a judge's file without the suffix."""
+    """Return the short name of a reward beside others: of its function, or of a judge's file without the suffix."""
     own = REWARDS.get(name, name).rpartition(":")[2]
     return PurePath(own).stem if name.startswith("judge:") else own
 

@@ -102,11 +102,11 @@ class Config(Section):
             "timeout_s": max(self.evaluate.timeout_s, self.timed_rollout.episode_timeout_s)})
 
     def evaluation_set(self, name: str) -> "Config":
-        """The configuration of the evaluation set `name`: this one, but with what [evaluate.sets.NAME] gives; it has no sets itself."""
+        """The configuration of the evaluation set `name`: this one with the settings of [evaluate.sets.NAME]; it has no sets itself."""
         return type(self).model_validate(values_of_set(name, self.evaluate.sets[name], self.model_dump()))
 
     def data_set(self, name: str) -> "Config":
-        """The configuration for rows of the data set `name`: this one, but with what [data.sets.NAME] gives; it has no sets itself."""
+        """The configuration for rows of the data set `name`: this one with the settings of [data.sets.NAME]; it has no sets itself."""
         return type(self).model_validate(values_of_data_set(name, self.data.sets[name], self.model_dump()))
 
     @model_validator(mode="after")

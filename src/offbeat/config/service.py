@@ -13,7 +13,7 @@ _SAMPLING_KINDS = tuple(name for name, kind in ENGINE_KINDS.items() if kind.repo
 
 
 class ServeConfig(Section):
-    """`offbeat serve`: where it listens, what it keeps, and how work is shared out."""
+    """`offbeat serve`: its address, its files, and how work is shared out."""
 
     on_resume = Change.FREE
 

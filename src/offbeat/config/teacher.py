@@ -8,11 +8,11 @@ from offbeat.config.base import Change, Section, field
 from offbeat.config.engine_kinds import KIND_NAMES
 
 PROMPT, ANSWER = "{prompt}", "{answer}"
-"""What the text of a prompt and of its row's answer replace in `TeacherConfig.template`."""
+"""Placeholders of `TeacherConfig.template` for the text of a prompt and of its row's answer."""
 
 
 class TeacherConfig(Section):
-    """What distillation learns from. Read with algorithm.teacher = "model" (path or url) and, as the template, "policy" or "reference"."""
+    """The teacher of distillation: path or url for algorithm.teacher = "model", the template for "policy" or "reference"."""
 
     on_resume = Change.TOLD
     read_by = ("rl",)

@@ -1,4 +1,4 @@
-"""[telemetry]: what a run shows and records."""
+"""[telemetry]: console, files and traces of a run."""
 
 from typing import Literal, Self
 
@@ -8,8 +8,8 @@ from offbeat.config.base import Change, Section, field
 
 
 class WandbConfig(Section):
-    """How a run is kept in Weights & Biases, where telemetry.sinks has "wandb". For what is left empty, W&B's own variables of the
-    environment hold, which are in brackets."""
+    """How a run is kept in Weights & Biases, where telemetry.sinks has "wandb". Empty settings leave it to W&B's own environment
+    variables, which are in brackets."""
 
     on_resume = Change.FREE
 

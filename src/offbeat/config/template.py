@@ -22,7 +22,7 @@ class Template:
     """A parsed template.
 
     Attributes:
-        pieces: in order, each its text and whether that is the name of a column.
+        pieces: in order, each its text and whether that is the name of a column, such as ("question", True).
     """
 
     pieces: tuple[tuple[str, bool], ...]
@@ -62,7 +62,7 @@ def parse_template(text: str) -> Template:
 
 
 def missing_column(name: str, record: Mapping[str, Any]) -> str:
-    """Say that a record has no such column: which it has, and which is the nearest."""
+    """Say that a record has no such column; name its columns and the nearest of them."""
     near = get_close_matches(name, record, n=1)
     return f"has no field {name!r}; it has {', '.join(record) or 'none'}" + (f"; did you mean {near[0]!r}?" if near else "")
 

@@ -40,7 +40,7 @@ class OptimizerConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the train ranks divide a model among them. What remains, train.num_ranks / (shard * tp * cp), are replicas of all that (dp)."""
+    """How the train ranks divide a model among them. The rest, train.num_ranks / (shard * tp * cp), is the number of replicas (dp)."""
 
     on_resume = Change.FREE
 
