@@ -1,1 +1,1 @@
-"""What a caller of engines needs: a client, the dialects that engines speak, and the settings of sampling; torch-free."""
+"""Calls to engines: a client, the dialects that engines speak, and the settings of sampling; torch-free."""

@@ -1,6 +1,6 @@
 """One engine over HTTP: generation for rollouts and control for publishers.
 
-The client bounds every call by a deadline and turns failures into errors; its dialect decides what is sent and how answers are read.
+The client bounds every call by a deadline and turns failures into errors; its dialect writes requests and reads answers.
 """
 
 import asyncio
@@ -65,10 +65,10 @@ class EngineClient:
         self._clock = clock
 
     async def check(self, *, timeout_s: float) -> None:
-        """Return if the engine is ready and offers what its dialect needs.
+        """Return if the engine is ready and meets its dialect's requirements.
 
         Raises:
-            EngineError, DeadlineError: the engine is not ready in time or lacks something; the message says what.
+            EngineError, DeadlineError: the engine is not ready in time or misses a requirement; the message says which.
         """
         async with self._asking("check", timeout_s):
             await self._dialect.check(self)
@@ -91,7 +91,7 @@ class EngineClient:
     ) -> PromptScore:
         """Score given tokens with the adapter of that name, or with the base model if `adapter` is empty.
 
-        `ScoreRequest` describes the arguments; errors are those of `generate`.
+        `ScoreRequest` describes the arguments; errors as of `generate`.
         """
         async with self._asking("score", timeout_s, clock=self._clock):
             return await self._dialect.score(self, ScoreRequest(tokens, top_k, targets, draws), adapter=adapter)
@@ -132,7 +132,7 @@ class EngineClient:
             return await self._dialect.adapters(self)
 
     async def health(self, *, timeout_s: float) -> dict[str, Any]:
-        """Return what the engine reports about itself; raises unless the engine serves requests."""
+        """Return the engine's report about itself; raises unless the engine serves requests."""
         async with self._asking("health", timeout_s):
             return await self._dialect.health(self)
 
@@ -170,7 +170,7 @@ class EngineClient:
             raise self._no_json(path, data) from exc
 
     async def _there(self, manifest: Manifest, *, timeout_s: float) -> Manifest:
-        """Return the manifest with its folder as the engine sees it; what is broadcast has none that must be there."""
+        """Return the manifest with its folder as the engine sees it; a broadcast needs no folder."""
         if manifest.broadcast:
             return manifest
         return replace(manifest, folder=await self._deliver(self.name, manifest.folder, timeout_s))
@@ -230,7 +230,7 @@ class EngineSession:
 
 
 def _plain(value: object) -> object:
-    """Return what JSON has for a value of NumPy, which workflows may give as settings."""
+    """Return the JSON form of a NumPy value, which workflows may give as settings, such as 3 for np.int64(3)."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} has no form in JSON")

@@ -15,7 +15,7 @@ TopTokens = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. The fields are those of OpenAI and vLLM, plus `scaled_logprobs` and `first_sample`.
+    """Settings of sampling. The fields are OpenAI's and vLLM's, plus `scaled_logprobs` and `first_sample`.
 
     Attributes:
         stop: strings that end a sample; the tokens that complete one are part of the sample.
@@ -43,7 +43,7 @@ class Sampling:
 
     @property
     def is_restricted(self) -> bool:
-        """Whether tokens are drawn from another distribution than that of all tokens at this temperature."""
+        """Whether the distribution drawn from differs from the one of all tokens at this temperature."""
         return (self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)) or not self.shaping.is_plain
 
 
@@ -53,8 +53,8 @@ class Sample:
 
     Attributes:
         tokens: [L] int32, token ids.
-        token_logprobs: [L] float32, log-probability of each token under the distribution that it was sampled from; at temperature 0, under
-            that of temperature 1.
+        token_logprobs: [L] float32, such as [-0.1, -2.3], log-probability of each token under the distribution that it was sampled from;
+            at temperature 0, under the distribution at temperature 1.
         token_versions: [L] int32, version of the weights, or of the adapter, that sampled each token.
         text: the decoded text, without special tokens and without the stop string.
         finish_reason: "stop" or "length".
@@ -81,7 +81,7 @@ class Sample:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """`tokens` as a tuple, which can be added to that of a prompt."""
+        """`tokens` as a tuple, such as (4, 2, 7), which can be added to a prompt's."""
         return tuple(self.tokens.tolist())
 
     @property

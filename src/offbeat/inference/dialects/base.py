@@ -28,7 +28,7 @@ class Wire(Protocol):
         ...
 
     async def fetch(self, path: str, body: Mapping[str, Any], read: Callable[[bytes], T]) -> T:
-        """POST the body, and return what `read` makes of the answer's bytes; it is called on a thread if they are many.
+        """POST the body, and return the result of `read` on the answer's bytes; it is called on a thread if they are many.
 
         Raises:
             RefusedError, BusyError, EngineError: as `call`; also where `read` says that the answer is not JSON.
@@ -40,10 +40,10 @@ class Dialect(Protocol):
     """How to talk to one kind of engine. Deadlines are set by the caller. All methods raise the errors of `Wire.call`."""
 
     async def check(self, wire: Wire) -> None:
-        """Return if the engine is ready and offers what this dialect needs.
+        """Return if the engine is ready and meets this dialect's requirements.
 
         Raises:
-            EngineError: it is not ready, or lacks an interface; the message says which and what to do.
+            EngineError: it is not ready, or lacks an interface; the message says which, and how to fix it.
         """
         ...
 
@@ -51,7 +51,7 @@ class Dialect(Protocol):
         """Generate n complete continuations with the adapter of that name, or with the base model where it is empty.
 
         Raises:
-            RefusedError: the engine does not support these settings, or cannot report what is requested of the samples.
+            RefusedError: the engine does not support these settings, or cannot report the numbers requested of the samples.
         """
         ...
 
@@ -59,7 +59,7 @@ class Dialect(Protocol):
         """Score given tokens with the adapter of that name, or with the base model where it is empty.
 
         Raises:
-            RefusedError: the engine cannot report what is requested.
+            RefusedError: the engine cannot report the requested numbers.
         """
         ...
 
@@ -100,7 +100,7 @@ class Dialect(Protocol):
         ...
 
     async def health(self, wire: Wire) -> dict[str, Any]:
-        """Return what the engine reports about itself, with "version" where it knows one; raises unless the engine serves requests.
+        """Return the engine's report about itself, with "version" where it knows one; raises unless the engine serves requests.
 
         "paused" is true, or names who paused it, where the engine samples nothing although no publisher of this run is working on it.
         """

@@ -1,4 +1,4 @@
-"""Reads answers of /v1/completions: those of the embedded engine, as base64 arrays or as lists, and those of vLLM. No I/O.
+"""Reads answers of /v1/completions: the embedded engine's, as base64 arrays or as lists, and vLLM's. No I/O.
 
 Only the fields that are read are decoded, and a choice at a time: decoding holds the interpreter's lock, so that a long answer would hold
 up the event loop, on whatever thread it were decoded as a whole.
@@ -47,7 +47,7 @@ def read_samples(data: bytes, *, adapter: str, num_top: int, unversioned: Versio
     """Read the samples of an answer.
 
     Args:
-        adapter: name of the adapter that sampled, whose version is that of all tokens; "" for the model itself.
+        adapter: name of the adapter that sampled, whose version all tokens have; "" for the model itself.
         num_top: number of most likely tokens that were asked for at each position.
         unversioned: version of tokens that the engine tells none of; without one, it has to tell.
 

@@ -21,7 +21,7 @@ _GUIDE = "docs/engines.md says how to start it"
 _NARROW_TOP_P = 1e-6
 _NEUTRAL: Mapping[str, Any] = {
     "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""What changes the distribution of the next token, without effect: a field that a request does not name is the model's own in its
+"""Settings of the next token's distribution, without effect: a field that a request does not name is the model's own in its
 generation_config.json, unless the server was started with --generation-config vllm."""
 _INITIAL: Version = -1
 """Version that a server without our endpoints always serves: the weights that it was started with."""
@@ -38,10 +38,10 @@ class VllmDialect(EmbeddedDialect):
         """
         Args:
             model: the folder or hub id that must be served; any where it is empty.
-            whole_weights, lora: what will be published.
+            whole_weights, lora: whether whole weights, or adapters, will be published.
             on_cpu: whether servers compute on CPUs, as far as is known. With adapters, they do not survive a request for a prompt's
                 log-probabilities there, and mix adapters into other requests if they run without `vllm_inside`.
-            changes: whether versions of whole weights may be published as changes of those before, which servers keep for it.
+            changes: whether versions of whole weights may be published as changes of earlier ones, which servers keep for it.
         """
         super().__init__(model=model)
         self._whole_weights = whole_weights
@@ -158,7 +158,7 @@ class VllmDialect(EmbeddedDialect):
         await wire.call("POST", "/v1/weights/resume", {})
 
     async def _check_logprobs(self, wire: Wire) -> None:
-        """Check that log-probabilities are those of the sampled distribution: where it holds a single token, they must be 0."""
+        """Check that log-probabilities belong to the sampled distribution: where it holds a single token, they must be 0."""
         answer = await wire.call("POST", "/v1/completions", {
             **_NEUTRAL, "prompt": [0], "max_tokens": 1, "temperature": 1.0, "top_p": _NARROW_TOP_P, "logprobs": 0})
         if abs(answer["choices"][0]["logprobs"]["token_logprobs"][0]) > 1e-3:
