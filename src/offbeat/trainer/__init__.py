@@ -1,1 +1,1 @@
-"""What one rank does: forward, backward, optimizer step."""
+"""One rank's training: forward, backward, optimizer step."""

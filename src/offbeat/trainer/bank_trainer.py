@@ -2,7 +2,7 @@
 
 A run with `model.lora` has a single adapter, whose name is "". A service adds and removes adapters as it likes: gradients accumulate in
 each adapter until `optim_step`, which leaves weights, moments and step count of all others unchanged, to the bit. Every rank holds all of
-every adapter, also where the model is divided among them: what a rank adds to its gradients is its own part of their sum over all ranks.
+every adapter, also where the model is divided among them: a rank adds its own part of the sum over all ranks to its gradients.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -154,7 +154,7 @@ class BankTrainer(Trainer):
             self._adam.clear(slot)
 
     def discard(self, request: Names) -> None:
-        """Drop accumulated gradients, such as those of a pass that failed on some rank. Raises as `remove`."""
+        """Drop accumulated gradients, for example after a pass that failed on some rank. Raises as `remove`."""
         self._check(request.names)
         self._clear(request.names)
 
@@ -166,7 +166,7 @@ class BankTrainer(Trainer):
     # -- weights -----------------------------------------------------------------------------------------------------------------------
 
     def snapshot(self, dtype: Dtype, *, name: str = WHOLE, merges: bool = False) -> AdapterSnapshot:
-        """See `Trainer.snapshot`; the adapter is complete on every rank, as it is small, and what it is merged into on rank 0."""
+        """See `Trainer.snapshot`; the adapter is complete on every rank, as it is small, and the model that it is merged into on rank 0."""
         state = full_state(self._model, dtype="float32", keep=self.groups.rank == 0) if merges else {}
         return AdapterSnapshot(self._bank.adapter(self._slot(name)), self._model, self._base, self._run.model.lora.dropout, dtype, state)
 
@@ -363,7 +363,7 @@ class BankTrainer(Trainer):
 
 
 def _load_base(folder: str, config: Config, groups: ProcessGroups) -> tuple[PreTrainedModel, Strategy]:
-    """Load the frozen model, or what `load` says of it, and distribute it over the ranks; collective."""
+    """Load the frozen model, whole or divided, and distribute it over the ranks; collective."""
 
     def read(divide: Divide | None) -> PreTrainedModel:
         return load_policy(
@@ -376,6 +376,6 @@ def _load_base(folder: str, config: Config, groups: ProcessGroups) -> tuple[PreT
 
 
 def _apart(batch: Batch, slots: np.ndarray) -> Batch:
-    """Split groups by adapter: adapters compute different states of the same prompt, so they never share it."""
+    """Split groups by the adapter in `slots` [N] int64: adapters compute different states of the same prompt, so they never share it."""
     _, group_ids = np.unique(np.stack([batch.group_ids, slots]), axis=1, return_inverse=True)
     return replace(batch, sequences={**batch.sequences, "group_ids": group_ids.reshape(-1)})

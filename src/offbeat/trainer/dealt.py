@@ -39,7 +39,7 @@ class Dealer:
         return sum(tensor.numel() * target_dtype(tensor, dtype).itemsize for _, tensor in owned(self._model))
 
     def plan(self, dtype: Dtype, owners: Sequence[int]) -> Deal:
-        """Return who is dealt what; collective where the plan is new, and every rank asks for the same."""
+        """Return the deal of all ranks; collective where the plan is new, and every rank asks for the same."""
         key = dtype, tuple(owners)
         if key not in self._deals:
             tensors = dict(owned(self._model))
@@ -53,6 +53,6 @@ class Dealer:
 
     @torch.no_grad()
     def state(self, dtype: Dtype, owners: Sequence[int]) -> dict[str, Tensor]:
-        """Return the weights that this rank is dealt, as `full_state` has them; collective, for the inside of a region."""
+        """Return this rank's dealt weights, as in `full_state`, such as "lm_head.weight" [V, H]; collective, for the inside of a region."""
         tensors = {name: tensor.detach() for name, tensor in owned(self._model)}
         return self.plan(dtype, owners).run(tensors, rank=self._groups.rank)

@@ -1,4 +1,4 @@
-"""What a training step takes of one rank: time of computation, tokens, operations, memory. Called by `Trainer.train_step`."""
+"""One rank's effort for a training step: time of computation, tokens, operations, memory. Called by `Trainer.train_step`."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -31,7 +31,7 @@ class Effort:
         self._start_s = self._tokens = self._flops = 0.0
 
     def begin(self) -> None:
-        """Begin a step; what was counted since the one before is none's."""
+        """Begin a step; counts since the step before are dropped."""
         self._watch.take_s()
         self._start_s, self._tokens, self._flops = time.time(), 0.0, 0.0
 
@@ -60,7 +60,7 @@ class Effort:
             self._watch.start()
 
     def backward(self, loss: Tensor) -> None:
-        """Run a backward pass, whose wait for other ranks at its end is not counted."""
+        """Run the backward pass of the scalar `loss`; its wait for other ranks at the end is not counted."""
         self._watch.stop_after_backward(loss)
         loss.backward()
 

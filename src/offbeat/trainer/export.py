@@ -24,15 +24,15 @@ def export_folder(
     """Write a model folder, replacing an existing one.
 
     Args:
-        state: all weights by their Hugging Face names, in `dtype`.
+        state: all weights by their Hugging Face names, such as "lm_head.weight" [V, H], in `dtype`.
         folder: destination; parents are created.
         model_folder: folder of the original model; its configuration, and its tokenizer if it has one, are copied.
         tokenizer_folder: folder to take the tokenizer from instead.
         dtype: number format, recorded in the configuration.
-        add: writes whatever else belongs into the folder; called with the temporary folder in which it is built.
+        add: writes further files of the folder; called with the temporary folder in which it is built.
 
     Raises:
-        StorageError: the disk is full or the folder cannot be written; what was there before is intact.
+        StorageError: the disk is full or the folder cannot be written; an earlier folder is intact.
     """
     part = folder.with_name(f".{folder.name}.export")
     try:
@@ -73,7 +73,7 @@ def complete_folder(
 
 
 def change_config(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Replace settings in the config.json of a folder; of a model of several parts, also those of its text model that it has."""
+    """Replace settings in the config.json of a folder; of a model of several parts, also in its text model's part, where this has them."""
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     if isinstance(text := config.get("text_config"), dict):

@@ -72,7 +72,7 @@ class Teacher:
         return ["logprobs", *(f"top_{what}_{i}" for what in ("tokens", "logprobs") for i in range(self._config.teacher.top_k))]
 
     def _scores(self, row: PackedRow) -> Mapping[str, Tensor]:
-        """Return [m] float32 each, for the targets of a row, by name."""
+        """Return [M] float32 each, for the targets of a row, by name."""
         temperature, top_k = self._config.rollout.temperature or 1.0, self._config.teacher.top_k
         if not top_k:
             return {"logprobs": token_logprobs(self._strategy.forward, row, temperature=temperature)}

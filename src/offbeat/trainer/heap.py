@@ -22,7 +22,7 @@ class Heap:
         self._process = psutil.Process()
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
         if self._trim is not None:
-            self._trim(0)  # such as what loading the model took for a moment
+            self._trim(0)  # such as memory that loading the model took for a moment
         self._least_bytes = self.resident_bytes
 
     @property

@@ -1,8 +1,8 @@
 """Estimates the device memory of a train rank by running one micro-batch on tensors without numbers.
 
 Called by train ranks on an accelerator before they load a model, and as a program by `offbeat config check --memory`: it reads a
-configuration as JSON and prints an estimate as JSON. Counted are all tensors that live at a time, by their sizes; not what the device's
-libraries take, about a gigabyte, nor what an allocator loses between tensors, a few percent.
+configuration as JSON and prints an estimate as JSON. Counted are all tensors that live at a time, by their sizes; not the memory of the
+device's libraries, about a gigabyte, nor an allocator's losses between tensors, a few percent.
 """
 
 import json
@@ -45,11 +45,11 @@ _BESIDE_ENGINES = 0.6
 """Share of a device that a rank has beside engines, which are told to take 0.4."""
 
 _AUTOCAST = 1.2
-"""Activations under autocast, where what lies between matrix products is float32, by those in bfloat16: 70 and 57.5 GiB were counted on
+"""Activations under autocast, where values between matrix products are float32, by those in bfloat16: 70 and 57.5 GiB were counted on
 Qwen3-1.7B."""
 
 _FAILURES = (*RAW_ERRORS, AssertionError)
-"""What code raises that does not suit tensors without numbers."""
+"""Exceptions of code that does not suit tensors without numbers."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class MemoryEstimate:
         weights: the model's own, or this rank's part of them.
         gathered: whole layers that run, in the format of the computation, where weights are in shards or float32 masters.
         gradients: kept until the optimizer's step.
-        optimizer: moments, or with `train.offload_optimizer` those of one part.
+        optimizer: moments, or with `train.offload_optimizer` the moments of one part.
         reference: frozen copy of the model, or this rank's part of it.
         critic: weights, gradients and moments of the value model.
         teacher: weights of the frozen teacher.
@@ -89,7 +89,7 @@ class MemoryEstimate:
 def estimate_memory(model_config: Any, config: Config, *, num_ranks: int, on_cpu: bool = False) -> MemoryEstimate:
     """Estimate the memory of one rank.
 
-    What is done to a layer by a tensor group is not imitated: weights and activations are counted as if it divided all of them evenly,
+    The division of a layer by a tensor group is not imitated: weights and activations are counted as if it divided all of them evenly,
     though a rank keeps norms and the states between layers whole. A critic or teacher whose model is not on this machine counts as large as
     the policy; neither computes while the policy's activations are there.
 
@@ -180,7 +180,7 @@ def check_memory(folder: str, config: Config, *, groups: ProcessGroups, device: 
     """Check that a run fits, before anything is loaded; collective. A model that cannot be estimated is let through.
 
     Args:
-        device: bytes of this rank's device; what the smallest device of all ranks has decides. Engines that share them take their part.
+        device: bytes of this rank's device; the smallest device of all ranks decides. Engines that share them take their part.
 
     Raises:
         ConfigError: it does not; the message names a setting with which it would.
@@ -213,7 +213,7 @@ class LiveBytes(TorchDispatchMode):
         self._known: dict[int, weakref.ref] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and count what is new in its results."""
+        """Run the operation, and count the new tensors in its results."""
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -221,7 +221,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def ignore(self, tensor: Tensor) -> None:
-        """Leave a tensor that is there already out of the count."""
+        """Leave an existing tensor of any shape out of the count."""
         storage = tensor.untyped_storage()
         self._known[storage._cdata] = weakref.ref(storage)
 
@@ -267,7 +267,7 @@ class _PassShape:
     on_cpu: bool
 
 
-@lru_cache(maxsize=64)  # advice tries many settings, of which few change what a pass holds
+@lru_cache(maxsize=64)  # advice tries many settings, of which few change a pass's tensors
 def _peak(wanted: _PassShape) -> int:
     """Return the most bytes that live during a forward and backward pass besides weights and their gradients."""
     model = _build(wanted.model_config, wanted.dtype)

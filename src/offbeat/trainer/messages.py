@@ -14,10 +14,10 @@ Dtype = Literal["float32", "bfloat16"]
 """Number format in which weights are published or exported."""
 
 Policy = Literal["policy", "reference"]
-"""Weights under which a batch is scored: those in training, or those of the policy near which they are held."""
+"""Weights under which a batch is scored: the weights in training, or the reference policy's."""
 
 Trainee = Literal["policy", "adapters", "rewards"]
-"""What ranks train: what the configuration says, adapters that come and go on the model, or a reward model."""
+"""Models that ranks train: the configuration's, adapters that come and go on the model, or a reward model."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +45,8 @@ class Trained:
         start_s, end_s: time of its start and end on this rank, in seconds since the epoch.
         busy_s: seconds that this rank computed, excluding waits for its peers.
         tokens: run through the model, prompts included, in passes with gradients; a rank that shares rows with others counts its part.
-        flops: floating-point operations of the model for all passes of the step, what is recomputed not counted again, likewise.
-        peak_flop_per_s: what the rank's device could do; 0 if unknown.
+        flops: floating-point operations of the model for all passes of the step, recomputation not counted again, likewise.
+        peak_flop_per_s: most operations per second of the rank's device; 0 if unknown.
         memory_bytes: most memory that the rank has taken so far: of its device, or resident on a CPU.
     """
 
@@ -81,7 +81,7 @@ class ScoreShare:
 
 @dataclass(frozen=True, eq=False)
 class TargetScores:
-    """What a model gives for the M targets of a batch.
+    """A model's scores of the M targets of a batch.
 
     Attributes:
         columns: [M] float32 each, by name. Of a policy: `logprobs`, log-probabilities of the targets at the temperature that the batch's
@@ -125,7 +125,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class OptimStep:
-    """One optimizer step with the accumulated gradients, with settings by name of what is updated; "" is everything that a run trains."""
+    """One optimizer step with the accumulated gradients, with settings by name of the weights; "" is everything that a run trains."""
 
     params: dict[str, AdamParams]
 
@@ -175,7 +175,7 @@ class Folder:
     Attributes:
         name: name of the adapter that is saved or loaded; "" is everything that a run trains.
         optimizer: whether an adapter's moments and step count are loaded, too; otherwise they are fresh.
-        keeps: whether this rank puts in place what ranks have saved on its machine, because rank 0 may be on another one.
+        keeps: whether this rank puts files that ranks have saved on its machine in place, because rank 0 may be on another one.
     """
 
     path: str
@@ -219,7 +219,7 @@ class WriteRequest:
         folder: will hold the whole model in Hugging Face's format, or an adapter in PEFT's.
         dtype: number format of a whole model; an adapter is always float32.
         name: name of the adapter; "" is everything that a run trains.
-        base: folder of the version written last, if what has changed since is enough; empty for whole weights.
+        base: folder of the version written last, if the changes since are enough; empty for whole weights.
     """
 
     folder: str
@@ -297,12 +297,12 @@ class BuildRequest:
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """A rank's place among its peers, and what it trains.
+    """A rank's place among its peers, and its trainee.
 
     Attributes:
         config: the whole configuration as JSON.
         model: folder or hub id of the initial weights.
-        trains: what it trains.
+        trains: the models to train, such as "policy".
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""Reads torch's distributed checkpoints without executing what a stranger may have put into one. Used by `shards`.
+"""Reads torch's distributed checkpoints without executing code that a stranger may have put into one. Used by `shards`.
 
 Their `.metadata` is a pickle, and so are the numbers beside tensors, which torch loads without restriction. Here only the classes that
 torch itself writes are allowed.
@@ -69,7 +69,7 @@ class SafePlanner(DefaultLoadPlanner):
     """Loads numbers and strings beside the tensors, and nothing executable."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load one such value; raises what torch raises if it is anything else."""
+        """Load one such value; raises torch's errors if it is anything else."""
         plain = torch.load(value, weights_only=True)
         super().load_bytes(read_item, io.BytesIO(_saved(plain)))
 

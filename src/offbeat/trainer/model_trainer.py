@@ -69,7 +69,7 @@ class ModelTrainer(Trainer):
 
     @property
     def model(self) -> nn.Module:
-        """What is trained, as the strategy has distributed it."""
+        """The trained model, as the strategy has distributed it."""
         return self._strategy.model
 
     @classmethod
@@ -82,7 +82,7 @@ class ModelTrainer(Trainer):
         return ModelSnapshot(self._model, self._model_folder, self._whole_state(dtype), dtype)
 
     def _whole_state(self, dtype: Dtype) -> dict[str, Tensor]:
-        """Return all weights on rank 0, and none on others; collective, for the inside of a region."""
+        """Return all weights on rank 0, such as "lm_head.weight" [V, H], and none on others; collective, for the inside of a region."""
         if self._dealer is not None:
             return self._dealer.state(dtype, [0])
         return full_state(self._model, dtype=dtype, keep=self.groups.rank == 0)

@@ -1,8 +1,8 @@
 """AdamW whose moments lie in host memory, for devices that have no room for them (`train.offload_optimizer`).
 
-A step brings moments to the device a part at a time, updates there, and takes them back, so weights are what they would be without, to the
-bit: the same kernel computes them. What it costs is the way of 16 bytes for each parameter, 8 in each direction; what it needs on the
-device is room for the moments of one part.
+A step brings moments to the device a part at a time, updates there, and takes them back, so weights are the same to the bit as without:
+the same kernel computes them. It costs a transfer of 16 bytes for each parameter, 8 in each direction, and room on the device for the
+moments of one part.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +35,7 @@ class _Piece:
 class OffloadedAdamW(torch.optim.AdamW):
     """A fused AdamW for parameters on a device, which may be in shards.
 
-    Its state has the names, shapes and shards of torch's, so that either loads what the other has saved.
+    Its state has the names, shapes and shards of torch's, so that either loads the other's state.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, part_size: int = PART_SIZE) -> None:
@@ -57,7 +57,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         current_platform.synchronize()  # the moments are on their way back, and somebody may read them now
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` of this class or of torch's gave; moments stay on the host, where torch would move them away."""
+        """Load a `state_dict` of this class or of torch's; moments stay on the host, where torch would move them away."""
         for own, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for parameter, number in zip(own["params"], given["params"], strict=True):
                 state = self._state_of(parameter)
@@ -73,13 +73,13 @@ class OffloadedAdamW(torch.optim.AdamW):
         return state
 
     def _pieces(self, parameter: Tensor) -> Iterator[_Piece]:
-        """Cut a parameter into rows of no more than a part, or single rows where these are longer."""
+        """Cut a parameter [N, ...] along N into pieces of at most a part, or single rows where these are longer."""
         state, own, gradient = self._state_of(parameter), _local(parameter), _local(parameter.grad)
         first, second = (_local(state[name]) for name in _MOMENTS)
         if not own.ndim:
             yield _Piece(own, gradient, (first, second), state["step"])
             return
-        # Rows are whole so that a CPU's vectors lie as they would without: its kernel rounds what is left beside them otherwise.
+        # Rows are whole so that a CPU's vectors lie as they would without: its kernel rounds the remainder beside them otherwise.
         num_rows = max(1, self._part_size * len(own) // max(own.numel(), 1))
         for low in range(0, len(own), num_rows):
             rows = slice(low, low + num_rows)
@@ -116,7 +116,7 @@ def _to_device(host: Tensor, beside: Tensor) -> Tensor:
 
 
 def _zeros_on_host(parameter: Tensor) -> Tensor:
-    """Return zeros in the host's memory, from which the device reads by itself, as large as a parameter or its shard on this rank."""
+    """Return zeros in the host's memory that the device reads by itself, of the shape of a parameter or its shard, such as [V / R, H]."""
     own = _local(parameter)
     zeros = torch.zeros(own.shape, dtype=own.dtype, device="cpu", pin_memory=not current_platform.is_cpu)
     return DTensor(zeros, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else zeros  # pyright: ignore

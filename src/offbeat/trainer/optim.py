@@ -29,7 +29,7 @@ def set_params(optimizer: torch.optim.Optimizer, params: AdamParams) -> None:
 
 @torch.no_grad()
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether no value is NaN or infinite; of tensors in shards, those of this rank count. Waits for the device."""
+    """Whether no value is NaN or infinite; of a DTensor, such as [V, H], this rank's part counts. Waits for the device."""
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     largest = torch._foreach_norm([tensor for tensor in local if tensor.numel()], float("inf"))  # of NaN it is NaN
     return not largest or bool(torch.stack([norm.float() for norm in largest]).isfinite().all())
@@ -66,7 +66,7 @@ class RowAdam:
 
     @torch.no_grad()
     def try_update(self, row: int, gradient: Tensor, params: AdamParams, *, norm: float) -> bool:
-        """Update one row, unless that would make a value of it NaN or infinite: then it is as before. Returns whether it is updated."""
+        """Update one row by `gradient` [P], unless a value of it became NaN or infinite. Returns whether it is updated."""
         states = (self._weights, self.exp_avg, self.exp_avg_sq, self.steps)
         before = [state[row].clone() for state in states]
         self.update(row, gradient, params, norm=norm)
@@ -86,7 +86,7 @@ class RowAdam:
             state[row] = 0.0
 
     def follow(self, weights: Tensor) -> None:
-        """Continue with weights that have more rows than before."""
+        """Continue with weights [N, P] that have more rows than before."""
         self._weights = weights
         while len(self.steps) < len(weights):
             self.exp_avg, self.exp_avg_sq, self.steps = map(doubled, (self.exp_avg, self.exp_avg_sq, self.steps))

@@ -1,8 +1,8 @@
-"""A version that several ranks write: each one whole tensors, into a file of its own, so that none gathers what it does not write.
+"""Writes a version by several ranks: each writes whole tensors to a file of its own, so that none gathers the others' tensors.
 
 Called by `ModelTrainer` on all ranks at once, where weights are in shards and go to a folder. Rank 0 makes a folder beside the version's,
-adds what is small when all have written, and renames it: so the version appears complete or not at all. Ranks that do not see that folder,
-because they are on other machines and it is in memory, write nothing. Whatever goes wrong on a disk is told at a sync point, and rank 0
+adds the small files when all have written, and renames it: so the version appears complete or not at all. Ranks that do not see that
+folder, because they are on other machines and it is in memory, write nothing. Any error of a disk is told at a sync point, and rank 0
 raises it after the last.
 """
 
@@ -28,11 +28,11 @@ from offbeat.trainer.snapshots import ModelSnapshot
 
 @dataclass(frozen=True)
 class Target:
-    """What rank 0 tells the others: in SPMD mode only it knows what is to be written.
+    """Rank 0's message to the others about the next version: in SPMD mode only it knows the request.
 
     Attributes:
         folder: the version's folder; empty if rank 0 offers the weights by itself.
-        base: folder of the version written last, if what has changed since is enough.
+        base: folder of the version written last, if the changes since are enough.
         error: why there is nowhere to write.
     """
 
@@ -48,7 +48,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank wrote.
+    """One rank's part of a written version.
 
     Attributes:
         file: name of its file; empty if it had nothing to write.
@@ -74,7 +74,7 @@ class PartWriter:
         Args:
             like: the model to write; its state is not used.
             timeout_s: time for a rank to write its part.
-            keeps_last: whether each rank keeps what it wrote, because the next version may be written as its changes.
+            keeps_last: whether each rank keeps its part, because the next version may be written as its changes.
         """
         self._like = like
         self._dealer = dealer
@@ -87,7 +87,7 @@ class PartWriter:
         """Write the weights to rank 0's folder; collective.
 
         Returns:
-            What was written, on rank 0; None, on all ranks, if rank 0 is to offer the weights by broadcast.
+            The written version, on rank 0; None, on all ranks, if rank 0 is to offer the weights by broadcast.
 
         Raises:
             StorageError: on rank 0, after the last collective: the folder could not be written; nothing is left of it.
@@ -129,7 +129,7 @@ class PartWriter:
         return target
 
     def _find_changes(self, snapshot: ModelSnapshot, last: tuple[str, ModelSnapshot] | None, base: str) -> dict[str, Tensor] | None:
-        """Return this rank's part of what is written instead of all weights, if that is smaller for all ranks together; collective."""
+        """Return this rank's changes ("at:NAME" [N] uint8), if over all ranks they are smaller than the weights; collective."""
         if not base:
             return None
         found = find_changes(snapshot.published(), since=last[1].published()) if last is not None and last[0] == base else None

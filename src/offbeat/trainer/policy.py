@@ -55,7 +55,7 @@ def load_policy(
     model_folder: str, *, config: TrainConfig, dtype: str = "float32", divide: Divide | None = None, give_head: GiveHead | None = None,
     float32_head: bool = False,
 ) -> PreTrainedModel:
-    """Load a model to the CPU, or what is divided to the rank's device, with rows proven to give each sequence its own log-probabilities.
+    """Load a model to the CPU, or its divided parts to the rank's device, with rows proven to give each sequence its own log-probabilities.
 
     Args:
         divide: as for `load_causal_lm`; all ranks must call then.
@@ -91,7 +91,7 @@ def row_of(batch: Batch, indices: np.ndarray, *, share_prefix: bool, families: n
 def predict_logprobs(
     model: nn.Module, row: PackedRow, *, temperature: float, with_entropy: bool = False, entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Predict as a policy does; see `Predict` and `token_logprobs`."""
+    """Predict [M] log-probabilities, and [M] entropies or None, as a policy does; see `Predict` and `token_logprobs`."""
     if with_entropy:
         return token_logprobs(model, row, temperature=temperature, with_entropy=True, entropy_gradient=entropy_gradient)
     return token_logprobs(model, row, temperature=temperature), None
@@ -100,7 +100,7 @@ def predict_logprobs(
 def predict_values(
     model: nn.Module, row: PackedRow, *, temperature: float, with_entropy: bool = False, entropy_gradient: bool = False,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor | None]:
-    """Predict as a value model does; see `Predict` and `token_values`. Values have no temperature and no entropy."""
+    """Predict [M] values as a value model does; see `Predict` and `token_values`. Values have no temperature and no entropy."""
     return token_values(model, row), None
 
 
@@ -138,7 +138,7 @@ def autocast(config: TrainConfig, module: nn.Module) -> torch.autocast:
 
 
 def _silence_dropout(model: PreTrainedModel) -> None:
-    """Turn dropout off: trained log-probabilities must be those of the policy that engines sample, which have none."""
+    """Turn dropout off: trained log-probabilities must equal those of the engines' policy, which has none."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

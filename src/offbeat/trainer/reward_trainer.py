@@ -19,7 +19,7 @@ from offbeat.trainer.value_trainer import ValueTrainer
 
 
 class RewardTrainer(ValueTrainer):
-    """A reward model. It scores `values`, of which that of a text's last token is the reward."""
+    """A reward model. It scores `values`; the value of a text's last token is the reward."""
 
     _has_bias = False
 
@@ -29,7 +29,7 @@ class RewardTrainer(ValueTrainer):
 
         Raises:
             ConfigError: an adapter is to be trained.
-            ModelError: transformers could not load what is exported.
+            ModelError: transformers could not load the exported model.
         """
         if config.model.lora.rank:
             raise ConfigError(
@@ -57,7 +57,7 @@ class RewardSnapshot(ModelSnapshot):
 
         def finish(part: Path) -> None:
             change_config(part, settings)
-            for file in part.glob("*"):  # what the language model's folder had beside its weights
+            for file in part.glob("*"):  # other files of the language model's folder
                 if not file.name.startswith("model") and file.name != "config.json" and not (tokenizer_folder / file.name).exists():
                     file.unlink()
 

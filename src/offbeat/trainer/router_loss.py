@@ -41,7 +41,7 @@ class MinibatchLoss(Protocol):
         ...
 
     def added_to(self, loss: Tensor, *, scale: float) -> Tensor:
-        """Return the loss of the row recorded last plus `scale` times its part of the routers' loss; may be collective."""
+        """Return the scalar loss of the row recorded last plus `scale` times its part of the routers' loss; may be collective."""
         ...
 
 
@@ -122,7 +122,7 @@ class RouterLoad:
     num_tokens: float
 
     def loss_of(self, probs_E: Tensor) -> Tensor:
-        """Return the part of the loss that tokens with these sums of probabilities have, [] float with gradient."""
+        """Return the part of the loss of tokens with these sums of probabilities, [] float with gradient."""
         num_rows = max(self.num_tokens, 1.0) * len(self.counts)
         return balancing_loss(self.counts.sum(0).to(probs_E), probs_E, num_rows=num_rows)
 
@@ -145,7 +145,7 @@ class _Balanced:
         self._record: RouterRecord | None = None
 
     def count(self, rows: Sequence[PackedRow], run: Run) -> None:
-        """Run all rows without gradients, and sum over ranks what their tokens chose; collective."""
+        """Run all rows without gradients, and sum the choices of their tokens over ranks; collective."""
         records = []
         for row in rows:
             with self.recording(row) as record:

@@ -19,10 +19,10 @@ from offbeat.trainer.metadata import SafePlanner, SafeReader
 
 
 def save(folder: Path, state: dict[str, Any], *, groups: ProcessGroups, keeps: bool = False) -> None:
-    """Write weights, optimizer state and the step to `folder`, replacing what is there; a collective call.
+    """Write weights, optimizer state and the step to `folder`, replacing an earlier state; a collective call.
 
     Args:
-        state: values under "model", "optimizer" and "step", and what else is to be read again; tensors may be in shards.
+        state: values under "model", "optimizer" and "step", and further values to be read again; tensors may be in shards.
         keeps: whether this rank renames `folder` on its machine where rank 0 does not see it; then that holds the part of its ranks.
 
     Raises:
@@ -50,7 +50,7 @@ def save(folder: Path, state: dict[str, Any], *, groups: ProcessGroups, keeps: b
 
 
 def load(folder: Path, state: dict[str, Any], *, groups: ProcessGroups) -> dict[str, Any]:
-    """Read what `save` wrote into `state`, whose tensors are overwritten, and return it; a collective call.
+    """Read the files of `save` into `state`, whose tensors are overwritten, and return it; a collective call.
 
     Raises:
         StorageError: on every rank, when some rank could not read.

@@ -1,4 +1,4 @@
-"""Snapshots of what is trained: consistent copies of the whole model, or of an adapter, to be published or exported.
+"""Snapshots of the trainee: consistent copies of the whole model, or of an adapter, to be published or exported.
 
 All ranks take a snapshot together; afterwards rank 0 writes it, or each rank its part (`parts`), so that no peer waits in a collective for
 a disk.
@@ -27,7 +27,7 @@ from offbeat.trainer.state import as_dtype, parameter_bytes
 
 
 class Snapshot(Protocol):
-    """A copy of what is trained. Only for rank 0; its methods raise StorageError if they cannot write."""
+    """A copy of the trainee. Only for rank 0; its methods raise StorageError if they cannot write."""
 
     @property
     def num_bytes(self) -> int:
@@ -35,7 +35,7 @@ class Snapshot(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Return the fingerprint that an engine computes from what `write` writes."""
+        """Return the fingerprint that an engine computes from the files of `write`."""
         ...
 
     def write(self, folder: Path) -> None:
@@ -58,8 +58,8 @@ class Snapshot(Protocol):
         Args:
             folder: written for engines that cannot be reached otherwise; None if engines see no folder of this machine.
             host, num_receivers, timeout_s: see `WeightBroadcast`, which may also raise.
-            since: an earlier snapshot, which engines know by the folder `base`: those that have it are offered what has changed since,
-                where that is smaller.
+            since: an earlier snapshot, which engines know by the folder `base`: engines that have it are offered the changes since, where
+                these are smaller.
         """
         ...
 
@@ -91,11 +91,11 @@ class ModelSnapshot:
         return combine(self.digests())
 
     def digests(self) -> dict[str, bytes]:
-        """Return what the fingerprint is made of, by published name; that of the whole model is made of those of all parts."""
+        """Return the digest of each weight by published name; the digests of all parts make the fingerprint of the whole model."""
         return digests(parameter_bytes(self.model, self.state))
 
     def published(self) -> dict[str, Tensor]:
-        """Return the weights by their published names."""
+        """Return the weights by their published names, such as "lm_head.weight" [V, H]."""
         return published_names(self.model, self.state)
 
     def write(self, folder: Path) -> None:
@@ -186,7 +186,7 @@ class AdapterSnapshot:
 
     @torch.no_grad()
     def _merged(self) -> dict[str, Tensor]:
-        """Return the weights of a plain model that computes the same; sums are in float32 and rounded once."""
+        """Return the weights W + scaling * B A, each [O, I], of a plain model that computes the same; float32 sums, rounded once."""
         for layer, (a, b) in self.adapter.pairs.items():
             self.state[f"{layer}.weight"].addmm_(b, a, alpha=self.adapter.scaling)
         return as_dtype(published_names(self.model, self.state), self.dtype)

@@ -1,4 +1,4 @@
-"""A model's whole weights, in the number format in which they are published. `dealt` has those of a model in shards."""
+"""A model's whole weights, in the number format in which they are published. `dealt` does this for a model in shards."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +26,8 @@ def full_state(model: nn.Module, *, dtype: Dtype, keep: bool) -> dict[str, Tenso
         keep: whether this rank needs them; otherwise it takes part and gets an empty dictionary.
 
     Returns:
-        Parameters, tied ones once, and the buffers that a checkpoint holds, by their names in `model.state_dict()`.
+        Parameters, tied ones once, and the buffers that a checkpoint holds, by their names in `model.state_dict()`, such as
+        "lm_head.weight" [V, H].
     """
     state = {}
     for name, tensor in owned(model):
@@ -38,7 +39,7 @@ def full_state(model: nn.Module, *, dtype: Dtype, keep: bool) -> dict[str, Tenso
 
 
 def as_dtype(state: Mapping[str, Tensor], dtype: Dtype) -> dict[str, Tensor]:
-    """Convert the floating-point tensors of `state` to `dtype`."""
+    """Convert the floating-point tensors of `state`, such as "lm_head.weight" [V, H], to `dtype`."""
     return {name: tensor.to(target_dtype(tensor, dtype)) for name, tensor in state.items()}
 
 
@@ -69,13 +70,13 @@ def rounded(model: nn.Module, dtype: Dtype) -> Iterator[None]:
 
 
 def parameter_bytes(model: PreTrainedModel, state: Mapping[str, Tensor]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (published name, [bytes] uint8) of each parameter in `state`; an engine finds the same in the files that it loads."""
+    """Yield (published name, [B] uint8) of each parameter in `state`; an engine finds the same in the files that it loads."""
     for name, tensor in published_names(model, {name: state[name] for name, _ in model.named_parameters() if name in state}).items():
         yield name, tensor.contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def owned(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield what `full_state` copies, as this rank holds it."""
+    """Yield the weights of `full_state`, as this rank holds them, such as ("lm_head.weight", [V / R, H])."""
     yield from model.named_parameters()
     parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     yield from ((name, tensor) for name, tensor in model.state_dict().items() if name not in parameter_names)

@@ -85,7 +85,7 @@ def merge(updates: Sequence[Update], *, lr: float) -> dict[str, float]:
 
 
 def _finished(metrics: dict[str, float]) -> dict[str, float]:
-    """Replace means of squares by what they are collected for."""
+    """Replace means of squares by the metrics that need them, such as "policy/weight_ess"."""
     if "policy/weight_square_mean" in metrics:
         mean_square = metrics.pop("policy/weight_square_mean")
         metrics["policy/weight_ess"] = metrics["policy/weight_mean"] ** 2 / mean_square if mean_square else 0.0

@@ -206,7 +206,7 @@ def _distribute(model: PreTrainedModel, groups: ProcessGroups, *, precision: Pre
 def _in_shards(groups: ProcessGroups) -> bool:
     """Whether FSDP2 distributes a model that ranks divide.
 
-    DDP knows nothing of models that are divided. What is frozen is distributed alike, since a reference is given the policy's weights.
+    DDP knows nothing of divided models. Frozen models are distributed alike, since a reference is given the policy's weights.
     """
     return groups.shape.shard > 1 or (groups.shape.tp > 1 and groups.gradient_mesh.size() > 1)
 
@@ -218,5 +218,5 @@ def _check_packs(model: PreTrainedModel, groups: ProcessGroups) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gather a tensor that may be in shards; collective if it is."""
+    """Gather a tensor that may be in shards, such as [V, H] from [V / R, H]; collective if it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

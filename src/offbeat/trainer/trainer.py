@@ -1,6 +1,6 @@
 """One rank's trainer: called by the train worker, or in SPMD mode from the loop's own process, with one dataclass per call.
 
-`ModelTrainer` trains a whole model, `BankTrainer` adapters on a frozen one; what they have in common is here. All ranks call the same
+`ModelTrainer` trains a whole model, `BankTrainer` adapters on a frozen one; their common part is here. All ranks call the same
 methods, each with its own share of a batch. Loss weights hold global denominators, so gradients are *summed* over ranks, and any split of
 a batch over ranks and micro-batches gives the same step. A rank never raises between two collectives because of its data: a loss or
 gradient that is not finite is seen by all ranks, which all skip the update and report it.
@@ -71,13 +71,13 @@ class Trainer(ABC):
     """
 
     _model: PreTrainedModel
-    """What is trained, or what adapters are trained on; subclasses set it."""
+    """The trained model, or the model under the adapters; subclasses set it."""
     _predict: Predict = staticmethod(predict_logprobs)
     _predicts = "logprobs"
-    """Name of what `_predict` gives, among the columns of `TargetScores`."""
+    """Name of `_predict`'s result among the columns of `TargetScores`."""
 
     def __init__(self, module: nn.Module, config: Config, groups: ProcessGroups) -> None:
-        """`module` is called in forward passes."""
+        """`module` is the model to call in forward passes."""
         self.step = 0
         self.groups = groups
         self._module = module
@@ -90,7 +90,7 @@ class Trainer(ABC):
         self._router_loss: RouterLoss = LoadBalancing(module, coefficient, groups) if coefficient else NoRouterLoss()
         self._offer: WeightBroadcast | None = None
         self._last: tuple[str, Snapshot] | None = None
-        """Where the newest version was written on rank 0, and what; kept only if the next one may be written as its changes."""
+        """On rank 0, the folder and snapshot of the newest version; kept only if the next one may be written as its changes."""
 
     # -- training ----------------------------------------------------------------------------------------------------------------------
 
@@ -150,10 +150,10 @@ class Trainer(ABC):
 
     @torch.no_grad()
     def optim_step(self, request: OptimStep) -> Stepped:
-        """Update what is named with the gradients of all ranks; collective. A gradient of zero is a step like any other.
+        """Update the named weights with the gradients of all ranks; collective. A gradient of zero is a step like any other.
 
-        If the norm of a gradient is not finite, or the weights that the step would make of an adapter, weights, moments and step count stay
-        as they are; the gradient is dropped all the same.
+        If the norm of a gradient, or an adapter's weights after the step, would not be finite, weights, moments and step count stay as
+        they are; the gradient is dropped all the same.
 
         Raises:
             ConfigError: there is no such adapter.
@@ -236,7 +236,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def snapshot(self, dtype: Dtype, *, name: str = WHOLE, merges: bool = False) -> Snapshot:
-        """Return a snapshot of what is trained; only rank 0's is complete. Collective.
+        """Return a snapshot of the trainee; only rank 0's is complete. Collective.
 
         Args:
             merges: whether it will be exported, for which an adapter needs the weights of its model.
@@ -259,14 +259,14 @@ class Trainer(ABC):
 
     @abstractmethod
     def load(self, request: Folder) -> Loaded:
-        """Load what `save` wrote, on any number of ranks; collective.
+        """Load a checkpoint of `save`, on any number of ranks; collective.
 
         Raises:
             StorageError: there is no checkpoint that all ranks can read; nothing has changed.
             ModelError: an adapter does not fit here.
         """
 
-    # -- what the two kinds do differently ---------------------------------------------------------------------------------------------
+    # -- differences between the two kinds ---------------------------------------------------------------------------------------------
 
     @abstractmethod
     def _renew_optimizer(self) -> None:
@@ -278,7 +278,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def _rows(self, batch: Batch, microbatches: Sequence[np.ndarray]) -> list[PackedRow]:
-        """Return the row of each micro-batch, [n] int64 of sequence indices; the dummy row for one that scores nothing."""
+        """Return the row of each micro-batch, [N] int64 of sequence indices; the dummy row for one that scores nothing."""
 
     @abstractmethod
     def _own_rows(self, batch: Batch) -> list[PackedRow]:
@@ -316,7 +316,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def _weights(self) -> Iterable[Tensor]:
-        """Return what is trained, this rank's part of it."""
+        """Return this rank's part of the trained weights, such as [V / R, H]."""
 
     def _check_finite(self, params: AdamParams) -> None:
         """Let no weights be saved or published that are not finite: it would be found when the next batch has no loss.
@@ -392,7 +392,7 @@ class Trainer(ABC):
                 yield self._module
 
     def _run_row(self, batch: Batch, row: PackedRow) -> None:
-        """Run a row without gradients, for what is recorded of it; a model that packs its rows leaves out the head."""
+        """Run a row without gradients, to record its routers' choices; a model that packs its rows leaves out the head."""
         progress("forward")
         self._effort.passes(row, learns=False)
         bare = unscored(row) if packs_rows(self._module) else row
@@ -433,6 +433,6 @@ class Trainer(ABC):
         return update
 
     def _temperature(self, batch: Batch) -> float:
-        """Return the temperature of the log-probabilities that the batch's losses need: that of sampling, or 1."""
+        """Return the temperature of the log-probabilities that the batch's losses need: of sampling, or 1."""
         sampled = any(loss.own_samples for loss in batch.losses)
         return (self._run.rollout.temperature or 1.0) if sampled else 1.0

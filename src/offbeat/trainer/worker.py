@@ -42,7 +42,7 @@ def build_trainers(model: str, config: Config, groups: ProcessGroups, *, trains:
     """Load models, and build the trainers of a run by the part that they train; collective.
 
     Args:
-        model: folder or hub id of the policy, or of what else `trains` says; its trainer is the part "". The part "critic" is trained
+        model: folder or hub id of the policy, or of the model that `trains` names; its trainer is the part "". The part "critic" is trained
             beside a policy, and "teacher" is the frozen model of `teacher.path`.
 
     Raises:
@@ -63,7 +63,7 @@ def build_trainers(model: str, config: Config, groups: ProcessGroups, *, trains:
                 policy=policy if isinstance(policy, ModelTrainer) and not config.critic.path else None)
         if config.algorithm.teacher == "model" and config.teacher.path:
             parts["teacher"] = Teacher(config, groups)
-    gc.freeze()  # what libraries have loaded stays forever; each collection that walks it costs 0.1 s
+    gc.freeze()  # objects of libraries stay forever; each collection that walks them costs 0.1 s
     return parts
 
 
