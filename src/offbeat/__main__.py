@@ -1,6 +1,6 @@
 """The `offbeat` command, also as `python -m offbeat`: the entry, which answers Ctrl-C from its first moment on, while libraries still load.
 
-What a command does under signals begins with its event loop: `asyncio` puts its own handlers in the place of these.
+A command's own signal handlers begin with its event loop, where `asyncio` replaces these.
 """
 
 import os
@@ -16,8 +16,7 @@ _STDERR = 2
 def main() -> int:
     """Run the command and return its exit code.
 
-    SIGINT is answered also where a shell has started the command in the background with it ignored. SIGHUP is left as it is, so that
-    `nohup` does what it is for.
+    SIGINT is answered also where a shell has started the command in the background with it ignored. SIGHUP is left as it is, for `nohup`.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end_at_once)
@@ -30,11 +29,11 @@ def main() -> int:
     finally:
         load_module("offbeat.ending").exit_within(code)
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # all is said, and the interpreter has only to end
+            signal.signal(number, signal.SIG_IGN)  # all output is written, and only the interpreter has to end
 
 
 def _fill_closed_streams() -> None:
-    """Open closed standard streams on nothing (`offbeat train >&-`), before a socket takes their numbers and what is printed goes there."""
+    """Open closed standard streams (`offbeat train >&-`) on `os.devnull`, before a socket takes their numbers and receives printed text."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

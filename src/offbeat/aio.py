@@ -18,7 +18,7 @@ U = TypeVar("U")
 
 
 class HaltingClock:
-    """Deadlines that stand still together, while what they wait for is not meant to get on.
+    """Deadlines that stand still together, while the awaited work is halted on purpose.
 
     Attributes:
         halted: whether they stand still.
@@ -30,7 +30,7 @@ class HaltingClock:
         self._left_s: dict[asyncio.Timeout, float] = {}
 
     def halt(self) -> None:
-        """Have all deadlines stand still until `go_on`, and those that begin until then, too."""
+        """Have all deadlines stand still until `go_on`, those that begin in between included."""
         self.halted = True
         for scope in self._scopes:
             self._stop(scope)
@@ -81,20 +81,20 @@ async def deadline(name: str, timeout_s: float, *, clock: HaltingClock | None = 
 
 
 ASKED_TO_STOP = "asked to stop; this step is the last, and another SIGTERM, 5 s from now or later, ends the run at once"
-"""What a run says when it is asked to end by SIGTERM."""
+"""A run's message at SIGTERM."""
 
 PRESSED = "stopping after this step; press Ctrl-C again to stop at once"
-"""What it says at the first Ctrl-C."""
+"""A run's message at the first Ctrl-C."""
 
 ONE_REQUEST_S = 5.0
 """Seconds after a SIGTERM within which another one is the same request."""
 
 End = Callable[[str], None]
-"""Asks a run to end; says how it was asked. Called on the run's own thread."""
+"""Asks a run to end, with a message such as `PRESSED`. Called on the run's own thread."""
 
 
 class Terminations:
-    """Tells a SIGTERM that asks from one that repeats it.
+    """Tells a new SIGTERM from a repeated one.
 
     A scheduler sends it to all processes of a job: a run gets it, and once more from the batch script or the torchrun that passes it on.
     """
@@ -125,11 +125,11 @@ def listen_to_signals(loop: asyncio.AbstractEventLoop, end: End) -> None:
 
 
 listener: ContextVar[Callable[[asyncio.AbstractEventLoop, End], None]] = ContextVar("listener", default=listen_to_signals)
-"""Called when a run begins, with what ends it. A program that starts a run on a thread, which gets no signals, sets another one there."""
+"""Called when a run begins, with its loop and the function that ends it. A program sets another one on a thread, which gets no signals."""
 
 
 def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`, but SIGINT and SIGTERM, or what `listener` listens to, cancel the coroutine, so that it can clean up.
+    """Like `asyncio.run`, but SIGINT and SIGTERM, or other events of `listener`, cancel the coroutine, so that it can clean up.
 
     Raises:
         KeyboardInterrupt: the coroutine was cancelled.

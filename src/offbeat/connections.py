@@ -1,4 +1,4 @@
-"""Bounds connections before it is known who asks: their number, what they send, and how long they take. Used by `listening`.
+"""Bounds connections before the client is known: their number, bytes and times. Used by `listening`.
 
 uvicorn with its fast parser bounds none of this. Bounded here are: connections, in total and per address; bytes, fields and time of a
 request's head; requests sent before earlier ones are answered; the rest of a body whose request was answered without reading it; and
@@ -78,7 +78,7 @@ class Connections:
         """Begin without connections.
 
         Args:
-            is_exempt: tells which addresses may have any number of connections.
+            is_exempt: whether an address may have any number of connections, such as "127.0.0.1".
             write_error: writes the body of a refusal, as the server's other errors are written.
         """
         self.bounds = bounds
@@ -238,7 +238,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Answer when parsing ends in an error, which is either one of our refusals or input that is not HTTP."""
         self._refuse(*self._refusal)
 
-    # -- what the parser finds ---------------------------------------------------------------------------------------------------------
+    # -- callbacks of the parser -------------------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         """Called by httptools when a request begins."""
@@ -299,7 +299,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def address_of(host: str) -> str:
-    """Return the key by which connections are counted: the IPv4 address, or the /64 network of an IPv6 address."""
+    """Return the key by which connections are counted: the IPv4 address, or the /64 network of an IPv6 address, e.g. "2001:db8::/64"."""
     try:
         address = ip_address(host.partition("%")[0])
     except ValueError:

@@ -1,8 +1,8 @@
-"""What this machine's CPU multiplies quickly: asked once, of the system, within what the environment masks. Torch-free.
+"""Instruction sets of this machine's CPU, read once from the system, without those that the environment masks. Torch-free.
 
-`runs/step_choice.py` takes the number format of engines from it where that is left open, warns where a slow one is asked for, and `offbeat
-doctor` shows it. Products in bfloat16 are quick only with instructions for them: without, they were measured at a fourth of the speed of
-float32 with AVX-512, and at a tenth to a hundredth with AVX2.
+`runs/step_choice.py` takes the number format of engines from it where that is left open, and warns about a slow one; `offbeat doctor` shows
+it. Products in bfloat16 are quick only with instructions for them: without, they were measured at a fourth of the speed of float32 with
+AVX-512, and at a tenth to a hundredth with AVX2.
 """
 
 import os
@@ -25,7 +25,7 @@ _MASKS = {
         "AVX10_1_512": "AVX-512 with bf16"},
     "ATEN_CPU_CAPABILITY": {"DEFAULT": "SSE", "AVX2": "AVX2"},
 }
-"""Variables that keep oneDNN and torch from wider instructions: to what, by their value; other values keep them from nothing."""
+"""Variables that keep oneDNN and torch from wider instructions: the widest allowed set, by value; other values have no effect."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Cpu:
         name: the maker's name for it.
         instructions: the widest set of them, such as "AVX2".
         has_bf16: whether it has instructions for products in bfloat16, and torch uses them.
-        mask: the variable that keeps torch from wider ones; empty where nothing does.
+        mask: the variable that keeps torch from wider ones, such as "ATEN_CPU_CAPABILITY"; empty without one.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Cpu:
 
 @cache
 def this_cpu() -> Cpu:
-    """Return what the CPU of this machine, or of a container's host, can do for this process."""
+    """Return the CPU of this machine, or of a container's host, as this process may use it."""
     if platform.system() == "Darwin":  # torch is built without oneDNN there, and has no quick products in bfloat16 of its own
         return Cpu(_brand_of_apple() or platform.machine(), "NEON" if platform.machine() == "arm64" else "AVX2", has_bf16=False)
     try:

@@ -1,7 +1,7 @@
 """Durable writes: files that survive a power cut. A file's bytes are synced, and so is every folder that has got a new name in it.
 
-Without that, closed files and new names stay in the kernel's memory for up to half a minute. Callers are whatever is about to report
-something as saved: the checkpoints of runs, and the service's checkpoints, answers and identity. Errors are those of the operating system.
+Without that, closed files and new names stay in the kernel's memory for up to half a minute. Callers are about to report something as
+saved: the checkpoints of runs, and the service's checkpoints, answers and identity. Errors are those of the operating system.
 """
 
 import hashlib

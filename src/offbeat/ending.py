@@ -1,7 +1,8 @@
 """Runs coroutines so that they end within a bound, although code of the user's own, which they call, does not.
 
 A task may swallow its cancellation (a bare `except:` in a retry loop), and a function on a thread may never return. Neither keeps a run
-from ending: what has not ended in time is named, with the place where it is, and left behind.
+from ending: tasks and threads that have not ended in time are named with their places, such as "a task at agent.py, line 12", and left
+behind.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ END_S = 10.0
 """Seconds that code of the user's own has to end when it is asked to."""
 
 EXIT_S = 20.0
-"""Seconds after its last word within which a process exits."""
+"""Seconds within which a process exits after its last output."""
 
 _LOOK_S = 0.02
 
@@ -53,7 +54,7 @@ class Threads(ThreadPoolExecutor):
                 return
             try:
                 result = function(*args, **kwargs)
-            except BaseException as exc:  # whoever awaits it gets it
+            except BaseException as exc:  # raised where the result is awaited
                 future.set_exception(exc)
             else:
                 future.set_result(result)
@@ -85,18 +86,18 @@ class Threads(ThreadPoolExecutor):
         while (job := self._jobs.get()) is not None:
             self._busy.add(own)
             job()
-            del job  # with what it refers to
+            del job  # with the objects that it refers to
             self._busy.discard(own)
             self._idle.release()
 
 
 def run(main: Coroutine[Any, Any, T], *, tell: Tell = lambda text: print(f"offbeat: {text}", file=sys.stderr)) -> T:
-    """Like `asyncio.run`, but what is left on the loop when `main` has ended has `END_S` seconds to end, or less at SIGINT or SIGTERM.
+    """Like `asyncio.run`, but tasks and threads left when `main` has ended have `END_S` seconds to end, or less at SIGINT or SIGTERM.
 
     A background task of the user's that calls `sys.exit` does not end `main`.
 
     Args:
-        tell: called with a sentence about what did not end, or what called `sys.exit`.
+        tell: called with a sentence about tasks and threads that did not end, or a task that called `sys.exit`.
     """
     loop, threads = asyncio.new_event_loop(), Threads()
     loop.set_default_executor(threads)
@@ -108,7 +109,7 @@ def run(main: Coroutine[Any, Any, T], *, tell: Tell = lambda text: print(f"offbe
             if left := loop.run_until_complete(_end(loop, threads)):
                 tell(f"code of your own did not end within {END_S:g} s after the run, and is left behind: {'; '.join(left)}")
         finally:
-            loop.set_exception_handler(lambda _loop, _context: None)  # which would complain of tasks that were left behind
+            loop.set_exception_handler(lambda _loop, _context: None)  # the default one would complain of tasks that were left behind
             asyncio.set_event_loop(None)
             loop.close()
 
@@ -124,7 +125,7 @@ def _run_to_end(loop: asyncio.AbstractEventLoop, task: "asyncio.Task[T]", tell: 
 
 
 async def _end(loop: asyncio.AbstractEventLoop, threads: Threads) -> list[str]:
-    """Cancel all tasks and let the threads end; returns the places of what has not ended in time."""
+    """Cancel all tasks and let the threads end; returns the places of those that have not ended in time."""
     hurried = False
 
     def hurry() -> None:

@@ -1,6 +1,7 @@
 """All errors that users may see, in one hierarchy.
 
-A `UserError` is for the user to fix: one sentence with what was wrong, the value, what is allowed and what to do (exit code 2).
+A `UserError` is for the user to fix: one sentence with the mistake, the value, the allowed values and a remedy (exit code 2), such as
+"rollout.max_head_offpolicyness must be >= 0, got -1; use 0 for synchronous training".
 A `RunError` is a run that was requested correctly and failed (exit code 1). Each is also the standard-library error that it refines.
 """
 
@@ -48,11 +49,11 @@ class MissingExtraError(UserError, ImportError):
 
 
 class MachineError(UserError, OSError):
-    """This machine cannot do what was asked, such as confine a program."""
+    """This machine cannot do a requested thing, such as confine a program."""
 
 
 class HubError(UserError, OSError):
-    """A hub of models cannot be reached, or has refused what was sent."""
+    """A hub of models cannot be reached, or has refused a request."""
 
 
 class PortBusyError(UserError, OSError):
@@ -72,7 +73,7 @@ class OwnCodeError(RunError):
 
 
 class DivergedError(RunError):
-    """Training has made weights that are NaN or infinite; the message names the step and the rank, and what was saved before is sound."""
+    """Training has made weights that are NaN or infinite; the message names the step and the rank. Checkpoints saved before are sound."""
 
 
 class DeadlineError(RunError, TimeoutError):
@@ -152,7 +153,7 @@ _OF_DISKS = {
     errno.ENOSPC: "free space there", errno.EDQUOT: "free space there, or raise this user's quota",
     errno.EROFS: "mount it so that it can be written, or choose another folder", errno.EIO: "look at the disk or its mount",
     errno.EACCES: "let this user write there, or choose another folder", errno.EPERM: "let this user write there, or choose another folder"}
-"""What to do about errors of the operating system that are of a file system and not of a program, by their numbers."""
+"""Remedies for errors of the operating system that are a file system's and not a program's, by `errno`."""
 
 
 def of_disk(exc: BaseException) -> StorageError | None:
@@ -186,7 +187,7 @@ def describe(exc: BaseException) -> str:
 
 
 def shorten(value: object) -> str:
-    """Describe a value from user code that is not what was expected: the beginning of its repr, and its type."""
+    """Describe an unexpected value from user code by the beginning of its repr, and its type."""
     try:
         text = repr(value)
     except Exception:

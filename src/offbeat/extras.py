@@ -15,7 +15,7 @@ def require(extra: str, modules: Sequence[str], *, wanted_by: str) -> None:
     Args:
         extra: name of the extra, such as "train".
         modules: top-level modules that it brings; none of them is imported here.
-        wanted_by: what needs them, such as "train".
+        wanted_by: the command or part that needs them, such as "config check --memory".
 
     Raises:
         MissingExtraError: names the modules that are missing, and the command that installs them.
@@ -25,7 +25,7 @@ def require(extra: str, modules: Sequence[str], *, wanted_by: str) -> None:
 
 
 def missing_modules(modules: Sequence[str]) -> str:
-    """Return those of these top-level modules that are not installed, as "torch, which is" or "torch and ray, which are"; "" if all are."""
+    """Return the missing ones of these top-level modules, such as "torch, which is" or "torch and ray, which are"; "" if there are none."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if len(missing) > 1:
         return f"{', '.join(missing[:-1])} and {missing[-1]}, which are"

@@ -67,12 +67,12 @@ def open_url(request: urllib.request.Request, *, timeout_s: float) -> http.clien
 
 
 def open_directly(request: urllib.request.Request, *, timeout_s: float) -> http.client.HTTPResponse:
-    """Send a request to a server of one's own, wherever it is, and return the answer; errors are those of `open_url`."""
+    """Send a request to a server of one's own directly, wherever it is, and return the answer; errors are as in `open_url`."""
     return _DIRECT.open(request, timeout=timeout_s)
 
 
 def direct(environ: Mapping[str, str], host: str = LOOPBACK) -> dict[str, str]:
-    """Return the variables by which clients reach this machine directly, `host` among its names, where a proxy is set for all else."""
+    """Return variables by which clients reach this machine, and `host`, without a proxy, e.g. {"NO_PROXY": "127.0.0.1,localhost", ...}."""
     known = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
     own = (f"{LOOPBACK},localhost", "" if is_loopback(host) else host)
     hosts = known if known.strip() == "*" else ",".join(filter(None, (known, *own)))  # an asterisk among others stands for nothing

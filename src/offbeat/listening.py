@@ -41,8 +41,8 @@ def bind(host: str, port: int, *, who: str, another: str = "another port") -> so
     """Take an address, port 0 for a free one; connections are refused until a server listens there.
 
     Args:
-        who: who is going to listen, for messages.
-        another: what is to be chosen instead, for messages.
+        who: the server, such as "the engine", for messages.
+        another: the thing to choose instead, such as "another port", for messages.
 
     Raises:
         PortBusyError: the address cannot be bound.

@@ -1,7 +1,7 @@
-"""Imports modules by name that bring large libraries along: a command, the handler of a child process, what a run's mode needs.
+"""Imports modules by name that bring large libraries along: a command, the handler of a child process, the modules of a run's mode.
 
-The garbage collector would walk all that the libraries have loaded so far again and again, for a sixth of the time that loading takes, and
-once more, for a second, when the process ends. None of it is ever freed, so the collector rests meanwhile and then leaves it alone.
+The garbage collector would walk all loaded objects again and again, for a sixth of the time that loading takes, and once more, for a
+second, when the process ends. None of them is ever freed, so the collector rests meanwhile and then leaves them alone.
 """
 
 import gc
@@ -11,7 +11,7 @@ from types import ModuleType
 
 
 def load_module(name: str) -> ModuleType:
-    """Import a module by its full name, and exempt what is in memory then from garbage collection, unless it had been imported before."""
+    """Import a module by its full name, e.g. "offbeat.cli.main". If it was new, exempt all present objects from garbage collection."""
     if name in sys.modules:
         return sys.modules[name]
     enabled = gc.isenabled()

@@ -24,7 +24,7 @@ _FIRST_WITH_BF16 = 8.0
 
 @dataclass(frozen=True)
 class Device:
-    """What the driver says of an accelerator: its name, its memory, and whether it computes in bfloat16."""
+    """An accelerator as its driver describes it: name, memory, and whether it computes in bfloat16."""
 
     name: str
     total_bytes: int
@@ -47,14 +47,14 @@ def cgroup(name: str) -> str:
 
 
 def visible_devices(environ: Mapping[str, str] = os.environ, *, dev: Path = Path("/dev")) -> list[str]:
-    """Return the CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES names them.
+    """Return the CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES names them, such as ["0", "1"].
 
     Devices of other makes are not found; CUDA_VISIBLE_DEVICES and explicit numbers of devices work for those that read it.
     """
     given = environ.get(VISIBLE_DEVICES)
     if given is not None:
         names = [name.strip() for name in given.split(",")]
-        # As CUDA reads it: what follows an invalid name is not visible either.
+        # As CUDA reads it: names after an invalid one are not visible either.
         return names[: next((index for index, name in enumerate(names) if name in _NONE_VISIBLE), len(names))]
     count = len(list(dev.glob("nvidia[0-9]*"))) or (_ask_driver() if (dev / "dxg").exists() else 0)
     return [str(index) for index in range(count)]
@@ -91,7 +91,7 @@ def _ask_driver() -> int:
 
 
 def _smi(*arguments: str) -> str:
-    """Return what nvidia-smi prints; "" if there is none, or it does not answer."""
+    """Return the output of nvidia-smi; "" if there is none, or it does not answer."""
     smi = shutil.which("nvidia-smi")
     if smi is None:
         return ""

@@ -1,6 +1,6 @@
-"""How a process that serves many peers from one event loop keeps memory from holding it up: garbage, freed pages, and freeing itself.
+"""Avoids pauses of a process that serves many peers from one event loop: by garbage collection, by returned pages, and by freeing.
 
-Torch-free. What a worker process sets before its numeric libraries load is in `workers.worker.library_environment`.
+Torch-free. `workers.worker.library_environment` has the variables that a worker sets before its numeric libraries load.
 """
 
 import asyncio
@@ -15,16 +15,16 @@ _COLLECTED_AT = 700, 2, 10_000  # thresholds of the generations: about 2,000 you
 _LET_GO_AT_ONCE = 16
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # parameters of mallopt(3)
-_KEPT = {_TRIM_THRESHOLD: -1, _MMAP_THRESHOLD: 1 << 30, _ARENA_MAX: 1}  # arenas of threads give back what is large all the same
+_KEPT = {_TRIM_THRESHOLD: -1, _MMAP_THRESHOLD: 1 << 30, _ARENA_MAX: 1}  # arenas of threads give back large blocks all the same
 _LARGEST_BEFORE_2_35 = 32 << 20
-"""What older versions of glibc take for _MMAP_THRESHOLD."""
+"""Largest _MMAP_THRESHOLD of older versions of glibc, in bytes."""
 _AFTERWARDS = {_TRIM_THRESHOLD: 64 << 20, _MMAP_THRESHOLD: 32 << 20, _ARENA_MAX: 0}
-"""What glibc adapts to by itself in a process with large arrays; once told anything, it adapts no more."""
+"""Values that glibc adapts to by itself in a process with large arrays; once one is set, it adapts no more."""
 
 
 @contextmanager
 def steady_memory() -> Iterator[None]:
-    """Both `few_collections` and `kept_pages`, as the controller of a run wants them."""
+    """Both `few_collections` and `kept_pages`, for the controller of a run."""
     with few_collections(), kept_pages():
         yield
 
@@ -33,8 +33,8 @@ def steady_memory() -> Iterator[None]:
 def few_collections() -> Iterator[None]:
     """Let Python look for garbage in small portions during the body, since a full collection holds up all threads, for 50 ms or more.
 
-    What is there at the beginning is not looked at meanwhile, unless `loading` has exempted the libraries: then the rest is little, and to
-    exempt it, too, could not be taken back without them. Little garbage has to be looked for: what nobody refers to is freed at once.
+    Objects from before are exempt meanwhile, unless `loading` has exempted the libraries: then few others are left, and exempting these,
+    too, could not be undone without the libraries. Collections may be rare, since objects without references are freed at once.
     """
     before, exempted = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.collect()
@@ -51,7 +51,7 @@ def few_collections() -> Iterator[None]:
 
 @contextmanager
 def kept_pages() -> Iterator[None]:
-    """Have glibc keep the pages that are freed during the body for what comes next, up to the process's own peak.
+    """Have glibc keep the pages that are freed during the body for later arrays, up to the process's own peak.
 
     The arrays of a step come and go. By default each large one is mapped anew, so that a fifth of the controller's CPU time goes into
     pages that the kernel clears, and unmapping those of a large step holds up the event loop for 10 ms. Where the C library is not glibc,
@@ -76,9 +76,8 @@ def kept_pages() -> Iterator[None]:
 async def let_go(items: list[Any]) -> None:
     """Empty a list in portions, between which the event loop goes on.
 
-    To free the groups of a large step at once would hold it up: 2 us for each of their trajectories, which is 15 ms for 8,000 of them. The
-    same happens to what others free on a thread, since that, too, holds the interpreter's lock. So the list must be its items' last
-    holder, and nobody else's.
+    Freeing the groups of a large step at once would hold it up: 2 us for each trajectory, e.g. 15 ms for 8,000 of them. Freeing them on a
+    thread does so, too, since it holds the interpreter's lock. So the list must be its items' last holder, and nobody else's.
     """
     while items:
         del items[-_LET_GO_AT_ONCE:]

@@ -17,14 +17,14 @@ LOOK_S = 0.25
 """Seconds between two looks at a child during a call."""
 
 _MARGIN_S = 0.25
-"""Seconds added to the patience, since what ranks report about each other at a sync point is more informative and should come first."""
+"""Seconds added to the patience, since reports of ranks about each other at a sync point are more informative and should come first."""
 
 _LOG_TAIL_LINES = 12
 
 MOST_LOG_BYTES = 64 << 20
 """Size of a child's log beyond which its beginning is dropped."""
 _KEPT_BYTES = 1 << 20
-"""What is kept of such a log, from its end."""
+"""Bytes at the end of such a log that are kept."""
 
 _BUSY_SHARE = 0.01
 """CPU share of one core from which a process counts as computing."""
@@ -39,7 +39,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def system_view(pid: int) -> str:
-    """Describe in a few words what the operating system knows about a process."""
+    """Describe a process in a few words from the operating system's facts."""
     try:
         with (process := psutil.Process(pid)).oneshot():
             status, times, memory = process.status(), process.cpu_times(), process.memory_info()
@@ -58,9 +58,9 @@ def log_tail(log: Path | None) -> str:
 
 
 def bound_log(log: Path, *, most_bytes: int = MOST_LOG_BYTES) -> None:
-    """Drop the beginning of a log that has grown beyond a size, so that what user code prints never fills the disk.
+    """Drop the beginning of a log that has grown beyond a size, so that output of user code never fills the disk.
 
-    Processes append to it, so what they write meanwhile comes behind what was kept, or is lost.
+    Lines that processes append meanwhile come behind the kept part, or are lost.
     """
     with suppress(OSError):
         if (size := log.stat().st_size) > most_bytes:
@@ -95,7 +95,7 @@ class Onlooker:
         """Look at the process now.
 
         Args:
-            beat: when the child was last heard, by time.monotonic(), and the work that it reported; None if it was never heard.
+            beat: time.monotonic() and work of the child's last report, such as (1234.5, "'train_step' (backward)"); None without one.
         """
         now_s = time.monotonic()
         try:

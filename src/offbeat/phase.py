@@ -1,7 +1,7 @@
-"""Says in words what this process is doing: `with phase("load batch 17"):`. Called wherever a long piece of work begins.
+"""Announces the current work of this process in words: `with phase("load batch 17"):`. Called wherever a long piece of work begins.
 
 When a sync point is missed, the verdict quotes the innermost phase of each missing rank, how long the rank has been in it, and the Python
-stack of the thread that entered it. The console shows what is going on now. Any thread may enter phases; entering one costs a list append.
+stack of the thread that entered it. The console shows the current phase. Any thread may enter phases; entering one costs a list append.
 """
 
 import sys
@@ -18,7 +18,7 @@ _MAX_FRAMES = 12
 
 
 _MAX_NAMES = 4
-"""Number of those waited for who are named."""
+"""Largest number of awaited peers that are named."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ _marks: list[Mark] = []
 
 @contextmanager
 def phase(name: str, *, describe: Callable[[], str] | None = None) -> Iterator[None]:
-    """Announce what this process does until the end of the block; phases nest. Another thread may call `describe`."""
+    """Announce the work of this process until the end of the block; phases nest. Another thread may call `describe`."""
     mark = Mark(name, time.monotonic(), threading.get_ident(), describe)
     _marks.append(mark)
     try:
@@ -65,7 +65,7 @@ def phase(name: str, *, describe: Callable[[], str] | None = None) -> Iterator[N
 
 @contextmanager
 def waiting_for(name: str, whom: Iterable[str]) -> Iterator[Callable[[str], None]]:
-    """Announce that this process waits for others until the end of the block, which calls what this yields with each one that is done."""
+    """Announce that this process waits for others until the end of the block; yields a function to call with each one that is done."""
     awaited = dict.fromkeys(whom)
 
     def describe() -> str:

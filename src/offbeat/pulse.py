@@ -6,7 +6,7 @@
 
 A thread is alive while it reaches new places, computes, moves data or waits for a disk, whether it does so itself or through threads of a
 library. A thread that does none of these and does not wait for another rank hangs: in a sleep, on a lock, or on an answer that does not
-come. A rank held up by another rank also stands still, but inside a wait that is marked or that torch's own frames reveal.
+come. A rank held up by another rank also stands still, but inside a wait that is marked or visible in torch's frames.
 
     Vigil    consumes signs of life; produces beats, and one `Hang` for each piece of work that hangs; waits only for its clock
 """
@@ -27,7 +27,7 @@ LOOK_S = 0.25
 """Seconds between two looks."""
 
 MARGIN_S = 0.25
-"""Seconds added to the patience, since what others report at a sync point in the meantime is more informative and should come first."""
+"""Seconds added to the patience, since reports of others at a sync point in the meantime are more informative and should come first."""
 
 _OWN_SHARE, _HELPERS_SHARE = 0.01, 0.05
 """Minimum CPU share of one core for a thread that computes, and for the library threads beside it, some of which never rest entirely."""
@@ -149,7 +149,7 @@ def in_collective(frame: FrameType | None) -> bool:
 
 @dataclass(frozen=True)
 class Signs:
-    """What one look at a working thread has seen; counters start at arbitrary values.
+    """Signs of life at one look at a working thread; counters start at arbitrary values.
 
     Attributes:
         steps: number of places reached.
@@ -167,7 +167,7 @@ class Signs:
 
     @classmethod
     def read(cls, steps: int, native: int, strangers: set[int | None]) -> "Signs":
-        """Read the signs of the thread with the native ID `native`, leaving out what the threads in `strangers` do.
+        """Read the signs of the thread with the native ID `native`, without those of the threads in `strangers`.
 
         Where the system does not report this much, any CPU time of this process is a sign.
         """

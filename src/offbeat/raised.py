@@ -1,4 +1,4 @@
-"""What code of the user's own raised: with its place, for a sentence, and in full, for the log of the process that called it.
+"""Describes errors in the user's own code: with their place, for a sentence, and in full, for the log of the process that called it.
 
 Exceptions cross processes as text, so the place is put into the text by the process in which the code ran.
 """
@@ -15,9 +15,9 @@ from offbeat.errors import describe
 _NOT_OWN = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parent, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))))
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _CELLS = (f"{os.sep}ipykernel_", "<ipython-input-")
-"""What the file names of a notebook's cells contain."""
+"""Parts of the file names of a notebook's cells."""
 _TYPED = ("<stdin>", "<ipython-input-")
-"""What the names begin with of code that was typed; other names in angle brackets are of code that was made at run time."""
+"""Beginnings of the names of typed code; other names in angle brackets belong to code made at run time, such as "<string>"."""
 _MOST_FRAMES, _MOST_CHARACTERS, _MOST_KINDS = 20, 20_000, 50
 
 
@@ -28,14 +28,14 @@ def place_of(exc: BaseException) -> str:
     A file below the working directory is named from there. A function that was sent from a script or a notebook has the name of that file,
     or is in "a cell of the notebook".
     """
-    for raised in (exc, exc.__cause__):  # which may be the same
+    for raised in (exc, exc.__cause__):  # the two may be the same
         if place := place_in(traceback.walk_tb(raised.__traceback__ if raised else None)):
             return place
     return ""
 
 
 def place_in(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Return what `place_of` does, of frames with their lines, outermost first."""
+    """Like `place_of`, for frames with their lines, outermost first."""
     for frame, line in reversed([*frames]):
         if is_own(file := frame.f_code.co_filename) and _is_written(file):
             return f"{_shown(file)}, line {line}"
@@ -43,7 +43,7 @@ def place_in(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 
 def is_own(file: str) -> bool:
-    """Whether a code object's file name is that of the user's own code, and not of Offbeat, Python or an installed package."""
+    """Whether a code object's file name belongs to the user's own code, and not to Offbeat, Python or an installed package."""
     return not (file.startswith((*_NOT_OWN, "<frozen ")) or any(part in file for part in _INSTALLED))
 
 
@@ -70,7 +70,7 @@ class FirstTracebacks:
         self._kinds: set[tuple[type[BaseException], str]] = set()
 
     def take(self, exc: BaseException) -> str:
-        """Return the traceback of an exception; empty if one of its class from its place was given before, or if there were many kinds."""
+        """Return the traceback of an exception; "" after the first of its class and place, or if there were many kinds."""
         kind = (type(exc), place_of(exc))
         if kind in self._kinds or len(self._kinds) >= _MOST_KINDS:
             return ""
