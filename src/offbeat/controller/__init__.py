@@ -1,1 +1,1 @@
-"""The loop and what it steers; torch-free."""
+"""The training loop, and all that it calls in its own process; torch-free."""

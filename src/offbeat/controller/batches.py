@@ -1,6 +1,6 @@
 """The batches of a run's steps, each made when its step begins, or ahead of time, while the step before it trains.
 
-Called by the loop, which says what runs beside what. Batches are made on a thread, so that answers of engines are read meanwhile.
+Called by the loop, whose docstring lists the concurrent parts. Batches are made on a thread, so that answers of engines are read meanwhile.
 """
 
 import asyncio
@@ -37,13 +37,13 @@ class StepBatches:
             await cancelled(self._ahead)
 
     async def settle(self, rollouts: Rollouts) -> None:
-        """Give up what is made ahead if no groups were released for it: the step that begins now must not wait for it."""
+        """Cancel `make_ahead` if no groups were released for it: the step that begins now must not wait for it."""
         if self._ahead is not None and not rollouts.has_ahead:
             await cancelled(self._ahead)
             self._ahead = None
 
     async def take(self, groups: Sequence[Group], step: Step, algorithm: AlgorithmConfig) -> MadeBatch:
-        """Return the batch of a step: what was made ahead, which is of these groups, or else one that is made of them now."""
+        """Return the batch of a step's groups: the one made ahead, or else a new one."""
         if self._ahead is None:
             return await self._make(groups, step, algorithm)
         made = await self._ahead
@@ -51,12 +51,12 @@ class StepBatches:
         return made
 
     def make_ahead(self, step: Step, rollouts: Rollouts, algorithm: AlgorithmConfig) -> None:
-        """Begin to make the batch of a step while the one before it trains, unless its coefficients depend on that one."""
+        """Begin to make the batch of a step while the step before it trains, unless its coefficients depend on that step."""
         if not (algorithm.kl_target or algorithm.entropy_target):
             self._ahead = asyncio.create_task(self._make_ahead(step, rollouts, algorithm), name="make_ahead")
 
     async def _make_ahead(self, step: Step, rollouts: Rollouts, algorithm: AlgorithmConfig) -> MadeBatch:
-        """Make it, and distribute it over the ranks if nothing is added to it before it is trained on."""
+        """Make the batch, and distribute it over the ranks if neither scores nor a critic add to it before it is trained on."""
         groups = await rollouts.take_ahead()
         with self._parts.record.tracer.span("make_ahead", "controller, ahead", step=step.global_step):
             batch, stats = await self._make(groups, step, algorithm)

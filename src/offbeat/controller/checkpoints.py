@@ -1,4 +1,4 @@
-"""When to save, and what a run continues from. In SPMD mode every rank calls it, and the leader's view of the disk counts."""
+"""When to save, and the checkpoint from which a run continues. In SPMD mode every rank calls it; the leader's view of the disk counts."""
 
 import asyncio
 import time
@@ -20,8 +20,8 @@ from offbeat.errors import ConfigError, StorageError
 from offbeat.types import Version
 
 TRAINING, FINE_TUNING, WARM_UP, PREFERENCE, REWARD_MODEL = "step", "sft", "warm-up", "dpo", "reward"
-"""What names of checkpoints begin with: of reinforcement learning, `offbeat sft`, the warm-up of `offbeat train`, `offbeat dpo`, and
-`offbeat reward-model`."""
+"""First words of checkpoints' names, such as "step-00000050": of reinforcement learning, `offbeat sft`, the warm-up of `offbeat train`,
+`offbeat dpo`, and `offbeat reward-model`."""
 
 _SAVES_APART = 20
 """Least time between two checkpoints by time, in times of the last save: they take a twentieth of a run's time at most."""
@@ -45,7 +45,7 @@ def check_heads(folder: Path, saved: SavedState, num_heads: int) -> None:
     """Refuse a checkpoint of another number of processes that draw data: each goes on with the rows that are its own.
 
     Raises:
-        ConfigError: says what to do.
+        ConfigError: the numbers differ; says how to resume.
     """
     if saved.heads and len(saved.heads) != num_heads:
         raise ConfigError(
@@ -77,7 +77,7 @@ class Checkpoints:
     async def restore(self) -> SavedState | None:
         """Bring the train ranks to the newest checkpoint that is as it was written; None where there never was one.
 
-        Newer ones that are damaged are set aside, which is said in a line, and so is what has changed since.
+        Newer ones that are damaged are set aside. The console shows that in a line, and settings and code that have changed since.
 
         Raises:
             ConfigError: it was written by another number of processes that draw data, or on other data or another model.
@@ -163,7 +163,7 @@ class Checkpoints:
         self._save_s = self._saved_at_s - start_s
 
     async def amend(self, *, version: Version, highlights: Highlights) -> None:
-        """Say in the newest checkpoint that its step has been evaluated, and what was found; see `save`.
+        """Note in the newest checkpoint that its step has been evaluated, with the highlights; see `save`.
 
         Raises:
             StorageError: a disk is full; the checkpoint is as it was.
@@ -211,7 +211,7 @@ class Checkpoints:
         return _Found(str(newest.folder), saved, is_sealed(newest.payload))
 
     def _set_aside(self, damages: Sequence[Damage], instead: str) -> list[str]:
-        """What to say of checkpoints that are newer than the one that is taken."""
+        """Set aside damaged checkpoints that are newer than the chosen one, and return a line on each."""
         lines = []
         for damage in damages:
             kept = f", and kept as {self._index.set_aside(damage.step).name}" if damage.finished else ""

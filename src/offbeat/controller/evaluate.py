@@ -84,7 +84,7 @@ class Evaluator:
         return await self.score(played)
 
     async def score(self, played: EvaluatedSet) -> Evaluation:
-        """Return the scores of what `play` returned."""
+        """Return the scores of a set that `play` returned."""
         return await score(played, self._metric)
 
     async def play(self, on_prompt: OnPrompt = lambda _num_right, _num_answers: None) -> EvaluatedSet:
@@ -110,7 +110,7 @@ class Evaluator:
 
 
 async def score(played: EvaluatedSet, metric: Metric | None) -> Evaluation:
-    """Return the scores of a set, with those of its own metric. If that fails, the reason stands in its place, and the others are there."""
+    """Return the scores of a set, with its own metric's values. If that metric fails, `own_failure` says why, and the others are there."""
     evaluation = score_set(played)
     if metric is None:
         return evaluation
@@ -121,10 +121,10 @@ async def score(played: EvaluatedSet, metric: Metric | None) -> Evaluation:
 
 
 def check_known(evaluation: Evaluation, metric: str) -> None:
-    """Refuse a metric by which the best model is to be known, if it would be the own one of this set and that does not find it.
+    """Refuse `evaluate.keep_best` if it names a value that this set's own metric does not return.
 
     Raises:
-        ConfigError: names what there is.
+        ConfigError: names the set's metrics.
     """
     if evaluation.own and metric.rpartition("/")[0] == evaluation.folder and metric not in evaluation.metrics():
         raise ConfigError(
@@ -137,7 +137,7 @@ def make_evaluators(
     """Return the evaluators of the run's held-out prompts, which `rollouts` plays, and of each evaluation set.
 
     Args:
-        log_dir: folder for what processes of metrics print.
+        log_dir: folder for the output of metrics' processes.
     """
     made = [Evaluator(
         rollouts, inputs.heldout, config.timed_evaluate, peers, tokenizer=inputs.tokenizer, metric=Metric.of(config, log_dir=log_dir))]

@@ -32,7 +32,7 @@ from offbeat.trainer.messages import BuildRequest, Trainee
 
 _MAX_CANARY_TOKENS = 64
 _PROBE_TEXT = f"{string.printable} Offbeat goes on where it stopped: 3.14159 * 2 = 6.28318?\n\tÄpfel, 你好, naïve, don't, return x[0]"
-"""Covers what tokenizers differ in; its encoding stands for the tokenizer in a run's identity."""
+"""Covers differences of tokenizers; its encoding stands for the tokenizer in a run's identity."""
 _COMPARING = (REWARDS["exact_match"], REWARDS["math"])
 """Rewards that compare with the row's answer."""
 
@@ -70,8 +70,8 @@ class RunInputs:
         num_dropped: number of training rows dropped because they are too long to imitate; of an endless dataset, among its first rows.
         identity: digests of all of this and the settings that it came from, for a checkpoint to remember.
         pairs: preferences, if the run trains on them; `train` and `heldout` are then empty.
-        trains: what the run trains.
-        sets: those of the evaluation sets by name, with their rows as `heldout` and as `train`; empty where no prompts are trained on.
+        trains: the kind of model that the run trains, such as "policy".
+        sets: inputs of the evaluation sets by name, with their rows as `heldout` and as `train`; empty where no prompts are trained on.
         unusable: why each row that cannot be used is left out, as `data.max_unusable_rows` allows.
         unwritable: a sentence on answers that the model can never write; "" if there are none.
     """
@@ -140,13 +140,13 @@ def read_inputs(config: Config, *, trains: bool = True, supervised: bool = False
 def open_mixed(
     config: Config, base: Base, *, supervised: bool, refused: list[str],
 ) -> tuple[PromptDataset, PromptDataset]:
-    """Open the prompts of a run: those that [data] names, or its sets as a mixture.
+    """Open the prompts that [data] names, or its sets as a mixture.
 
     Args:
         refused: as in `open_datasets`.
 
     Returns:
-        Rows to train on, and held-out ones; those of sets follow each other in the sets' order.
+        Rows to train on, and held-out ones; held-out rows of sets follow each other in the sets' order.
 
     Raises:
         DataError, MissingExtraError: as `open_datasets`; of a set, with its name.
@@ -175,7 +175,7 @@ def open_mixed(
 
 
 def needs_answer(config: Config, *, supervised: bool) -> bool:
-    """Whether a row without an answer cannot be used: it is imitated, or shown to a teacher, or compared with what the policy says."""
+    """Whether a row without an answer cannot be used: its answer is imitated, shown to a teacher, or compared with the policy's."""
     shown = supervised or config.run.warm_up or config.algorithm.teaches_itself
     return shown or any(name in _COMPARING for name in choose_rewards(config))
 
@@ -278,7 +278,7 @@ def _identify(config: Config, base: Base, train: Dataset[Any]) -> Identity:
 
 
 def _module_of(environment: str) -> str:
-    """Return the name of an environment's code: for verifiers, that of a module as a whole."""
+    """Return the name of an environment's code; for verifiers the whole module, such as "my_env:" for "verifiers:my_env"."""
     return f"{environment.removeprefix('verifiers:')}:" if environment.startswith("verifiers:") else environment
 
 
@@ -376,10 +376,10 @@ def read_base(config: Config) -> Base:
 
 
 def write_tokenizer(inputs: "RunInputs", run_dir: Path, *, writes: bool = True) -> str:
-    """Return the folder of the tokenizer to export: that of the model, or one of the run's with the template of `data.chat_template`.
+    """Return the folder of the tokenizer to export: the model's, or one of the run's with the template of `data.chat_template`.
 
     Args:
-        writes: whether this process writes the latter; of ranks that run the loop together, the one that exports does.
+        writes: whether this process writes the run's folder; of ranks that run the loop together, the one that exports does.
     """
     if not inputs.tokenizer.has_own_template:
         return inputs.tokenizer_folder

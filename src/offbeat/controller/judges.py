@@ -1,4 +1,4 @@
-"""What judges the answers of a run and of its sets, as the configuration has it. Needs nothing of the extra `train`."""
+"""The rewards of a run and of its sets, as the configuration names them. Needs nothing of the extra `train`."""
 
 from collections.abc import Hashable
 
@@ -10,7 +10,7 @@ from offbeat.data.tasks import find_task
 def choose_rewards(config: Config) -> dict[str, float]:
     """Return the configured rewards, each with its weight: by dotted name, the folder of a model or the file of a judge.
 
-    It is the one that suits the data if none is configured.
+    If none is configured, it is the one that suits the data, such as {"offbeat.rollout.rewards.math:math_reward": 1.0} for gsm8k.
     """
     rollout = config.rollout
     if rollout.rewards or rollout.reward:
@@ -35,14 +35,14 @@ def what_judges(config: Config) -> Hashable:
 
 
 def num_reward_models(config: Config) -> int:
-    """Return how many processes of reward models `open_user_code` starts for the run itself."""
+    """Return the number of reward model processes that `open_user_code` starts for the run itself."""
     if config.data.sets:
         return sum(map(num_reward_models, {what_judges(own): own for own in map(config.data_set, config.data.sets)}.values()))
     return config.rollout.reward_workers if reward_model_of(config) else 0
 
 
 def num_set_reward_models(config: Config) -> int:
-    """Return how many processes of reward models `open_user_code` starts for evaluation sets, each of which takes accelerators."""
+    """Return the number of reward model processes that `open_user_code` starts for evaluation sets; each takes accelerators."""
     sets = {what_judges(own): own for own in map(config.evaluation_set, config.evaluate.sets)}
     return sum(num_reward_models(own) for judges, own in sets.items() if judges != what_judges(config))
 

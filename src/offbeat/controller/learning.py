@@ -1,6 +1,6 @@
-"""Advice on what keeps a run from learning, given when its own rewards show it. Called by the loop after an evaluation and each step.
+"""Advice for a run whose own rewards show that it cannot learn. Called by the loop after an evaluation and each step.
 
-Pure. The steps that count are those of this process: a resumed run is judged anew.
+Pure. Only steps of this process count: a resumed run is judged anew.
 """
 
 from collections import deque
@@ -71,7 +71,7 @@ class LearningAdvice:
         self._told = _Level.NOTHING_WRONG
 
     def look(self, stats: Mapping[str, float]) -> str:
-        """Return what there is to say of the metrics of a step, or of the evaluation before the first; "" where that is nothing.
+        """Return advice on the metrics of a step, or of the evaluation before the first; "" for none.
 
         A warning is given once, and again when it has become worse, or comes back after half of the groups differed.
         """
@@ -121,7 +121,7 @@ class LearningAdvice:
             f" {self._remedy(means, same)}; {_GUIDE}")
 
     def _causes(self, steps: Sequence[_Step]) -> str:
-        """Return why that may be, as far as it is known."""
+        """Return the known causes of equal rewards, as a part of a sentence."""
         rollout = self._config.rollout
         if min(each.mean for each in steps) >= RIGHT:
             return ""
@@ -141,13 +141,13 @@ class LearningAdvice:
         return f"choose prompts that are neither always nor never solved, make the reward finer, or {larger}"
 
     def _is_far_below(self, before: Mapping[str, float], stats: Mapping[str, float]) -> bool:
-        """Tell whether hardly any sample of a step is right although the greedy answers after a warm-up were."""
+        """Whether hardly any sample of a step is right although the greedy answers after a warm-up were."""
         accuracy, right, rollout = before.get("eval/accuracy", 0.0), stats.get("reward/right_share"), self._config.rollout
         expected = accuracy * rollout.group_size * rollout.consumer_batch_size
         return self._warm_up_steps > 0 and right is not None and expected >= _FEWEST_RIGHT and right < _FAR_BELOW * accuracy
 
     def _of_warm_up(self, stats: Mapping[str, float]) -> str:
-        """Return a remark, once, where what a warm-up taught is lost because hardly any sample was right."""
+        """Return a remark, once, if held-out accuracy fell after a warm-up because hardly any sample was right."""
         before, config = self._warmed_up, self._config
         if not before or stats.get("eval/accuracy_high", 1.0) >= before["eval/accuracy_low"]:
             return ""

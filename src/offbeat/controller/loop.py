@@ -16,7 +16,7 @@
          ├─── Proof ─────────────────▶│ judge: is it what the trainer wrote?   │ already
          │                            │ gate: serve, which admits prompts      │
 
-What runs at the same time:
+Concurrent parts:
 
     train          consumes batches of groups; produces weights; waits for rollouts, ranks and engines, each under a named deadline
     make_ahead     (controller/batches.py) consumes the groups of the step after the one that trains, as soon as the staleness bound
@@ -30,10 +30,10 @@ What runs at the same time:
 With `cluster.take_turns` engines and ranks never compute at the same time: `turns.to_ranks` puts the engines to sleep, and a publish wakes
 them once its version is written.
 
-What computes on a whole batch runs on a thread, one such part after another, so that answers of engines are read meanwhile.
+Computations on a whole batch run on a thread, one after another, so that answers of engines are read meanwhile.
 
 The controller holds numpy arrays and sockets, never a tensor: torch is not even imported here. In SPMD mode every rank runs this loop
-with objects of its own mode behind the same names; what only the leader does, it does under `peers.lead`.
+with objects of its own mode behind the same names; work of the leader alone is done under `peers.lead`.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ from offbeat.types import Version
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run came to: training steps done over all resumptions, and whether the user asked to stop before the last."""
+    """Result of a run: training steps done over all resumptions, and whether the user asked to stop before the last."""
 
     steps: int
     highlights: Highlights
@@ -112,12 +112,12 @@ class _Training:
         self._coefficients = Coefficients.of(parts.config.algorithm)
         self._steps = StepRecord(parts, self._stream, warm_up_steps=begun.warm_up_steps)
         self._whole: Step | None = None
-        """The last step that was trained, and none since has begun to train: the weights of the ranks are of it."""
+        """The step whose weights the ranks have; None while a step trains."""
         self._taken: list[Group] = []
         """Groups taken for a step that has not been trained yet."""
         self._rollouts: Rollouts | None = None
         self._unevaluated: dict[str, float | None] | None = None
-        """Statistics of the step that is done and has to be evaluated, of which no row is committed."""
+        """Statistics of a step that is done but neither evaluated nor committed as a row, such as {"train/loss": 0.02}."""
 
     async def run(self) -> TrainResult:
         parts, state, config = self._parts, self._state, self._config
@@ -177,10 +177,10 @@ class _Training:
         self, step: Step, stats: dict[str, float], rollouts: Rollouts, evaluators: Sequence[Evaluator], *, groups: Sequence[Group] = (),
         is_saved: bool, is_due: bool = False,
     ) -> None:
-        """Evaluate what is due after a step, commit its row, export, and bring its checkpoint to the end of all that.
+        """Run the evaluations that are due after a step, commit its row, export, and save or amend its checkpoint.
 
         Args:
-            groups: of the step, of which samples can be shown.
+            groups: the step's groups, to show samples of; none for a step of an earlier process.
             is_saved: whether there is a checkpoint of the step, from before its evaluation.
             is_due: whether one is due.
         """
@@ -205,7 +205,7 @@ class _Training:
             await self._checkpoints.export_best()  # after the checkpoint: a resumed run never stands before its best step
 
     async def _step(self, step: Step, rollouts: Rollouts) -> tuple[list[Group], Batch, dict[str, float]] | None:
-        """Rollouts to weights: the design's loop. None if the user wants the run to stop before there are groups to train on."""
+        """Do one step, from rollouts to published weights. None if the user wants the run to stop before there are groups to train on."""
         config, span = self._config, self._record.tracer.span
         algorithm = self._coefficients.applied(config.algorithm)
         clock = _Clock()
@@ -262,7 +262,7 @@ class _Training:
 
     @asynccontextmanager
     async def _timing_first_step(self) -> AsyncIterator[asyncio.TimerHandle]:
-        """Say, unless the timer is cancelled before, what would make steps shorter."""
+        """Show advice on shorter steps, unless the timer is cancelled before."""
 
         def tell() -> None:
             if advice := ways_to_shorten_steps(self._config):
@@ -287,7 +287,7 @@ class _Training:
         return stats | await self._parts.trainers.train_step(batch, num_minibatches=config.algorithm.num_minibatches)
 
     async def _publish(self, version: Version, on_serving: Callable[[Version], None] = lambda _version: None) -> None:
-        """Publish: return when the version is written. When engines serve it, record how it went and tell `on_serving`."""
+        """Publish a version: return when it is written. When engines serve it, record the report and call `on_serving`."""
 
         def served(report: PublishReport) -> None:
             self._highlights = replace(self._highlights, max_logprob_gap=max(self._highlights.max_logprob_gap, report.canary_gap))
@@ -297,7 +297,7 @@ class _Training:
         await self._parts.publisher.publish(version, on_served=served)
 
     async def _evaluate(self, evaluators: Sequence[Evaluator], global_step: int, *, last: bool) -> dict[str, float]:
-        """Evaluate what is due after a step, one set after the other; returns its metrics."""
+        """Evaluate the sets that are due after a step, one after the other; returns metrics such as {"eval/accuracy": 0.41}."""
         stats: dict[str, float] = {}
         clock = _Clock()
         for evaluator in evaluators:
@@ -346,7 +346,7 @@ class _Training:
             await self._save(step, rollouts)
 
     async def rescue(self) -> None:
-        """Save the last step that was done, whatever has ended the run since, if the ranks still can.
+        """Save the last step that was done, after any error has ended the run, if the ranks still can.
 
         Prompts that have failed too often since do not return in this epoch.
         """

@@ -1,7 +1,7 @@
 """Calls of the user's own objective and credit that need a bound. Torch-free.
 
 `check_own_code` tries both out before anything is started: `offbeat config check` and `offbeat train` call it. Credit is called in this
-process, which is where a run calls it; an objective in a child process, which imports torch.
+process, as in a run; an objective in a child process, which imports torch.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ def check_own_code(config: Config) -> list[str]:
         A line on each function.
 
     Raises:
-        CodeError: says in one sentence what is wrong with one of them.
+        CodeError: a function failed; says why in one sentence.
         MissingExtraError: there is an objective, and torch is not installed.
     """
     algorithm, lines = config.algorithm, []
@@ -43,7 +43,7 @@ def check_own_code(config: Config) -> list[str]:
 
 
 async def with_credit(make: Callable[[], T], *, credit: str, step: int, timeout_s: float) -> T:
-    """Return what `make` returns, which calls the function that `credit` names, on a thread that does not keep this process from ending.
+    """Call `make`, which calls the function that `credit` names, on a thread that does not keep this process from ending.
 
     Raises:
         OwnCodeError: it has not returned within `timeout_s` seconds, or the function failed.

@@ -1,4 +1,4 @@
-"""What the loop is given, whatever the mode: trainers, publisher, rollouts, and the peers that run the same loop beside it.
+"""The arguments of the loop, in every mode: trainers, publisher, rollouts, and the peers that run the same loop beside it.
 
 Single-controller mode fills it with groups of workers and `SingleProcess` peers; SPMD mode (`spmd.rank`) with this rank's trainer and the
 other ranks. The loop calls the same methods in the same order on every rank and has no branch on the mode. Torch-free.
@@ -38,9 +38,9 @@ class Publishing(Protocol):
         ...
 
     async def settle(self, *, behind: int = 0) -> None:
-        """Return when engines serve what was published last, or the version that is so many `behind` it.
+        """Return when engines serve the version published last, or the one `behind` versions before it.
 
-        Not collective: only the process that brings it to them waits. Raises what a publish since has failed with.
+        Not collective: only the process that brings it to them waits. Raises the error of a publish that has failed since.
         """
         ...
 
@@ -53,7 +53,7 @@ class Turns(Protocol):
     """Whose turn it is on devices that engines and ranks share. Ranks may compute after `to_ranks`; the next publish ends their turn."""
 
     async def to_ranks(self, settle: Callable[[], Awaitable[None]]) -> None:
-        """Return when the engines sleep, which `settle` precedes: they have to serve what was published. Nothing if they sleep already.
+        """Call `settle`, so that engines serve the published version, and put them to sleep. Does nothing if they sleep already.
 
         Not collective: only the process that owns the engines waits.
         """
@@ -126,7 +126,7 @@ class RolloutSource(Protocol):
         ...
 
     def rollouts_of_set(self, name: str) -> Rollouts:
-        """Return what plays an evaluation set, by `rollout_batch` alone."""
+        """Return the rollouts of an evaluation set, for `rollout_batch` alone."""
         ...
 
     def sft_batch(self, stream: PromptStream, count: int) -> Batch:

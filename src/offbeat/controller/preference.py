@@ -113,7 +113,7 @@ class PreferenceLesson(Lesson):
         return (await self._parts.trainers.score(answer_batch(sequences, self._loss))).columns["logprobs"]
 
     async def _divergence(self, indices: Sequence[int]) -> float:
-        """Estimate how far the policy is from the reference, at least 0, by answers to other prompts than those of these rows."""
+        """Estimate how far the policy is from the reference, at least 0, by answers that belong to other prompts."""
         mismatched = [self._mismatched(index) for index in indices]
         logprobs = await self._score([sequence for sequences in mismatched for sequence in sequences])
         # In a row of the reference, the mismatched answer comes after the row's own.
@@ -124,7 +124,7 @@ class PreferenceLesson(Lesson):
         return max(float(values.mean()), 0.0) if lengths else 0.0
 
     def _sequences(self, index: int) -> list[Encoded]:
-        """Return everything of a row that the reference scores; nothing of a row that is dropped."""
+        """Return the sequences of a row that the reference scores; none of a row that is dropped."""
         pair = self._encoder.encode(self.dataset.row(index), name=f"row {index}")
         return [] if pair is None else [*pair.sequences, *self._mismatched(index)]
 
@@ -141,7 +141,7 @@ class PreferenceLesson(Lesson):
 
 
 def _derangement(count: int, *, seed: int) -> np.ndarray:
-    """Return [count] int64, another row for each row, each of them once."""
+    """Return [N] int64 with N = `count`: another row for each row, each of them once, such as [2, 0, 1]."""
     order = np.random.default_rng([seed, count]).permutation(count)
     others = np.empty(count, np.int64)
     others[order] = np.roll(order, 1)

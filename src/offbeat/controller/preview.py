@@ -1,4 +1,4 @@
-"""What a model will see of its data: rows in tokens, as training reads them, and how many cannot be used. `offbeat data show` prints it."""
+"""The rows of a run as its model sees them: in tokens, as training reads them, and how many cannot be used. For `offbeat data show`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ class Text:
     """A sequence that the model sees.
 
     Attributes:
-        title: which of a row's sequences it is, such as "chosen"; empty where there is one.
-        pieces: its text in order, each piece with whether its tokens are trained on.
+        title: name of the sequence in its row, such as "chosen"; empty where there is one.
+        pieces: its text in order, each piece with whether its tokens are trained on, such as ("2+2=", False).
     """
 
     title: str
@@ -44,7 +44,7 @@ class Text:
 
 @dataclass(frozen=True)
 class ShownRow:
-    """A row, where it comes from, its texts, and what rewards are given beside them."""
+    """A row, where it comes from, its texts, and the answer and columns that rewards are given."""
 
     where: str
     texts: tuple[Text, ...]
@@ -61,7 +61,7 @@ class Preview:
         num_rows: rows to train on; None if there is always another one.
         lengths: tokens of the longest text of each of the first rows.
         unusable: why each row that cannot be used is left out.
-        allowed: number of those that a run leaves out; more are an error.
+        allowed: number of unusable rows that a run leaves out; more are an error.
         refused: why each of the first rows whose tokens cannot be used is refused, such as one that is too long.
         unwritable: a sentence on answers for rewards that the model can never write; "" if there are none.
     """

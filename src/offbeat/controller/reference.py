@@ -1,6 +1,6 @@
 """Log-probabilities of preferences under the initial policy: computed once before the first step, kept in the run's folder, reused.
 
-One file of a data set, `reference/NAME.safetensors`, holds arrays and the key of what they were computed of. Torch-free.
+One file of a data set, `reference/NAME.safetensors`, holds arrays and a digest of their inputs. Torch-free.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,7 +22,7 @@ class Reference:
     """Log-probabilities of N rows; empty on ranks that do not draw."""
 
     def __init__(self, logprobs: np.ndarray, offsets: np.ndarray) -> None:
-        """`logprobs` are [M] float32; those of row i are from entry offsets[i] up to entry offsets[i + 1] of `offsets`, [N + 1] int64."""
+        """`logprobs` are [M] float32; row i begins at entry offsets[i]. `offsets` are [N + 1] int64, such as [0, 12, 31] for two rows."""
         self._logprobs = logprobs
         self._offsets = offsets
 
@@ -31,7 +31,7 @@ class Reference:
         return len(self._offsets) - 1
 
     def row(self, index: int) -> np.ndarray:
-        """Return the log-probabilities, [m] float32, of a row's tokens in order."""
+        """Return the log-probabilities of a row's M tokens in order, [M] float32."""
         return self._logprobs[self._offsets[index] : self._offsets[index + 1]]
 
 
@@ -39,14 +39,14 @@ async def open_reference(
     path: Path, *, key: str, rows: Callable[[int], Sequence[Encoded]], num_rows: int, chunk: int, score: Score, peers: Peers, draws: bool,
     resumes: Callable[[], bool],
 ) -> Reference:
-    """Read what an earlier start has computed, or compute it now; every rank calls it, before the initial weights change.
+    """Read the reference of an earlier start, or compute it now; every rank calls it, before the initial weights change.
 
     Args:
         key: digest of everything that the log-probabilities depend on.
         rows: gives the sequences of a row; none of a row that is dropped.
         chunk: number of rows that are scored in one call.
         draws: whether this process draws data, and so needs the result.
-        resumes: says whether a checkpoint was trained on with what the file holds; called where the file is.
+        resumes: returns whether the run goes on from a checkpoint that was trained with the file; called where the file is.
 
     Raises:
         ConfigError: the run resumes, and the file is of other data or cannot be read.
@@ -78,7 +78,7 @@ async def open_reference(
 
 
 def _read(path: Path, key: str, *, num_rows: int, resumes: bool) -> list[Reference]:
-    """Return what a file holds; nothing if it has to be computed."""
+    """Return the reference in a file; an empty list if it has to be computed."""
     if not path.exists():
         return []
     try:

@@ -1,7 +1,7 @@
-"""Whether a checkpoint may be resumed with the present settings, data, model and code, and what has to be said about it.
+"""Whether a checkpoint may be resumed with the present settings, data, model and code, and the lines that tell of changes.
 
-`run` asks before any process is started, `checkpoints` again of the checkpoint that is taken in the end. Pure; what a change of each
-setting means is said by its field.
+`run` asks before any process is started, `checkpoints` again for the checkpoint that is chosen in the end. Pure; each setting's field says
+how a change of it is treated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ _REMEDY = "restore it, or start over with another run.name"
 
 
 def compare(now: Identity, saved: SavedState, *, run_dir: Path, part: Part) -> list[str]:
-    """What a resumed run has to say of what has changed since its checkpoint; one line each.
+    """Return the lines on changes since the checkpoint, such as "continues with train.optimizer.lr = 1e-05, was 1e-06".
 
     A checkpoint that an older version wrote remembers nothing, and nothing is compared.
 
@@ -39,7 +39,7 @@ def compare(now: Identity, saved: SavedState, *, run_dir: Path, part: Part) -> l
 
 
 def _other_contents(now: Identity, was: Identity) -> Iterator[tuple[str, str]]:
-    """What is not the same and must be: in words, and the section of the settings that it comes from."""
+    """Yield each forbidden difference: in words, and the section of the settings that it comes from, such as "model."."""
     if now.model != was.model:
         path = now.settings.get("model.path")
         yield f"another model: {toml_value(path) if path else 'what [model.tiny] makes'} has other weights or another config.json", "model."

@@ -64,7 +64,7 @@ class RewardLesson(Lesson):
         await self._parts.trainers.export(folder, tokenizer=str(self._tokenizer_folder))
 
     async def _rewards(self, pairs: Sequence[EncodedPair]) -> np.ndarray:
-        """Return [2 P] float32 rewards of P pairs; meaningless on a rank that does not draw."""
+        """Return [N * 2] float32, the rewards of N pairs, each chosen, rejected; meaningless on a rank that does not draw."""
         batch = reward_batch(pairs if self._parts.source.draws else [], centring=self._settings.centring)
         return (await self._parts.trainers.score(batch)).columns["values"]
 

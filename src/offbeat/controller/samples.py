@@ -18,7 +18,7 @@ _MOST_CELL_CHARACTERS = 4000
 
 
 def best_and_worst(step: int, groups: Sequence[Group], tokenizer: Tokenizer) -> str:
-    """Return the samples of the largest and the smallest reward among those that a step trains on, as text of some lines.
+    """Return a step's samples with the largest and the smallest reward, as text of some lines.
 
     Of an episode of several trajectories, the last is shown. Characters that would act on a terminal are written as "\\ufffd".
     """
@@ -41,8 +41,8 @@ def sample_table(groups: Sequence[Group], rows: Sequence[Row], pieces: Pieces) -
     between them, in this order; those without a reward come last.
 
     Args:
-        groups: those that the step trains on.
-        rows: of their prompts.
+        groups: the groups that the step trains on.
+        rows: the rows of their prompts, one per group.
     """
     played = [(group, row, t) for group, row in zip(groups, rows, strict=True) for t in group.trajectories]
     played.sort(key=lambda one: one[2].reward if math.isfinite(one[2].reward) else -math.inf, reverse=True)
@@ -58,7 +58,7 @@ def sample_table(groups: Sequence[Group], rows: Sequence[Row], pieces: Pieces) -
 
 
 def _text(trajectory: Trajectory, tokenizer: Tokenizer) -> list[str]:
-    """The end of what was given and the beginning of what was answered, each indented."""
+    """Return the end of the prompt and the beginning of the answer, each indented."""
     generated = trajectory.loss_mask.argmax() if trajectory.loss_mask.any() else len(trajectory)
     tokens = trajectory.tokens.tolist()
     prompt = tokenizer.decode(tokens[:generated], skip_special_tokens=False)

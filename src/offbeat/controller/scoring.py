@@ -1,7 +1,7 @@
-"""The score step: forward passes over a batch before it is trained on, by the policy and by those that it is compared with.
+"""The score step: forward passes over a batch before it is trained on, by the policy and by the models that it is compared with.
 
-Called by the loop for algorithms that ask for it (`AlgorithmConfig.needs_scores`). The ranks score; what follows from the scores is
-computed here, over the whole batch, so that neither ranks nor micro-batches nor minibatches can change it.
+Called by the loop for algorithms that ask for it (`AlgorithmConfig.needs_scores`). The ranks score; values that depend on the scores are
+computed here, over the whole batch, so that neither ranks nor micro-batches nor minibatches can change them.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ async def score_batch(
 ) -> tuple[Batch, StatsPart, dict[str, np.ndarray]]:
     """Return a batch of `make_batch` with everything that its training step reads, statistics of the scores, and log-probabilities.
 
-    The log-probabilities are those that came up on the way, for the record: `ref_logprobs` and `prox_logprobs`, [M] float32.
+    The log-probabilities are for the record: `ref_logprobs` and `prox_logprobs`, [M] float32, where they were computed.
 
     Args:
-        config: of this step.
-        seed: of what is chosen at random.
-        row_of: gives the row of a group id.
+        config: settings of this step.
+        seed: seed of random choices of tokens.
+        row_of: returns the row of a group id.
     """
     scores: dict[str, np.ndarray] = {}
     stats, trainers = StatsPart(), parts.trainers
@@ -55,7 +55,7 @@ async def score_batch(
 
 
 async def _values(batch: Batch, critic: Trainers) -> dict[str, np.ndarray]:
-    """Return `values` [M] float32 before each target, and `end_values` [N] float32 after what was cut off."""
+    """Return `values` [M] float32 before each target, and `end_values` [N] float32 after sequences that were cut off."""
     scored, added = await asyncio.to_thread(with_end_targets, batch)
     values = (await critic.score(scored)).columns["values"]
     end_values = np.zeros(len(batch), np.float32)

@@ -1,4 +1,4 @@
-"""Where a run stands: which step comes next, and what a checkpoint has to remember of the controller."""
+"""Where a run stands: which step comes next, and the controller's part of a checkpoint."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -66,14 +66,14 @@ class Best:
 
 @dataclass(frozen=True)
 class Highlights:
-    """What a run is remembered by, over all its resumptions.
+    """Key figures of a run, over all its resumptions.
 
     Attributes:
-        heldout_before, heldout_after: accuracy before the first step and at the last evaluation after one; None where there was none.
+        heldout_before, heldout_after: accuracy, such as 0.41, before the first step and at the last evaluation after one; None without it.
         heldout_after_step: steps done at that last evaluation.
         heldout_prompts: prompts of that last evaluation; 0 before there was one, or if an older version wrote the checkpoint.
         max_staleness: versions between a trained token's policy and the trainer, at most.
-        max_logprob_gap: largest difference of trainer's and engines' mean canary log-probability under the same weights.
+        max_logprob_gap: largest difference of trainer's and engines' mean canary log-probability under the same weights, in nats.
         trained_tokens: of supervised fine-tuning.
         warm_up_steps: supervised steps before reinforcement learning.
         sets: of the evaluation sets, by name.
@@ -119,7 +119,7 @@ class HeadState:
 
     Attributes:
         stream: its prompt stream.
-        in_flight: prompts drawn and neither trained on nor rejected; drawn again first.
+        in_flight: ids of prompts drawn and neither trained on nor rejected; drawn again first.
         num_flat_rejected: groups that dynamic sampling has rejected for the next step.
     """
 
@@ -137,7 +137,7 @@ class SavedState:
         version: weights published.
         heads: one per process that draws data; a controller is one.
         highlights: of the steps done.
-        identity: what the run was then; None if an older version wrote it.
+        identity: digests of settings, data, model and code; None if an older version wrote it.
         coefficients: of the next step; None if an older version wrote it, or supervised fine-tuning.
         unevaluated: statistics of the last step, if it was saved before its evaluation, where None is not finite. A run that goes on
             evaluates first, and writes the step's row of metrics then.
@@ -154,7 +154,7 @@ class SavedState:
 
 @dataclass(frozen=True)
 class Decided:
-    """What the leader has decided of the step that is being done: whether it is the last, and whether it has to be saved."""
+    """The leader's decision on the present step: whether it is the last, and whether it has to be saved."""
 
     stop: bool
     save: bool
@@ -165,8 +165,8 @@ class RunState:
 
     Attributes:
         asked: set when the user wants this process to stop.
-        stopping: whether the step that is being done is the last because the user said so; the same on all peers.
-        saving: whether the step that is being done has to be saved because the last checkpoint is long ago; the same on all peers.
+        stopping: whether the present step is the last because the user said so; the same on all peers.
+        saving: whether the present step has to be saved because the last checkpoint is long ago; the same on all peers.
     """
 
     def __init__(self, *, total_steps: int, global_step: int = 0, version: Version = 0) -> None:

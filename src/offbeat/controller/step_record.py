@@ -1,6 +1,6 @@
-"""What is told of a step that is done: its row of metrics, its line on the console, its samples and rollouts, and advice.
+"""Records of a step that is done: its row of metrics, its line on the console, its samples and rollouts, and advice.
 
-Called by `loop`, which owns what a step is; nothing here changes what is trained.
+Called by `loop`; nothing here changes the training.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class StepRecord:
         self._published: dict[str, float] = {}
         """Metrics of the newest publish, for the next row."""
         self._past_groups: list[Group] = []
-        """Of the step before; in a list of their own, as others may still read the one that they came in."""
+        """Groups of the step before; in a list of their own, as others may still read the one that they came in."""
 
     def published(self, version: Version, report: PublishReport) -> None:
         """Record that engines serve a version, and how it came to them."""
@@ -48,13 +48,13 @@ class StepRecord:
             inconclusive=dict(report.inconclusive), num_bytes=report.num_bytes)
 
     async def keep_rollouts(self, step: Step, groups: Sequence[Group], batch: Batch) -> None:
-        """Store the groups of a step with what was computed of them, where `telemetry.rollouts_every_steps` asks for this step."""
+        """Store the groups and the batch of a step, if it is one of every `telemetry.rollouts_every_steps`."""
         if _is_every(step, self._config.rollouts_every_steps):
             rows = [self._stream.row(group.prompt_id) for group in groups]
             await self._record.rollouts(step.global_step, keep_lines(groups, rows, batch, self._pieces, step=step.global_step))
 
     async def commit(self, step: Step, groups: Sequence[Group], stats: dict[str, float]) -> None:
-        """Write a step's row, and show it; `groups` are those of which samples can be shown, none for a step of an earlier process."""
+        """Write a step's row, and show it with samples of `groups`; these are empty for a step of an earlier process."""
         total_s = stats["step/total_s"] + stats.get("step/evaluate_s", 0.0)
         stats = stats | {
             "step/total_s": total_s,
@@ -71,7 +71,7 @@ class StepRecord:
         if _is_every(step, self._config.sample_tables_every_steps):
             rows = [self._stream.row(group.prompt_id) for group in groups]
             self._record.stats.write_samples(step.global_step, partial(sample_table, groups, rows, self._pieces))
-        await let_go(self._past_groups)  # the console has those of this step now, and what is stored of the step before is stored
+        await let_go(self._past_groups)  # the console shows this step's groups by now, and the step before is stored
         self._past_groups = list(groups)
 
     def advise(self, stats: dict[str, float]) -> None:

@@ -1,8 +1,8 @@
 """The loop of all training on rows with known answers: `offbeat sft`, the warm-up of `offbeat train`, and every other `Lesson`.
 
-A lesson says what is special to one kind: its rows, how they become batches, what is evaluated and exported. The loop does the rest: steps,
-evaluations, metrics, events, checkpoints. It saves and resumes as reinforcement learning does, under names of its own: a run that is
-started again goes on with the very losses that it would have had.
+A lesson defines one kind of training: its rows, how they become batches, its evaluation and its export. The loop does the rest: steps,
+metrics, events, checkpoints. It saves and resumes as reinforcement learning does, under names of its own: a run that is started again goes
+on with the very losses that it would have had.
 """
 
 import math
@@ -28,7 +28,7 @@ _RECORDED = ("train/loss", "train/grad_norm", "step/total_s", "eval/accuracy")
 
 
 class LessonConfig(Protocol):
-    """What the section of every lesson has."""
+    """Settings that the section of every lesson has."""
 
     @property
     def total_steps(self) -> int: ...
@@ -50,12 +50,12 @@ class Outcome(Protocol):
 
 
 class Lesson(ABC):
-    """What a supervised run teaches. In SPMD mode every rank has one, and calls the same methods in the same order.
+    """One kind of supervised training. In SPMD mode every rank has one, and calls the same methods in the same order.
 
     Attributes:
-        kind: what names of its checkpoints begin with; see `controller.checkpoints`.
-        events: what names of its events begin with, as in "sft_step".
-        word: what its steps are called in messages, as in "supervised".
+        kind: first word of its checkpoints' names; see `controller.checkpoints`.
+        events: first word of its events' names, such as "sft" in "sft_step".
+        word: adjective for its steps in messages, such as "supervised".
         standalone: whether the run keeps its metrics and exports the model; a warm-up leaves both to reinforcement learning.
         config: its section of the settings.
         dataset: rows to train on.
@@ -72,10 +72,10 @@ class Lesson(ABC):
         self._parts = parts
 
     async def prepare(self) -> None:  # noqa: B027
-        """Do what needs the initial weights, on every start: the checkpoint is restored afterwards. By default nothing."""
+        """Compute with the initial weights, on every start: the checkpoint is restored afterwards. By default nothing."""
 
     def begin(self, stream: PromptStream[Any]) -> None:  # noqa: B027
-        """Hear of the stream that the rows are drawn from, where the run goes on from. By default nothing."""
+        """Take the stream of rows, at the row from which the run goes on. By default nothing."""
 
     @abstractmethod
     async def batch(self, stream: PromptStream[Any]) -> Batch:
@@ -98,12 +98,12 @@ class Lesson(ABC):
 
 @dataclass(frozen=True)
 class SftResult:
-    """What supervised training came to.
+    """Result of supervised training.
 
     Attributes:
         steps: optimizer steps done, over all resumptions.
-        trained_tokens: that the loss was taken of, over all resumptions.
-        final_loss: of the last step, the mean over its tokens; None if there was nothing left to do.
+        trained_tokens: tokens with a loss, over all resumptions.
+        final_loss: mean loss over the tokens of the last step; None if there was nothing left to do.
         accuracy: held-out accuracy at the last evaluation; None without one.
         accuracy_step: steps done at that evaluation.
         stopped_early: the user asked to stop; the same command goes on.
@@ -281,7 +281,7 @@ class _Teaching:
             await self._save()
 
     async def rescue(self) -> None:
-        """Save the last step that was done, whatever has ended the run since, if the ranks still can."""
+        """Save the last step that was done, after any error has ended the run, if the ranks still can."""
         parts = self._parts
 
         async def is_unsaved() -> bool:

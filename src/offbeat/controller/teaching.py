@@ -1,6 +1,6 @@
 """Who scores a batch as its teacher: the model of [teacher] on the train ranks or on an engine, or the policy itself. Torch-free.
 
-All of them are called by the score step on every process that runs the loop, with what that process has drawn.
+All of them are called by the score step on every process that runs the loop, with the batch that this process has drawn.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class RankTeacher:
     """The model of `teacher.path`, which the train ranks hold beside the policy."""
 
     def __init__(self, trainers: Trainers, *, top_k: int) -> None:
-        """`trainers` are those of the part "teacher"."""
+        """`trainers` hold the part "teacher"."""
         self._trainers = trainers
         self._top_k = top_k
 
@@ -125,7 +125,7 @@ class EngineTeacher:
 
 
 def _put(scores: TeacherScores, batch: Batch, i: int, found: PromptScore) -> None:
-    """Write what was found for sequence i into its targets' places."""
+    """Write the teacher's log-probabilities of sequence i to the entries of its targets."""
     for m in range(batch.target_offsets[i], batch.target_offsets[i + 1]):
         place = int(batch.positions[m] - batch.offsets[i]) + 1
         scores.logprobs[m] = found.logprobs[place]
@@ -166,7 +166,7 @@ class Contexts:
         return render(replace(row, prompt=messages), self.tokenizer, self.data)
 
     def batch(self, batch: Batch, row_of: RowOf) -> tuple[Batch, np.ndarray]:
-        """Return the sequences with their prompts replaced, those that fit, with the same targets; and [n] int64, which ones they are."""
+        """Return the N sequences that fit, with other prompts and the same targets; and their indices, [N] int64 such as [0, 1, 3]."""
         prompts = {group: self.prompt(row_of(group)) for group in sorted(set(batch.group_ids.tolist()))}
         kept, tokens, positions, prefix_lens = [], [], [], []
         start = 0

@@ -1,11 +1,11 @@
-"""Chooses whether plain prompts are asked in chats where `data.chat_template` leaves it open ("auto"), and says what it is.
+"""Chooses whether plain prompts are asked in chats where `data.chat_template` is "auto", and gives the reason.
 
 On for models that were taught chats: those whose answers end with the token with which their chat template ends an assistant's turn, by
 their tokenizer or generation_config.json. A base model whose tokenizer merely has a template, as Qwen2.5's, ends its texts with another.
 Rows that are chats are asked as such in any case, and rows that hold special tokens have been rendered already and stay as they are.
 
 `runs` calls it at the start of a run and of an evaluation, and `offbeat config check` and `offbeat data show` do; a run that goes on keeps
-what its checkpoint has.
+its checkpoint's choice.
 """
 
 from collections.abc import Mapping
@@ -65,7 +65,7 @@ def choose_templates(config: Config, *, was: Mapping[str, Any] = _NOTHING) -> tu
     elif config.data.chat_template == "auto":
         config = _with(config, chat_template=choose(config, "data.chat_template", was.get("data.chat_template")))
     evaluated = dict(config.evaluate.sets)
-    for name, table in config.evaluate.sets.items():  # the others have what the run has
+    for name, table in config.evaluate.sets.items():  # the others have the run's choice
         own = config.evaluation_set(name)
         if own.data.chat_template == "auto" and choose(own, f"evaluate.sets.{name}.data.chat_template", False if was else None):
             evaluated[name] = {**table, "data": {**table.get("data", {}), "chat_template": True}}
@@ -79,7 +79,7 @@ def _with(config: Config, **data: Any) -> Config:
 
 
 class _Taught:
-    """A model's tokenizer, read when it is needed, and what it says of chats."""
+    """A model's tokenizer, read when it is needed, and whether the model was taught chats."""
 
     def __init__(self, config: Config) -> None:
         self._model, self._name = config.model.path, config.model.tokenizer
