@@ -13,6 +13,7 @@ from offbeat.config.load import load_config
 from offbeat.runs.memory import engine_weights, rank_memory
 from offbeat.runs.slurm import SlurmJob, slurm_script
 from offbeat.runs.threads import choose_threads, usable_cores
+from small_run import build_small_model
 
 _ROOT = Path(__file__).parents[1]
 _EXAMPLES = sorted((_ROOT / "examples").glob("**/*.toml"))
@@ -68,3 +69,13 @@ def test_two_steps_of_an_example_run(path: Path, tmp_path: Path) -> None:
     assert (recorded.train.threads, recorded.inference.threads) == (chosen.train.threads, chosen.inference.threads)
     told = f"CPU threads: {chosen.train.threads} for each train rank, {chosen.inference.threads} for each engine" in done.stdout
     assert told == (chosen != given)
+
+
+@pytest.mark.whole_run
+def test_the_loop_to_change_trains_and_evaluates(tmp_path: Path) -> None:
+    model = build_small_model(tmp_path / "model", seed=0)
+    done = subprocess.run(
+        [sys.executable, str(_ROOT / "examples" / "loop.py"), "--model", model, "--steps", "20"], cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["accuracy before", "step 20/20", "accuracy after"]

@@ -14,8 +14,11 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from offbeat.algorithms.adam import AdamParams
+    from offbeat.algorithms.experience import sft_batch
     from offbeat.api.engine import Completion, Engine
     from offbeat.api.evaluation import evaluate
+    from offbeat.api.policy_batch import policy_batch
     from offbeat.api.run import Rollout, Run
     from offbeat.api.service import Service, serve
     from offbeat.api.session import Step
@@ -24,28 +27,34 @@ if TYPE_CHECKING:
     from offbeat.controller.evaluate import Evaluation
     from offbeat.data.reward import of_group
     from offbeat.data.row import Row
+    from offbeat.inference.sampling import Sample, Sampling
+    from offbeat.runs.adapters import Adapters as Tenants
 
 __all__ = [
-    "Completion", "Engine", "Evaluation", "Rollout", "Row", "Run", "Service", "Step",
-    "dpo", "evaluate", "of_group", "open_tenants", "reward_model", "serve", "sft", "train",
+    "AdamParams", "Completion", "Engine", "Evaluation", "Rollout", "Row", "Run", "Sample", "Sampling", "Service", "Step", "Tenants",
+    "dpo", "evaluate", "of_group", "open_tenants", "policy_batch", "reward_model", "serve", "sft", "sft_batch", "train",
 ]
 
-_MODULES = {
-    "Completion": "api.engine", "Engine": "api.engine", "Evaluation": "controller.evaluate", "Rollout": "api.run", "Row": "data.row",
-    "Run": "api.run", "Service": "api.service", "Step": "api.session", "dpo": "api.training", "evaluate": "api.evaluation",
-    "of_group": "data.reward", "open_tenants": "api.tenants", "reward_model": "api.training", "serve": "api.service",
-    "sft": "api.training", "train": "api.training",
+_PLACES = {
+    "AdamParams": "algorithms.adam:AdamParams", "Completion": "api.engine:Completion", "Engine": "api.engine:Engine",
+    "Evaluation": "controller.evaluate:Evaluation", "Rollout": "api.run:Rollout", "Row": "data.row:Row", "Run": "api.run:Run",
+    "Sample": "inference.sampling:Sample", "Sampling": "inference.sampling:Sampling", "Service": "api.service:Service",
+    "Step": "api.session:Step", "Tenants": "runs.adapters:Adapters", "dpo": "api.training:dpo", "evaluate": "api.evaluation:evaluate",
+    "of_group": "data.reward:of_group", "open_tenants": "api.tenants:open_tenants", "policy_batch": "api.policy_batch:policy_batch",
+    "reward_model": "api.training:reward_model", "serve": "api.service:serve", "sft": "api.training:sft",
+    "sft_batch": "algorithms.experience:sft_batch", "train": "api.training:train",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return importlib.import_module("importlib.metadata").version("offbeat")
-    if name not in _MODULES:
+    if name not in _PLACES:
         raise AttributeError(f"module 'offbeat' has no attribute {name!r}")
     with warnings.catch_warnings():  # of tqdm, which libraries load, in a notebook without ipywidgets; a run shows its progress as text
         warnings.filterwarnings("ignore", message="IProgress not found")
-        found = getattr(importlib.import_module(f"offbeat.{_MODULES[name]}"), name)
+        module, _, place = _PLACES[name].partition(":")
+        found = getattr(importlib.import_module(f"offbeat.{module}"), place)
     globals()[name] = found
     return found
 

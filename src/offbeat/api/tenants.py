@@ -24,10 +24,11 @@ async def open_tenants(
         async with offbeat.open_tenants("models/small", max_rank=8, name="tenants") as tenants:
             await tenants.add("alice", seed=0)
             await tenants.publish("alice")
-            [answer] = await tenants.sample("alice", tenants.tokenizer.encode("31>"), Sampling(max_new_tokens=4))
+            [answer] = await tenants.sample("alice", tenants.tokenizer.encode("31>"), offbeat.Sampling(max_new_tokens=4))
             print(answer.text)
 
-    docs/adapters.md describes the yielded object; examples/many_adapters.py trains sixteen adapters.
+    docs/adapters.md describes the yielded object. examples/many_adapters.py trains sixteen adapters; examples/loop.py is a training loop to
+    change.
 
     Args:
         model: folder or hub id of the base model, its tokenizer included.

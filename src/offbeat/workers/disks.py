@@ -2,9 +2,8 @@
 
 A `Disk` is a folder in which folders that travel have their places: `NearDisk` on this machine, `FarDisk` on a worker's machine, where a
 `DiskService` answers. `collect` copies a folder from any disks to another one: sources list their files with sizes and checksums, pieces
-are appended to files in a staging folder beside the destination, such as ".step-00000050.arriving", and when all have come, the staging
-folder is read again, compared with the lists, and renamed. So a folder appears complete or not at all, and at most `_FILES_AT_ONCE` pieces
-of each copy are in memory.
+are appended to files in a staging folder beside the destination, and when all have come, the staging folder is read again, compared with
+the lists, and renamed. So a folder appears complete or not at all, and at most `_FILES_AT_ONCE` pieces of each copy are in memory.
 """
 
 import asyncio
@@ -302,10 +301,7 @@ def below(root: Path, name: str) -> Path:
 
 
 def place_of(folder: Path) -> str:
-    """Return the place of a folder of this machine on far disks, such as "3f0c9a2b71d4e856/step-00000050".
-
-    The first name is a hash of the parent, so folders beside each other here are so there, too.
-    """
+    """Return the place of a folder on far disks, such as "3f0c9a2b71d4e856/step-00000050"; a hash of its parent comes first."""
     folder = Path(os.path.abspath(folder))  # noqa: PTH100 (links are kept: the names are what engines and ranks know)
     return f"{hashlib.sha256(str(folder.parent).encode()).hexdigest()[:_PARENT_DIGITS]}/{folder.name}"
 
