@@ -1,1 +1,1 @@
-"""Engines in service: who serves, what adapters each holds, where requests go, and how versions reach them."""
+"""Engines in service: their standing, the adapters on them, the routing of requests, and the publishing of versions."""

@@ -1,8 +1,8 @@
-"""The engines as a cache of adapters: which engine holds which, and what makes room for what.
+"""The engines as a cache of adapters: the adapters on each engine, and the ones to unload for others.
 
 Requests (`dispatch`) and publishes (`publishers`) have adapters loaded here; the catalog knows which versions there are. An adapter that a
-request wants and no engine in service holds is loaded and proven first. All of this state belongs to the event loop: what is read and
-changed without an `await` in between is atomic.
+request wants and no engine in service holds is loaded and proven first. All of this state belongs to the event loop: reads and changes
+without an `await` in between are atomic.
 """
 
 import asyncio
@@ -33,12 +33,12 @@ _DISCARD_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Installed:
-    """How an adapter came to an engine that serves it.
+    """Result of bringing an adapter to an engine that serves it.
 
     Attributes:
         num_retries: number of times that the engine was busy.
-        canary_gap: difference of the canary's mean log-probability between the trainer and the engine; 0 if it was there already.
-        inconclusive: why its proof shows nothing; empty if it shows something.
+        canary_gap: difference of the canary's mean log-probability between the trainer and the engine, in nats; 0 if it was there already.
+        inconclusive: why its proof is inconclusive; empty if it is conclusive.
     """
 
     num_retries: int = 0
@@ -52,7 +52,7 @@ class AdapterCache:
     Attributes:
         catalog: the versions that there are.
         slots: the adapters of each engine, by the engine's name.
-        timeout_s: how long one engine may take to load and prove one adapter.
+        timeout_s: time for one engine to load and prove one adapter.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class AdapterCache:
         self.catalog.add(manifest, pinned=pinned)
 
     def pin(self, manifest: Manifest) -> None:
-        """Keep a version and its folder until it is unpinned, whatever else is or was published of its adapter.
+        """Keep a version and its folder until it is unpinned, regardless of other versions of its adapter.
 
         No engine loads it now. One loads and proves it before its first request there, and again if it has made room for others since.
 
@@ -137,7 +137,7 @@ class AdapterCache:
     def prune(self) -> None:
         """Remove the folders of versions that are neither among an adapter's newest nor pinned, and that no engine or request may read."""
         for folder in self.catalog.prune({*self._requests}.union(*(slots.names for slots in self.slots.values()))):
-            discard(Path(folder))  # what is gone already needs no removal
+            discard(Path(folder))  # does nothing if the folder is gone already
 
     def _check_unused(self, name: str) -> None:
         """Raise PublishError if engines still hold something else under this name."""
@@ -164,14 +164,17 @@ class AdapterCache:
 
     @property
     def _num_replicas(self) -> int:
-        """Number of engines for each adapter: E * C / (2 A), so that an old and a new version of all A adapters fit into E engines of C."""
+        """Number of engines for each adapter: E * C / (2 A), so that an old and a new version of all A adapters fit into E engines of C.
+
+        For example, 4 engines of 8 adapters with 5 adapters give 4 * 8 // 10 = 3.
+        """
         return max(len(self.slots) * self._capacity // (2 * max(self.catalog.num_adapters, 1)), 1)
 
     # -- requests ----------------------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def wanted(self, adapter: str) -> Iterator[Manifest]:
-        """Yield an adapter's current version, or the version that `adapter@version` names; its folder stays while the body runs.
+        """Yield an adapter's current version, or the one of a name such as "coder@7"; its folder stays while the body runs.
 
         Raises:
             RefusedError: there is no such adapter or version.
@@ -226,8 +229,8 @@ class AdapterCache:
         An engine that fails its proof is quarantined.
 
         Args:
-            canary: [n] token IDs.
-            canary_logprobs: [n - 1] log-probabilities of canary[1:] under the trainers' base model.
+            canary: [C] token IDs.
+            canary_logprobs: [C - 1] log-probabilities of canary[1:] under the trainers' base model.
 
         Raises:
             EngineError: too few engines are healthy.
@@ -252,15 +255,15 @@ class AdapterCache:
     # -- healing -----------------------------------------------------------------------------------------------------------------------
 
     async def refill(self, engine: EngineControl) -> Version | None:
-        """Load the newest versions on an engine that is out of service and holds nothing for certain; nothing is missing when this returns.
+        """Load the newest versions on an engine that is out of service, as if it held none; none is missing when this returns.
 
         An adapter that this engine refuses is left out if no other engine in service holds it either.
 
         Returns:
-            The version of the base model, proven, if that is to be served, too.
+            The proven version of the base model, if the base model is served, too; otherwise None.
 
         Raises:
-            EngineError, DeadlineError: the engine failed, or it refuses what another one serves.
+            EngineError, DeadlineError: the engine failed, or it refuses an adapter that another one serves.
         """
         self.slots[engine.name].clear()
         bad: set[str] = set()
@@ -293,10 +296,10 @@ class AdapterCache:
         """Load an adapter on an engine and prove it, unless the engine holds it already.
 
         Args:
-            patience_s: how long a full engine is asked again.
+            patience_s: time for which a full engine is asked again.
 
         Raises:
-            BusyError: its adapters stayed in use; RefusedError: it takes no such adapter; ProofError: it samples something else.
+            BusyError: its adapters stayed in use; RefusedError: it takes no such adapter; ProofError: it samples from other weights.
             EngineError, DeadlineError: it failed.
         """
         slots, name = self.slots[engine.name], manifest.name
@@ -313,7 +316,7 @@ class AdapterCache:
                         return Installed(num_retries, verdict.gap, verdict.reason)
 
     async def _load(self, engine: EngineControl, manifest: Manifest, *, patience_s: float) -> int:
-        """Make room on an engine and load an adapter. Returns how often the engine was busy."""
+        """Make room on an engine and load an adapter. Returns the number of times that the engine was busy."""
         give_up_s = time.monotonic() + patience_s
         for num_retries in itertools.count():
             try:
@@ -321,7 +324,7 @@ class AdapterCache:
                     await self._unload(engine, victim)
                 try:
                     await engine.load_adapter(manifest.name, manifest.folder, timeout_s=self.timeout_s)
-                except RefusedError:  # perhaps because of one of this name that an earlier run has left there
+                except RefusedError:  # perhaps because an earlier run has left an adapter of this name there
                     await engine.unload_adapter(manifest.name, timeout_s=self.timeout_s)
                     await engine.load_adapter(manifest.name, manifest.folder, timeout_s=self.timeout_s)
                 return num_retries
@@ -332,7 +335,7 @@ class AdapterCache:
         raise AssertionError("a count has no end")
 
     async def _prove(self, engine: EngineControl, manifest: Manifest) -> Verdict:
-        """Have an engine prove an adapter that it has loaded; one that is not proven is unloaded again."""
+        """Have an engine prove an adapter that it has loaded, and unload it again if the proof fails."""
         try:
             proof = await engine.prove(manifest.canary, adapter=manifest.name, timeout_s=self.timeout_s)
             verdict = self._judge.judge(engine.name, manifest, proof)

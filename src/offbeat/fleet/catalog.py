@@ -1,7 +1,7 @@
-"""Which versions of adapters there are: those that are published, of which each adapter has a current one, and those that are pinned.
+"""Catalog of the versions of adapters: published versions, one of which is its adapter's current one, and pinned versions.
 
-It only decides; `adapters` and `publishers` act. A published version is known until newer ones take its place. A pinned version is known
-until it is unpinned, whatever else is published of its adapter, and it may also be published.
+It only decides; `adapters` and `publishers` act. A published version, such as "coder@7", is known until newer ones take its place. A pinned
+version is known until it is unpinned, regardless of other versions, and it may also be published.
 """
 
 from collections.abc import Collection
@@ -16,7 +16,7 @@ class Catalog:
     """Manifests by name, and each adapter's newest and current version."""
 
     def __init__(self, *, keep: int) -> None:
-        """`keep` is how many of each adapter's newest versions stay when they are not in use."""
+        """`keep` is the number of each adapter's newest versions that stay when they are not in use."""
         self._keep = keep
         self._published: dict[str, Manifest] = {}
         self._pinned: dict[str, Manifest] = {}
@@ -33,7 +33,7 @@ class Catalog:
         return self._published.get(name) or self._pinned.get(name)
 
     def find(self, adapter: str) -> Manifest:
-        """Return an adapter's current version, or the version that `adapter@version` names.
+        """Return an adapter's current version, or the one of a name such as "coder@7".
 
         Raises:
             RefusedError: there is no such adapter or version.
@@ -51,7 +51,7 @@ class Catalog:
     def add(self, manifest: Manifest, *, pinned: bool = False) -> None:
         """Add a version that is about to be published, and make it its adapter's newest.
 
-        A pinned version may be older than others; it becomes the newest, if it is that, only when an engine serves it.
+        A pinned version may be older than others; if it is the newest, it becomes so only when an engine serves it.
 
         Raises:
             PublishError: the version is not newer than the adapter's newest, or `pin` refuses it.
@@ -125,10 +125,10 @@ class Catalog:
 
 
 def adapter_of(name: str) -> str:
-    """Return the adapter's name from the name of a version, `adapter@version`."""
+    """Return the adapter's name from the name of a version; "coder" for "coder@7"."""
     return split_adapter_name(name)[0]
 
 
 def version_of(name: str) -> Version:
-    """Return the version's number from its name, `adapter@version`."""
+    """Return the version's number from its name; 7 for "coder@7"."""
     return split_adapter_name(name)[1]

@@ -1,7 +1,7 @@
-"""Sends requests to engines; those of an engine that fails are generated or scored again by another.
+"""Sends requests to engines; when an engine fails, another one generates or scores again.
 
-A request for an adapter goes to an engine that holds it; if none does, the engine that is chosen loads it first. Which of several engines
-gets a request is decided in `routing`.
+A request for an adapter goes to an engine that holds it; if none does, the engine that is chosen loads it first. `routing` chooses among
+several engines.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ Ask = Callable[[EngineClient, str], Coroutine[Any, Any, T]]
 
 _BUSY_RETRY_S = 0.2
 _TRIES_PER_ENGINE = 3
-"""A request that has failed on engines this often, each healed in between, is itself what breaks them."""
+"""A request that has failed on engines this often, each healed in between, breaks them itself."""
 
 
 class Dispatcher:
@@ -52,9 +52,9 @@ class Dispatcher:
         """Send requests to the engines of `pool`.
 
         Args:
-            request_timeout_s: how long one engine may take to answer a request.
-            token_timeout_s: how long it may take for each token that it may generate, where that is more in total.
-            adapters: the adapters on the engines; None where only whole models are asked for.
+            request_timeout_s: time for one engine to answer a request.
+            token_timeout_s: time for each token that it may generate, where that is more in total.
+            adapters: the adapters on the engines; None where requests only go to whole models.
             on_failure: called with (engine, reason) for every request that an engine failed.
         """
         self.pool = pool
@@ -72,7 +72,7 @@ class Dispatcher:
 
         Args:
             session: requests of one session go to one engine as long as the load allows, for its cached prefix.
-            adapter: name of an adapter, whose current version is used, or of one version, `adapter@version`; "" for the model itself.
+            adapter: name of an adapter, whose current version is used, or of one version, such as "coder@7"; "" for the model itself.
             max_failures: number of engines that may fail the request before it is given up; None for three times all engines.
 
         Raises:
@@ -95,7 +95,7 @@ class Dispatcher:
         self, tokens: tuple[int, ...], *, top_k: int = 0, targets: tuple[tuple[int, ...], ...] | None = None,
         draws: Draws | None = None, session: str = "", adapter: str = "", max_failures: int | None = None,
     ) -> PromptScore:
-        """Score tokens under an adapter or the model itself; see `ScoreRequest` for what is asked, and `generate` for the rest."""
+        """Score tokens under an adapter or the model itself; arguments as for `ScoreRequest` and `generate`."""
         def ask(client: EngineClient, name: str) -> Coroutine[Any, Any, PromptScore]:
             return client.score(
                 tokens, adapter=name, top_k=top_k, targets=targets, draws=draws, timeout_s=self._request_timeout_s)
@@ -107,7 +107,7 @@ class Dispatcher:
     async def _route(
         self, ask: Ask[T], newest: Callable[[T], Version], *, cost: int, session: str, adapter: str, max_failures: int | None,
     ) -> tuple[T, int]:
-        """Return an engine's answer, and how many have failed before it; `newest` tells the newest version in an answer."""
+        """Return an engine's answer, and the number of failures before it; `newest` returns the newest version in an answer."""
         failed = Failures(limit=max_failures or _TRIES_PER_ENGINE * len(self.pool.members))
         give_up_s = time.monotonic() + self._request_timeout_s
         refused: set[str] = set()
@@ -124,7 +124,7 @@ class Dispatcher:
                         if wanted is None or member.client.name in refused:
                             raise
                         refused.add(member.client.name)
-                        again = member  # it may have lost the adapter: then it is given it again
+                        again = member  # it may have lost the adapter, which is then loaded again
                         await self._cache.verify(Guarded(member), wanted)
                     except BusyError:
                         if time.monotonic() > give_up_s:
@@ -136,12 +136,12 @@ class Dispatcher:
                         await self.pool.examine(member.client.name)
 
     async def _ask(self, member: Member, ask: Ask[T], newest: Callable[[T], Version], wanted: Manifest | None) -> T:
-        """Return one engine's answer, once the weights that gave it are proven; raises EngineError if it failed, or was quarantined."""
+        """Return one engine's answer, once its weights are proven; raises EngineError if it failed, or was quarantined."""
         if wanted is not None:
             async with self._cache.holding(Guarded(member), wanted):
                 return await member.while_in_service(ask(member.client, wanted.name))
         answer = await member.while_in_service(ask(member.client, ""))
-        # Ahead between a switch and its proof, which the publisher ends with an admission or a quarantine.
+        # The answer is ahead of the member between a switch and its proof; the publisher then admits or quarantines the engine.
         async with deadline(f"the proof of what {member.client.name} answered with", self._request_timeout_s):
             while member.version is not None and newest(answer) > member.version:
                 await member.while_in_service(member.news.wait())
@@ -150,7 +150,7 @@ class Dispatcher:
     def _choose(self, cost: int, session: str, wanted: Manifest | None, failed: "Failures") -> Member | None:
         """Choose the engine for a request; None when it has to wait. Raises the request's last error when waiting cannot help."""
         members, serving, unproven, num_healthy = self.pool.members, State.SERVING, State.UNPROVEN, 0
-        able: dict[str, int] = {}  # outstanding tokens of those that may take it
+        able: dict[str, int] = {}  # outstanding tokens of the engines that may take the request
         for name, member in members.items():  # one pass, as there may be a thousand, for every request
             state = member.state
             if state is serving or state is unproven:
@@ -173,7 +173,7 @@ class Dispatcher:
 
 @dataclass
 class Failures:
-    """The failures that one request has met with.
+    """Failures of one request so far.
 
     Attributes:
         limit: number of failures after which the request is given up.

@@ -41,12 +41,12 @@ _MARGIN_S = 5.0
 
 @dataclass(frozen=True)
 class EngineAddresses:
-    """Where a run's engines are, and how they are asked.
+    """Addresses of a run's engines, and the credentials to call them.
 
     Attributes:
-        urls: by name.
-        key: that all of them require; empty if they require none.
-        owner: who the run is to engines that it has not started; empty for those that it has, whose key only it knows.
+        urls: URLs by name, such as {"engine 0": "http://127.0.0.1:41873"}.
+        key: key that all of them require; empty if they require none.
+        owner: identity of the run for engines that it has not started, see `owner`; empty for its own, whose key only it knows.
     """
 
     urls: dict[str, str]
@@ -59,7 +59,7 @@ class EngineGroup:
 
     Attributes:
         workers: the processes, in order; empty where the run does not own the engines.
-        key: key that the engines require: one of this run alone, or $OFFBEAT_API_KEY for servers by URL; empty for none.
+        key: key that the engines require: this run's own, or $OFFBEAT_API_KEY for servers by URL; empty for none.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class EngineGroup:
         """Start the processes; they serve nothing before `serve`.
 
         Args:
-            publishes: whether weights or adapters will be published to them, for which engines by URL have to be the run's.
+            publishes: whether weights or adapters will be published to them; engines by URL then have to belong to the run.
 
         Raises:
             ConfigError: the environment of another make of engine does not exist.
@@ -135,7 +135,7 @@ class EngineGroup:
         assert self._launcher is not None, "only engines that the run started are restarted"
         index = [worker.name for worker in self.workers].index(name)
         await self.workers[index].stop(timeout_s=_RESTART_STOP_TIMEOUT_S)
-        port = self._ports.pop(name, 0)  # others look for it there; used once, as someone else may take the port
+        port = self._ports.pop(name, 0)  # the other ranks know this port; used once, as another process may take it
         self.workers[index] = await self._launcher.start(self._specs[index], timeout_s=self._config.inference.start_timeout_s)
         return await self._serve(index, port=port)
 
@@ -188,7 +188,7 @@ class EngineGroup:
 
 
 def engine_names(count: int) -> list[str]:
-    """Return the names of `count` engines, in order."""
+    """Return the names of `count` engines, in order, such as "engine 0" and "engine 1"."""
     return [f"engine {index}" for index in range(count)]
 
 
@@ -220,5 +220,5 @@ async def serve_one(options: EngineOptions, *, host: str, port: int, threads: in
 
 
 async def raise_death(worker: Worker) -> None:
-    """Raise the error that says how a dead worker died."""
+    """Raise a dead worker's error, with its signal or exit code."""
     await ask(worker, "ping", Nothing(), Nothing, timeout_s=_STOP_TIMEOUT_S)

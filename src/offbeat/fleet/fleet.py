@@ -29,10 +29,10 @@ from offbeat.weights.adapters import is_policy
 from offbeat.weights.proof import Judge
 
 UNPUBLISHED: Version = -1
-"""What a new engine serves until its first publication: the initial weights, unproven, routed to by nobody."""
+"""Version of a new engine until its first publication: the initial weights, unproven, to which no request goes."""
 
 Reload = Callable[[EngineClient], Awaitable[Version | None]]
-"""Brings an engine to what is current, and returns the version of its whole weights; see `Healer`."""
+"""Brings an engine to the current weights and adapters, and returns the version of its whole weights; see `Healer`."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Fleet:
     record: RunRecord
 
     async def watch(self, reload: Reload | None = None) -> None:
-        """Until cancelled, notice engines that die or hang, and heal them; `reload` brings one to what is current, adapters by default."""
+        """Until cancelled, quarantine engines that die or hang, and heal them by `reload`, which refills adapters by default."""
         healer = Healer(
             self.pool, reload=reload or self.adapters.refill, restart=self._restart if self.engines.workers else None,
             probe_interval_s=self.config.inference.probe_interval_s, probe_timeout_s=self.config.inference.probe_timeout_s,
@@ -66,7 +66,7 @@ class Fleet:
         await run_beside(healer.run(), self.engines.watch(self.pool.quarantine))
 
     async def unload_leftovers(self, directory: Path) -> None:
-        """Have engines by URL forget the adapters that earlier starts of this run have published below `directory`."""
+        """Unload the adapters that earlier starts of this run have published below `directory` from engines by URL."""
 
         async def unload(client: EngineClient) -> None:
             try:
@@ -96,7 +96,7 @@ async def open_fleet(
     """Connect to the engines at these addresses, which have to serve `model`.
 
     Raises:
-        ConfigError: an engine by URL is not ready, serves another model, or lacks what will be asked of it.
+        ConfigError: an engine by URL is not ready, serves another model, or lacks a feature that the run needs.
     """
     pool = await open_pool(stack, addresses, config, record, model=model, deliver=engines.deliver)
     if addresses.owner:
@@ -132,7 +132,7 @@ def make_pool(
     clients: Iterable[EngineClient], record: RunRecord, *, probe_timeout_s: float, heal_timeout_s: float, min_engines: int = 1,
     on_busy: OnBusy = lambda _what, _name, _start_s, _end_s: None, clock: HaltingClock | None = None,
 ) -> EnginePool:
-    """Make a pool that records who is quarantined, and says so; see `EnginePool`."""
+    """Make a pool that records and reports each quarantine; see `EnginePool`."""
 
     def on_quarantine(name: str, reason: str) -> None:
         record.events.record("quarantine", engine=name, reason=reason)
@@ -153,7 +153,7 @@ def make_dispatcher(
 
 
 async def _leave(pool: EnginePool, owner: str, *, timeout_s: float) -> None:
-    """Let engines by URL know that the run has ended, so that another one can begin at once."""
+    """Tell engines by URL that the run has ended, so that another one can begin at once."""
 
     async def leave(client: EngineClient) -> None:
         with suppress(OffbeatError):

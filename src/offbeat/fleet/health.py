@@ -3,9 +3,9 @@
     _care   one per engine; consumes time and quarantines; produces probes and, for a quarantined engine, attempts to heal it; woken by the
             interval and by the engine's quarantine; waits for nothing without a deadline
 
-An engine that is dead, stopped, paused by somebody else or hangs is noticed within `probe_interval_s` plus the pool's probe timeout, or by
-the first request that it fails. It is resumed if it is paused and healed by a reload, and if that fails by a restart and a reload. It never
-serves before it has proven itself.
+An engine that is dead, stopped, paused by somebody else or hangs is quarantined within `probe_interval_s` plus the pool's probe timeout, or
+at the first request that it fails. It is resumed if it is paused and healed by a reload, and if that fails by a restart and a reload. It
+never serves before it has proven itself.
 """
 
 import asyncio
@@ -43,10 +43,11 @@ class Healer:
         """Prepare to look after all engines of the pool.
 
         Args:
-            reload: brings an engine to what is current when it returns, and returns the version of its whole weights, or None before the
-                first publication; see `WeightsPublisher.bring` and `AdapterCache.refill`. Its waits have deadlines.
-            restart: ends the process of the engine of that name, starts another and returns its URL; None where the run did not start the
-                engines. Its waits have deadlines.
+            reload: brings an engine to the weights or adapters that are current when it returns, and returns the version of its whole
+                weights, or None before the first publication; see `WeightsPublisher.bring` and `AdapterCache.refill`. Its waits have
+                deadlines.
+            restart: ends the process of the engine of that name, starts another and returns its URL, such as "http://127.0.0.1:41873"; None
+                where the run did not start the engines. Its waits have deadlines.
             max_backoff_s: longest pause between two attempts.
             on_event: called with "heal_attempt" (engine, attempt, by, reason, seconds) for each reload and restart, where the reason is
                 empty if it succeeded, and with "healed" (engine, attempts, seconds).
@@ -96,7 +97,7 @@ class Healer:
             await act(name)
         except OffbeatError as exc:
             reason = str(exc)
-        except Exception as exc:  # of this engine alone, such as an OSError of the disk that its weights are read from
+        except Exception as exc:  # concerns this engine alone, such as an OSError of the disk of its weights
             _log.exception("%s was not healed by a %s", name, by)
             reason = describe(exc)
         self._on_event("heal_attempt", engine=name, attempt=attempt, by=by, reason=reason, seconds=round(time.monotonic() - start, 3))

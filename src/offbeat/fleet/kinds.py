@@ -1,6 +1,6 @@
-"""How each kind of engine is spoken to, and started where it is a server of another make. Torch-free.
+"""Dialect of each kind of engine, and the command that starts it where it is a server of another make. Torch-free.
 
-A row of `MAKERS` goes with one of `config.engine_kinds`, which says what the kind can do. A comment beside each flag says what it is for.
+A row of `MAKERS` goes with a row of `config.engine_kinds`, which has the kind's capabilities. A comment beside each flag gives its purpose.
 """
 
 from collections.abc import Mapping
@@ -28,8 +28,7 @@ _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True)
 class Serving:
-    """What one server serves: a model and its tokenizer (folders or hub ids), the version of its weights, its seed, and the key it asks
-    for."""
+    """Settings of one server: model and tokenizer (folders or hub ids, such as "Qwen/Qwen3-0.6B"), version of its weights, seed, key."""
 
     model: str
     tokenizer: str
@@ -39,21 +38,21 @@ class Serving:
 
 
 class Maker(Protocol):
-    """Makes what speaks to engines of a kind, and what starts one."""
+    """Makes the dialects of a kind of engine, and the command that starts one."""
 
     def dialect(self, config: Config, model: str) -> Dialect:
         """Return the dialect of a run's engines, to which weights or adapters of `model` are published."""
         ...
 
     def reader(self) -> Dialect:
-        """Return the dialect of an engine that is only asked: a teacher, or one of `serve.sampling_models`."""
+        """Return the dialect of an engine to which nothing is published: a teacher's, or one of `serve.sampling_models`."""
         ...
 
     def command(self, config: Config, serving: Serving) -> tuple[list[str], dict[str, str]]:
         """Return the arguments of Python that start a server, without its address, and its environment variables.
 
         Raises:
-            ConfigError: the server cannot serve what the configuration asks for.
+            ConfigError: the server cannot serve this configuration, for example an adapter rank of 1024 with vLLM.
         """
         ...
 
@@ -74,7 +73,7 @@ class _Embedded:
 class _Vllm:
     def dialect(self, config: Config, model: str) -> Dialect:
         lora = config.model.lora.rank > 0
-        on_cpu = not config.inference.devices_per_engine  # also of engines by URL, of which nothing else tells
+        on_cpu = not config.inference.devices_per_engine  # also of engines by URL, for which there is no other sign
         changes = config.weights.whole_every_versions > 1
         return VllmDialect(model=model, whole_weights=not lora, lora=lora, on_cpu=on_cpu, changes=changes)
 
@@ -88,7 +87,7 @@ class _Vllm:
             "serve", serving.model, "--tokenizer", serving.tokenizer, "--dtype", config.model.number_format, "--seed", str(serving.seed),
             "--max-num-seqs", str(inference.max_running),
             "--generation-config", "vllm",  # otherwise the model's own sampling defaults apply to every request
-            "--logprobs-mode", "processed_logprobs",  # those of the distribution that was sampled
+            "--logprobs-mode", "processed_logprobs",  # log-probabilities of the sampled distribution
             "--scheduling-policy", "priority",  # proofs go ahead of waiting requests
             "--middleware", "vllm_inside.Inside", "--worker-extension-cls", "vllm_inside.WorkerExtension"]
         env = {
@@ -96,7 +95,7 @@ class _Vllm:
             "VLLM_API_KEY": serving.key}  # `Inside` requires it on all paths, vLLM itself below /v1
         if inference.max_context:
             command += ["--max-model-len", str(inference.max_context)]
-        if not inference.prefix_caching or config.weights.interrupt == "keep":  # new requests must not use what old weights computed
+        if not inference.prefix_caching or config.weights.interrupt == "keep":  # new requests must not use caches of old weights
             command += ["--no-enable-prefix-caching"]
         if lora.rank:
             most = str(inference.max_adapters)
@@ -151,4 +150,4 @@ def _lora_rank(config: Config) -> int:
 
 
 MAKERS: Mapping[str, Maker] = MappingProxyType({"embedded": _Embedded(), "vllm": _Vllm(), "sglang": _SGLang()})
-"""By the names of `config.engine_kinds.ENGINE_KINDS`."""
+"""Makers by the names of `config.engine_kinds.ENGINE_KINDS`."""

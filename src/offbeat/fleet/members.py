@@ -30,11 +30,11 @@ class Member:
     Attributes:
         version: the version of the whole weights that the engine proved last; None before its first proof.
         reason: why the engine is out of service; empty while it is in service.
-        outstanding_tokens: tokens of the requests that it has: their prompts, and the most that each may generate.
+        outstanding_tokens: tokens of its requests: their prompts, and the most that each may generate.
         busy_since_s: wall-clock time since which it has had requests without a break.
-        stint: stands for one stretch of service; it is set when a quarantine ends the stretch, and replaced when the engine returns.
-        news: is set at each proof, and then replaced.
-        held: held by a step of its healing, and while the train ranks have its device: no such step begins then.
+        stint: event of one stretch of service; set when a quarantine ends the stretch, and replaced when the engine returns.
+        news: event that is set at each proof, and then replaced.
+        held: lock held by a step of its healing, and while the train ranks have its device: no such step begins then.
     """
 
     client: EngineClient
@@ -67,7 +67,7 @@ class Member:
         self.news = asyncio.Event()
 
     async def while_in_service(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what `work` gives, unless a quarantine of the engine ends it first.
+        """Return the result of `work`, unless a quarantine of the engine ends it first.
 
         Raises:
             EngineError: the engine is or was quarantined.

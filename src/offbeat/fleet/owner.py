@@ -1,7 +1,7 @@
-"""Who a run is to engines that it has not started: its name with random digits, and the number of this start of it.
+"""Identity of a run for engines that it has not started: its name with random digits, and the number of this start of it.
 
-Both lie in `owner.json` in the run's folder, so that a run that is resumed elsewhere takes its engines over from an earlier start, which
-may still be alive, and a run that begins anew is another one.
+Both lie in `owner.json` in the run's folder, for example {"run": "math-4f1c09", "start": 2}. So a run that is resumed elsewhere takes its
+engines over from an earlier start, which may still be alive, and a run that begins anew is another one.
 """
 
 import json
@@ -15,7 +15,7 @@ _FILE = "owner.json"
 
 
 def begin_start(run_dir: Path, *, exclusive: bool) -> str:
-    """Count a start of the run, and return what it sends as the header `engine.inside.owners.HEADER`.
+    """Count a start of the run, and return its header `engine.inside.owners.HEADER`, for example "math-4f1c09 2 exclusive".
 
     Args:
         run_dir: the run's folder; the caller holds its lock.
@@ -36,6 +36,6 @@ def begin_start(run_dir: Path, *, exclusive: bool) -> str:
 
 
 def leaving(owner: str) -> str:
-    """Return the header of the last request of a run."""
+    """Return the header of the last request of a run, for example "math-4f1c09 2 leaves"."""
     run, start, _ = owner.split(" ")
     return f"{run} {start} leaves"

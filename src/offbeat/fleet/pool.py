@@ -1,8 +1,8 @@
 """The engines of a run as one: the standing of each, and waits for enough of them. Requests go through `dispatch`.
 
-An engine serves after a publish has proven it (`admit`). One that fails its probe or its proof is quarantined: nothing more is sent to it
-or taken from it, and what it was generating is generated elsewhere. `health` brings it back (`restore`). While fewer than `min_engines` are
-healthy, or none can serve a request, requests wait for one to heal, for `heal_timeout_s` at most.
+An engine serves after a publish has proven it (`admit`). An engine that fails its probe or its proof is quarantined: it gets no more
+requests, its answers are dropped, and other engines repeat its work. `health` brings it back (`restore`). While fewer than `min_engines`
+are healthy, or none can serve a request, requests wait for one to heal, for `heal_timeout_s` at most.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class EnginePool:
     """Keeps the standing of each engine, and lets callers wait until enough engines serve.
 
     Attributes:
-        members: all engines by name, whatever their state.
+        members: all engines by name, in any state.
         min_engines: number of engines in service below which requests and publishes wait.
         clock: counts the time of waits for engines to heal; it stands still while they sleep.
     """
@@ -47,12 +47,12 @@ class EnginePool:
         """Begin with all engines unproven.
 
         Args:
-            probe_timeout_s: how long an engine may take to say that it is well.
-            heal_timeout_s: how long a request or a publish waits for engines; 0 where nobody heals them.
+            probe_timeout_s: time for an engine to answer that it is well.
+            heal_timeout_s: longest wait of a request or a publish for engines; 0 where nobody heals them.
             on_quarantine: called with (engine, reason) for every engine that leaves service.
             on_busy: called for every busy stretch; a switch of versions ends one stretch and begins the next.
             note: called with a sentence for the user when the first caller begins to wait.
-            clock: also counts the time of the clients' requests; None for one of the pool's own.
+            clock: clock that also counts the time of the clients' requests; None for the pool's own.
         """
         self.members: Mapping[str, Member] = {client.name: Member(client) for client in clients}
         self.min_engines = min_engines
@@ -72,7 +72,7 @@ class EnginePool:
 
     @property
     def outstanding(self) -> Mapping[str, int]:
-        """Tokens of the requests that each engine has, by name: their prompts, and the most that each may generate."""
+        """Outstanding tokens of each engine, by name; see `Member`."""
         return {name: member.outstanding_tokens for name, member in self.members.items()}
 
     @property
@@ -81,7 +81,7 @@ class EnginePool:
         return {name: Guarded(member) for name, member in self.members.items() if member.healthy}
 
     def client(self, name: str) -> EngineClient:
-        """Return the client of an engine, whatever the engine's state."""
+        """Return the client of an engine in any state."""
         return self.members[name].client
 
     def admit(self, name: str, version: Version) -> None:
@@ -98,7 +98,7 @@ class EnginePool:
         self._tell()
 
     def quarantine(self, name: str, reason: str) -> None:
-        """Take an engine out of service: nothing more is sent to it or taken from it. The first reason stands."""
+        """Take an engine out of service: it gets no more requests, and its answers are dropped. The first reason stands."""
         member = self.members[name]
         if member.out:
             return
@@ -121,12 +121,12 @@ class EnginePool:
         member.state = State.UNPROVEN if version is None else State.SERVING
         member.version, member.reason = version, ""
         member.tell_version()
-        if member.stint.is_set():  # calls of the stretch before have ended; those to come belong to the next one
+        if member.stint.is_set():  # calls of the last stretch have ended; later ones belong to the next
             member.stint = asyncio.Event()
         self._tell()
 
     async def examine(self, name: str) -> None:
-        """Ask an engine whether it is well, and quarantine it if it does not say so in time or somebody has paused it."""
+        """Probe an engine, and quarantine it if it does not answer in time or somebody has paused it."""
         member = self.members[name]
         try:
             told = await member.while_in_service(member.client.health(timeout_s=self._probe_timeout_s))
@@ -141,7 +141,7 @@ class EnginePool:
         await self.members[name].stint.wait()
 
     async def wait_healthy(self, *, version: Version | None = None) -> Mapping[str, EngineControl]:
-        """Wait for `min_engines` engines in service, and return all that are; with `version`, those that serve it or a newer one count.
+        """Wait for `min_engines` engines in service, and return all of them; with `version`, only engines that serve it or a newer one.
 
         Raises:
             EngineError: there are fewer after `heal_timeout_s`; gives each engine's reason.

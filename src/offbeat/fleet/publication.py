@@ -1,4 +1,4 @@
-"""How a version gets on at the engines, of whole weights or of an adapter, and whose fault a failure is. `publishers` acts.
+"""Progress of a version at the engines, of whole weights or of an adapter, and the engines to blame for failures. `publishers` acts.
 
 Each engine takes a version at its own pace.
 """
@@ -12,7 +12,7 @@ from offbeat.weights.proof import Outcome, Verdict
 
 @dataclass(frozen=True)
 class PublishReport:
-    """How long a publish took, which engines serve the version, and why others do not.
+    """Durations of a publish, engines that serve the version, and reasons of the others.
 
     Attributes:
         total_s: seconds of the whole publish.
@@ -22,7 +22,7 @@ class PublishReport:
         canary_gap: largest difference of the canary's mean log-probability between the trainer and an engine that serves, in nats.
         serving: names of the engines that serve the version.
         quarantined: reasons of the engines that failed to take it, by name.
-        inconclusive: engines that serve although their proof shows nothing, with the reason why it does not.
+        inconclusive: reasons of the engines that serve although their proof is inconclusive, by name.
         num_bytes: size of the tensors that were written, or offered by broadcast.
     """
 
@@ -40,7 +40,7 @@ class PublishReport:
 
 @dataclass(frozen=True)
 class Taken:
-    """How an engine took a version of the whole weights: seconds of its staging, seconds of its switch and proof, and the verdict on it."""
+    """An engine's change to a version of the whole weights: seconds of staging, seconds of switch and proof, and the verdict on it."""
 
     stage_s: float
     switch_s: float
@@ -53,8 +53,8 @@ class WeightsPublication:
 
     Attributes:
         serving: names of the engines that serve the version, or a newer one.
-        reasons: why the other engines were lost, by name.
-        unsure: engines that serve although their proof shows nothing, with the reason why it does not.
+        reasons: why the other engines were lost, by name, such as {"engine 1": "staging failed: ..."}.
+        unsure: reasons of the engines that serve although their proof is inconclusive, by name.
         largest_gap, stage_s, switch_s: see `PublishReport`.
     """
 
@@ -67,7 +67,7 @@ class WeightsPublication:
     switch_s: float = 0.0
 
     def served(self, engine: str, taken: Taken | None) -> None:
-        """Note that an engine serves the version, or a newer one; `taken` is None if it has come to it in another way than this."""
+        """Note that an engine serves the version, or a newer one; `taken` is None if healing or another fan-out brought it there."""
         self.serving.append(engine)
         if taken is None:
             return
@@ -77,7 +77,7 @@ class WeightsPublication:
         self.stage_s, self.switch_s = max(self.stage_s, taken.stage_s), max(self.switch_s, taken.switch_s)
 
     def failed(self, engine: str, reason: str) -> None:
-        """Note that an engine failed, was late, or does not serve what it should; the others go on without it."""
+        """Note that an engine failed, was late, or serves other weights; the others go on without it."""
         self.reasons[engine] = reason
 
 

@@ -1,10 +1,10 @@
 """Brings versions to the engines, each with proof: whole weights (`WeightsPublisher`) and adapters (`AdapterPublisher`).
 
 An engine that fails or is late, or whose proof is refused, is quarantined with the reason, and heals outside of any publish. The training
-loop sees `controller.parts.Publishing`: what it trains, whole weights or its adapter (`PolicyPublisher`), is written when `publish`
-returns, and engines serve it once `settle` does.
+loop sees `controller.parts.Publishing`: its whole weights or its adapter (`PolicyPublisher`) are written when `publish` returns, and
+engines serve them once `settle` does.
 
-    a fan-out   consumes what the ranks wrote; produces the version on the engines; waits for each under its own deadline, while the loop
+    a fan-out   consumes a version written by the ranks; produces it on the engines; waits for each under its own deadline, while the loop
                 and all ranks go on; `settle` waits for it
 """
 
@@ -35,13 +35,13 @@ OnServed = Callable[[PublishReport], None]
 """Called with the report of a publish as soon as engines serve the version."""
 
 Release = Callable[[PublishReport | None], Awaitable[None]]
-"""Lets the ranks that wait for this process go on, and tells them how the publish went; None if it is not over yet."""
+"""Lets the ranks that wait for this process go on, with the report of the publish; None if it is not over yet."""
 
 OnWritten = Callable[[], Awaitable[None]]
 """Called when the ranks have written a version, before engines take it."""
 
 _ADAPTER_ROUNDS = 2
-"""Attempts at bringing an adapter to engines: if all that were chosen fail, those that have healed meanwhile are tried once more."""
+"""Attempts at bringing an adapter to engines: if all chosen engines fail, the ones that have healed meanwhile are tried once more."""
 
 
 async def release_nobody(_report: PublishReport | None) -> None:
@@ -55,7 +55,7 @@ async def wake_nobody() -> None:
 class Fanouts:
     """Versions on their way to the engines while the loop goes on, in the order in which they were written.
 
-    Use as `async with`; leaving gives up those that are still on their way.
+    Use as `async with`; leaving cancels the ones that are still on their way.
     """
 
     def __init__(self) -> None:
@@ -71,14 +71,14 @@ class Fanouts:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def begin(self, version: Version, fan_out: Callable[[], Awaitable[PublishReport]], on_served: OnServed) -> None:
-        """Bring a version to the engines; `on_served` hears of it after those before."""
+        """Bring a version to the engines; `on_served` is called in the order of versions."""
         before = self._tasks[-1] if self._tasks else None
         task = asyncio.create_task(self._arrive(fan_out, before, on_served), name=f"fan-out of version {version}")
         task.add_done_callback(self._note_failure)
         self._tasks.append(task)
 
     async def watch(self) -> None:
-        """Wait until a version cannot be brought to the engines, and raise why; see `settle`."""
+        """Wait until a version cannot be brought to the engines, and raise its error; see `settle`."""
         await self._failed.wait()
         for task in self._tasks:
             if task.done():
@@ -117,10 +117,10 @@ class WeightsPublisher(Fanouts):
     """Brings whole weights to engines, each at its own pace: it stages them, switches, proves them, and serves them from then on.
 
     An engine that is still at work on a version when newer ones are there goes on with the newest. A publish succeeds while `min_engines`
-    of the pool serve, or do once healed: `bring` is how an engine comes back.
+    of the pool serve, or do once healed by `bring`.
 
     Attributes:
-        current: the newest version that was written; what a healed engine has to serve.
+        current: the newest version that was written, which a healed engine has to serve.
     """
 
     current: Manifest | None = None
@@ -134,7 +134,8 @@ class WeightsPublisher(Fanouts):
         Args:
             judge: decides whether an engine's proof is believed.
             release: lets the ranks go on that wait for this process.
-            waits: whether `publish` returns only when engines serve the version, and `release` tells the ranks which: they roll out, too.
+            waits: whether `publish` returns only when engines serve the version, and `release` passes on the report, for ranks that roll
+                out, too.
             on_written: begins the engines' turn, where they take turns with the ranks.
         """
         super().__init__()
@@ -149,7 +150,7 @@ class WeightsPublisher(Fanouts):
         self._turns: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in pool.members}
 
     async def publish(self, version: Version, *, on_served: OnServed = lambda _report: None) -> None:
-        """Write the trainer's weights as `version`; every healthy engine comes to it, and `on_served` hears when all of them have.
+        """Write the trainer's weights as `version`; every healthy engine takes it, and `on_served` is called when all of them have.
 
         Raises:
             PublishError: it `waits`, and too few engines serve the version; gives each engine's reason. Otherwise `settle` raises it.
@@ -169,7 +170,7 @@ class WeightsPublisher(Fanouts):
         on_served(report)
 
     async def bring(self, engine: EngineControl) -> Version | None:
-        """Bring an engine that is out of service to the current version, and have it prove that; the caller puts it back into service.
+        """Bring an engine that is out of service to the current version, with proof; the caller puts it back into service.
 
         A version that is damaged on disk is written again, as long as the trainer has it.
 
@@ -198,7 +199,7 @@ class WeightsPublisher(Fanouts):
 
     async def _fan_out(self, manifest: Manifest, start_s: float, written_s: float) -> PublishReport:
         """Have every engine in service come to a version, each at its own pace, and wait until enough of them serve it."""
-        # Those that heal from here on heal to `current`, which is this version or a newer one.
+        # Engines that heal from here on heal to `current`, which is this version or a newer one.
         publication, engines = WeightsPublication(manifest.version), self._pool.healthy
         await gather_all(self._carry(engine, publication) for engine in engines.values())
         serving: Collection[str] = publication.serving
@@ -211,10 +212,9 @@ class WeightsPublisher(Fanouts):
             quarantined=dict(publication.reasons), inconclusive=dict(publication.unsure), num_bytes=manifest.num_bytes)
 
     async def _carry(self, engine: EngineControl, publication: WeightsPublication) -> None:
-        """Bring an engine in service to what is current until it serves the publication's version or a newer one; if it fails, quarantine
-        it.
+        """Bring an engine in service to the current version until it serves the publication's or a newer one; quarantine it if it fails.
 
-        It takes one version after the other, so that a slow one may leave some out.
+        It takes one version after the other, so that a slow engine may leave some out.
         """
         name, member, taken = engine.name, self._pool.members[engine.name], None
         async with self._turns[name]:
@@ -251,7 +251,7 @@ class WeightsPublisher(Fanouts):
         return Taken(staged - began, time.monotonic() - staged, self._judge.judge(engine.name, manifest, proof))
 
     async def _wait_for_more(self, publication: WeightsPublication) -> Collection[str]:
-        """Wait until healing has brought enough engines to the version, and return those that serve it."""
+        """Wait until healing has brought enough engines to the version, and return the ones that serve it."""
         version = publication.version
         try:
             return await self._pool.wait_healthy(version=version)
@@ -354,7 +354,7 @@ class AdapterPublisher:
     async def _deliver(
         self, engine: EngineControl, manifest: Manifest, publication: AdapterPublication,
     ) -> tuple[dict[str, str], Installed]:
-        """Have one engine load and prove an adapter. Returns the engines to blame, with reasons, and how the adapter came to the engine."""
+        """Have one engine load and prove an adapter. Returns the engines to blame, with reasons, and the result of the installation."""
         timeout_s = self._adapters.timeout_s
         try:
             async with deadline(f"{manifest.name} on {engine.name}", timeout_s):

@@ -1,6 +1,6 @@
-"""Which engine gets a request: the one with the least outstanding tokens, or the one that knows the session if it is not much busier.
+"""Chooses the engine of a request: the one with the least outstanding tokens, or the session's last one if it is not much busier.
 
-It only decides; `offbeat.fleet.dispatch` tells it with every question which engines may take the request and how busy they are.
+It only decides; `offbeat.fleet.dispatch` passes the engines that may take the request and their loads with every call.
 """
 
 from collections import OrderedDict
@@ -17,17 +17,19 @@ class Router:
     """Remembers the engine of each session's last request, and when each engine was chosen last."""
 
     def __init__(self, *, max_sessions: int = _MAX_SESSIONS) -> None:
-        """`max_sessions` bounds the sessions that are remembered, the most recent ones, because sessions do not say when they end."""
+        """`max_sessions` is the number of most recent sessions that are remembered, because sessions do not announce their end."""
         self._max_sessions = max_sessions
         self._homes: OrderedDict[str, str] = OrderedDict()
         self._turns: OrderedDict[str, None] = OrderedDict()
-        """Engines, those first that were chosen longest ago: with a thousand of them, one that is idle is found at once."""
+        """Engines in the order of their last choice, oldest first: among a thousand of them, an idle one is found at once."""
 
     def choose(self, loads: Mapping[str, int], *, cost: int, session: str = "") -> str:
         """Choose among `loads`, the outstanding tokens of every engine that may take a request of `cost` tokens.
 
         The engine that had the session's last request has its prefix in the cache. It is taken again unless its load
         exceeds YIELD_FACTOR * least load + YIELD_REQUESTS * cost; then the session moves. Equally busy engines take turns.
+
+        For example, with loads of 5000 and 1000 and a cost of 500 the bound is 1.5 * 1000 + 4 * 500 = 3500: a session leaves the first one.
         """
         if not loads.keys() <= self._turns.keys():
             self._let_in([name for name in loads if name not in self._turns])

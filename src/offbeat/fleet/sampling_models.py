@@ -21,13 +21,13 @@ from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
 
 _PATIENCE_S = 10.0
-"""How long requests wait for a model without a healthy engine; nobody here can restart it, and other requests wait for their turn."""
+"""Longest wait of a request for a model without a healthy engine; nobody here can restart it, and other requests wait for their turn."""
 _ANY_TOKENS = (0, 1)
 
 
 @dataclass(frozen=True)
 class SamplingModel:
-    """A model, as the engines that serve it are asked for samples and scores.
+    """A model that engines serve for samples and scores.
 
     Attributes:
         context: largest number of tokens in a prompt and its continuation.
@@ -60,7 +60,7 @@ async def open_sampling_models(config: Config, record: RunRecord) -> AsyncIterat
     """Connect to the engines of `serve.sampling_models`, and look after them while the body runs. Yields the models by name.
 
     Raises:
-        ConfigError: an engine is not ready, or does not say how long a context it has.
+        ConfigError: an engine is not ready, or does not report the length of its context.
     """
     async with EngineSession() as http:
         opened = await gather_all(

@@ -1,4 +1,4 @@
-"""Ends what is left of a server when its worker is gone, for whatever reason.
+"""Ends the remaining processes of a server when its worker is gone, for any reason.
 
 It is a separate process, `python -m offbeat.fleet.server_reaper GROUP`. The worker holds its standard input open; when that ends, it
 kills the server's process group. Python's resource trackers go last: they remove the group's shared memory after its other processes.

@@ -1,4 +1,4 @@
-"""The adapters of one engine: which it holds, which may be unloaded, and in which order it is asked to load. Used by `adapters`."""
+"""The adapters of one engine: the ones it holds, the ones to unload, and the order of loads. Used by `adapters`."""
 
 import asyncio
 from collections import Counter
@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 from offbeat.errors import BusyError
 
 _LOADS_AT_ONCE = 4
-"""Number of loads that an engine is asked for at once: each takes it away from generating."""
+"""Number of loads that an engine does at once: each takes time from generation."""
 
 
 class AdapterSlots:
@@ -19,7 +19,7 @@ class AdapterSlots:
         capacity: largest number of adapters that the engine holds.
         held: names of the adapters that are loaded and proven, the least recently used first.
         coming: number of callers that are loading each adapter or wait to, by name.
-        num_loading: number of loads that take room by now, which those that still wait do not.
+        num_loading: number of loads that have begun and take room; waiting ones take none.
         in_use: number of requests that use each adapter on this engine, by name.
         leaving: names of old versions, each to be unloaded after its last request.
         turns: bounds the loads that the engine is asked for at once.
@@ -59,7 +59,9 @@ class AdapterSlots:
             self.num_loading -= 1
 
     def make_room(self) -> list[str]:
-        """Choose adapters to unload, so that those that are loading fit: the least recently used ones without requests.
+        """Choose adapters to unload, so that the loading ones fit: the least recently used ones without requests.
+
+        For example, with a capacity of 4, 3 held and 2 loading, one adapter has to go.
 
         Returns:
             Their names; they no longer count as held, and the caller unloads them.
@@ -88,7 +90,7 @@ class AdapterSlots:
         return names
 
     def clear(self) -> None:
-        """Note that the engine has lost all that it held."""
+        """Note that the engine has lost all adapters."""
         self.held.clear()
         self.leaving.clear()
 

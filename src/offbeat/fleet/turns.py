@@ -1,9 +1,9 @@
 """Engines that take turns with the train ranks on the same devices: they sleep while the ranks compute. Torch-free.
 
-    to_ranks     consumes engines that serve what was published last; produces free devices; waits for each engine to fall asleep, under a
+    to_ranks     consumes engines that serve the last publish; produces free devices; waits for each engine to fall asleep, under a
                  deadline, and for the step of a healing that is under way
-    to_engines   consumes weights that are written; produces engines that go on, with the weights that a publish brings, or where adapters
-                 are published, with the base model that they have kept in host memory
+    to_engines   consumes weights that are written; produces engines that go on, with the weights of a publish, or where adapters are
+                 published, with the base model that they have kept in host memory
 
 An engine that is not seen to sleep has its process ended, as it might hold memory that the ranks need. An engine that has failed is not
 healed while it is the ranks' turn. Requests in flight wait in the engines, and their deadlines stand still.
@@ -28,8 +28,8 @@ class EngineTurns:
         """Begin with the engines' turn.
 
         Args:
-            keep_weights: whether engines need the weights that they have when they go on; otherwise they drop them.
-            timeout_s: how long an engine may take to fall asleep, or to bring its weights back.
+            keep_weights: whether engines need their present weights when they go on; otherwise they drop them.
+            timeout_s: time for an engine to fall asleep, or to bring its weights back.
             end: ends the process of the engine of that name.
         """
         self._pool = pool
@@ -53,7 +53,7 @@ class EngineTurns:
         self._metrics["turns/to_ranks_s"] = self._asleep_since_s - start_s
 
     async def to_engines(self) -> None:
-        """Have engines go on: the ranks compute nothing until the next `to_ranks`, and have freed what they do not need to keep."""
+        """Have engines go on: the ranks do not compute until the next `to_ranks`, and have freed the memory that they can."""
         if self._asleep_since_s is None:
             return
         since_s, woken_s, self._asleep_since_s = self._asleep_since_s, time.time(), None
