@@ -1,8 +1,8 @@
 """Many adapters on one base model: each is trained, published and sampled by its name, by the service or by any program.
 
 `open_adapters` starts the ranks and the engines. Any of the adapters train together in one pass, a publish of one never waits for another,
-and what is wrong with one is an error of its own call. When trainers die, all adapters in training are lost, but the engines go on serving:
-`restart_trainers`, and then `load` of each adapter, goes on from what was saved.
+and a fault of one is an error of its own call. When trainers die, all adapters in training are lost, but the engines go on serving:
+`restart_trainers`, and then `load` of each adapter, goes on from its last `save`.
 """
 
 import asyncio
@@ -48,8 +48,8 @@ class _Versions:
     """The versions of one adapter.
 
     Attributes:
-        newest: the newest version, including those of an earlier adapter of this name; -1 before the first.
-        publishing: held while a version is published, one at a time.
+        newest: the newest version, also of an earlier adapter of this name; -1 before the first.
+        publishing: lock held while a version is published, one at a time.
     """
 
     newest: Version
@@ -58,14 +58,14 @@ class _Versions:
 
 @dataclass(frozen=True)
 class BaseLimits:
-    """What can be trained and sampled on the base model.
+    """Limits of training and sampling on the base model.
 
     Attributes:
         vocab_size: token IDs are below it.
         context: largest number of tokens in a prompt and its continuation.
         max_length: largest number of tokens in a sequence to train on.
         max_rank: largest rank of an adapter.
-        end_token_ids: those of the tokenizer, the model and the chat template; engines by themselves know only the first.
+        end_token_ids: end tokens of the tokenizer, the model and the chat template; engines by themselves know only the tokenizer's.
     """
 
     vocab_size: int
@@ -91,8 +91,8 @@ class Adapters:
     """Adds, trains, publishes and samples adapters.
 
     Attributes:
-        tokenizer: of the base model.
-        limits: of the base model.
+        tokenizer: tokenizer of the base model.
+        limits: limits of the base model.
         fleet: the engines.
     """
 
@@ -123,7 +123,7 @@ class Adapters:
     async def restart_trainers(self) -> None:
         """End all ranks at once, including those that hang, and start new ones, while the engines go on serving.
 
-        All adapters in training are gone, so `load` or `add` each. What was published is sampled as before. Recorded as the events
+        All adapters in training are gone, so `load` or `add` each. Published versions are sampled as before. Recorded as the events
         "trainers_failed" (dead: names of ranks whose processes have ended) and "trainers_restarted" (seconds).
 
         Raises:
@@ -138,11 +138,11 @@ class Adapters:
         self, name: str, *, rank: int | None = None, alpha: float | None = None, seed: int = 0, train_attn: bool = True,
         train_mlp: bool = True, folder: str | Path = "",
     ) -> None:
-        """Add a fresh adapter, which changes nothing yet, or one from a PEFT folder, with that one's rank, alpha and layers.
+        """Add a fresh adapter, which changes nothing yet, or one from a PEFT folder, with the folder's rank, alpha and layers.
 
         Args:
             rank: at most `model.lora.rank`, which is the default; alpha likewise from the configuration.
-            train_attn, train_mlp: which of the layers in `model.lora.targets` get weights. The output head is never among them.
+            train_attn, train_mlp: whether the attention's and the MLP's layers in `model.lora.targets` get weights; the head never does.
 
         Raises:
             ConfigError: the name is taken or cannot be one, or the rank is out of range.
@@ -181,7 +181,7 @@ class Adapters:
 
         Raises:
             DataError: a batch cannot be used; names its adapter. Nothing was added for any.
-            WorkerError: a rank failed. The accumulated gradients of these adapters are gone, including those of earlier passes.
+            WorkerError: a rank failed. The accumulated gradients of these adapters are gone, also from earlier passes.
         """
         return await self._pass(self._trainers.forward_backward, batches)
 
@@ -212,7 +212,7 @@ class Adapters:
         """Run one optimizer step of each adapter named, even without accumulated gradients: momentum and weight decay act.
 
         Returns:
-            Gradient norms before clipping, by adapter; a norm is not finite where the update was skipped.
+            Gradient norms before clipping, by adapter, such as {"alice": 0.8}; not finite where the update was skipped.
         """
         for name in params:
             self._find_training(name)
@@ -238,7 +238,7 @@ class Adapters:
         """Write the adapter as it is now to a new PEFT folder, with its proof, for engines to load or for anyone to keep.
 
         Args:
-            version: its number; None takes the next. The number is used up even if this fails.
+            version: number of the version, such as 12; None takes the next. The number is used up even if this fails.
 
         Raises:
             StorageError: the folder is there already, or cannot be written.
@@ -261,12 +261,12 @@ class Adapters:
         return await self.fleet.dispatcher.generate(tuple(prompt), sampling, n=n, session=session, adapter=wanted)
 
     async def save(self, name: str, folder: Path) -> None:
-        """Write everything that an adapter's training needs to go on exactly into a new folder."""
+        """Write the full training state of an adapter, from which it goes on exactly, to a new folder."""
         self._find_training(name)
         await self._trainers.save_adapter(name, folder)
 
     async def load(self, name: str, folder: Path, *, optimizer: bool = True) -> None:
-        """Load what `save` wrote, in place of the adapter of this name if there is one.
+        """Load a folder of `save`, in place of the adapter of this name if there is one.
 
         Args:
             optimizer: whether to load its moments and step count; otherwise they are fresh.
@@ -295,7 +295,7 @@ class Adapters:
 
 
 def _of_one(batch: Batch) -> dict[str, np.ndarray]:
-    """Return the per-sequence columns of a batch, with every sequence assigned to its only adapter."""
+    """Return the per-sequence columns of a batch, with "adapter_ids" [N] int64, all 0: every sequence has its only adapter."""
     return {**batch.sequences, "adapter_ids": np.zeros(len(batch), np.int64)}
 
 

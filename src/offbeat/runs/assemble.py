@@ -73,7 +73,7 @@ def make_critic(ranks: Ranks, config: Config, record: RunRecord) -> Trainers | N
 
 @dataclass(frozen=True)
 class Policy:
-    """How a run's policy is published to the engines, sampled there, and restored on an engine that was healed; and whether they sleep."""
+    """A run's policy on the engines: its publisher, the engines' turns, the sampling of it, and the watch that heals engines."""
 
     publisher: Publishing
     turns: Turns
@@ -85,12 +85,13 @@ async def open_policy(
     stack: AsyncExitStack, fleet: Fleet, inputs: RunInputs, config: Config, *, write: WriteVersion, release: Release = release_nobody,
     holds: Callable[[Version], bool] = lambda _version: False, waits: bool = False,
 ) -> Policy:
-    """Publish what `write` writes, whole weights or the adapter that `model.lora` asks for, under names that are new with this start.
+    """Open the publishing of whole weights, or of the adapter of `model.lora`, under names that are new with this start.
 
     Args:
+        write: writes or offers the trainer's weights.
         holds: whether `write` may be called again for this version, and by this process alone.
         release: releases other ranks that wait for this process to publish.
-        waits: whether they do so until engines serve what was published, because they roll out, too.
+        waits: whether these ranks wait until engines serve the version, because they roll out, too.
     """
     pool, lora = fleet.pool, config.model.lora.rank > 0
     directory, incarnation = config.weights_dir.resolve(), draw_incarnation()

@@ -1,4 +1,4 @@
-"""The base of an adapter that would otherwise sit on random weights.
+"""A base model for an adapter that would otherwise be trained on random weights.
 
 An adapter cannot teach a model its first words, because embeddings and head stay as they are. So the warm-up of such a run trains a whole
 model first, as a run of its own.
@@ -11,19 +11,19 @@ from offbeat.controller.checkpoints import TRAINING, index_of
 
 
 def needs_base(config: Config) -> bool:
-    """Whether the warm-up has to make the model that the adapter is for."""
+    """Whether the warm-up has to make the adapter's base model."""
     return bool(config.run.warm_up and config.model.lora.rank and not config.model.path)
 
 
 def base_config(config: Config) -> Config:
-    """The run that makes it: the same supervised fine-tuning of the whole model, beside this run, as `NAME-base`."""
+    """Return the configuration of the run that makes the base: the same supervised fine-tuning of the whole model, as `NAME-base`."""
     run = config.run.model_copy(update={"name": f"{config.run.name}-base"})
     model = config.model.model_copy(update={"lora": config.model.lora.model_copy(update={"rank": 0})})
     return config.model_copy(update={"run": run, "model": model})
 
 
 def on_base(config: Config, make: Callable[[Config], object], *, fresh: bool) -> Config:
-    """This run on its base, which `make` trains and exports unless this run goes on from a checkpoint."""
+    """Return the configuration of this run on its base, which `make` trains and exports unless this run goes on from a checkpoint."""
     base = base_config(config)
     export = base.run_dir / "export"
     goes_on = not fresh and index_of(config, TRAINING).newest() is not None

@@ -1,6 +1,6 @@
-"""Tries what a configuration names before a run needs it: data, rewards and workflows. `offbeat config check` calls it. Torch-free.
+"""Tries the data, rewards and workflows of a configuration before a run needs them. `offbeat config check` calls it. Torch-free.
 
-Of data, the first rows are read; rewards and an agent's program are loaded by the processes that run them, as in a run, but not called.
+It reads the first rows of the data. Rewards and an agent's program are loaded by the processes that run them, as in a run, but not called.
 """
 
 import asyncio
@@ -35,17 +35,17 @@ from offbeat.rollout.reward_pool import RewardPool
 FIRST_ROWS = 100
 """Rows of each source that are read."""
 _PLAYED = {"agent": "agent", "gym": "environment", "tool_loop": "class of tools"}
-"""What may give the reward of each workflow that plays something."""
+"""Words for the source of the reward in each workflow that plays something."""
 
 
 def check_named(config: Config) -> list[str]:
     """Try data, rewards and workflow of a run and of its evaluation sets.
 
     Returns:
-        A line on each.
+        A line on each, such as "agent: agents.py:play".
 
     Raises:
-        ConfigError: says of everything that cannot be used, why.
+        ConfigError: lists everything that cannot be used, with the reasons.
     """
     wrong: list[str] = []
     config, lines = _choose_templates(config, wrong)
@@ -97,7 +97,7 @@ def pairs_in(config: DataConfig) -> bool:
 
 
 def _chosen(config: Config) -> dict[str, float]:
-    """Return the rewards of a configuration; none where its task cannot be found, which is the data's fault."""
+    """Return the rewards of a configuration; none where its task cannot be found, which `_check_data` reports."""
     try:
         return choose_rewards(config)
     except UserError:
@@ -151,7 +151,7 @@ def _check_data(config: Config, *, trains: bool) -> Iterator[str]:
 
 
 def _evaluated(config: Config, name: str) -> Config:
-    """Return the configuration of an evaluation set, of whose own rows none are held out."""
+    """Return the configuration of an evaluation set, without held-out rows among its own."""
     own = config.evaluation_set(name)
     if own.data.task or not has_own_rows(own.data, of_run=config.data):
         return own
@@ -161,7 +161,7 @@ def _evaluated(config: Config, name: str) -> Config:
 def _too_long(config: Config, tokenizer: Tokenizer, datasets: Sequence[PromptDataset]) -> str:
     """Return why reinforcement learning refuses the lengths of prompts and answers; "" if it does not, or the context is not known here.
 
-    Fine-tuning on answers samples none, so that it may go on.
+    Fine-tuning samples no answers, so it may go on.
     """
     model = config.model.path
     if model and not (Path(model).expanduser() / "config.json").is_file():

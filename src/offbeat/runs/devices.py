@@ -18,8 +18,8 @@ def choose_devices(
     """Return the configuration with numbers in place of a `train.devices_per_rank` or `inference.devices_per_engine` of 0.
 
     Every process gets one device if there are enough for all; where the numbers of both are open, engines share the devices of the ranks
-    if there are at least enough for those. Otherwise, what is open stays on the CPU. On a Ray cluster, whose devices this machine does
-    not show, the numbers stay as they are.
+    if there are at least enough for the ranks. Otherwise, open numbers stay 0, the CPU. For example, 2 ranks and 2 engines get one each of
+    4 devices, share 2, and compute on the CPU with 1. On a Ray cluster, whose devices this machine does not show, the numbers stay.
 
     In SPMD mode each machine decides for itself and only the first has engines, so ranks take devices wherever there are some: all ranks
     have to compute on the same kind.
@@ -30,7 +30,7 @@ def choose_devices(
         serves: whether there are engines.
 
     Raises:
-        ConfigError: torchrun has started more ranks on this machine than it shows devices, or those and the engines need more.
+        ConfigError: torchrun has started more ranks on this machine than it shows devices, or ranks and engines need more.
     """
     spmd, cluster = config.run.mode == "spmd", config.cluster
     if not devices or (cluster.launcher == "ray" and cluster.ray_address):
@@ -71,7 +71,7 @@ def usable_devices() -> int:
 
 
 def describe_devices(config: Config, *, devices: int) -> str:
-    """Say which processes have devices, for a machine that shows some; empty for one that shows none."""
+    """Return, for example, "devices: 1 device for each train rank, the CPU for each engine, of 2 that are visible"; "" without devices."""
     if not devices:
         return ""
     users = (("train rank", config.train.devices_per_rank), ("engine", config.inference.devices_per_engine))
@@ -80,7 +80,7 @@ def describe_devices(config: Config, *, devices: int) -> str:
 
 
 def _num_judges(config: Config, rank_info: RankInfo) -> int:
-    """Return the number of reward models on this machine: those of each process that plays, and in the first also of evaluation sets."""
+    """Return the number of reward models on this machine: of each process that plays, and on the first machine also of evaluation sets."""
     num_players = rank_info.local_world if not config.rollout.single_rank_load else int(rank_info.is_on_first_machine)
     of_sets = num_set_reward_models(config) if rank_info.is_on_first_machine else 0
     return num_reward_models(config) * num_players + of_sets

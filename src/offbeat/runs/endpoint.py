@@ -1,7 +1,7 @@
 """Answers evaluation sets over an OpenAI-style endpoint: `offbeat engine`, `offbeat serve`, any other server of models. Torch-free.
 
 Prompts go to /completions as text, or to /chat/completions if they are chats or `data.chat_template` is on, and answers are text. So no
-tokenizer is needed, and nothing of it can be trained on.
+tokenizer is needed, and the answers cannot be trained on.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class AskedSet:
 
     Attributes:
         name: "" for the held-out prompts.
-        config: the set's whole configuration.
+        config: whole configuration of the set.
     """
 
     name: str
@@ -50,11 +50,11 @@ class AskedSet:
 
 
 def read_sets(config: Config) -> list[AskedSet]:
-    """Read the held-out prompts, if there are some, and those of each evaluation set.
+    """Read the held-out prompts, if there are some, and the prompts of each evaluation set.
 
     Raises:
-        ConfigError: a set is played in several turns, which text cannot record; or its prompts have something that only a chat template
-            here could write, or belong to several data sets.
+        ConfigError: a set is played in several turns, which text cannot record; or its prompts belong to several data sets, or need a chat
+            template here, for example for tools.
         DataError: the data cannot be used.
     """
     if config.data.sets and config.data.heldout_size:
@@ -73,7 +73,7 @@ def read_sets(config: Config) -> list[AskedSet]:
 
 
 def _check_askable(asked: AskedSet) -> None:
-    """Refuse a set that an endpoint would be asked otherwise than engines are."""
+    """Refuse a set whose requests to an endpoint would differ from requests to engines."""
     where, data, workflow = f"evaluate.sets.{asked.name}." if asked.name else "", asked.config.data, asked.config.rollout.workflow
     as_chats = any(messages_of(row, data) is not None for row in asked.rows)
     if any(row.tools for row in asked.rows) or (data.chat_template_kwargs and as_chats):
@@ -92,7 +92,7 @@ def _first(rows: PromptDataset, most: int) -> tuple[Row, ...]:
 
 
 class Endpoint:
-    """An OpenAI-style endpoint and one of its models."""
+    """An OpenAI-style endpoint, such as "http://localhost:8001/v1", and a model of it."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, *, model: str, key: str) -> None:
         """See `connect`, which finds the model."""
@@ -160,7 +160,7 @@ class Endpoint:
         return EvaluatedPrompt(row, tuple(_scored(answer, reward) for answer, reward in zip(answers, scored, strict=True)))
 
     async def _answers(self, row: Row, config: Config) -> list[EvaluatedSample]:
-        """Return as many answers as are wanted; some endpoints give one for a request, whatever `n` is."""
+        """Return `evaluate.samples_per_prompt` answers; some endpoints give one per request, for any `n`."""
         rollout, wanted = config.rollout, config.evaluate.samples_per_prompt
         timeout_s = max(config.inference.request_timeout_s, config.inference.token_timeout_s * rollout.max_new_tokens)
         path, body = _request(row, config)
@@ -209,7 +209,7 @@ class EndpointBusy(EngineError):  # noqa: N818
     """The endpoint cannot be reached or is busy, and may answer later.
 
     Attributes:
-        wished_s: seconds after which it wants to be asked again.
+        wished_s: seconds to wait before the next request, from its Retry-After header.
     """
 
     wished_s = 0.0
@@ -218,7 +218,7 @@ class EndpointBusy(EngineError):  # noqa: N818
 def _request(row: Row, config: Config) -> tuple[str, dict[str, Any]]:
     """Return the path and the body of a request for answers to a row, without the model and the number of answers."""
     rollout = config.rollout
-    # What is not named may be the endpoint's own default, such as the top_p of the model's generation_config.json.
+    # An omitted setting may get the endpoint's own default, such as the top_p of the model's generation_config.json.
     body: dict[str, Any] = {"temperature": config.evaluate.temperature, "max_tokens": rollout.max_new_tokens, "top_p": rollout.top_p}
     for name, value, usual in (
         ("top_k", rollout.top_k, 0), ("stop", list(rollout.stop), []),
@@ -236,10 +236,10 @@ _SENT_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasonin
 
 
 def _sent(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as endpoints take them.
+    """Return messages in the form of endpoints.
 
-    There, arguments of calls are JSON text, and each call has an id that its result names; rows hold objects, as chat templates take them,
-    and may leave ids out.
+    There, arguments of calls are JSON text, and each call has an id, such as "call_0", that its result names; rows hold objects, as chat
+    templates take them, and may leave ids out.
     """
     sent, unanswered, number = [], [], 0
     for given in messages:

@@ -1,4 +1,4 @@
-"""What `offbeat eval` can evaluate: a model folder or hub id, a LoRA adapter with its base, a run's export, or a URL. Torch-free."""
+"""Finds the models of `offbeat eval`: a model folder or hub id, a LoRA adapter with its base, a run's export, or a URL. Torch-free."""
 
 import json
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ class EvaluatedModel:
     """A model to evaluate.
 
     Attributes:
-        name: as it was named.
-        folder: folder or hub id of whole weights; of an adapter, those of its base; "" for an endpoint.
+        name: name as given, for example "runs/quickstart" or "http://localhost:8001/v1#qwen".
+        folder: folder or hub id of whole weights, for an adapter of its base's; "" for an endpoint.
         adapter: folder of a LoRA adapter in PEFT's format; "" for none.
-        rank: of the adapter.
+        rank: rank of the adapter.
         url: base URL of an OpenAI-style endpoint; "" for none.
         served: the endpoint's name of the model; "" takes the only one that it has.
     """
@@ -36,7 +36,7 @@ class EvaluatedModel:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is that of a run."""
+    """Whether a folder belongs to a run."""
     return (path / _RUN_CONFIG).is_file()
 
 
@@ -49,10 +49,10 @@ def find_models(names: tuple[str, ...], config: Config, *, checkpoint: str = "")
     """Return the models that a person names; without any, the one at `model.path`.
 
     Args:
-        checkpoint: which export of a run: "last", "best", or the number of a step; "" is the last.
+        checkpoint: export of a run: "last", "best", or the number of a step, such as "50"; "" is the last.
 
     Raises:
-        ConfigError: one is named twice, or a checkpoint of what is no run.
+        ConfigError: a model is named twice, or a checkpoint is given and none of the models is a run.
         ModelError: a run has no such export, or an adapter names no base.
     """
     if len(set(names)) < len(names):
@@ -88,7 +88,7 @@ def _adapter(path: Path, config: Config) -> EvaluatedModel:
 
 
 def run_export(run_dir: Path, checkpoint: str) -> Path:
-    """Return the folder of a run's export: "last", "best", or that of a step by its number.
+    """Return the folder of a run's export: "last", "best", or the number of a step; e.g. "50" is `exports/step-00000050`.
 
     Raises:
         ConfigError: it is none of these.

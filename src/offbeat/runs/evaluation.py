@@ -1,7 +1,7 @@
-"""`offbeat eval`: answers of models as they are, with rewards and scores on each set; nothing is trained.
+"""`offbeat eval`: answers of models, with rewards and scores on each set, without training.
 
-Models are evaluated one after the other. One in a folder is served by engines that are started for it, and plays and samples as a run does.
-An endpoint by URL is only asked.
+Models are evaluated one after the other. A model in a folder is served by engines that are started for it, and plays and samples as a run
+does. An endpoint by URL only gets requests.
 """
 
 import time
@@ -50,13 +50,13 @@ from offbeat.workers.worker import make_launcher
 
 @dataclass(frozen=True)
 class Progress:
-    """How far an evaluation is.
+    """Progress of an evaluation.
 
     Attributes:
         model: the model that is evaluated, as it was named.
         set: title of the set; "" while engines start.
         num_answered, num_prompts: prompts of the set that are scored, and all.
-        accuracy: share of right answers among them.
+        accuracy: share of right answers to the scored prompts, for example 0.5.
     """
 
     model: str
@@ -77,8 +77,8 @@ def evaluate_models(
 
     Args:
         models: each a model's folder or hub id, the folder of a LoRA adapter, a run's folder, or the URL of an OpenAI-style endpoint, with
-            its name of the model after a '#' if it has several; without any, that at `model.path`.
-        checkpoint: the export of a run that is evaluated: "last", "best", or the number of a step; "" is the last.
+            its name of the model after a '#' if it has several; without any, the model at `model.path`.
+        checkpoint: the export of a run: "last", "best", or the number of a step, such as "50"; "" is the last.
         key_env: environment variable with the key of endpoints.
         output: JSON file for the scores, beside which the answers go; by default `evaluation.json` in `NAME-eval`.
         on_progress: called when engines start, and after each prompt.
@@ -105,12 +105,12 @@ def evaluate_models(
             evaluate = _ask_endpoint(model, config, record, key_env, on_progress) if model.url else _evaluate(
                 model, config, record, on_progress)
             results.append(ModelResult(model.name, tuple(run_interruptible(evaluate))))
-            write(results, output or run_dir / RESULT_NAME)  # so that what is done stays if the next one fails or is interrupted
+            write(results, output or run_dir / RESULT_NAME)  # so that results stay if the next model fails or is interrupted
     return results
 
 
 def evaluate_model(config: Config, console: Console) -> list[Evaluation]:
-    """Evaluate the model at `model.path`; returns the scores on each set. Errors are those of `evaluate_models`."""
+    """Evaluate the model at `model.path`; returns the scores on each set. Raises as `evaluate_models`."""
     [result] = evaluate_models(config, console=console)
     return result.evaluations
 
@@ -152,7 +152,7 @@ async def _ask_endpoint(
 
 
 async def _open_rewards(stack: AsyncExitStack, asked: Sequence[AskedSet], config: Config, record: RunRecord) -> dict[str, Rewards]:
-    """Start the rewards of each set, by its name; sets that are judged alike share them."""
+    """Start the rewards of each set, by its name; sets with equal rewards share them."""
     chosen = choose_number_format(choose_devices(config, devices=usable_devices(), trains=False))
     launcher = await stack.enter_async_context(make_launcher(chosen))
     opened: dict[Hashable, Rewards] = {}
@@ -163,7 +163,7 @@ async def _open_rewards(stack: AsyncExitStack, asked: Sequence[AskedSet], config
 
 
 class _Counter:
-    """Counts what is answered of one set, and tells of it."""
+    """Counts the scored prompts of one set, and reports the progress."""
 
     def __init__(self, model: str, name: str, num_prompts: int, on_progress: OnProgress) -> None:
         self._progress = Progress(model, name or "held-out", 0, num_prompts)
@@ -181,7 +181,7 @@ class _Counter:
         self._tell(self._progress)
 
     def result(self, played: EvaluatedSet, scores: Evaluation) -> SetResult:
-        """Return the set with its scores, and the time since this began to count."""
+        """Return the set with its scores, and the seconds since the count began."""
         return SetResult(played, scores, time.monotonic() - self._start)
 
 
@@ -202,7 +202,7 @@ async def open_rollouts(
     """Start engines that serve `model.path` as it is, and rewards, to evaluate without training; also yields the watch over the engines.
 
     Args:
-        adapter: folder of a LoRA adapter, which all samples are of; "" for the model itself.
+        adapter: folder of a LoRA adapter to sample; "" for the model itself.
 
     Raises:
         ConfigError: `model.path` is empty.
@@ -226,7 +226,7 @@ async def open_rollouts(
         fleet = await open_fleet(stack, engines, addresses, config, record, model=inputs.model)
 
         async def version_of(engine: EngineClient) -> Version:
-            """Return the version served: that of the initial weights, or of those that another run left in an engine by URL."""
+            """Return the version served: of the initial weights, or of weights that another run left in an engine by URL."""
             return (await engine.health(timeout_s=config.inference.probe_timeout_s)).get("version", UNPUBLISHED)
 
         for name in fleet.pool.states:
@@ -236,7 +236,7 @@ async def open_rollouts(
 
 
 async def _load_adapter(stack: AsyncExitStack, fleet: Fleet, inputs: RunInputs, folder: str) -> Generate:
-    """Load an adapter on an engine, and return what samples it; other engines load it when they are asked, and must agree with the first.
+    """Load an adapter on an engine, and return a `Generate` that samples it; other engines load it at a request, and must agree with it.
 
     Raises:
         RefusedError: it is no adapter of this model.

@@ -1,7 +1,7 @@
-"""Chooses the learning rates that a configuration leaves open ("auto"), by the table of `offbeat.config.rates`, and says what they are.
+"""Chooses and reports the learning rates that a configuration leaves open ("auto"), by the table of `offbeat.config.rates`.
 
-Called before anything is started, so that a run's own `config.toml` and its checkpoints state the numbers; a run that goes on keeps those
-of its checkpoint. `offbeat config check` says them, too. Torch-free: of a model, only its `config.json` is read.
+Called before anything is started, so that a run's own `config.toml` and its checkpoints state the numbers; a run that goes on keeps its
+checkpoint's. `offbeat config check` reports them, too. Torch-free: of a model, only its `config.json` is read.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,16 +23,16 @@ _IN_WORDS: Mapping[Task, str] = {
 
 
 def choose_rates(config: Config, part: Part, *, was: Mapping[str, Any] = _NOTHING) -> tuple[Config, list[Choice]]:
-    """Return the configuration with numbers in place of "auto", and those that this part of a run trains with, with the reason.
+    """Return the configuration with numbers in place of "auto", and the choices for this part of a run, with reasons.
 
     Args:
-        was: settings of the checkpoint that the run goes on from, by "section.key", if there is one.
+        was: settings of the checkpoint that the run goes on from, if there is one, such as {"train.optimizer.lr": 1e-6}.
 
     Raises:
         ModelError: as `read_width`.
     """
     choices = list(rate_choices(config, part, was=was))
-    # What another part of the run reads stays as it is remembered, so that it does not count as changed.
+    # Rates of other parts of the run stay as they are remembered, so that they do not count as changed.
     kept = {key: was[key] for key in _open(config) if was.get(key, "auto") != "auto"}
     rates = kept | {choice.setting: float(choice.value) for choice in choices}
     updates: dict[str, Any] = {}
@@ -59,7 +59,7 @@ def rate_choices(config: Config, part: Part, *, was: Mapping[str, Any] = _NOTHIN
 
 
 def rates_of_check(config: Config, *, pairs: bool) -> Iterator[str]:
-    """Yield what `config check` says of open rates, which does not know the command: those of prompts, or of pairs.
+    """Yield the lines of `config check` on open rates. It does not know the command, so `pairs` decides between the commands.
 
     Raises:
         ModelError: as `read_width`.
@@ -80,7 +80,7 @@ def _open(config: Config) -> list[str]:
 
 
 def _tasks(config: Config, part: Part) -> Iterator[tuple[str, Task]]:
-    """Yield the sections whose optimizers a part of a run uses, and what they do there."""
+    """Yield the sections whose optimizers a part of a run uses, with their tasks, for example ("train", "rl")."""
     if part != "rl":
         yield part, part
         return
@@ -92,6 +92,6 @@ def _tasks(config: Config, part: Part) -> Iterator[tuple[str, Task]]:
 
 
 def _width(config: Config, task: Task) -> int:
-    """Return the width of what is trained; that of a model to be built is configured."""
+    """Return the width of the trained model; a model to be built has the configured one."""
     path = (config.critic.path if task == "critic" else "") or config.model.path
     return read_width(path) if path else config.model.tiny.hidden_size

@@ -1,4 +1,4 @@
-"""How much memory a model takes: on a train rank, by what it holds and saves, and on an engine. Pure arithmetic, torch-free.
+"""Memory of a model on a train rank (states and activations) and on an engine. Pure arithmetic, torch-free.
 
 docs/scaling.md states the formulas.
 """
@@ -62,11 +62,12 @@ class RankMemory:
     """Bytes of one train rank.
 
     Attributes:
-        weights, gradients, optimizer: what stays from step to step: float32, of which AdamW keeps two moments; none of these if they are
-            offloaded. A frozen model has weights alone, in its own format, to which those of its adapter are added.
+        weights, gradients: float32 states that stay from step to step. A frozen model has weights alone, in its own format, and the
+            adapter's weights and gradients are added.
+        optimizer: AdamW's two float32 moments; 0 if they are offloaded.
         gathered: with shards, the whole weights of the block that computes and of the next one, and the embedding or the head.
-        activations: what the forward pass of a micro-batch saves for the backward pass, without the head's chunk of logits.
-        host: moments in host memory.
+        activations: numbers that the forward pass of a micro-batch saves for the backward pass, without the head's chunk of logits.
+        host: offloaded moments in host memory.
     """
 
     weights: int
@@ -78,7 +79,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Sum of all that is on the device."""
+        """Bytes on the device."""
         return self.weights + self.gradients + self.optimizer + self.gathered + self.activations
 
 
@@ -89,7 +90,7 @@ def rank_memory(
     """Estimate one train rank's memory; leave a tenth or two free for logits, the allocator and the collectives.
 
     Args:
-        tokens: T, as many as `train.max_tokens_per_microbatch`.
+        tokens: T, as many as `train.max_tokens_per_microbatch`, such as 8192.
         num_shards: number of ranks that a model is sharded over; 1 for replicas.
         mixed: whether layers compute in bfloat16 (`train.precision`).
         checkpointing: whether activations are computed again in full.
@@ -118,7 +119,7 @@ def cache_bytes_per_token(shape: ModelShape) -> int:
 
 
 def _activations(shape: ModelShape, tokens: int, *, mixed: bool, checkpointing: bool) -> int:
-    """A block saves 7·H + 5·Q + 5·K + 4·I numbers of each token: 4 bytes each, or 5/2 in mixed precision, norms being float32."""
+    """Return the bytes of activations: a block saves 7·H + 5·Q + 5·K + 4·I numbers per token, of 4 bytes, or 5/2 in mixed precision."""
     block = tokens * (7 * shape.hidden + 5 * (shape.queries + shape.keys) + 4 * shape.intermediate) * (5 if mixed else 8) // 2
     if checkpointing:  # the input of every block, and one block at a time
         return tokens * shape.hidden * 4 * shape.layers + block

@@ -1,7 +1,7 @@
-"""Chooses the number format of engines where `model.dtype` leaves it open ("auto"), and says where a format is slow on this machine.
+"""Chooses the number format of engines where `model.dtype` leaves it open ("auto"), and warns where a format is slow on this machine.
 
-Called before anything is started, so that a run's own `config.toml` states the choice; `offbeat doctor` and `offbeat config check` say it
-with the reason. Torch-free: devices are as their driver describes them, and the CPU is as `offbeat.cpu` does.
+Called before anything is started, so that a run's own `config.toml` states the choice; `offbeat doctor` and `offbeat config check` report
+it with the reason. Torch-free: devices are described by their driver, and the CPU by `offbeat.cpu`.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from offbeat.runs.step_choice import Choice
 
 
 def choose_number_format(config: Config) -> Config:
-    """Return the configuration, with devices chosen, with a format in place of "auto"."""
+    """Return the configuration, in which devices are chosen, with a format in place of "auto"."""
     if config.model.dtype != "auto":
         return config
     device = smallest_device() if config.inference.devices_per_engine else None
@@ -24,11 +24,11 @@ def choose_number_format(config: Config) -> Config:
 
 
 def format_choice(config: Config, *, device: Device | None, cpu: Cpu) -> Choice:
-    """Return the format that engines of the run compute in, and why.
+    """Return the number format of the run's engines, such as "bfloat16", and the reason.
 
     Args:
-        device: that of an engine, if it has one and its driver has said what it is.
-        cpu: that of this machine.
+        device: device of an engine, if it has one and its driver has described it.
+        cpu: CPU of this machine.
     """
     model, inference = config.model, config.inference
     value, why = "float32", ""
@@ -55,7 +55,7 @@ def slow_formats(config: Config, *, cpu: Cpu) -> Iterator[str]:
     """Yield a sentence for each setting by which this machine's CPU would compute in bfloat16 without instructions for it.
 
     Args:
-        config: with devices chosen.
+        config: configuration in which devices are chosen.
     """
     if cpu.has_bf16 or config.cluster.ray_address:
         return
@@ -77,7 +77,7 @@ def engine_format(dtype: Literal["auto", NumberFormat], *, device: int | None) -
 
 
 def slow_dtype(dtype: NumberFormat, *, cpu: Cpu) -> str:
-    """Return what is to be said of an engine that computes in a format on a CPU; "" if nothing."""
+    """Return a warning for an engine that computes in a slow format on a CPU; "" if it is not slow."""
     return "" if cpu.has_bf16 or dtype == "float32" else _slow(f"--dtype {dtype}", "takes float32 here", cpu)
 
 

@@ -21,7 +21,7 @@ class RankInfo:
     Attributes:
         rank, world: rank of this process and number of ranks; 0 of 1 for a controller.
         local_rank, local_world: the same among the ranks on this machine.
-        store_host, store_port: where torchrun wants the store; empty for a controller.
+        store_host, store_port: address of the store by torchrun, such as "10.0.0.1" and 29500; "" and 0 for a controller.
         store_is_served: whether torchrun itself serves that store, so that it outlives every rank.
         attempt: number of times that torchrun has restarted the ranks.
     """
@@ -63,10 +63,10 @@ def read_rank_info(config: Config, environ: Mapping[str, str] = os.environ) -> R
 
 
 def resolve_ranks(config: Config, rank_info: RankInfo) -> Config:
-    """Return the configuration with as many train ranks as torchrun has started; a controller's configuration is unchanged.
+    """Return the configuration with the number of train ranks that torchrun has started; a controller's configuration is unchanged.
 
     Raises:
-        ConfigError: as many cannot be divided as [train.parallel] says.
+        ConfigError: this number cannot be divided by [train.parallel].
     """
     if config.run.mode == "controller":
         return config

@@ -50,7 +50,7 @@ Rewards = RewardPool | ModelReward
 
 @dataclass(frozen=True)
 class MixedRewards:
-    """The rewards of several data sets, by name; each row is judged by those of its own."""
+    """The rewards of several data sets, by name; each row is judged by its own set's."""
 
     of_sets: Mapping[str, "RewardPool | ModelReward"]
 
@@ -62,7 +62,7 @@ class MixedRewards:
 
 @dataclass(frozen=True)
 class UserCode:
-    """What plays an episode and what judges it, with the processes that they need; and those of the evaluation sets, by name."""
+    """Workflow and rewards of a run, with their processes, and the user code of its evaluation sets, by name."""
 
     rewards: "Rewards | MixedRewards"
     workflow: Workflow
@@ -75,7 +75,7 @@ class EngineRollouts:
 
     Attributes:
         halted: whether the engines sleep.
-        hints: of the executors that feed training; they are told of calls for evaluation sets, too, which keep engines busy beside them.
+        hints: idle hints of the executors that feed training; they count calls for evaluation sets, too, which keep the same engines busy.
     """
 
     config: Config
@@ -124,7 +124,7 @@ class EngineRollouts:
         return executor
 
     def rollouts_of_set(self, name: str) -> RolloutExecutor:
-        """See `RolloutSource.rollouts_of_set`. On a process that has opened no user code of the set, it is not to be played."""
+        """See `RolloutSource.rollouts_of_set`. A process without user code of the set must not play it."""
         of_set = replace(
             self, generate=self._generate_beside, hints=[], config=self.config.evaluation_set(name), inputs=self.inputs.sets[name],
             user_code=self.user_code.sets.get(name, self.user_code))
@@ -170,7 +170,7 @@ class EngineRollouts:
 
 @dataclass(frozen=True)
 class NoEngines:
-    """The publisher and the rollout source of a run without engines, such as preference training: there is nothing to bring anywhere.
+    """The publisher and the rollout source of a run without engines, such as preference training; publishing does nothing.
 
     Attributes:
         draws: see `RolloutSource.draws`.
@@ -190,24 +190,24 @@ class NoEngines:
     def rollouts(
         self, stream: PromptStream, *, version: Version, last_version: Version, num_flat_rejected: int = 0,  # noqa: ARG002
     ) -> Rollouts:
-        """Never called: nothing is answered."""
+        """Never called: there are no answers."""
         raise AssertionError("a run without engines was asked for rollouts")
 
     def rollouts_of_set(self, name: str) -> Rollouts:
-        """Never called: nothing is answered."""
+        """Never called: there are no answers."""
         raise AssertionError(f"a run without engines was asked to play {name}")
 
     def sft_batch(self, stream: PromptStream, count: int) -> Batch:  # noqa: ARG002
-        """Never called: its rows are no prompts with answers."""
+        """Never called: the rows are not prompts with answers."""
         raise AssertionError("a run without engines was asked to imitate")
 
 
 async def open_user_code(
     stack: AsyncExitStack, inputs: RunInputs, config: Config, record: RunRecord, *, launcher: Launcher,
 ) -> UserCode:
-    """Start what runs the rewards and the workflow, of the run and of its evaluation sets; see `open_rewards` and `open_workflow`.
+    """Start rewards and workflow of the run and of its evaluation sets; see `open_rewards` and `open_workflow`.
 
-    What a set has in common with the run, or with a set before it, is started once. Metrics of their own are tried here, too.
+    A reward or workflow that a set shares with the run, or with a set before it, is started once. The sets' metrics are tried here, too.
     """
     def workflow_of(own: Config, of_set: RunInputs, folder: Path) -> Awaitable[Workflow]:
         return open_workflow(stack, own, tokenizer=of_set.tokenizer, log_dir=folder, tell=partial(record.note, "user_code"))
@@ -234,7 +234,7 @@ async def open_user_code(
 async def _open_mixed(
     stack: AsyncExitStack, inputs: RunInputs, config: Config, record: RunRecord, *, launcher: Launcher,
 ) -> UserCode:
-    """Start what judges and plays the rows of each data set. What a set has in common with one before it is started once."""
+    """Start rewards and workflow of each data set; one that a set shares with a set before it is started once."""
     rewards: dict[Hashable, Rewards] = {}
     workflows: dict[Hashable, Workflow] = {}
     judges: dict[str, Rewards] = {}
@@ -257,7 +257,7 @@ async def _open_mixed(
 
 
 def _what_plays(config: Config) -> Hashable:
-    """Return everything that `open_workflow` reads and that may differ between a run and its evaluation sets."""
+    """Return the settings of `open_workflow` that may differ between a run and its evaluation sets."""
     data = config.data
     return bool(data.sets), config.rollout.workflow, config.agent, data.system_prompt, tuple(data.chat_template_kwargs.items())
 
@@ -272,10 +272,10 @@ def _log_dir(record: RunRecord, of_set: str) -> Path:
 async def open_rewards(
     stack: AsyncExitStack, row: Row, config: Config, record: RunRecord, *, launcher: Launcher, of_set: str = "",
 ) -> Rewards:
-    """Start the reward processes, which the launcher starts where they compute with a model, and try the reward on one row.
+    """Start the reward processes, by the launcher if they compute with a model, and try the reward on one row.
 
     Args:
-        row: its answer is scored, so that a broken reward is found before anything is played.
+        row: row whose answer is scored, so that a broken reward is found before any episode.
         of_set: name of the evaluation set that they judge; "" for the run.
     """
     rollout, log_dir = config.rollout, _log_dir(record, of_set)

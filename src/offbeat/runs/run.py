@@ -64,7 +64,7 @@ _READERS: dict[str, Callable[[Config], RunInputs]] = {
     PREFERENCE: lambda config: read_pair_inputs(config, unpaired=OBJECTIVES[config.preference.loss].group == "answer"),
     REWARD_MODEL: partial(read_pair_inputs, rewards=True),
 }
-"""What reads the inputs of a kind of run, by what names of its checkpoints begin with."""
+"""Readers of inputs by the kind of run, which is the first word of its checkpoints' names, such as "step"."""
 
 T = TypeVar("T")
 Body = Callable[[RunParts, RunState], Awaitable[T]]
@@ -74,7 +74,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunResult:
-    """What `result.json` of `offbeat train` says.
+    """Contents of `result.json` of `offbeat train`.
 
     Attributes:
         heldout_before, heldout_after: held-out accuracy before reinforcement learning, and at the last evaluation after a step of it; None
@@ -84,14 +84,14 @@ class RunResult:
         steps: reinforcement-learning steps.
         train_wall_s: seconds of warm-up and reinforcement learning together, evaluations included.
         startup_wall_s: seconds before that, for processes to start and libraries to load.
-        max_staleness_seen: versions between a trained token's policy and the trainer, at most.
+        max_staleness_seen: largest number of versions between a trained token's policy and the trainer, such as 1.
         max_logprob_gap: largest difference of trainer's and engines' canary log-probability under the same weights.
         torch_in_controller: whether torch was imported by the process that wrote this; false for a controller, true in SPMD mode.
         controller_memory_bytes: that process's largest resident memory.
         stopped_early: the user asked to stop; the run resumes from its checkpoint.
         heldout_fell: whether held-out accuracy is lower than before by more than chance explains.
         sets: accuracy on each evaluation set, by name; left out without any.
-        best: the evaluation whose model is in `best/`, or that before the first step; left out without `evaluate.keep_best`.
+        best: the evaluation whose model is in `best/`, or the one before the first step; left out without `evaluate.keep_best`.
     """
 
     heldout_before: float | None
@@ -114,7 +114,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class SupervisedResult:
-    """What `result.json` of `offbeat sft` and `offbeat dpo` says; see `SftResult`, `RunResult`. Wall times are of this start of the run."""
+    """Contents of `result.json` of `offbeat sft` and `offbeat dpo`; see `SftResult`, `RunResult`. Wall times are of this start."""
 
     steps: int
     trained_tokens: int
@@ -213,7 +213,7 @@ def _run_lesson(
 
 
 def _finish(result: R | None, config: Config, console: Console) -> R | None:
-    """Write and show what a run came to, on the process that leads."""
+    """Write and show the result of a run, on the process that leads."""
     if result is not None:
         values = asdict(result)
         sets, best = values.pop("sets", {}), values.pop("best", None)
@@ -228,7 +228,7 @@ def _finish(result: R | None, config: Config, console: Console) -> R | None:
 
 
 def _make_base(config: Config, console: Console, *, debug: bool, fresh: bool) -> tuple[Config, int, float]:
-    """The configuration on its base, and the steps and seconds that this took."""
+    """Return the configuration on its base, and the steps and seconds of making the base."""
     results: list[SupervisedResult] = []
     start = time.monotonic()
 
@@ -245,7 +245,7 @@ def _make_base(config: Config, console: Console, *, debug: bool, fresh: bool) ->
 
 
 def _unused_template(config: Config, inputs: RunInputs) -> str:
-    """Say that a model that was taught chats is asked with plain text; "" if it is not, and of workflows that ask in chats of their own."""
+    """Return advice where a model of chats gets plain text; "" if it does not, or the workflow makes chats of its own."""
     rows = inputs.train if inputs.pairs is None else inputs.pairs.train
     if config.data.sets or rows.num_rows == 0 or inputs.trains == "rewards" or (inputs.plays and config.rollout.workflow in PLAYS):
         return ""
@@ -253,7 +253,7 @@ def _unused_template(config: Config, inputs: RunInputs) -> str:
 
 
 def _replaced_forms(config: Config, inputs: RunInputs, *, kind: str) -> str:
-    """Say how chats are written where the template does not write all of them; "" of workflows that ask in chats of their own."""
+    """Return advice on chats that the template does not write in full; "" for workflows that make chats of their own."""
     if kind == TRAINING and config.rollout.workflow in PLAYS:
         return ""
     rows = inputs.train if inputs.pairs is None else inputs.pairs.train
@@ -280,7 +280,7 @@ def execute(
     devices = usable_devices()
     placed = choose_devices(given, devices=devices, rank_info=rank_info, serves=inputs.plays)
     config = choose_threads(_with_step(placed, rank_info), cores=cores, rank_info=rank_info, serves=inputs.plays)
-    # Checkpoints hold what "auto" came to, since it may come to something else where the run is resumed.
+    # Checkpoints hold the choices for "auto", since they may differ where the run is resumed.
     inputs = replace(inputs, identity=replace(inputs.identity, settings=remembered(config)))
     with _open_record(config, rank_info, console, inputs.identity, kind=kind, fresh=fresh, debug=debug) as record:
         record.console.open(config.run.name)
@@ -321,14 +321,14 @@ def execute(
 
 
 def anchored(config: Config) -> Config:
-    """Make the folders that a run writes to absolute, since code of the user's own may change the working directory."""
+    """Make the folders that a run writes to absolute, since user code may change the working directory."""
     run = config.run.model_copy(update={"dir": str(Path(config.run.dir).absolute())})
     weights = config.weights.model_copy(update={"dir": config.weights.dir and str(Path(config.weights.dir).absolute())})
     return config.model_copy(update={"run": run, "weights": weights})
 
 
 def _with_step(config: Config, rank_info: RankInfo) -> Config:
-    """Choose how a step computes. In SPMD mode over several machines each would see only its own, so the devices count as unknown."""
+    """Choose precision, recomputation and format. In SPMD mode over several machines, each sees only its own devices: they are unknown."""
     known = config.train.devices_per_rank and (config.run.mode != "spmd" or rank_info.local_world == rank_info.world)
     return choose_number_format(choose_step(config, device=smallest_device() if known else None, shape=shape_of(config)))
 
@@ -353,7 +353,7 @@ def _open_record(
 
 
 def open_run(config: Config, rank_info: RankInfo, inputs: RunInputs, record: RunRecord) -> AbstractAsyncContextManager[RunParts]:
-    """Open this process's part of a training run; everything it has started is gone when the body ends, however it ends."""
+    """Open this process's part of a training run; everything it has started is gone when the body ends, also by an error."""
     for variable, value in library_environment(config.train.threads).items():
         os.environ.setdefault(variable, value)  # a rank of SPMD mode is about to import torch
     if config.run.mode == "spmd":

@@ -1,4 +1,4 @@
-"""The folder of a run before the run begins: the run goes on there, or an older one makes way for it, or it is refused.
+"""The folder of a run before the run begins: the run goes on there, or an older one is moved aside, or it is refused.
 
 Called by `runs.run` before anything is started. Nothing is deleted but weights that an older run has published.
 """
@@ -28,23 +28,23 @@ _FILES = ("config.toml", "events.jsonl", "metrics.jsonl", "trace.json", "result.
 
 _SAVED = {
     TRAINING: "checkpoint", FINE_TUNING: "sft_checkpoint", PREFERENCE: "preference_checkpoint", REWARD_MODEL: "reward_model_checkpoint"}
-"""Events of checkpoints, by what their names begin with."""
+"""Events of checkpoints by the first word of their names."""
 
 
 def prepare_run_dir(config: Config, *, kind: str = TRAINING, fresh: bool = False) -> Path | None:
-    """Make way for the run: go on in its folder if it has a checkpoint, else move an older run of the same name aside if it got anywhere.
+    """Go on in the run's folder if it has a checkpoint, else move an older run of the same name aside if it has trained or saved anything.
     A `fresh` run always does the latter.
 
     Args:
-        kind: what names of the run's checkpoints begin with; runs of one kind do not go on from those of another.
+        kind: first word of the names of the run's checkpoints; a run goes on only from its own kind's.
 
     Returns:
-        Where the older run is now, if it was moved.
+        New folder of the older run, such as `runs/NAME.1`, if it was moved.
 
     Raises:
         ConfigError: `run.resume` is off and the run exists, it has done all its steps, or another process is running it.
-        StorageError: it has checkpoints, and all are damaged; it had some, and they are gone; or what has the name of a file is none, such
-            as a FIFO, which is waited for.
+        StorageError: it has checkpoints, and all are damaged; it had some, and they are gone; or one of its files is not a regular file but
+            e.g. a FIFO, which would be waited for.
     """
     run_dir = config.run_dir
     _check_kinds(run_dir)
@@ -85,20 +85,20 @@ def _got_anywhere(run_dir: Path) -> bool:
 
 
 def _last_saved(run_dir: Path, kind: str) -> int:
-    """Step of the last checkpoint of this kind that a run says to have saved; 0 if it has saved none."""
+    """Step of the last checkpoint of this kind in the run's events; 0 if there is none."""
     events = read_json_lines(run_dir / "events.jsonl")
     steps = [event.get("global_step", event.get("step")) for event in events if event.get("kind") == _SAVED[kind]]
     return next((step for step in reversed(steps) if isinstance(step, int)), 0)
 
 
 def check_resumption(config: Config, identity: Identity, *, kind: str = TRAINING, num_heads: int = 1) -> None:
-    """Refuse what the newest checkpoint cannot go on with, before anything is started; see `offbeat.controller.resume`.
+    """Refuse changes with which the newest checkpoint cannot go on, before anything is started; see `offbeat.controller.resume`.
 
     Args:
         num_heads: number of processes that draw data.
 
     Raises:
-        ConfigError: names the setting, or what else has changed.
+        ConfigError: names the setting or other input that has changed.
     """
     for each in _goes_on_from(config, kind):
         if newest := index_of(config, each).newest():
@@ -108,10 +108,10 @@ def check_resumption(config: Config, identity: Identity, *, kind: str = TRAINING
 
 
 def remembered_settings(config: Config, *, kind: str = TRAINING) -> Mapping[str, Any]:
-    """Return the settings of the checkpoint that the run goes on from, by "section.key"; none if there is none that remembers any.
+    """Return the settings of the checkpoint that the run goes on from, by names such as "train.optimizer.lr"; {} if there are none.
 
     Raises:
-        StorageError: what has the name of a file is none, such as a FIFO, which would be waited for.
+        StorageError: one of the run's files is not a regular file but e.g. a FIFO, which would be waited for.
     """
     _check_kinds(config.run_dir)
     for each in _goes_on_from(config, kind):
@@ -122,7 +122,7 @@ def remembered_settings(config: Config, *, kind: str = TRAINING) -> Mapping[str,
 
 
 def _goes_on_from(config: Config, kind: str) -> tuple[str, ...]:
-    """The checkpoints that the run continues from, those that come first first."""
+    """Return the kinds of checkpoints that the run continues from, in order of preference."""
     return (TRAINING, WARM_UP) if kind == TRAINING and config.run.warm_up else (kind,)
 
 
@@ -170,11 +170,11 @@ _COMPLETED: dict[str, Callable[[Config], str | None]] = {
     PREFERENCE: partial(_done_steps, kind=PREFERENCE, section="preference", word="preference "),
     REWARD_MODEL: partial(_done_steps, kind=REWARD_MODEL, section="reward_model", word="reward model "),
 }
-"""By what names of the checkpoints begin with."""
+"""Checks for completed runs by kind."""
 
 
 def completed(config: Config, kind: str) -> str | None:
-    """Say that the run is complete as one of this kind, and how to continue it; None if it is not."""
+    """Return a text that the run is complete as this kind, and how to continue it; None if it is not."""
     return _COMPLETED[kind](config)
 
 

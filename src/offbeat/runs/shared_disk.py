@@ -1,4 +1,4 @@
-"""What a run does about workers on machines that do not see its folder: whole weights are broadcast, everything else travels.
+"""Settings for workers on machines that do not see the run's folder: whole weights are broadcast, everything else travels.
 
 Called once all workers have started. Logs, checkpoints, exports and adapters travel by themselves; see `Worker.disk`. Torch-free.
 """
@@ -17,7 +17,7 @@ def apart(workers: Iterable[Worker]) -> tuple[str, ...]:
 
 
 def note_apart(record: RunRecord, apart: tuple[str, ...]) -> tuple[str, ...]:
-    """Say which workers do not see the run's folder, if any; returns their names."""
+    """Note the workers that do not see the run's folder, if any; returns their names, such as ("rank 1", "engine 0")."""
     if apart:
         who = f"{apart[0]} does" if len(apart) == 1 else f"{', '.join(apart[:-1])} and {apart[-1]} do"
         record.note("travels", f"{who} not see the run's folder, so files travel to and from their machines (cluster.scratch_dir)")
@@ -25,10 +25,9 @@ def note_apart(record: RunRecord, apart: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def without_shared_disk(config: Config, *, apart: Sequence[str], builds: bool = False) -> Config:
-    """Return the configuration under which a run can work whose ranks and engines `apart` do not see its folder.
+    """Return the configuration for a run whose ranks and engines `apart` do not see its folder.
 
-    A `weights.dir` that the user gives is taken to be shared with all of them. Adapters, and weights for SGLang, stay in folders, which
-    travel.
+    A `weights.dir` of the user counts as shared with all of them. Adapters, and weights for SGLang, stay in folders, which travel.
 
     Args:
         builds: whether the model is made in the run's folder.

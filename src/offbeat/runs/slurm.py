@@ -1,7 +1,7 @@
 """Writes the batch script that runs a configuration under Slurm. Pure and torch-free; `offbeat launch slurm` calls it.
 
 On one node the script starts the command itself, whose `local` launcher starts the rest. On several, it makes them a Ray cluster for a
-controller, or calls torchrun on each for SPMD mode. Whatever comes from outside is quoted for the shell, or refused.
+controller, or calls torchrun on each for SPMD mode. Input is quoted for the shell, or refused.
 """
 
 import math
@@ -28,14 +28,14 @@ _TORCHRUN_S = 30
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What is asked of Slurm.
+    """Options of a Slurm job.
 
     Attributes:
         nodes: number of machines; 0 takes as many as the configuration needs.
         gpus_per_node: GPUs of each; 0 computes on CPUs.
         cpus_per_node: cores of each; 0 takes whole machines.
-        time: limit in one of Slurm's forms, such as 24:00:00 or 2-00:00:00.
-        partition, account: as Slurm calls them; empty for the default.
+        time: time limit in a form of Slurm's, such as 24:00:00 or 2-00:00:00.
+        partition, account: names in Slurm; empty for the default.
         directives: further ones, such as --constraint=h100.
         setup: shell commands that come first, such as module load cuda.
         python: the Python that has Offbeat, at the same path on every machine.
@@ -76,7 +76,7 @@ def slurm_script(config: Config, file: Path, job: SlurmJob, overrides: Sequence[
     """Return the batch script that runs `file`, which was loaded as `config` with these overrides.
 
     Raises:
-        ConfigError: the machines are too few for what the configuration starts.
+        ConfigError: the machines are too few for the ranks, engines and reward models of the configuration.
     """
     nodes = _nodes(config, job)
     words = [job.command, str(file), *(f"--{key}={value}" for key, value in overrides)]  # one word each, as values may begin with --
@@ -85,7 +85,7 @@ def slurm_script(config: Config, file: Path, job: SlurmJob, overrides: Sequence[
 
 
 def assumptions(config: Config, job: SlurmJob, nodes: int) -> list[str]:
-    """Return what a script takes for granted, one sentence each."""
+    """Return the assumptions of a script, one sentence each."""
     spmd = _is_spmd(config, job)
     said = [
         "This folder, the Python below and the folder of a local model are at the same path on every node.",
@@ -198,7 +198,7 @@ _MEET = [
 
 
 def _ray(config: Config, job: SlurmJob, words: Sequence[str]) -> list[str]:
-    """A Ray node on each machine, and the controller on the first, which is where this script runs."""
+    """Return the lines for a Ray node on each machine, and the controller on the first, where this script runs."""
     given = ["--cluster.launcher", "ray"]
     if job.gpus_per_node:  # on a cluster, 0 is the CPU
         given += ["--train.devices_per_rank", "1", "--inference.devices_per_engine", str(max(1, config.inference.devices_per_engine))]

@@ -1,8 +1,8 @@
-"""Chooses how a training step computes, where the configuration leaves that open ("auto"): in which format, and what is computed again.
+"""Chooses precision and activation checkpointing of a training step, where the configuration leaves them open ("auto").
 
 Called when devices have been chosen and before anything is started, so that a run's own `config.toml` states the choice; `offbeat doctor`
-says it with the reason, and so does `offbeat config check` on a machine with devices. Torch-free: of a device, only what its driver says is
-known here, and of a model, its `config.json`. The ranks check their own estimate of memory before they load anything.
+reports it with the reason, and so does `offbeat config check` on a machine with devices. Torch-free: it reads the driver's description of a
+device and the model's `config.json`. The ranks check their own estimate of memory before they load anything.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from offbeat.machine import Device
 from offbeat.runs.memory import ModelShape, rank_memory
 
 _USABLE = 0.85
-"""Share of a device's memory that an estimate by formula may take; what a rank counts for itself later may take more."""
+"""Share of a device's memory that an estimate by formula may take; a rank's own later estimate may take more."""
 
 _BESIDE_ENGINES = 0.6
 """Share of a device that a rank has beside engines, which are told to take 0.4."""
@@ -29,7 +29,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Choice:
-    """What a setting comes to, "auto" where that is still open, and why."""
+    """Value of a setting, "auto" while it is open, and the reason; e.g. "train.precision", "float32", "as configured"."""
 
     setting: str
     value: str
@@ -40,7 +40,7 @@ class Choice:
 
 
 def shape_of(config: Config) -> ModelShape | None:
-    """Return the sizes of a run's model; None where it has none yet, or is no dense decoder, so that nothing can be said by a formula."""
+    """Return the sizes of a run's model; None if there is no model yet, or it is no dense decoder, for which there is no formula."""
     try:
         found = read_model_config(config.model.path) if config.model.path else {}
         own = found.get("text_config") or found
@@ -50,18 +50,18 @@ def shape_of(config: Config) -> ModelShape | None:
 
 
 def choose_step(config: Config, *, device: Device | None, shape: ModelShape | None) -> Config:
-    """Return the configuration with what `step_choices` says in place of what it leaves open."""
+    """Return the configuration with the values of `step_choices` in place of "auto"."""
     found = {choice.setting: choice.value for choice in step_choices(config, device=device, shape=shape)}
     updates: dict[str, Any] = {name: found[f"train.{name}"] for name in ("precision", "gradient_checkpointing")}
     return config.model_copy(update={"train": config.train.model_copy(update=updates)})
 
 
 def step_choices(config: Config, *, device: Device | None, shape: ModelShape | None) -> Iterator[Choice]:
-    """Yield what a training step of the run would do.
+    """Yield the choices for a training step of the run.
 
     Args:
-        config: with devices chosen.
-        device: that of a train rank, if it has one and its driver has said what it is.
+        config: configuration in which devices are chosen.
+        device: device of a train rank, if it has one and its driver has described it.
         shape: sizes of the model, if they are known.
     """
     train = config.train

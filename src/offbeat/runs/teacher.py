@@ -19,7 +19,7 @@ MakeTeacher = Callable[[Ranks, OnSpan], Teacher | None]
 
 
 async def open_teacher(stack: AsyncExitStack, config: Config, inputs: RunInputs) -> MakeTeacher:
-    """Return what gives the run's teacher once there are ranks. An engine is tried at once, before anything is started.
+    """Return a function that makes the run's teacher once there are ranks. An engine is tried at once, before anything is started.
 
     Raises:
         ConfigError: the engine at `teacher.url` does not answer, or has another tokenizer.

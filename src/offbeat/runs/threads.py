@@ -1,4 +1,4 @@
-"""Chooses how many CPU threads each process of a run gets, from the cores that this process may use. Torch-free.
+"""Chooses the number of CPU threads of each process of a run, from the cores that this process may use. Torch-free.
 
 Called once, before anything is started and recorded, so that a run's own `config.toml` states the choice.
 """
@@ -20,8 +20,8 @@ def choose_threads(
 ) -> Config:
     """Return the configuration with numbers in place of a `train.threads` or `inference.threads` of 0.
 
-    The cores of a machine are divided among the ranks and engines that this run has there; see `divide_cores`. On a Ray cluster it is
-    unknown beforehand which machine a worker is placed on and what else runs there, so each worker requests one core and computes on one.
+    The cores of a machine are divided among the ranks and engines that this run has there; see `divide_cores`. On a Ray cluster a worker's
+    machine and its load are unknown beforehand, so each worker requests one core and computes on one.
 
     Args:
         cores: number of cores that this process may use.
@@ -50,8 +50,9 @@ def divide_cores(
 ) -> tuple[int, int]:
     """Return the number of threads for each train rank and each engine of one machine, at least 1.
 
-    Both get the same share, and the remainder goes to the ranks as far as it can be divided. The rule is the same for runs whose ranks and
-    engines take turns, as with a staleness of 0: idle threads cost nothing, and a run may let its engines go ahead at any time.
+    Both get the same share, and the remainder goes to the ranks as far as it can be divided; for example, 8 cores for 1 rank and 2 engines
+    are 4 for the rank and 2 for each engine. The rule is the same for runs whose ranks and engines take turns, as with a staleness of 0:
+    idle threads cost nothing, and a run may let its engines go ahead at any time.
 
     Args:
         rank_threads, engine_threads: numbers that are given and stay; 0 is chosen from the cores that the others leave.
@@ -65,7 +66,7 @@ def divide_cores(
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use: those of its affinity, within a container's quota."""
+    """Return the number of cores that this process may use: the ones of its affinity, within a container's quota."""
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return min([len(affinity), *quotas(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))])
 
@@ -74,7 +75,7 @@ def quotas(mount: Path, membership: Path) -> Iterator[int]:
     """Yield the whole cores, at least 1, that each control group of a process and its ancestors allow; for versions 1 and 2.
 
     Args:
-        mount: where control groups are mounted.
+        mount: folder where control groups are mounted, such as /sys/fs/cgroup.
         membership: file with the process's groups, a line "ID:CONTROLLERS:PATH" for each hierarchy; without controllers it is version 2.
     """
     for line in _read(membership).splitlines():
