@@ -1,8 +1,7 @@
-"""How chats have to be given to a chat template so that it writes all of them. Called by `Tokenizer`, for training, prompts and agents.
+"""Forms of chats for chat templates, so that a template writes all of a chat. Called by `Tokenizer`, for training, prompts and agents.
 
-A template may take text as lists of parts alone, know no system messages, or write no tools, calls and results. `find_form` asks it with
-small chats, and `Form.write` gives it a chat as it takes it: text in parts, the system message in the first message of the user, and tools,
-calls and results as text in Hermes' format. No I/O.
+A template may take text as lists of parts alone, know no system messages, or write no tools, calls and results. `find_form` tests it with
+small chats, and `Form.write` converts a chat accordingly, e.g. a system message to the beginning of the user's first message. No I/O.
 """
 
 import json
@@ -41,15 +40,15 @@ _ARGUMENTS = {"probe_key": "probe_value"}
 
 @dataclass(frozen=True)
 class Form:
-    """What one template takes.
+    """The form of chats for one template.
 
     Attributes:
-        parts: roles whose text has to be a list of parts.
+        parts: roles whose text has to be a list of parts, such as [{"type": "text", "text": "hi"}].
         folds_system: whether a system message has to become part of the user's first.
         writes_calls: whether the template writes calls and results, and tools if the form was looked for with tools.
         flat_tools: whether tools have to be given without the `function` around them.
         arguments_as_text: whether a call's arguments have to be JSON text.
-        reasoning: the name under which it writes an assistant's reasoning; empty if it writes none.
+        reasoning: the template's key for an assistant's reasoning, such as "reasoning_content"; empty if it writes none.
     """
 
     parts: frozenset[str] = frozenset()
@@ -64,7 +63,7 @@ class Form:
 
         Args:
             messages: text in `content`, and where they have them `tool_calls` and `reasoning_content`.
-            in_words: write tools, calls and results in Hermes' format, whatever the template can do.
+            in_words: always write tools, calls and results in Hermes' format.
         """
         if (in_words or not self.writes_calls) and uses_tools(messages, tools):
             messages, tools = _in_words(messages, tools), ()
@@ -83,7 +82,7 @@ class Form:
 
 
 def find_form(render: Render, *, with_tools: bool) -> Form:
-    """Ask a template what it takes.
+    """Find the form of a template by small chats.
 
     Args:
         with_tools: whether tools are given, for which a tokenizer may have a template of its own.

@@ -27,7 +27,7 @@ def resolve(dotted: str, *, kind: str) -> Callable[..., Any]:
     """Return the function that a name refers to.
 
     Args:
-        dotted: "module:function", "file.py:function", or a name of `data.given.give`.
+        dotted: "module:function", "file.py:function" such as "my_reward.py:score", or a name of `data.given.give`.
         kind: its purpose ("reward", "workflow"), for messages.
 
     Raises:
@@ -58,16 +58,16 @@ def resolve(dotted: str, *, kind: str) -> Callable[..., Any]:
 
 
 def check_takes(function: Callable[..., Any], dotted: str, given: Sequence[str], *, kind: str) -> None:
-    """Refuse a function that cannot be called with so many arguments by position; one whose signature is not known is taken.
+    """Refuse a function that cannot be called with so many arguments by position; one of unknown signature is accepted.
 
     Args:
-        given: what it is called with, for messages.
+        given: its arguments, for messages.
 
     Raises:
         CodeError: it takes more arguments or fewer.
     """
     try:
-        signature = inspect.signature(function, follow_wrapped=False)  # a decorator may add arguments to what it wraps
+        signature = inspect.signature(function, follow_wrapped=False)  # a decorator may add arguments
     except (TypeError, ValueError):  # of native code
         return
     try:
@@ -79,7 +79,7 @@ def check_takes(function: Callable[..., Any], dotted: str, given: Sequence[str],
 
 @contextmanager
 def blaming(dotted: str, function: Callable[..., Any], *, kind: str) -> Iterator[None]:
-    """Surround a call of a function that `resolve` returned; names file and line of what the user's code raises.
+    """Add file and line of the user's code to an exception from a function of `resolve`.
 
     Raises:
         OwnCodeError: the code raised an exception, of any class but this one.

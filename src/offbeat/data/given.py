@@ -25,9 +25,9 @@ PREFIX = "python:"
 
 _MOST_BYTES = 1 << 28
 _GIVEN: dict[str, Callable[..., Any]] = {}
-"""What this process has been given, by name."""
+"""Functions given to this process, by name."""
 _TIMES: Counter[str] = Counter()
-"""How often each of them has been given and not yet withdrawn: a run and what its callback calls may be given the same function."""
+"""How often each of them has been given and not yet withdrawn: a run and a call in its callback may be given the same function."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Given:
     Attributes:
         name: its name in the configuration.
         pickled: the function, by reference where it can be imported, else by value.
-        search_path: `sys.path` of the parent, since the function may import what lies beside the program that gave it.
+        search_path: `sys.path` of the parent, since the function may import modules beside the program that gave it.
     """
 
     name: str
@@ -64,7 +64,7 @@ def give(function: object, *, kind: str) -> str:
 
 
 def withdraw(names: Iterable[str]) -> None:
-    """Forget what was given under these names, when it has been withdrawn as often as it was given."""
+    """Forget the functions of these names, once each is withdrawn as often as it was given."""
     for name in names:
         _TIMES[name] -= 1
         if _TIMES[name] <= 0:
@@ -73,7 +73,7 @@ def withdraw(names: Iterable[str]) -> None:
 
 
 def find(name: str) -> Callable[..., Any] | None:
-    """Return what was given under this name, or None if nothing was.
+    """Return the function given under this name, or None.
 
     Raises:
         CodeError: it has a name of a given function, but was given to another process.
@@ -86,7 +86,7 @@ def find(name: str) -> Callable[..., Any] | None:
 
 
 def source_of(name: str) -> str:
-    """Return the source text of what was given under a name that cannot be imported; empty if it is not known."""
+    """Return the source text of a given function whose name cannot be imported, such as "python:score"; empty if unknown."""
     try:
         return inspect.getsource(_GIVEN[name]) if name in _GIVEN and name.startswith(PREFIX) else ""  # type: ignore[arg-type]
     except (OSError, TypeError):
@@ -99,10 +99,10 @@ def pack(names: Iterable[str]) -> tuple[Given, ...]:
 
 
 def receive(given: Iterable[Given]) -> None:
-    """Take what the parent process has packed; from then on `find` finds it here.
+    """Take functions that the parent process has packed; from then on `find` finds them here.
 
     Raises:
-        CodeError: something that a function needs is not there in this process.
+        CodeError: a module or object that a function needs is missing in this process.
     """
     for each in given:
         sys.path.extend(folder for folder in each.search_path if folder not in sys.path)
@@ -113,7 +113,7 @@ def receive(given: Iterable[Given]) -> None:
 
 
 def import_name(function: Any) -> str:
-    """Return "module:function", or "path/to/file.py:function" for a module outside of the installed ones; empty if neither leads to it."""
+    """Return "module:function", or "path/to/file.py:function" for a module that is not installed; empty if neither finds the function."""
     module_name, name = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", "")
     module = sys.modules.get(module_name)
     if module is None or module_name == "__main__" or not name.isidentifier() or getattr(module, name, None) is not function:
@@ -137,7 +137,7 @@ def _free_name(function: object) -> str:
 def _pickle(name: str, function: object, kind: str) -> bytes:
     try:
         pickled = cloudpickle.dumps(function)
-    except Exception as exc:  # whatever the objects raise that the function refers to
+    except Exception as exc:  # pickling may raise anything of the user's objects
         raise CodeError(
             f"{kind}: {name.removeprefix(PREFIX)!r} cannot be sent to the process that calls it ({describe(exc)}); make what it needs, such"
             " as an open file or a connection, inside of it, or move it to a file of its own and import it") from exc

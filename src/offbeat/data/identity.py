@@ -1,5 +1,5 @@
-"""What identifies a run: its settings, and digests of data, model, tokenizer and the user's code. Checkpoints store it, and resuming
-compares.
+"""The identity of a run: its settings, and digests of data, model, tokenizer and the user's code. Checkpoints store it, and resuming
+compares it.
 
 The digests are BLAKE2b and detect accidental changes, not attacks. A model's weights are only sampled, since training changes all of them.
 """
@@ -27,11 +27,11 @@ class Identity:
     """The identity of a run.
 
     Attributes:
-        settings: values by "section.key" of the settings that `offbeat.config.resume` remembers.
+        settings: values by "section.key", such as "data.shuffle", of the settings that `offbeat.config.resume` remembers.
         data: digest of the rows to train on, in order.
         num_rows: number of rows to train on; None for an endless dataset.
-        model: digest of the initial model, or of what it is made from.
-        tokenizer: digest of how the tokenizer encodes texts.
+        model: digest of the initial model, or of the settings that it is made from.
+        tokenizer: digest of the tokenizer's encoding.
         code: digests of the source files of the user's functions, by setting.
     """
 
@@ -76,7 +76,7 @@ def model_digest(folder: Path) -> str:
 
 
 def command_digest(words: Iterable[str]) -> str:
-    """Return the digest of those words of a command that are files, such as a script; empty if none is."""
+    """Return the digest of the files among the words of a command, such as a script; empty if none is a file."""
     paths = [Path(word) for word in words if "/" in word or "." in word]
     contents = [path.read_bytes() for path in paths if path.is_file() and path.stat().st_size <= _LARGEST_SCRIPT]
     return hashlib.blake2b(b"\0".join(contents), digest_size=_DIGEST_BYTES).hexdigest() if contents else ""
@@ -85,8 +85,8 @@ def command_digest(words: Iterable[str]) -> str:
 def code_digest(dotted: str) -> str:
     """Return the digest of the source file of "module:function" or "file.py:function", without importing it, or of a judge's file.
 
-    Empty for a module of Offbeat, whose source changes with its version, and for a module that is no file on the search path. Of a function
-    that was given as an object, that of its own source.
+    Empty for a module of Offbeat, whose source changes with its version, and for a module that is no file on the search path. A function
+    that was given as an object has the digest of its own source.
     """
     if source := source_of(dotted):
         return digest_of([source])

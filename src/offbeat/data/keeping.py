@@ -1,4 +1,4 @@
-"""Makes what a run keeps of its rollouts from groups and the batch that was made of them. Called by the loop, on a thread of its own."""
+"""Makes the kept records of a run's rollouts from groups and their batch. Called by the loop, on a thread of its own."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,14 +16,14 @@ _DIGITS = 5
 _KEPT_COLUMNS = ("advantages", "prox_logprobs", "ref_logprobs")
 
 Columns = Mapping[str, np.ndarray]
-"""Values of a trajectory's generated tokens, by the name of the batch's column."""
+"""Values of a trajectory's generated tokens, by the name of the batch's column, such as "advantages"."""
 
 
 def trained_columns(groups: Sequence[Group], batch: Batch) -> dict[tuple[int, int], Columns]:
     """Find the trajectories of which a batch was made.
 
     Args:
-        groups: those of which `algorithms.experience.make_batch` made the batch.
+        groups: the groups of the batch, as given to `algorithms.experience.make_batch`.
 
     Returns:
         The columns of each trajectory that is in the batch, by its group's position and its own position in the group. They are empty
@@ -47,7 +47,7 @@ def trained_columns(groups: Sequence[Group], batch: Batch) -> dict[tuple[int, in
 def keep(
     group: Group, row: Row, pieces: Pieces, *, step: int, columns: Mapping[int, Columns], why: str = "", drawn_again: bool = False,
 ) -> KeptGroup:
-    """Return what is kept of a group.
+    """Return the kept record of a group.
 
     Args:
         step: see `KeptGroup`.
@@ -95,7 +95,7 @@ def _keep_trajectory(t: Trajectory, pieces: Pieces, columns: Columns | None) -> 
 
 
 def _spread(values: np.ndarray, mask: np.ndarray) -> Numbers:
-    """Return values of generated tokens as one number per token, 0 elsewhere."""
+    """Return L numbers: the values of generated tokens, where `mask` [L] bool is set, and 0 elsewhere."""
     whole = np.zeros(len(mask))
     whole[mask] = values
     return _numbers(whole)

@@ -26,7 +26,7 @@ Numbers = list[float | None]
 
 @dataclass(frozen=True)
 class KeptTurn:
-    """Where a turn ends; see `TurnEnd`. The reward is None where it has none that is finite, for which the trajectory was left out."""
+    """Where a turn ends; see `TurnEnd`. The reward is None if it is not finite, for which the trajectory was left out."""
 
     end: int
     reward: float | None = 0.0
@@ -36,14 +36,15 @@ class KeptTurn:
 
 @dataclass(frozen=True)
 class KeptTrajectory:
-    """A trajectory, with what the step computed of it. Arrays have one entry per token, [L]; names are those of `Trajectory`.
+    """A trajectory, with the step's columns for it. Arrays have one entry per token, [L]; names are those of `Trajectory`.
 
     Attributes:
-        rollout_logprobs: rounded to five digits; 0 where the policy did not generate, None where the engine reported no number.
-        lengths: characters of `text` that each token stands for; empty in files that have no texts.
+        rollout_logprobs: rounded to five digits, such as -0.69315; 0 where the policy did not generate, None where the engine reported no
+            number.
+        lengths: characters of `text` of each token, such as [1, 5, 2]; empty in files that have no texts.
         trained: whether the step's loss has a term for it. Others were left out: unusable, or of advantage 0.
         advantages: of generated tokens, 0 elsewhere; empty if `trained` is false.
-        prox_logprobs, ref_logprobs: under the policy before the update, and under the reference; empty where the algorithm did not ask.
+        prox_logprobs, ref_logprobs: under the policy before the update, and under the reference; empty if the algorithm does not read them.
     """
 
     tokens: list[int]
@@ -75,7 +76,7 @@ class KeptTrajectory:
 
     @property
     def completion(self) -> str:
-        """What the policy wrote, its turns joined by line breaks."""
+        """The policy's text, its turns joined by line breaks."""
         parts: list[str] = []
         before = False
         for piece, generated in zip(self.pieces, self.loss_mask, strict=True):
@@ -108,11 +109,11 @@ class KeptGroup:
     """The samples of one prompt, as they were played.
 
     Attributes:
-        prompt_id: "epoch:index", where the index is that of the row in the data.
+        prompt_id: "epoch:index" with the row's index in the data, e.g. "0:17".
         prompt: the row's prompt as text, messages of a chat one below the other.
         answer: the row's answer.
         rejected: why none of the group is trained on; None if it is.
-        why: the kind of that reason in two words.
+        why: the kind of that reason in two words, such as "too long".
         drawn_again: whether a rejected group's prompt came again.
         step: global step that trained on it, or that was stored next after it was rejected.
     """
@@ -142,7 +143,7 @@ class KeptFile:
 
 @dataclass(frozen=True, order=True)
 class Address:
-    """Where a trajectory is among a run's rollouts, written "12.3.0": step 12, group 3 of its file, trajectory 0 of the group.
+    """Address of a trajectory among a run's rollouts, e.g. "12.3.0": step 12, group 3 of its file, trajectory 0 of the group.
 
     "12r.3.0" is in the file of rejected groups.
     """

@@ -1,7 +1,7 @@
 """Refuses rows with text that the tokenizer does not know: the model would see an unknown token there, and never write it.
 
-What opens the data is given these checks, and counts such rows among those that cannot be used. A tokenizer over bytes knows every text, so
-its rows are not looked at. Answers that are only given to a reward are told of, and not refused.
+`dataset` and `pairs` get these checks when they open data, and count such rows among the unusable ones. A tokenizer over bytes knows every
+text, so its rows are not checked. An answer that only a reward reads gives a warning, and is not refused.
 """
 
 import string
@@ -23,10 +23,10 @@ _WHOLE = {string.digits: "digits", string.ascii_lowercase: "lower-case letters",
 
 
 def check_row(tokenizer: Tokenizer, config: DataConfig, *, answered: bool) -> Callable[[Row, str], None] | None:
-    """Return what refuses a row whose prompt has text unknown to the tokenizer; None where all text is known.
+    """Return a check that refuses a row whose prompt has text unknown to the tokenizer; None where all text is known.
 
     Args:
-        answered: whether answers, too, must be known, because they are imitated or compared with what the model writes.
+        answered: whether answers, too, must be known, because they are imitated or compared with the model's.
 
     Returns:
         A function of a row and its name, which raises DataError.
@@ -42,7 +42,7 @@ def check_row(tokenizer: Tokenizer, config: DataConfig, *, answered: bool) -> Ca
 
 
 def check_preference(tokenizer: Tokenizer, config: DataConfig) -> Callable[[Preference, str], None] | None:
-    """Return what refuses a preference with text unknown to the tokenizer; as `check_row`."""
+    """Return a check that refuses a preference with text unknown to the tokenizer; as `check_row`."""
     if tokenizer.knows_all:
         return None
 
@@ -54,9 +54,9 @@ def check_preference(tokenizer: Tokenizer, config: DataConfig) -> Callable[[Pref
 
 
 def unwritable_answers(tokenizer: Tokenizer, rows: PromptDataset) -> str:
-    """Say of the first rows how many have an answer that the model can never write; "" where it can write all, or that is unknown.
+    """Return a sentence with the number of the first rows whose answer the model can never write; "" if none, or if that is unknown.
 
-    No reason to refuse them: an own reward may use an answer for something else than a comparison.
+    No reason to refuse them: a user's reward may use an answer for something else than a comparison.
     """
     if tokenizer.unknown_id is None:
         return ""
@@ -71,7 +71,7 @@ def unwritable_answers(tokenizer: Tokenizer, rows: PromptDataset) -> str:
 
 
 def describe_alphabet(alphabet: str) -> str:
-    """Name the characters of an alphabet, as in "digits, lower-case letters, space, and + - *"."""
+    """Name the characters of an alphabet, such as "digits, lower-case letters, space, and + - *"."""
     names, rest = [], alphabet
     for whole, name in _WHOLE.items():
         if all(character in rest for character in whole):
@@ -83,7 +83,7 @@ def describe_alphabet(alphabet: str) -> str:
 
 
 def _prompt(prompt: Prompt, config: DataConfig) -> Iterator[tuple[str, str]]:
-    """Yield the texts of a prompt that a row or [data] gives, after what each is. What a chat template adds of its own does not count."""
+    """Yield the texts of a prompt, each after its kind, such as "system message". The chat template's own text does not count."""
     messages = messages_of(Row(prompt, ""), config)
     if messages is None:
         yield "prompt", str(prompt)

@@ -1,6 +1,6 @@
-"""Records as published data sets lay them out, under the columns that `row` and `pairs` read. Called by both; a test has one of each.
+"""Converts records in the layouts of published data sets to the columns of `row` and `pairs`. Called by both; a test has one of each.
 
-Only records without the columns that are read anyway are changed, and no column that a record had gets lost but those that are read here.
+Only records without those columns are changed, and a record keeps all of its columns but those that are read here.
 """
 
 import json
@@ -16,10 +16,10 @@ _PREFERRED, _NOT_PREFERRED = "preferred_output", "non_preferred_output"
 
 
 def as_chat(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Return a record with `messages` in the place of what it has instead; others as they are.
+    """Return a record with `messages` in the place of `conversation` or `query`; others as they are.
 
-    `conversation` is a list of messages, or of turns with `input` and `output` (Capybara). `query` beside `answers` and `tools` is a
-    question, and calls as JSON (xLAM), which stay in `answers` for rewards.
+    `conversation` is a list of messages, or of turns such as {"input": "2+2=", "output": "4"} (Capybara). `query` beside `answers` and
+    `tools` is a question, and calls as JSON (xLAM), which stay in `answers` for rewards.
 
     Raises:
         DataError: `conversation` holds turns of which some have no text, or `query` is no text.

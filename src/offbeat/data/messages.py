@@ -1,7 +1,8 @@
-"""Messages of a chat in a record, as data sets have them, made into one form. Used by `row` and `pairs`.
+"""Converts the messages of a chat in a record to one form. Used by `row` and `pairs`.
 
-A chat is a list of messages or such a list as JSON text. `data.chat_keys` says what each role and each key means; nothing is left out in
-silence. The form of a call's arguments stays as the record has it: `Tokenizer.chat_text` gives templates what they take.
+A chat is a list of messages, such as [{"from": "human", "value": "2+2="}], or such a list as JSON text. `data.chat_keys` lists the meanings
+of roles and keys; nothing is left out in silence. The form of a call's arguments stays as the record has it: `Tokenizer.chat_text` converts
+it for templates.
 """
 
 import json
@@ -22,7 +23,7 @@ Tool = dict[str, Any]
 _CHAT = re.compile(r"\s*\[\s*\{\s*\"")
 _PYTHON = re.compile(r"\s*\[\s*\{\s*'(?:role|from|content|value)'\s*:")
 _NULL_VALUES = ("default", "const", "example", "examples", "enum")
-"""Keywords of a JSON schema whose value may be null, or hold null; below any other, null stands for a key that is not there."""
+"""Keywords of a JSON schema whose value may be null, or hold null; below any other, null is a missing key."""
 _SAME = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
 
 
@@ -42,10 +43,10 @@ def parse_messages(value: Any, name: str, where: str) -> tuple[Message, ...]:
 
 
 def chat_in(text: str, name: str, where: str) -> list[Any] | None:
-    """Return the chat that a text is, as JSON; None if it is other text.
+    """Return the chat of a JSON text; None if it is other text.
 
     Raises:
-        DataError: it is a chat as Python prints it, which is not read.
+        DataError: it is a chat as Python prints it, such as "[{'role': ...", which is not read.
     """
     if _PYTHON.match(text):
         raise DataError(
@@ -75,13 +76,13 @@ def parse_tools(value: Any, name: str, where: str) -> tuple[Tool, ...]:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """Return what a message says: its text, or its tool calls as JSON, with arguments as objects, if it has no text."""
+    """Return a message's text, or its tool calls as JSON, with arguments as objects, if it has no text."""
     calls = message.get("tool_calls")
     return message["content"] or (json.dumps([with_arguments(call, as_text=False) for call in calls], ensure_ascii=False) if calls else "")
 
 
 def with_arguments(call: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
-    """Return a call with its arguments as JSON text, or as what that text says."""
+    """Return a call with its arguments as JSON text, such as '{"a": 1}', or as the object."""
     if isinstance(inner := call.get("function"), Mapping):
         return {**call, "function": with_arguments(inner, as_text=as_text)}
     arguments = call.get("arguments")
@@ -101,7 +102,7 @@ def as_context(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def for_template(message: Mapping[str, Any], *, arguments_as_text: bool) -> dict[str, Any]:
-    """Return a message as a chat template takes it: with thoughts under each of their names, and arguments of calls in its form."""
+    """Return a message for a chat template: with thoughts under each of their names, and arguments of calls in its form."""
     written = {key: value for key, value in message.items() if key not in (*THOUGHTS, "weight")}
     if thoughts := next((message[key] for key in THOUGHTS if message.get(key)), None):
         written |= dict.fromkeys(THOUGHTS, thoughts)
@@ -111,7 +112,7 @@ def for_template(message: Mapping[str, Any], *, arguments_as_text: bool) -> dict
 
 
 def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two messages say the same, whatever else is noted in them."""
+    """Whether two messages agree in the keys of `_SAME`."""
     return all(one.get(key) == other.get(key) for key in _SAME)
 
 
@@ -123,12 +124,12 @@ def with_system(messages: Sequence[Message], text: str) -> tuple[Message, ...]:
 
 
 def kind_of(value: Any) -> str:
-    """Return what a value of the wrong kind is called in messages."""
+    """Return the name of a value's kind for messages, such as "null", "an empty list" or "int"."""
     return "null" if value is None else "an empty list" if value == [] else type(value).__name__
 
 
 def without_filled_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record of a table with its chats and tools as they were before the table gave each row the keys of all rows, as null."""
+    """Return a record of a table without the nulls in its chats and tools that stand for keys of other rows."""
     return {
         name: _without_nulls(value) if isinstance(value, list) and value and all(map(_is_of_chat, value)) else value
         for name, value in record.items()}
@@ -191,7 +192,7 @@ def _one_of(keys: tuple[str, str], given: Mapping[str, Any], name: str, where: s
 
 
 def _role(role: Any, name: str, where: str, *, named_by: str) -> str | None:
-    """Return what a role is read as; one that is in no table is the template's to know."""
+    """Return our role for one in a record, such as "user" for "human"; a role that is not in `ROLES` stays, for the template."""
     if not isinstance(role, str) or not role.strip():
         return None
     if (found := read_role(role)) is not None:
@@ -297,12 +298,12 @@ def _is_context(given: Mapping[str, Any], role: str, name: str, where: str) -> b
 
 def _refuse_unread(given: Mapping[str, Any], thoughts: str, name: str, where: str) -> None:
     for key, remedy in REFUSED.items():
-        if given.get(key) and not (thoughts and key in ("reasoning_details", "thinking_blocks")):  # which say the same in parts
+        if given.get(key) and not (thoughts and key in ("reasoning_details", "thinking_blocks")):  # with the same text in parts
             raise DataError(f"{where}: a message in {name!r} has {key!r}, which is not read; {remedy}")
 
 
 def _json(text: str) -> Any:
-    """Return what a text says as JSON; None if it is none."""
+    """Return the value of a JSON text; None if it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

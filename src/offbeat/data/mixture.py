@@ -1,8 +1,8 @@
 """Several data sets drawn as one, each with a share by its weight.
 
-Which row an index stands for is computed from the index alone, so a run that is resumed draws exactly what it would have drawn. Indices are
-in blocks of 1000: in each, every set has as many rows as its weight says, rounded, but at least one, in an order by the seed. A set begins
-again when all of its rows were drawn, in another order.
+The row of an index is computed from the index alone, so a resumed run draws exactly the rows that it would have drawn. Indices are in
+blocks of 1000: in each, every set has rows by its weight, e.g. 750 and 250 for weights of 3 and 1, rounded, but at least one, in an order
+by the seed. A set begins again when all of its rows were drawn, in another order.
 """
 
 from collections.abc import Mapping
@@ -84,7 +84,7 @@ class Mixture:
         return self.sets[name].where(of_set)
 
     def place(self, index: int) -> tuple[str, int]:
-        """Return the set that an index stands for, and the index of its row there."""
+        """Return the set of an index, and the index of its row there."""
         names = tuple(self.sets)
         block, offset = divmod(index, BLOCK)
         counts = rows_of_block(tuple(self.weights[name] for name in names))
@@ -107,7 +107,7 @@ class Mixture:
 
 @lru_cache(maxsize=16)
 def rows_of_block(weights: tuple[float, ...]) -> tuple[int, ...]:
-    """Return how many of a block's rows each set has: its share by weight, rounded so that they add up, and at least one."""
+    """Return the number of a block's rows of each set: its share by weight, rounded so that they add up to 1000, and at least one."""
     assert 0 < len(weights) <= BLOCK, f"from 1 to {BLOCK} sets can be mixed, got {len(weights)}"
     shares = np.array(weights) / sum(weights) * BLOCK
     counts = np.maximum(np.floor(shares), 1).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Model folders without torch: where a model is, whether the folder is complete, and what its config.json says.
+"""Model folders without torch: where a model is, whether the folder is complete, and the sizes in its config.json.
 
 Called by the controller and the command line before any process starts, and by `offbeat.model.load`, so that both give the same errors.
 """
@@ -107,10 +107,10 @@ def read_vocab_size(path: str) -> int | None:
 
 
 def router_loss_note(path: str, *, coefficient: float) -> str:
-    """Return what to say of a mixture of experts whose configuration has a coefficient of the routers' load-balancing loss; "" of others.
+    """Return advice for a mixture of experts whose config.json has a coefficient of the routers' load-balancing loss; "" for others.
 
     Args:
-        coefficient: train.router_aux_loss_coefficient; with one there is nothing to say.
+        coefficient: train.router_aux_loss_coefficient, such as 0.001; with one there is no advice.
 
     Raises:
         ConfigError: there is a coefficient, but no expert.
@@ -184,7 +184,7 @@ def _fetch(path: str, *, file: str | None = None) -> str:
         raise ModelError(f"model folder {path!r} does not exist; give an existing folder or a hub id such as 'Qwen/Qwen3-0.6B'")
     if missing := missing_modules(["huggingface_hub"]):
         raise ModelError(f"model {path!r} is fetched by {missing} not installed; run pip install 'offbeat[train]', or give a local folder")
-    from huggingface_hub import hf_hub_download, snapshot_download  # noqa: PLC0415 - needs what may be missing
+    from huggingface_hub import hf_hub_download, snapshot_download  # noqa: PLC0415 - an optional dependency
     from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
 
     try:
@@ -203,6 +203,6 @@ def _fetch(path: str, *, file: str | None = None) -> str:
 
 
 def _looks_local(path: str) -> bool:
-    """Whether what could be a hub id is rather meant as a folder: it begins as paths of models do, or with a folder that is there."""
+    """Whether a possible hub id is rather a folder: it begins as paths of models do, such as "models/qwen", or with an existing folder."""
     first, separator, _ = path.partition("/")
     return bool(separator) and (first in _LOCAL or Path(first).is_dir())

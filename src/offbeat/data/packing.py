@@ -1,11 +1,11 @@
 """Packing: which sequences share a micro-batch, and how a micro-batch becomes one row of tokens without padding.
 
 Called by `ranks/sharding.py` to plan (`plan_microbatches`) and by the trainer before each forward pass (`pack_row`); numpy only. A row
-holds only tokens on which some loss depends: what follows the last predicting token of a sequence is left out, and with `share_prefix`
+holds only tokens on which some loss depends: tokens after the last predicting token of a sequence are left out, and with `share_prefix`
 samples of one prompt run that prompt once. The plan counts exactly the tokens that `pack_row` lays out, so its budget is a hard cap on
 memory.
 
-A worked example, prompt [7, 8] shared by the answers [1, 2] and [3] (answer tokens are trained on):
+For example, the prompt [7, 8] shared by the answers [1, 2] and [3] (answer tokens are trained on):
 
     tokens     [7, 8,   1]      the prompt, then the first answer without its last token; the second answer needs no token of its own
     positions  [0, 1,   2]
@@ -80,17 +80,17 @@ class PackedRow:
 
     @property
     def work(self) -> np.ndarray:
-        """[2] float64, work of the row, as in `data/cost.py`."""
+        """[2] float64, work of the row, the sum over its [S, 2] runs; see `data/cost.py`."""
         return run_work(self.segments.lengths, self.segments.prefix_lengths).sum(axis=0)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Which rank trains what in one optimizer step.
+    """The sequences of each rank and micro-batch in one optimizer step.
 
     Attributes:
-        microbatches: for each rank the same number (at least 1) of arrays [n] int64 of ascending sequence indices; some may be empty. Every
-            sequence appears exactly once.
+        microbatches: for each rank the same number (at least 1) of arrays [n] int64 of ascending sequence indices, such as
+            [[[0, 2]], [[1, 3]]] for two ranks; some may be empty. Every sequence appears exactly once.
         work: [R, 2], work of each rank, as in `data/cost.py`.
         work_in_order: [R, 2], work of each rank if the groups were dealt in their order.
         lower_bound: no split of the same units gives its busiest rank a smaller load than this.
@@ -255,16 +255,16 @@ def _shared_prefixes(batch: Batch, used: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def _groups(batch: Batch, candidates: np.ndarray) -> list[np.ndarray]:
-    """Split candidates by (group id, prefix length) into arrays of ascending sequence indices."""
+    """Split candidates [N] by (group id, prefix length) into arrays of ascending sequence indices, such as [[0, 2], [1, 3]]."""
     order = candidates[np.lexsort((candidates, batch.prefix_lens[candidates], batch.group_ids[candidates]))]
     keys = np.stack([batch.group_ids[order], batch.prefix_lens[order]])
     return np.split(order, np.flatnonzero((np.diff(keys) != 0).any(axis=0)) + 1) if len(order) else []
 
 
 def _units(batch: Batch, *, max_tokens: int, share_prefix: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield sequences that must stay together, with their work [2]: groups cut to max_tokens, or single sequences."""
+    """Yield sequences [K] that must stay together, with their work [2]: groups cut to max_tokens, or single sequences."""
     used = _used_lengths(batch)
-    if used.max(initial=0) > max_tokens:  # no plan can hold it, and cutting it would change what is trained on
+    if used.max(initial=0) > max_tokens:  # no plan can hold it, and cutting it would change the loss
         worst = int(used.argmax())
         raise DataError(
             f"sequence {worst} of {batch.lengths[worst]} tokens needs a row of {used[worst]}, which exceeds"
@@ -286,7 +286,7 @@ def _units(batch: Batch, *, max_tokens: int, share_prefix: bool) -> Iterator[tup
 
 
 def _whole_groups(batch: Batch, *, max_tokens: int, share_prefix: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the sequences of each group, with their work [2]."""
+    """Yield the sequences [K] of each group, with their work [2]."""
     used = _used_lengths(batch)
     own_from, host = _shared_prefixes(batch, used) if share_prefix else (np.zeros(len(batch), np.int64), np.full(len(batch), -1))
     work_N2 = run_work(used - own_from, own_from)
@@ -311,7 +311,11 @@ def _group_of_units(batch: Batch, units: list[np.ndarray]) -> np.ndarray:
 
 
 def _in_order(group_of_units: np.ndarray, num_ranks: int) -> list[list[int]]:
-    """Return the units of each rank if groups are dealt in contiguous chunks whose sizes differ by at most 1."""
+    """Return the units of each rank if groups are dealt in contiguous chunks whose sizes differ by at most 1.
+
+    Args:
+        group_of_units: [U] int64; [0, 0, 1, 2] and two ranks, for example, give [[0, 1, 2], [3]].
+    """
     num_groups = int(group_of_units.max(initial=-1)) + 1
     return [np.flatnonzero(np.isin(group_of_units, chunk)).tolist() for chunk in np.array_split(np.arange(num_groups), num_ranks)]
 
@@ -335,7 +339,7 @@ def _evenly(parts: list[list[int]], tokens: list[int], num_rounds: int, max_toke
 
 
 def _deal(bins: list[list[int]], tokens: list[int], loads: np.ndarray, num_ranks: int, num_rounds: int) -> list[list[list[int]]]:
-    """Give full micro-batches, longest first, to the least-loaded rank that has room for one more."""
+    """Give full micro-batches, longest first, to the least-loaded rank that has room for one more; `loads` are [U], of the units."""
     plan: list[list[list[int]]] = [[] for _ in range(num_ranks)]  # by rank and micro-batch, the units in it
     rank_loads = [0.0] * num_ranks
     for _, micro in sorted(((sum(tokens[unit] for unit in micro), micro) for micro in bins), reverse=True):
@@ -361,10 +365,10 @@ def _first_fit(costs: list[int], capacity: int) -> list[list[int]]:
 
 
 def _join(arrays: Iterable[np.ndarray]) -> np.ndarray:
-    """Return the elements of all arrays, [n] int64, ascending."""
+    """Return the elements of all arrays, [K] int64, ascending."""
     return np.sort(np.concatenate([np.empty(0, np.int64), *arrays]))
 
 
 def _ranges(lengths: np.ndarray) -> np.ndarray:
-    """Return 0 .. length - 1 for each length, back to back."""
+    """Return [K] int64: 0 .. length - 1 for each length, back to back, such as [0, 1, 0, 1, 2] for [2, 3]."""
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -1,4 +1,4 @@
-"""Preferences: an answer that was chosen and one that was rejected, or single answers with a label. Read from what [data] names.
+"""Preferences: an answer that was chosen and one that was rejected, or single answers with a label. Read from the sources of [data].
 
 `open_pairs` opens the rows of preference training and of reward models, with the readers, the held-out rows and the errors of other data;
 a `PairEncoder` makes tokens of them. Layouts are those that TRL reads, and a file may mix them:
@@ -9,7 +9,7 @@ a `PairEncoder` makes tokens of them. Layouts are those that TRL reads, and a fi
     {"prompt": "7+5=", "completion": "12", "label": true}                               for KTO
     {"input": {"messages": [messages]}, "preferred_output": [messages], "non_preferred_output": [messages]}      as OpenAI has them
 
-A field `margin`, a number, says by how much the chosen answer is better.
+A field `margin`, such as 0.5, says by how much the chosen answer is better.
 """
 
 import math
@@ -145,7 +145,7 @@ def parse_preference(record: Mapping[str, Any], config: DataConfig, *, where: st
 
 @dataclass(frozen=True)
 class PairEncoder:
-    """Makes tokens of preferences, within what the trainer can take. Nothing is ever cut.
+    """Makes tokens of preferences, within the trainer's limits. Nothing is ever cut.
 
     Attributes:
         too_long: whether a preference that is too long is refused, or dropped.

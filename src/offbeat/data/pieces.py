@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from offbeat.data.tokenizer import Tokenizer
 
-_BROKEN = "\ufffd"  # what decoders write for bytes that are no whole character
+_BROKEN = "\ufffd"  # of decoders, for bytes that are no whole character
 _LONGEST_RUN = 8
 
 
@@ -15,14 +15,14 @@ class Pieces:
         self._decode = tokenizer.hf.backend_tokenizer.decode
         self._num_ids = tokenizer.vocab_size
         ids = tokenizer.encode("a")
-        # Some decoders drop the space before the first word of a text, so a token's text is what it adds to an anchor's.
+        # Some decoders drop the space before the first word of a text, so a token is decoded behind an anchor.
         self._anchor = ids[-1:]
         self._known: dict[int, str] = {}
 
     def split(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each token, special tokens included; together they are the whole text.
 
-        A character whose bytes lie in several tokens belongs to the last of them. An id that is no token is written as `<id>`.
+        A character whose bytes lie in several tokens belongs to the last of them. An id that is no token is written as e.g. "<70000>".
         """
         pieces = [self._known.get(token) or self._piece(token) for token in ids]
         for first, piece in enumerate(pieces):

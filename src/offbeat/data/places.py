@@ -1,4 +1,4 @@
-"""Where a rendered chat says what its messages say: by rendering it once more with marks in its texts. Called by `data.chat`.
+"""Positions of the messages' texts in a rendered chat, found by rendering it once more with marks in its texts. Called by `data.chat`.
 
 A mark is a character that the chat does not have. The rendering with marks has to be the same text once they are taken out, so a mark's
 position is that of the text that it was put into. Text is never searched for, and so an answer is not taken for equal words elsewhere.
@@ -49,8 +49,8 @@ def find_places(
     """Find the texts of a chat in its rendering, in the order of the chat.
 
     Args:
-        text: what `render` makes of messages and tools.
-        of: whether texts of a message and kind are looked for.
+        text: the rendering of messages and tools by `render`.
+        of: whether texts of a message and kind, such as "reasoning", are looked for.
     """
     texts = [(message, kind, said) for message, kind, said in _texts(messages, tools) if of(message, kind)]
     used = set(text)
@@ -128,7 +128,7 @@ Change = Callable[[int, str, str], str]
 
 
 def _mapped(messages: Messages, tools: Tools, change: Change) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return a chat and its tools with every text that somebody said put through `change`."""
+    """Return a chat and its tools with `change` applied to every text."""
     return (
         [_message(message, lambda kind, said, i=index: change(i, kind, said)) for index, message in enumerate(messages)],
         [_tool(tool, change) for tool in tools])

@@ -1,4 +1,4 @@
-"""A row's prompt as a chat and as tokens: rendered for engines, and with its answer for fine-tuning; and what is too long to be asked."""
+"""A row's prompt as a chat and as tokens: rendered for engines, and with its answer for fine-tuning; and checks of its length."""
 
 import numpy as np
 
@@ -93,7 +93,7 @@ def sft_sequence(row: Row, tokenizer: Tokenizer, config: DataConfig) -> tuple[np
     The two parts are encoded separately, as they are when the answer is generated.
 
     Returns:
-        tokens [L] int32, and loss_mask [L] bool, True on the answer and the end token.
+        tokens [L] int32, and loss_mask [L] bool, True on the answer and the end token, e.g. [3, 1, 9, 4, 0] and [F, F, F, T, T].
     """
     prompt = render(row, tokenizer, config)
     is_chat = config.wraps or not isinstance(row.prompt, str)

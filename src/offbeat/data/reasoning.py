@@ -1,7 +1,7 @@
 """Rows from reasoning-gym: more than a hundred families of generated puzzles, each with a verifier of its own.
 
-`data.tasks` calls `open_reasoning` for `data.task = "reasoning_gym:NAME"`; the reward process calls `verify`. A row contains what it was
-generated from, so that the verifier sees the same puzzle in any process. Needs `offbeat[reasoning]`; imports no torch.
+`data.tasks` calls `open_reasoning` for `data.task = "reasoning_gym:NAME"`; the reward process calls `verify`. A row contains the family,
+options and seed of its puzzle, so that the verifier sees the same puzzle in any process. Needs `offbeat[reasoning]`; imports no torch.
 """
 
 import hashlib
@@ -93,7 +93,7 @@ def open_reasoning(task: str, options: Sequence[str]) -> ReasoningTask:
 
 
 def verify(completion: str, row: Row) -> float:
-    """Score an answer with the family's verifier, 0 to 1; 0 where the verifier cannot read the answer, at which some of them raise.
+    """Score an answer with the family's verifier, 0 to 1; 0 where the verifier cannot read the answer, even if it raises.
 
     Raises:
         KeyError: the row was not made by `ReasoningTask`.
@@ -101,7 +101,7 @@ def verify(completion: str, row: Row) -> float:
     dataset, entry = _entry(row.extra["family"], row.extra["options"], row.extra["seed"])
     try:
         return float(dataset.score_answer(completion, entry))
-    except Exception:  # whatever a parser of the library raises
+    except Exception:  # a parser of the library may raise anything
         return 0.0
 
 
@@ -137,7 +137,7 @@ def _check(family: Family) -> None:
         raise DataError(f"reasoning-gym has no family {family.name!r}; it has {', '.join(near)}")
     try:
         _entry(family.name, json.dumps(dict(family.options)), "0")
-    except Exception as exc:  # the library checks its options with assertions, and raises what it likes
+    except Exception as exc:  # the library checks its options with assertions, and may raise anything
         raise DataError(
             f"reasoning-gym refuses {family.name} with {dict(family.options) or 'its defaults'}: {exc or type(exc).__name__}; "
             "correct data.task_options") from exc

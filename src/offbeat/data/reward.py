@@ -1,8 +1,8 @@
-"""What counts as a reward, and what replaces one that could not be computed.
+"""Valid rewards, and the stand-in for one that could not be computed.
 
-Reward workers pass what user code returned to `check_reward`, and `Trajectory` what a workflow made of it. A failed reward is a NaN that
-carries its reason, so that a workflow may compute with it as with any number: a NaN that comes of it is not trained on either. Several
-rewards by name are one number, too, their sum, which carries them.
+Reward workers check the return value of user code by `check_reward`, and `Trajectory` the rewards of a workflow. A failed reward is a NaN
+with its reason, so that a workflow may compute with it as with any number: a NaN as the result is not trained on either. Several rewards by
+name, such as {"correct": 1.0, "short": 0.5}, are their sum 1.5, which carries them.
 """
 
 import math
@@ -64,10 +64,10 @@ class NamedReward(float):
 
 
 def weigh(values: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
-    """Return the reward that several make up: a `NamedReward` of those that apply, each times its weight.
+    """Return the weighted sum of several rewards: a `NamedReward` of those that apply, each times its weight.
 
     Args:
-        values: what each of the rewards in `weights` gave, by its dotted name; None where it does not apply. The parts of a `NamedReward`
+        values: value of each of the rewards in `weights`, by its dotted name; None where it does not apply. The parts of a `NamedReward`
             are named after it, as in "format.short".
 
     Returns:

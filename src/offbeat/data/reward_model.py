@@ -1,8 +1,8 @@
 """Reward models without torch: their folders, and the text that they read. Called to train them, and to score rollouts with them.
 
-Any Hugging Face folder for sequence classification with one label is a reward model: its label is the reward of the text. The text is what
-the chat template of its tokenizer makes of the prompt and the answer. A tokenizer without a chat template reads the prompt, the answer and
-the end token.
+Any Hugging Face folder for sequence classification with one label is a reward model: its label is the reward of the text. The text is the
+prompt and the answer, rendered by the chat template of its tokenizer; without a chat template, it is the prompt, the answer and the end
+token.
 """
 
 import copy
@@ -54,7 +54,7 @@ def open_reward_folder(name: str) -> RewardFolder:
             f"the reward model {name!r} must be a model for sequence classification, got {', '.join(made) or 'no architecture'}; train one"
             " with `offbeat reward-model`")
     labels = config.get("id2label")
-    count = len(labels) if isinstance(labels, dict) else int(config.get("num_labels", 2))  # 2 is what transformers assumes
+    count = len(labels) if isinstance(labels, dict) else int(config.get("num_labels", 2))  # transformers assumes 2
     if count != 1:
         raise ModelError(f"the reward model {name!r} must have one label, whose value is the reward, got {count}; give another model")
     try:
@@ -100,7 +100,7 @@ def plain(tokenizer: Tokenizer) -> Tokenizer:
 
 @dataclass(frozen=True)
 class JudgedPairEncoder(PairEncoder):
-    """Makes of preferences what a reward model reads. The only token in the mask of a sequence is the last, whose output is the reward."""
+    """Makes texts of a reward model from preferences. Only the last token of a sequence is in its mask; its output is the reward."""
 
     def encode(self, preference: Preference, *, name: str) -> EncodedPair | None:
         """See `PairEncoder.encode`; the chat template is used if the tokenizer has one."""

@@ -32,15 +32,15 @@ class Row:
 
     Attributes:
         prompt: text, or a chat of messages.
-        answer: what a reward compares with; empty where the data has none.
+        answer: the right answer, for rewards, such as "42"; empty where the data has none.
         extra: the record's other fields as text; values that are not text are written as JSON.
-        solution: what supervised fine-tuning imitates, where that is more than the answer (GSM8K's worked solution, or the assistant's
+        solution: text that supervised fine-tuning imitates, where that is more than the answer (GSM8K's worked solution, or the assistant's
             last message in a chat that has a separate answer); else empty.
         tools: descriptions of functions that the assistant of a chat may call, for chat templates that write them.
         said: the assistant's last message, where it has tool calls or reasoning beside its text; else None.
         json_fields: names of the extra fields that were not text, and are JSON.
         of_set: name of the data set that it comes from, where several are mixed.
-        template_kwargs: what the chat template is given for this row besides messages and tools.
+        template_kwargs: variables of the chat template for this row, such as {"enable_thinking": False}.
     """
 
     prompt: Prompt
@@ -131,7 +131,7 @@ def _prompt_field(record: Mapping[str, Any], layout: str) -> str:
 
 
 def _is_chat(prompt: Any, name: str, config: DataConfig, where: str) -> bool:
-    """Whether a prompt is a chat: a list of messages, or one as JSON text. What is in a column that is named after chats has to be one."""
+    """Whether a prompt is a chat: a list of messages, or one as JSON text. A column that is named after chats must hold one."""
     is_named = name in _CHATS and not config.prompt_field
     return isinstance(prompt, list) or is_named or (isinstance(prompt, str) and chat_in(prompt, name, where) is not None)
 
@@ -176,8 +176,8 @@ def _chat(
 ) -> Row:
     """Make a row whose prompt ends where the assistant is to answer. A last message by the assistant is the answer or solution.
 
-    A prompt with a completion or an answer beside it is context, as in TRL's pairs: its turns are not trained on. What comes after the
-    last message that is trained on teaches nothing, and is left out.
+    A prompt with a completion or an answer beside it is context, as in TRL's pairs: its turns are not trained on. Messages after the last
+    one that is trained on are left out.
     """
     messages = with_system(parse_messages(record[prompt_field], prompt_field, where), system)
     given = record.get(answer_field)

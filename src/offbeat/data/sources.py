@@ -51,12 +51,12 @@ class Several:
 
 
 def has_splits(path: str) -> bool:
-    """Whether a path names something that may have splits: a folder or a hub id, but no file and no pattern."""
+    """Whether a path may have splits: a folder or a hub id such as "openai/gsm8k", but no file and no pattern."""
     return not (has_magic(path) or Path(path).is_file() or is_data_file(Path(path)))
 
 
 def open_source(path: str, *, split: str, sieve: Sieve) -> Source:
-    """Open what a path names.
+    """Open the records of a path.
 
     Args:
         path: a file; a pattern of files, which are read in the order of their names; a folder of such files, or one that `save_to_disk` of

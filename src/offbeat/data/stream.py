@@ -30,8 +30,8 @@ class StreamState:
     Attributes:
         epoch: number of passes over the dataset completed.
         position: number of prompts drawn in this epoch, or passed over by the curriculum.
-        returned: ids of prompts drawn and given back, in the order in which they are drawn again.
-        curriculum: how prompts went; None without a curriculum.
+        returned: ids of prompts drawn and given back, such as ("0:17",), in the order in which they are drawn again.
+        curriculum: results of the prompts; None without a curriculum.
     """
 
     epoch: int = 0
@@ -71,7 +71,7 @@ class PromptStream(Generic[R]):
                 return f"{self._epoch}:{index}", self._dataset.row(index)
 
     def note(self, group: Group) -> None:
-        """Tell the curriculum, if there is one, how the group of a drawn prompt went: when it is trained on, or rejected for good."""
+        """Give the curriculum, if there is one, the rewards of a drawn prompt's group, once it is trained on or rejected for good."""
         if self._curriculum is not None:
             self._curriculum.note(int(group.prompt_id.partition(":")[2]), group.rewards)
 

@@ -1,6 +1,6 @@
-"""Rows as supervised sequences, within what the trainer can take. Opened with the data; checked at the start, drawn from in each step.
+"""Rows as supervised sequences, within the trainer's limits. Opened with the data; checked at the start, drawn from in each step.
 
-A sequence is never cut: one that is too long is refused, or its row dropped as `sft.too_long` says.
+A sequence is never cut: one that is too long is refused, or its row dropped, by `sft.too_long`.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ _MOST_ADDED = 4
 
 @dataclass(frozen=True)
 class Supervision:
-    """How rows are imitated.
+    """Makes supervised sequences of rows.
 
     Attributes:
         context: the model's, in tokens.
@@ -46,10 +46,10 @@ class Supervision:
     max_row_tokens: int
 
     def sequences(self, row: Row, *, name: str) -> list[Sequence]:
-        """What a row teaches; none if it is too long and to be dropped.
+        """Return the sequences of a row; none if it is too long and to be dropped.
 
         Args:
-            name: the row's, for messages.
+            name: the row's, for messages, such as "row 7".
 
         Raises:
             DataError: it is too long, it has nothing to imitate, or a chat does not fit its template.
@@ -74,7 +74,7 @@ class Supervision:
         raise DataError(f'{name} has {length} tokens with its answer, allowed are {limit}; shorten it, or set sft.too_long = "drop"')
 
     def draw(self, stream: PromptStream, count: int) -> list[Sequence]:
-        """What the next `count` rows teach that are not dropped. Raises as `sequences`, or where far too many are dropped."""
+        """Return the sequences of the next `count` rows that are not dropped. Raises as `sequences`, or where far too many are dropped."""
         kept = draw_kept(stream, count, lambda row, name: self.sequences(row, name=name), limit=f"longer than {self._max_tokens} tokens")
         return [sequence for _, sequences in kept for sequence in sequences]
 
@@ -97,7 +97,7 @@ class Supervision:
 
     @property
     def _max_tokens(self) -> int:
-        """Of a sequence; nothing is predicted from its last token."""
+        """Longest sequence in tokens; nothing is predicted from its last one, so it may have one more than a row."""
         return min(self.context, self.max_row_tokens + 1)
 
     def _chat(self, row: Row, name: str) -> list[MarkedText] | None:
@@ -112,7 +112,7 @@ class Supervision:
             raise type(exc)(f"{name} cannot be imitated: {exc}") from exc
 
     def _is_used(self, row: Row, *, name: str) -> bool:
-        """Whether `sequences` gives any. Encoding is what takes the time, and a text that has few bytes cannot have many tokens."""
+        """Whether `sequences` gives any. Encoding takes long, so it is skipped for a text of few bytes, which cannot have many tokens."""
         chat = self._chat(row, name)
         answer = row.solution or row.answer
         texts = [text.text for text in chat] if chat is not None else [f"{row.prompt}{answer}"] if row.prompt and answer else []
@@ -126,11 +126,11 @@ def draw_kept(
     """Draw rows until `count` of them are not dropped.
 
     Args:
-        encode: gives what a row is made of, or nothing for one that is too long and dropped; its second argument names the row.
-        limit: what a dropped row is, for the message.
+        encode: returns the sequences of a row, or none for one that is too long and dropped; its second argument names the row.
+        limit: description of dropped rows for the message, e.g. "longer than 4096 tokens".
 
     Returns:
-        The index in the dataset of each row that was kept, and what `encode` gave.
+        The index in the dataset of each row that was kept, and its sequences from `encode`.
 
     Raises:
         DataError: far too many are dropped.

@@ -1,4 +1,4 @@
-"""Advice on chat templates: one that is not used, and one that does not write what chats have.
+"""Advice on chat templates: one that is not used, and one that does not write all parts of chats.
 
 Given once, by `offbeat config check` and at the start of a run.
 """
@@ -17,7 +17,7 @@ from offbeat.data.thoughts import CLOSED, OPENED
 from offbeat.data.tokenizer import Tokenizer
 
 _TAUGHT = re.compile(r"(?<![a-z])(instruct|chat|it)(?![a-z])", re.IGNORECASE)
-"""What names of models that were taught chats hold, as in Qwen2.5-7B-Instruct and gemma-3-1b-it."""
+"""Parts of the names of models that were taught chats, such as Qwen2.5-7B-Instruct and gemma-3-1b-it."""
 
 _LOOKED_AT = 100
 _TOOLS = "tools, calls and results, which are given as text in Hermes' format"
@@ -26,7 +26,7 @@ _THOUGHTS = "the thoughts of answers, which are written in <think> tags before t
 
 
 def unused_template(tokenizer: Tokenizer, prompt: Prompt, data: DataConfig, *, model: str) -> str:
-    """Say that prompts are plain text although the model was taught chats; "" where they are chats, or nothing speaks for such a model.
+    """Return advice if prompts are plain text although the model was taught chats; "" where they are chats, or for other models.
 
     Args:
         prompt: of the first row.
@@ -46,7 +46,7 @@ def unused_template(tokenizer: Tokenizer, prompt: Prompt, data: DataConfig, *, m
 
 
 def replaced_forms(tokenizer: Tokenizer, rows: Dataset[Row] | Dataset[Preference], data: DataConfig, *, imitated: bool) -> str:
-    """Say what the chat template does not write of the first rows, and how it is written instead; "" where it writes all of them.
+    """Return advice on the parts of the first rows that the chat template does not write, and their replacement; "" if it writes all.
 
     Args:
         imitated: whether answers are trained on as they are in the rows; those of preferences are in any case.

@@ -1,4 +1,4 @@
-"""Thoughts in text: how a prompt opens one that the answer has to close, and how thoughts are written that a template leaves out.
+"""Thoughts in text: those that a prompt opens and the answer has to close, and those that a template leaves out.
 
 Called by `data.chat`. Templates of reasoning models end prompts with `<think>` and the like, or with a thought that is closed already.
 """
@@ -16,7 +16,7 @@ _TAGS = (
     ("[THINK]", "[/THINK]"),
     ("◁think▷", "◁/think▷"),
 )
-"""What a thought begins and ends with, in the models of autumn 2026."""
+"""Beginnings and ends of thoughts, such as "<think>" and "</think>", in the models of autumn 2026."""
 
 _CLOSING = dict(_TAGS)
 _OPEN = "|".join(re.escape(opening) for opening, _ in _TAGS)
@@ -49,13 +49,13 @@ def split_thought(content: str, asked: str = "") -> tuple[str, str]:
 
 
 def skip_empty(text: str, at: int, most: int) -> int:
-    """Return where a text goes on after an empty thought at `at`, or its mere end; `at` if there is none before `most`."""
+    """Return the position after an empty thought at `at`, or after its mere end; `at` if there is none before `most`."""
     found = _EMPTY.match(text, at)
     return at if found is None or found.end() > most else found.end()
 
 
 def close_thought(opened: str, thoughts: str) -> str:
-    """Return what follows a prompt that ends with `opened`: the thoughts, which may be empty, and the end of the thought."""
+    """Return the text after a prompt that ends with `opened`: the thoughts, which may be empty, and their end, such as "</think>"."""
     said = thoughts.strip()
     begun = "" if opened.endswith("\n") and said else "\n"
     return begun + (said + "\n" if said else "") + _CLOSING[opened.strip()] + "\n\n"

@@ -29,11 +29,11 @@ DEFAULT_ALPHABET = string.digits + string.ascii_lowercase + " \n+-*/=()>,.?#:"
 """Characters that the built-in tasks and the default chat template need; 54 tokens with the three special ones."""
 
 _RARE = ("\U00012000", "\U00013000", "\U00010600")
-"""Signs of cuneiform, hieroglyphs and Linear A: a tokenizer that knows all of them has a way to write any character."""
+"""Signs of cuneiform, hieroglyphs and Linear A: a tokenizer that knows all of them can write any character."""
 _BEFORE = (*_RARE, "\n", "0", "a")
 """Texts after which others are encoded; tokens of the first ones hold no part of the text behind them."""
 _FIRST = ("0", " 0", "a", "  a", "\n")
-"""Texts by which it is found out what a tokenizer does to the beginning of a text."""
+"""Texts that show how a tokenizer changes the beginning of a text."""
 
 DEFAULT_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}"
@@ -60,7 +60,7 @@ class Tokenizer:
     Attributes:
         hf: the underlying tokenizer.
         name: folder or hub id that it came from, for messages.
-        template_kwargs: what the chat template is given besides messages and tools, such as `enable_thinking`.
+        template_kwargs: variables of the chat template besides messages and tools, such as `enable_thinking`.
         alphabet: all characters that it knows, if it was built of them here; else empty.
         num_rows: number of rows of the model's embedding, if it has fewer than the tokenizer has tokens; else None.
         has_own_template: whether its chat template is another than that of its files.
@@ -100,7 +100,7 @@ class Tokenizer:
         return bool(self.hf.chat_template)
 
     def giving(self, template_kwargs: Mapping[str, Any]) -> "Tokenizer":
-        """Return this tokenizer with more that its chat template is given."""
+        """Return this tokenizer with further variables of its chat template."""
         return replace(self, template_kwargs={**self.template_kwargs, **template_kwargs}) if template_kwargs else self
 
     def with_template(self, template: str) -> "Tokenizer":
@@ -150,9 +150,9 @@ class Tokenizer:
         return self.encode(text)
 
     def decode_continuation(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return what token ids add to a text before them, which keeps the space that decoders like sentencepiece's take from a text.
+        """Return the text of token ids that follow another text, with the space that decoders like sentencepiece's take from a text.
 
-        The texts of a prompt and of what a model sampled after it are together the text of all tokens. Engines answer with this text.
+        The text of a prompt and the text of a sample after it are together the text of all tokens. Engines answer with this text.
         """
         if not self.anchor:
             return self.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -162,7 +162,7 @@ class Tokenizer:
 
     @cached_property
     def anchor(self) -> tuple[int, ...]:
-        """Tokens of a text to decode others after; empty if the text of tokens does not depend on what stands before them."""
+        """Tokens of a text to decode others after; empty if the text of tokens does not depend on the tokens before them."""
         ids = self.encode("a")[-1:]
         before = self.decode(ids)
         is_needed = any(self.decode([*ids, *rest]) != before + self.decode(rest) for rest in map(self.encode_continuation, _FIRST))
@@ -205,7 +205,7 @@ class Tokenizer:
         return tuple(whole[:at])
 
     def prompt(self, text: str) -> list[int]:
-        """Return the token ids of a text as a model is given it: with `bos_ids` before it, unless the text already spells them out."""
+        """Return the token ids of a text for a model: after `bos_ids`, unless the text already spells them out, e.g. as "<s>"."""
         ids = self.encode(text)
         return ids if tuple(ids[: len(self.bos_ids)]) == self.bos_ids else [*self.bos_ids, *ids]
 
@@ -248,7 +248,7 @@ class Tokenizer:
         return cast(str, self.hf.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token stands for, which may be part of a character; those of its text where that cannot be told."""
+        """Return the bytes of a token, which may be part of a character, such as b"\\xe2\\x82"; if unknown, the bytes of its text."""
         piece = cast(str, self.hf.convert_ids_to_tokens(token_id))
         added = self.hf.added_tokens_decoder.get(token_id)
         if added is None and piece is not None:
@@ -262,12 +262,12 @@ class Tokenizer:
 
     @cached_property
     def _decoder(self) -> str:
-        """The description of how tokens become text."""
+        """The description of the decoder."""
         decoder = self.hf.backend_tokenizer.decoder
         return "" if decoder is None else json.dumps(json.loads(decoder.__getstate__()), ensure_ascii=False)
 
     def chat(self, messages: Messages, *, tools: Tools = ()) -> list[int]:
-        """Return the token ids of a chat, up to where the assistant is to answer. Arguments and errors are those of `chat_text`."""
+        """Return the token ids of a chat, up to the assistant's answer. Arguments and errors as of `chat_text`."""
         return self.encode(self.chat_text(messages, tools=tools))
 
     def chat_text(
@@ -275,10 +275,10 @@ class Tokenizer:
         """Render a chat with the template, in the form in which it writes all of the chat (see `data.forms`).
 
         Args:
-            messages: each with `role` and `content`, and with what else the template knows.
+            messages: each with `role` and `content`, and further keys that the template knows.
             tools: descriptions of functions that may be called.
-            to_answer: whether to add what precedes the assistant's next answer.
-            in_words: write tools, calls and results in Hermes' format, whatever the template can do.
+            to_answer: whether to add the text before the assistant's next answer, such as "<|im_start|>assistant".
+            in_words: always write tools, calls and results in Hermes' format.
 
         Raises:
             ModelError: there is no chat template, or it refuses these messages.
@@ -287,11 +287,11 @@ class Tokenizer:
 
     def written(
         self, messages: Messages, tools: Tools = (), *, in_words: bool = False) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return a chat and its tools in the form that the template takes. Arguments and errors are those of `chat_text`."""
+        """Return a chat and its tools in the form for the template. Arguments and errors as of `chat_text`."""
         return self.form(with_tools=bool(tools) and not in_words).write(messages, tools, in_words=in_words)
 
     def form(self, *, with_tools: bool = False) -> Form:
-        """Return what the template takes, with or without tools.
+        """Return the form of chats for the template, with or without tools.
 
         Raises:
             ModelError: there is no chat template.
@@ -316,11 +316,11 @@ class Tokenizer:
                 " the one that is to be used") from exc
 
     def template_reads(self, *, with_tools: bool = False) -> frozenset[str]:
-        """Return the variables that the chat template reads and does not set itself. Errors are those of `template`."""
+        """Return the variables that the chat template reads and does not set itself, such as "enable_thinking". Errors as of `template`."""
         return _variables_read(self.template(with_tools=with_tools))
 
     def render(self, messages: Messages, tools: Tools = (), *, to_answer: bool = True) -> str:
-        """Render a chat that already has the form that the template takes. Errors are those of `chat_text`."""
+        """Render a chat that already has the form for the template. Errors as of `chat_text`."""
         template = self.template(with_tools=bool(tools))
         try:
             return _render(template, self._template_variables, messages, tools, to_answer=to_answer)
@@ -342,7 +342,7 @@ class Tokenizer:
 
     @property
     def _template_names(self) -> tuple[str, str]:
-        """What a template is given besides messages and tools, as text by which its form is remembered."""
+        """Variables of the template as text, the key by which its form is remembered."""
         return json.dumps(self.hf.special_tokens_map, default=str), json.dumps(dict(self.template_kwargs), default=str)
 
     def save(self, folder: str | Path) -> None:
@@ -363,7 +363,7 @@ def _render(
 def _variables_read(template: str) -> frozenset[str]:
     try:
         return frozenset(find_undeclared_variables(_compile_jinja_template(template).environment.parse(template)))
-    except TemplateError:  # rendering says what is wrong
+    except TemplateError:  # rendering reports the error
         return frozenset()
 
 

@@ -1,6 +1,6 @@
-"""What a rollout produces: trajectories, episodes of one or more of them, and groups of episodes that share a prompt. Frozen; no torch.
+"""Results of rollouts: trajectories, episodes of one or more of them, and groups of episodes that share a prompt. Frozen; no torch.
 
-A worked example of a trajectory, prompt "31>" answered "13" and an end token (ids invented):
+For example, the trajectory of a prompt "31>" answered "13" and an end token (ids invented):
 
     tokens            [3, 1, 9,   1,    3,    0]
     loss_mask         [F, F, F,   T,    T,    T]
@@ -37,11 +37,11 @@ DTYPES = {"tokens": np.int32, "loss_mask": np.bool_, "rollout_logprobs": np.floa
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """Where a turn of a trajectory ends: what the policy wrote in one call, with what it was given before.
+    """End of a turn of a trajectory: the policy's tokens of one call, with the given tokens before them.
 
     Attributes:
-        end: number of tokens of the trajectory up to there. The turn begins where the one before it ends.
-        reward: what this turn earned, besides the outcome of the episode.
+        end: number of tokens of the trajectory up to there, such as 6. The turn begins where the one before it ends.
+        reward: reward of this turn, besides the outcome of the episode.
         state: names the state of the environment in which the call was made; calls of one group with equal states can be compared; "" with
             none.
         order: when the call was made, among those of all trajectories of its episode; equal ones follow each other as they are listed.
@@ -67,10 +67,9 @@ class Trajectory:
         reason: why the episode ended, "stop" or "length"; or why it is not trained on, as one of `Unusable` and ": ...".
         num_retries: number of engine failures before its requests were finished.
         named_rewards: the rewards by name that add up to `reward`, if it was given as a mapping or by a reward function that returns one.
-        episode: number of the episode within its group that it belongs to; None is an episode of its own.
+        episode: number of its episode within its group; None is an episode of its own.
         agent: role of the model that wrote it, where several play an episode.
-        turns: where its turns end, in order; all that was generated lies before the last end. Empty where nothing is known of them; then
-            each run of generated tokens is a turn.
+        turns: ends of its turns, in order; all generated tokens lie before the last end. If empty, each run of generated tokens is a turn.
         malformed_calls: number of tool calls that could not be read.
 
     The arrays are read-only copies. Workflows create trajectories; one whose fields do not fit together costs only its sample, not its
@@ -114,7 +113,7 @@ class Trajectory:
             object.__setattr__(self, name, value)
 
     def _take_arrays(self) -> str:
-        """Copy the arrays; returns what is wrong with them, or an empty string."""
+        """Copy the arrays; returns their fault, or an empty string."""
         length = None
         for name, dtype in DTYPES.items():
             try:
@@ -140,7 +139,7 @@ class Trajectory:
         return ""
 
     def _take_turns(self) -> str:
-        """Copy the turns; returns what is wrong with them, or an empty string."""
+        """Copy the turns; returns their fault, or an empty string."""
         given: Any = self.turns
         if not isinstance(given, Sequence) or not all(isinstance(turn, TurnEnd) for turn in given):
             return f"Trajectory.turns must hold TurnEnds, got {shorten(given)}"
@@ -198,13 +197,13 @@ class Trajectory:
 
 
 def failed_trajectory(reason: str, *, episode: int | None = None, agent: str = "") -> Trajectory:
-    """Return what stands for an episode that could not be played to its end: it is left out, and the others of its group are trained on."""
+    """Return the stand-in for an episode that could not be finished: it is left out, and the others of its group are trained on."""
     empty = np.zeros(0)
     return Trajectory(empty, empty, empty, empty, 0.0, f"episode failed: {reason}", episode=episode, agent=agent)
 
 
 def _failures(outcome: float, turns: Sequence[TurnEnd]) -> list[str]:
-    """Return why rewards are missing: that of the whole, and those of turns."""
+    """Return why rewards are missing, of the outcome or of turns."""
     named = [("", outcome), *((f"turn {number}: ", turn.reward) for number, turn in enumerate(turns))]
     return [where + reward.reason for where, reward in named if isinstance(reward, FailedReward)]
 
@@ -214,7 +213,7 @@ def _is_whole(value: Any) -> bool:
 
 
 class _VectorError(ValueError):
-    """Describes what is wrong with an array, as the end of a sentence."""
+    """The fault of an array, as the end of a sentence."""
 
 
 def _vector(value: Any, dtype: type) -> np.ndarray:
@@ -242,7 +241,7 @@ def row_tokens(loss_mask: np.ndarray) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What one agent did in an episode: one or more trajectories, which share a reward."""
+    """The part of one agent in an episode: one or more trajectories, which share a reward."""
 
     chains: tuple[Trajectory, ...]
 
@@ -284,7 +283,7 @@ def parts_of(chains: Sequence[Trajectory]) -> tuple[Part, ...]:
 
 
 def episode_reward(chains: Sequence[Trajectory]) -> float:
-    """Return the reward of an episode with these trajectories: that of its agent, or the mean of those of its agents."""
+    """Return the reward of an episode with these trajectories: the mean of its agents' rewards, e.g. 0.5 of 1.0 and 0.0."""
     return fmean(part.reward for part in parts_of(chains))
 
 
@@ -293,7 +292,7 @@ class Group:
     """The G episodes of one prompt, or the reason why there are none.
 
     Attributes:
-        prompt_id: identifies the prompt across restarts, "epoch:index".
+        prompt_id: identifies the prompt across restarts, "epoch:index", e.g. "0:17".
         admitted_version: version at which the gate admitted it; its deadline is `admitted_version + max_head_offpolicyness`.
         trajectories: in the order of samples; empty when `rejected`.
         rejected: None, or why the group is not trained on.
@@ -326,12 +325,12 @@ class Group:
 
     @property
     def verdicts(self) -> tuple[Trajectory, ...]:
-        """Of each episode, the trajectory that decides whether it can be trained on: the first that cannot, or else its first."""
+        """For each episode, the trajectory that decides whether it can be trained on: the first that cannot, or else its first."""
         return tuple(next((t for t in chains if t.unusable is not None), chains[0]) for chains in self.episodes)
 
     @cached_property
     def usable_episodes(self) -> tuple[tuple[Trajectory, ...], ...]:
-        """The trajectories of each episode that can be trained on: all of its trajectories can, as its reward is that of all of them."""
+        """The trajectories of each episode that can be trained on: one whose trajectories all can, since they share its reward."""
         return tuple(chains for chains, verdict in zip(self.episodes, self.verdicts, strict=True) if verdict.unusable is None)
 
     @property
@@ -341,7 +340,7 @@ class Group:
 
     @property
     def rewards(self) -> np.ndarray:
-        """Rewards of the usable episodes, [n] float32; of one that several agents have played, the mean of theirs."""
+        """Rewards of the usable episodes, [E] float32, such as [1.0, 0.0]; with several agents, the mean of theirs."""
         return np.array([episode_reward(chains) for chains in self.usable_episodes], dtype=np.float32)
 
     def reward_range(self, *, separate: bool, by_agent: bool = False) -> float:

@@ -1,8 +1,8 @@
 """Whether a model has every token of a tokenizer. Called where the two are read, before anything starts.
 
-An embedding with more rows than the tokenizer has tokens is common, and padding. One with fewer is a mistake, unless the tokens that it
-lacks are added ones that nothing writes by itself, as Gemma 3's token of images is for its model of text alone: text that spells one out is
-then refused where it is encoded.
+An embedding with more rows than the tokenizer has tokens is common, and padding. One with fewer is a mistake, unless the missing tokens are
+added ones that nothing writes by itself, such as Gemma 3's token of images in its model of text alone: text that spells one out is then
+refused where it is encoded.
 """
 
 from dataclasses import replace
@@ -45,6 +45,6 @@ def _needed(tokenizer: Tokenizer) -> set[int]:
         for messages, to_answer in ((_CHAT, False), (_CHAT[:1], True)):
             try:
                 needed |= set(tokenizer.encode(tokenizer.chat_text(messages, to_answer=to_answer)))
-            except ModelError:  # it refuses this chat; the rows of the data show what it writes
+            except ModelError:  # it refuses this chat; the rows of the data show its end tokens
                 continue
     return {token for token in needed if token is not None}

@@ -1,6 +1,7 @@
 """Converts frozen dataclasses, including numpy arrays, to bytes and back. Messages between processes use it; nothing is unpickled.
 
-The format is MessagePack through msgspec, which checks types while decoding. An array travels as (dtype, shape, raw little-endian bytes).
+The format is MessagePack through msgspec, which checks types while decoding. An array travels as (dtype, shape, raw little-endian bytes),
+e.g. ("float32", [2], 8 bytes).
 `encode_pieces` gives the same bytes without copying large arrays, which would hold up an event loop, on whatever thread it were done.
 """
 
