@@ -23,7 +23,7 @@ MadeBatch = tuple[Batch, StatsPart]
 
 
 class StepBatches:
-    """Makes one run's batches. Use as `async with`, at whose end nothing is made ahead any more."""
+    """Makes one run's batches. Use as `async with`; on leaving, a batch that is being made ahead is cancelled."""
 
     def __init__(self, parts: RunParts) -> None:
         self._parts = parts

@@ -24,7 +24,7 @@ TRAINING, FINE_TUNING, WARM_UP, PREFERENCE, REWARD_MODEL = "step", "sft", "warm-
 `offbeat dpo`, and `offbeat reward-model`."""
 
 _SAVES_APART = 20
-"""Least time between two checkpoints by time, in times of the last save: they take a twentieth of a run's time at most."""
+"""Least time between two checkpoints by time, as a multiple of the last save's: they take a twentieth of a run's time at most."""
 
 _PARTS: dict[str, Part] = {TRAINING: "rl", FINE_TUNING: "sft", WARM_UP: "sft", PREFERENCE: "preference", REWARD_MODEL: "reward_model"}
 
@@ -42,7 +42,7 @@ def index_of(config: Config, kind: str) -> CheckpointIndex:
 
 
 def check_heads(folder: Path, saved: SavedState, num_heads: int) -> None:
-    """Refuse a checkpoint of another number of processes that draw data: each goes on with the rows that are its own.
+    """Refuse a checkpoint of another number of processes that draw data, because each goes on with its own rows.
 
     Raises:
         ConfigError: the numbers differ; says how to resume.
@@ -94,7 +94,7 @@ class Checkpoints:
                 await critic.load(folder / "critic")
             else:
                 self._parts.record.note("resuming", "the critic starts over: the checkpoint has none")
-        # Without checksums nothing else tells. With a critic, present or past, steps of the policy and of the run may differ.
+        # Only checksums show other damage. With a critic, present or past, steps of the policy and of the run may differ.
         if not found.sealed and step != found.saved.global_step:
             raise StorageError(
                 f"the checkpoint {found.folder} is of step {found.saved.global_step}, but the files of its ranks are of step {step}; rename"
@@ -103,7 +103,7 @@ class Checkpoints:
         return found.saved
 
     def overdue(self) -> bool:
-        """Whether the last checkpoint, or this start of the run, is so long ago that the step that is being done has to be saved.
+        """Whether the present step has to be saved, because the last checkpoint, or this start of the run, is long ago.
 
         Clocks differ, so the leader's answer is for all peers; see `RunState.agree`.
         """
@@ -124,7 +124,7 @@ class Checkpoints:
         self, global_step: int, *, version: Version, head: HeadState, highlights: Highlights, coefficients: Coefficients | None = None,
         unevaluated: dict[str, float | None] | None = None, unproven: bool = False,
     ) -> None:
-        """Write the ranks' part, then the loop's, which declares the whole complete: not before engines serve its version.
+        """Write the ranks' part, then the loop's, which declares the checkpoint complete. Waits until engines serve its version.
 
         Args:
             global_step: steps done.
@@ -133,10 +133,10 @@ class Checkpoints:
             highlights: of the steps done.
             coefficients: of the next step of reinforcement learning.
             unevaluated: statistics of the last step, if its evaluation is still to come; `amend` follows it.
-            unproven: whether no engine has to serve the version, of a run that ends because of its engines.
+            unproven: do not wait for engines, in a run that ends because of its engines.
 
         Raises:
-            PublishError: none does.
+            PublishError: no engine serves the version.
             StorageError: a disk is full; earlier checkpoints are intact.
         """
         start_s = time.monotonic()
@@ -149,7 +149,7 @@ class Checkpoints:
                 await self._parts.publisher.settle()
             await asyncio.to_thread(self._index.complete, global_step, wire.encode_json(saved))  # reads all that the ranks wrote
             if unproven:
-                return  # those before stay, too
+                return  # earlier ones stay, too
             self._index.prune(self._config.checkpoint.keep)
             if self._index.kind == TRAINING:
                 index_of(self._config, WARM_UP).clear()  # nobody goes back to it
@@ -188,7 +188,7 @@ class Checkpoints:
             await self._export(f"exports/step-{global_step:08d}")
 
     async def export_best(self) -> None:
-        """Write the model in the place of the best one so far."""
+        """Write the model, replacing the best one so far."""
         await self._export("best")
 
     async def _export(self, folder: str) -> None:

@@ -64,7 +64,7 @@ class Evaluator:
         return bool(self._rows) and (last or (every > 0 and global_step % every == 0))
 
     async def run(self, keep: Keep | None = None) -> Evaluation:
-        """Complete and score every prompt; the leader does, and all peers get the result.
+        """Complete and score every prompt on the leader; all peers get the result.
 
         Args:
             keep: called with all answers, on the leader alone.

@@ -68,7 +68,7 @@ class RunInputs:
         sampling: settings as configured, with everything that ends a sample.
         supervision: how rows are imitated.
         num_dropped: number of training rows dropped because they are too long to imitate; of an endless dataset, among its first rows.
-        identity: digests of all of this and the settings that it came from, for a checkpoint to remember.
+        identity: digests of these inputs and their settings, which checkpoints store.
         pairs: preferences, if the run trains on them; `train` and `heldout` are then empty.
         trains: the kind of model that the run trains, such as "policy".
         sets: inputs of the evaluation sets by name, with their rows as `heldout` and as `train`; empty where no prompts are trained on.
@@ -232,7 +232,7 @@ def read_pair_inputs(config: Config, *, unpaired: bool = False, rewards: bool = 
 
     Raises:
         ModelError, DataError: as `read_inputs`.
-        ConfigError: ranks are to draw data each for itself.
+        ConfigError: `rollout.single_rank_load` is off, so that each rank would draw data.
     """
     if not config.rollout.single_rank_load:
         raise ConfigError(
@@ -330,7 +330,7 @@ def _check_limits(config: Config, *, context: int, longest: int, trains: bool) -
         raise ConfigError(
             f"data.max_prompt_tokens = {allowed} and rollout.max_new_tokens = {answer} are together more than the context of {context};"
             " lower one of them")
-    # A prompt counts once however many samples share it, and the last token of an answer is predicted, not run.
+    # Samples share their prompt, so it counts once; the last token of an answer is predicted, not run.
     most = max(longest, allowed) + answer - 1
     if trains and most > row:
         raise ConfigError(

@@ -12,7 +12,7 @@ from offbeat.config.root import Config
 from offbeat.data.reward import RIGHT
 
 _ALL_IN_A_ROW = 5
-"""Steps in a row in which all groups have equal rewards, after which that is said."""
+"""Number of successive steps in which all groups have equal rewards, after which a warning is given."""
 
 _LAST = 10
 _NEARLY_ALL = 0.9
@@ -27,7 +27,7 @@ _COLD = 0.5
 
 _FAR_BELOW = 1 / 3
 _FEWEST_RIGHT = 20
-"""Right samples to be expected in a step for their number to tell something."""
+"""Smallest expected number of right samples in a step for which their actual number is meaningful."""
 
 _GUIDE = "see docs/debugging.md"
 _EPSILON = 1e-6
@@ -57,7 +57,7 @@ class _Step:
 
 
 class LearningAdvice:
-    """Looks at the first evaluation, then at the steps one after another."""
+    """Judges the first evaluation, then each step."""
 
     def __init__(self, config: Config, *, warm_up_steps: int) -> None:
         """`warm_up_steps` are the supervised steps before."""

@@ -213,7 +213,7 @@ class _Training:
 
         async def take_groups() -> list[Group] | None:
             nonlocal gate_s
-            # Groups for this step can only be there when no engine is further behind the version that it trains.
+            # Groups for this step are only released when no engine is further behind its version.
             await self._parts.publisher.settle(behind=config.rollout.max_head_offpolicyness)
             gate_s = clock.lap()
             await self._batches.settle(rollouts)
@@ -362,7 +362,7 @@ class _Training:
             self._record.console.note(f"the run ends after step {step.global_step}, of which a checkpoint is saved")
 
     async def _unsaved(self) -> Step | None:
-        """The last step that was done, if the weights of the ranks are of it and no checkpoint is."""
+        """Return the last step that was done, if the ranks have its weights and no checkpoint is of it."""
         step = self._whole
 
         async def is_unsaved() -> bool:
@@ -371,8 +371,8 @@ class _Training:
         return step if await self._parts.peers.lead("unsaved", is_unsaved, bool) else None
 
     async def _save(self, step: Step, rollouts: Rollouts, *, unproven: bool = False) -> None:
-        """Save a checkpoint of a step; `unproven` does so whether or not engines serve its version."""
-        await self._record.stored()  # a run that goes on from here never writes the rollouts of this step again
+        """Save a checkpoint of a step; `unproven` does not wait for engines to serve its version."""
+        await self._record.stored()  # a resumed run does not write this step's rollouts again
         with self._record.tracer.span("checkpoint", "controller"):
             in_flight = (*(group.prompt_id for group in self._taken), *rollouts.in_flight)
             head = HeadState(self._stream.state(), in_flight, rollouts.num_flat_rejected)

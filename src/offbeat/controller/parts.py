@@ -32,8 +32,7 @@ class Publishing(Protocol):
         """Write the weights as `version`, and let every healthy engine come to it. Engines may still be loading it when this returns.
 
         Args:
-            on_served: hears the report when engines serve the version, after those before; on ranks that roll nothing out, it is never
-                called.
+            on_served: called with the report when engines serve the version, in the order of versions; never on ranks without rollouts.
         """
         ...
 
@@ -45,7 +44,7 @@ class Publishing(Protocol):
         ...
 
     async def watch(self) -> None:
-        """Raise as soon as a publish that is on its way fails; for waits that would last for ever then."""
+        """Raise as soon as a running publish fails; for waits that would then last for ever."""
         ...
 
 
@@ -152,7 +151,7 @@ class Peers(Protocol):
     async def all_ready(self, name: str, work: Callable[[], Awaitable[T | None]]) -> T | None:
         """Return the result of `work`, or None if it is None in any process. If it fails in one, all raise.
 
-        `work` may take as long as it likes: whoever waits for it has a deadline of its own.
+        `work` has no deadline here; it sets its own.
         """
         ...
 

@@ -29,8 +29,8 @@ async def prefer(parts: RunParts, state: RunState) -> SftResult:
 class PreferenceLesson(Lesson):
     """Training on the preferences of the run, by the loss of [preference].
 
-    Losses that compare with the reference have its log-probabilities of every row, from before the first step. KTO also has, for each row,
-    the prompt with the answer of another row: how much likelier the policy finds those than the reference does says how far it has moved.
+    For losses that compare with the reference, its log-probabilities of every row are computed before the first step. KTO also scores each
+    row's prompt with the answer of another row: the ratio of policy to reference there estimates how far the policy has moved.
     """
 
     kind = PREFERENCE

@@ -12,7 +12,7 @@ from offbeat.data.trajectory import Group, Trajectory, episode_reward
 from offbeat.telemetry.sample_table import SampleTable
 
 _MOST_CHARACTERS = 1500
-"""Of a prompt's end and an answer's beginning; two of each fit on a terminal."""
+"""Characters of a prompt's end and of an answer's beginning; two of each fit on a terminal."""
 _MOST_IN_TABLE = 16
 _MOST_CELL_CHARACTERS = 4000
 

@@ -34,7 +34,7 @@ class Step:
 
 @dataclass(frozen=True)
 class SetHighlights:
-    """Accuracy on an evaluation set before the first step and at the last evaluation after one; None where there was none.
+    """Accuracy on an evaluation set before the first step and at the last evaluation after one; None without such an evaluation.
 
     Attributes:
         after_step: steps done at that last evaluation.
@@ -76,7 +76,7 @@ class Highlights:
         max_logprob_gap: largest difference of trainer's and engines' mean canary log-probability under the same weights, in nats.
         trained_tokens: of supervised fine-tuning.
         warm_up_steps: supervised steps before reinforcement learning.
-        sets: of the evaluation sets, by name.
+        sets: accuracies on the evaluation sets, by name.
         best: the best evaluation; None without `evaluate.keep_best`.
     """
 
@@ -106,7 +106,7 @@ class Highlights:
         return replace(self, sets=self.sets | {name: replace(self.sets.get(name, SetHighlights()), **measured)})
 
     def measured(self, metric: str, value: float, *, global_step: int) -> "Highlights":
-        """Return these with an evaluation of the metric by which the best one is known."""
+        """Return these with an evaluation of the metric that `evaluate.keep_best` names."""
         best = self.best
         if best is None or best.metric != metric or value > best.value:
             return replace(self, best=Best(metric, value, global_step))
@@ -135,8 +135,8 @@ class SavedState:
     Attributes:
         global_step: steps done.
         version: weights published.
-        heads: one per process that draws data; a controller is one.
-        highlights: of the steps done.
+        heads: one per process that draws data; one in single-controller mode.
+        highlights: key figures of the steps done.
         identity: digests of settings, data, model and code; None if an older version wrote it.
         coefficients: of the next step; None if an older version wrote it, or supervised fine-tuning.
         unevaluated: statistics of the last step, if it was saved before its evaluation, where None is not finite. A run that goes on
@@ -201,7 +201,7 @@ class RunState:
         self.stopping, self.saving = decided.stop, decided.save
 
     def steps(self) -> Iterator[Step]:
-        """The steps still to do. Each counts as done when the next is asked for."""
+        """Yield the steps still to do. Each counts as done when the next is taken."""
         while self.global_step < self.total_steps and not self.stopping:
             yield Step(self.global_step + 1, self.version, self.version + 1)
             self.global_step += 1

@@ -38,7 +38,7 @@ class StepRecord:
         """Groups of the step before; in a list of their own, as others may still read the one that they came in."""
 
     def published(self, version: Version, report: PublishReport) -> None:
-        """Record that engines serve a version, and how it came to them."""
+        """Record that engines serve a version, with the report on its publishing."""
         self._published = {
             "publish/switch_s": report.switch_s, "publish/written_bytes": report.num_bytes,
             "publish/inconclusive_engines": len(report.inconclusive), "policy/canary_gap": report.canary_gap}

@@ -203,9 +203,9 @@ class _Teaching:
         self._accuracy: float | None = None
         self._accuracy_step: int | None = None
         self._unevaluated: dict[str, float | None] | None = None
-        """Statistics of the step that is done and has to be evaluated, of which no row is committed."""
+        """Statistics of a step that is done but neither evaluated nor committed as a row."""
         self._is_whole = False
-        """Whether a step was trained in this process, and none since has begun to train: the weights of the ranks are of it."""
+        """Whether the ranks have the weights of a step that was trained in this process; False while a step trains."""
 
     async def run(self) -> SftResult:
         parts, state, lesson = self._parts, self._state, self._lesson
@@ -254,7 +254,7 @@ class _Teaching:
         await self._end_step(stats, is_saved=is_saved, is_due=is_due)
 
     async def _end_step(self, stats: dict[str, float], *, is_saved: bool, is_due: bool = False) -> None:
-        """Evaluate a step where that is due, commit its row, export, and bring its checkpoint to the end of all that.
+        """Evaluate a step if that is due, commit its row, export, and save or amend its checkpoint.
 
         Args:
             is_saved: whether there is a checkpoint of the step, from before its evaluation.
@@ -313,7 +313,7 @@ class _Teaching:
         marks = saved.highlights
         self._accuracy, self._accuracy_step, self._trained_tokens = marks.heldout_after, marks.heldout_after_step, marks.trained_tokens
         self._stream.restore(saved.heads[self._parts.head].stream)
-        # The rows after a warm-up are of reinforcement learning that left no checkpoint, and begins again.
+        # Rows after a warm-up come from reinforcement learning that left no checkpoint, and begins again.
         self._unevaluated = saved.unevaluated
         self._record.resume_after(saved.global_step if lesson.standalone else -1, repeats_row=saved.unevaluated is not None)
         self._record.events.record(f"{lesson.events}_resumed", step=saved.global_step, version=saved.version)

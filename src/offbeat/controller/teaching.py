@@ -26,7 +26,7 @@ from offbeat.ranks.trainers import Trainers
 from offbeat.trainer.messages import Policy
 
 RowOf = Callable[[int], Row]
-"""Gives the row from whose prompt the sequences of a batch with this group id were sampled."""
+"""Returns the row of a group id: its prompt is the one that the group's sequences were sampled from."""
 
 _PROBED_TOKENS = 32
 _FIRST_PAUSE_S = 0.5
@@ -71,10 +71,10 @@ class EngineTeacher:
         self._slots = asyncio.Semaphore(config.max_concurrent)
 
     async def check(self, tokenizer: Tokenizer, prompt: tuple[int, ...]) -> None:
-        """Return if the engine scores the policy's tokens, and continues `prompt` with tokens that the tokenizer decodes as it does.
+        """Check that the engine scores the policy's tokens, and that both decode the engine's continuation of `prompt` to the same text.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: either fails.
         """
         timeout_s = self._config.timeout_s
         try:
@@ -93,7 +93,7 @@ class EngineTeacher:
         """See `Teacher.score`. A sequence that the engine fails to score is left out.
 
         Raises:
-            EngineError: it failed to score every one.
+            EngineError: it failed to score any sequence.
         """
         found = await gather_all(
             self._score_one(tuple(batch.tokens[start:stop].tolist()))

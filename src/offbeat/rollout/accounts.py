@@ -35,7 +35,7 @@ _MOST_STRETCHES = 400
 
 @dataclass(frozen=True)
 class Stretch:
-    """A time in which an episode did one thing, in seconds of the account's clock; `call` counts the calls of the model up to there."""
+    """A time in which an episode did one thing, in seconds of the account's clock; `call` is the number of model calls until then."""
 
     doing: Doing
     start_s: float

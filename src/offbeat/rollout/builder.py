@@ -48,7 +48,7 @@ class TrajectoryBuilder:
         return self
 
     def state(self, text: str) -> Self:
-        """Name the state of the environment in which the next turn is sampled; calls of one group from equal states can be compared."""
+        """Set the state of the environment in which the next turn is sampled; credit compares a group's turns from equal states."""
         self._state = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
         return self
 

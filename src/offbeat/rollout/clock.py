@@ -1,7 +1,7 @@
 """The deadline of an episode, which stands still while rewards are computed, and while engines sleep.
 
 Each reward call has its own deadline, and before it starts, a group waits only for other groups' rewards. If that time counted, a reward
-that hangs now and then would cost the prompts that wait behind it.
+that hangs now and then would fail the prompts that wait for it.
 """
 
 import asyncio

@@ -102,7 +102,7 @@ class Door:
             return "malformed", "it has no tokens"
         if t.loss_mask[0]:
             return "malformed", "it begins with a generated token; put its prompt first"
-        # Extremes of whole arrays, which are found at once, acquit nearly all; where they do not, each token is looked at.
+        # Minima and maxima of whole arrays are fast, and clear nearly all trajectories; in the others, each token is checked.
         if t.tokens.min() < 0 or t.tokens.max() >= self.vocab_size:
             at = np.argmax((t.tokens < 0) | (t.tokens >= self.vocab_size))
             return "wrong tokens", f"token {at} has the id {t.tokens[at]}, which is not in the vocabulary of {self.vocab_size} tokens"

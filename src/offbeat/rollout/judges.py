@@ -111,8 +111,8 @@ class Judge:
         extra: further fields of the request's body.
         timeout_s: seconds for all judgements of one call together, with their retries; only late judgements are missing. The default is
             below `rollout.reward_timeout_s`, after which the whole call is lost: raise both.
-        num_retries: times that a request is sent again which did not come through.
-        max_concurrent: requests at the same time.
+        num_retries: number of times that a failed request is sent again.
+        max_concurrent: largest number of requests at the same time.
         cache: SQLite file of answers; none if empty.
     """
 
@@ -162,7 +162,7 @@ class Judge:
         return [_both(one, other) for one, other in zip(verdicts[::2], verdicts[1::2], strict=True)]
 
     def win_rates(self, completions: Sequence[str], row: Row, *, against: str | None = None) -> list[float]:
-        """Return how much of the others each completion is better than, from 0 to 1, or whether it is better than `against`.
+        """Return the share of the others that each completion is better than, from 0 to 1, or whether it is better than `against`.
 
         Without `against` each pair of the group is asked about in both orders: n (n - 1) requests for n completions. A pair without a
         judgement counts for neither; a completion with none at all has no reward. One alone has 0.5.
@@ -236,7 +236,7 @@ class Judge:
             return check_reward(call(until))
         except JudgeError as exc:
             return FailedReward(f"the judge {self.model}: {exc}")
-        except Exception as exc:  # of `parse`, which is the user's, or of the cache's disk
+        except Exception as exc:  # from the user's `parse`, or from the cache's disk
             return FailedReward(f"the judge {self.model}: {describe(exc)}")
 
     def _ask(self, text: str, read: Callable[[str], float], until: float) -> float:

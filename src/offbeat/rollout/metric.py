@@ -1,7 +1,7 @@
 """Metrics of the user's own for evaluation sets, in a process of their own: `metric(samples)` returns a number, or several by name.
 
-As rewards do, the function cannot block, crash or leak into the process that evaluates, and does not see its secrets. Each call has a
-process of its own, so that nothing is left of one that hangs.
+Like a reward, the function cannot block, crash or leak into the process that evaluates, and does not see its secrets. Each call has a
+process of its own, so that a call that hangs leaves nothing behind.
 """
 
 import os

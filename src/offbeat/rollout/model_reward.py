@@ -21,7 +21,7 @@ from offbeat.rollout.reward_pool import check_call
 from offbeat.workers.worker import FAILED_STOP_S, Launcher, Nothing, Worker, WorkerSpec, ask
 
 _MOST_TEXTS = 64
-"""In one call: enough to fill a forward pass, and few enough that a call that fails does not take many completions along."""
+"""Completions in one call: enough to fill a forward pass, and few enough that a call that fails does not lose many."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,8 +27,8 @@ class Failure:
     """Why a group failed.
 
     Attributes:
-        again: whether another try may succeed. Engines, deadlines, rewards and samples differ each time; a prompt that cannot be asked
-            stays so.
+        again: whether another try may succeed: true for failures of engines, deadlines, rewards and samples, which differ each time; false
+            for a prompt that cannot be asked.
     """
 
     error: Exception
@@ -94,7 +94,7 @@ class Outcomes:
         self._num_drawn_again = self._num_requeued = 0
 
     def played(self, prompt_id: str, trajectories: Iterable[Trajectory]) -> None:
-        """Count the episodes of a group that has ended, each by the trajectory that decides whether it can be trained on."""
+        """Count the episodes of a group that has ended, an unusable one by its reason."""
         for trajectory in trajectories:
             kind = trajectory.unusable
             self._step_samples.count(kind)

@@ -72,7 +72,7 @@ class GroupPlayer:
 
         Args:
             version: version that the engines serve now.
-            accounts: keep account of the group's episodes.
+            accounts: adds up the times of the group's episodes.
 
         Returns:
             The group, and why it failed. A failure is data: the group has the reason in place of trajectories.
@@ -126,7 +126,7 @@ class GroupPlayer:
         return replace(episode, generate=generate, off_the_clock=off_the_clock, score=score)
 
     async def _call_within_bounds(self, episode: Episode) -> object:
-        """Call the workflow. If it is cancelled and has not ended soon after, it is named and left behind."""
+        """Call the workflow. If it does not end within `UNWIND_S` of a cancellation, warn and leave it behind."""
         playing = asyncio.create_task(self._call_workflow(episode))
         try:
             await asyncio.wait([playing])

@@ -212,7 +212,7 @@ def _too_large(expression: sympy.Basic) -> bool:
 
 
 def _bits(number: sympy.Basic) -> float:
-    """Return the logarithm to base 2 of about the largest value that comes up where a number is computed; infinite if that is too much."""
+    """Return about log2 of the largest value in the computation of a number; infinite if that is too large."""
     if isinstance(number, sympy.Pow):
         base, exponent = (_bits(part) for part in number.args)
         return _times(max(base, 1.0), _two_to(exponent))

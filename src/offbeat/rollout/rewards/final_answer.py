@@ -66,7 +66,7 @@ def _marked(text: str) -> str | None:
 
 
 def _boxed(text: str) -> str | None:
-    """Return the content of the last box, with those right before it that only a comma or a word parts from it; None without a box."""
+    """Return the content of the last box, and of boxes that a comma or a word joins to it, such as "1, 2"; None without a box."""
     found: list[str] = []
     before = len(text)
     while len(found) < _MOST_BOXES and (start := max(text.rfind(r"\boxed", 0, before), text.rfind(r"\fbox", 0, before))) >= 0:
@@ -106,7 +106,7 @@ def _said(rest: str) -> str:
 
 
 def _last_value(text: str) -> str:
-    """Return the last formula, or the last number that is no part of one; empty if there is neither."""
+    """Return the last formula, or the last number outside formulas; empty if there is neither."""
     last, end = "", 0
     for found in _FORMULA.finditer(text):
         last, end = unwrapped(_content(found)), found.end()
