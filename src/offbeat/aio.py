@@ -113,7 +113,7 @@ class Terminations:
 
 
 def listen_to_signals(loop: asyncio.AbstractEventLoop, end: End) -> None:
-    """Call `end` at each SIGINT, and at SIGTERM as often as it asks anew; only the main thread can."""
+    """Call `end` at each SIGINT and each new SIGTERM; for the main thread only."""
     terminations = Terminations()
 
     def terminate() -> None:

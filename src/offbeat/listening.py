@@ -1,6 +1,6 @@
 """Listening sockets, uvicorn within bounds, and bodies of requests. Used by the engine, the service, the proxy of agents and the live page.
 
-Whoever asks, a server holds a bounded number of connections, bounded heads and bodies, and waits a bounded time for each (`connections`).
+For any clients, a server holds a bounded number of connections, heads and bodies, and waits a bounded time for each (`connections`).
 """
 
 import asyncio
@@ -74,7 +74,7 @@ def num_free_files() -> float:
 
 
 def run_bounds() -> Bounds:
-    """Return the bounds of a server that a run asks: as many connections as files allow, from one address, too, as all are the run's.
+    """Return the bounds of a server for a run's own requests: as many connections as open files allow, also from one address.
 
     Half-sent and idle connections of others still give way to new ones.
     """

@@ -1,7 +1,8 @@
 """Names shared by all layers.
 
 Shape letters, used in names and docstrings everywhere: P prompts, G samples per prompt, N sequences, T packed tokens, V vocabulary,
-R ranks, A adapters. A *version* counts optimizer steps published; version 0 is the initial model.
+R ranks, A adapters. A *version* counts optimizer steps published; version 0 is the initial model. For example, `rewards_PG` is a [P, G]
+array.
 """
 
 from typing import Final

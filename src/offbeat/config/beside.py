@@ -1,6 +1,6 @@
-"""Paths in a configuration file that are relative: of the working directory, or else of the file's own folder. Called by `load`.
+"""Resolves relative paths in a configuration file: in the working directory, or else in the file's own folder. Called by `load`.
 
-So `offbeat train my-task/task.toml` finds `my-task/data.jsonl`, of which the file says `data.jsonl`, from wherever it is started.
+For example, `offbeat train my-task/task.toml` with `data.path = "data.jsonl"` finds `my-task/data.jsonl` from any working directory.
 """
 
 import glob
@@ -20,7 +20,7 @@ _IN_FILE = re.compile(r"(?P<file>.+\.py)(?P<function>:.*)?", re.DOTALL)
 
 
 def found_beside(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a file's settings with `folder` before the paths that are there, and not in the working directory."""
+    """Return a file's settings with `folder` put before paths that exist there and not in the working directory."""
     return {name: _setting(name, value, folder) for name, value in given.items()}
 
 

@@ -69,7 +69,7 @@ class DataConfig(Section):
         " the rows if they are fewer than 1,280.", on_resume=Change.ROWS)
 
     def num_heldout(self, num_rows: int | None) -> int:
-        """Return how many rows are held out of `num_rows`; None is of a task, which makes as many as are wanted."""
+        """Return the number of held-out rows of `num_rows`, e.g. 200 of 1,000; None stands for a task, which makes any number of rows."""
         if self.heldout_size != "auto":
             return self.heldout_size
         return _MOST_HELDOUT if num_rows is None else min(_MOST_HELDOUT, num_rows // _HELDOUT_SHARE)

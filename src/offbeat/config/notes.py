@@ -63,14 +63,14 @@ def clip_note(algorithm: AlgorithmConfig) -> str:
 
 
 def _idle_clip(algorithm: AlgorithmConfig) -> str:
-    """Return `clip_note` where a clip was given, or nothing else limits an update: the default is said by `config check` alone."""
+    """Return `clip_note` where a clip was given, or nothing else limits an update; else "", since only `config check` notes defaults."""
     given = any(getattr(algorithm, name) != getattr(_DEFAULT, name) for name in ("clip_low", "clip_high", "dual_clip"))
     unlimited = algorithm.weight == "none" and not algorithm.filters
     return clip_note(algorithm) if given or unlimited else ""
 
 
 def idle_settings(config: Config) -> Iterator[str]:
-    """Yield a sentence for each group of settings of [algorithm] that were given and that nothing reads."""
+    """Yield a sentence for each group of given settings of [algorithm], such as clip_low and clip_high, that nothing reads."""
     algorithm = config.algorithm
     for names, acts, why in _readers(algorithm):
         given = [name for name in names if getattr(algorithm, name) != getattr(_DEFAULT, name)]

@@ -23,7 +23,7 @@ _MOST_SHOWN = 200
 
 @dataclass(frozen=True)
 class Changed:
-    """A setting whose value has changed."""
+    """A setting whose value has changed, as text for example "train.optimizer.lr = 2e-05, was 1e-05"."""
 
     key: str
     now: Any

@@ -16,7 +16,7 @@ REWARDS = {
     "countdown": "offbeat.rollout.rewards.countdown:countdown",
     "reasoning": "offbeat.rollout.rewards.reasoning:reasoning",
 }
-"""Dotted names of the rewards that have short ones."""
+"""Dotted names of rewards by their short names."""
 
 REWARD_MODEL = "model:"
 """Prefix of the name of a reward that is a model; the rest is its folder or hub id, such as "model:runs/judge/export"."""

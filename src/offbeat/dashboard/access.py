@@ -1,4 +1,4 @@
-"""Who may look at the live page: programs of this machine, or whoever has the key. Wraps the whole application, files included."""
+"""Access to the live page: for programs of this machine, or for clients with the key. Wraps the whole application, files included."""
 
 import secrets
 
@@ -21,7 +21,7 @@ _HEADERS = {
 
 
 class AccessGate:
-    """Lets a request pass that has the key, or, without a key, one that is addressed to this machine."""
+    """Passes requests with the key; if there is no key, requests addressed to this machine, such as to "localhost:8765"."""
 
     def __init__(self, app: ASGIApp, *, key: str) -> None:
         """`key` is empty where only this machine can reach the server."""
@@ -43,7 +43,7 @@ class AccessGate:
         await (answer or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, http: Request) -> PlainTextResponse | RedirectResponse | None:
-        """Return the answer to a request that is not to reach the application; None if it may."""
+        """Return the refusal or redirection of a request, or None if it may reach the application."""
         if not self._key:
             if names_loopback(http.headers.get("host", "")):
                 return None

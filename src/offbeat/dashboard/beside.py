@@ -25,7 +25,7 @@ class LivePage:
     """The page of one run. Use as a context manager, which ends the process; `open` starts it."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Say which run the page is of; nothing is started yet."""
+        """Prepare the page of a run; nothing is started yet."""
         self._run_dir = run_dir
         self._process: subprocess.Popen[str] | None = None
         self._reading: threading.Thread | None = None
@@ -38,7 +38,7 @@ class LivePage:
         self.close()
 
     def open(self, console: Console) -> None:
-        """Start the process, unless it has been started; its address, or why there is none, is announced on the console when it is known.
+        """Start the process, unless it has been started; the console announces its address, or the failure, when it is known.
 
         The run's folder has to be there. The process does not survive the thread that calls this.
         """

@@ -21,8 +21,8 @@ class Figure:
     """One figure of one set of held-out prompts.
 
     Attributes:
-        values: by global step, in their order.
-        ends: of the interval, by global step; a step without one is left out.
+        values: values by global step, in the order of steps.
+        ends: ends of the interval, such as (0.47, 0.55), by global step; a step without an interval is left out.
     """
 
     name: str
@@ -31,11 +31,11 @@ class Figure:
 
     @property
     def title(self) -> str:
-        """The name as people read it: "maths: pass@4"."""
+        """The displayed name, such as "maths: pass@4" for "maths/pass_at_4"."""
         return self.name.replace("pass_at_", "pass@").replace("_", " ").replace("/", ": ")
 
     def at(self, step: int) -> str:
-        """Write the value after a step: "0.512 (0.47 to 0.55)"."""
+        """Write the value after a step, such as "0.512 (0.47 to 0.55)"."""
         ends = self.ends.get(step)
         return f"{self.values[step]:.3g}" + (f" ({ends[0]:.3g} to {ends[1]:.3g})" if ends else "")
 

@@ -1,7 +1,6 @@
 """Runs that the live page shows: found by name, read again when their files have changed, with an index of each one's rollouts.
 
-Only names that were found in the given folders can be asked for, so no client can lead a path anywhere. Nothing of a run is written but the
-index of its rollouts.
+Clients name runs that were found in the given folders, such as "words", and never paths. Only the index of a run's rollouts is written.
 """
 
 import json
@@ -59,7 +58,7 @@ class RunLibrary:
     """The runs in some folders. Methods may be called on any thread."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        """Say where runs are.
+        """Prepare a library; runs are searched for when they are asked for.
 
         Args:
             folders: runs, or folders of runs; those that begin later are found, too.
@@ -144,7 +143,7 @@ class RunLibrary:
         return known[1]
 
     def rollouts(self, name: str) -> tuple[RolloutIndex, IndexProgress]:
-        """Return the index of a run's rollouts, and how far it has been built; it is built on, beside the caller.
+        """Return the index of a run's rollouts and its progress; a thread continues to build it.
 
         Raises:
             DataError: there is no such run.
@@ -158,7 +157,7 @@ class RunLibrary:
 
 
 class _KeptIndex:
-    """An index and the thread that builds it on. The thread consumes new files, and ends when there are none."""
+    """An index and the thread that extends it. The thread consumes new files, and ends when there are none."""
 
     def __init__(self, folder: Path, stop: threading.Event) -> None:
         self.index = RolloutIndex(folder)
@@ -168,7 +167,7 @@ class _KeptIndex:
         self._lock = threading.Lock()
 
     def look(self) -> IndexProgress:
-        """Begin to build the index on, unless that was done just now; the newest step is in it when this returns."""
+        """Begin to extend the index, unless that was done just now; the newest step is in it when this returns."""
         with self._lock:
             now = time.monotonic()
             if (self._thread is None or not self._thread.is_alive()) and now - self._looked_s >= _LOOK_S:

@@ -1,7 +1,8 @@
 """Index of a run's rollouts in SQLite, so that hundreds of thousands of them can be filtered at once. Built by readers, never by the run.
 
-`rollouts/index.sqlite` lies beside the files that it was made of. `update` adds files that are new or have changed, newest steps first, one
-file per transaction, so that several readers, and a run that goes on, do not disturb each other. Deleting it costs nothing but time.
+`rollouts/index.sqlite` lies beside its sources, such as `step-000010.jsonl.zst`. `update` adds files that are new or have changed, newest
+steps first, one file per transaction, so that several readers, and a run that goes on, do not disturb each other. Deleting it costs only
+time.
 """
 
 import sqlite3
@@ -93,7 +94,7 @@ class IndexedRollout:
 
 @dataclass(frozen=True)
 class IndexProgress:
-    """How much of the files is in the index."""
+    """Numbers of files and rollouts in the index."""
 
     num_files: int
     num_indexed: int
@@ -202,7 +203,7 @@ class RolloutIndex:
             self._prepare()
 
     def _is_gone(self) -> bool:
-        """Whether the index was deleted, as it may be at any time, or moved aside with a run that begins anew."""
+        """Whether the index was deleted, which is allowed at any time, or moved aside with a run that begins anew."""
         try:
             return not self._path.stat().st_size  # connecting to a file that is not there creates an empty one
         except OSError:

@@ -71,7 +71,7 @@ class Console:
     """Shows one run. Use as a context manager, so that an interrupted run leaves the terminal in order."""
 
     def __init__(self, mode: Mode, *, stream: TextIO | None = None, on_open: "Callable[[Console], object] | None" = None) -> None:
-        """Show the run on `stream`, by default stdout. That it cannot be written, or is not read any more, does not end the run.
+        """Show the run on `stream`, by default stdout. A stream that cannot be written, or is not read any more, does not end the run.
 
         Args:
             on_open: called with this console each time it is opened, when the run's folder is there.

@@ -1,4 +1,4 @@
-"""Logging of the controller and of every worker: each process writes `logs/<name>.log` in the run, one line per record.
+"""Logging of the controller and of every worker: each process writes a file in the run, such as `logs/controller.log`, one line per record.
 
 Nothing goes to the terminal, which belongs to the console, unless `debug` asks for it. Services write JSON lines instead, in which all
 records of one request carry its ID.
