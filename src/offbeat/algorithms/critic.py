@@ -43,7 +43,7 @@ def with_values(
     advantage and its return. Penalties are then taken from the advantages of their own tokens alone, and are in no return.
 
     Args:
-        batch: its `advantages` are the rewards of single tokens, that of a turn at its end and the outcome at the end of the sequence.
+        batch: its `advantages` are the rewards of single tokens: a turn's at its end, and the outcome at the end of the sequence.
         penalties: [M] float64, further rewards of single tokens.
         values: [M] float32, before each target.
         end_values: [N] float32, after the last token of a sequence that was cut off, and 0 for others.

@@ -36,9 +36,9 @@ _SINGLE_TURN = {"rollout/turns_mean": 1.0, "rollout/chains_mean": 1.0, "rollout/
 def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_tokens: int) -> Batch:
     """Flatten groups into a batch with the advantages and loss weights of `config`.
 
-    An episode of which a trajectory is unusable (see `Trajectory.unusable`) counts neither in its group's baseline nor in a denominator.
-    Sequences without loss tokens, among them truncated ones with `config.mask_truncated`, and with `config.drop_zero_advantage` those of
-    advantage 0, are left out but count in their group's baseline and in the denominators.
+    An episode with an unusable trajectory (see `Trajectory.unusable`) counts neither in its group's baseline nor in a denominator. Two
+    kinds of sequences are left out but count in their group's baseline and in the denominators: those without loss tokens, such as
+    truncated ones with `config.mask_truncated`, and with `config.drop_zero_advantage` those of advantage 0.
 
     Args:
         groups: rejected groups are empty and contribute nothing.
@@ -86,7 +86,7 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
             advantages = whitened_tokens(advantages) if config.whiten == "tokens" else advantages
     advantages = advantages.astype(np.float32, copy=False)
     keep = num_trained > 0
-    if config.drop_zero_advantage or objective_of(config.objective).imitates:  # which imitates whatever it is given
+    if config.drop_zero_advantage or objective_of(config.objective).imitates:  # which imitates every sequence of its batch
         keep &= any_in_ranges(advantages != 0, offsets)
     kept = np.flatnonzero(keep)
     weights, denominator = _token_weights(num_trained, group_ids, episodes.episode_ids, config.loss_aggregation, max_new_tokens)
@@ -349,7 +349,7 @@ def _token_weights(
 
 
 def _shared_prompt_len(trajectories: Sequence[Trajectory]) -> int:
-    """Return the length of the prompt with which all trajectories begin; 0 if prompts differ. Loss tokens begin after it."""
+    """Return the length of the trajectories' common prompt; 0 if prompts differ. Loss tokens begin after it."""
     lengths = {t.prompt_len for t in trajectories}
     if len(lengths) != 1:
         return 0

@@ -1,4 +1,4 @@
-"""The loss of a batch as a `LossSpec`: that of a run's [algorithm] or [preference], of a critic, or of a client. Torch-free.
+"""The loss of a batch as a `LossSpec`: of a run's [algorithm] or [preference], of a critic, or of a client. Torch-free.
 
 The controller and the service choose it here, and the trainer computes it by the formula in `losses` of the same name.
 """
@@ -107,7 +107,7 @@ def value_loss(clip: float) -> LossSpec:
 
 
 def preference_loss(config: PreferenceConfig) -> LossSpec:
-    """Return the loss of preference training that [preference] describes; that of kto with a `z` of 0."""
+    """Return the loss of preference training that [preference] describes; kto's has a `z` of 0."""
     if not config.mix:
         return LossSpec(config.loss, _pair_constants(config.loss, config))
     constants: dict[str, float | str] = dict(config.mix)

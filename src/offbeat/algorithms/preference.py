@@ -16,9 +16,9 @@ class PairEvaluation:
     """Held-out preferences under a model, compared as the loss does.
 
     Attributes:
-        accuracy: share of pairs whose chosen answer has the larger value; of single answers, share of all couples of a good one and a bad
-            one in which the good one has. 0 without a couple.
-        margin: by how much, on average, times the loss's beta.
+        accuracy: share of pairs whose chosen answer has the larger value, e.g. 0.75; of single answers, share of all couples of a good one
+            and a bad one whose good one has it. 0 without a couple.
+        margin: mean lead of that value, times the loss's beta.
         chosen, rejected: mean value of chosen and of rejected answers; None without one.
         value: kind of the values: "logratio" to the reference, or "logprob".
     """

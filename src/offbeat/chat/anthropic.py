@@ -132,7 +132,7 @@ class Anthropic:
         )
 
     def read_count(self, body: bytes) -> ChatRequest:
-        """Read the body of a request that only wants its tokens counted. Errors are those of `read`."""
+        """Read the body of a request to count its tokens. Errors as of `read`."""
         return self.read(body)
 
     def count(self, num_tokens: int) -> bytes:

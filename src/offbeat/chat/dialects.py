@@ -222,7 +222,7 @@ def tool_of(name: str, description: str | None, parameters: Mapping[str, Any] | 
 
 
 def check_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
-    """Refuse two tools of one name, whose calls could not be told apart."""
+    """Refuse two tools of one name: their calls would be ambiguous."""
     seen: set[str] = set()
     for tool in tools:
         if tool.name in seen:

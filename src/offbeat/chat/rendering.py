@@ -23,7 +23,7 @@ class Renderer:
     """Renders chats for one tokenizer.
 
     Attributes:
-        format: the model's expected format of calls; None if only its tokenizer's response template tells.
+        format: the model's expected format of calls; None if only its tokenizer's response template shows it.
         response_template: the tokenizer's own template to read answers (see `transformers.utils.chat_parsing`); None if it has none.
         writes_tools: whether the template writes tools, calls and results itself.
         generation_prompt: the text that precedes an answer, e.g. "<|im_start|>assistant" and a line end.
@@ -40,7 +40,7 @@ class Renderer:
             ModelError: there is no chat template, it fails on the simplest chat, or the format is unknown or not to be had.
         """
         self.tokenizer = tokenizer
-        self.writes_tools = True  # as long as the template is only asked
+        self.writes_tools = True  # until the tests of the template below
         self.format: ToolFormat | None = None
         self.response_template: dict[str, Any] | None = getattr(tokenizer.hf, "response_template", None)
         self._cache: dict[bytes, str] = {}

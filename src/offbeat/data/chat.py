@@ -129,7 +129,7 @@ def mark_answers(
 
 
 def check_shown(messages: Messages, tokenizer: Tokenizer, tools: Tools = ()) -> None:
-    """Refuse a prompt of which the template writes less than it says; the reasoning of earlier answers may be left out.
+    """Refuse a prompt that the template does not write in full; the reasoning of earlier answers may be left out.
 
     Raises:
         DataError: something is not written.
@@ -154,7 +154,7 @@ def check_shown(messages: Messages, tokenizer: Tokenizer, tools: Tools = ()) -> 
 def judged_text(messages: Messages, tokenizer: Tokenizer, *, tools: Tools = ()) -> str:
     """Return a chat that ends with the assistant's message as a reward model reads it: as the template writes it.
 
-    Where the template does not write all of the answer, or not as it is generated, it is the text up to the end of the answer's turn.
+    Where the template leaves out a part of the answer, or writes it unlike generation, it is the text up to the end of the answer's turn.
 
     Raises:
         DataError, ModelError: as `mark_answers`.

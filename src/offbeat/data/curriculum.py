@@ -1,4 +1,4 @@
-"""Whether a row of a dataset is drawn in an epoch, by how its last group went. Pure; asked by `PromptStream`.
+"""Decides whether an epoch draws a row of a dataset, by the rewards of its last group. Pure; called by `PromptStream`.
 
 A row of a pool with weight w is drawn if its random number for the epoch, which depends on seed, epoch and row alone, is below w; so it
 comes in a share w of epochs, e.g. in one of four with a weight of 0.25. A row whose pass rate reached `curriculum.leave_at` has left, until

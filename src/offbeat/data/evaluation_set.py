@@ -22,8 +22,8 @@ def open_set(
 ) -> PromptDataset:
     """Open the rows of an evaluation set: at most `most`, from the beginning.
 
-    They are the run's own held-out rows where `config` names the rows that the run has. Otherwise, all rows of a file or split may be
-    asked, and those of a task are drawn as held-out ones are.
+    They are the run's own held-out rows if `config` names the run's rows. Otherwise, all rows of a file or split may be asked, and rows of
+    a task are drawn like held-out ones.
 
     Args:
         of_run, heldout: [data] of the run, and its held-out rows.

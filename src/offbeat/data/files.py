@@ -183,7 +183,7 @@ class Table:
 
     Attributes:
         name: of the table, for messages.
-        rows: those of its rows that are used.
+        rows: indices of its usable rows.
     """
 
     table: Any

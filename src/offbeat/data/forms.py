@@ -85,7 +85,7 @@ def find_form(render: Render, *, with_tools: bool) -> Form:
     """Find the form of a template by small chats.
 
     Args:
-        with_tools: whether tools are given, for which a tokenizer may have a template of its own.
+        with_tools: whether to test with tools, for which a tokenizer may have a template of its own.
     """
     given = (_NESTED,) if with_tools else ()
 
@@ -131,7 +131,7 @@ def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_taken(message: Mapping[str, Any], parts: set[str], shows: Callable[[Mapping[str, Any]], bool]) -> Mapping[str, Any]:
-    """Return a message in the form in which it shows; its role is added to `parts` if that is a list of parts."""
+    """Return a message in the form that the template writes; its role is added to `parts` if that is a list of parts."""
     if shows(message) or not shows(listed := _in_parts(message)):
         return message
     parts.add(message["role"])

@@ -94,7 +94,7 @@ def source_of(name: str) -> str:
 
 
 def pack(names: Iterable[str]) -> tuple[Given, ...]:
-    """Return those of the named functions that were given as objects, for a child process of this one."""
+    """Return the named functions that were given as objects, for a child process of this one."""
     return tuple(Given(name, _pickle(name, _GIVEN[name], name), tuple(sys.path)) for name in names if name in _GIVEN)
 
 

@@ -20,7 +20,7 @@ Columns = Mapping[str, np.ndarray]
 
 
 def trained_columns(groups: Sequence[Group], batch: Batch) -> dict[tuple[int, int], Columns]:
-    """Find the trajectories of which a batch was made.
+    """Find the trajectories of a batch.
 
     Args:
         groups: the groups of the batch, as given to `algorithms.experience.make_batch`.
@@ -52,7 +52,7 @@ def keep(
     Args:
         step: see `KeptGroup`.
         row: of its prompt.
-        columns: those of the trajectories that are trained on, by position in the group.
+        columns: columns of each trajectory that is trained on, by its position in the group.
         why, drawn_again: of a group that is not trained on.
     """
     return KeptGroup(

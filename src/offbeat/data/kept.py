@@ -171,7 +171,7 @@ class Address:
 
 
 def find_group(run_dir: Path, address: Address) -> KeptGroup:
-    """Return the group in which a trajectory is.
+    """Return the group of a trajectory.
 
     Raises:
         DataError: the run has not kept it, or its file cannot be read.

@@ -22,7 +22,7 @@ def as_chat(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     `tools` is a question, and calls as JSON (xLAM), which stay in `answers` for rewards.
 
     Raises:
-        DataError: `conversation` holds turns of which some have no text, or `query` is no text.
+        DataError: `conversation` holds turns without text, or `query` is no text.
     """
     if _READ & record.keys():
         return record

@@ -97,7 +97,7 @@ def is_learnt(message: Mapping[str, Any]) -> bool:
 
 
 def as_context(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return messages of which none is trained on."""
+    """Return the messages, marked so that none is trained on."""
     return tuple({**message, "weight": 0} if message["role"] == "assistant" else message for message in messages)
 
 

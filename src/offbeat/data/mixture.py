@@ -57,7 +57,7 @@ class Mixture:
 
     Attributes:
         weights: of each set, above 0.
-        shuffle: whether each set's rows come in an order by the seed, another one each time, or as they are.
+        shuffle: whether each set's rows come in an order by the seed, another one each time, or in the set's own order.
     """
 
     sets: Mapping[str, PromptDataset]

@@ -20,7 +20,7 @@ WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _LOCAL = ("models", "runs", "checkpoints")
-"""Folders in which people keep models, and which are no owners of models on the hub that anybody would name."""
+"""Common names of folders of models, none of which is a known owner of models on the hub."""
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 

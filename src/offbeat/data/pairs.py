@@ -62,7 +62,7 @@ class EncodedPair:
     Attributes:
         sequences: each answer with the prompt before it: tokens [L] int32, and loss_mask [L] bool, True on the answer and its end token.
         liked: as in `Preference`.
-        prefix_len: number of tokens with which all sequences begin and that no mask covers; 0 of a single answer.
+        prefix_len: number of leading tokens that all sequences share and that no mask covers; 0 of a single answer.
     """
 
     sequences: tuple[Sequence, ...]
@@ -254,7 +254,7 @@ def _split(
 ) -> tuple[Prompt, tuple[Answer, ...]]:
     """Return the prompt, and the answers without it."""
     chats = [answer for answer in given if not isinstance(answer, str)]
-    # Chats that begin with another's message are whole: their prompt is in them, whatever the field of the prompt says.
+    # Chats that begin with another's message are whole: their prompt is in them, even if the record has a prompt field.
     if chats and (prompt is None or any(chat[0]["role"] != "assistant" for chat in chats)):
         most = min(len(chat) for chat in chats) - 1
         # The common beginning of a single chat is all but its last message.
@@ -307,7 +307,7 @@ def _listed(names: tuple[str, ...]) -> str:
 
 
 def _shared(sequences: tuple[Sequence, ...]) -> int:
-    """Return the length of the prompt with which all sequences begin; 0 if their prompts differ."""
+    """Return the length of the sequences' common prompt; 0 if their prompts differ."""
     lengths = {int(np.argmax(mask)) for _, mask in sequences}
     length = lengths.pop()
     first, _ = sequences[0]

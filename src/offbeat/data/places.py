@@ -1,7 +1,7 @@
 """Positions of the messages' texts in a rendered chat, found by rendering it once more with marks in its texts. Called by `data.chat`.
 
-A mark is a character that the chat does not have. The rendering with marks has to be the same text once they are taken out, so a mark's
-position is that of the text that it was put into. Text is never searched for, and so an answer is not taken for equal words elsewhere.
+A mark is a character that the chat does not have, placed at the ends of a text. Without its marks, the rendering has to be the same as
+before, so a mark's position is its text's. Text is never searched for, so an answer is not taken for equal words elsewhere.
 """
 
 import json

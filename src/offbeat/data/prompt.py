@@ -90,7 +90,7 @@ def check_lengths(
 def sft_sequence(row: Row, tokenizer: Tokenizer, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
     """Encode prompt, solution (or answer) and end token, which is the chat template's end of turn for a chat, else the tokenizer's.
 
-    The two parts are encoded separately, as they are when the answer is generated.
+    The two parts are encoded separately, as in generation.
 
     Returns:
         tokens [L] int32, and loss_mask [L] bool, True on the answer and the end token, e.g. [3, 1, 9, 4, 0] and [F, F, F, T, T].

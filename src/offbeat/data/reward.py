@@ -88,8 +88,8 @@ def weigh(values: Mapping[str, float | None], weights: Mapping[str, float]) -> f
 def check_reward(value: Any) -> float:
     """Convert `value` to a number, to a `NamedReward` if it is a mapping, or to a `FailedReward` that says why it cannot be trained on.
 
-    Numbers of any type are accepted, including those of numpy and torch without dimensions; text is not, and neither are arrays, even of
-    one element. A mapping holds one or more such numbers by name; those that are None do not apply, and are left out.
+    Numbers of any type are accepted, such as a numpy or torch scalar without dimensions; text is not, and neither are arrays, even of one
+    element. A mapping holds one or more such numbers by name; a None does not apply, and is left out.
     """
     if isinstance(value, FailedReward | NamedReward):
         return value

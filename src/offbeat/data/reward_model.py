@@ -180,7 +180,7 @@ def _context(path: Path) -> int | None:
 
 
 def _common_length(texts: Sequence[Sequence[int]]) -> int:
-    """Return the number of tokens with which all texts begin; each has at least one more."""
+    """Return the number of leading tokens that all texts share; each has at least one more."""
     shortest = min(map(len, texts)) - 1
     different = (index for index in range(shortest) if len({text[index] for text in texts}) > 1)
     return next(different, shortest)

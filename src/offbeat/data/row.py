@@ -233,8 +233,8 @@ def _up_to_learnt(messages: tuple[Message, ...], prompt_field: str, where: str) 
 def _extra(record: Mapping[str, Any], used: set[str], answer_field: str) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the fields that are no prompt as text, and the names of those that were none.
 
-    An answer of another name than "answer" is among them, because rewards may know it by its own name; so is one that is no text, because
-    rewards in TRL's form are given it as it is.
+    An answer of another name than "answer" is among them, because rewards may read it by its own name; so is one that is no text, because
+    rewards in TRL's form get it unchanged.
     """
     answer = record.get(answer_field)
     is_known = answer_field == _ANSWERS[0] and (isinstance(answer, str) or is_absent(answer) or _is_chat_end(answer))

@@ -1,4 +1,4 @@
-"""Rows drawn from a dataset in a resumable order, each with an id by which it is found again.
+"""Rows drawn from a dataset in a resumable order, each with an id such as "0:17", which finds it again.
 
 The rollout executor draws prompts from a `PromptStream`, supervised and preference training their rows. Promises: the same seed gives the
 same order, and a restored stream continues exactly where it was.

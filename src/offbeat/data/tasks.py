@@ -1,4 +1,4 @@
-"""Tasks that generate their own rows: sorting digits, addition, countdown, and those of reasoning-gym. They need no file and no download.
+"""Tasks that generate their own rows: sorting digits, addition, countdown, and reasoning-gym's. They need no file and no download.
 
 A row depends on (task, size, seed, stream, index) alone and is made in constant time, so a resumed run sees the rows it would have seen.
 """

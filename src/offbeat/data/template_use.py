@@ -49,7 +49,7 @@ def replaced_forms(tokenizer: Tokenizer, rows: Dataset[Row] | Dataset[Preference
     """Return advice on the parts of the first rows that the chat template does not write, and their replacement; "" if it writes all.
 
     Args:
-        imitated: whether answers are trained on as they are in the rows; those of preferences are in any case.
+        imitated: whether the rows' answers are trained on; answers of preferences always are.
     """
     if not tokenizer.has_chat_template:
         return ""

@@ -63,7 +63,7 @@ class Tokenizer:
         template_kwargs: variables of the chat template besides messages and tools, such as `enable_thinking`.
         alphabet: all characters that it knows, if it was built of them here; else empty.
         num_rows: number of rows of the model's embedding, if it has fewer than the tokenizer has tokens; else None.
-        has_own_template: whether its chat template is another than that of its files.
+        has_own_template: whether its chat template differs from the one in its files.
     """
 
     hf: PreTrainedTokenizerFast
@@ -170,7 +170,7 @@ class Tokenizer:
 
     @cached_property
     def _before(self) -> tuple[str, tuple[int, ...]] | None:
-        """A text to encode others after, and its tokens; None if a text is encoded alike wherever it stands."""
+        """A text to encode others after, and its tokens; None if the encoding of a text does not depend on the text before it."""
         for before in _BEFORE:
             ids = self.encode(before)
             wholes = [self.encode(before + text) for text in _FIRST]
@@ -272,7 +272,7 @@ class Tokenizer:
 
     def chat_text(
         self, messages: Messages, *, tools: Tools | None = None, to_answer: bool = True, in_words: bool = False) -> str:
-        """Render a chat with the template, in the form in which it writes all of the chat (see `data.forms`).
+        """Render a chat with the template, in a form that it writes in full (see `data.forms`).
 
         Args:
             messages: each with `role` and `content`, and further keys that the template knows.

@@ -44,7 +44,7 @@ class TurnEnd:
         reward: reward of this turn, besides the outcome of the episode.
         state: names the state of the environment in which the call was made; calls of one group with equal states can be compared; "" with
             none.
-        order: when the call was made, among those of all trajectories of its episode; equal ones follow each other as they are listed.
+        order: position of the call in time among the calls of its episode's trajectories; equal ones stay in listed order.
     """
 
     end: int
@@ -261,9 +261,9 @@ class Part:
 
 
 def named_rewards(parts: Sequence[Part]) -> list[dict[str, float]]:
-    """Return the rewards of each part by name, which add up to its reward; one without a name is "".
+    """Return the rewards of each part by name, which add up to its reward, such as {"correct": 1.0, "turns": 0.5}.
 
-    Beside names, the sum of the rewards of turns is "turns", as soon as one of the parts has some.
+    A reward without a name is "". The sum of the rewards of turns is "turns", if one of the parts has some.
     """
     beside = any(part.turn_reward and part.chains[0].named_rewards for part in parts)
     found = []

@@ -39,7 +39,7 @@ def fit_vocabulary(tokenizer: Tokenizer, num_rows: int | None, *, model: str) ->
 
 
 def _needed(tokenizer: Tokenizer) -> set[int]:
-    """Return the tokens that texts end with or begin with, and those that the chat template writes."""
+    """Return the tokens at the ends and beginnings of texts, and the chat template's."""
     needed = {tokenizer.eos_token_id, tokenizer.pad_token_id, *tokenizer.bos_ids, tokenizer.end_of_turn_id, tokenizer.unknown_id}
     if tokenizer.has_chat_template:
         for messages, to_answer in ((_CHAT, False), (_CHAT[:1], True)):

@@ -2,7 +2,7 @@
 
 The format is MessagePack through msgspec, which checks types while decoding. An array travels as (dtype, shape, raw little-endian bytes),
 e.g. ("float32", [2], 8 bytes).
-`encode_pieces` gives the same bytes without copying large arrays, which would hold up an event loop, on whatever thread it were done.
+`encode_pieces` gives the same bytes without copying large arrays, which would hold up an event loop even from another thread.
 """
 
 import os
