@@ -47,12 +47,12 @@ def put_in_place(part: Path, folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove as much as possible of a folder that nobody needs and whose rests disturb nobody."""
+    """Remove as much as possible of an unneeded folder; the rest does no harm."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_tree(folder: Path) -> str:
-    """Remove a folder that nobody needs; returns why that is not possible now, "" if it is gone.
+    """Remove an unneeded folder; returns the reason why that is not possible now, "" if it is gone.
 
     On NFS a folder with a file that a process still has open cannot be removed before that is closed.
     """

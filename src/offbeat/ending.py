@@ -154,7 +154,7 @@ async def _end(loop: asyncio.AbstractEventLoop, threads: Threads) -> list[str]:
 
 
 async def ended(tasks: Iterable["asyncio.Task[Any]"], *, within_s: float = END_S) -> list["asyncio.Task[Any]"]:
-    """Cancel tasks and return when they have ended, whatever they raise; returns those that have not within the time."""
+    """Cancel tasks and wait until they have ended, with any error; returns the tasks that have not within the time."""
     waited = [*tasks]
     for task in waited:
         task.cancel()

@@ -1,7 +1,7 @@
 """Recognises names and addresses of this machine, and keeps requests to it away from proxies.
 
-Used by servers, which trust other machines only with a key, and by clients. A server on this machine, or one that a run started, is asked
-directly, whatever HTTP_PROXY says; others as HTTP_PROXY, HTTPS_PROXY and NO_PROXY say. Sessions of aiohttp ask directly unless told not to.
+Used by servers, which trust other machines only with a key, and by clients. Requests to a server on this machine, or started by a run, go
+directly, despite HTTP_PROXY; others as HTTP_PROXY, HTTPS_PROXY and NO_PROXY say. Sessions of aiohttp go directly unless told not to.
 """
 
 import http.client

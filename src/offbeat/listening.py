@@ -21,7 +21,7 @@ from offbeat.errors import PortBusyError, RefusedError
 
 T = TypeVar("T")
 LARGE_BYTES = 1 << 20
-"""Size from which a body takes tens of milliseconds to decode, in which an event loop would answer nobody."""
+"""Size from which a body takes tens of milliseconds to decode, a pause for all clients of an event loop."""
 PATIENCE_S = 10.0
 """Time for a body to begin, and for each pause in it."""
 MIN_BYTES_PER_S = 16384
@@ -101,7 +101,7 @@ class BoundedServer(uvicorn.Server):
 
 
 class GuestServer(BoundedServer):
-    """uvicorn on an event loop that is not its own, whose owner handles signals; sets `ready` when it listens."""
+    """uvicorn on another's event loop, whose owner handles signals; sets `ready` when it listens."""
 
     def __init__(self, config: uvicorn.Config, connections: Connections | None = None) -> None:
         super().__init__(config, connections)

@@ -73,7 +73,7 @@ def smallest_device(environ: Mapping[str, str] = os.environ) -> Device | None:
 
 
 def has_devices(dev: Path = Path("/dev")) -> bool:
-    """Whether the system shows an accelerator of any make, whatever this process may see of it."""
+    """Whether the system shows an accelerator of any make, even one that this process may not see."""
     return any(next(dev.glob(pattern), None) for pattern in _DEVICE_FILES)
 
 

@@ -20,15 +20,15 @@ def policy_batch(
         wrong = offbeat.Sample([7, 7], [-0.1, -2.2], [1, 1], "77", "stop")
         batch = offbeat.policy_batch([[5, 9], [5, 9]], [right, wrong], [0.7, -0.7])
 
-    An answer's advantage is that of each of its tokens; the ratio compares with the log-probabilities that the engine has reported. Prompts
-    that are the same are computed once.
+    Each token has its answer's advantage; the ratio compares with the log-probabilities that the engine has reported. Equal prompts are
+    computed once.
 
     Args:
         prompts: token ids of each answer's prompt.
         answers: as `sample` returns them.
         advantages: [N]; an answer of advantage 0 adds nothing, and still counts in the mean.
         loss: "ppo", "gspo", "cispo", "importance_sampling" or "dro".
-        constants: of the loss, such as `clip_high=1.28`; docs/adapters.md has them.
+        constants: constants of the loss, such as `clip_high=1.28`; docs/adapters.md has them.
 
     Raises:
         DataError: the numbers of prompts, answers and advantages differ, or the loss does not read advantages or lacks a constant.

@@ -201,7 +201,7 @@ def _in_thread(
                     tell(step)
             except KeyboardInterrupt:
                 ending.ask(_INTERRUPTED)
-            except BaseException as exc:  # sys.exit() too: it ends the program when the run has ended, whose thread goes on until then
+            except BaseException as exc:  # sys.exit() too: it ends the program when the run has ended
                 failed.append(exc)
                 ending.after_step("a callback has failed, so this step is the last")
         thread.join()

@@ -79,10 +79,10 @@ def load_run(function: str) -> Callable[..., Any]:
 def telling_how_to_go_on(
     config: Config, args: argparse.Namespace, command: Sequence[str],
 ) -> AbstractContextManager[Callable[[], None]]:
-    """Print at the end the command with which a run goes on, as `api.session` does.
+    """Print at the end the command that continues a run, as `api.session` does.
 
     Args:
-        command: the words of that command.
+        command: the words of that command, such as ["offbeat", "train", "task.toml"].
     """
     resumes = [] if config.run.resume else ["--run.resume", "true"]
     again = "start it with torchrun as before" if config.run.mode == "spmd" else shlex.join([*command, *resumes])

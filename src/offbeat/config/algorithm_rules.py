@@ -1,4 +1,4 @@
-"""Which choices of [algorithm] go together, and with those of [rollout], [critic] and [teacher]. Called by `config.root`."""
+"""Rules of [algorithm]: combinations of its settings, and with [rollout], [critic] and [teacher]. Called by `config.root`."""
 
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.base import shown

@@ -58,7 +58,7 @@ ALIASES = {
     "rollout.reward_funcs": "rollout.reward",
     "train.optimizer.learning_rate": "train.optimizer.lr",
 }
-"""Names under which other projects have a setting, and its name here, which is the one that is documented and written."""
+"""Names of settings in other projects, and their names here; only these are documented and written."""
 
 COUNTERPARTS = {
     "beta": "algorithm.kl_coefficient",

@@ -1,4 +1,4 @@
-"""Which processes and devices go together: how ranks compute, how weights reach engines, and who shares a device with whom.
+"""Rules of processes and devices: how ranks compute, how weights reach engines, and which processes share a device.
 
 Called by `config.root`. Each function raises ValueError for settings that contradict each other.
 """

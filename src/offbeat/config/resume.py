@@ -38,7 +38,7 @@ def _shortened(text: str) -> str:
 
 
 def remembered(config: Config) -> dict[str, Any]:
-    """Return the settings that a checkpoint stores, by "section.key": all but those that may change freely, some of which are secret."""
+    """Return a checkpoint's settings by "section.key": all but those that may change freely, among which are secrets."""
     values = config.model_dump(mode="json")
     return {key: _value(values, key) for key, change in CHANGES.items() if change is not Change.FREE}
 

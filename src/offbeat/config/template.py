@@ -1,7 +1,7 @@
 """Templates that make a prompt of a record's columns, as `data.prompt = "{question}\\nAnswer:"`.
 
-A field in braces is the name of a column, whatever characters it has, and nothing else: there are no attributes, indices, conversions or
-format specifications. `{{` and `}}` stand for braces.
+A field in braces is the name of a column, of any characters; there are no attributes, indices, conversions or format specifications. `{{`
+and `}}` stand for braces.
 """
 
 import json

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from offbeat.hosts import bearer_key, names_loopback
 
 _HEADERS = {
-    # No script but the page's own may run, whatever a model wrote; nothing is loaded from elsewhere, and no other site may frame the page.
+    # Only the page's own scripts run, never one in a model's text; nothing is loaded from elsewhere, and no other site may frame the page.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:;"
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",

@@ -156,7 +156,7 @@ def main_cards(run: RunFiles) -> list[Card]:
 
 
 def episode_cards(run: RunFiles) -> list[Card]:
-    """Return where the time of episodes of several turns goes; without points for a run without turns."""
+    """Return charts of time and turns of episodes of several turns; without points for a run without turns."""
     seconds = dict(run.points("rollout/episode_mean_s"))
     parts = [
         Series(label, [(step, share * seconds[step]) for step, share in run.points(f"rollout/{name}_share") if step in seconds], colour)

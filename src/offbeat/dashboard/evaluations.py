@@ -56,7 +56,7 @@ def figures_of(run: RunFiles) -> list[Figure]:
 
 
 def evaluations_html(run: RunFiles) -> str:
-    """Draw the table; empty for a run whose evaluations found no more than one figure, which is drawn as a curve."""
+    """Draw the table; empty for a run with fewer than two figures, since a single one is drawn as a curve."""
     figures = figures_of(run)
     if len(figures) < 2:
         return ""

@@ -58,7 +58,7 @@ class RunLibrary:
     """The runs in some folders. Methods may be called on any thread."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        """Prepare a library; runs are searched for when they are asked for.
+        """Prepare a library; each method looks for runs anew.
 
         Args:
             folders: runs, or folders of runs; those that begin later are found, too.

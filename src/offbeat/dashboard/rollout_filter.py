@@ -30,7 +30,7 @@ class Filter:
         text: words that follow each other in the text from the first generated token on, such as "the answ*"; punctuation and case do
             not count, and a last `*` stands for any end of a word.
         reason: how it ended, such as "stop" or "too long", or why its group was rejected, such as "equal rewards".
-        same_prompt: address of a rollout whose prompt is wanted.
+        same_prompt: address of a rollout with the wanted prompt.
     """
 
     min_step: int | None = None

@@ -88,6 +88,6 @@ class BackgroundSink:
             while (task := self._tasks.get()) is not None:
                 task(sink)
             sink.close()
-        except BaseException as exc:  # whatever it is, even an exit, the run goes on
+        except BaseException as exc:  # the run goes on after any error, even an exit
             _LOG.debug("sink %s raised", self._name, exc_info=True)
             self._failure = f"{type(exc).__name__}: {exc}"

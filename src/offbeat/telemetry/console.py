@@ -276,13 +276,13 @@ class Console:
 
 
 def doing() -> str:
-    """Return the current phase, whom it waits for, and its duration, such as "training (42 s)"; "" if no phase was announced."""
+    """Return the current phase, the awaited peers and the duration, such as "training (42 s)"; "" if no phase was announced."""
     said, seconds = doing_since()
     return f"{said} ({duration(seconds)})" if said else ""
 
 
 def doing_since() -> tuple[str, float]:
-    """Return the current phase with whom it waits for, and its seconds; "" and 0 if no phase was announced."""
+    """Return the current phase with the awaited peers, and its seconds, such as ("training", 42.0); "" and 0 if none was announced."""
     entered = marks()
     waits = [mark for mark in entered if mark.describe is not None] or entered[-1:]
     if not waits:

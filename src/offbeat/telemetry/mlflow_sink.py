@@ -104,7 +104,7 @@ def _experiment(client: MlflowClient, *, artifacts: str | None) -> str:
 
 @contextmanager
 def _alone(lock: Path, *, is_needed: bool) -> Iterator[None]:
-    """Let one process at a time make the database, whose tables MLflow creates without a lock of its own."""
+    """Let one process at a time make the database, because MLflow creates its tables without a lock."""
     if not is_needed:
         yield
         return
