@@ -50,7 +50,7 @@ class BridgePlayer:
         Args:
             name: "LIBRARY:ENVIRONMENT", such as "verifiers:my_env".
             python: the interpreter; "" for this one.
-            options: of the environment.
+            options: the environment's options.
             model: name of the model, for its calls.
             allowed: environment variables that it sees although they look like secrets.
             host: name or address under which it reaches the proxy.
@@ -145,7 +145,7 @@ class BridgePlayer:
 
     def _write(self, message: Mapping[str, Any]) -> None:
         assert self._process is not None and self._process.stdin is not None, "it has been started"
-        with contextlib.suppress(ConnectionError, RuntimeError):  # it is gone, and `_read` tells those who wait
+        with contextlib.suppress(ConnectionError, RuntimeError):  # the process is gone; `_read` fails the waiting episodes
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
@@ -155,7 +155,7 @@ class BridgePlayer:
                     message = json.loads(line)
                     answer = self._waiting.get(message["id"])
                 except (ValueError, KeyError, TypeError):
-                    continue  # something that the library printed
+                    continue  # output of the library
                 if answer is not None and not answer.done():
                     answer.set_result(message)
         for answer in self._waiting.values():

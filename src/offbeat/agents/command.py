@@ -39,7 +39,7 @@ class CommandPlayer:
         """Prepare to run a command.
 
         Args:
-            log_dir: folder of agent.log, which gets the end of each episode's output; the newest of it are kept.
+            log_dir: folder of agent.log, which gets the end of each episode's output; old output is dropped.
             memory_bytes: memory limit of each process; 0 for none.
             allowed: environment variables that it sees although they look like secrets.
             host: name or address under which it reaches the proxy.
@@ -82,7 +82,7 @@ async def run(
     command: Sequence[str], environment: Mapping[str, str], *, memory_bytes: int, log: logging.Logger,
 ) -> tuple[int, str, str]:
     """Run a command in a process group of its own; returns its exit code and the ends of its stdout and stderr, such as (0, "0.5", "")."""
-    # Pipes of our own, since asyncio's let nobody see that a process has ended as long as something that it has started holds one.
+    # Pipes of our own: with asyncio's, the end of a process is not seen as long as a process that it started holds one.
     (out, out_end), (err, err_end) = os.pipe(), os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
@@ -113,7 +113,7 @@ async def run(
 
 
 def launcher(memory_bytes: int, python: str = sys.executable) -> list[str]:
-    """Return the words before a command by which it ends with this process and has a memory limit."""
+    """Return the words to put before a command, so that it ends with this process and has a memory limit."""
     return [python, "-S", "-E", launch.__file__, str(os.getpid()), str(memory_bytes)]
 
 

@@ -1,7 +1,7 @@
 """The interface of environments: one speaks first, answers each message of the model, and rewards it.
 
-Tools, classes with tools, games and the environments of other libraries are all played as one of these, in processes of their own, by the
-one loop in `played`. An environment of a user is a class with `reset` and `step`; see `environments.own`.
+Tools, classes with tools, games and the environments of other libraries all implement it. They run in processes of their own, played by
+the loop in `played`. An environment of a user is a class with `reset` and `step`; see `environments.own`.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Plays the episodes of one prompt at the same time, so that one that fails costs only itself. Called by the workflows of this folder."""
+"""Plays the episodes of one prompt at the same time; one that fails is lost alone. Called by the workflows of this folder."""
 
 import asyncio
 import zlib
@@ -15,7 +15,7 @@ _TRIES = 2
 
 
 async def play_group(episode: Episode, play: Callable[[Episode, int], Awaitable[Sequence[Trajectory]]]) -> list[Trajectory]:
-    """Return the trajectories of all episodes; one that stands for a failure where an episode failed.
+    """Return the trajectories of all episodes; a failed episode has one that holds the reason.
 
     Args:
         play: plays the episode with this index; its `Episode` keeps account of that episode's time.

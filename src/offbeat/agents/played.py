@@ -23,7 +23,7 @@ from offbeat.errors import CodeError, RefusedError
 from offbeat.rollout.episode import Episode
 
 _GRACE_S = 10.0
-"""A process may first say itself that a tool was too slow."""
+"""Seconds beyond `step_timeout_s`, in which the process itself can report that a tool was too slow."""
 
 MakeRecorder = Callable[[Episode], Recorder]
 

@@ -92,7 +92,7 @@ class Seat:
 
 
 class PlayPool:
-    """A pool of `num_processes` processes that play one thing.
+    """A pool of `num_processes` processes that play one agent, environment or set of tools.
 
     Attributes:
         tools: tools that are described to models; known once the pool has been entered.
@@ -108,7 +108,7 @@ class PlayPool:
             num_episodes: episodes that one process plays at the same time.
             blocked_timeout_s: seconds for which user code may block a process.
             allowed: environment variables that the processes see although they look like secrets.
-            host: under which agents reach the proxy.
+            host: name or address under which agents reach the proxy.
             tell: called with a sentence when a process had to be replaced.
         """
         self.tools: tuple[Tool, ...] = ()

@@ -207,7 +207,7 @@ class Proxy:
 
     def _session_of(self, http: Request) -> Session:
         bearer = bearer_key(http.headers.get("authorization", ""))
-        # A key in the path comes first: clients that cannot be given a key send one that means nothing.
+        # A key in the path comes first: clients that cannot be given a key send a meaningless one.
         key = http.path_params.get("key") or bearer
         try:
             return self._sessions.find(key, http.headers.get("x-session-id", ""))

@@ -134,9 +134,9 @@ class Recorder:
         """Begin an episode.
 
         Args:
-            sampling: the run's. A request sets only its length, stops and form of text, because the trainer has to know
-                the distribution that tokens were sampled from, and equal seeds would make the samples of a group equal. Under a form, the
-                engine's log-probabilities are normalised over the tokens that the form allows.
+            sampling: the run's. A request sets only its length, stops and form of text, because the trainer has to know the distribution
+                that tokens were sampled from, and equal seeds would make the samples of a group equal. Under a form, the engine's
+                log-probabilities are normalised over the tokens that the form allows.
             keep_reasoning: leave reasoning that was sampled in the prompts of later turns, although clients and templates drop it. Without
                 it, an answer with reasoning ends its chain.
         """
@@ -145,7 +145,7 @@ class Recorder:
         self._keep_reasoning = keep_reasoning
         self._nodes: list[Node] = []
         self._by_history: dict[bytes, list[Node]] = {}
-        self._same_history: dict[bytes, bytes] = {}  # other ways to repeat an answer, to the way under which it is known
+        self._same_history: dict[bytes, bytes] = {}  # digests of other forms of an answer, to the digest in `_by_history`
         self._num_opened = self._num_dropped = 0
 
     @property
@@ -226,7 +226,7 @@ class Recorder:
             node.is_read = True
 
     def drop(self, turn: PendingTurn) -> None:
-        """Forget a turn that failed; answers that it has had and that nobody read do not count."""
+        """Forget a turn that failed; its unread answers do not count."""
         self._num_dropped += turn.request.n - len(turn.nodes)
 
     # -- the end -----------------------------------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ class Recorder:
             if history not in self._by_history:
                 history = self._same_history.get(history, history)
             if (nodes := self._by_history.get(history)) and num < len(request.messages):
-                # Of equal answers, take one that was read; one that nothing continues yet makes fewer branches.
+                # Of equal answers, prefer one that was read, then one without a continuation, which makes fewer branches.
                 best, num_known = min(nodes, key=lambda node: (not node.is_read, node.num_children)), num
         return best, num_known, history
 

@@ -78,7 +78,7 @@ class SharedCall:
             return False
         if attempt.idempotency or self.attempt.idempotency:
             return attempt.idempotency == self.attempt.idempotency
-        # Without a word of the client, a call that somebody still waits for, or has read, is another call that happens to be equal.
+        # If the client does not say so, a call that a client still waits for, or has read, is no repetition but an equal call.
         return attempt.is_retry or not (self.num_clients or self.is_read)
 
 
@@ -127,7 +127,7 @@ class Session:
         self._forget()
         call = self._tried_before(attempt)
         if call is not None and call.has_failed:
-            del self._calls[id(call)]  # this is its one other try
+            del self._calls[id(call)]  # a failed call is tried once more
         if call is None or call.has_failed:
             turn = self._recorder.open(request) if rendered is None else self._recorder.begin(rendered)
             call = SharedCall(attempt, turn, asyncio.create_task(self._answer(turn), name=f"answer in session {self.id}"))
@@ -263,7 +263,7 @@ class ProxySessions:
         return group
 
     def close(self, ended: Session | SessionGroup) -> None:
-        """Seal a session or a group, and remember no more than its key."""
+        """Seal a session or a group, and remember only its key."""
         ended.seal()
         if self._open.pop(ended.key, None) is not None:
             self._sealed[ended.key] = None

@@ -18,7 +18,7 @@ EPISODE = "an episode (agent.timeout_s)"
 
 
 _LONGEST_VARIABLE = 128 << 10
-"""Bytes of an environment variable with its name and the byte that ends it, which Linux allows (MAX_ARG_STRLEN)."""
+"""Largest size in bytes of an environment variable on Linux, with its name and its last byte (MAX_ARG_STRLEN)."""
 
 
 @dataclass(frozen=True)

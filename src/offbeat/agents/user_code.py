@@ -59,7 +59,7 @@ async def _call(function: Callable[..., Any], *arguments: Any, **named: Any) -> 
         except asyncio.CancelledError:
             cancelled = True
     if cancelled:
-        done.exception()  # nobody asks for it any more
+        done.exception()  # marks the error as seen
         raise asyncio.CancelledError
     result = done.result()
     return await result if inspect.isawaitable(result) else result

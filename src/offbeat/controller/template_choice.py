@@ -28,9 +28,9 @@ _LOOKED_AT = 100
 
 
 def choose_templates(config: Config, *, was: Mapping[str, Any] = _NOTHING) -> tuple[Config, list[str]]:
-    """Return the configuration with true or false in place of "auto", and a line on each choice that is not plain text for want of more.
+    """Return the configuration with true or false in place of "auto", and a line on each choice that has a reason.
 
-    Of a set of rows that stays plain, nothing is written into its table.
+    The table of a set whose prompts stay plain is not changed.
 
     Args:
         was: settings of the checkpoint that a run goes on from, by "section.key", if there is one.
@@ -100,7 +100,7 @@ class _Taught:
         return True, f'"auto" asks plain prompts in chats, as {self._model} ends answers with {end} like its chat template'
 
     def _read(self) -> tuple[Tokenizer, str]:
-        """Return the tokenizer, and the token that ends both the model's answers and its template's turns; "" where none does."""
+        """Return the tokenizer, and the token that ends the model's answers and its template's turns, such as "<|im_end|>"; "" for none."""
         if self._ends is None:
             read_model_config(self._model)
             folder = Path(self._model).expanduser()
@@ -121,7 +121,7 @@ def needs_hub(config: Config) -> bool:
 
 
 def _first_prompts(config: Config) -> list[object]:
-    """Return the prompts of the first rows; none where they cannot be read, which is said when they are read as a whole."""
+    """Return the prompts of the first rows; none where they cannot be read, which `read_inputs` reports."""
     data = config.data.model_copy(update={"chat_template": False, "max_unusable_rows": 2**31})
     try:
         train, _ = _open(data, seed=config.run.seed)

@@ -18,7 +18,7 @@ from offbeat.evaluation.scores import pass_at_k_of_each
 
 _Z = 1.959964
 _MOST_ENUMERATED = 12
-"""Pairs that differ up to which all choices of signs are tried."""
+"""Largest number of differing pairs for which all choices of signs are tried."""
 _NUM_FLIPS = 20_000
 _MOST_DRAWN = 1 << 21
 """Signs drawn at a time, which bounds the memory of a test."""
@@ -74,7 +74,7 @@ class SetComparison:
     Attributes:
         num_prompts: prompts that both have asked, which alone are compared.
         num_only_first, num_only_second: prompts that one of them has asked.
-        changes: those with the largest changes of the mean reward, the largest first.
+        changes: the prompts with the largest changes of the mean reward, the largest first.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Finds the evaluation that a person means: a run, the output of `offbeat eval`, or a file of answers. Called by `offbeat compare`."""
+"""Finds an evaluation by a name: a run, the output of `offbeat eval`, or a file of answers. Called by `offbeat compare`."""
 
 import re
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ def find_evaluation(name: str) -> Mapping[str, EvaluatedSet]:
     """Return the answers of an evaluation by the names of its sets.
 
     Args:
-        name: a run's folder, of which the last evaluation of each set is taken; the folder or the JSON file that `offbeat eval` has
-            written; or a file of answers. Of several models in a file, one is chosen by its name, as FILE:MODEL.
+        name: a run's folder, for the last evaluation of each set; the folder or the JSON file that `offbeat eval` has written; or a file of
+            answers. FILE:MODEL chooses one of several models in a file.
 
     Raises:
-        DataError: there is no evaluation, or it is not clear of which model.
+        DataError: there is no evaluation, or several models have answered and none is named.
     """
     path, model = Path(name), ""
     if not path.exists() and (match := _OF_MODEL.fullmatch(name)) is not None:
@@ -49,7 +49,7 @@ def _of_run(folder: Path) -> Mapping[str, EvaluatedSet]:
 
 
 def _set_in(path: Path, name: str) -> EvaluatedSet:
-    """Return the answers to the set that the name of a run's file says."""
+    """Return the answers to the set of this name in a run's file."""
     found = {(model, of_set): answers for model, sets in read_samples(path).items() for of_set, answers in sets.items()}
     if ("", name) not in found:
         there = ", ".join(f"{of_set or 'held-out prompts'}{f' of the model {model}' if model else ''}" for model, of_set in found)

@@ -24,7 +24,7 @@ def share_interval(values: np.ndarray, *, num_samples: int) -> Interval:
 
     Args:
         values: [P] float, one share from 0 to 1 for each prompt.
-        num_samples: answers to each prompt that a share is of.
+        num_samples: number of answers to each prompt.
 
     Returns:
         Both ends, within 0 and 1.

@@ -15,7 +15,7 @@ from offbeat.data.trajectory import Group, Trajectory, episode_reward, parts_of
 from offbeat.errors import RolloutError
 
 if TYPE_CHECKING:
-    from offbeat.data.tokenizer import Tokenizer  # takes a second to load, which reading results needs not
+    from offbeat.data.tokenizer import Tokenizer  # takes a second to load; readers of results do not need it
 
 _KEY_LENGTH = 16
 
@@ -89,7 +89,7 @@ class MetricSample:
 
 @dataclass(frozen=True)
 class EvaluatedPrompt:
-    """A prompt with the answers that it got.
+    """A prompt and its answers.
 
     Attributes:
         samples: empty where none could be sampled.
@@ -119,11 +119,11 @@ class EvaluatedPrompt:
 
 @dataclass(frozen=True)
 class EvaluatedSet:
-    """All that was answered on one evaluation set.
+    """All answers on one evaluation set.
 
     Attributes:
         name: of the set; "" for held-out prompts.
-        num_samples: answers asked for to each prompt; one that is missing counts as wrong.
+        num_samples: number of answers requested for each prompt; a missing one counts as wrong.
         pass_at: numbers k for which pass@k is reported.
     """
 

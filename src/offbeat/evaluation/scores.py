@@ -91,7 +91,7 @@ class Evaluation:
 
 
 def score_set(played: EvaluatedSet) -> Evaluation:
-    """Return the scores of a set that has been answered, of which there is at least one prompt."""
+    """Return the scores of an answered set with at least one prompt."""
     shares = {k: pass_at_k_of_each(played, k) for k in played.pass_at}
     intervals = {
         "accuracy": share_interval(played.accuracies, num_samples=played.num_samples),

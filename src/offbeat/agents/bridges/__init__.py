@@ -1,1 +1,1 @@
-"""Bridges to libraries that own their loop: single files that run under another Python, of which nothing here imports anything."""
+"""Bridges to libraries that own their loop: single files that run under another Python. Nothing here imports them."""

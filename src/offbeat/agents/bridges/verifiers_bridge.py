@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 KEY_VARIABLE = "OFFBEAT_BRIDGE_KEY"
-"""verifiers reads keys from variables; here the key is in the URL, and this one means nothing."""
+"""verifiers reads keys from variables; here the key is in the URL, and the variable's value is not used."""
 
 
 class Classic:
@@ -81,7 +81,7 @@ class Taskset:
             for index, task in enumerate(tasks)]
 
     async def play(self, task: dict[str, Any]) -> dict[str, Any]:
-        """Play one episode; of several agents, the reward is the mean of theirs."""
+        """Play one episode; the reward of several agents is their mean."""
         wanted = _wanted(task)
         tasks = self._up_to(1 + (wanted if wanted is not None else 10_000))
         planned = self._env.slots(tasks[_index(task, len(tasks))])[0]

@@ -28,11 +28,11 @@ def find_stage(names: Sequence[str], options: Sequence[str], *, step_timeout_s: 
     """Return the environment or the tools that the settings name.
 
     Args:
-        names: of one environment, or of any number of tools.
+        names: name of one environment, or names of any number of tools.
         tools: whether they are tools.
 
     Raises:
-        CodeError: a name leads nowhere.
+        CodeError: nothing has such a name.
         ConfigError: an option cannot be read.
         MissingExtraError: a library is not installed.
     """
@@ -40,7 +40,7 @@ def find_stage(names: Sequence[str], options: Sequence[str], *, step_timeout_s: 
 
 
 def read_options(options: Sequence[str]) -> dict[str, Any]:
-    """Return options as named arguments: NAME=VALUE, where a value is a number, true, false, or text."""
+    """Return options as named arguments, such as {"num_players": 2} for ["num_players=2"]; values are numbers, true, false, or text."""
     read: dict[str, Any] = {}
     for option in options:
         name, sign, value = option.partition("=")

@@ -1,12 +1,12 @@
-"""A class with `reset` and `step` as an environment. Those of users and the adapters of this folder are written in this form:
+"""A class with `reset` and `step` as an environment. Users' classes and the adapters of this folder have this form:
 
     class MyEnv:
         def reset(self, row, seed): return "Guess a number."                       # or a list of messages
         def step(self, text): return "Too low.", reward_of_the_turn, done
 
 Both may be coroutines. One instance plays one episode. With an attribute `tools`, typed functions or `Tool`s, models are told of these, and
-`step` is given the whole `Message` with its calls. `close`, if there is one, ends the episode; `end` may give the reward of one that has
-to stop before it is over, which is 0 otherwise. Whoever has several players returns `View`s.
+`step` is given the whole `Message` with its calls. `close`, if there is one, ends the episode; `end` may return the reward of an episode
+that has to stop before it is over, which is 0 otherwise. An environment with several players returns `View`s.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym with further tries: a wrong answer is told so, and the last one counts."""
+"""Tasks of reasoning-gym with further tries: the model is told that an answer is wrong, and the last answer counts."""
 
 import re
 from typing import Any

@@ -17,12 +17,12 @@ class TextArena:
     """
 
     def __init__(self, name: str, *, num_players: int = 0) -> None:
-        """`num_players` is 0 for as many as the game has at least."""
+        """`num_players` is 0 for the game's smallest number."""
         self._env: Any = textarena.make(name if name.endswith("-raw") else f"{name}-raw")
         self._num_players = num_players
 
     def reset(self, row: Row, seed: int) -> View:  # noqa: ARG002 - a game is chosen by its name
-        # Each variant knows its numbers of players under another name, so they are tried.
+        # Variants name their numbers of players differently, so each number is tried.
         for count in [self._num_players] if self._num_players else range(1, 16):
             try:
                 self._env.reset(num_players=count, seed=seed)

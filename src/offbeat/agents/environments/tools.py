@@ -130,7 +130,7 @@ class _ToolEpisode:
             self._late.append(calling)
             calling.cancel()
             raise
-        except CodeError:  # a server is lost, which is nothing that the model did
+        except CodeError:  # a server is lost, which is not the model's fault
             raise
         except Exception as exc:  # the model reads every error of a tool
             result = f"Error: {exc if type(exc) is ValueError else describe(exc)}"

@@ -71,7 +71,7 @@ def main() -> None:
     code = os.fdopen(0, "rb").read().decode()
     os.open(os.devnull, os.O_RDONLY)  # is 0 again
     mode = order["mode"]
-    if mode != "none":  # sent to all processes of a job, it would be taken for the program's own end; only here can it start no others
+    if mode != "none":  # SIGTERM for a whole job would look like the program's own end; in these modes it can start no others
         _libc.signal(_SIGTERM, _IGNORED)
     if sys.platform == "linux":
         _die_with(order["parent"])

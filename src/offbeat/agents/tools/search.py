@@ -10,8 +10,8 @@ A tool of a user's own names the folder:
         \"\"\"Search the encyclopedia. Args: query: a few words.\"\"\"
         return INDEX.search(query)
 
-The index is a file beside the folder whose name holds a hash of all texts. Whichever process comes first builds it, later ones and later
-runs only open it, and changed texts get a new one.
+The index is a file beside the folder; its name holds a hash of all texts. The first process builds it, later ones and later runs only open
+it, and changed texts get a new one.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _PASSAGE_CHARS = 1200
 _MOST_WORDS = 32
 _SNIPPET_WORDS = 48  # FTS5 gives at most 64
 _LAYOUT = b"1"
-"""Changes whenever the index of the same texts would be another."""
+"""Part of the hash; changes with the format of the index."""
 
 
 @dataclass(frozen=True)
