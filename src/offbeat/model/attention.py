@@ -66,7 +66,7 @@ class Bucket:
 
 @dataclass(eq=False)
 class AttentionPlan:
-    """How to compute attention over one row; the same for all layers.
+    """Index tensors for attention over one row; the same for all layers.
 
     Attributes:
         buckets: cover the row's segments, shortest first.

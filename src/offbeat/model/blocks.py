@@ -56,7 +56,7 @@ def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> None
 
 @cache
 def _uncompiled_attention() -> Any:
-    """Return attention that the compiler leaves alone: it follows a plan that is another for every row."""
+    """Return attention that the compiler leaves alone: it follows a plan that differs for every row."""
     return torch.compiler.disable(packed_attention)  # not at import: it loads the compiler, which takes seconds
 
 

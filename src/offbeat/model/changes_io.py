@@ -53,7 +53,7 @@ def save_changes(tensors: Mapping[str, Tensor], file: Path, *, base: Path) -> No
 
 
 def changes_file(number: int, count: int) -> str:
-    """Return the name of the file of a folder with `count` files of changes that is counted `number`, from 1 on."""
+    """Return the name of file `number` of `count` files of changes, from 1 on, such as "changes-00001-of-00008.safetensors"."""
     return FILE if count == 1 else f"changes-{number:05d}-of-{count:05d}.safetensors"
 
 

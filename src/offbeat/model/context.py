@@ -1,8 +1,8 @@
-"""Context parallelism: one row of tokens over the ranks of a group, for sequences whose activations one rank has no memory for.
+"""Context parallelism: one row of tokens over the ranks of a group, for sequences whose activations exceed the memory of one rank.
 
 Each of c ranks embeds one c-th of the row and takes it through the layers. Only attention needs the whole row: there ranks exchange tokens
 for heads, attend within all tokens under their share of the heads, and exchange them back. Predictions are gathered, so that all ranks
-compute the same losses. The gradients of a rank's parameters are those of its slice; their sum over the group is the row's.
+compute the same losses. A rank's gradients are its slice's; their sum over the group is the row's.
 
 `spread_rows` of `rows` makes a model run so; from then on `logprobs`, `values` and `top` score its rows by shares.
 

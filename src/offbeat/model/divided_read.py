@@ -46,7 +46,7 @@ class DividedRead:
 
     @contextmanager
     def hooked(self) -> Iterator[dict[str, Any]]:
-        """Let transformers call `divide` where it would distribute a model itself, on a mesh of its own; yields keywords for it."""
+        """Let transformers call `divide` in place of its own distribution over a mesh; yields keywords for it."""
 
         def prepare(_cls: type, config: DistributedConfig, device_map: object = None) -> tuple[DistributedConfig, object, _NoMesh]:  # noqa: ARG001
             return config, torch.device(current_platform.device), _NoMesh()
@@ -144,7 +144,7 @@ def _check_readable(model: PreTrainedModel, converters: Iterable[WeightConverter
 
 
 def _commutes(operation: ConversionOps, part: DTensor) -> bool:
-    """Whether an operation on slices gives the slice of its result."""
+    """Whether an operation on slices gives the slice of its result, as concatenation along another dimension does."""
     if isinstance(operation, MergeModulelist):
         return operation.dim == 0
     return isinstance(operation, Concatenate) and all(operation.dim % part.ndim != dim for dim, _ in _cuts(part))
@@ -159,6 +159,6 @@ def _pieces(part: DTensor, dim: int) -> tuple[list[int], int]:
 
 
 def _cuts(part: DTensor) -> list[tuple[int, int]]:
-    """Return (dimension, number of parts) of each of the mesh's dimensions that cuts a tensor."""
+    """Return (dimension, number of parts) for each of the mesh's dimensions that cuts a tensor, such as [(0, 4)] for rows over 4 ranks."""
     mesh = part.device_mesh
     return [(each.dim % part.ndim, mesh.size(axis)) for axis, each in enumerate(part.placements) if hasattr(each, "dim")]  # pyright: ignore[reportAttributeAccessIssue]

@@ -31,7 +31,7 @@ def fingerprint(items: Iterable[tuple[str, np.ndarray]]) -> str:
 
 
 def digests(items: Iterable[tuple[str, np.ndarray]]) -> dict[str, bytes]:
-    """Hash each weight ([B] uint8 bytes) by itself, as the first half of `fingerprint`, with its arguments and errors; 32 bytes by name."""
+    """Hash each weight, [B] uint8, by itself, as the first half of `fingerprint`, with its arguments and errors; 32 bytes by name."""
     found: dict[str, bytes] = {}
     for name, data in items:
         if data.dtype != np.uint8 or data.ndim != 1:
@@ -43,7 +43,7 @@ def digests(items: Iterable[tuple[str, np.ndarray]]) -> dict[str, bytes]:
 
 
 def combine(digests: Mapping[str, bytes]) -> str:
-    """Return the fingerprint of all weights whose digests these are, whoever has computed them."""
+    """Return the fingerprint of all weights from their digests, which any ranks may have computed."""
     return hashlib.blake2b(b"".join(digests[name] for name in sorted(digests)), digest_size=16).hexdigest()
 
 

@@ -43,7 +43,7 @@ def whole_twin(model: PreTrainedModel) -> PreTrainedModel:
         if places and (module in layers or id(module) not in within) and not isinstance(module, ValueHead):
             module.register_forward_pre_hook(partial(_fill, model.get_parameter, places))
             module.register_forward_hook(partial(_empty, places), always_call=True)
-    # By its first parameter it is asked on which device it is, and in which number format.
+    # Callers ask its first parameter for the device and the number format.
     twin.register_parameter("placed", nn.Parameter(torch.empty(0, dtype=model.dtype, device=model.device), requires_grad=False))
     return twin
 

@@ -26,7 +26,7 @@ from offbeat.model.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """How many logits are held, by kind of device; logits are float32.
+    """Bounds on the logits that are held, by kind of device; logits are float32.
 
     Attributes:
         chunk_bytes: size of the logits computed at a time.
@@ -62,7 +62,7 @@ _unfused: "WeakSet[nn.Module]" = WeakSet()
 """Models that process their logits after the head."""
 
 _in_float32: "WeakSet[nn.Module]" = WeakSet()
-"""Models whose head computes in float32, whatever the rest computes in."""
+"""Models whose head computes in float32, whatever the other layers compute in."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,12 +175,12 @@ def never_fuse(model: nn.Module) -> None:
 
 
 def compute_in_float32(model: nn.Module) -> None:
-    """Have a model's head multiply and add in float32 under mixed precision, too; its weight is copied for each pass."""
+    """Make a model's head multiply and add in float32 under mixed precision, too; its weight is copied for each pass."""
     _in_float32.add(model)
 
 
 def check_head_format(model: nn.Module) -> None:
-    """Raise ModelError where a head that is to compute in float32 is left to the model."""
+    """Raise ModelError where the model itself runs a head that is to compute in float32."""
     if model in _in_float32:
         raise ModelError(
             f"algorithm.float32_head must be false for {type(model).__name__} with train.precision = 'bf16_mixed', got true; the model"
@@ -235,8 +235,8 @@ class _Picked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x [U, H] or [U, V], the weight [V, H] and the bias [V], from those of log-probabilities [M] and
-        entropies [U].
+        """Return the gradients of x [U, H] or [U, V], the weight [V, H] and the bias [V], from the gradients of log-probabilities [M]
+        and entropies [U].
         """
         x, weight, bias, normalizer, entropy, shares = ctx.saved_tensors
         chunks = _Chunks(x, weight, bias, ctx.picks, ctx.compute)
@@ -294,7 +294,7 @@ def _like(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
 
 
 class _Chunks:
-    """How the U positions are cut into chunks, and the linear layer that gives their logits."""
+    """The chunks of the U positions, and the linear layer that gives their logits."""
 
     def __init__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, picks: Picks, compute: torch.dtype | None) -> None:
         self._x, self._picks = x, picks
@@ -324,12 +324,12 @@ class _Chunks:
 
     @property
     def lends_logits(self) -> bool:
-        """Whether the logits are x itself, which is to stay."""
+        """Whether the logits are x itself, which must not change."""
         return self._weight is None and self._x.dtype == torch.float32 and self._picks.temperature == 1.0
 
     @property
     def spends_logits(self) -> bool:
-        """Whether the forward pass turns logits into their exponentials, from which the backward pass has only to multiply.
+        """Whether the forward pass turns logits into their exponentials, so that the backward pass only multiplies.
 
         The gradient of entropies needs their logarithms, and is exact from the logits alone.
         """

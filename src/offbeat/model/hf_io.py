@@ -72,7 +72,7 @@ def read_safetensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def without_tied(state: Mapping[str, Tensor], config_from: PreTrainedModel | str | Path) -> dict[str, Tensor]:
-    """Return the weights but those that are tied to others, as `write_safetensors` writes them."""
+    """Return the weights without those that are tied to others, as `write_safetensors` writes them."""
     if isinstance(config_from, PreTrainedModel):
         tied = set(config_from.all_tied_weights_keys)
     else:
@@ -114,7 +114,7 @@ def check_room(folder: Path, num_bytes: int) -> None:
 
 
 def weight_file(number: int, count: int) -> str:
-    """Return the name of the file of a folder with `count` files of weights that is counted `number`, from 1 on."""
+    """Return the name of file `number` of `count` files of weights, from 1 on, such as "model-00001-of-00003.safetensors"."""
     return _SINGLE_FILE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 

@@ -1,4 +1,4 @@
-"""Which part of a linear layer a rank computes where a tensor group computes it together; for adapters beside such a layer.
+"""The part of a linear layer that a rank computes where a tensor group computes it together; for adapters beside such a layer.
 
 `parallel` notes how it has divided a model, and `lora` asks about each layer that it adapts. With x A B beside a layer, a rank multiplies
 by the rows of A for the inputs that it has, and by the columns of B for its outputs. Where it has a slice of the inputs, x A is one part of
@@ -41,7 +41,7 @@ class LayerSlice:
         return narrow if self.inputs == _ALL else self._summed(narrow)
 
     def sum_outputs(self, grad_narrow: Tensor) -> Tensor:
-        """Return the gradient of x A through all outputs from that through those here, [T, R]; collective where these are a slice."""
+        """Return the gradient of x A [T, R] through all outputs from the gradient through the outputs here; collective for a slice."""
         return grad_narrow if self.outputs == _ALL else self._summed(grad_narrow)
 
     def _summed(self, part: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class LayerSlice:
 
 
 _divided: "WeakKeyDictionary[nn.Module, tuple[DeviceMesh, Mapping[str, str]]]" = WeakKeyDictionary()
-"""Meshes of one dimension, and transformers' names for how modules are divided over them, by the modules' names."""
+"""Meshes of one dimension, and transformers' styles of division, such as "colwise", by the modules' names."""
 
 
 def note_division(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str]) -> None:

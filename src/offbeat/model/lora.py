@@ -265,7 +265,7 @@ class AdapterBank(nn.Module):
         return a, flat[:, middle : middle + self.rank * layer.num_out].unflatten(1, (self.rank, layer.num_out))
 
     def _parts_here(self, flat: Tensor, layer: _Layer) -> tuple[Tensor, Tensor]:
-        """Return of these views A [N, inputs here, R] and B [N, R, outputs here]."""
+        """Return this rank's slices of these views, A [N, inputs here, R] and B [N, R, outputs here]."""
         a, b = self._parts(flat, layer)
         return a[:, layer.here.inputs], b[:, :, layer.here.outputs]
 

@@ -1,4 +1,4 @@
-"""How the tokens of a row reach the adapters of an `AdapterBank`: one for all, one per block of equal length, or one per span.
+"""Routes of a row's tokens to the adapters of an `AdapterBank`: one for all, one per block of equal length, or one per span.
 
 The bank chooses the route of each row; its layers compute with the products of a `Route` and never know which kind it is.
 """
@@ -15,7 +15,7 @@ from offbeat.model.uploads import upload
 
 
 class Route(Protocol):
-    """The adapter of each of R tokens, as products of rows x [R, i] with matrices stacked by slot, [N, i, o].
+    """The adapter of each of R tokens, as products of rows x [R, I] with matrices stacked by slot, [N, I, O].
 
     Attributes:
         scaling: factor of each token's delta; a number, or [R, 1] float32.
@@ -24,15 +24,15 @@ class Route(Protocol):
     scaling: float | Tensor
 
     def multiply(self, x: Tensor, weights: Tensor) -> Tensor:
-        """Multiply each token's row x by its adapter's matrix; returns [R, o] in the dtype of x."""
+        """Multiply each token's row x by its adapter's matrix; returns [R, O] in the dtype of x."""
         ...
 
     def add_product(self, rows: Tensor, x: Tensor, weights: Tensor) -> None:
-        """Add the same product to rows [R, o], in place."""
+        """Add the same product to rows [R, O], in place."""
         ...
 
     def add_outer(self, sums: Tensor, x: Tensor, g: Tensor) -> None:
-        """Add to each adapter's sums [N, i, o] the products x' g over its tokens, with g [R, o]."""
+        """Add to each adapter's sums [N, I, O] the products x' g over its tokens, with g [R, O]."""
         ...
 
 
@@ -44,11 +44,11 @@ class OneRoute:
         self.scaling: float | Tensor = scaling
 
     def multiply(self, x: Tensor, weights: Tensor) -> Tensor:
-        """Multiply x [R, i] by the one adapter's matrix; see `Route.multiply`."""
+        """Multiply x [R, I] by the one adapter's matrix; see `Route.multiply`."""
         return x @ weights[self._slot].to(x.dtype)
 
     def add_product(self, rows: Tensor, x: Tensor, weights: Tensor) -> None:
-        """Add the product with the one adapter's matrix to rows [R, o]; see `Route.add_product`."""
+        """Add the product with the one adapter's matrix to rows [R, O]; see `Route.add_product`."""
         _add_product(rows, x, weights[self._slot].to(x.dtype))
 
     def add_outer(self, sums: Tensor, x: Tensor, g: Tensor) -> None:
@@ -65,11 +65,11 @@ class EqualRoute:
         self.scaling = scaling
 
     def multiply(self, x: Tensor, weights: Tensor) -> Tensor:
-        """Multiply x, seen as [K, R / K, i], by the spans' matrices; see `Route.multiply`."""
+        """Multiply x, seen as [K, R / K, I], by the spans' matrices; see `Route.multiply`."""
         return (self._blocks(x) @ weights[self._slots].to(x.dtype)).flatten(0, 1)
 
     def add_product(self, rows: Tensor, x: Tensor, weights: Tensor) -> None:
-        """Add the spans' products to rows, seen as [K, R / K, o]; see `Route.add_product`."""
+        """Add the spans' products to rows, seen as [K, R / K, O]; see `Route.add_product`."""
         _add_product(self._blocks(rows), self._blocks(x), weights[self._slots].to(x.dtype))
 
     def add_outer(self, sums: Tensor, x: Tensor, g: Tensor) -> None:
@@ -94,14 +94,14 @@ class SpanRoute:
         self.scaling = scaling
 
     def multiply(self, x: Tensor, weights: Tensor) -> Tensor:
-        """Multiply each span of x [R, i] by its matrix; see `Route.multiply`."""
+        """Multiply each span of x [R, I] by its matrix; see `Route.multiply`."""
         own = weights[self._slots].to(x.dtype)
         if _is_aligned(x) and _is_aligned(own):
             return grouped_mm(x, own, offs=self._ends)
         return torch.cat([span @ matrix for span, matrix in zip(self._spans(x), own, strict=True)])
 
     def add_product(self, rows: Tensor, x: Tensor, weights: Tensor) -> None:
-        """Add each span's product to its part of rows [R, o]; see `Route.add_product`."""
+        """Add each span's product to its part of rows [R, O]; see `Route.add_product`."""
         own = weights[self._slots].to(x.dtype)
         for part, span, matrix in zip(self._spans(rows), self._spans(x), own.unbind(), strict=True):
             _add_product(part, span, matrix)

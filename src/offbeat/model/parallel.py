@@ -1,6 +1,6 @@
 """Divides a model over the ranks of a tensor group, by the plan that transformers has for its architecture.
 
-Called by the trainer before a model is distributed in any other way: when it has been loaded whole, or before its weights are read. After
+Called by the trainer before a model is distributed in any other way, before or after its weights are read. After
 that every parameter is a DTensor on the group's mesh: sliced where the plan says so, whole elsewhere. Attention, which sees fewer heads,
 and everything else is called as before, with the same rows on every rank. Experts are sliced as all other layers, or each stays whole on
 one rank. The model's log-probabilities are compared with the undivided model's.

@@ -34,7 +34,7 @@ _UNSUPPORTED = {
     # Other values change the base model's weights when PEFT loads the adapter.
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
 }
-"""Settings that would make an adapter more than A and B beside linear layers, with the values that do not."""
+"""Settings that would make an adapter more than A and B beside linear layers, with the values that would not."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Reward models in the form of transformers, a sequence classifier with one label: loading one, scoring texts, and the form of a folder.
+"""Reward models in the form of transformers, a sequence classifier with one label: loading, scoring texts, and the folder's format.
 
 The reward of a text is the label's logit at the last token that is not padding. Called by the reward model's process, and by the trainer
 that exports one.
@@ -65,7 +65,7 @@ def score_texts(model: PreTrainedModel, texts: Sequence[Sequence[int]], *, paddi
 
 
 def set_padding(model: PreTrainedModel, padding: int) -> int:
-    """Return the id of the model's padding token; where its configuration has none, that is `padding` from now on."""
+    """Return the id of the model's padding token; where its configuration has none, set it to `padding`."""
     config = model.config.get_text_config()
     if config.pad_token_id is None:
         config.pad_token_id = model.config.pad_token_id = padding

@@ -130,7 +130,7 @@ def balancing_loss(counts_E: Tensor, probs_E: Tensor, *, num_rows: float) -> Ten
 
 
 def experts_per_token(model: PreTrainedModel) -> int:
-    """Return how many experts a token is sent to, of a model whose routers have the load-balancing loss that is computed here.
+    """Return the number of experts per token, of a model whose routers have the load-balancing loss that is computed here.
 
     Raises:
         ModelError: transformers has no such loss for the model, or another one.

@@ -1,8 +1,8 @@
 """Decides when a model is loaded whether its rows run packed or each sequence by itself, and whether ranks share them; proves the result.
 
 `settle_rows` is called once by the trainer's `load_policy`, and `spread_rows` where a group of ranks runs each row together. Families of
-models differ in ways that no list of ours keeps up with. So a model trains only if its log-probabilities on a small row equal those of
-transformers' own forward pass of each sequence.
+models differ in ways that no list of ours keeps up with. So a model trains only if its log-probabilities on a small row equal the
+results of transformers' own forward pass of each sequence.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,6 +1,6 @@
 """Copies from the host to the device without waiting: rows, losses and adapters upload the arrays of a pass.
 
-A plain `tensor.to(device)` from pageable memory returns when the device has done everything that it was given before, so one in the
+A plain `tensor.to(device)` from pageable memory returns when the device has finished all earlier work, so one in the
 middle of a micro-batch leaves the device without work until the host has launched the rest.
 """
 
@@ -17,5 +17,5 @@ def upload(array: np.ndarray | Tensor, device: torch.device | str) -> Tensor:
     if device.type == "cpu":
         return tensor
     if device.type != "meta" and detect_fake_mode() is None:
-        tensor = tensor.pin_memory()  # torch uses this memory again when the copy is done, and not before
+        tensor = tensor.pin_memory()  # torch reuses this memory only when the copy is done
     return tensor.to(device, non_blocking=True)

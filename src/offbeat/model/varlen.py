@@ -50,7 +50,7 @@ class KernelCall:
 
     @property
     def window_size(self) -> list[int]:
-        """How far a query sees to the left and to the right of its own key; -1 is without end."""
+        """Keys that a query sees to the left and to the right of its own key, such as [-1, 0]; -1 is without end."""
         return [-1 if self.window is None else self.window - 1, 0 if self.causal else -1]
 
 
@@ -84,7 +84,7 @@ class VarlenPlan:
             keys=_ranges(segments.starts[prefixes], segments.lengths[prefixes]))
 
     def _windowed(self, window: int) -> KernelCall:
-        """Each segment's keys are its own after as many of its prefix as its first token sees."""
+        """Make one call, in which each segment's keys follow the last keys of its prefix that its first token sees."""
         segments = self.segments
         before = np.minimum(segments.prefix_lengths, window - 1)
         ends = np.where(segments.prefix >= 0, segments.starts[segments.prefix] + segments.prefix_lengths, segments.starts)
