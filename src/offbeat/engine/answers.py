@@ -41,7 +41,7 @@ class Prompt:
         return self.given if isinstance(self.given, str) else tokenizer.decode(self.ids, skip_special_tokens=False)
 
     def rows(self) -> tuple[list[float | None], list[TopTokens | None]]:
-        """Log-probabilities and likeliest tokens at each position; None at the first, before which there is nothing."""
+        """Log-probabilities and likeliest tokens at each position; None at the first position."""
         if self.scored is None:
             return [None] * len(self.ids), [None] * len(self.ids)
         return [None, *self.scored.logprobs], [None, *(self.scored.top or [()] * len(self.scored.logprobs))]
@@ -206,11 +206,11 @@ class Answer:
 
 
 def _offsets(ids: Sequence[int], tokenizer: Tokenizer, offset: int, *, after: Sequence[int] = ()) -> list[int]:
-    """Return where the text of each token begins; a token in the middle of a character begins where that does.
+    """Return the offset in characters at which each token's text begins, such as [0, 5, 9]; tokens of one character share its offset.
 
     Args:
-        offset: where the first begins.
-        after: tokens of a text that stands before, as `TextStream` takes them.
+        offset: offset of the first token.
+        after: tokens of the preceding text, as `TextStream` takes them.
     """
     stream, offsets = TextStream(tokenizer, after=after), []
     for token in ids:

@@ -48,8 +48,8 @@ class SlotCache:
         self, shape: CacheShape, *, device: torch.device, max_slots: int, max_positions: int, max_bytes: int | None = None,
         make_room: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`max_bytes` bounds the whole cache; with None only `max_slots` and `max_positions` bound it. `make_room` is told the bytes that
-        the cache is about to grow to.
+        """`max_bytes` bounds the whole cache; with None only `max_slots` and `max_positions` bound it. `make_room` is called with the
+        bytes that the cache is about to grow to.
         """
         self.shape = shape
         self.device = device
@@ -152,7 +152,7 @@ class PrefillStep:
     """
 
     def __init__(self, cache: SlotCache, slots: np.ndarray, *, starts: np.ndarray, lengths: np.ndarray) -> None:
-        """Args: `slots`, `starts` and `lengths`, each [N] int64: where the sequences are, how much is cached of each, how much is new."""
+        """`slots`, `starts`, `lengths`: [N] int64, each sequence's slot and its numbers of cached and new tokens, e.g. [0], [64], [3]."""
         self._cache = cache
         self.head_dim = cache.shape.head_dim
         self._fresh = not starts.any()
@@ -203,7 +203,7 @@ class PrefillStep:
 
 
 class DecodeStep:
-    """One new position for each of the slots 0..B-1; whatever all layers share is computed once.
+    """One new position for each of the slots 0..B-1; values that all layers share are computed once.
 
     Attributes:
         positions: [B] int64, position of the new token, which equals the number of positions cached before it.

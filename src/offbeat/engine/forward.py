@@ -82,7 +82,7 @@ class Forward(Protocol):
         ...
 
     def release(self) -> None:
-        """Free the memory of the weights; `prepare` and `install` are all that may be called until others are installed."""
+        """Free the memory of the weights; only `prepare` and `install` may be called until others are installed."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:

@@ -42,7 +42,7 @@ class EngineLoop:
 
     Attributes:
         error: why the engine ended; None while it runs.
-        num_rounds: rounds begun, each the commands that came and a step.
+        num_rounds: number of rounds begun; a round runs the waiting commands and a step.
     """
 
     def __init__(self, engine: Engine, *, deliver: Callable[[list[Event]], None]) -> None:

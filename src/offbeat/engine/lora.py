@@ -174,7 +174,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class GatheredSegments:
-    """How the rows of a batch are gathered.
+    """The rows of a batch, gathered by adapter.
 
     Attributes:
         pieces: consecutive ranges of the gathered rows.

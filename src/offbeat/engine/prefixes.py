@@ -33,7 +33,7 @@ BlockKey = tuple[int, bytes]
 
 @dataclass(frozen=True)
 class Begun:
-    """How much of a prompt is known.
+    """The known beginning of a prompt.
 
     Attributes:
         blocks: numbers of the blocks that hold its beginning.
@@ -72,7 +72,7 @@ class PrefixCache:
         return len(self._data[0]) * self._block_bytes
 
     def fit(self, slot_bytes: int) -> None:
-        """Leave the slots as many bytes as they take; all that is kept is dropped where it does not fit beside them."""
+        """Leave `slot_bytes` of the bound to the slots; the kept blocks are dropped if they do not fit beside them."""
         room = min(int(self._max_bytes * SHARE), self._max_bytes - slot_bytes)
         self.max_blocks = max(room, 0) // self._block_bytes
         if len(self._data[0]) > self.max_blocks:

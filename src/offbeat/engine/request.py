@@ -25,12 +25,12 @@ MAX_TOP = 1024
 """Largest number of most likely tokens reported at one position."""
 
 MAX_PROMPT_TOP = 20
-"""The same for the positions of a prompt that a completion tells: prompts may be many, and as long as the context."""
+"""Largest number of most likely tokens at each position of a prompt in a completion: prompts may be many, and as long as the context."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the next token is drawn and when a sample ends.
+    """Settings for drawing tokens and ending a sample.
 
     Attributes:
         max_new_tokens: most tokens to generate, the end token included.
@@ -137,7 +137,7 @@ class ScoreJob:
         id: unique among requests in the engine.
         tokens: [L] token ids, L >= 2.
         top_k: number of most likely tokens to report at each position.
-        targets: [L], any number of further token ids to score at each position; None for none.
+        targets: [L], further token ids to score at each position, such as [[], [5, 6], [7]]; None for none.
         draws: number of tokens to draw at each position, at `temperature` and from `seed`, and to report.
         adapter: name of the LoRA adapter that scores; empty for the base model.
         urgent: goes ahead of waiting requests; for proofs, which have deadlines.
@@ -181,7 +181,7 @@ class Output:
 
     Attributes:
         index: number of the sample among the n of its request.
-        token_ids: generated tokens, including the one that ended the sample.
+        token_ids: generated tokens, such as [4, 2, 7], including the one that ended the sample.
         logprobs: log-probability of each token under the distribution that it was sampled from (see `sampler`).
         versions: version of the weights that sampled each token.
         finish_reason: None while the sample continues.

@@ -8,7 +8,7 @@ from offbeat.data.row import Prompt
 
 @dataclass(frozen=True)
 class RewardModelOptions:
-    """How a reward model is loaded.
+    """Settings for loading a reward model.
 
     Attributes:
         model: folder or hub id of a sequence classifier with one label.
@@ -33,7 +33,7 @@ class TextsToScore:
 
 @dataclass(frozen=True)
 class ScoredTexts:
-    """A reward for each text, and why there is none; empty where there is one."""
+    """The reward of each text, and the reason why it has none; empty if it has one."""
 
     rewards: tuple[float, ...]
     failures: tuple[str, ...]

@@ -115,7 +115,7 @@ class Rows:
         return ShapedRows(list(shaped), list(shaped.values()), device=self._device) if shaped else None
 
     def trouble(self, row: int) -> str:
-        """Why a row's structure lets no token follow; empty if that is not its doing."""
+        """Return why a row's structure allows no token; empty if it is not the cause."""
         shaped = self.samples[row].shaped
         why = shaped.grammar.trouble if shaped is not None and shaped.grammar is not None else ""
         return why and f"the structure of the answer cannot be kept any further: {why}"

@@ -140,7 +140,7 @@ class Runner:
 
 
 def _first_of_their_kind(begun: Mapping[int, Begun]) -> tuple[list[int], list[int]]:
-    """Split prompts into those to compute now, of which each needs another next block, and those that can then begin with such a block."""
+    """Split prompts into those to compute now, each with a different next block, and those that can then begin with one of these blocks."""
     now, later, coming = [], [], set()
     for i, known in begun.items():
         (later if known.next in coming else now).append(i)

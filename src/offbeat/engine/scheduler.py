@@ -117,7 +117,8 @@ class Scheduler:
         """Free slots and keep the rest dense.
 
         Returns:
-            (sources, targets): the sample in slot `sources[i]` moves to `targets[i]`; no slot is in both lists.
+            (sources, targets): the sample in slot `sources[i]` moves to `targets[i]`, such as ([3], [1]) if slot 1 of 0..3 ends.
+            No slot is in both lists.
         """
         holes = sorted(set(finished))
         assert not holes or holes[-1] < self.running, "only a running slot can finish"

@@ -63,7 +63,7 @@ DEFAULT_MAX_TOKENS = 16
 _KEEP_ALIVE_S = 30
 _COMPILE_TIMEOUT_S = 30.0
 _MAX_NAMES = 8
-"""Number of adapters that are named to someone who asks for an unknown model."""
+"""Number of adapters named in the error for an unknown model."""
 
 Inbox = asyncio.Queue[Output | Scored | EngineError | Disconnected]
 """Messages of the engine to one request."""
@@ -225,7 +225,7 @@ class EngineServer:
         return scores
 
     def _adapter_of(self, model: str) -> str:
-        """Return the adapter that a request's `model` names; empty for the base model, by the name of its folder, its path or no name.
+        """Return the adapter that a request's `model` names; empty for the base model, which its folder's name, its path and "" name.
 
         Raises:
             UnknownAdapterError: nothing here has that name.

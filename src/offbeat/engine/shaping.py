@@ -67,7 +67,7 @@ class ShapedSample:
         min_p: as in `shaping`, 0 for a greedy sample, whose token it does not change.
         grammar: the place of the sample in its structure; None without one.
         seen: the tokens that penalties apply to; None without penalties.
-        bans: whether some tokens may have to be left out that depend on those before.
+        bans: whether tokens may be banned because of earlier ones, such as the last token of a bad word.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Whether the step that an engine is in has come to a stand: asked by `GET /health`, and so by whoever probes the engine.
+"""Tells whether an engine's step hangs. Asked by `GET /health`, and so by all probes of the engine.
 
-A step on an overloaded machine may take minutes, yet it computes whenever it is let to; one that hangs in a lock, a sleep or a read does
-not. So a step may take long as long as it shows signs of life (`offbeat.pulse`), but not for ever: one that computes endlessly, or that
-waits for a device in a loop, is told as well, after several times the patience.
+A step on an overloaded machine may take minutes, but it computes whenever it can; a step that hangs in a lock, a sleep or a read does
+not. So a step may take long while it shows signs of life (`offbeat.pulse`), but not for ever: a step that computes endlessly, or that
+waits for a device in a loop, is reported after `COMPUTING_FACTOR` times the patience, such as 5 minutes for a patience of 60 s.
 """
 
 from offbeat.pulse import LOOK_S, Signs
@@ -11,17 +11,17 @@ LOOKED_AT_S = 1.0
 """Seconds that a step takes before anybody looks at it; most take milliseconds."""
 
 COMPUTING_FACTOR = 5
-"""How many times the patience a step may take that computes."""
+"""Longest time of a step that computes, as a multiple of the patience."""
 
 _LOOKS = 4
 """Least number of looks without a sign of life, because the clock goes on while the whole process is stopped."""
 
 
 class StepWatch:
-    """Judges steps by looks at them, of which there are at most as many as probes. Pure."""
+    """Judges steps by looks at them, at most one look for each probe. Pure."""
 
     def __init__(self, patience_s: float) -> None:
-        """Prepare to judge; `patience_s` is how long a step may stand still."""
+        """`patience_s` is the longest time that a step may compute nothing."""
         self._patience_s = patience_s
         self._step = -1
         self._before = Signs(0, 0.0)
@@ -29,12 +29,12 @@ class StepWatch:
         self._still_s = 0.0
 
     def look(self, step: int, step_s: float, signs: Signs, *, now_s: float) -> str:
-        """Take in a look at a step.
+        """Record a look at a step, and judge the step.
 
         Args:
             step: its number.
             step_s: seconds that it has taken so far.
-            signs: of the thread that does it and of its libraries' threads.
+            signs: signs of life of the engine's thread and of its libraries' threads.
             now_s: time of the look, by any clock.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Structured outputs: which tokens may follow, so that a text keeps to a JSON schema, an expression, a choice or a grammar.
+"""Structured outputs: the tokens that may follow, so that a text keeps to a JSON schema, an expression, a choice or a grammar.
 
 `Grammars` compiles a `Structure` for one tokenizer, on any thread; a `Grammar` follows one sample. The work of both is bounded by the
 limits below, whatever a client sends: beyond them a structure is refused. Built on llguidance, which needs no other package, compiles

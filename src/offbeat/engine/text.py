@@ -20,7 +20,7 @@ class Decoder(Protocol):
 
 
 def cut_at_stop(text: str, stops: tuple[str, ...], *, keep_stop: bool = False) -> str:
-    """Return the text before the first stop string in it, or with it."""
+    """Return the text before the first stop string in it, or with it: "ab" or "ab#" of "ab#c" for the stop string "#"."""
     found = [at + keep_stop * len(stop) for stop in stops if (at := text.find(stop)) >= 0]
     return text[: min(found)] if found else text
 
@@ -89,7 +89,7 @@ class TextStream:
     def __init__(
         self, tokenizer: Decoder, stops: tuple[str, ...] = (), *, min_tokens: int = 0, keep_stop: bool = False, after: Sequence[int] = (),
     ) -> None:
-        """`after` are tokens of a text that stands before (see `Tokenizer.anchor`), of which no piece holds anything."""
+        """`after` are the tokens of the preceding text (see `Tokenizer.anchor`), which is in no piece."""
         self.stopped = False
         self._min_tokens = min_tokens
         self._keep_stop = keep_stop

@@ -87,7 +87,7 @@ class VersionStore:
 
     @property
     def live_folder(self) -> str:
-        """Where the live weights were written; empty if they are gone."""
+        """Folder in which the live weights were written; empty if they are gone."""
         return "" if self._source is None else self._source.folder
 
     def forget_live(self) -> None:

@@ -1,4 +1,4 @@
-"""HTTP around the engine: a server on a thread of its own, who may ask, and how answers and errors are sent.
+"""HTTP around the engine: a server on a thread of its own, the check of clients, and the sending of answers and errors.
 
 Used by `server` and `chats`.
 """

@@ -98,7 +98,7 @@ class CompletionBody(GenerateBody, kw_only=True):
     Attributes:
         prompt: one prompt or a list of them, each a string or a list of token ids.
         echo: put the prompt before each answer; with `logprobs`, its log-probabilities too. `max_tokens` may then be 0.
-        prompt_logprobs: report the log-probabilities of the prompt's tokens, and of so many likeliest in their places.
+        prompt_logprobs: report the log-probabilities of the prompt's tokens, and of this number of most likely tokens in their places.
     """
 
     prompt: str | list[int | str | list[int]]

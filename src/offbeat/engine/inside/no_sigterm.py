@@ -1,8 +1,8 @@
 """Keeps SIGTERM from ending a server of another make. Runs in that engine's environment and imports nothing of `offbeat`.
 
 Schedulers send the signal to all processes of a job, while the run still needs its engines to save; the run ends them by SIGKILL. A server
-replaces any handler by its own, so it is kept from that. The programs that start servers import this before all else, at their top level:
-`multiprocessing` imports them in processes that it spawns, too.
+would set a handler of its own, so `signal.signal` is kept from that. The programs that start servers import this before all else, at
+their top level: `multiprocessing` imports them in processes that it spawns, too.
 """
 
 import signal

@@ -1,8 +1,8 @@
-"""Whose engine this is: keeps a run from publishing to an engine that another run publishes to, or that a later start of it has taken over.
+"""The owner of an engine: keeps a run from publishing to an engine to which another run, or a later start of the same run, publishes.
 
-A run sends who it is in the header of every request. Runs that publish whole weights need the engine for themselves; those that publish
-adapters share it. Others, such as a program with the OpenAI client, send no header and are not counted. Used by the embedded engine and, in
-vLLM's API server, by `vllm_inside`; imports nothing of `offbeat`.
+A run sends its name and start in the header of every request. Runs that publish whole weights need the engine for themselves; runs that
+publish adapters share it. Others, such as a program with the OpenAI client, send no header and are not counted. Used by the embedded
+engine and, in vLLM's API server, by `vllm_inside`; imports nothing of `offbeat`.
 """
 
 import time
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 HEADER = "x-offbeat-owner"
-"""As in "sort_digits-3fa9c1 7 exclusive": the run, the number of its start, and "exclusive", "shared" or, when it ends, "leaves"."""
+"""For example "sort_digits-3fa9c1 7 exclusive": the run, the number of its start, and "exclusive", "shared" or, at its end, "leaves"."""
 
 SILENT_S = 60.0
 """Seconds without a request after which a run is not counted any more, as it may have been killed."""

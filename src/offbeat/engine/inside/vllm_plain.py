@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 _OPS = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
-"""Those by which all others select the matrices of each token's adapter."""
+"""Operations that select the matrices of each token's adapter; all other operations use them."""
 
 
 def skip_plain_rows() -> None:

@@ -1,4 +1,4 @@
-"""Reads back the weights that a vLLM worker computes with and compares them with those it was given. Used by `vllm_inside`.
+"""Reads back the weights that a vLLM worker computes with and compares them with the files that it loaded. Used by `vllm_inside`.
 
 vLLM fuses weights and packs them for its kernels, so that most no longer exist in their original form. But a linear layer can be probed:
 one-hot rows as input return columns of its matrix, exactly, by the kernel that serves. A tensor is compared where that works, which is
@@ -139,7 +139,7 @@ def check_adapter(manager: Any, number: int, folder: str) -> tuple[list[str], li
         number: the number by which vLLM knows the adapter.
 
     Returns:
-        Names of tensors in the folder that are not in use as they are there, with layers that use weights not in the folder; and names of
+        Names of tensors in the folder that differ from the weights in use, and of layers that use weights not in the folder; and names of
         tensors that cannot be compared.
     """
     tensors = dict(read_files(files_of(folder)))

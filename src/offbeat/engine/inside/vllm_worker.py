@@ -75,7 +75,7 @@ class WorkerExtension:
 
     @answered
     def offbeat_read_back(self, started_with: list[str]) -> None:
-        """Find out which weights can be read back, while those are in use that the server was started with; later calls do nothing."""
+        """Find the weights that can be read back, while the server's initial weights are in use; later calls do nothing."""
         self._offbeat_read_back(started_with)
 
     @answered
