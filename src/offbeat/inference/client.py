@@ -52,7 +52,8 @@ class EngineClient:
         """Call the engine at `url`.
 
         Args:
-            owner: who asks, as the header `engine.inside.owners.HEADER` says it; empty for somebody who publishes nothing.
+            owner: value of the header `engine.inside.owners.HEADER`, such as "sort_digits-3fa9c1 7 exclusive"; empty for a client that
+                publishes nothing.
             deliver: makes folders of this machine present on the engine's.
             clock: stands still while the engine sleeps; it counts the time of requests to generate and to score.
         """
@@ -176,7 +177,7 @@ class EngineClient:
         return replace(manifest, folder=await self._deliver(self.name, manifest.folder, timeout_s))
 
     async def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[bytes, bool]:
-        """Return the body of a good answer, and whether it claims to be no more than text."""
+        """Return the body of a successful answer, and whether its type is plain text, or not stated."""
         content, headers = (None, self._headers) if body is None else (_encoded(path, body), self._headers | _JSON)
         try:
             async with self._session.request(method, self.url + path, data=content, headers=headers) as response:

@@ -128,8 +128,9 @@ class ScoreRequest:
     Attributes:
         tokens: [L] token ids, L >= 2.
         top_k: number of most likely tokens to report at each position.
-        targets: [L], any number of token ids at each position, whose log-probabilities given the preceding tokens are reported.
-        draws: how many tokens to draw at each position, and at which temperature; they are reported with their log-probabilities.
+        targets: [L], token ids at each position, such as ((), (5, 6), (7,)); their log-probabilities after the preceding tokens are
+            reported.
+        draws: number and temperature of the tokens to draw at each position; they are reported with their log-probabilities.
     """
 
     tokens: tuple[int, ...]

@@ -1,1 +1,1 @@
-"""Dialects: how each kind of engine is called and how its answers are read. One module per kind contains all of its quirks."""
+"""Dialects: the requests and answers of each kind of engine. One module per kind contains all of its quirks."""

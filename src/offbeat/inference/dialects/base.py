@@ -37,7 +37,7 @@ class Wire(Protocol):
 
 
 class Dialect(Protocol):
-    """How to talk to one kind of engine. Deadlines are set by the caller. All methods raise the errors of `Wire.call`."""
+    """The requests and answers of one kind of engine. Deadlines are set by the caller. All methods raise the errors of `Wire.call`."""
 
     async def check(self, wire: Wire) -> None:
         """Return if the engine is ready and meets this dialect's requirements.

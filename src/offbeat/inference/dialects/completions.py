@@ -1,7 +1,7 @@
 """Reads answers of /v1/completions: the embedded engine's, as base64 arrays or as lists, and vLLM's. No I/O.
 
 Only the fields that are read are decoded, and a choice at a time: decoding holds the interpreter's lock, so that a long answer would hold
-up the event loop, on whatever thread it were decoded as a whole.
+up the event loop, even if another thread decoded it as a whole.
 """
 
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ def read_samples(data: bytes, *, adapter: str, num_top: int, unversioned: Versio
     Args:
         adapter: name of the adapter that sampled, whose version all tokens have; "" for the model itself.
         num_top: number of most likely tokens that were asked for at each position.
-        unversioned: version of tokens that the engine tells none of; without one, it has to tell.
+        unversioned: version of tokens for which the engine reports none; None if it must report one.
 
     Raises:
         msgspec.DecodeError, KeyError, EngineError: the answer is not JSON, lacks something, or a sample is not complete.

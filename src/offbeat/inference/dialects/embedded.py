@@ -66,7 +66,7 @@ class EmbeddedDialect:
         return seed_from(seed, first)
 
     def _reporting(self, sampling: Sampling) -> dict[str, Any]:
-        """Return the request fields that say in which form, and under which distribution, to report log-probabilities."""
+        """Return the request fields for the form and the distribution of the reported log-probabilities."""
         scaled = {"scaled_logprobs": True} if sampling.scaled_logprobs and sampling.is_restricted else {}
         return {"encoding_format": "base64", **scaled}  # an engine that does not know it answers with lists
 

@@ -54,7 +54,7 @@ class _SglangAnswer(msgspec.Struct):
 
 _NEUTRAL: Mapping[str, Any] = {
     "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""Settings of the next token's distribution, without effect: a server may have been started with others, as its preferred ones."""
+"""Settings of the next token's distribution, without effect: a server may have been started with other defaults."""
 
 _ANSWER = msgspec.json.Decoder(_SglangAnswer)
 
@@ -182,7 +182,7 @@ class SGLangDialect:
 
 
 def _shaping(shaping: Shaping) -> dict[str, Any]:
-    """Return the parameters of /generate that mean this.
+    """Return the parameters of /generate for this shaping.
 
     Raises:
         RefusedError: SGLang has none for a part of it.
