@@ -110,8 +110,8 @@ def forward_kl(targets: Targets, trained: Tensor) -> Tensor:
 def reverse_kl(targets: Targets, trained: Tensor) -> Tensor:
     """Compute each target's summand of KL(current || teacher), [M]; the target is one of K at a position.
 
-    The second term adds 1 - log q_least for all probability that is not on the K tokens, and so nothing if they are all there are. Without
-    it that probability would be free, and p = q / e the minimum; with it p = q is.
+    The second term charges 1 - log q_least for all probability outside the K tokens, so nothing if they are all there are. Without it
+    the minimum would be at p = q / e; with it, it is at p = q.
     """
     own, teacher, least = (
         only(trained, values) for values in (targets.logprobs, targets.columns["teacher_logprobs"], targets.columns["teacher_least"]))

@@ -25,8 +25,8 @@ and of a reward model, with c and j the rewards of the chosen and of the rejecte
 
     bradley_terry  -log s(c - j - margin) + centring * (c + j)^2
 
-Each target has the loss of its whole group; the batch's weights divide by the number of its targets. Sums are in float64: in float32, those
-of long answers are too coarse to tell which answer is the likelier one.
+Each target has the loss of its whole group; the batch's weights divide by the number of its targets. Sums are in float64: float32 sums of
+long answers are too coarse to tell which answer is the likelier one.
 
 Source: DPO, arXiv:2305.18290; label smoothing, https://ericmitchell.ai/cdpo.pdf; robust, arXiv:2403.00409; hinge, arXiv:2309.06657; EXO,
 arXiv:2402.00856; NCA, arXiv:2402.05369; BCO without its moving shift, arXiv:2404.04656; SPPO, arXiv:2405.00675; APO, arXiv:2408.06266; IPO,
@@ -84,7 +84,7 @@ def compare(name: str, targets: Targets, trained: Tensor) -> Comparison:
 
 
 def margins(name: str, found: Comparison, targets: Targets) -> Tensor:
-    """Return [G] float64, how far each group is on the right side, as the loss measures it: above 0, it is right."""
+    """Return [G] float64 margins of the groups as the loss measures them; above 0 where the answer is on the right side."""
     objective, gaps = OBJECTIVES[name], found.chosen - found.rejected
     if objective.group == "answer":
         z = targets.constants["z"]

@@ -1,4 +1,4 @@
-"""How far two policies differ on the sampled tokens. Pure torch functions on [M] tensors of log-probabilities, used by all of `losses`."""
+"""Ratios and divergences of two policies on the sampled tokens. Pure functions on [M] log-probabilities, used by all of `losses`."""
 
 import torch
 from torch import Tensor

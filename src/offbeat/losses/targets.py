@@ -14,8 +14,8 @@ class Targets:
 
     Attributes:
         logprobs: [M] float32 under the current policy, with gradient; of a value model, its values.
-        prox, rollout: [M] float32, under the policy at the start of the step and the one that sampled. The current ones stand in for those
-            that the batch does not have.
+        prox, rollout: [M] float32, under the policy at the start of the step and the one that sampled. Where the batch lacks a column, the
+            current log-probabilities stand in.
         anchor: [M] float32, under the policy to which the ratio compares the current one.
         advantages: [M] float32; 1 where the loss reads none.
         counted: [M] bool, the loss tokens over which values of a sequence are taken.
@@ -45,7 +45,10 @@ class Targets:
     reference: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     def over_sequences(self, values: Tensor, how: Literal["mean", "sum", "max"]) -> Tensor:
-        """Return [M]: for each target, the mean, sum or maximum of `values` [M] over the counted targets of its sequence, or 0 of none."""
+        """Return [M]: for each target, the mean, sum or maximum of `values` [M] over the counted targets of its sequence, or 0 of none.
+
+        For example values [1, 3, 5] of sequences [0, 0, 1] have the means [2, 2, 5] if all targets count.
+        """
         zeros = values.new_zeros(self.num_sequences)
         if how == "max":
             chosen = torch.where(self.counted, values, -torch.inf)
