@@ -36,7 +36,7 @@ class Effort:
         self._start_s, self._tokens, self._flops = time.time(), 0.0, 0.0
 
     def passes(self, row: PackedRow, *, learns: bool) -> None:
-        """Count a pass over a row, forward alone or also backward if it `learns`; one that scores nothing is no work."""
+        """Count a pass over a row, forward alone or also backward if it `learns`; a row that scores nothing is not counted."""
         if len(row.target):
             self._tokens += self._share * len(row) * learns
             self._flops += self._share * self._flops_of.of_pass(row.work, learns=learns, frozen=self._frozen)

@@ -55,10 +55,10 @@ def export_folder(
 def complete_folder(
     part: Path, folder: Path, *, weight_map: Mapping[str, str], num_bytes: int, model_folder: Path, dtype: Literal["float32", "bfloat16"],
 ) -> None:
-    """Make a model folder of `part`, in which all files of weights are, and let it take the place of `folder`.
+    """Complete `part`, which holds all files of weights, to a model folder, and put it in the place of `folder`.
 
     Args:
-        weight_map: file of each weight, by its Hugging Face name.
+        weight_map: file of each weight by its Hugging Face name, e.g. "lm_head.weight": "model-00001-of-00003.safetensors".
         num_bytes: size of all weights.
         model_folder, dtype: as for `export_folder`.
 

@@ -96,7 +96,7 @@ def estimate_memory(model_config: Any, config: Config, *, num_ranks: int, on_cpu
     Args:
         model_config: transformers' configuration of the model.
         num_ranks: number of train ranks, which [train.parallel] lays out.
-        on_cpu: whether the rank computes on a CPU; kernels and chunks are others there.
+        on_cpu: whether the rank computes on a CPU, which has other kernels and chunks.
     """
     train, lora, parallel = config.train, config.model.lora, config.train.parallel
     mixed, bases_half = train.computes_in == "bf16_mixed", lora.rank > 0 and config.model.number_format == "bfloat16"
@@ -249,7 +249,7 @@ def packed_tokens(num_tokens: int, vocab_size: int) -> PackedRow:
 
 
 def _largest_units(model: PreTrainedModel) -> int:
-    """Bytes of the units that FSDP2 holds whole at a time: the one that runs, the next one, and that which begins and ends a pass."""
+    """Return the bytes of the units that FSDP2 holds whole at a time: two layers, the running and the next one, and all other weights."""
     layers = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in decoder_layers(model)]
     rest = sum(parameter.nbytes for parameter in model.parameters()) - sum(layers)
     return 2 * max(layers, default=0) + rest
@@ -278,7 +278,7 @@ def _peak(wanted: _PassShape) -> int:
 
 
 def _counted(model: PreTrainedModel, num_tokens: int) -> int:
-    """Run the pass; gradients of weights vanish as soon as they are there, as they are counted elsewhere."""
+    """Run the pass; gradients of weights are dropped at once, as they are counted elsewhere."""
     counted = LiveBytes()
     row = packed_tokens(num_tokens, model.config.get_text_config().vocab_size)
 

@@ -26,8 +26,8 @@ class TrainStep:
 
     Attributes:
         batch: the rank's sequences. Its loss weights hold denominators over the shares of all ranks.
-        minibatches: the micro-batches of each optimizer step: arrays [n] int64 of indices into `batch`. Their numbers are equal on all
-            ranks.
+        minibatches: the micro-batches of each optimizer step: arrays [n] int64 of indices into `batch`, such as (([0, 2], [1]),) for one
+            step of two micro-batches. Their numbers are equal on all ranks.
         params: settings of each optimizer step.
     """
 
@@ -271,7 +271,7 @@ class CanaryScores:
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Where rank 0 serves the store through which ranks meet, and its process; None in the request that asks for it."""
+    """Address of rank 0's store, through which ranks meet, and its process; None in the request that asks for it."""
 
     host: str
     port: int

@@ -132,7 +132,7 @@ def canary_logprobs(model: nn.Module, tokens: Sequence[int]) -> tuple[float, ...
 
 
 def autocast(config: TrainConfig, module: nn.Module) -> torch.autocast:
-    """Return the context of a forward pass of `module`: bfloat16 if the configuration says so and FSDP2 does not see to it."""
+    """Return the context of a forward pass of `module`: bfloat16 if the configuration says so, unless FSDP2 casts."""
     enabled = config.computes_in == "bf16_mixed" and not isinstance(module, FSDPModule)
     return torch.autocast(current_platform.device_type, torch.bfloat16, enabled=enabled)
 

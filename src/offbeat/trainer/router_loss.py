@@ -54,7 +54,7 @@ class RouterLoss(Protocol):
 
 
 class NoRouterLoss:
-    """Trains without the loss; one minibatch is as any other."""
+    """Trains without the loss."""
 
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
@@ -93,7 +93,7 @@ class LoadBalancing:
         return minibatch
 
     def summed(self, records: Sequence[RouterRecord]) -> "RouterLoad":
-        """Sum records over all ranks; collective. Ranks of a tensor group have the same tokens, of which the first ones' count."""
+        """Sum records over all ranks; collective. Ranks of a tensor group have the same tokens, so only the first one counts."""
         counts_LE = sum(torch.stack(record.counts) for record in records)
         probs_E = sum(record.probs_E.detach().double() for record in records if record.probs_E is not None)
         assert isinstance(counts_LE, Tensor) and isinstance(probs_E, Tensor), "a minibatch has rows, and each has run"
@@ -109,7 +109,7 @@ class LoadBalancing:
 
 @dataclass(frozen=True, eq=False)
 class RouterLoad:
-    """How the tokens of a minibatch were spread over the experts.
+    """The load of the experts in a minibatch.
 
     Attributes:
         counts: [L, E] float64, how often the router of each layer chose each expert.

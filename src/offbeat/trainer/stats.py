@@ -63,8 +63,8 @@ def merge(updates: Sequence[Update], *, lr: float) -> dict[str, float]:
         critic/clip_fraction: share of values that have moved further than the clip.
         Losses of preference pairs add, over the pairs (over the answers, for kto):
         preference/accuracy: share of pairs whose chosen answer is the better one, as the loss measures it, before the update.
-        preference/margin_mean: by how much it is: the argument of the loss's sigmoid without gamma, or for ipo the difference itself.
-        preference/chosen_logratio_mean, preference/rejected_logratio_mean: log-probability less that under the reference, summed over an
+        preference/margin_mean: mean margin: the argument of the loss's sigmoid without gamma, or for ipo the difference itself.
+        preference/chosen_logratio_mean, preference/rejected_logratio_mean: log-probability minus the reference's, summed over an
             answer; for ipo, its mean over an answer's tokens. Simpo has chosen_logprob_mean and rejected_logprob_mean by token instead.
         The loss of a reward model adds, over the pairs, with rewards as they are before the update:
         reward_model/accuracy: share of pairs whose chosen answer has the higher reward.

@@ -1,6 +1,6 @@
-"""How a whole model in training is distributed over the ranks: on one, replicated (DDP), or in shards (FSDP2).
+"""Distribution of a whole model in training over the ranks: on one, replicated (DDP), or in shards (FSDP2).
 
-`ModelTrainer` talks to one `Strategy` and has no branch on which. All methods that say "collective" must be called by every rank. FSDP2
+`ModelTrainer` calls one `Strategy` and has no branch by kind. All methods that say "collective" must be called by every rank. FSDP2
 also computes in mixed precision for a single rank: it keeps float32 weights, and casts a layer's to bfloat16 when the layer runs.
 """
 
@@ -171,9 +171,9 @@ def _load_parts(
 
 
 def choose(model: PreTrainedModel, *, groups: ProcessGroups, precision: Precision = "float32", trained: bool = True) -> Strategy:
-    """Distribute `model` over the ranks as their mesh says; collective. Replicas that are not `trained` need nothing of each other.
+    """Distribute `model` over the ranks as their mesh says; collective. Replicas that are not `trained` are not synchronised.
 
-    Mixed precision on one rank is the affair of FSDP2, too; a model that cannot pack its rows, and DDP, compute under `autocast` instead.
+    Mixed precision on one rank uses FSDP2, too; a model that cannot pack its rows, and DDP, compute under `autocast` instead.
 
     Raises:
         ModelError: its sequences run one by one, so ranks need different numbers of forward passes, but with FSDP each is a collective;

@@ -319,7 +319,7 @@ class Trainer(ABC):
         """Return this rank's part of the trained weights, such as [V / R, H]."""
 
     def _check_finite(self, params: AdamParams) -> None:
-        """Let no weights be saved or published that are not finite: it would be found when the next batch has no loss.
+        """Check that weights are finite before they are saved or published; otherwise only the next batch, without a loss, would show it.
 
         Raises:
             DivergedError: a weight of this rank is NaN or infinite.

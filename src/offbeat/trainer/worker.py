@@ -68,7 +68,7 @@ def build_trainers(model: str, config: Config, groups: ProcessGroups, *, trains:
 
 
 def find_trainer(trainers: Mapping[str, Part], method: str) -> tuple[Part, str]:
-    """Return the trainer that a method's name, "name" or "part.name", means, and the name of its verb.
+    """Return the trainer of a call, and the method's name: the part "critic" and "train_step" for "critic.train_step".
 
     Raises:
         LookupError: there is no such part.
@@ -133,7 +133,7 @@ class TrainWorker(Service):
         return Nothing()
 
     def _give_up(self, error: StuckError) -> None:
-        """End the current call for the controller, though its thread may hang, or wait in a collective for a rank that does."""
+        """End the current call for the controller, though its thread may hang, or wait in a collective for a rank that hangs."""
         if self.lifeline is not None:
             self.lifeline.give_up(error)
 
