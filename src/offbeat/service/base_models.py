@@ -16,7 +16,7 @@ class BaseModels:
     """Names of the models on this server.
 
     Attributes:
-        name: the server's own name for the trained model.
+        name: the server's own name for the trained model, such as "Qwen/Qwen3-0.6B".
         aliases: other names of the trained model.
         sampled: names of the models that are only sampled.
     """
@@ -38,7 +38,7 @@ class BaseModels:
         return models
 
     def check_trained(self, name: str | None) -> None:
-        """Raise BadRequestError if a name is given and is not one of the trained model's."""
+        """Raise BadRequestError if a name is given that is neither the trained model's nor one of its aliases."""
         if name in self.sampled:
             raise BadRequestError(f"{name!r} can only be sampled on this server; train {self.name!r}")
         if name is not None and name != self.name and name not in self.aliases:

@@ -37,7 +37,7 @@ class Checkpoints:
     """All checkpoints of all owners.
 
     Attributes:
-        users: functions that say whether something needs a folder; `release` is called when that may have ended.
+        users: functions that return whether a folder is needed; `release` is called when a need may have ended.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Checkpoints:
             rows: checkpoints found in the database.
             folder: parent of all checkpoint folders.
             on_removed: called with each adapter whose files are about to be deleted.
-            orphan_retention_s: how long folders that no row names are kept aside; 0 keeps them until someone deletes them.
+            orphan_retention_s: time for which folders that no row names are kept aside; 0 keeps them until someone deletes them.
         """
         self.users: list[Callable[[str], bool]] = []
         self._rows = CheckpointRows(rows)
@@ -70,7 +70,7 @@ class Checkpoints:
 
     @asynccontextmanager
     async def making(self) -> AsyncIterator[str]:
-        """Yield the name of a new folder to write; the folder is deleted unless something needs it when the body ends."""
+        """Yield the name of a new folder to write; at the end of the body it is deleted unless one of `users` needs it."""
         async with self.holding(uuid.uuid4().hex) as folder:
             make_folder(self._root)
             yield folder
@@ -111,7 +111,7 @@ class Checkpoints:
         return replace(manifest.adapter, folder=str(self.path(folder)))
 
     async def release(self, folder: str) -> None:
-        """Delete a folder's files if nothing needs them any more."""
+        """Delete a folder's files, unless one of `users` needs them."""
         if folder and not self._is_needed(folder):
             await self._remove(folder)
 
@@ -241,7 +241,7 @@ class Checkpoints:
         return str(_path(copied))
 
     def expiry(self, ttl_s: float | None) -> float | None:
-        """Return when something created now expires, in seconds since the epoch; None for never."""
+        """Return the expiry of a checkpoint that is created now, in seconds since the epoch; None for never."""
         return None if ttl_s is None else self._clock() + ttl_s
 
     async def delete(self, row: CheckpointRow) -> None:

@@ -1,7 +1,7 @@
 """The service's clock: wall-clock time that never jumps while a server runs.
 
-What expires is deleted for good, so a system clock that stands wrong for some seconds must not decide it. The clock is read once, when the
-server starts, and goes on with the monotonic one, which stands still while a machine sleeps.
+Expired checkpoints are deleted for good, so a system clock that is wrong for some seconds must not decide it. The wall clock is read once,
+when the server starts, and goes on with the monotonic one, which stands still while a machine sleeps.
 """
 
 import time

@@ -1,9 +1,10 @@
 """Computes the cost of a request before any work on it. This is the only place that weighs tokens, cells and bytes against each other.
 
-Work is counted in tokens, which bound queues and determine fair shares. A cell is one entry of the targets, stored or implied, or one of
-the top tokens in an answer; four cells cost as much as one token. Optimizer steps, saves and loads have a price too, so that nobody gets
-them for free. Memory is the peak that a request holds in the controller, in a rank and as its answer. `work` and `sampling` compute the
-cost of each request before they accept it, and `serve` computes how many models may be resident.
+Work is counted in tokens, which bound queues and determine fair shares. A cell is an entry of the targets, stored or implied, or a top
+token in an answer; four cells cost as much as one token: for example, a datum of 100 tokens with targets [100, 8] costs 200. Optimizer
+steps, saves and loads have a price too, so that nobody gets them for free. Memory is the peak that a request holds in the controller, in a
+rank and as its answer. `work` and `sampling` compute the cost of each request before they accept it, and `serve` the number of models that
+may be resident.
 """
 
 import math
@@ -110,11 +111,11 @@ def cost_of_folder() -> Cost:
 
 @dataclass(frozen=True)
 class SampleCost:
-    """Cost of one sampling request, and how it is split into parts.
+    """Cost of one sampling request, and the size of its parts.
 
     Attributes:
         whole: cost of the whole request.
-        together: number of samples in each part; the last part has the remainder.
+        together: number of samples in each part; the last part has the remainder, e.g. 8 samples by 3 are parts of 3, 3 and 2.
         sample_bytes: memory of one sample while an engine answers it.
     """
 
@@ -123,7 +124,7 @@ class SampleCost:
     sample_bytes: int
 
     def slots(self, num_samples: int) -> int:
-        """Return how many of the samples in flight a part with this many samples counts as."""
+        """Return the number of samples in flight that a part with this many samples counts as, such as 2 for one sample of 8 MiB."""
         return max(num_samples, -(-num_samples * self.sample_bytes // SLOT_BYTES))
 
 
@@ -155,7 +156,7 @@ _LEAST_RESIDENT = 4
 
 
 def max_resident(config: Mapping[str, Any], *, rank: int, num_ranks: int, memory_bytes: int = 0) -> int:
-    """Return how many models the ranks on this machine may hold at once in a quarter of its memory.
+    """Return the number of models that the ranks on this machine may hold at once in a quarter of its memory.
 
     Args:
         config: the base model's config.json.

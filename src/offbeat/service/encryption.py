@@ -28,7 +28,7 @@ def read_recipient(text: str) -> Any:
     try:
         return kind.Recipient.from_str(text)
     except BaseException as exc:
-        # The library panics on some keys, such as one of RSA with exponent 0: a BaseException of a type that no module exports.
+        # The library panics on some keys, such as an RSA key with exponent 0: a BaseException of a type that no module exports.
         if not isinstance(exc, pyrage.RecipientError) and type(exc).__name__ != "PanicException":
             raise
         raise ValueError(f"{text[:80]!r} is no recipient of age; give a public key that begins with age1, ssh-ed25519 or ssh-rsa") from exc

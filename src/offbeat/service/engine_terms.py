@@ -1,4 +1,4 @@
-"""Requests for samples in the engines' terms, and what engines say in the service's. Used by `sampling`. No I/O."""
+"""Converts requests for samples to the engines' types, and their answers to the service's. Used by `sampling`. No I/O."""
 
 import secrets
 
@@ -11,7 +11,7 @@ from offbeat.service.types import Sampled, SampledSequence, SampleRequest, Spars
 
 
 def engine_sampling(request: SampleRequest, max_new_tokens: int, *, end_token_ids: tuple[int, ...]) -> EngineSampling:
-    """Return the sampling parameters for engines, with the end tokens unless the request says that nothing ends a sample."""
+    """Return the sampling parameters for engines, with the end tokens unless `ignore_eos` is set or `stop` is ()."""
     stop, endless = request.stop or (), request.ignore_eos or request.stop == ()
     ends = dict.fromkeys([*(() if endless else end_token_ids), *(s for s in stop if isinstance(s, int))])
     return EngineSampling(
@@ -21,7 +21,7 @@ def engine_sampling(request: SampleRequest, max_new_tokens: int, *, end_token_id
 
 
 def draws_of(request: SampleRequest) -> Draws | None:
-    """Return which tokens to draw at each position of the prompt, if any; the seed is random if the request has none."""
+    """Return the draws at each position of the prompt, if any are wanted; the seed is random if the request has none."""
     if not request.prompt_alt_tokens_k:
         return None
     seed = secrets.randbits(63) if request.seed is None else request.seed
@@ -76,7 +76,7 @@ def _target_logprobs(targets: SparseArray | None, score: PromptScore) -> SparseA
 
 
 def target_rows(targets: SparseArray) -> tuple[tuple[int, ...], ...]:
-    """Return the wanted tokens of each position."""
+    """Return the wanted tokens of each position, such as ((), (7, 12), (3,)) for three positions."""
     length, width = targets.shape
     starts = np.searchsorted(targets.cells, np.arange(1, length) * width)
     return tuple(tuple(row.tolist()) for row in np.split(targets.values, starts))

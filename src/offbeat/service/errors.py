@@ -15,7 +15,8 @@ class RequestError(UserError):
     """A request that cannot be carried out as it is.
 
     Attributes:
-        model_id, seq_id: of a training request, if they could be read, so that later requests need not wait for it; otherwise "" and 0.
+        model_id, seq_id: model and number of a training request, if they could be read, so that later requests need not wait for it;
+            otherwise "" and 0.
     """
 
     status = 400
@@ -76,7 +77,7 @@ class OverLimitError(OffbeatError):
 
 
 class FailedError(OffbeatError):
-    """Work that was accepted failed, and not because of what was asked; it may succeed when it is sent again."""
+    """Accepted work failed, and the request is not at fault; it may succeed when it is sent again."""
 
     status = 503
 

@@ -1,9 +1,9 @@
-"""Requests that end later: each is opened under an ID that follows from what it is, ended exactly once, and awaited by long polls.
+"""Requests that end later: each is opened under its ID (see `ids`), ended exactly once, and awaited by long polls.
 
 A request that has not ended exists only in memory: if the server dies, the request is lost, and its client is told so and may send it
 again. A request that has ended is on disk before anybody hears of it, and can be found, even after a restart, until its retention has
-passed. What only its own connection can be told, such as the answer to a chat, is not kept. The core opens and ends requests, and the HTTP
-layer retrieves them, all on one event loop. Encoding, files and commits are the work of the store's thread.
+passed. An answer for its own connection alone, such as a chat's, is not kept. The core opens and ends requests, and the HTTP layer
+retrieves them, all on one event loop. Encoding, files and commits are the work of the store's thread.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ class Future:
 
     Attributes:
         kind: kind of the request, to show to people.
-        kept: whether its answer is on disk before anybody hears of it; otherwise only who holds the future learns of it.
-        pending: what pollers are told until the request ends; whoever carries it out may set this.
-        outcome: what it came to, once it has ended; None if only its answer on disk tells.
+        kept: whether its answer is on disk before anybody hears of it; otherwise only the holder of the future gets it.
+        pending: answer to pollers until the request ends; the code that carries it out may set it.
+        outcome: outcome of the request, once it has ended; None if there is only its answer on disk.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Future:
         return self._answer is None or self._answer.done()
 
     def claim_end(self) -> bool:
-        """Return True for the first caller, who is to end the request, and False for all others."""
+        """Return True for the first caller, which has to end the request, and False for all others."""
         first, self._ending = not self._ending and not self.done, True
         return first
 
@@ -70,13 +70,13 @@ class Future:
         self._answer.set_result(answer)
 
     async def wait(self, timeout_s: float) -> Payload | Pending:
-        """Return the answer if it arrives within `timeout_s` seconds, otherwise why the request has not ended."""
+        """Return the answer if it arrives within `timeout_s` seconds, otherwise the request's `pending`."""
         assert self._answer is not None, f"the answer of request {self.request_id} is on disk"
         await asyncio.wait([self._answer], timeout=timeout_s)
         return self._answer.result() if self._answer.done() else self.pending
 
     async def ended(self) -> Outcome:
-        """Wait for the end of a request that is under way, however long it takes, and return what it came to."""
+        """Wait for the end of a request that is under way, without a deadline, and return its outcome."""
         assert self._answer is not None, f"the answer of request {self.request_id} is on disk"
         await asyncio.wait([self._answer])
         assert self.outcome is not None, "a request that has ended came to something"
@@ -90,12 +90,12 @@ class Futures:
         self, store: Store, results: Results, *, encode: Callable[[Outcome], Payload], owner_of: Callable[[str], str | None],
         usage: Usage, retention_s: float = 3600.0, clock: Callable[[], float] = steady_time,
     ) -> None:
-        """Find out which requests have ended before. Answers count towards their owners' disk use until they are swept.
+        """Read the IDs of requests that have ended before. Answers count towards their owners' disk use until they are swept.
 
         Args:
             encode: turns an outcome into its answer; called on the store's thread.
             owner_of: returns the owner of a session, or None if there is no such session.
-            retention_s: how long an answer is kept after its request ended; it is also kept for ten minutes after each fetch.
+            retention_s: time for which an answer is kept after its request ended; it is also kept for ten minutes after each fetch.
             clock: returns seconds since the epoch.
 
         Raises:
@@ -156,7 +156,7 @@ class Futures:
             await asyncio.shield(asyncio.ensure_future(self._end(future, outcome)))  # others wait for it, even if this caller is cancelled
 
     async def retrieve(self, request_id: str, owner: str, *, timeout_s: float) -> Payload | Pending:
-        """Return the answer of a request, or why the request has not ended within `timeout_s` seconds.
+        """Return the answer of a request, or its `pending` if it has not ended within `timeout_s` seconds.
 
         Raises:
             UnknownError: the owner has no such request.
@@ -208,7 +208,7 @@ class Futures:
                 answer = await asyncio.to_thread(self._encode, outcome)
         except Exception as exc:
             _log.error("request %s: its answer could not be kept: %s", future.request_id, exc, exc_info=not isinstance(exc, StorageError))
-            # Those who wait hear of a failure all the same, because it may be the one that tells what their model has lost.
+            # Waiting clients get a failure all the same, because it may be the one that reports their model's loss.
             if not isinstance(outcome, Failed):
                 outcome = Failed(
                     f"request {future.request_id} has ended, but its answer could not be kept; the server's log says why", "server")

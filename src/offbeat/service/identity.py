@@ -1,8 +1,8 @@
 """Checks that a database and a data folder belong together: both hold the same random identity, created at their first start.
 
-Next to the wrong folder, a database would name none of the folder's checkpoints, and yet be believed. So `store` asks here before it
-changes anything, and `serve` writes the identity into the folder once the database has it. If the start dies in between, the next one
-repeats it: only one of the two then has the identity, and the other has nothing that could be lost.
+With the wrong folder, a database would name none of the folder's checkpoints, and yet be believed. So `store` asks here before it changes
+anything, and `serve` writes the identity into the folder once the database has it. If the start dies in between, the next one repeats it:
+then only one of the two has the identity, and the other has no data yet.
 """
 
 import uuid
@@ -18,7 +18,7 @@ _FILE = "identity"
 
 @dataclass(frozen=True)
 class Known:
-    """What a database knows of its data folder.
+    """A database's record of its data folder.
 
     Attributes:
         database: name of the database, to show to people.

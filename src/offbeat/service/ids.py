@@ -1,7 +1,7 @@
 """Makes, parses and checks IDs and `tinker://` paths.
 
-An ID follows from what it identifies, so that a request sent again finds what it began: the ID of a model is its session's and a
-number, that of a training request its model's and a number. Session IDs are random and cannot be guessed. Users' input is checked
+An ID is made from the parent's ID and a number, so that a repeated request has the same ID: for example, a model of a session is
+"SESSION:train:0", and a training request to it "SESSION:train:0:5". Session IDs are random and cannot be guessed. Users' input is checked
 here before use.
 """
 
@@ -29,17 +29,17 @@ def new_session_id() -> str:
 
 
 def model_id(session_id: str, seq: int) -> str:
-    """Return the ID of a session's model, which is also that of the training run. Clients compute it themselves, too."""
+    """Return the ID of a session's model and training run, such as "SESSION:train:0". Clients compute it themselves, too."""
     return f"{session_id}:train:{seq}"
 
 
 def sampler_id(session_id: str, seq: int) -> str:
-    """Return the ID of a session's sampler."""
+    """Return the ID of a session's sampler, such as "SESSION:sample:0"."""
     return f"{session_id}:sample:{seq}"
 
 
 def create_request(model_id: str) -> str:
-    """Return the ID of the request that creates a model, fresh or from a checkpoint."""
+    """Return the ID of the request that creates a model, fresh or from a checkpoint, such as "SESSION:train:0:create"."""
     return f"{model_id}:create"
 
 
@@ -78,7 +78,10 @@ def check_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class CheckpointPath:
-    """Path of a checkpoint for clients: `tinker://<run>/<weights|sampler_weights|external_weights>/<name>`."""
+    """Path of a checkpoint for clients: `tinker://<run>/<weights|sampler_weights|external_weights>/<name>`.
+
+    For example, "tinker://SESSION:train:0/weights/final".
+    """
 
     run_id: str
     kind: CheckpointKind

@@ -1,4 +1,4 @@
-"""Counts what went wrong with ranks and engines and keeps the latest incidents, for the status page and metrics. Fed by the event log."""
+"""Counts failures of ranks and engines and keeps the latest incidents, for the status page and metrics. Fed by the event log."""
 
 from collections import Counter, deque
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""API keys: who the caller is, and which limits apply.
+"""API keys: the caller of a request, and the caller's limits.
 
 Keys are listed in a TOML file; in an open house, any key is an owner of its own. Only digests are kept and compared, so that neither
 memory nor the time of a comparison reveals a key. Used by the HTTP layer for each request.
@@ -88,10 +88,10 @@ class Keys:
         return self._owners is None
 
     def caller(self, api_key: str) -> Caller:
-        """Return the caller to whom a key belongs.
+        """Return the caller of a key such as "tml-...".
 
         Raises:
-            UnknownKeyError: the key belongs to nobody.
+            UnknownKeyError: no owner has the key.
         """
         digest = _digest(api_key)
         if not api_key.startswith(_PREFIX):

@@ -1,6 +1,6 @@
-"""Runs and checkpoints as their owner lists, changes, copies and downloads them, apart from requests to models. Called by the HTTP layer.
+"""Lists, changes, copies and downloads of runs and checkpoints, apart from requests to models. Called by the HTTP layer.
 
-What belongs to another owner, and is not public, is answered as if it did not exist.
+Another owner's runs and checkpoints that are not public are treated as if they did not exist.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ class Library:
         self._sessions = sessions
 
     def runs(self, caller: Caller, *, limit: int, offset: int, accessible: bool = False) -> tuple[list[ModelInfo], int]:
-        """Return a page of the caller's runs, newest first, and how many there are; `accessible` adds public runs of other owners."""
+        """Return a page of the caller's runs, newest first, and their total number; `accessible` adds public runs of other owners."""
         public = self._checkpoints.public_runs() if accessible else ()
         found = [model for model in self._models if model.row.owner == caller.owner or model.id in public]
         found.sort(key=lambda model: -model.row.created)

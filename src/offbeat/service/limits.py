@@ -1,4 +1,4 @@
-"""Limits of what one owner may use at a time, and the accounting of it.
+"""Limits of one owner's use at a time, and the accounting of it.
 
 The core charges before it accepts work, and releases when the work is done. A full queue is temporary, so clients wait. Too many models,
 sessions or samplers, or too much on disk, last until the owner acts, so such requests are refused for good. For one event loop.
@@ -44,14 +44,14 @@ class Use:
 
 
 class Usage:
-    """Amounts that all owners use. They are given by the field names of `Use`."""
+    """Amounts that all owners use, given by the field names of `Use`; e.g. `charge("alice", queued_tokens=4096)`."""
 
     def __init__(self, limits_of: Callable[[str], Limits]) -> None:
         self._limits_of = limits_of
         self._uses: dict[str, Use] = {}
 
     def of(self, owner: str) -> Use:
-        """Return what an owner uses now; read only."""
+        """Return the amounts that an owner uses now; read only."""
         return self._uses.get(owner, Use())
 
     def is_full(self, owner: str, *, sessions: int = 0, samplers: int = 0) -> bool:
@@ -60,7 +60,7 @@ class Usage:
         return use.sessions + sessions > limits.max_sessions or use.samplers + samplers > limits.max_samplers
 
     def charge(self, owner: str, **amounts: int) -> None:
-        """Add to what an owner uses, or raise an error and add nothing.
+        """Add amounts to an owner's use, or raise an error and add nothing.
 
         Raises:
             OverLimitError: the queue is full for now.
@@ -74,7 +74,7 @@ class Usage:
         self.add(owner, **amounts)
 
     def add(self, owner: str, **amounts: int) -> None:
-        """Add what exists in any case, as at a start, even beyond the limits; negative amounts release."""
+        """Add amounts that are in use already, as at a start, even beyond the limits; negative amounts release."""
         use = self._uses.setdefault(owner, Use())
         for name, amount in amounts.items():
             setattr(use, name, getattr(use, name) + amount)
@@ -92,7 +92,7 @@ _NEVER = {
     "queued_bytes": (
         "the request may take {more} bytes of memory, but you may have at most {most} under way; send fewer datums, targets or samples"
         " at once, or ask for fewer likeliest tokens")}
-"""What is said of a request that a queue could never hold."""
+"""Messages for a request that a queue could never hold, by field of `Use`."""
 
 _FULL = {
     "queued_tokens": "you have {used} tokens under way and may have {most}; the request will be taken later",
@@ -109,7 +109,7 @@ _FULL = {
     "samplers": (
         "you have {used} of {most} samplers that you may have; use one again for the same weights, or close ServiceClients whose"
         " samplers you do not need any more")}
-"""What is said when a limit is reached."""
+"""Messages for a reached limit, by field of `Use`."""
 
 assert _FULL.keys() == {field.name for field in fields(Use)}, "every amount has its sentence"
 

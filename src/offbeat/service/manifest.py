@@ -34,7 +34,7 @@ class Contents:
 
 
 class CheckpointError(StorageError):
-    """A checkpoint's files are damaged or missing, or cannot be written. The message is for clients, and does not say where they are."""
+    """A checkpoint's files are damaged or missing, or cannot be written. The message is for clients, and hides the files' paths."""
 
 
 def _described(path: Path) -> File:
@@ -42,7 +42,7 @@ def _described(path: Path) -> File:
 
 
 def seal(folder: Path, adapter: Manifest | None) -> int:
-    """Write the manifest of a folder and sync everything in it, whichever process wrote it. Returns the size of its files in bytes.
+    """Write the manifest of a folder and sync everything in it, from any process. Returns the size of its files in bytes.
 
     Raises:
         CheckpointError: the folder cannot be read or written.

@@ -50,7 +50,7 @@ class Model:
 
     Attributes:
         row: the stored row; it changes once the database has committed.
-        marked: whether the stored row says, or is about to say, that a restart would lose something.
+        marked: whether the stored row has, or is about to have, `dirty`: a restart would lose training.
         storing: lock held while the stored row changes.
         numbers: numbers of its requests that have an outcome.
         step: number of optimizer steps so far, including those before its checkpoint.
@@ -82,11 +82,11 @@ class Model:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether a restart now would lose something, or something is lost already and the client has not heard of it."""
+        """Whether a restart now would lose training, or training is lost already and the client has not heard of it."""
         return self.would_lose(self.saved_changes)
 
     def would_lose(self, saved_changes: int) -> bool:
-        """Whether that would be so if the saved state included this many changes."""
+        """Whether the model would be dirty if its saved state included this many changes."""
         return self.loss is not None or self.has_gradient or self.num_changes > saved_changes
 
     def check_unused(self, seq: int) -> None:
@@ -98,7 +98,7 @@ class Model:
 
     @property
     def adapter(self) -> str:
-        """Name of the model's adapter in the trainers and, with a version, on the engines; it may be a part of paths, as IDs may not."""
+        """Name of the model's adapter in the trainers and, with a version, on the engines; unlike an ID it may be a part of paths."""
         return self.row.id.replace(":", ".")
 
     @property
@@ -218,7 +218,7 @@ class Models:
     async def make_room(self, model: Model, wanted: Set[Model], *, busy: Set[Model]) -> None:
         """Make sure that the trainers have room for a model, by parking the least recently used ones.
 
-        Parking loses a gradient, so models that have one are parked last, and first among them those of the owner with the most places.
+        Parking loses a gradient, so models that have one are parked last, beginning with the owner with the most places.
 
         Args:
             wanted: models that stay.
@@ -239,7 +239,7 @@ class Models:
                 "its place in the trainers was needed, where it had waited for a step")
 
     async def mark(self, models: Sequence[Model]) -> None:
-        """Store that these models are about to be trained, so that a restart would lose something. Returns before that becomes true."""
+        """Store that these models are about to be trained, so that a restart would lose training; returns before the training begins."""
         async with AsyncExitStack() as stack:
             clean = [model for model in models if not model.marked]
             for model in clean:

@@ -1,6 +1,6 @@
 """Requests to models that were accepted and have not ended: begun by `training`, and each brought to one outcome, which is stored.
 
-    tails     one task for what follows a request without the trainers: checksums, publication, storing the outcome; `settle` waits for all
+    tails     one task for a request's work without the trainers: checksums, publication, storing the outcome; `settle` waits for all
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _NUM_FAILURES = 50
 
 
 class OpenWork:
-    """Requests under way, and what is left to do for them beside the trainers.
+    """Requests under way, and their remaining work beside the trainers.
 
     Attributes:
         failures: latest failed requests.
@@ -39,13 +39,13 @@ class OpenWork:
         self._tails: set[asyncio.Task[None]] = set()
 
     def begin(self, work: Work) -> None:
-        """Take a request up; who asks for its outcome hears what all others hear until there is one."""
+        """Take a request up; until it has an outcome, its pollers get the same `Pending` as all others."""
         self._open.add(work)
         if work.future is not None:
             work.future.pending = self._pending
 
     def tell(self, pending: Pending) -> None:
-        """Say to all who wait, now and from now on, how things are."""
+        """Set the `Pending` that all pollers get, now and from now on."""
         self._pending = pending
         for work in self._open:
             if work.future is not None:

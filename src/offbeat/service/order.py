@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class _Held(NamedTuple, Generic[T]):
-    """What is known for a number: one item, or none if the number is skipped."""
+    """State of a number: one item, or none if the number is skipped."""
 
     due: float
     items: tuple[T, ...]
@@ -43,13 +43,13 @@ class Numbers:
 
 
 class Sequencer(Generic[T]):
-    """Takes numbered items in any order and returns them in order."""
+    """Takes numbered items in any order and returns them in order; e.g. 2, 3, 1 give [], [], [1, 2, 3]."""
 
     def __init__(self, patience_s: float, next_seq: int = 1) -> None:
         """Create an empty sequencer.
 
         Args:
-            patience_s: how long an item is held back for missing ones before it.
+            patience_s: longest time for which an item is held back for missing ones before it.
             next_seq: number of the first item.
         """
         self._patience_s = patience_s
@@ -63,7 +63,7 @@ class Sequencer(Generic[T]):
 
     @property
     def next_due(self) -> float | None:
-        """When `ready` will return more even if nothing arrives; None for never. Valid after a call of `ready`."""
+        """Time at which `ready` returns more even without arrivals; None for never. Valid after a call of `ready`."""
         return min((held.due for held in self._held.values()), default=None)
 
     def offer(self, seq: int, item: T, now: float) -> None:
@@ -71,7 +71,7 @@ class Sequencer(Generic[T]):
         self._held[seq] = _Held(now + self._patience_s, (item,))
 
     def skip(self, seq: int, now: float) -> None:
-        """Note that nothing will come for this number. An item that has already come stays."""
+        """Note that no item will come for this number. An item that has already come stays."""
         self._held.setdefault(seq, _Held(now + self._patience_s, ()))
 
     def ready(self, now: float) -> list[T]:

@@ -21,7 +21,7 @@ class Orphans:
     """The folder `orphans` below the folder of all checkpoints."""
 
     def __init__(self, root: Path, *, retention_s: float, clock: Callable[[], float]) -> None:
-        """`retention_s` is how long folders are kept; 0 keeps them until someone deletes them."""
+        """`retention_s` is the time for which folders are kept; 0 keeps them until someone deletes them."""
         self._root = root
         self._folder = root / FOLDER
         self._retention_s = retention_s

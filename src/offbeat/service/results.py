@@ -1,10 +1,10 @@
 """Answers of ended requests on disk: append-only files of records with checksums. The database knows where each answer is.
 
 One thread writes, and any thread reads. Every start begins a new file, and so does a full one; nothing is ever appended after a part
-that a crash tore off. Files that are no longer needed are deleted as a whole. A record that is not what was written is refused.
+that a crash tore off. Files that are no longer needed are deleted as a whole. A record with a wrong checksum is refused.
 
 Records are not synced: a power cut may lose the last half minute of answers, whose requests the database still lists as ended. No file
-number is used twice, whatever is lost, because such a request could otherwise be given another one's answer.
+number is used twice, even if its file is lost, because such a request could otherwise be given another one's answer.
 """
 
 import os
@@ -22,7 +22,7 @@ _FILE = re.compile(r"(\d{8})\.results")
 
 
 class Location(NamedTuple):
-    """Place of a record: the number of its file, the offset of its header, and the size of its data in bytes."""
+    """Place of a record: number of its file, offset of its header and size of its data in bytes, such as (3, 4096, 120)."""
 
     segment: int
     start: int
@@ -81,7 +81,7 @@ class Results:
         """Return the data of a record.
 
         Raises:
-            StorageError: the record is missing, or not what was written.
+            StorageError: the record is missing, or its checksum is wrong.
         """
         path = self._path(location.segment)
         try:

@@ -1,4 +1,4 @@
-"""Samplers and the weights that each samples: those of the base model, of a checkpoint, or of an unnamed snapshot.
+"""Samplers and their weights: the base model's, a checkpoint's, or an unnamed snapshot's.
 
 A sampler never drifts: it is bound to one folder, whose adapter is pinned on the engines from first use to last. When a checkpoint is
 deleted, replaced or made private, its samplers end; a snapshot ends with its session, or when it is old and unused. Called by `sampling`,
@@ -26,7 +26,7 @@ from offbeat.service.types import Caller, SamplerInfo
 from offbeat.weights.protocol import Manifest
 
 _NAMESPACE = uuid.UUID("6f3a1c52-88d1-4c0e-9b65-0b7d3a5f2e91")
-"""Of the IDs that stand for a session where a sampler has none; ownership is checked wherever an ID is used."""
+"""Namespace of the IDs that stand for a session where a sampler has none; ownership is checked wherever an ID is used."""
 
 
 class Engines(Protocol):
@@ -125,13 +125,13 @@ class Samplers:
         return await self._add(row)
 
     async def of_model(self, caller: Caller, model: str) -> SamplerRow:
-        """Return the sampler of what clients of chats call a model: a sampler's ID, the path of a checkpoint, or a base model's name.
+        """Return the sampler of a chat's `model`: a sampler's ID, a checkpoint's path, or a base model's name, such as "Qwen/Qwen3-0.6B".
 
-        One of a path or a name belongs to no session. It is created when it is first needed, is bound to the weights that the path has now,
-        counts as one of the caller's, and ends when it has not been used for long, as those of silent sessions do.
+        A sampler of a path or a name belongs to no session. It is created when it is first needed, is bound to the weights that the path
+        has now, counts as the caller's, and ends after a long time without use, as samplers of silent sessions do.
 
         Raises:
-            UnknownError: the caller has no such thing.
+            UnknownError: the caller has no such model.
             BadRequestError: the checkpoint cannot be sampled.
             RequestError: the owner may have no more samplers.
         """
@@ -190,7 +190,7 @@ class Samplers:
             f" {self._retention_s:g} s")
 
     def info(self, caller: Caller, sampler: str) -> SamplerInfo:
-        """Return what a sampler samples; raises the same errors as `find`."""
+        """Return the base model and the path of a sampler; raises as `find`."""
         row = self.find(caller, sampler)
         return SamplerInfo(row.id, row.base_model, row.path or None)
 
@@ -235,7 +235,7 @@ class Samplers:
                 await self._let_go(row.folder)
 
     def uses(self, folder: str) -> bool:
-        """Whether a snapshot is in this folder, or a sample is being made from it. `Checkpoints.release` is called when that ends."""
+        """Whether a snapshot is in this folder, or a sample is being made from it. `Checkpoints.release` is called when neither is."""
         return folder in self._busy or any(row.folder == folder and not row.path for row in self._rows.values())
 
     def _demand_checkpoint(self, row: SamplerRow) -> None:
@@ -301,7 +301,7 @@ class Samplers:
 
 
 def _of_checkpoint(row: SamplerRow, checkpoint: CheckpointRow) -> SamplerRow:
-    """Bind a new sampler to the checkpoint at its path; raises BadRequestError if that cannot be sampled."""
+    """Bind a new sampler to the checkpoint at its path; raises BadRequestError if the checkpoint cannot be sampled."""
     if checkpoint.kind != "sampler":
         raise BadRequestError(f"{row.path} holds no weights for sampling; save them with save_weights_for_sampler, and give its path")
     return replace(

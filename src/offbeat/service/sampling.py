@@ -1,9 +1,9 @@
 """Sampling requests: queued fairly between owners, generated and scored by the engines, and answered through futures.
 
 A request for many samples is carried out in parts, so that it never has the engines to itself. An owner with nothing in flight starts at
-once, even if others fill the engines; those get no more until that owner has an equal share. While several owners sample, now or within the
-last seconds, none of them may fill the engines alone, because long samples of many rows slow every step of the others' short ones. What a
-request asks about its prompt is scored along with its first part. Every request ends in an outcome, unless the server ends first.
+once, even if others fill the engines; they get no more until that owner has an equal share. While several owners sample, now or within the
+last seconds, none of them may fill the engines alone, because long samples of many rows slow every step of the others' short ones. The
+prompt is scored along with a request's first part. Every request ends in an outcome, unless the server ends first.
 
     Sampling._start   consumes the fair queue; produces one task per part, up to a number of samples in flight; woken by `sample` and by
                       each part that ends
@@ -52,9 +52,9 @@ _FAILURES_KEPT = 50
 _MOST_BEYOND = 2
 """Multiple of the allowed samples in flight that may be reached while new owners start and earlier ones still fill the engines."""
 _RECENT_S = 10.0
-"""How long after its last request an owner still counts: most clients sample a little, train, and sample again."""
+"""Time after its last request for which an owner still counts: most clients sample a little, train, and sample again."""
 _BURST = 16
-"""One of several owners may have an equal share of the samples in flight, or this fraction of all, whichever is more."""
+"""Each of several owners may have an equal share of the samples in flight, or 1/16 of all, whichever is more."""
 _GIVEN_UP = Failed("the client went away before this was done", "user")
 _CELLS_AT_ONCE = 20_000
 """Number of top tokens that the event loop puts into an answer, in about 10 ms; more are handled on a thread."""
@@ -84,8 +84,8 @@ class SamplingJob:
     score: score of the prompt, once known.
     left: number of parts that have not ended.
     failed: outcome of the first part that failed.
-    context: context of the call that asked for it, so that log lines carry that call's ID.
-    running: what can end its parts that run before they are done.
+    context: context of the client's call, so that log lines carry the call's ID.
+    running: timeouts of its running parts, by which they can be ended early.
     """
 
     request: SampleRequest
@@ -108,7 +108,7 @@ class SamplingJob:
 
 @dataclass(frozen=True, eq=False)
 class SamplingPart:
-    """Samples `first` to `first + num` of a request."""
+    """Samples `first` to `first + num` (exclusive) of a request, for example 32 to 64."""
 
     job: SamplingJob
     first: int
@@ -126,7 +126,7 @@ class Sampling:
     Attributes:
         samplers: the samplers that may be sampled.
         failures: latest failed requests, newest first.
-        speeds: generated tokens per second, by model, or by base model where that was sampled.
+        speeds: generated tokens per second, by model, or by base model for its own samples.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Sampling:
         """Set up an empty queue.
 
         Args:
-            engines: those of the trained model, with the adapters on them.
+            engines: engines of the trained model, with the adapters on them.
             max_in_flight: number of samples generated at once; large ones count as several.
             others: engines of base models that are only sampled, by name.
         """
@@ -189,10 +189,10 @@ class Sampling:
         return request_id
 
     def ask(self, caller: Caller, request: SampleRequest) -> "asyncio.Task[Sampled]":
-        """Begin a new request as `sample` does, and return what waits for its samples, which nobody else can fetch.
+        """Begin a new request as `sample` does, and return a task that waits for its samples, which nobody else can fetch.
 
-        To cancel it gives the request up, which frees what it holds. It raises RequestError if the request failed because of what was
-        asked, and FailedError if it failed for another reason.
+        Cancelling the task gives the request up, which frees its memory and its place in the queue. It raises RequestError if the request
+        was at fault, and FailedError if it failed for another reason.
         """
         job = self._jobs[self.sample(caller, request, kept=False)]
         waiting = asyncio.create_task(_outcome(job), name=f"wait for {job.future.request_id}")
@@ -206,7 +206,7 @@ class Sampling:
         return QueueStatus(len(self._jobs), tokens, round(time.monotonic() - oldest, 2))
 
     async def close(self) -> None:
-        """Drop what has not ended; clients learn that it is lost when they ask the next server."""
+        """Drop requests that have not ended; clients learn that they are lost when they ask the next server."""
         self._max_in_flight = 0
         for task in self._tasks:
             task.cancel()
@@ -271,7 +271,7 @@ class Sampling:
             self._usage.release(job.row.owner, **job.cost.whole.charge)
 
     def _give_up(self, job: SamplingJob) -> None:
-        """End a request whose samples nobody wants any more: parts that wait at once, and those that run as soon as engines let go."""
+        """End a request whose samples nobody wants any more: waiting parts at once, running ones as soon as engines let go."""
         if not job.left:
             return
         job.failed = job.failed or _GIVEN_UP
@@ -312,7 +312,7 @@ class Sampling:
         return self._engines if row.folder else self._others.get(row.base_model, self._engines)
 
     def _check(self, row: SamplerRow, request: SampleRequest) -> None:
-        """Refuse what no engine can do. Whoever parsed the request has already checked that its tokens are in the vocabulary."""
+        """Refuse a request that no engine can serve. The parser has already checked that its tokens are in the vocabulary."""
         length, context = len(request.prompt), self._engines_of(row).context
         if length >= context:
             raise RequestError(f"the prompt has {length} tokens, which leaves no room in the model's context of {context}; shorten it")
@@ -338,7 +338,7 @@ class Sampling:
         job.sequences.update(enumerate(sequences, part.first))
 
     async def _score(self, engines: Engines, adapter: str, request: SampleRequest) -> PromptScore | None:
-        """Score what the request asks about its prompt; None if it asks nothing, or the prompt is a single token, which has no score."""
+        """Score the prompt as requested; None if no scores are wanted, or the prompt is a single token, which has no score."""
         top_k, targets, draws = request.topk_prompt_logprobs, request.target_prompt_logprobs, draws_of(request)
         if len(request.prompt) < 2 or not (request.prompt_logprobs or top_k or targets is not None or draws is not None):
             return None

@@ -31,7 +31,7 @@ class RestOfWrite:
 
     Attributes:
         finish: completes the write and returns its outcome.
-        stack: to be closed afterwards, or if `finish` is never called.
+        stack: exit stack to close afterwards, or if `finish` is never called.
         keeps_state: whether it makes the folder the model's saved state.
     """
 
@@ -46,7 +46,7 @@ class Saving:
     def __init__(
         self, *, adapters: Adapters, base_model: str, models: Models, sessions: Sessions, checkpoints: Checkpoints, samplers: Samplers,
     ) -> None:
-        """`base_model` is the name by which clients call the trained model."""
+        """`base_model` is the clients' name of the trained model."""
         self._adapters = adapters
         self._base_model = base_model
         self._models = models
@@ -169,7 +169,7 @@ class Saving:
 
 
 def _name_base(folder: Path, base_model: str) -> None:
-    """Write the clients' name of the base model into a PEFT folder, which must not reveal where the trainers have it."""
+    """Write the clients' name of the base model into a PEFT folder, which must not reveal the trainers' path of it."""
     file = folder / "adapter_config.json"
     changed = json.loads(file.read_text(encoding="utf-8")) | {"base_model_name_or_path": base_model}
     file.write_text(json.dumps(changed, indent=2), encoding="utf-8")

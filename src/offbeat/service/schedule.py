@@ -1,4 +1,4 @@
-"""Decides what the trainers do next, by joining the queued work of many models into turns. `training` carries the decisions out.
+"""Decides the trainers' next turn, by joining the queued work of many models. `training` carries the decisions out.
 
 Each model's jobs run in the order in which they were added. There are four lanes: steps, passes that learn, passes that only score, and
 jobs that need the trainers to themselves. Every job has a size in tokens, as weighed by `cost`, and each owner's share is counted over
@@ -66,7 +66,7 @@ class Job(Generic[T]):
 
 @dataclass(frozen=True, eq=False)
 class Part(Generic[T]):
-    """Sequences start to end (exclusive) of a job, and their total size."""
+    """Sequences start to end (exclusive) of a job, and their total size; e.g. 2 to 5 are three sequences."""
 
     job: Job[T]
     start: int
@@ -81,14 +81,14 @@ class Part(Generic[T]):
 
 @dataclass(frozen=True, eq=False)
 class Turn(Generic[T]):
-    """What the trainers do at once; parts of one model are in the order of its jobs."""
+    """Work of the trainers at one time; parts of one model are in the order of its jobs."""
 
     lane: Lane
     parts: tuple[Part[T], ...]
 
 
 class Schedule(Generic[T]):
-    """Queues of jobs by model, and whose turn it is. Each turn must be done before the next is requested."""
+    """Queues of jobs by model, and the owners' shares. Each turn must be done before the next is requested."""
 
     def __init__(self, *, max_tokens: int, max_models: int = sys.maxsize) -> None:
         """Create an empty schedule.
@@ -115,7 +115,7 @@ class Schedule(Generic[T]):
         self._queues.setdefault(job.model, deque()).append(job)
 
     def drop(self, job: Job[T]) -> None:
-        """Remove what is left of a job from the queue."""
+        """Remove the rest of a job from the queue."""
         queue = self._queues.get(job.model, deque())
         if job in queue:
             queue.remove(job)
@@ -177,7 +177,7 @@ class _Shares:
     """Tokens served to each owner: start-time fair queueing (Goyal, Vin and Cheng 1996).
 
     Attributes:
-        had: tokens, for owners that wait or are ahead of those that do.
+        had: tokens, for owners that wait or are ahead of waiting ones.
         level: lowest share of an owner that waits.
     """
 

@@ -1,7 +1,7 @@
 """Assembles the service and runs it: data folder, database, trainers and engines, core, HTTP. Called by the command line.
 
-Mistakes in what the user gave are found before a process is started. Ctrl-C ends gracefully: the server accepts no new work, finishes
-what runs, and saves every model. A second Ctrl-C ends at once, which leaves models at their last checkpoint.
+Mistakes of the user are found before a process is started. Ctrl-C ends gracefully: the server accepts no new work, finishes running work,
+and saves every model. A second Ctrl-C ends at once, which leaves models at their last checkpoint.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ _CLUSTER = "cluster"
 _MAX_FAILURES = 3
 """Number of engines on which one request for the trained model may fail, whether or not they survived.
 
-The request may itself be what crashes engines, and other owners' requests run on them.
+The request itself may crash engines, and other owners' requests run on them.
 """
 _ANY_TOKEN = 2**31
 """Vocabulary size assumed for models whose vocabulary is unknown here; the engines refuse invalid tokens."""
@@ -134,7 +134,7 @@ def check_proxies(config: Config) -> None:
 
 
 def trusted_networks(config: Config) -> list[IPv4Network | IPv6Network]:
-    """Return the networks of proxies that are trusted to say on whose behalf they ask."""
+    """Return the networks of proxies that are trusted to name the client of a request, such as 10.0.0.0/8."""
     return [ip_network(proxy) for proxy in config.serve.trusted_proxies]
 
 
@@ -178,13 +178,13 @@ def base_model_name(config: Config) -> str:
 
 
 def tokenizer_id(config: Config, base: Base) -> str:
-    """Return where clients load the tokenizer from: its folder if they are on this machine and can read it, otherwise the model's name."""
+    """Return the clients' name of the tokenizer: its folder if they are on this machine and can read it, otherwise the model's name."""
     folder = Path(base.tokenizer_folder).expanduser()
     return str(folder.resolve()) if folder.is_dir() and is_loopback(config.serve.host) else base_model_name(config)
 
 
 def served_models(config: Config, limits: BaseLimits, others: Mapping[str, SamplingModel], *, tokenizer: str) -> Served:
-    """Return which models are offered, and the limits of requests to them.
+    """Return the offered models, and the limits of requests to them.
 
     Args:
         others: models that are only sampled, by name.
@@ -197,7 +197,7 @@ def served_models(config: Config, limits: BaseLimits, others: Mapping[str, Sampl
 
 
 def open_record(folder: Path) -> RunRecord:
-    """Open the record of what ranks and engines write below the data folder, and lock that folder for this process.
+    """Open the record of the ranks' and engines' logs below the data folder, and lock that folder for this process.
 
     Raises:
         ConfigError: another process uses the folder.
@@ -276,7 +276,7 @@ async def open_core(
 
 
 def _max_resident(config: Config) -> int:
-    """Return the number of models that the ranks on this machine have room for."""
+    """Return the number of models for which the ranks on this machine have room."""
     base = read_model_config(config.model.path or str(config.run_dir / "model"))
     return max_resident(base, rank=config.model.lora.rank, num_ranks=config.train.num_ranks)
 
@@ -366,7 +366,7 @@ class _Run:
 
 
 def _url(listener: socket.socket) -> str:
-    """Return the URL at which clients find the server."""
+    """Return the URL of the server, such as "http://127.0.0.1:8000"."""
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()

@@ -1,7 +1,7 @@
-"""The core of the service as the HTTP layer calls it: checks who may do what, and passes requests on. No wire format, no torch.
+"""The core of the service, called by the HTTP layer: checks the rights of callers, and passes requests on. No wire format, no torch.
 
-Methods that return a request ID return it at once. The work continues in the background, and its outcome is fetched with `retrieve`. What
-belongs to another owner is answered as if it did not exist.
+Methods that return a request ID return it at once. The work continues in the background, and its outcome is fetched with `retrieve`.
+Objects of another owner are treated as if they did not exist.
 """
 
 import asyncio
@@ -59,8 +59,9 @@ class ServiceSettings:
     Attributes:
         max_tokens_per_pass: tokens of all tenants together in one forward or forward_backward pass.
         session_timeout_s: after this long without a heartbeat, a session's models are saved and leave the trainers.
-        patience_s: how long a request waits for one with a lower seq_id that has not arrived.
-        orphan_retention_s: how long checkpoint folders that the database does not name are kept; 0 keeps them until someone deletes them.
+        patience_s: longest wait of a request for one with a lower seq_id that has not arrived.
+        orphan_retention_s: time for which checkpoint folders that the database does not name are kept; 0 keeps them until someone deletes
+            them.
         max_resident_models: number of models that the trainers hold at once; beyond that, the least recently used are parked.
         session_retention_s: after this long without a heartbeat, a session to which nothing belongs is forgotten, and so is a run that
             has ended and has no checkpoints.
@@ -88,7 +89,7 @@ class Service:
         self, adapters: Adapters, base_models: BaseModels, store: Store, rows: StoredRows, futures: Futures, usage: Usage, *, folder: Path,
         settings: ServiceSettings, make_samplers: Callable[[Sessions, Checkpoints], Samplers], others: Iterable[SamplingModel] = (),
     ) -> None:
-        """Assemble the core from what the store holds.
+        """Assemble the core from the rows of the store.
 
         Args:
             others: models that are only sampled.
@@ -128,7 +129,7 @@ class Service:
             await self._training.run()
 
     async def close(self) -> None:
-        """Accept no more work, finish what runs, and save every model; drop work that has not begun, which its clients learn later."""
+        """Accept no more work, finish running work, and save every model; drop waiting work, which its clients learn later."""
         await self._training.close()
 
     async def _sweep(self) -> None:
@@ -140,7 +141,7 @@ class Service:
             await asyncio.sleep(_SWEEP_EVERY_S)
 
     async def sweep(self) -> None:
-        """Park the models of silent sessions, end the models of ended sessions and models parked for long, and delete what has expired."""
+        """Park models of silent sessions, end models of ended sessions and ones parked for long, and delete expired checkpoints."""
         kept, lately = self.checkpoints.run_ids, steady_time() - self._settings.session_retention_s
         for model in self._models:
             session_id = model.row.session_id
@@ -255,7 +256,7 @@ class Service:
 
     async def forward_backward(
         self, caller: Caller, *, model_id: str, seq_id: int, data: TrainingData, forward_only: bool) -> str:
-        """Score datums and, unless `forward_only`, add the gradients of their losses to those that the next step uses."""
+        """Score datums and, unless `forward_only`, accumulate the gradients of their losses for the next step."""
         kind = "forward" if forward_only else "forward_backward"
         return self._submit(caller, model_id, seq_id, Pass(data, learn=not forward_only), kind=kind)
 
@@ -315,7 +316,7 @@ class Service:
         return self._training.submit(model, seq_id, request, kind=kind)
 
     async def retrieve(self, caller: Caller, request_id: str, *, timeout_s: float) -> Payload | Pending:
-        """Return what `Futures.retrieve` does, and note that the client has heard of a loss that the answer tells."""
+        """Return the result of `Futures.retrieve`, and note that the client has heard of a loss that the answer reports."""
         name, _, seq = request_id.rpartition(":")
         model = self._models.get(name)
         try:

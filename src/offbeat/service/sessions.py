@@ -1,6 +1,6 @@
-"""Clients' sessions: who began them, whether they have ended, and when they were last heard from. Everything else belongs to a session.
+"""Clients' sessions: their owners, their ends and their last heartbeats. Everything else belongs to a session.
 
-A session that has ended, or has been silent for long, and that nothing belongs to any more is forgotten. So memory and database hold no
+A session that has ended, or has been silent for long, is forgotten once nothing belongs to it any more. So memory and database hold no
 more sessions than the owners' limits allow.
 """
 

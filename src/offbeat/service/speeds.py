@@ -8,7 +8,7 @@ _WINDOW_S = 10
 
 
 class Speeds:
-    """Token counts by key and second."""
+    """Token counts by key and second; e.g. 500 tokens over the last ten seconds are 50 per second."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""Says what the server does while it starts, which takes minutes with a large model. Called by `serve`."""
+"""Reports the phases of the server's start, which takes minutes with a large model. Called by `serve`."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,18 +12,18 @@ _AGAIN_S = 30.0
 
 
 class Told:
-    """Decides what is said: what takes a moment, once, and again where it takes long."""
+    """Decides the lines to say: one for a phase that takes a moment, and again while it takes long."""
 
     def __init__(self) -> None:
         self._text = ""
         self._next_s = 0.0
 
     def line(self, text: str, seconds: float) -> str:
-        """Return a line, or nothing where it would say nothing new.
+        """Return a line, or "" where it would say nothing new.
 
         Args:
-            text: what the server does, or "".
-            seconds: for how long it has done that.
+            text: current phase, such as "engines load the model", or "".
+            seconds: time for which the phase has lasted.
         """
         if not text or seconds < _LONG_S or (text == self._text and seconds < self._next_s):
             return ""
@@ -32,7 +32,7 @@ class Told:
 
 
 async def tell_while_starting(say: Callable[[str], object], *, is_ready: Callable[[], bool]) -> None:
-    """Say what goes on until the server is ready. Waits between looks; woken by the clock alone."""
+    """Say the current phases until the server is ready. Waits between looks; woken by the clock alone."""
     told = Told()
     while not is_ready():
         if line := told.line(*doing_since()):

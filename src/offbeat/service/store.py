@@ -139,7 +139,7 @@ class Store:
         return cls(engine, claim, identity)
 
     def load(self) -> StoredRows:
-        """Return all rows except those of futures.
+        """Return all rows except `FutureRow`s.
 
         Raises:
             StorageError: the database cannot be read.
@@ -201,7 +201,7 @@ class Store:
             return connection.scalar(sa.select(sa.func.max(TABLES[FutureRow].c.segment))) or 0
 
     async def put(self, *rows: Row | Callable[[], Row]) -> None:
-        """Store rows, replacing those with the same keys, and return once they are committed: either all of them or none.
+        """Store rows, replacing rows with the same keys, and return once they are committed: either all of them or none.
 
         Args:
             rows: rows, or functions that make rows slowly. A function runs on the writer's thread; its errors are raised here.
@@ -257,7 +257,7 @@ class Store:
         group = [write for write in group if write.made()]
         error = self._attempt(group)
         if error is not None and len(group) > 1 and not isinstance(error, OperationalError):
-            for write in group:  # one of them contains something that the database refuses, and must not make the others fail
+            for write in group:  # the database refuses one of them, which must not make the others fail
                 self._settle(write, self._attempt([write]))
         else:
             for write in group:
@@ -317,7 +317,7 @@ def _set_up_sqlite(connection: Any, record: object) -> None:  # noqa: ARG001
 
 
 def _known(engine: sa.Engine) -> Known:
-    """Return what a database knows of its data folder. A missing database is not created."""
+    """Return a database's record of its data folder. A missing database is not created."""
     name, path = _name(engine), engine.url.database or ""
     if engine.dialect.name == "sqlite" and not engine.url.query and not Path(path).exists():
         return Known(name)
@@ -339,7 +339,7 @@ def _known(engine: sa.Engine) -> Known:
 
 
 def _claim(engine: sa.Engine) -> sa.Connection:
-    """Lock the database for as long as the connection lives, because two servers would each change what the other has in memory."""
+    """Lock the database for as long as the connection lives, because a second server would change rows that the first has in memory."""
     with _sentences(engine):
         connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
         connection.execute(sa.text(f"SET lock_timeout = '{_CLAIM_S}s'"))  # a server that was just killed may still hold the lock

@@ -1,8 +1,8 @@
 """Database schema of the service: a frozen row class for each kind of object, and the table that stores it.
 
-The database holds metadata only: results of requests and weights are files, and rows say where. Each table is derived from its row
-class, whose field names and types are those of the columns; mappings, tuples and nested records are stored as JSON text. Times are
-seconds since the epoch. Tables are used by `store`, and rows by the core.
+The database holds metadata only: results of requests and weights are files, and rows have their places. Each table is derived from its row
+class, field by field; mappings, tuples and nested records are stored as JSON text. Times are seconds since the epoch, such as 1760000000.5.
+Tables are used by `store`, and rows by the core.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ class ModelRow:
     """A model, which is also a training run.
 
     Attributes:
-        step: number of optimizer steps in the saved state, including those of the checkpoints from which it came.
+        step: number of optimizer steps in the saved state, including the steps of the checkpoints from which it came.
         state_folder: folder of its last saved state, from which it continues; empty for a fresh adapter.
         last_seq: highest number of a request that has an outcome; at least all requests whose effects are in the saved state are included.
         next_version: version of the next adapter made from it.

@@ -1,9 +1,9 @@
-"""Carries out what clients ask of models: each model's requests in order, many models together, and every request to an outcome.
+"""Carries out requests to models: each model's requests in order, many models together, and every request to an outcome.
 
     run       consumes the schedule, turn by turn; produces outcomes; waits for work; woken by `submit`, and when patience runs out
 
 A request that fails has its error as its outcome. If the trainers fail, the requests of that turn fail, the trainers are restarted, and
-every other request waits for that. What follows a request without the trainers, up to storing its outcome, is in `open_work`.
+every other request waits for that. The work on a request without the trainers, up to storing its outcome, is in `open_work`.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class Training:
         self, *, adapters: Adapters, base_model: str, futures: Futures, usage: Usage, models: Models, saving: Saving,
         max_tokens_per_pass: int, patience_s: float,
     ) -> None:
-        """`max_tokens_per_pass` is the budget of a turn; `base_model` is the name by which clients call the trained model."""
+        """`max_tokens_per_pass` is the budget of a turn, such as 65536; `base_model` is the clients' name of the trained model."""
         self.trained_tokens = 0
         self.speeds = Speeds()
         self.work = OpenWork(futures=futures, usage=usage, models=models)
@@ -131,7 +131,7 @@ class Training:
             self._add(work)
 
     def skip(self, model: Model, seq: int) -> None:
-        """Note that this number will not come, so that nothing waits for it."""
+        """Note that this number will not come, so that no request waits for it."""
         self._sequencer(model).skip(seq, time.monotonic())
         self._advance(model)
 
@@ -368,7 +368,7 @@ class Training:
         self.work.end_soon(work, outcome)
 
     def _fail(self, job: Job[Work], exc: Exception) -> None:
-        """End a request with an error, and with what its model has lost by now."""
+        """End a request with an error, and with its model's loss, if there is one by now."""
         work, loss = job.item, job.item.model.loss
         self._schedule.drop(job)
         if loss is not None and category_of(exc) == "server":
@@ -376,7 +376,7 @@ class Training:
         self.work.end_soon(work, explain(exc, name=work.name, lost=loss.message if loss is not None else ""))
 
     def _tell_loss(self, work: Work, loss: Loss) -> None:
-        """Note that this request's outcome tells of the loss, so that whoever fetches it has heard."""
+        """Note that this request's outcome reports the loss, so that the client that fetches it has heard."""
         if work.future is not None:
             loss.told_by.add(work.future.request_id)
 

@@ -1,6 +1,6 @@
-"""The service's own terms: requests and outcomes of clients' work, independent of wire format and torch.
+"""The service's own types: requests and outcomes of clients' work, independent of wire format and torch.
 
-`wire` creates these from what clients send and turns outcomes into answers. All code in between knows nothing else.
+`wire` makes requests from bodies, and answers from outcomes. All code in between uses only these types.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ class Layout:
 
     Attributes:
         shape: shape of the target tensor, [L] or [L, K].
-        cells: [m] int64, flat indices of the cells that a sparse tensor lists; None if all cells are present.
+        cells: [M] int64, flat indices of the cells that a sparse tensor lists, such as [1, 4]; None if all cells are present.
     """
 
     shape: tuple[int, ...]
@@ -49,14 +49,17 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class SparseArray:
-    """Some cells of an array: values [m] and their flat indices [m], int64 and increasing; all other cells are empty."""
+    """Some cells of an array: values [M] and their flat indices [M], int64 and increasing; all other cells are empty.
+
+    For example, values [7, 9] in the cells [1, 5] of shape (2, 3) are 7 in row 0, column 1 and 9 in row 1, column 2.
+    """
 
     values: np.ndarray
     cells: np.ndarray
     shape: tuple[int, ...]
 
     def dense(self) -> np.ndarray:
-        """Return the whole array in the given shape, with 0 in empty cells. To be called only where an answer is written."""
+        """Return the whole array, [L] or [L, K], with 0 in empty cells. To be called only where an answer is written."""
         array = np.zeros(self.shape, self.values.dtype)
         array.reshape(-1)[self.cells] = self.values
         return array
@@ -83,7 +86,7 @@ class SampleRequest:
         prompt_alt_tokens_k: number of tokens to draw at each position of the prompt except the first, at the temperature.
         prompt_logprobs_last_n: score only the last n positions; None for all.
         ignore_eos: continue past the end tokens; `stop` still ends a sample.
-        shaping: penalties, biases and structures, which only completions and chats can ask for.
+        shaping: penalties, biases and structures, which only completions and chats can set.
     """
 
     sampling_session_id: str
@@ -131,7 +134,7 @@ class PassDone:
     Attributes:
         logprobs: for each datum, float32 in the shape of its targets; sparse where the targets were.
         losses: [N] float32, each datum's summed loss.
-        metrics: values by `name:reduction`, including loss:sum.
+        metrics: values by `name:reduction`, such as "loss:sum".
     """
 
     logprobs: tuple[np.ndarray | SparseArray, ...]
@@ -209,7 +212,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Failed:
-    """Failed work: one sentence, and whose fault it was."""
+    """Failed work: one sentence, and the category of the fault."""
 
     message: str
     category: Category
@@ -226,7 +229,7 @@ class Pending:
     """State of a future that has not ended.
 
     Attributes:
-        queue_state: "active", or why it does not proceed.
+        queue_state: "active", or the reason of a pause.
         reason: explanation for people; empty if there is none.
     """
 
@@ -271,7 +274,7 @@ class SamplerInfo:
 
 @dataclass(frozen=True)
 class SessionInfo:
-    """A session and what belongs to it."""
+    """A session with its runs and samplers."""
 
     session_id: str
     run_ids: tuple[str, ...]
@@ -314,7 +317,7 @@ class ModelStatus:
 
 @dataclass(frozen=True)
 class OwnerStatus:
-    """What an owner uses at this moment."""
+    """An owner's use at this moment."""
 
     owner: str
     models: int
@@ -381,7 +384,7 @@ class ProcessStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """State of the service at one moment; tokens count from its start. Others than the core fill in the fields after `failures`."""
+    """State of the service at one moment; tokens count from its start. The core does not fill in the fields after `failures`."""
 
     base_model: str
     trainers_alive: bool

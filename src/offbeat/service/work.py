@@ -128,12 +128,12 @@ class Work:
 
     @property
     def name(self) -> str:
-        """Name of the request for clients, or that of its model where nobody waits."""
+        """Name of the request for clients, or its model's name where nobody waits."""
         return self.future.request_id if self.future else self.model.id
 
     @property
     def charge(self) -> Mapping[str, int]:
-        """Amounts to charge to the owner. Only passes are charged tokens; the price of other requests affects only whose turn it is."""
+        """Amounts to charge to the owner. Only passes are charged tokens; the price of other requests affects only the order of turns."""
         return self.cost.charge if isinstance(self.request, Pass) else {**self.cost.charge, "queued_tokens": 0}
 
     @property
@@ -187,7 +187,7 @@ def _laid_out(logprobs: np.ndarray, layout: Layout) -> np.ndarray | SparseArray:
 
 
 def category_of(exc: Exception) -> Category:
-    """Return whose fault an error is."""
+    """Return the category of an error's fault, such as "user"."""
     return "user" if isinstance(exc, UserError) and not isinstance(exc, StorageError) else "server"
 
 
@@ -195,7 +195,7 @@ def explain(exc: Exception, *, name: str, lost: str = "") -> Failed:
     """Return one sentence for the client whose request is called `name`, and log the whole error.
 
     Args:
-        lost: what the model has lost; it is added unless the request itself was at fault.
+        lost: sentence about the model's loss; it is added unless the request itself was at fault.
     """
     if category_of(exc) == "user":
         _log.info("%s failed: %s", name, exc)
@@ -204,10 +204,10 @@ def explain(exc: Exception, *, name: str, lost: str = "") -> Failed:
     sentence, advice = f"the server failed in a way that it did not expect; its log has the reason under {name}", ""
     if isinstance(exc, CheckpointError):
         sentence = outside(str(exc), name=name)
-    elif isinstance(exc, PublishError):  # what engines say is only for the log
+    elif isinstance(exc, PublishError):  # the engines' reasons are only for the log
         sentence = f"no engine takes these weights, and the server's log has the reason under {name}"
         advice = "send the request again, or if the weights have diverged, go on from an older checkpoint"
-    elif isinstance(exc, StorageError):  # clients must not learn where the operator keeps things
+    elif isinstance(exc, StorageError):  # clients must not learn the operator's paths
         sentence = f"the server could not keep or read what this request needs; its log has the reason under {name}"
     elif isinstance(exc, OffbeatError):
         sentence, advice = "the trainers failed while they worked on this request", "they are started again, so send it again"

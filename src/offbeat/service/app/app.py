@@ -1,6 +1,6 @@
 """The HTTP application: all endpoints behind one gate that checks the key, bounds the body, turns errors into answers, and logs.
 
-An error is `{"detail": one sentence}`. Status 5xx is for what is not the client's fault; clients then retry for minutes.
+An error is `{"detail": one sentence}`. Status 5xx is for errors that are not the client's fault; clients then retry for minutes.
 """
 
 import time
@@ -116,7 +116,7 @@ class RequestGate:
 
 
 class _Guarded:
-    """An endpoint behind the gate, as a whole, because the gate sees the answer through."""
+    """An endpoint behind the gate, as a whole ASGI application, because the gate also sends the answer."""
 
     def __init__(self, gate: RequestGate, endpoint: Endpoint) -> None:
         self._gate = gate

@@ -22,7 +22,7 @@ from offbeat.service.types import Caller
 from offbeat.service.wire import rest
 
 _COMPLETE = "checkpoint_complete"
-"""Name of an empty file by which clients see that nothing is missing."""
+"""Name of an empty file, by which clients see that the archive is complete."""
 _ABOUT = "adapter_config.json"
 _PIECE_BYTES = 1 << 20
 
@@ -37,7 +37,7 @@ class _Archive:
 
 
 class Archives:
-    """Links to archives, which nobody can guess. A link is valid for an hour, as long as its requester may read the adapter."""
+    """Unguessable links to archives. A link is valid for an hour, as long as its requester may read the adapter."""
 
     def __init__(self, library: Library) -> None:
         self._library = library

@@ -33,8 +33,8 @@ def authenticate(http: Request, keys: Keys) -> Caller:
 class Names:
     """Host names that this server answers to.
 
-    A foreign web page could read whatever needs no key if its own host name came to resolve to this machine (DNS rebinding), since a
-    browser would then treat both as one site. A literal address cannot come to mean another one.
+    A foreign web page could read every page without a key if its own host name came to resolve to this machine (DNS rebinding), since a
+    browser would then treat both as one site. A literal address such as 127.0.0.1 cannot come to mean another one.
     """
 
     def __init__(self, allowed: Iterable[str] = (), *, any_address: bool = False) -> None:
@@ -63,7 +63,7 @@ LOCAL_NAMES = Names()
 def demand_local(http: Request, names: Names, *, public: bool) -> None:
     """Let only this machine pass, or everybody if `public`, and only requests addressed to one of this server's names.
 
-    A request that came through a proxy does not count as this machine's, whatever the proxy or the client says about its origin.
+    A request that came through a proxy, such as one with an X-Forwarded-For header, never counts as this machine's.
 
     Raises:
         UnknownError: the request comes from another machine.

@@ -98,7 +98,7 @@ class Bodies:
         self._held[arrival.owner] += size
 
     def _end_slowest(self, newcomer: "_Arrival") -> None:
-        """Drop the slowest of the bodies that arrive slowly, to make room for when the newcomer is sent again."""
+        """Drop the slowest of the bodies that arrive slowly, to make room for the newcomer's next try."""
         slow = {
             other: rate for other in self._arriving
             if other is not newcomer and other.num_bytes > _SMALL_BYTES and (rate := other.rate()) < _FAST_BYTES_PER_S}
@@ -133,7 +133,7 @@ class _Arrival:
             "train on, raise serve.max_body_bytes on the server")
 
     def ended(self) -> Exception:
-        """Return why the server stopped waiting for the body."""
+        """Return the error for a body that the server stopped waiting for."""
         if self.gives_way:
             return _full()
         return SlowBodyError(

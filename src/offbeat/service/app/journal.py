@@ -1,4 +1,4 @@
-"""Records how requests ended: a log line for each, counts for /metrics, and the latest errors for the status page."""
+"""Records ended requests: a log line for each, counts for /metrics, and the latest errors for the status page."""
 
 import logging
 import time
@@ -30,7 +30,7 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Strangers:
-    """Requests without a known key: how many there were, and the latest, newest first."""
+    """Requests without a known key: their number, and the latest ones, newest first."""
 
     requests: int = 0
     last: tuple[Trouble, ...] = ()

@@ -1,4 +1,4 @@
-"""Links that nobody can guess and that expire: clients fetch files by them without a key. Used by `routes_rest` and `archive`."""
+"""Unguessable links that expire: clients fetch files by them without a key. Used by `routes_rest` and `archive`."""
 
 import secrets
 import time

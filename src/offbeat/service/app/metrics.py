@@ -1,4 +1,4 @@
-"""Prometheus /metrics: the service's status at the time of the scrape, in addition to what `journal` counts."""
+"""Prometheus /metrics: the service's status at the time of the scrape, in addition to the counts of `journal`."""
 
 from collections.abc import Callable, Iterator
 

@@ -26,7 +26,7 @@ def _workers(this: psutil.Process) -> Iterator[ProcessStatus]:
 
 
 def _name(command: list[str]) -> str:
-    """Return a worker's name from its command line; empty for helper processes such as a resource tracker."""
+    """Return a worker's name, such as "rank 0", from its command line; empty for helper processes such as a resource tracker."""
     return command[command.index(_CHILD) + 2] if _CHILD in command[:-2] else ""
 
 

@@ -1,4 +1,4 @@
-"""What handlers share: what is served, a checked request, answers as JSON or as a payload, and what clients are told of errors."""
+"""Types of all handlers: the served models, a checked request, answers as JSON or as a payload, and refusals for errors."""
 
 import asyncio
 import logging
@@ -30,9 +30,9 @@ class Served:
     """The base model, and the limits of requests to it.
 
     Attributes:
-        tokenizer_id: what clients load the tokenizer by.
+        tokenizer_id: name by which clients load the tokenizer, such as "Qwen/Qwen3-0.6B".
         alpha: alpha of every adapter.
-        stable_reinforce: name of the loss that substitutes for the one of that name; empty refuses it.
+        stable_reinforce: name of the loss that is used for "stable_reinforce"; empty refuses that loss.
         aliases: other names of the base model.
         sampled: limits of the models that are only sampled, by name.
     """
@@ -106,7 +106,7 @@ def accepted(request_id: str, **more: Any) -> Response:
 def refusal(
     sentence: str, *, status: int, headers: Mapping[str, str] | None = None, write: WriteError = write_detail, param: str = "",
 ) -> Response:
-    """Answer with an error in the form that clients expect; `param` is the field that is wrong, empty if it is none in particular."""
+    """Answer with an error in the form that clients expect; `param` is the wrong field, empty if there is none in particular."""
     return Response(write(sentence, status=status, param=param), status_code=status, headers=headers, media_type=_JSON)
 
 
@@ -116,7 +116,7 @@ def payload(content: Payload) -> Response:
 
 
 def explain(exc: BaseException, what: str) -> Refusal:
-    """Return what the client of the current request is told of an error; `what` names the request in the log."""
+    """Return the refusal for the client of the current request; `what` names the request in the log."""
     request_id = current_request.get()
     match exc:
         case OverLimitError():

@@ -1,7 +1,7 @@
-"""Endpoints of chats: an owner's samplers and the base model, as clients of OpenAI's and Anthropic's APIs ask them, with tools.
+"""Endpoints of chats with an owner's samplers or the base model, for clients of OpenAI's and Anthropic's APIs, with tools.
 
-A chat is rendered and read here, and sampled as `asample` samples it: by the same queue, at the same cost, within the same limits. Answers
-are whole; a stream is sent when its answer is complete. A client that goes gives its samples up.
+A chat is rendered and read here, and sampled as by `asample`: by the same queue, at the same cost, within the same limits. Answers are
+whole; a stream is sent when its answer is complete. A client that disconnects gives its samples up.
 """
 
 import asyncio
@@ -42,19 +42,19 @@ T = TypeVar("T")
 _VENDORS = {
     "/v1/chat/completions": "/oai/api", "/v1/completions": "/oai/api", "/v1/models": "/oai/api", "/v1/messages": "/anthropic/api",
     "/v1/messages/count_tokens": "/anthropic/api"}
-"""Endpoints that the hosted service has below these paths, as here too."""
+"""Prefixes of the paths under which the hosted service has these endpoints, e.g. /oai/api/v1/models; here they work, too."""
 _ANTHROPIC = Anthropic("service")
 
 
 class _Params(SamplingParams):
-    """Settings of a chat or a completion, within the same bounds as those of `asample`."""
+    """Settings of a chat or a completion, within the bounds of `asample`."""
 
     n: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     top_logprobs: TopTokens = 0
 
 
 def at_vendors_paths(endpoints: list[Endpoint]) -> list[Endpoint]:
-    """Return endpoints, and those among them that the hosted service has once more at its own paths."""
+    """Return endpoints, with the ones of `_VENDORS` a second time at the hosted service's paths."""
     vendors = [replace(one, path=_VENDORS[one.path] + one.path) for one in endpoints if one.path in _VENDORS]
     return [*endpoints, *vendors]
 
@@ -63,7 +63,7 @@ class ChatRoutes:
     """Endpoints of chats."""
 
     def __init__(self, sampling: Sampling, library: Library, served: Served, tokenizer: Tokenizer) -> None:
-        """`tokenizer` is that of the base model, under a name that clients may see."""
+        """`tokenizer` is the base model's, under a name that clients may see."""
         self._sampling = sampling
         self._library = library
         self._served = served
@@ -119,7 +119,7 @@ class ChatRoutes:
         return await find_sampler(self._sampling, self._served, caller, model)
 
     def _request(self, row: SamplerRow, chat: Chat) -> SampleRequest:
-        """Check a chat's settings and its length, and return them in the service's terms."""
+        """Check a chat's settings and its length, and return its sampling request."""
         asked = chat.request
         self._served.limits.check_length("the chat", len(chat.prompt))
         return sample_request(
@@ -133,10 +133,10 @@ class ChatRoutes:
 
 
 async def find_sampler(sampling: Sampling, served: Served, caller: Caller, model: str) -> SamplerRow:
-    """Return the sampler that a request's `model` names.
+    """Return the sampler that a request's `model` names, such as "tinker://RUN/sampler_weights/final".
 
     Raises:
-        UnknownError: nothing of the caller has that name.
+        UnknownError: the caller has no model of that name.
         RequestError: the model's tokenizer is not known.
     """
     row = await sampling.samplers.of_model(caller, model)
@@ -151,7 +151,7 @@ def sample_request(
     row: SamplerRow, prompt: Sequence[int], *, stops: tuple[str, ...], stop_token_ids: tuple[int, ...], shaping: Shaping,
     ignore_eos: bool, **params: Any,
 ) -> SampleRequest:
-    """Return what a chat or a completion asks of a sampler, once its settings are checked; those that are None are left out.
+    """Check the settings of a chat or a completion, and return its sampling request; settings that are None are left out.
 
     Raises:
         BadRequestError: one of `params`, the fields of `asample` and `n` and `top_logprobs`, is out of range.
@@ -165,7 +165,7 @@ def sample_request(
 
 
 async def said(work: Awaitable[T]) -> T:
-    """Wait for work on a request, whose own errors say what is wrong with it."""
+    """Wait for work on a request, and turn its errors into refusals."""
     try:
         return await work
     except RefusedError as exc:
@@ -175,7 +175,7 @@ async def said(work: Awaitable[T]) -> T:
 
 
 def sample_of(sequence: SampledSequence, row: SamplerRow) -> Sample:
-    """Return a sample of a sampler, all of whose tokens are of one version."""
+    """Return a sample whose tokens all have the sampler's version."""
     versions = np.full(len(sequence.tokens), row.version, np.int32)
     top = () if sequence.top is None else top_rows(sequence.top)
     return Sample(sequence.tokens, sequence.logprobs, versions, "", sequence.stop_reason, top_logprobs=top)

@@ -1,8 +1,8 @@
-"""POST /v1/completions: an owner's samplers and the base model continue texts and token ids, as clients of OpenAI's API ask them.
+"""POST /v1/completions: an owner's samplers and the base model continue texts and token ids, for clients of OpenAI's API.
 
-Every prompt of a body is a sampling request of its own, carried out as `asample` carries it out: by the same queue, at the same cost,
-within the same limits. Bodies and answers are those of the engine. Answers are whole; a stream is sent when its answer is complete. A
-client that goes gives its samples up.
+Every prompt of a body is a sampling request of its own, carried out as by `asample`: by the same queue, at the same cost, within the same
+limits. Bodies and answers have the engine's format. Answers are whole; a stream is sent when its answer is complete. A client that
+disconnects gives its samples up.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ MAX_PROMPTS = 256
 
 @dataclass(frozen=True)
 class _Told:
-    """An answer and the samples that it holds, in order."""
+    """An answer and its samples, in order."""
 
     answer: Answer
     outputs: Sequence[Output]
@@ -63,7 +63,7 @@ class CompletionRoutes:
     """The endpoint of completions."""
 
     def __init__(self, sampling: Sampling, served: Served, tokenizer: Tokenizer) -> None:
-        """`tokenizer` is that of the base model, under a name that clients may see."""
+        """`tokenizer` is the base model's, under a name that clients may see."""
         self._sampling = sampling
         self._served = served
         self._tokenizer = tokenizer
@@ -101,7 +101,7 @@ class CompletionRoutes:
         return ChatResponse(task, _Writer(), body, explain=partial(explain, what=f"POST {call.http.url.path}"))
 
     def _prompts(self, body: CompletionBody) -> list[list[int]]:
-        """Return the token ids of a body's prompts."""
+        """Return the token ids of a body's prompts, for example [[4, 2, 7]] for one prompt of 3 tokens."""
         given, limits = body.prompts, self._served.limits
         if not 0 < len(given) <= MAX_PROMPTS:
             raise RefusedError(f"prompt takes 1 to {MAX_PROMPTS} prompts here, got {len(given)}", param="prompt")
@@ -143,7 +143,7 @@ class CompletionRoutes:
 
 
 def _scored(outcome: Sampled, row: SamplerRow) -> Scored | None:
-    """Return the prompt's log-probabilities as an engine tells them; None if they are not wanted, and for a prompt of one token."""
+    """Return the prompt's log-probabilities in the engine's form; None if they are not wanted, or the prompt has one token."""
     logprobs, top = outcome.prompt_logprobs, outcome.topk_prompt
     if logprobs is None or len(logprobs) < 2:
         return None

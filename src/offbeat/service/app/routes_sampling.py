@@ -1,4 +1,4 @@
-"""Endpoints of samplers, and of all futures, which clients poll with long waits and which say why they do not proceed."""
+"""Endpoints of samplers, and of all futures, which clients poll with long waits; a poll without an answer yet returns the reason."""
 
 import asyncio
 
@@ -61,7 +61,7 @@ class SamplingRoutes:
         try:
             found = await self._service.retrieve(call.caller, request_id, timeout_s=_POLL_S)
         except StorageError:
-            await asyncio.sleep(_PAUSE_S)  # clients retry at once, whatever `retry-after` says
+            await asyncio.sleep(_PAUSE_S)  # clients retry at once and ignore `retry-after`
             raise
         if not isinstance(found, Pending):
             return payload(found)

@@ -1,4 +1,4 @@
-"""Endpoints about the server and about sessions: what clients request first, heartbeats, and the end of a session."""
+"""Endpoints about the server and about sessions: capabilities and settings for clients, heartbeats, and the end of a session."""
 
 from starlette.responses import Response
 
@@ -49,7 +49,7 @@ class SessionRoutes:
             {name: limits.context for name, limits in served.sampled.items()}))
 
     async def _telemetry(self, _: Call) -> Response:
-        # It may hold stack traces of the user's own program, which are no business of the server's.
+        # The body is dropped: it may hold stack traces of the user's own program.
         return answer({"status": "accepted"})
 
     async def _create(self, call: Call) -> Response:

@@ -9,7 +9,7 @@ _EXTERNAL_SINCE = (0, 28)
 
 
 def sdk_version(headers: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return the first two numbers of the SDK's version, or None if the client is not the SDK or does not say."""
+    """Return the first two numbers of the SDK's version, such as (0, 28), or None if the client is not the SDK or does not say."""
     agent = _AGENT.fullmatch(headers.get("user-agent", ""))
     said = _FULL.fullmatch(headers.get("x-sdk-version") or (agent[1] if agent else ""))
     return (int(said[1]), int(said[2])) if said else None

@@ -79,7 +79,7 @@ class StatusPage:
             before, then = status, now
 
     def shielded(self, handler: Callable[[], Response]) -> Callable[[Request], Awaitable[Response]]:
-        """Wrap a handler so that only this machine gets its answer, or everybody if public, and only under one of the server's names."""
+        """Wrap a handler in `demand_local`: this machine, or everybody if public, gets its answer under the server's names."""
 
         async def shielded(http: Request) -> Response:
             try:

@@ -75,7 +75,7 @@ def _pass(outcome: PassDone) -> Mapping[str, Any]:
 
 
 def _record(shape: tuple[int, ...], logprobs: Sequence[np.ndarray | SparseArray]) -> Mapping[str, Any]:
-    """Encode neighboring datums whose shapes differ only in length."""
+    """Encode neighboring datums, float32 [L] or [L, K] each, whose shapes differ only in L; `shape` is () or (K,)."""
     ends = np.cumsum([0, *(math.prod(datum.shape) for datum in logprobs)])
     values = np.zeros(ends[-1], "<f4")
     for datum, start, end in zip(logprobs, ends[:-1], ends[1:], strict=True):

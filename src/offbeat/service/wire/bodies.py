@@ -42,7 +42,7 @@ class SessionBody(Body):
 
 
 class FinishReason(Body):
-    """Why a client ends its session: "success", "errored" or "interrupted"."""
+    """Reason of a client's end of its session, such as "success", "errored" or "interrupted"."""
 
     type: Text
 
@@ -111,7 +111,7 @@ class ModelBody(Body):
 
 
 class AdamBody(Body):
-    """Settings of one optimizer step; their ranges are those of `AdamParams`."""
+    """Settings of one optimizer step, with the ranges of `AdamParams`."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -158,7 +158,7 @@ class SaveWeightsBody(TrainingBody):
 class SaveForSamplerBody(TrainingBody):
     """Body of POST save_weights_for_sampler: saves under a name, or directly for a sampler.
 
-    Its `kind` makes no difference: "inflight" samplers, whose weights may change, get what "snapshot" ones do: weights that never change.
+    Its `kind` makes no difference: "inflight" samplers, whose weights may change, get weights that never change, as "snapshot" ones do.
     """
 
     path: Text | None = None
@@ -252,7 +252,7 @@ class WeightsInfoBody(Body):
 
 
 class CopyWeightsBody(Body):
-    """Body of POST copy_weights. There are no projects here, so a session and a number say to which run the copy belongs."""
+    """Body of POST copy_weights. There are no projects here, so a session and a number name the run of the copy."""
 
     source_path: Text
     session_id: Text | None = None

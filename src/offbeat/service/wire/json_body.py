@@ -1,4 +1,4 @@
-"""Parses JSON bodies strictly by type and range, with one sentence about what is wrong. Used by `app`, with the classes of `bodies`.
+"""Parses JSON bodies strictly by type and range, with one sentence about a mistake. Used by `app`, with the classes of `bodies`.
 
 Unknown fields are ignored, because newer clients send more. A class's own check raises ValueError with a whole sentence, from which
 `read_json` makes the refusal.
@@ -70,7 +70,7 @@ def read_json(kind: type[B], data: bytes) -> B:
 
 
 def _training_ids(data: bytes) -> tuple[str, int]:
-    """Return the model and the number of a request to a model that is wrong elsewhere."""
+    """Return the model and the number of a request to a model whose body is wrong elsewhere, such as ("SESSION:train:0", 5)."""
     if len(data) > _EXPLAINED_BYTES:
         return "", 0
     try:
@@ -81,7 +81,7 @@ def _training_ids(data: bytes) -> tuple[str, int]:
 
 
 def _sentence(exc: Exception, data: bytes) -> str:
-    """Return a sentence about what is wrong with a body, made from msgspec's message."""
+    """Return a sentence about the mistake in a body, made from msgspec's message."""
     if isinstance(exc, RecursionError):
         return "the body has too many lists within lists"
     if not isinstance(exc, msgspec.ValidationError):
@@ -113,7 +113,7 @@ def _value_at(place: str, data: bytes) -> str:
 
 
 def metadata_of(given: Metadata | None) -> dict[str, str]:
-    """Return a user's metadata as texts, in which form it is given back; values other than texts become their JSON.
+    """Return a user's metadata as texts, its form in answers; other values become their JSON, e.g. {"lr": 0.1} is {"lr": "0.1"}.
 
     Raises:
         ValueError: it is too large, or not Unicode.

@@ -15,8 +15,8 @@ class WireLimits:
     Attributes:
         vocab_size: upper bound (exclusive) of token IDs.
         context: number of tokens in one sequence or prompt.
-        max_datums, max_tokens, max_cells: totals over all datums; cells are those of their targets, stored or implied.
-        max_width: number of targets at one position, which is the K of a tensor [N, K].
+        max_datums, max_tokens, max_cells: totals over all datums; cells are entries of their targets, stored or implied.
+        max_width: number of targets at one position, K of a tensor [N, K].
         max_datum_cells: number of cells in one datum, which is computed as a whole.
         max_fields: number of protocol-buffer fields; each takes about a microsecond to read.
     """
@@ -40,7 +40,7 @@ class WireLimits:
             raise BadRequestError(f"{name} must have 1 to {self.context} tokens, got {length}")
 
     def check_ids(self, name: str, ids: Any) -> None:
-        """Check token IDs: [n] integers, as a sequence or array.
+        """Check token IDs: [N] integers, as a sequence or array.
 
         Raises:
             BadRequestError: a number is not a token ID of the model.

@@ -25,7 +25,7 @@ def decode(kind: str, data: bytes, *, max_fields: int, into: Message | None = No
     Args:
         kind: name of the message in `SCHEMA`.
         max_fields: number of fields that the message and its submessages may have together; each number in a list counts as one.
-        into: dictionary to fill; after an error it holds what came before the mistake.
+        into: dictionary to fill; after an error it holds the fields before the mistake.
 
     Returns:
         The fields by name: str, memoryview, int, float and bool, lists, dictionaries and further messages.

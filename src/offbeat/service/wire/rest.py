@@ -22,7 +22,7 @@ def sample_accepted(request_id: str, *, num_samples: int) -> Answer:
 
 
 def capabilities(trained: Mapping[str, int], sampled: Mapping[str, int]) -> Answer:
-    """List what the server offers: names and context sizes of the models that are trained and sampled, and of those only sampled."""
+    """List names and context sizes of the models that are trained and sampled, and of the ones that are only sampled."""
     return {"supported_models": [
         {"model_name": name, "max_context_length": context, "trainable": trainable, "sampleable": True}
         for models, trainable in ((trained, True), (sampled, False)) for name, context in models.items()]}
@@ -88,12 +88,12 @@ def sampler(info: SamplerInfo) -> Answer:
 
 
 def session(info: SessionInfo) -> Answer:
-    """Describe a session and what belongs to it."""
+    """Describe a session with its runs and samplers."""
     return {
         "training_run_ids": list(info.run_ids), "sampler_ids": list(info.sampler_ids), "user_metadata": dict(info.metadata),
         "display_name": info.display_name or None}
 
 
 def time_text(seconds: float) -> str:
-    """Format a time since the epoch as the protocol writes it: ISO 8601 in UTC."""
+    """Format a time since the epoch for the protocol, in ISO 8601 and UTC: 0 is e.g. "1970-01-01T00:00:00+00:00"."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -35,7 +35,7 @@ PromptAltTokens         1 tokens Tensor, 2 logprobs Tensor
 
 
 class Field(NamedTuple):
-    """One field of a message. `kind` is a scalar type or a message's name; for a map, that of its entries, with `key` and `value`."""
+    """One field of a message. `kind` is a scalar type or a message's name; for a map, the name of its entries' message."""
 
     number: int
     name: str

@@ -19,9 +19,9 @@ class Tensor:
     """A tensor with all its values, or only those that differ from 0.
 
     Attributes:
-        values: [n] float32 or int64, finite.
+        values: [N] float32 or int64, finite.
         shape: [L] or [L, K], each at least 1.
-        cells: [n] int64, increasing: flat indices of the values; None if every cell has a value.
+        cells: [N] int64, increasing: flat indices of the values; None if every cell has a value.
     """
 
     values: np.ndarray
@@ -29,9 +29,9 @@ class Tensor:
     cells: np.ndarray | None = None
 
     def at(self, cells: np.ndarray | None) -> np.ndarray:
-        """Return the values of `cells` ([m] int64, increasing), which must include all stored cells, or of every cell for None.
+        """Return the values of `cells` ([M] int64, increasing), which must include all stored cells, or of every cell for None.
 
-        The result is [m], in the dtype of `values`; cells that are not stored are 0.
+        The result is [M], in the dtype of `values`; cells that are not stored are 0.
         """
         if self.cells is None:
             return self.values if cells is None else self.values[cells]
@@ -74,7 +74,10 @@ def read_tensor(message: Mapping[str, Any], *, name: str, max_cells: int, max_wi
 
 
 def _cells(sparse: Mapping[str, Any], shape: tuple[int, ...], name: str) -> np.ndarray:
-    """Return the flat indices [n] int64 of the cells in compressed sparse rows."""
+    """Return the flat indices [N] int64 of the cells in compressed sparse rows.
+
+    For example, crow_indices [0, 1, 2] and col_indices [1, 2] of a (2, 3) tensor are the cells [1, 5].
+    """
     if len(shape) != 2:
         raise BadRequestError(f"{name} is sparse, so its shape must be [N, K], got {list(shape)}")
     rows, width = shape

@@ -44,7 +44,7 @@ def read_forward_backward(body: bytes, *, limits: WireLimits, stable_reinforce: 
     Without `weights`, cross_entropy gives every stored target the weight 1.
 
     Args:
-        stable_reinforce: the loss that substitutes for the one of that name, with its own default settings; empty refuses it.
+        stable_reinforce: name of the loss that is used for "stable_reinforce", with its own default settings; empty refuses that loss.
 
     Raises:
         BadRequestError: the request is invalid.
@@ -193,7 +193,7 @@ class _DatumReader:
 
 
 def _cells(tensors: Sequence[Tensor]) -> np.ndarray | None:
-    """Return the cells to compute, [n] int64: where any tensor is not 0; None for all if the targets, which come first, are dense."""
+    """Return the cells to compute, [N] int64: where any tensor is not 0; None for all if the targets, which come first, are dense."""
     first = tensors[0].cells
     if first is None:
         return None
