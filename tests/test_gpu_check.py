@@ -171,3 +171,12 @@ def test_an_interpreter_for_trl_that_is_not_there_is_refused():
     assert done.returncode == 2
     assert done.stderr.endswith(
         "--trl-python must be the Python of an environment that has TRL, and there is no /nowhere/python\n")
+
+
+def test_the_page_is_what_its_program_writes(load, tmp_path, monkeypatch):
+    page = load("page")
+    text = (BENCHMARKS.parent / "docs" / "gpu.md").read_text()
+    (tmp_path / "gpu.md").write_text(text)
+    monkeypatch.setattr(page, "_DOCS", tmp_path)
+    page.main([])
+    assert (tmp_path / "gpu.md").read_text() == text

@@ -32,7 +32,11 @@ def tool() -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["private_interfaces"] = module
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(TOOL.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
     return module
 
 

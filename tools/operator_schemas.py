@@ -135,12 +135,14 @@ def resolve(name: str) -> Any:
     for length in range(len(parts), 0, -1):
         try:
             found: Any = import_module(".".join(parts[:length]))
-        except ModuleNotFoundError:
+        except ModuleNotFoundError as exc:
+            if exc.name is None or not name.startswith(exc.name):
+                raise  # a module that is there lacks another one
             continue
         for part in parts[length:]:
             found = getattr(found, part)
         return found
-    raise ModuleNotFoundError(f"no {parts[0]}")
+    raise ModuleNotFoundError(f"No module named {parts[0]!r}")
 
 
 def _schemas(found: Any) -> list[Any] | None:

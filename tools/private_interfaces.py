@@ -21,6 +21,8 @@ from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
+from operator_schemas import resolve
+
 
 @dataclass(frozen=True)
 class Call:
@@ -156,21 +158,10 @@ def _operator(interface: Interface) -> Any:
 
 
 def _resolved(interface: Interface) -> Any:
-    """Return what a dotted name means: the attributes of the longest part of it that can be imported."""
-    parts = interface.name.split(".")
+    """Return the object that a dotted name means."""
     if interface.of is not None:
-        return getattr(interface.of(), parts[-1])
-    for length in range(len(parts), 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:length]))
-        except ModuleNotFoundError as exc:
-            if exc.name is None or not interface.name.startswith(exc.name):
-                raise
-            continue
-        for part in parts[length:]:
-            found = getattr(found, part)
-        return found
-    raise ModuleNotFoundError(f"No module named {parts[0]!r}")
+        return getattr(interface.of(), interface.name.rpartition(".")[2])
+    return resolve(interface.name)
 
 
 def _schema_differences(schema: Any, given: Call) -> Iterator[str]:

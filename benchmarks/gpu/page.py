@@ -14,14 +14,14 @@ _DOCS = Path(__file__).resolve().parents[2] / "docs"
 _BEGIN, _END = "<!-- begin: counts -->", "<!-- end: counts -->"
 _KNOWN_BEGIN, _KNOWN_END = "<!-- begin: known -->", "<!-- end: known -->"
 
-_HEAD = """\
-# GPUs
+_UNRUN = "Nothing has been run on a GPU yet. This page has the counts instead, and the command that measures."
+_RUN = "What has been run on a GPU, and what has only been counted."
 
-What has been run on a GPU, and what has only been counted. `make gpu-check` needs ten minutes on a machine with a driver, Python and torch.
-It compares the device with the CPU (attention of packed and shared rows, with windows; the fused head; log-probabilities and gradients in
-float32 and bfloat16; adapters), meets a group of one rank over the device's collectives, trains a small model for two steps with an
-embedded engine, to which it publishes and which proves its weights, and measures passes over 16,384 tokens at the shapes of Qwen3 beside
-their estimated memory. Two further parts compare:
+_HEAD = """\
+`make gpu-check` needs ten minutes on a machine with a driver, Python and torch. It compares the device with the CPU (attention of packed
+and shared rows, with windows; the fused head; log-probabilities and gradients in float32 and bfloat16; adapters), meets a group of one rank
+over the device's collectives, trains a small model for two steps with an embedded engine, to which it publishes and which proves its
+weights, and measures passes over 16,384 tokens at the shapes of Qwen3 beside their estimated memory. Two further parts compare:
 
 - `publishing`: weights of Qwen3-0.6B go from one process to another on the same device, through a CUDA IPC handle, by a file and by a
   broadcast. The receiver's fingerprint must be the sender's each time. Offbeat itself publishes by file and by broadcast
@@ -41,13 +41,13 @@ to `docs/gpu.json` and onto this page. `python benchmarks/gpu/check.py --cpu` re
 _COUNTS = """
 ## Counted
 
-One forward and backward pass over sequences of 1,024 tokens, on tensors without numbers (`benchmarks/gpu/counts.py`). Every operation that
-is no view is a launch. Memory is what lives beside the weights at its peak, gradients of weights not counted. The roofline is of an H100:
-each operation takes as long as its products at 989 TFLOP/s (half of that in float32), or its reads and writes at 3.35 TB/s, one after the
-other; MFU by it is a bound, not a measurement. "before" has float32 weights and the head's chunks of a CPU; its attention is counted as if
-the kernel took float32. "compiled" is `train.compile = true`: the operations of a block, except attention, are replaced by the kernels into
-which Inductor fuses them, with what each reads and writes (`benchmarks/gpu/fused_counts.py`). These are the kernels that it plans for a
-CPU; for a GPU it may fuse differently, and its memory was not counted.
+One forward and backward pass over sequences of 1,024 tokens, on fake tensors, which have shapes and no values (`benchmarks/gpu/counts.py`).
+Every operation that is no view is a launch. Memory is what lives beside the weights at its peak, gradients of weights not counted. The
+roofline is of an H100: each operation takes as long as its products at 989 TFLOP/s (half of that in float32), or its reads and writes at
+3.35 TB/s, one after the other; MFU by it is a bound, not a measurement. "before" has float32 weights and the head's chunks of a CPU; its
+attention is counted as if the kernel took float32. "compiled" is `train.compile = true`: the operations of a block, except attention, are
+replaced by the kernels into which Inductor fuses them, with what each reads and writes (`benchmarks/gpu/fused_counts.py`). These are the
+kernels that it plans for a CPU; for a GPU it may fuse differently, and its memory was not counted.
 
 """
 
@@ -60,7 +60,9 @@ def main(argv: Sequence[str]) -> None:
         table = "".join(_count_table([json.loads(line) for line in Path(argv[0]).read_text().splitlines()]))
     known = _kept(page, _KNOWN_BEGIN, _KNOWN_END)  # written by hand
     found = "".join(_result_table(json.loads(results.read_text()))) if results.exists() else "No GPU was available so far.\n"
-    page.write_text(f"{_HEAD}{_KNOWN_BEGIN}\n{known}{_KNOWN_END}\n\n## Results\n\n{found}{_COUNTS}{_BEGIN}\n{table}{_END}\n")
+    opening = _RUN if results.exists() else _UNRUN
+    page.write_text(
+        f"# GPUs\n\n{opening}\n\n{_HEAD}{_KNOWN_BEGIN}\n{known}{_KNOWN_END}\n\n## Results\n\n{found}{_COUNTS}{_BEGIN}\n{table}{_END}\n")
 
 
 def _kept(page: Path, begin: str, end: str) -> str:
