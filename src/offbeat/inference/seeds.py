@@ -1,6 +1,6 @@
-"""Seeds for the parts of a split request, so that its samples equal those of the whole request. Called by dialects; pure.
+"""Seeds for the parts of a split request, so that its samples equal the whole request's. Called by dialects; pure.
 
-The embedded engine gives sample i of a request with seed s the key mix(mix(s) + GOLDEN * (i + 1)); see `embedded.sampler.row_keys`. As mix
+The embedded engine gives sample i of a request with seed s the key mix(mix(s) + GOLDEN * (i + 1)); see `engine.sampler.row_keys`. As mix
 is a bijection, for every i there is a seed whose samples 0, 1, ... are samples i, i + 1, ... of s.
 """
 

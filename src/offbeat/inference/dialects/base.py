@@ -102,7 +102,7 @@ class Dialect(Protocol):
     async def health(self, wire: Wire) -> dict[str, Any]:
         """Return the engine's report about itself, with "version" where it knows one; raises unless the engine serves requests.
 
-        "paused" is true, or names who paused it, where the engine samples nothing although no publisher of this run is working on it.
+        "paused" is true, or the pausing client's name, where the engine samples nothing although no publisher of this run is working on it.
         """
         ...
 
