@@ -131,7 +131,7 @@ def value(targets: Targets, trained: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Clips:
-    """Which of M targets an objective clips, [M] bool each: in any way, at its lower bound, and at its upper one.
+    """Targets that an objective clips, [M] bool each: in any way, at its lower bound, and at its upper one.
 
     A clip removes the gradient, except cispo's, which bounds the weight. The dual clip counts only in `any`.
     """

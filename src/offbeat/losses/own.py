@@ -25,7 +25,7 @@ from offbeat.losses.targets import Targets
 
 @dataclass(frozen=True, eq=False)
 class LossTokens:
-    """M generated tokens of some sequences, all of which are trained on. Of a sequence, all its trained tokens are here.
+    """M generated tokens of some sequences: all trained tokens of each sequence, and no others.
 
     Attributes:
         logprobs: [M] float32 with gradient, log-probability of each token under the policy that is being trained.
