@@ -47,7 +47,7 @@ class ContextGroup:
             key, value: [R / c, Hkv, D] and [R / c, Hkv, Dv] in the same dtype; heads are repeated where there are too few of them.
 
         Returns:
-            [R, H / c, D], [R, h, D] and [R, h, Dv] with h = lcm(Hkv, c) / c, in which H / c / h heads of the query share one of the key.
+            [R, H / c, D], [R, h, D] and [R, h, Dv] with h = lcm(Hkv, c) / c, where H / c / h query heads share one key head.
 
         Raises:
             ModelError: H is no multiple of c.

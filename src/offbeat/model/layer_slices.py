@@ -3,7 +3,7 @@
 `parallel` notes how it has divided a model, and `lora` asks about each layer that it adapts. With x A B beside a layer, a rank multiplies
 by the rows of A for the inputs that it has, and by the columns of B for its outputs. Where it has a slice of the inputs, x A is one part of
 a sum over the group, and where it has a slice of the outputs, so is the gradient of x A. Only the inputs of the next step, B or x, take
-these sums: the gradients of A and B are computed from the parts, so that those of all ranks add up to the gradients of A and B.
+these sums: the gradients of A and B are computed from the parts, so that they add up over all ranks.
 """
 
 from collections.abc import Mapping

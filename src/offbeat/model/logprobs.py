@@ -89,7 +89,7 @@ def unscored(row: PackedRow) -> PackedRow:
 
 
 def scored_positions(source: np.ndarray) -> np.ndarray:
-    """Return the positions [U] int64 at which the head runs, one of which is in no result where nothing is scored.
+    """Return the positions [U] int64 at which the head runs; [0], whose result is not used, if nothing is scored.
 
     Every share goes through the graph, as peers wait for its collectives.
     """

@@ -169,7 +169,7 @@ def _gives_values(model: PreTrainedModel) -> bool:
 
 
 def small_row(model: PreTrainedModel, *, share_prefix: bool = False) -> PackedRow:
-    """Return a row of two fixed sequences, of whose tokens five are targets."""
+    """Return a row of two fixed sequences with five targets."""
     lengths = [_PROMPT + answer for answer in _ANSWERS]
     trained = np.concatenate([np.arange(length) >= _PROMPT for length in lengths])
     batch = Batch.of_next_tokens(

@@ -31,7 +31,7 @@ class KernelCall:
     """n sequences of queries, each with its own keys, all in one call of the kernel.
 
     Attributes:
-        query_index: [U] int64, tokens of the row that are queries, in the order of their sequences; None where it is all of them in order.
+        query_index: [U] int64, tokens of the row that are queries, in the order of their sequences; None for all tokens in order.
         key_index: [K] int64, the same for keys, which may repeat.
         query_bounds, key_bounds: [n + 1] int32, where sequences begin and end among the queries and the keys.
         most_queries, most_keys: length of the longest sequence.

@@ -31,13 +31,13 @@ class Vocabulary:
         return cls(start, start + count, weight.device_mesh.get_group())
 
     def own(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the columns [M] int64 of tokens, and [M] bool for those of other parts (whose column is any); None if there are none."""
+        """Return the columns [M] int64 of tokens, and [M] bool for tokens of other parts, whose column is any; None if undivided."""
         if self.group is None:
             return targets, None
         return (targets - self.start).clamp(0, self.stop - self.start - 1), (targets < self.start) | (targets >= self.stop)
 
     def join(self, normalizer: Tensor, means: Tensor, picked: Tensor) -> None:
-        """Turn numbers of this part into those of the whole vocabulary, in place; collective.
+        """Turn numbers of this part into numbers of the whole vocabulary, in place; collective.
 
         Args:
             normalizer: [U] float32, log of the sum of exponentials.
