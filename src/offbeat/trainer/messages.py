@@ -271,7 +271,7 @@ class CanaryScores:
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Address of rank 0's store, through which ranks meet, and its process; None in the request that asks for it."""
+    """Address of rank 0's store, through which ranks meet; `server` is its process, None in the request."""
 
     host: str
     port: int

@@ -54,7 +54,7 @@ class OffloadedAdamW(torch.optim.AdamW):
                 _update(part, group)
             if steps := [self.state[parameter]["step"] for parameter in parameters]:
                 torch._foreach_add_(steps, 1)
-        current_platform.synchronize()  # the moments are on their way back, and somebody may read them now
+        current_platform.synchronize()  # the moments are on their way back, and the caller may read them now
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict` of this class or of torch's; moments stay on the host, where torch would move them away."""

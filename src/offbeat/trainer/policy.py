@@ -138,7 +138,7 @@ def autocast(config: TrainConfig, module: nn.Module) -> torch.autocast:
 
 
 def _silence_dropout(model: PreTrainedModel) -> None:
-    """Turn dropout off: trained log-probabilities must equal those of the engines' policy, which has none."""
+    """Turn dropout off: trained log-probabilities must equal the engines' ones, which have none."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -162,7 +162,7 @@ def _load_parts(
     if found:
         _check_packs(model, groups)
     strategy = found[0] if found else Alone(model)
-    with strategy.scoring():  # at its end, it has nothing left of the forward passes by which the model was tried
+    with strategy.scoring():  # at its end, it drops the remains of the forward passes that try the model
         if shape.tp > 1:
             mixed = bool(found) and precision == "bf16_mixed"
             check_slices(model, groups.mesh["tp"], computes=torch.bfloat16 if mixed else None)
