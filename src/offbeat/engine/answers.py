@@ -1,6 +1,6 @@
 """Answers of the engine's HTTP endpoints, in OpenAI's format plus `token_ids` and `versions`. Used by `server`; no I/O.
 
-Whoever asks a completion for `encoding_format: "base64"` gets arrays, which take a fortieth of the time to read.
+With `encoding_format: "base64"` a completion holds arrays, which take a fortieth of the time to read.
 """
 
 import math
@@ -58,7 +58,7 @@ class Prompt:
 
 
 class Format(Protocol):
-    """How one endpoint formats the parts of an answer."""
+    """The format of an answer's parts at one endpoint."""
 
     prefix: str
     kind: str

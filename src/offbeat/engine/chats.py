@@ -1,6 +1,6 @@
 """The engine's endpoints for chats: chat completions, Responses and Messages, with tools. Used by `server`.
 
-Chat completions without tools answer with the model's text as it is. All other answers are told in their parts: reasoning, text and calls.
+Chat completions without tools answer with the model's text as it is. All other answers are sent in parts: reasoning, text and calls.
 """
 
 import asyncio

@@ -253,7 +253,7 @@ class Engine:
         return [row for row, sample in enumerate(self._rows.samples) if sample.request in requests] if requests else []
 
     def _fail_rows(self, rows: list[int], error: type[EngineError], text: str) -> list[Event]:
-        """End the requests of these rows with an error, in whose text `{adapter}` stands for theirs."""
+        """End the requests of these rows with an error; `{adapter}` in its text is replaced by their adapter's name."""
         self.finished["error"] += len(rows)
         requests = dict.fromkeys(self._rows.samples[row].request for row in rows)
         return [Event(request.id, error(text.replace("{adapter}", request.adapter))) for request in requests]
@@ -334,7 +334,7 @@ class Engine:
 
     @property
     def live_folder(self) -> str:
-        """Where the live weights were written."""
+        """Folder in which the live weights were written."""
         return self._versions.live_folder
 
     def prepare(self, folder: str, broadcast: str = "", *, live: str = "") -> object:

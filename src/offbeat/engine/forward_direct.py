@@ -21,7 +21,7 @@ from offbeat.engine.matrix import Matrix, head_matrix, matrix
 
 @dataclass(frozen=True)
 class Family:
-    """How one model type differs from another."""
+    """Differences between the supported model types."""
 
     qkv_bias: bool
     qk_norm: bool

@@ -71,6 +71,6 @@ class EngineStart:
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """Where an engine listens."""
+    """Address of an engine, such as "http://127.0.0.1:8000"."""
 
     url: str

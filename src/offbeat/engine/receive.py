@@ -26,7 +26,7 @@ def receive_weights(
         state = dict(tensors())
         try:
             apply_changes(state, changes)
-        except ChangesError:  # the weights in use are not what they should be
+        except ChangesError:  # the weights in use differ from the published ones
             return None
         return state
 

@@ -20,7 +20,7 @@ _NO_IDS = np.zeros(0, np.int64)
 
 
 def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return the ways in which the tokenizer writes each word, right after other text and after a space.
+    """Return the tokens of each word, both right after other text and after a space.
 
     A word with a character that the tokenizer does not know cannot appear, and has none.
     """
@@ -30,7 +30,7 @@ def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int,
 
 
 class TokenCounts:
-    """How often each token occurs in a growing sample; tokens of the prompt are known with a count of 0."""
+    """Counts of the tokens in a growing sample; tokens of the prompt are known with a count of 0."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         known = np.unique(np.array(prompt, np.int64))

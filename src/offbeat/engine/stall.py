@@ -8,7 +8,7 @@ waits for a device in a loop, is reported after `COMPUTING_FACTOR` times the pat
 from offbeat.pulse import LOOK_S, Signs
 
 LOOKED_AT_S = 1.0
-"""Seconds that a step takes before anybody looks at it; most take milliseconds."""
+"""Seconds that a step takes before it is looked at; most take milliseconds."""
 
 COMPUTING_FACTOR = 5
 """Longest time of a step that computes, as a multiple of the patience."""

@@ -69,7 +69,7 @@ class Grammar:
 
     @property
     def trouble(self) -> str:
-        """Why no token may follow; empty if one may."""
+        """Reason why no token may follow; empty if one may."""
         return _one_line(self._matcher.get_error()) if self._matcher.is_error() else ""
 
 
