@@ -85,7 +85,7 @@ class Board:
     """
 
     def __init__(self, rank: int, *, on_stuck: Callable[[Verdict], None] = lambda _verdict: None) -> None:
-        """`on_stuck` is told of a failure that the caller may never see, since it may be in a collective that does not end."""
+        """`on_stuck` is called with a failure that the caller may never see, since it may be in a collective that does not end."""
         self._on_stuck = on_stuck
         self.rank = rank
         self.wait: Wait | None = None

@@ -1,4 +1,4 @@
-"""Deals a model's tensors, of which ranks hold parts, out to the ranks that want them: each tensor whole to one rank, and to no other.
+"""Deals the tensors of a model, which ranks hold in parts, to the ranks that want them: each tensor whole to one rank.
 
 Called by the trainer, on all ranks at once, where weights are published or exported. Every rank tells its `Holdings` once; from these all
 make the same plan. A rank never has more than its holdings, the tensors that it is dealt, one bucket sent and one received.
@@ -77,7 +77,7 @@ class Deal:
     """Who gets which tensor, and who sends which part of it; the same on every rank.
 
     Attributes:
-        specs: shape and number format of each tensor as it is dealt, by its name, in the order of the model.
+        specs: shape and number format in which each tensor is dealt, by its name, in the order of the model.
         owners: the rank that gets each tensor.
         parcels: blocks that rank s sends to rank o, in order, by (s, o); blocks that an owner holds itself are under (o, o).
         world: number of ranks.

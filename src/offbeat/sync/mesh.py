@@ -97,7 +97,7 @@ class ProcessGroups:
         shape: layout of the ranks.
         mesh: all ranks on the platform's backend, in the dimensions "dp", "shard", "cp" and "tp", some of which may be of size 1.
         gradient_mesh: one dimension: this rank and its peers of the same tensor index, over which gradients are summed.
-        cpu_group: gloo over all ranks, whatever the device.
+        cpu_group: gloo over all ranks, on any device.
         sync: named points over all ranks.
     """
 
@@ -235,7 +235,7 @@ def check_peers() -> None:
 
 
 def give_up(error: BaseException) -> None:
-    """Give up because of `error`: tell all peers, and kill those that are stopped and cannot hear it. Never raises."""
+    """Give up because of `error`: tell all peers, and kill stopped ones, which cannot hear it. Never raises."""
     for sync in _syncs:
         if isinstance(error, SyncError):
             sync.pass_on(error)

@@ -126,7 +126,7 @@ class WeightBroadcast:
             del self._store, self._state, self._changed  # waiting receivers learn that the store is gone
 
     def _gather(self) -> list[Arrival]:
-        """Return the receivers that wait for a ticket: all expected ones, or those present when none came for a moment; [] once closed."""
+        """Return the receivers that wait for a ticket: all expected ones, or the present ones after a quiet moment; [] once closed."""
         arrived: list[Arrival] = []
         last_came_at = 0.0
         while not self._closed.wait(_POLL_S if arrived or self._expected else _IDLE_POLL_S):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 _FALLBACK_POLL_S = 0.25
-"""Interval between two looks at processes for which the system offers no file descriptor to wait on."""
+"""Interval between two looks at processes without a file descriptor to wait on."""
 
 _STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "I": "idle"}
 

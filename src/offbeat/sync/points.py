@@ -1,10 +1,11 @@
-"""The arithmetic of arriving at a sync point: one counter in the store per point says who has arrived, under which name, and who gave up.
+"""The arithmetic of arriving at a sync point: per point, one counter in the store counts arrivals, their names, and ranks that gave up.
 
 Each rank adds its ticket when it arrives; a rank whose deadline has passed adds a poison. The store adds atomically and returns the sum,
 so every rank reads a consistent count from the one operation that it needs anyway. The point is *passed* if and only if the last ticket
 came before the first poison and all names agree; otherwise the owner of the first poison alone writes the verdict.
 
-A sum holds, from the lowest bit: 13 bits of tickets, 13 bits of poisons, 37 bits of the sum of the names' 24-bit hashes.
+A sum holds, from the lowest bit: 13 bits of tickets, 13 bits of poisons, 37 bits of the sum of the names' 24-bit hashes. For example, two
+arrivals at a name of hash h and one poison are 2 + (1 << 13) + (2 * h << 26).
 """
 
 import zlib

@@ -68,7 +68,7 @@ _CLOSE_S = 2.0
 """Time for the threads to end: they block only when the store's host does, whose own Judge lingers for a second."""
 
 _COLLECTIVE_FAILED = re.compile(r"\bgloo\b|\bnccl\b|Operation timed out", re.IGNORECASE)
-"""Matches the text of a RuntimeError raised by a collective; an error of another type, whatever its text, is the block's own."""
+"""Matches the text of a RuntimeError raised by a collective; an error of another type is always the block's own."""
 
 
 def _is_of_collective(exc: BaseException) -> bool:
@@ -341,7 +341,7 @@ class Sync:
         self._give_up(Verdict("failed", f"rank {self.rank} failed: {reason}"))
 
     def pass_on(self, error: SyncError) -> None:
-        """Tell all peers an error that named the rank to blame, of which this rank is a victim. As `fail` otherwise."""
+        """Tell all peers an error that names another rank as the one to blame. As `fail` otherwise."""
         self._give_up(Verdict("failed", str(error)))
 
     def _give_up(self, verdict: Verdict) -> None:
@@ -373,7 +373,7 @@ class Sync:
         self._end(Leave(in_order=True))
 
     def _at_exit(self) -> None:
-        """Handle a process that ends without having left: waiting peers are told of the exception that ends it, else of its exit code."""
+        """Handle a process that ends without having left: waiting peers get the exception that ends it, else its exit code."""
         error = getattr(sys, "last_value", None)
         if error is not None and not isinstance(error, SyncError):
             self.fail(f"{type(error).__name__}: {error}")

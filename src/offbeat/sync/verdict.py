@@ -20,16 +20,16 @@ class Status:
     """A watcher's answer about its rank.
 
     Attributes:
-        phase, phase_s: text of the rank's current phase, and for how many seconds it has lasted.
+        phase, phase_s: text of the rank's current phase, and the seconds that it has lasted.
         point, n: name and number of the sync point at which it waits; "" and 0 when it does not wait.
         keys: keys of the values that it brings there; they must agree, as the point must.
         waited_s: seconds that it has waited there.
-        last, last_s: the point that it left last, and how many seconds ago.
+        last, last_s: the point that it left last, such as "step_times", and the seconds since then.
         inside: number of the point whose collective it has entered and not left; 0 when none.
         stack: stack of the thread that waits, else of the one that entered the phase; innermost call last.
         beat_age_s: seconds since the rank last said that it waits under a deadline of its own.
         states: process states of the ranks on its machine.
-        still_s: seconds for which its work has shown no sign of life, see `offbeat.pulse`; 0 where it does nothing.
+        still_s: seconds for which its work has shown no sign of life, see `offbeat.pulse`; 0 without work.
         waits: whether its work waits for other ranks.
     """
 
@@ -78,7 +78,7 @@ class Evidence:
         arrived: number of ranks that had arrived when the deadline passed.
         answers: answers by rank; ranks without an entry did not answer.
         started: ranks whose process has joined.
-        states: process states by rank, of those that some machine can see.
+        states: process states by rank, of the ranks that some machine can see.
     """
 
     name: str
@@ -169,7 +169,10 @@ def _mismatch(evidence: Evidence) -> Verdict:
 
 
 def _missing(evidence: Evidence) -> list[int]:
-    """Return the ranks that were missing at the deadline; of those that came since, the latest, to match the count."""
+    """Return the ranks that were missing at the deadline; of ranks that came since, the latest ones, to match the count.
+
+    For example, with 2 of 3 ranks there at the deadline and all there now, it is the rank that has waited least.
+    """
     healthy = [rank for rank in range(evidence.world) if not _is_silent(rank, evidence) and evidence.answers[rank].n == evidence.n]
     healthy.sort(key=lambda rank: evidence.answers[rank].waited_s, reverse=True)
     return sorted(set(range(evidence.world)) - set(healthy[: evidence.arrived]))
