@@ -1,1 +1,1 @@
-"""Worker processes: how they are started, locally or by Ray, called, and ended. The only home of Ray."""
+"""Worker processes: starts, calls and ends of them, locally or by Ray. The only user of Ray."""

@@ -322,7 +322,7 @@ async def fetch(folder: Path, disks: Sequence[Far], *, merge: bool = False, time
 async def collect(
     sources: Sequence[Disk], place: DiskFolder, target: Disk, to: str, *, merge: bool = False, what: str, timeout_s: float,
 ) -> int:
-    """Copy one folder, of which each source may have a part, to another disk, where it appears complete or not at all.
+    """Copy one folder, in parts from any number of sources, to another disk, where it appears complete or not at all.
 
     Args:
         place: place of the folder on the sources, and patterns of its files.

@@ -183,7 +183,7 @@ async def ask_all(
     """`ask` each worker its request, all at once.
 
     Args:
-        patience_s: for how long a worker may be stopped, or hang.
+        patience_s: longest time for which a worker may be stopped, or hang.
 
     Raises:
         OffbeatError: the root cause where some fail, as raised by its worker; the others' errors are notes of one line. Where only a
