@@ -137,7 +137,7 @@ class Child:
 
         Args:
             payload: bytes, or pieces that make them up, whose memory must not change until the call is answered.
-            patience_s: for how long the process may be stopped, in this call or before, or hang in a way that it cannot report itself;
+            patience_s: longest time for which the process may be stopped, in this call or before, or hang so that it cannot report it;
                 None for as long as `timeout_s`.
 
         Raises:
@@ -239,7 +239,7 @@ class Child:
         return call_id, future
 
     def _frame(self, kind: int, call_id: int, *payload: bytes | memoryview) -> None:
-        if self._writer.is_closing():  # the process is gone, and `_read` tells those who wait
+        if self._writer.is_closing():  # the process is gone, and `_read` ends the waiting calls
             return
         num_bytes = sum(map(len, payload))
         frame = (HEADER.pack(num_bytes, call_id, kind), *payload)
@@ -251,7 +251,7 @@ class Child:
             self._sending = asyncio.create_task(self._send_on(), name=f"send to {self.name}")
 
     async def _send_on(self) -> None:
-        with contextlib.suppress(ConnectionError):  # `_read` tells those who wait
+        with contextlib.suppress(ConnectionError):  # `_read` ends the waiting calls
             while self._unsent:
                 piece = self._unsent[0]  # until all of it is sent, so that no other frame comes between
                 for start in range(0, len(piece), _AT_ONCE_BYTES):
@@ -304,7 +304,7 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # Process.kill would take the exit status away from whoever waits for it
+            with contextlib.suppress(ProcessLookupError):  # Process.kill would take the exit status away from other waiters
                 os.kill(self._process.pid, signal.SIGKILL)
         await self._process.wait()
 
