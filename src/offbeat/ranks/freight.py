@@ -140,7 +140,7 @@ class Freight:
 
 
 def _firsts(workers: Sequence[Worker]) -> list[bool]:
-    """Tell of each worker whether it is the first on its disk."""
+    """Return for each worker whether it is the first on its disk, e.g. [True, False] for two on one disk."""
     names = [worker.disk.name if worker.disk is not None else "" for worker in workers]
     return [names.index(name) == index for index, name in enumerate(names)]
 

@@ -1,4 +1,4 @@
-"""The train ranks as one to call, whatever the mode: `WorkerRanks` here, `spmd.ranks` where each rank runs the loop. Torch-free.
+"""The train ranks behind one interface for both modes: `WorkerRanks` here, `spmd.ranks` where each rank runs the loop. Torch-free.
 
 A call goes to all ranks. Calls run one after another, in the same order on every rank. When a worker has died, or is out of step with the
 others, every call fails until `restart`.
@@ -131,7 +131,7 @@ class WorkerRanks:
         return self._workers
 
     async def restart(self, *, on_gone: Callable[[], None]) -> None:
-        """End all ranks at once, including those that hang, and start new ones. Calls in flight fail.
+        """End all ranks at once, hanging ones too, and start new ones. Calls in flight fail.
 
         Args:
             on_gone: called when the ranks' memory is gone.
@@ -234,5 +234,5 @@ def _check_seen(workers: Sequence[Worker], config: Config) -> None:
 
 
 async def end_ranks(workers: Iterable[Worker]) -> None:
-    """End ranks that have failed, including those that hang."""
+    """End ranks that have failed, hanging ones too."""
     await gather_all(worker.stop(timeout_s=FAILED_STOP_S) for worker in workers)
