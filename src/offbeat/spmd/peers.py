@@ -71,7 +71,7 @@ class RankPeers:
             try:
                 data = _DONE + wire.encode(await work())
             except SyncError:
-                raise  # of which the others know
+                raise  # the others know of it
             except Exception as exc:
                 error, data = exc, _FAILED + wire.encode(describe(exc))
         try:

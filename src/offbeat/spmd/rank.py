@@ -207,7 +207,7 @@ async def _listen() -> None:
         try:
             check_peers()
         except PeerError:
-            await asyncio.sleep(_BEAT_INTERVAL_S)  # if the rank's thread waits at a point, it hears of it, too, and says more
+            await asyncio.sleep(_BEAT_INTERVAL_S)  # if the rank's thread waits at a point, it raises the failure with more details
             raise
         await asyncio.sleep(_BEAT_INTERVAL_S)
 
