@@ -70,7 +70,7 @@ class AdapterCache:
         Args:
             capacity: number of adapters that an engine holds at once.
             judge: decides whether an engine's proof is believed.
-            keep: number of each adapter's newest versions whose folders stay, besides those in use.
+            keep: number of each adapter's newest versions whose folders stay, besides versions in use.
             on_event: called with "adapter_loaded" (engine, adapter, seconds) or "load_failed" (engine, adapter, reason) for each load
                 outside of publishes.
         """
@@ -152,12 +152,12 @@ class AdapterCache:
         return {engine: list(slots.held) for engine, slots in self.slots.items()}
 
     def holders(self, name: str) -> list[str]:
-        """Return the engines in service that hold an adapter; while there is none, those that are loading it."""
+        """Return the engines in service that hold an adapter; if there is none, the engines that are loading it."""
         slots = {engine: self.slots[engine] for engine in self._pool.healthy}
         return [e for e, its in slots.items() if name in its.held] or [e for e, its in slots.items() if name in its.coming]
 
     def targets(self, adapter: str, engines: Collection[str]) -> list[str]:
-        """Choose engines for a new version: first those that hold another version of the adapter, then those with the fewest adapters."""
+        """Choose engines for a new version: first holders of another version of the adapter, then engines with the fewest adapters."""
         adapters = {engine: {adapter_of(name) for name in self.slots[engine].names} for engine in engines}
         ranked = sorted(engines, key=lambda engine: (adapter not in adapters[engine], len(adapters[engine])))
         return ranked[: self._num_replicas]

@@ -155,7 +155,7 @@ class EngineGroup:
             raise EngineError(f"{name} could not be sent {folder}: {exc}") from exc
 
     async def end(self, name: str) -> None:
-        """End the engine's process, so that it holds nothing; `restart` replaces it. Only for engines that the run owns."""
+        """End the engine's process, so that its memory is free; `restart` replaces it. Only for engines that the run owns."""
         await self.workers[[worker.name for worker in self.workers].index(name)].stop(timeout_s=_RESTART_STOP_TIMEOUT_S)
 
     async def watch(self, on_death: Callable[[str, str], None]) -> None:

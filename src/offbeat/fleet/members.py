@@ -49,7 +49,7 @@ class Member:
 
     @property
     def out(self) -> bool:
-        """Whether the engine is out of service, so that nothing it says may be trusted."""
+        """Whether the engine is out of service, so that its answers must not be trusted."""
         return self.state in (State.QUARANTINED, State.HEALING)
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 YIELD_FACTOR = 1.5
 YIELD_REQUESTS = 4
 """A session stays where its prefix is cached until that engine's load exceeds YIELD_FACTOR times the least load plus YIELD_REQUESTS
-requests. The factor alone would move sessions between engines that are nearly idle, and requests alone between those that are all busy."""
+requests. The factor alone would move sessions between nearly idle engines, and requests alone between busy ones."""
 _MAX_SESSIONS = 65_536
 
 
