@@ -1,1 +1,1 @@
-"""Composition: how a configuration becomes a run, with a loop or with many adapters; torch-free."""
+"""Composition of a run from its configuration, with a loop or with many adapters; torch-free."""

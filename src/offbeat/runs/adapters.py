@@ -121,7 +121,7 @@ class Adapters:
         return self._ranks.alive
 
     async def restart_trainers(self) -> None:
-        """End all ranks at once, including those that hang, and start new ones, while the engines go on serving.
+        """End all ranks at once, hanging ones too, and start new ones, while the engines go on serving.
 
         All adapters in training are gone, so `load` or `add` each. Published versions are sampled as before. Recorded as the events
         "trainers_failed" (dead: names of ranks whose processes have ended) and "trainers_restarted" (seconds).
@@ -219,12 +219,12 @@ class Adapters:
         return await self._trainers.optim_step(params)
 
     def step_of(self, name: str) -> int:
-        """Return the number of optimizer steps that an adapter has taken, including those before its last `load`."""
+        """Return the number of optimizer steps that an adapter has taken, also before its last `load`."""
         self._find_training(name)
         return self._trainers.steps[name]
 
     async def publish(self, name: str) -> PublishReport:
-        """Write the adapter as it is now as its next version, and bring that to the engines.
+        """Write the adapter's present weights as its next version, such as folder "v00000012", and bring it to the engines.
 
         Raises:
             PublishError: no engine serves it; gives each engine's reason. Its older version, and all other adapters, go on.
@@ -235,7 +235,7 @@ class Adapters:
             return await self.fleet.publisher.publish(await self.write(name, self._folder(name) / f"v{version:08d}", version=version))
 
     async def write(self, name: str, folder: Path, *, version: Version | None = None) -> Manifest:
-        """Write the adapter as it is now to a new PEFT folder, with its proof, for engines to load or for anyone to keep.
+        """Write the adapter's present weights to a new PEFT folder, with its proof, for engines to load or for anyone to keep.
 
         Args:
             version: number of the version, such as 12; None takes the next. The number is used up even if this fails.

@@ -199,7 +199,7 @@ def _configured(config: Config, model: EvaluatedModel) -> Config:
 async def open_rollouts(
     config: Config, record: RunRecord, *, adapter: str = "",
 ) -> AsyncIterator[tuple[EngineRollouts, Callable[[], Coroutine[Any, Any, None]]]]:
-    """Start engines that serve `model.path` as it is, and rewards, to evaluate without training; also yields the watch over the engines.
+    """Start engines that serve `model.path`, and rewards, to evaluate without training; also yields the watch over the engines.
 
     Args:
         adapter: folder of a LoRA adapter to sample; "" for the model itself.

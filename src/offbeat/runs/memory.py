@@ -95,7 +95,7 @@ def rank_memory(
         mixed: whether layers compute in bfloat16 (`train.precision`).
         checkpointing: whether activations are computed again in full.
         offloads: whether moments are kept in host memory (`train.offload_optimizer`).
-        adapter_rank: `model.lora.rank` of an adapter on all linear layers, of which every rank holds all; 0 trains the model's weights.
+        adapter_rank: `model.lora.rank` of an adapter on all linear layers, held whole by every rank; 0 trains the model's weights.
         half: whether the frozen weights under an adapter are bfloat16 (`model.dtype`).
     """
     each = 2 if adapter_rank and half else 4

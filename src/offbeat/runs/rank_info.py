@@ -1,4 +1,4 @@
-"""The place of this process among those that run the loop: alone in single-controller mode, a rank under torchrun in SPMD mode.
+"""The place of this process among the processes that run the loop: alone in single-controller mode, a rank of torchrun's in SPMD mode.
 
 It is read from the environment before anything is started, so that a command that does not fit the mode ends at once. Torch-free.
 """
