@@ -119,7 +119,7 @@ class Checkpoints:
         return folder in self._held or self._rows.has_folder(folder) or any(uses(folder) for uses in self.users)
 
     async def clean(self) -> None:
-        """Set aside folders that no row names, left by a killed server or another database, and restore those that a row names again."""
+        """Set aside folders that no row names, left by a killed server or another database; restore folders that a row names again."""
         found, aside = await asyncio.to_thread(lambda: (_names(self._root) - {FOLDER}, self._orphans.names()))
         for name in aside:
             if self._is_needed(name):
@@ -202,7 +202,7 @@ class Checkpoints:
         return {row.run_id for row in self._lasting(self._rows.public)}
 
     def newest(self, run_id: str, *, owner: str) -> dict[CheckpointKind, CheckpointRow]:
-        """Return the latest checkpoint of each kind in a run, among those that the owner may read."""
+        """Return the latest checkpoint of each kind in a run that the owner may read."""
         found = [row for row in self._lasting(self._rows.of(run_id=run_id)) if row.public or row.owner == owner]
         return {row.kind: row for row in sorted(found, key=lambda row: row.created)}
 

@@ -26,7 +26,7 @@ ANSWER_ROW_BYTES = 256
 """Bytes of one answer's row in the database."""
 
 REQUEST_BYTES = 4096
-"""Bytes of any request under way, whatever it contains."""
+"""Bytes of any request under way, in addition to its contents."""
 
 # Bytes in the controller for each token and each target (its position, four inputs, its cells, and the results of passes and joined).
 _TOKEN_BYTES, _TARGET_BYTES = 4, 44

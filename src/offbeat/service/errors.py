@@ -12,7 +12,7 @@ _INSIDES = re.compile(r"(?<![\w:/])/[\w.]|\bhttps?://|\n")
 
 
 class RequestError(UserError):
-    """A request that cannot be carried out as it is.
+    """A request that cannot be carried out without a change.
 
     Attributes:
         model_id, seq_id: model and number of a training request, if they could be read, so that later requests need not wait for it;

@@ -20,7 +20,7 @@ class FairQueue(Generic[T]):
 
     def __init__(self) -> None:
         self._queues: dict[str, deque[tuple[int, T]]] = {}
-        self._times: dict[str, int] = {}  # of owners that wait, and of those ahead of the current virtual time
+        self._times: dict[str, int] = {}  # of owners that wait, or are ahead of the current virtual time
         self._now = 0
 
     def __len__(self) -> int:

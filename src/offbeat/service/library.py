@@ -41,7 +41,7 @@ class Library:
         return self._models.find(caller, run_id).info
 
     def newest_checkpoints(self, caller: Caller, run_id: str) -> dict[CheckpointKind, CheckpointInfo]:
-        """Return the latest checkpoint of each kind in a run, among those that the caller may read."""
+        """Return the latest checkpoint of each kind in a run that the caller may read."""
         newest = self._checkpoints.newest(run_id, owner=caller.owner)
         return {kind: _info(row) for kind, row in newest.items()}
 

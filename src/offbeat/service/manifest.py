@@ -98,5 +98,5 @@ def verify(folder: Path) -> Contents:
 
 
 def sealed_folders(root: Path) -> frozenset[str]:
-    """Return the names of all complete folders, including those set aside."""
+    """Return the names of all complete folders, also of ones set aside."""
     return frozenset(path.parent.name for pattern in ("*", f"{FOLDER}/*/*") for path in root.glob(f"{pattern}/{MANIFEST}"))

@@ -53,7 +53,7 @@ class Model:
         marked: whether the stored row has, or is about to have, `dirty`: a restart would lose training.
         storing: lock held while the stored row changes.
         numbers: numbers of its requests that have an outcome.
-        step: number of optimizer steps so far, including those before its checkpoint.
+        step: number of optimizer steps so far, also before its checkpoint.
         resident: whether the trainers hold it.
         last_used: counter of turns over all models, as of the last turn that needed this one.
         counted: whether it counts towards its owner's limit of models.

@@ -303,7 +303,7 @@ class Service:
         return self._submit(caller, model_id, seq_id, Export(check_name(name), ttl_s, recipients), kind="save_weights_external")
 
     def skip(self, caller: Caller, model_id: str, seq_id: int) -> None:
-        """Note that the request with this number was refused, so that nothing waits for it. Never raises."""
+        """Note that the request with this number was refused, so that no later request waits for it. Never raises."""
         model = self._models.get(model_id)
         if model is not None and model.row.owner == caller.owner and seq_id > 0:
             self._training.skip(model, seq_id)

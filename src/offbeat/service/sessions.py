@@ -145,7 +145,7 @@ class Sessions:
         await self._forget([row for row in self._rows.values() if self.silence_s(row.id) > self._retention_s])
 
     async def _forget(self, rows: list[SessionRow]) -> None:
-        """Forget the given sessions, except those to which something belongs."""
+        """Forget the given sessions, except ones to which something belongs."""
         used = {session_id for using in self.users for session_id in using()} if rows else set()
         rows = [row for row in rows if row.id not in used][:_SWEPT_AT_ONCE]
         for row in rows:

@@ -111,7 +111,7 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class Payload:
-    """An encoded answer as it is sent to the client."""
+    """An encoded answer to a client; e.g. content type "application/json" and the bytes."""
 
     content_type: str
     data: bytes
@@ -184,7 +184,7 @@ class TopTokens:
 
 @dataclass(frozen=True, eq=False)
 class SampledSequence:
-    """One sample: tokens [L] int32, including those that end it, and their logprobs [L] float32."""
+    """One sample: tokens [L] int32, including its end tokens, and their logprobs [L] float32."""
 
     tokens: np.ndarray
     logprobs: np.ndarray

@@ -16,7 +16,7 @@ _INDEX = np.dtype("<i8")
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A tensor with all its values, or only those that differ from 0.
+    """A tensor with all its values, or only its non-zero ones.
 
     Attributes:
         values: [N] float32 or int64, finite.
