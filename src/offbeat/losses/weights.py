@@ -91,6 +91,8 @@ def _is_dropped(targets: Targets, rule: FilterSpec, m2_mask: Tensor | None) -> T
         case "tv":
             values = torch.where(torch.isfinite(targets.prox), targets.prox.exp() - targets.rollout.exp(), 0.0)
             values = torch.where(torch.isfinite(targets.rollout), values, torch.inf)
+        case unknown:
+            raise AssertionError(f"the filter {unknown!r} has no formula")
     if rule.level == "sequence":
         values = targets.over_sequences(values, rule.aggregate)
     if rule.metric == "ratio":

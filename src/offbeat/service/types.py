@@ -49,10 +49,7 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class SparseArray:
-    """Some cells of an array: values [M] and their flat indices [M], int64 and increasing; all other cells are empty.
-
-    For example, values [7, 9] in the cells [1, 5] of shape (2, 3) are 7 in row 0, column 1 and 9 in row 1, column 2.
-    """
+    """Some cells of an array: values [M] and their flat indices [M], such as [1, 5], int64 and increasing; all other cells are empty."""
 
     values: np.ndarray
     cells: np.ndarray
