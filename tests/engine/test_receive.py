@@ -49,13 +49,13 @@ def test_an_engine_at_the_version_before_receives_no_more_than_what_has_changed(
             versions[1][name] = versions[0][name].clone()
             versions[1][name][1, 2] = tensor[1, 2]
     received: list[int] = []
-    original = broadcast.Group.broadcast
+    original = broadcast.BroadcastGroup.broadcast
 
-    def counting(group: broadcast.Group, tensors: list[torch.Tensor], *, device: torch.device) -> None:
+    def counting(group: broadcast.BroadcastGroup, tensors: list[torch.Tensor], *, device: torch.device) -> None:
         received.append(sum(tensor.nbytes for tensor in tensors))
         original(group, tensors, device=device)
 
-    monkeypatch.setattr(broadcast.Group, "broadcast", counting)
+    monkeypatch.setattr(broadcast.BroadcastGroup, "broadcast", counting)
     base = tmp_path / "base"
     (tmp_path / "v1").rename(base)
     server._loop.stage(0, Source(str(base)))

@@ -5,16 +5,16 @@ import time
 
 from offbeat.phase import phase
 from offbeat.sync.board import Board, Wait
-from offbeat.sync.verdict import Verdict
+from offbeat.sync.verdict import SyncVerdict
 
 
 def test_the_first_failure_stays_and_reaches_who_waits():
     board = Board(0)
     board.wait = Wait(1, "save", 5.0, None, threading.get_ident())
-    board.fail(Verdict("failed", "first"))
-    board.fail(Verdict("failed", "second"))
-    assert board.failure == Verdict("failed", "first")
-    assert board.wait.messages.get(timeout=30) == Verdict("failed", "first")
+    board.fail(SyncVerdict("failed", "first"))
+    board.fail(SyncVerdict("failed", "second"))
+    assert board.failure == SyncVerdict("failed", "first")
+    assert board.wait.messages.get(timeout=30) == SyncVerdict("failed", "first")
 
 
 def test_a_status_tells_the_phase_outside_of_points_and_the_point_inside():

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from offbeat.sync.broadcast import Group, Spec, cut, receive
+from offbeat.sync.broadcast import BroadcastGroup, Spec, cut, receive
 
 CPU = torch.device("cpu")
 
@@ -54,7 +54,7 @@ def test_members_that_do_not_connect_within_the_first_collective_are_left_at_the
 
     monkeypatch.setattr(dist, "ProcessGroupGloo", Lazy)
     with pytest.raises(RuntimeError, match=r"did not connect within 0\.2 s"):
-        with Group("gloo", dist.HashStore(), rank=0, world=2, timeout_s=0.2) as group:
+        with BroadcastGroup("gloo", dist.HashStore(), rank=0, world=2, timeout_s=0.2) as group:
             group.broadcast([torch.ones(3)], device=torch.device("cpu"))
     assert let_go.is_set()
 
@@ -63,12 +63,12 @@ def test_members_that_connect_receive_what_rank_0_sends() -> None:
     store, received = dist.HashStore(), torch.zeros(3)
 
     def take() -> None:
-        with Group("gloo", store, rank=1, world=2, timeout_s=20) as group:
+        with BroadcastGroup("gloo", store, rank=1, world=2, timeout_s=20) as group:
             group.broadcast([received], device=torch.device("cpu"))
 
     other = Thread(target=take)
     other.start()
-    with Group("gloo", store, rank=0, world=2, timeout_s=20) as group:
+    with BroadcastGroup("gloo", store, rank=0, world=2, timeout_s=20) as group:
         group.broadcast([torch.arange(3.0)], device=torch.device("cpu"))
         other.join()
     assert received.tolist() == [0, 1, 2]

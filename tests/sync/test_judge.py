@@ -9,7 +9,7 @@ import pytest
 from meeting import meeting, together
 from offbeat.errors import PeerError, StuckError, SyncMismatch, SyncTimeout
 from offbeat.pulse import Vigil, waiting, work
-from offbeat.sync.points import Keys
+from offbeat.sync.points import StoreKeys
 from waiting import wait_until
 
 SOON_S = 20
@@ -161,7 +161,7 @@ def test_an_interrupted_wait_is_given_up_for_all():
         if sync.rank == 1:
             sync._await = _interrupt
         else:
-            wait_until(lambda: store.check([Keys().result(1)]), timeout_s=30)
+            wait_until(lambda: store.check([StoreKeys().result(1)]), timeout_s=30)
         try:
             sync.arrive("save", timeout_s=60)
         finally:
@@ -169,7 +169,7 @@ def test_an_interrupted_wait_is_given_up_for_all():
 
     def _interrupt(wait):
         syncs[1]._arrivals.waits.put(wait)
-        wait_until(lambda: store.check([Keys().count(1)]), timeout_s=30)
+        wait_until(lambda: store.check([StoreKeys().count(1)]), timeout_s=30)
         raise KeyboardInterrupt
 
     with meeting(3) as (syncs, store):

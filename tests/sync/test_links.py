@@ -4,13 +4,13 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from offbeat.sync.links import Peers, connect
+from offbeat.sync.links import SyncPeers, connect
 from offbeat.sync.mesh import host_store
 from offbeat.sync.peers import own_card
 
 
 def _peers(*cards):
-    peers = Peers(own_card(1, hosts_store=False), world=2, address="127.0.0.1:5000")
+    peers = SyncPeers(own_card(1, hosts_store=False), world=2, address="127.0.0.1:5000")
     peers.cards |= {card.rank: card for card in cards}
     return peers
 

@@ -146,7 +146,7 @@ def test_a_group_that_breaks_every_time_ends_in_the_folder(offer, monkeypatch: p
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("the network lost it")
 
-    monkeypatch.setattr(broadcast.Group, "broadcast", fail)
+    monkeypatch.setattr(broadcast.BroadcastGroup, "broadcast", fail)
     written: list[dict[str, Tensor]] = []
     made = offer(1, write_folder=written.append)
     assert receive(made.address, device=CPU) is None

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.sync.points import MAX_WORLD, POISON, Count, Keys, read, ticket
+from offbeat.sync.points import MAX_WORLD, POISON, Count, StoreKeys, read, ticket
 
 
 def test_a_sum_says_who_is_there_and_who_gave_up():
@@ -47,7 +47,7 @@ def test_each_order_has_one_outcome(world, data):
 
 
 def test_meetings_with_different_prefixes_share_no_key():
-    one, two = Keys("a/"), Keys("b/")
+    one, two = StoreKeys("a/"), StoreKeys("b/")
     assert one.count(3) != two.count(3)
     assert one.failed != two.failed
     keys = [one.card(1), one.count(1), one.result(1), one.mail(1), one.reply(1, 1), one.left(1), one.failed]

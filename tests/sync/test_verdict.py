@@ -7,12 +7,12 @@ import pytest
 from offbeat.data.wire import decode_json, encode_json
 from offbeat.errors import PeerError, StuckError, SyncMismatch, SyncTimeout
 from offbeat.sync.peers import ProcessState
-from offbeat.sync.verdict import Evidence, Status, Verdict, judge, judge_broken, judge_standstill, judge_stopped
+from offbeat.sync.verdict import Evidence, RankStatus, SyncVerdict, judge, judge_broken, judge_standstill, judge_stopped
 
 
 def _status(rank, **fields):
     """A rank that waits at the 5th point, "save"."""
-    base = Status(
+    base = RankStatus(
         rank=rank, phase="", phase_s=9.0, point="save", keys=(), n=5, waited_s=2.0, last="step", last_s=3.0, inside=0, stack=(),
         beat_age_s=9.0, states=())
     return replace(base, **fields)
@@ -31,16 +31,16 @@ def _evidence(*statuses, world=3, arrived=2, **fields):
 
 def test_what_crosses_the_store_comes_back_as_it_was():
     status = _busy(1, states=(ProcessState(0, "alive", "is running"),))
-    assert decode_json(Status, encode_json(status)) == status
-    verdict = Verdict("mismatch", "ranks came to …")
-    assert decode_json(Verdict, encode_json(verdict)) == verdict
+    assert decode_json(RankStatus, encode_json(status)) == status
+    verdict = SyncVerdict("mismatch", "ranks came to …")
+    assert decode_json(SyncVerdict, encode_json(verdict)) == verdict
 
 
 @pytest.mark.parametrize(("kind", "error", "text"), [
     ("missed", SyncTimeout, "why"), ("mismatch", SyncMismatch, "why"), ("stuck", StuckError, "why"),
     ("failed", PeerError, "sync point 'save' cannot be passed: why")])
 def test_each_kind_is_an_error_of_its_own(kind, error, text):
-    raised = Verdict(kind, "why").to_error("save")
+    raised = SyncVerdict(kind, "why").to_error("save")
     assert type(raised) is error
     assert str(raised) == text
 
@@ -74,12 +74,12 @@ def test_silent_ranks_are_told_apart():
 
 def test_a_dead_rank_is_a_failure_whatever_else_is_missing():
     evidence = _evidence(_status(0), _busy(1), states={2: ProcessState(2, "dead", "was killed by SIGKILL")})
-    assert judge(evidence) == Verdict("failed", "rank 2 was killed by SIGKILL")
+    assert judge(evidence) == SyncVerdict("failed", "rank 2 was killed by SIGKILL")
 
 
 def test_names_that_differ_at_one_point_are_a_mismatch():
     verdict = judge(_evidence(_status(0), _status(1, point="evaluate", stack=("b.py:1 in h: i()",)), _status(2)))
-    assert verdict == Verdict(
+    assert verdict == SyncVerdict(
         "mismatch", "ranks came to different sync points at once: ranks 0, 2 came to 'save' while rank 1 came to 'evaluate'\n"
         "  rank 1, innermost call last:\n    b.py:1 in h: i()")
 
@@ -102,7 +102,7 @@ def test_a_broken_collective_blames_the_silent_before_those_still_inside():
     assert text == "a collective after sync point 'save' broke (closed): rank 2 is stopped by a signal"
     assert "): rank 1 is slow, for 7.2 s in phase 'load'\n" in judge_broken(_evidence(_status(0), inside, _status(2)), reason="late").text
     dead = _evidence(_status(0), inside, states={2: ProcessState(2, "dead", "is gone")})
-    assert judge_broken(dead, reason="closed") == Verdict("failed", "rank 2 is gone")
+    assert judge_broken(dead, reason="closed") == SyncVerdict("failed", "rank 2 is gone")
 
 
 def test_a_broken_collective_without_a_suspect_has_no_verdict():
@@ -146,5 +146,5 @@ def test_while_somebody_may_get_on_there_is_no_standstill(third):
 def test_who_is_stopped_is_no_standstill_but_named_with_its_time():
     stopped = ProcessState(2, "stopped", "is stopped by a signal")
     assert judge_standstill(_evidence(*[_waiting(rank) for rank in range(3)], states={2: stopped})) is None
-    assert judge_stopped({2: (stopped.text, 5.25)}, where="train_step") == Verdict(
+    assert judge_stopped({2: (stopped.text, 5.25)}, where="train_step") == SyncVerdict(
         "stuck", "rank 2 is stopped by a signal, for 5.2 s, while others wait for it in 'train_step'")

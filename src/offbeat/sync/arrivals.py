@@ -16,9 +16,9 @@ import torch.distributed as dist
 from offbeat.data.wire import decode_json
 from offbeat.sync import points
 from offbeat.sync.board import PASSED, Announcement, Board, Message, Wait, breakage
-from offbeat.sync.links import Peers
-from offbeat.sync.points import GO, Keys
-from offbeat.sync.verdict import Verdict
+from offbeat.sync.links import SyncPeers
+from offbeat.sync.points import GO, StoreKeys
+from offbeat.sync.verdict import SyncVerdict
 
 _IDLE_S = 0.05
 """A caller that has not arrived for this long is busy elsewhere, so this thread may tidy up."""
@@ -35,7 +35,7 @@ class Arrivals:
     """
 
     def __init__(
-        self, client: dist.TCPStore, *, board: Board, peers: Peers, keys: Keys, post: Callable[[Wait | Announcement], None],
+        self, client: dist.TCPStore, *, board: Board, peers: SyncPeers, keys: StoreKeys, post: Callable[[Wait | Announcement], None],
     ) -> None:
         """`post` asks the judge to look at a point that cannot be passed as it is, or reports that this thread broke."""
         self.waits: queue.SimpleQueue[Wait | None] = queue.SimpleQueue()
@@ -75,7 +75,7 @@ class Arrivals:
         return self._read(self._client.get(key))
 
     def _read(self, result: bytes) -> Message:
-        return PASSED if result.decode() == GO else decode_json(Verdict, result)
+        return PASSED if result.decode() == GO else decode_json(SyncVerdict, result)
 
     def _next(self) -> Wait | None:
         """Return the caller's next wait. While it is elsewhere, delete points before the last one passed: all have read their results."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from offbeat import phase, pulse
-from offbeat.sync.verdict import Status, Verdict
+from offbeat.sync.verdict import RankStatus, SyncVerdict
 
 _log = logging.getLogger(__name__)
 
@@ -24,21 +24,21 @@ class Renewed:
     """Message to a waiting caller: the rank that it waits for patiently is alive, so the deadline starts again."""
 
 
-Message = Verdict | Renewed | None
+Message = SyncVerdict | Renewed | None
 
 
 @dataclass(frozen=True, eq=False)
 class Announcement:
     """Message to the judge: this rank cannot go on, and the peers must be told this verdict."""
 
-    verdict: Verdict
+    verdict: SyncVerdict
     done: threading.Event = field(default_factory=threading.Event)
 
 
 def breakage(rank: int, exc: Exception) -> Announcement:
     """Announce an unexpected exception in a thread of this process, which is rank `rank`; it makes its peers' points meaningless, too."""
     _log.error("a thread of sync broke", exc_info=exc)
-    return Announcement(Verdict("failed", f"rank {rank} failed: its sync broke: {type(exc).__name__}: {exc}"))
+    return Announcement(SyncVerdict("failed", f"rank {rank} failed: its sync broke: {type(exc).__name__}: {exc}"))
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ class Wait:
     since_s: float = field(default_factory=time.monotonic)
     messages: "queue.SimpleQueue[Message]" = field(default_factory=queue.SimpleQueue)
     heard: bool = False
-    abandoned: Verdict | None = None
+    abandoned: SyncVerdict | None = None
 
     @property
     def signature(self) -> str:
@@ -84,7 +84,7 @@ class Board:
         beat_s: time.monotonic() of the last beat.
     """
 
-    def __init__(self, rank: int, *, on_stuck: Callable[[Verdict], None] = lambda _verdict: None) -> None:
+    def __init__(self, rank: int, *, on_stuck: Callable[[SyncVerdict], None] = lambda _verdict: None) -> None:
         """`on_stuck` is called with a failure that the caller may never see, since it may be in a collective that does not end."""
         self._on_stuck = on_stuck
         self.rank = rank
@@ -94,14 +94,14 @@ class Board:
         self.last_s = time.monotonic()
         self.inside = 0
         self.inside_s = time.monotonic()
-        self.failure: Verdict | None = None
+        self.failure: SyncVerdict | None = None
         self.beat_s = time.monotonic()
 
-    def status(self) -> Status:
+    def status(self) -> RankStatus:
         """Describe what this rank does; without `states`, which the watcher adds."""
         now, mark, wait, work = time.monotonic(), phase.current(), self.wait, pulse.current()
         thread = wait.thread if wait else work.thread if work else mark.thread
-        return Status(
+        return RankStatus(
             rank=self.rank, phase=mark.text, phase_s=now - mark.since_s, point=wait.name if wait else "",
             keys=wait.keys if wait else (), n=wait.n if wait else 0,
             waited_s=now - wait.since_s if wait else 0.0, last=self.last, last_s=now - self.last_s, inside=self.inside,
@@ -112,7 +112,7 @@ class Board:
         """Record that the caller goes on, with or without an error."""
         self.wait, self.last, self.last_s = None, name, time.monotonic()
 
-    def fail(self, verdict: Verdict) -> Wait | None:
+    def fail(self, verdict: SyncVerdict) -> Wait | None:
         """Record that no point will be passed again; the first failure stays. Returns the wait that was told, whose result is open."""
         is_first, self.failure = self.failure is None, self.failure or verdict
         if is_first and verdict.kind == "stuck":

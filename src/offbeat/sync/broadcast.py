@@ -84,10 +84,10 @@ def device_name(device: torch.device) -> str:
     return "" if device.type != "cuda" else str(torch.cuda.get_device_properties(device).uuid)
 
 
-class Group:
+class BroadcastGroup:
     """A process group for one round, independent of any other that this process has.
 
-    >>> with Group("gloo", store, rank=0, world=3, timeout_s=15) as group:
+    >>> with BroadcastGroup("gloo", store, rank=0, world=3, timeout_s=15) as group:
     ...     group.broadcast(tensors, device=torch.device("cpu"))
     """
 
@@ -249,7 +249,7 @@ def _take_part(store: dist.Store, ticket: dict[str, Any], specs: list[Spec], dev
     state = {spec.name: torch.empty(spec.shape, dtype=spec.torch_dtype, device=place) for spec in specs}
     try:
         members = dist.PrefixStore(name, store)
-        with Group(ticket["backend"], members, rank=ticket["rank"], world=ticket["world"], timeout_s=timeout_s) as group:
+        with BroadcastGroup(ticket["backend"], members, rank=ticket["rank"], world=ticket["world"], timeout_s=timeout_s) as group:
             group.broadcast(list(state.values()), device=place)
     finally:
         store.set(f"{name}/left/{ticket['rank']}", "")

@@ -1,8 +1,8 @@
 """The thread of a rank that finds out why a point was not passed, and tells all ranks.
 
-    Judge    consumes missed and doubtful waits, announcements and broken collectives from the other threads of its rank, and deaths of
-             processes on its machine; produces verdicts: a point's result, or a failure in every rank's mail; waits for any of these;
-             woken by the caller, by Arrivals, or by the system
+    SyncJudge  consumes missed and doubtful waits, announcements and broken collectives from the other threads of its rank, and deaths of
+               processes on its machine; produces verdicts: a point's result, or a failure in every rank's mail; waits for any of these;
+               woken by the caller, by Arrivals, or by the system
 
 Between cases it supervises its rank's waits: a collective does not end by itself where a rank is stopped or does not join it, and some
 points have long deadlines.
@@ -24,10 +24,10 @@ from offbeat import pulse
 from offbeat.data.wire import decode_json, encode_json
 from offbeat.sync import points
 from offbeat.sync.board import Announcement, Board, Renewed, Wait, breakage
-from offbeat.sync.links import Peers
+from offbeat.sync.links import SyncPeers
 from offbeat.sync.peers import Deaths, ProcessState, observe
-from offbeat.sync.points import GO, Keys
-from offbeat.sync.verdict import Evidence, Status, Verdict, judge, judge_broken, judge_standstill, judge_stopped
+from offbeat.sync.points import GO, StoreKeys
+from offbeat.sync.verdict import Evidence, RankStatus, SyncVerdict, judge, judge_broken, judge_standstill, judge_stopped
 from offbeat.sync.watcher import Mail
 
 _LOOK_S = 0.01
@@ -59,11 +59,11 @@ class Broken:
     name: str
     n: int
     reason: str
-    verdict: "queue.SimpleQueue[Verdict | None]" = field(default_factory=queue.SimpleQueue)
+    verdict: "queue.SimpleQueue[SyncVerdict | None]" = field(default_factory=queue.SimpleQueue)
 
 
 @dataclass(frozen=True)
-class Leave:
+class Departure:
     """This rank leaves the group; ends the thread.
 
     Attributes:
@@ -73,14 +73,14 @@ class Leave:
     in_order: bool
 
 
-Case = Wait | Announcement | Broken | Leave
+Case = Wait | Announcement | Broken | Departure
 
 
-class Judge:
-    """Handles cases one after the other until `Leave`."""
+class SyncJudge:
+    """Handles cases one after the other until `Departure`."""
 
     def __init__(
-        self, client: dist.TCPStore, *, board: Board, peers: Peers, keys: Keys, answer_timeout_s: float, patience_s: float,
+        self, client: dist.TCPStore, *, board: Board, peers: SyncPeers, keys: StoreKeys, answer_timeout_s: float, patience_s: float,
     ) -> None:
         """`patience_s` bounds the wait for a stopped process of this machine, and for ranks that make no progress in a collective."""
         self._client = client
@@ -114,7 +114,7 @@ class Judge:
                 self._look_after_wait()
                 while self._cases and not leaving:
                     case = self._cases.popleft()
-                    leaving = isinstance(case, Leave)
+                    leaving = isinstance(case, Departure)
                     self._take(case)
             except dist.DistError:  # the store does not answer: its host is dead, stopped, or cut off
                 self._board.fail(self._peers.store_lost())
@@ -145,13 +145,13 @@ class Judge:
                     case.done.set()  # even if the peers could not be told: the caller has an error of its own to raise
             case Broken():
                 case.verdict.put(self._on_broken(case))
-            case Leave():
+            case Departure():
                 self._leave(in_order=case.in_order)
 
     def _on_death(self, rank: int) -> None:
         state = observe(self._peers.cards[rank])
         if not self._peers.store_gone and not self._client.check([self._keys.left(rank)]):
-            self._announce(Verdict("failed", f"rank {rank} {state.text}"))
+            self._announce(SyncVerdict("failed", f"rank {rank} {state.text}"))
             return
         # It left in good order, which matters only to ranks that wait for it.
         self._peers.departed = True
@@ -196,7 +196,7 @@ class Judge:
         if in_order:
             self._client.set(self._keys.left(self._board.rank), "")
         # Release the thread that waits for the last point's result, should none have come.
-        verdict = self._board.failure or Verdict("failed", f"rank {self._board.rank} has left")
+        verdict = self._board.failure or SyncVerdict("failed", f"rank {self._board.rank} has left")
         self._write(self._board.arrivals, verdict)
         others = [rank for rank in range(self._peers.world) if rank != self._board.rank] if self._peers.own.hosts_store else []
         give_up_s = time.monotonic() + _LINGER_S
@@ -237,7 +237,7 @@ class Judge:
                 return False
             time.sleep(_LOOK_S)
         if wait.abandoned and self._client.get(key).decode() == GO:  # the others have entered a collective without this rank
-            self._announce(Verdict("failed", wait.abandoned.text))
+            self._announce(SyncVerdict("failed", wait.abandoned.text))
         return True
 
     def _count(self, wait: Wait, added: int) -> points.Count:
@@ -245,7 +245,7 @@ class Judge:
         wait.heard = True  # the store answers, so the caller need not suspect it
         return points.read(total, wait.signature)
 
-    def _write(self, n: int, verdict: Verdict) -> None:
+    def _write(self, n: int, verdict: SyncVerdict) -> None:
         """Decide the n-th point, unless it is decided already."""
         self._client.compare_set(self._keys.result(n), "", encode_json(verdict).decode())
 
@@ -259,7 +259,7 @@ class Judge:
             statuses.keys() == wait.patient_with and bool(elsewhere)
             and all(status.beat_age_s < wait.timeout_s for status in elsewhere))
 
-    def _on_broken(self, case: Broken) -> Verdict | None:
+    def _on_broken(self, case: Broken) -> SyncVerdict | None:
         time.sleep(_SETTLE_S)
         if self._board.failure:  # another rank's judge found the reason meanwhile
             return self._board.failure
@@ -269,7 +269,7 @@ class Judge:
         verdict = judge_broken(self._collect(case, timeout_s=self._patience_s, arrived=self._peers.world), reason=case.reason)
         return self._announce(verdict) if verdict else None
 
-    def _announce(self, verdict: Verdict) -> Verdict:
+    def _announce(self, verdict: SyncVerdict) -> SyncVerdict:
         """Tell every rank that no point will be passed again; returns the first such verdict, which stands.
 
         Where the store's host is stopped, the others cannot be told; the ranks on its machine each see that for themselves.
@@ -278,7 +278,7 @@ class Judge:
             self._board.fail(verdict)
             return self._board.failure or verdict
         # The store keeps the first verdict, so all ranks tell the same story however many judges have one.
-        first = decode_json(Verdict, self._client.compare_set(self._keys.failed, "", encode_json(verdict).decode()))
+        first = decode_json(SyncVerdict, self._client.compare_set(self._keys.failed, "", encode_json(verdict).decode()))
         if first == verdict:  # only the judge that was first tells the others
             mail = encode_json(Mail("failed", verdict=first)).decode()
             for rank in range(self._peers.world):
@@ -301,7 +301,7 @@ class Judge:
             name=case.name, keys=case.keys if isinstance(case, Wait) else (), n=case.n, world=self._peers.world, timeout_s=timeout_s,
             arrived=arrived, answers={**answers, own.rank: own}, started=frozenset(self._peers.cards), states=states)
 
-    def _ask(self, ranks: Iterable[int]) -> dict[int, Status]:
+    def _ask(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
         """Ask the watchers of ranks; returns the answers that come in time, and does not wait for processes that are stopped or dead."""
         silent = set(ranks)
         self._questions += 1
@@ -309,13 +309,13 @@ class Judge:
         mail = encode_json(Mail("status", reply=reply)).decode()
         for rank in silent:
             self._client.queue_push(self._keys.mail(rank), mail)
-        answers: dict[int, Status] = {}
+        answers: dict[int, RankStatus] = {}
         give_up_s = time.monotonic() + self._answer_timeout_s
         while silent - self._unable(silent) and time.monotonic() < give_up_s:
             if not self._client.queue_len(reply):
                 time.sleep(_LOOK_S)
                 continue
-            status = decode_json(Status, self._client.queue_pop(reply))
+            status = decode_json(RankStatus, self._client.queue_pop(reply))
             answers[status.rank] = status
             silent.discard(status.rank)
         return answers

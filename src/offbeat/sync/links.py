@@ -20,8 +20,8 @@ from offbeat.data.wire import decode_json
 from offbeat.errors import DeadlineError, OffbeatError
 from offbeat.pulse import waiting
 from offbeat.sync.peers import Card, ProcessState, observe
-from offbeat.sync.points import Keys
-from offbeat.sync.verdict import Verdict
+from offbeat.sync.points import StoreKeys
+from offbeat.sync.verdict import SyncVerdict
 
 _log = logging.getLogger(__name__)
 
@@ -104,8 +104,8 @@ def _unreachable(address: str, *, timeout_s: float, server: Card | None) -> Offb
         state = observe(server)
         text = f"rank {state.rank} {state.text}, and with it the store that it hosts"
         if state.kind == "dead":
-            return Verdict("failed", text).to_error("join")
-        return Verdict("missed", f"sync point 'join' timed out after {timeout_s:g} s: {text}").to_error("join")
+            return SyncVerdict("failed", text).to_error("join")
+        return SyncVerdict("missed", f"sync point 'join' timed out after {timeout_s:g} s: {text}").to_error("join")
     return DeadlineError(f"no store answered at {address} within {timeout_s:g} s; rank 0 hosts it, so look at rank 0's log first")
 
 
@@ -116,7 +116,7 @@ def connect(store: dist.TCPStore, *, timeout_s: float, server: Card | None = Non
     return client
 
 
-class Peers:
+class SyncPeers:
     """The processes of all ranks, as far as they have joined.
 
     Attributes:
@@ -135,7 +135,7 @@ class Peers:
         self.store_gone = False
         self._address = address
 
-    def read_cards(self, client: dist.TCPStore, keys: Keys) -> None:
+    def read_cards(self, client: dist.TCPStore, keys: StoreKeys) -> None:
         """Read the cards of processes that have joined since the last call."""
         for rank in set(range(self.world)) - set(self.cards):
             if client.check([keys.card(rank)]):
@@ -149,7 +149,7 @@ class Peers:
         """Return the process states of the neighbours, or of the ones whose rank is in `among`."""
         return tuple(observe(card) for card in self.neighbours() if among is None or card.rank in among)
 
-    def store_lost(self) -> Verdict:
+    def store_lost(self) -> SyncVerdict:
         """Return the verdict for when the store has closed its connections."""
         self.store_gone = True
         state = self._host_state()
@@ -158,25 +158,25 @@ class Peers:
             time.sleep(0.02)
             state = self._host_state()
         if state and state.kind == "dead":
-            return Verdict("failed", f"rank {state.rank} {state.text}, and with it the store that it hosts")
-        return Verdict("failed", f"the store at {self._address} is gone; look at the log of its host ({self._host_name()})")
+            return SyncVerdict("failed", f"rank {state.rank} {state.text}, and with it the store that it hosts")
+        return SyncVerdict("failed", f"the store at {self._address} is gone; look at the log of its host ({self._host_name()})")
 
     def host_is_stopped(self) -> bool:
         """Whether the store cannot answer because the process that hosts it is stopped."""
         state = self._host_state()
         return state is not None and state.kind == "stopped"
 
-    def store_silent(self, *, point: str, timeout_s: float, heard: bool) -> Verdict:
+    def store_silent(self, *, point: str, timeout_s: float, heard: bool) -> SyncVerdict:
         """Return the verdict when no answer came in time; `heard` tells whether the store itself answered meanwhile."""
         state = self._host_state()
         if state and state.kind == "dead":
             return self.store_lost()
         head = f"sync point {point!r} timed out after {timeout_s:g} s: "
         if state and state.kind == "stopped":
-            return Verdict("missed", f"{head}rank {state.rank} {state.text}, and with it the store that it hosts")
+            return SyncVerdict("missed", f"{head}rank {state.rank} {state.text}, and with it the store that it hosts")
         if heard:
-            return Verdict("missed", f"{head}no verdict on it arrived")
-        return Verdict("missed", f"{head}the store at {self._address}, hosted by {self._host_name()}, does not answer")
+            return SyncVerdict("missed", f"{head}no verdict on it arrived")
+        return SyncVerdict("missed", f"{head}the store at {self._address}, hosted by {self._host_name()}, does not answer")
 
     def _host(self) -> Card | None:
         return next((card for card in list(self.cards.values()) if card.hosts_store), self._server)

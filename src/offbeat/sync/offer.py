@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat.sync.broadcast import Group, Spec, device_name
+from offbeat.sync.broadcast import BroadcastGroup, Spec, device_name
 from offbeat.sync.mesh import host_store
 from offbeat.sync.platform import current_platform
 
@@ -166,7 +166,7 @@ class WeightBroadcast:
         for rank, one in enumerate(members, start=1):
             self._answer(one, {"round": name, "backend": backend, "rank": rank, "world": world, "timeout_s": timeout_s})
         try:
-            with Group(backend, dist.PrefixStore(name, self._store), rank=0, world=world, timeout_s=timeout_s) as group:
+            with BroadcastGroup(backend, dist.PrefixStore(name, self._store), rank=0, world=world, timeout_s=timeout_s) as group:
                 group.broadcast(tensors, device=device)
                 # Data may still be in flight, and would be lost with the connection.
                 self._store.wait([f"{name}/left/{rank}" for rank in range(1, world)], timedelta(seconds=timeout_s))

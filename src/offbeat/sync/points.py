@@ -52,7 +52,7 @@ def _hash(name: str) -> int:
 
 
 @dataclass(frozen=True)
-class Keys:
+class StoreKeys:
     """Names of keys in the store; `prefix` separates one meeting from others that use the same store."""
 
     prefix: str = ""

@@ -7,10 +7,10 @@ usable, because gloo was never entered. A rank that died or failed ends all wait
 The caller waits only for its own deadline; the store, whose host may itself be stopped, is left to three threads:
 
     caller      consumes messages on its wait; produces waits, and cases for the judge; waits for a message or its deadline;
-                woken by its Arrivals, Watcher or Judge
+                woken by its Arrivals, Watcher or SyncJudge
     Arrivals    (arrivals.py) takes waits to the store and brings their results
     Watcher     (watcher.py) answers for this rank
-    Judge       (judge.py) finds out why a point was not passed
+    SyncJudge   (judge.py) finds out why a point was not passed
 """
 
 import atexit
@@ -38,12 +38,12 @@ from offbeat.sync import exchange
 from offbeat.sync.arrivals import Arrivals
 from offbeat.sync.board import Announcement, Board, Message, Renewed, Wait
 from offbeat.sync.faults import FaultInjector
-from offbeat.sync.judge import STORE_S, Broken, Judge, Leave
-from offbeat.sync.links import Peers, connect
+from offbeat.sync.judge import STORE_S, Broken, Departure, SyncJudge
+from offbeat.sync.links import SyncPeers, connect
 from offbeat.sync.peers import Card, end_if_stopped, own_card
 from offbeat.sync.platform import current_platform
-from offbeat.sync.points import MAX_WORLD, Keys
-from offbeat.sync.verdict import Verdict
+from offbeat.sync.points import MAX_WORLD, StoreKeys
+from offbeat.sync.verdict import SyncVerdict
 from offbeat.sync.watcher import Watcher
 
 _log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ _ANNOUNCE_S = 1.0
 """Time for the peers to be told of a failure; the failing rank has a more important error to report than a failed announcement."""
 
 _CLOSE_S = 2.0
-"""Time for the threads to end: they block only when the store's host does, whose own Judge lingers for a second."""
+"""Time for the threads to end: they block only when the store's host does, whose own SyncJudge lingers for a second."""
 
 _COLLECTIVE_FAILED = re.compile(r"\bgloo\b|\bnccl\b|Operation timed out", re.IGNORECASE)
 """Matches the text of a RuntimeError raised by a collective; an error of another type is always the block's own."""
@@ -103,7 +103,7 @@ class Sync:
         self._on_stuck = on_stuck
         self._board = Board(rank, on_stuck=self._hear_of_stuck)
         self._closed = False
-        self._reported: Verdict | None = None
+        self._reported: SyncVerdict | None = None
 
     @classmethod
     def start(
@@ -122,15 +122,15 @@ class Sync:
             raise ConfigError(f"the number of ranks must be in 1..{MAX_WORLD}, got {world}")
         sync = cls(rank=rank, world=world, config=config, on_stuck=on_stuck)
         if world > 1:  # a single rank waits for nobody, and needs no threads
-            sync._start(store, hosts_store=hosts_store, keys=Keys(prefix), server=server)
+            sync._start(store, hosts_store=hosts_store, keys=StoreKeys(prefix), server=server)
         return sync
 
-    def _start(self, store: dist.TCPStore, *, hosts_store: bool, keys: Keys, server: Card | None) -> None:
+    def _start(self, store: dist.TCPStore, *, hosts_store: bool, keys: StoreKeys, server: Card | None) -> None:
         card = own_card(self.rank, hosts_store=hosts_store)
-        self._peers = Peers(card, world=self.world, address=f"{store.host}:{store.port}", server=server)
+        self._peers = SyncPeers(card, world=self.world, address=f"{store.host}:{store.port}", server=server)
         common = {"board": self._board, "peers": self._peers, "keys": keys}
         clients = [connect(store, timeout_s=self._config.init_timeout_s, server=server) for _ in range(3)]
-        self._judge = Judge(
+        self._judge = SyncJudge(
             clients[0], answer_timeout_s=self._config.answer_timeout_s, patience_s=self._config.sync_timeout_s, **common)
         self._arrivals = Arrivals(clients[1], post=self._judge.post, **common)
         self._watcher = Watcher(clients[2], post=self._judge.post, **common)
@@ -165,7 +165,7 @@ class Sync:
                 message = board.failure or self._await(wait)
         except BaseException as exc:  # such as KeyboardInterrupt. The peers have counted this rank and must not go on without it.
             text = f"sync point {name!r} was not passed: rank {self.rank} was interrupted while it waited ({type(exc).__name__})"
-            wait.abandoned = Verdict("missed", text)
+            wait.abandoned = SyncVerdict("missed", text)
             self._judge.post(wait)
             raise
         finally:
@@ -195,7 +195,7 @@ class Sync:
         wait.abandoned = self._peers.store_silent(point=wait.name, timeout_s=wait.timeout_s, heard=wait.heard)
         return wait.abandoned
 
-    def _report(self, verdict: Verdict, name: str) -> SyncError:
+    def _report(self, verdict: SyncVerdict, name: str) -> SyncError:
         error = verdict.to_error(name)
         if verdict is not self._reported:  # a failure is raised again at every later point
             _log.error("rank %d: %s", self.rank, error)
@@ -278,7 +278,7 @@ class Sync:
         finally:
             self._board.inside = around
 
-    def _why_broken(self, name: str, n: int, exc: BaseException) -> Verdict | None:
+    def _why_broken(self, name: str, n: int, exc: BaseException) -> SyncVerdict | None:
         if self.world == 1 or not _is_of_collective(exc):
             return None
         case = Broken(name, n, str(exc).splitlines()[0])
@@ -338,17 +338,17 @@ class Sync:
         Args:
             reason: why, without the name of this rank.
         """
-        self._give_up(Verdict("failed", f"rank {self.rank} failed: {reason}"))
+        self._give_up(SyncVerdict("failed", f"rank {self.rank} failed: {reason}"))
 
     def pass_on(self, error: SyncError) -> None:
         """Tell all peers an error that names another rank as the one to blame. As `fail` otherwise."""
-        self._give_up(Verdict("failed", str(error)))
+        self._give_up(SyncVerdict("failed", str(error)))
 
-    def _give_up(self, verdict: Verdict) -> None:
+    def _give_up(self, verdict: SyncVerdict) -> None:
         if self.world > 1 and not (self._closed or self._board.failure or self._peers.host_is_stopped()):
             self._announce(verdict)
 
-    def _announce(self, verdict: Verdict) -> None:
+    def _announce(self, verdict: SyncVerdict) -> None:
         case = Announcement(verdict)
         self._judge.post(case)
         case.done.wait(_ANNOUNCE_S)
@@ -357,12 +357,12 @@ class Sync:
         """Tell all peers that this rank hangs, in a sentence that names it; not collective, from any thread but the one that hangs."""
         if self._closed:
             return
-        verdict = Verdict("stuck", text)
+        verdict = SyncVerdict("stuck", text)
         if self.world > 1:
             self._announce(verdict)
         self._board.fail(verdict)  # whether or not they were told; the first failure stays
 
-    def _hear_of_stuck(self, verdict: Verdict) -> None:
+    def _hear_of_stuck(self, verdict: SyncVerdict) -> None:
         error = StuckError(verdict.text)
         _log.error("rank %d: %s", self.rank, error)
         self._reported = verdict
@@ -370,16 +370,16 @@ class Sync:
 
     def close(self) -> None:
         """Leave in good order; not collective. Peers that wait for this rank afterwards raise PeerError."""
-        self._end(Leave(in_order=True))
+        self._end(Departure(in_order=True))
 
     def _at_exit(self) -> None:
         """Handle a process that ends without having left: waiting peers get the exception that ends it, else its exit code."""
         error = getattr(sys, "last_value", None)
         if error is not None and not isinstance(error, SyncError):
             self.fail(f"{type(error).__name__}: {error}")
-        self._end(Leave(in_order=False))
+        self._end(Departure(in_order=False))
 
-    def _end(self, leave: Leave) -> None:
+    def _end(self, leave: Departure) -> None:
         if self.world == 1 or self._closed:
             return
         self._closed = True

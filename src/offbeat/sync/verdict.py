@@ -16,7 +16,7 @@ _MAX_STACKS = 8
 
 
 @dataclass(frozen=True)
-class Status:
+class RankStatus:
     """A watcher's answer about its rank.
 
     Attributes:
@@ -51,7 +51,7 @@ class Status:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SyncVerdict:
     """Reason why a point was not passed; `text` is all that a person reads of it.
 
     Attributes:
@@ -87,26 +87,26 @@ class Evidence:
     world: int
     timeout_s: float
     arrived: int
-    answers: Mapping[int, Status]
+    answers: Mapping[int, RankStatus]
     started: frozenset[int]
     states: Mapping[int, ProcessState]
 
 
-def judge(evidence: Evidence) -> Verdict:
+def judge(evidence: Evidence) -> SyncVerdict:
     """Return the verdict on ranks that did not come in time, or came under different names."""
     states, answers, name = evidence.states, evidence.answers, evidence.name
     if dead := [f"rank {rank} {state.text}" for rank, state in sorted(states.items()) if state.kind == "dead"]:
-        return Verdict("failed", ", ".join(dead))
+        return SyncVerdict("failed", ", ".join(dead))
     if any((status.point, status.keys) != (name, evidence.keys) for status in answers.values() if status.n == evidence.n):
         return _mismatch(evidence)
     missing = _missing(evidence)
     parts = ", ".join(f"rank {rank} {_condition(rank, evidence)}" for rank in missing)
     there = f"{evidence.world - len(missing)} of {evidence.world} ranks there"
     head = f"sync point {name!r} timed out after {evidence.timeout_s:g} s with {there}"
-    return Verdict("missed", f"{head}: {parts}" + _stacks(missing, answers))
+    return SyncVerdict("missed", f"{head}: {parts}" + _stacks(missing, answers))
 
 
-def judge_broken(evidence: Evidence, *, reason: str) -> Verdict | None:
+def judge_broken(evidence: Evidence, *, reason: str) -> SyncVerdict | None:
     """Return the verdict on a collective that broke after its point was passed; None when no rank stands out.
 
     The verdict is final: the group of a broken collective cannot be used again.
@@ -116,7 +116,7 @@ def judge_broken(evidence: Evidence, *, reason: str) -> Verdict | None:
     those that compute.
     """
     if dead := [f"rank {rank} {state.text}" for rank, state in sorted(evidence.states.items()) if state.kind == "dead"]:
-        return Verdict("failed", ", ".join(dead))
+        return SyncVerdict("failed", ", ".join(dead))
     silent = [rank for rank in range(evidence.world) if _is_silent(rank, evidence)]
     inside = [rank for rank in range(evidence.world) if rank not in silent and evidence.answers[rank].inside == evidence.n]
     elsewhere = [rank for rank in inside if not evidence.answers[rank].waits]
@@ -126,10 +126,10 @@ def judge_broken(evidence: Evidence, *, reason: str) -> Verdict | None:
         return None
     parts = ", ".join(f"rank {rank} {_condition(rank, evidence)}" for rank in suspects)
     head = f"a collective after sync point {evidence.name!r} broke ({reason})"
-    return Verdict("failed", f"{head}: {parts}" + _stacks(suspects, evidence.answers))
+    return SyncVerdict("failed", f"{head}: {parts}" + _stacks(suspects, evidence.answers))
 
 
-def judge_standstill(evidence: Evidence) -> Verdict | None:
+def judge_standstill(evidence: Evidence) -> SyncVerdict | None:
     """Return the verdict on a collective in which this rank has waited for longer than `timeout_s`; None where a rank may progress.
 
     Stopped and hanging ranks are found by other means. This finds collectives that not all ranks join: either some have left the region,
@@ -149,23 +149,23 @@ def judge_standstill(evidence: Evidence) -> Verdict | None:
         text = f"{head} {'has' if len(inside) == 1 else 'have'} not got on for {least_s:.1f} s: {_ranks(gone)} {left}"
     else:
         text = f"{head} have not got on for {least_s:.1f} s: they are not all in the same one"
-    return Verdict("stuck", text + _stacks(inside, answers))
+    return SyncVerdict("stuck", text + _stacks(inside, answers))
 
 
-def judge_stopped(stopped: Mapping[int, tuple[str, float]], *, where: str) -> Verdict:
+def judge_stopped(stopped: Mapping[int, tuple[str, float]], *, where: str) -> SyncVerdict:
     """Return the verdict on ranks that are stopped while others wait for them, from each one's process state and stopped seconds."""
     who = ", ".join(f"rank {rank} {text}, for {seconds:.1f} s" for rank, (text, seconds) in sorted(stopped.items()))
-    return Verdict("stuck", f"{who}, while others wait for it in {where!r}")
+    return SyncVerdict("stuck", f"{who}, while others wait for it in {where!r}")
 
 
-def _mismatch(evidence: Evidence) -> Verdict:
+def _mismatch(evidence: Evidence) -> SyncVerdict:
     at: dict[str, list[int]] = {}
     for rank, status in sorted(evidence.answers.items()):
         if status.n == evidence.n:
             at.setdefault(repr(status.point) + (f" with {', '.join(status.keys)}" if status.keys else ""), []).append(rank)
     parts = " while ".join(f"{_ranks(ranks)} came to {point}" for point, ranks in sorted(at.items(), key=lambda item: -len(item[1])))
     fewest = min(at.values(), key=len)
-    return Verdict("mismatch", f"ranks came to different sync points at once: {parts}" + _stacks(fewest, evidence.answers))
+    return SyncVerdict("mismatch", f"ranks came to different sync points at once: {parts}" + _stacks(fewest, evidence.answers))
 
 
 def _missing(evidence: Evidence) -> list[int]:
@@ -198,7 +198,7 @@ def _condition(rank: int, evidence: Evidence) -> str:
     return f"is slow, {_doing(status)}"
 
 
-def _doing(status: Status) -> str:
+def _doing(status: RankStatus) -> str:
     if status.point:
         return f"for {status.waited_s:.1f} s at sync point {status.point!r}"
     if status.phase:
@@ -206,7 +206,7 @@ def _doing(status: Status) -> str:
     return f"for {status.last_s:.1f} s since sync point {status.last!r}"
 
 
-def _stacks(ranks: list[int], answers: Mapping[int, Status]) -> str:
+def _stacks(ranks: list[int], answers: Mapping[int, RankStatus]) -> str:
     shown = [rank for rank in ranks if rank in answers and answers[rank].stack][:_MAX_STACKS]
     return "".join(f"\n  rank {rank}, innermost call last:" + "".join(f"\n    {line}" for line in answers[rank].stack) for rank in shown)
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from offbeat.data.wire import decode_json, encode_json
 from offbeat.sync.board import Announcement, Board, breakage
-from offbeat.sync.links import Peers
-from offbeat.sync.points import Keys
-from offbeat.sync.verdict import Verdict
+from offbeat.sync.links import SyncPeers
+from offbeat.sync.points import StoreKeys
+from offbeat.sync.verdict import SyncVerdict
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Mail:
 
     kind: Literal["status", "failed", "close"]
     reply: str = ""
-    verdict: Verdict | None = None
+    verdict: SyncVerdict | None = None
 
 
 class Watcher:
     """Reads mail until "close", or until the store is gone."""
 
     def __init__(
-        self, client: dist.TCPStore, *, board: Board, peers: Peers, keys: Keys, post: Callable[[Announcement], None],
+        self, client: dist.TCPStore, *, board: Board, peers: SyncPeers, keys: StoreKeys, post: Callable[[Announcement], None],
     ) -> None:
         """`post` tells the judge that an answer broke."""
         self._client = client

@@ -13,7 +13,7 @@ from torch import Tensor
 from offbeat.engine.versions import fingerprint_tensors
 from offbeat.model.changes import FILE
 from offbeat.model.changes_io import find_changes, write_changes
-from offbeat.sync.broadcast import Group
+from offbeat.sync.broadcast import BroadcastGroup
 from offbeat.sync.offer import Changes, WeightBroadcast
 
 States = list[dict[str, Tensor]]
@@ -112,13 +112,13 @@ def test_changes_are_received_by_whoever_has_what_they_build_on_and_whole_weight
     assert found is not None
     sizes = {"changes": sum(tensor.nbytes for tensor in found.values()), "whole": sum(tensor.nbytes for tensor in states[2].values())}
     counted: list[int] = []
-    original = Group.broadcast
+    original = BroadcastGroup.broadcast
 
-    def counting(group: Group, tensors: list[Tensor], *, device: torch.device) -> None:
+    def counting(group: BroadcastGroup, tensors: list[Tensor], *, device: torch.device) -> None:
         counted.append(sum(tensor.nbytes for tensor in tensors))
         original(group, tensors, device=device)
 
-    monkeypatch.setattr(Group, "broadcast", counting)  # of the sender; the receiver has loaded its own
+    monkeypatch.setattr(BroadcastGroup, "broadcast", counting)  # of the sender; the receiver has loaded its own
     served = held(tmp_path / base, spoil(states[1])) if base != "gone" else module().Weights(str(tmp_path / base), "")
     offer = WeightBroadcast(
         states[2], host="127.0.0.1", num_receivers=1, timeout_s=20, write_folder=lambda _: None,
