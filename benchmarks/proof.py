@@ -36,7 +36,7 @@ from offbeat.model.load import load_causal_lm
 from offbeat.trainer.export import export_folder
 from offbeat.trainer.policy import canary_logprobs
 from offbeat.trainer.state import Dtype, full_state, parameter_bytes, rounded
-from offbeat.weights.proof import Judge, Outcome, Verdict
+from offbeat.weights.proof import Outcome, ProofJudge, Verdict
 from offbeat.weights.protocol import Manifest, Proof
 from offbeat.workers.local import LocalLauncher
 
@@ -85,7 +85,7 @@ class Watched:
         rms: of what trainer and engine differ by, by publish.
     """
 
-    judge: Judge
+    judge: ProofJudge
     verdicts: list[Verdict] = field(default_factory=list)
     rms: list[float] = field(default_factory=list)
 
@@ -115,7 +115,7 @@ async def serve(client: EngineClient, manifest: Manifest) -> tuple[Proof, float]
 async def run(client: EngineClient, args: argparse.Namespace, directory: Path, model: str, lr: float, first: int) -> int:
     """One learning rate, from version `first` on; gives the next version."""
     trainer = Trainer(model, lr=lr, dtype=args.dtype, directory=directory)
-    shown, hidden = (Watched(Judge.of(0.0, args.dtype)) for _ in range(2))
+    shown, hidden = (Watched(ProofJudge.of(0.0, args.dtype)) for _ in range(2))
     took, version = [], first
     for version in range(first, first + args.publishes):
         manifest = trainer.write(version)

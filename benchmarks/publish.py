@@ -47,7 +47,7 @@ from offbeat.model.tiny import build_tiny
 from offbeat.ranks.ranks import WorkerRanks
 from offbeat.ranks.trainers import Trainers
 from offbeat.weights.channels import Channel
-from offbeat.weights.proof import Judge
+from offbeat.weights.proof import ProofJudge
 from offbeat.weights.protocol import Interrupt, Manifest
 from offbeat.workers.local import LocalLauncher
 
@@ -180,7 +180,7 @@ async def measure_loop(model: str, way: str, *, num_publishes: int) -> None:
             channel = Channel(
                 config.weights_dir, keep=2, canary=CANARY, write=trainers.write_weights, incarnation="a",
                 whole_every=config.weights.whole_every_versions, num_receivers=lambda: int(way == "collective"))
-            async with WeightsPublisher(pool, channel, config.weights, judge=Judge.of(0.0, "bfloat16")) as publisher:
+            async with WeightsPublisher(pool, channel, config.weights, judge=ProofJudge.of(0.0, "bfloat16")) as publisher:
                 for version in range(2 * num_publishes + 2):
                     await trainers.train_step(train_batch(MODELS[model][1], seed=version))
                     start, reports = time.perf_counter(), list[PublishReport]()

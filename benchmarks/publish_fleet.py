@@ -32,7 +32,7 @@ from offbeat.fleet.pool import EnginePool
 from offbeat.fleet.publication import PublishReport
 from offbeat.fleet.publishers import WeightsPublisher
 from offbeat.inference.client import EngineClient, EngineSession
-from offbeat.weights.proof import Judge
+from offbeat.weights.proof import ProofJudge
 from offbeat.weights.protocol import Manifest
 
 FEW = 4
@@ -193,7 +193,7 @@ async def serving(urls: Sequence[str], num_engines: int, *, slow: bool = False) 
         clients = {name: Timed(name, f"{urls[i % len(urls)]}/{name}", http.session) for i, name in enumerate(names)}
         pool = TimedPool(clients.values())
         publisher = WeightsPublisher(
-            pool, Written(), WeightsConfig(stage_timeout_s=TIMEOUT_S), judge=Judge(tolerance=1e-3))  # pyright: ignore[reportArgumentType]
+            pool, Written(), WeightsConfig(stage_timeout_s=TIMEOUT_S), judge=ProofJudge(tolerance=1e-3))  # pyright: ignore[reportArgumentType]
         async with publisher:
             yield Served(pool, clients, publisher)
             assert all(member.state is State.SERVING for member in pool.members.values())

@@ -14,7 +14,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from offbeat.trainer.state import rounded
-from offbeat.weights.proof import Judge, Outcome, Verdict
+from offbeat.weights.proof import Outcome, ProofJudge, Verdict
 from offbeat.weights.protocol import Manifest, Proof
 
 DTYPES = ("float32", "bfloat16")
@@ -128,7 +128,7 @@ class Drill:
 
 def play(dtype: str, lr: float, num_publishes: int, faults: tuple[str, ...] = FAULTS) -> dict[str, Drill]:
     """Publish, and judge one engine of each fault until it is refused."""
-    trainer, judge = Trainer(dtype, lr=lr), Judge.of(0.0, dtype)
+    trainer, judge = Trainer(dtype, lr=lr), ProofJudge.of(0.0, dtype)
     engines = {fault: Engine(dtype, fault) for fault in faults}
     verdicts: dict[str, list[Verdict]] = {fault: [] for fault in faults}
     moved, off, before = dict.fromkeys(faults, 0.0), dict.fromkeys(faults, 0.0), ()

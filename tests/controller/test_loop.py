@@ -24,7 +24,7 @@ from offbeat.rollout.executor import RolloutExecutor
 from offbeat.runs.run import run_training
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.trace import read_trace
-from offbeat.weights.proof import Judge, Outcome, Verdict
+from offbeat.weights.proof import Outcome, ProofJudge, Verdict
 from offbeat.weights.protocol import Manifest, Proof
 from small_run import REWARDS, SmallRun, small_config
 
@@ -97,12 +97,12 @@ def test_a_run_is_told_of_equal_rewards_and_a_slow_first_step_on_the_console_in_
 def test_a_publish_that_fails_beside_the_loop_ends_the_run_with_the_engines_reason(
     tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    judge = Judge.judge
+    judge = ProofJudge.judge
 
-    def refuse_from_2(self: Judge, engine: str, wanted: Manifest, proof: Proof) -> Verdict:
+    def refuse_from_2(self: ProofJudge, engine: str, wanted: Manifest, proof: Proof) -> Verdict:
         return judge(self, engine, wanted, proof) if wanted.version < 2 else Verdict(Outcome.REFUSED, 0.0, "it is not to my taste")
 
-    monkeypatch.setattr(Judge, "judge", refuse_from_2)
+    monkeypatch.setattr(ProofJudge, "judge", refuse_from_2)
     config = small_config(
         tmp_path, model_dir, run__total_steps="9", inference__heal_timeout_s="0.2", rollout__max_failures_in_a_row="10000",
         rollout__max_retries="10000")

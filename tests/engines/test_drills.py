@@ -37,7 +37,7 @@ from offbeat.model.hf_io import read_safetensors
 from offbeat.model.peft_io import Adapter, read_adapter, write_adapter
 from offbeat.sync.offer import WeightBroadcast
 from offbeat.trainer.state import Dtype
-from offbeat.weights.proof import Judge
+from offbeat.weights.proof import ProofJudge
 from offbeat.weights.protocol import Manifest, Proof
 from offbeat.workers.local import LocalLauncher
 from offbeat.workers.worker import WorkerSpec, ask
@@ -100,7 +100,7 @@ class Drilled:
 
     engine: Engine
     versions: Versions
-    judge: Judge
+    judge: ProofJudge
     spoil: Callable[..., None]
 
     async def publish(self, publisher: WeightsPublisher) -> None:
@@ -200,7 +200,7 @@ def drilled(request: pytest.FixtureRequest, models: Models, tmp_path_factory: py
             def fail(fault: str = "", adapter: str = "") -> None:
                 path.write_text(json.dumps({"fault": fault, "adapter": adapter}))
 
-        yield Drilled(engine, Versions(model, root, dtype=dtype), Judge.of(0.0, dtype), fail)
+        yield Drilled(engine, Versions(model, root, dtype=dtype), ProofJudge.of(0.0, dtype), fail)
 
 
 @pytest.mark.parametrize("drilled", [*ENGINES, SPLIT_ENGINE], indirect=True)

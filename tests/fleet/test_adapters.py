@@ -29,7 +29,7 @@ from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.sampling import PromptScore, Sample, Sampling
 from offbeat.model.peft_io import Adapter, write_adapter
 from offbeat.weights.adapters import split_adapter_name
-from offbeat.weights.proof import Judge
+from offbeat.weights.proof import ProofJudge
 from offbeat.weights.protocol import Manifest, Proof
 from waiting import until
 
@@ -150,7 +150,7 @@ async def open_fleet(
     on_event: Callable[..., None] = lambda _kind, **_fields: None,
 ) -> AsyncIterator[Fleet]:
     pool = EnginePool(engines, heal_timeout_s=heal_timeout_s)
-    async with AdapterCache(pool, capacity=capacity, judge=Judge(tolerance=1e-3), timeout_s=timeout_s, on_event=on_event) as cache:
+    async with AdapterCache(pool, capacity=capacity, judge=ProofJudge(tolerance=1e-3), timeout_s=timeout_s, on_event=on_event) as cache:
         yield Fleet(pool, cache, Dispatcher(pool, request_timeout_s=60, adapters=cache), AdapterPublisher(pool, cache, on_event=on_event))
 
 

@@ -25,7 +25,7 @@ from offbeat.fleet.publication import PublishReport
 from offbeat.fleet.publishers import WeightsPublisher
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.sampling import Sampling
-from offbeat.weights.proof import Judge
+from offbeat.weights.proof import ProofJudge
 from offbeat.weights.protocol import Manifest
 from small_run import build_small_model
 from waiting import until
@@ -263,7 +263,7 @@ def test_a_publish_waits_no_longer_for_an_engine_that_hangs_than_its_probe(start
     async def body(pool: EnginePool, _: Events) -> None:
         async with await asyncio.start_server(lambda _reader, _writer: None, "127.0.0.1", 0) as silent:
             pool.client("b").url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
-            publisher = WeightsPublisher(pool, Channel(newer, reference), WeightsConfig(), judge=Judge(tolerance=1e-3))
+            publisher = WeightsPublisher(pool, Channel(newer, reference), WeightsConfig(), judge=ProofJudge(tolerance=1e-3))
             report = await asyncio.wait_for(published(publisher, 5), 50)  # the deadline of staging is 60 s
             assert report.serving == ("a",)
             assert "b was quarantined while it answered: waiting for health on b" in report.quarantined["b"]
@@ -277,7 +277,7 @@ def test_engines_that_a_publish_loses_heal_to_its_version_and_it_goes_on(start_e
     publishers: list[WeightsPublisher] = []
 
     def make_reload(pool: EnginePool) -> Callable[[EngineClient], Awaitable[int | None]]:
-        publishers.append(WeightsPublisher(pool, Channel(newer, reference), WeightsConfig(), judge=Judge(tolerance=1e-3)))
+        publishers.append(WeightsPublisher(pool, Channel(newer, reference), WeightsConfig(), judge=ProofJudge(tolerance=1e-3)))
         return publishers[0].bring
 
     async def restart(name: str) -> str:

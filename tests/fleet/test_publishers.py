@@ -26,7 +26,7 @@ from offbeat.inference.sampling import Sampling
 from offbeat.model.peft_io import Adapter, write_adapter
 from offbeat.weights.adapters import policy_adapter
 from offbeat.weights.channels import Channel
-from offbeat.weights.proof import Judge
+from offbeat.weights.proof import ProofJudge
 from offbeat.weights.protocol import Manifest, Proof
 from waiting import until
 
@@ -84,7 +84,7 @@ def pool_of(*engines: Engine, **options: Any) -> tuple[EnginePool, dict[str, str
 
 
 def publisher(pool: EnginePool, channel: object = None, **options: Any) -> WeightsPublisher:
-    return WeightsPublisher(pool, channel or OneVersion(), WeightsConfig(stage_timeout_s=0.2), judge=Judge(tolerance=1e-3), **options)
+    return WeightsPublisher(pool, channel or OneVersion(), WeightsConfig(stage_timeout_s=0.2), judge=ProofJudge(tolerance=1e-3), **options)
 
 
 async def published(publish: WeightsPublisher, version: int = 5) -> PublishReport:
@@ -409,7 +409,7 @@ def publish(*engines: AdapterEngine, timeout_s: float = 60.0) -> Published:
     async def main() -> Published:
         fanouts: list[dict[str, Any]] = []
         pool, quarantined = pool_of(*engines)
-        async with AdapterCache(pool, capacity=4, judge=Judge(tolerance=1e-3), timeout_s=timeout_s) as cache:
+        async with AdapterCache(pool, capacity=4, judge=ProofJudge(tolerance=1e-3), timeout_s=timeout_s) as cache:
             adapters = AdapterPublisher(pool, cache, on_event=lambda kind, **fields: fanouts.append({"kind": kind, **fields}))
             try:
                 report, error = await adapters.publish(ALICE), ""
@@ -547,7 +547,7 @@ class Stage:
                 client = Gated("engine 0", url, http.session)
                 client.gate = asyncio.Event()
                 pool = EnginePool([client])
-                async with AdapterCache(pool, capacity=8, judge=Judge(tolerance=1e-3), timeout_s=60) as cache:
+                async with AdapterCache(pool, capacity=8, judge=ProofJudge(tolerance=1e-3), timeout_s=60) as cache:
                     channel = Channel(self.folder, keep=2, canary=CANARY, write=self.write, incarnation="3fa9c1")
                     dispatcher = Dispatcher(pool, request_timeout_s=60, adapters=cache)
                     adapters = AdapterPublisher(pool, cache)

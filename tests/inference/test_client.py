@@ -29,7 +29,7 @@ from offbeat.inference.sampling import Sampling
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.hf_io import read_safetensors
 from offbeat.model.load import load_causal_lm
-from offbeat.weights.proof import Judge
+from offbeat.weights.proof import ProofJudge
 from offbeat.weights.protocol import Manifest
 from small_run import build_small_model
 from waiting import until
@@ -126,7 +126,7 @@ def publish(urls: dict[str, str], manifest: Manifest, *, min_engines: int) -> tu
         async with EngineSession() as http:
             clients = [EngineClient(name, url, http.session) for name, url in urls.items()]
             pool = EnginePool(clients, min_engines=min_engines, on_quarantine=quarantined.__setitem__)
-            publisher = WeightsPublisher(pool, Channel(manifest), WeightsConfig(), judge=Judge(tolerance=1e-3))
+            publisher = WeightsPublisher(pool, Channel(manifest), WeightsConfig(), judge=ProofJudge(tolerance=1e-3))
             reports: list[PublishReport] = []
             await publisher.publish(manifest.version, on_served=reports.append)
             await publisher.settle()

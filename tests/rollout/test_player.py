@@ -16,7 +16,7 @@ from offbeat.inference.sampling import Sample, Sampling
 from offbeat.rollout.accounts import Accounts
 from offbeat.rollout.episode import Episode
 from offbeat.rollout.idle import IdleHint, limit_of_staleness
-from offbeat.rollout.outcomes import Failure
+from offbeat.rollout.outcomes import GroupFailure
 from offbeat.rollout.player import GroupPlayer
 from offbeat.rollout.workflows.single_turn import single_turn
 
@@ -47,7 +47,7 @@ def player(
     return GroupPlayer(workflow=workflow, make_episode=make_episode, accept=accept, config=config, idle=idle)
 
 
-def played(of: GroupPlayer) -> tuple[Group, Failure | None]:
+def played(of: GroupPlayer) -> tuple[Group, GroupFailure | None]:
     return asyncio.run(of.play("0:0", Row("1>", "1"), 2, Sampling(8), version=3, accounts=Accounts()))
 
 

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from offbeat.errors import PeerError, SyncTimeout
-from offbeat.workers.worker import Nothing, Service
+from offbeat.workers.worker import Nothing, WorkerService
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Order:
     after_s: float = 0.0
 
 
-class Actor(Service):
+class Actor(WorkerService):
     """Does as it is told."""
 
     def act(self, order: Order) -> Nothing:

@@ -16,7 +16,7 @@ from offbeat.data.batch import Batch
 from offbeat.errors import ConfigError, DataError, ModelError, StorageError
 from offbeat.model.peft_io import read_adapter
 from offbeat.trainer.bank_trainer import BankTrainer
-from offbeat.trainer.messages import Canary, Folder, Names, NewAdapter, OptimStep, WriteRequest
+from offbeat.trainer.messages import AdapterNames, CanaryTokens, Folder, NewAdapter, OptimStep, WriteRequest
 from ranks import run_alone, run_ranks
 from train_samples import OPTIMIZER, arranged, build_model, build_trainer, configure, imitated, make_batch, train
 
@@ -150,7 +150,7 @@ def test_what_is_not_named_keeps_every_bit_with_weight_decay_on(folder):
         trainer.forward(batch)
         trainer.canary([3, 4, 5], name="bob")
         after = {name: state_of(trainer, name) for name in NAMES}
-        trainer.remove(Names(("carol",)))
+        trainer.remove(AdapterNames(("carol",)))
         add(trainer, "carol", rank=2, alpha=1.0, seed=0)
         assert all(torch.equal(state_of(trainer, name), after[name]) for name in ("alice", "bob"))
         assert not trainer._adam.steps[trainer._slots["carol"]] and not trainer._bank.gradients[trainer._slots["carol"]].any()
@@ -218,7 +218,7 @@ def test_several_passes_add_up_and_can_be_discarded(folder):
         once, thrice = build(groups, folder), build(groups, folder)
         once.forward_backward(imitated(batch))
         thrice.forward_backward(batch)
-        thrice.discard(Names(tuple(NAMES)))
+        thrice.discard(AdapterNames(tuple(NAMES)))
         for indices in ([0, 4, 8], [7, 3, 2, 1], [5, 6]):
             thrice.forward_backward(imitated(batch.select(indices)))
         assert updated(once, dict.fromkeys(NAMES, ADAM)) == pytest.approx(updated(thrice, dict.fromkeys(NAMES, ADAM)), rel=1e-4)
@@ -366,7 +366,7 @@ def test_requests_that_cannot_be_served_say_why_and_change_nothing(folder, tmp_p
             (ModelError, r"rank must be in 1\.\.4, got 0", lambda: add(trainer, "dave", rank=0, alpha=1.0, seed=0)),
             (ModelError, "is no adapter", lambda: add(trainer, "dave", rank=1, alpha=1.0, seed=0, folder=tmp_path)),
             (StorageError, "is not a checkpoint of an adapter", lambda: trainer.load(Folder(str(tmp_path), "bob"))),
-            (ConfigError, "there is no adapter 'dave' here, only alice, bob, carol", lambda: trainer.remove(Names(("dave",)))),
+            (ConfigError, "there is no adapter 'dave' here, only alice, bob, carol", lambda: trainer.remove(AdapterNames(("dave",)))),
             (ConfigError, "there is no adapter 'dave' here", lambda: updated(trainer, {"alice": ADAM, "dave": ADAM})),
             (ConfigError, "there is no adapter 'dave' here", lambda: run(["alice", "dave"])),
             (ConfigError, "model.lora.rank must be at least 1 to train adapters", lambda: build(groups, folder, rank=0)),
@@ -439,7 +439,7 @@ def _train_rows_together(groups, folder):
     for number in range(2):
         answer = trainer.forward_backward(mixed(number))
         found.append([answer.logprobs.tolist(), answer.losses.tolist(), updated(trainer, dict.fromkeys(NAMES, ADAM))])
-    base = trainer.score_base(Canary((3, 4, 5))).logprobs
+    base = trainer.score_base(CanaryTokens((3, 4, 5))).logprobs
     return [found, base, [trainer.canary([3, 4, 5], name=name) for name in NAMES]]
 
 

@@ -12,7 +12,7 @@ from offbeat.data.packing import plan_microbatches
 from offbeat.model.load import load_causal_lm
 from offbeat.model.tiny import build_tiny
 from offbeat.trainer.bank_trainer import BankTrainer
-from offbeat.trainer.frozen import Teacher
+from offbeat.trainer.frozen import TeacherModel
 from offbeat.trainer.messages import ScoreShare
 from offbeat.trainer.model_trainer import ModelTrainer
 from offbeat.trainer.worker import build_trainers, find_trainer
@@ -45,9 +45,9 @@ def taught(teacher, *, max_tokens=64):
 def _score(groups, folder):
     found = {}
     for mesh in MESHES[groups.world]:
-        teacher = Teacher(config_of(folder, top_k=3), arranged(groups, mesh))
+        teacher = TeacherModel(config_of(folder, top_k=3), arranged(groups, mesh))
         found[mesh] = {name: values.tolist() for name, values in taught(teacher).items()}
-        plain = Teacher(config_of(folder), arranged(groups, mesh))
+        plain = TeacherModel(config_of(folder), arranged(groups, mesh))
         np.testing.assert_allclose(taught(plain)["logprobs"], found[mesh]["logprobs"], atol=1e-5)
     if groups.world == 1:
         same = ModelTrainer.build(f"{folder}/teacher", config=config_of(folder), groups=groups)
@@ -92,7 +92,7 @@ def test_the_likeliest_tokens_teach_the_same_in_any_split_as_their_formula_says(
     algorithm = config.algorithm.model_copy(update={"objective": name})
 
     def check(groups, _):
-        found = taught(Teacher(config, groups))
+        found = taught(TeacherModel(config, groups))
         tokens, logs = (np.stack([found[f"top_{what}_{i}"] for i in range(3)], axis=1) for what in ("tokens", "logprobs"))
         plain = make_batch(3, 2, loss=policy_loss(algorithm))
         batch = with_teacher(plain, TeacherScores(found["logprobs"], np.zeros(6, bool), tokens.astype(np.int32), logs), algorithm)

@@ -12,18 +12,18 @@ from offbeat.algorithms.adam import AdamParams
 from offbeat.data import wire
 from offbeat.trainer import messages
 from offbeat.trainer.messages import (
+    AdapterNames,
     BroadcastRequest,
     BuildRequest,
-    Canary,
     CanaryScores,
+    CanaryTokens,
     ExportRequest,
     Folder,
     JoinRequest,
-    Loaded,
-    Names,
+    LoadedStep,
     NewAdapter,
     OptimStep,
-    Scored,
+    ScoredShare,
     Scores,
     ScoreShare,
     Stepped,
@@ -41,10 +41,10 @@ EXAMPLES = [
     STORE, BuildRequest("folder", "{}", 54, 0, None, 7), JoinRequest(1, 4, STORE, "{}", "folder"),
     JoinRequest(1, 4, STORE, "{}", "folder", trains="adapters"),
     Trained({"train/loss": 0.1, "train/tokens": 3.0}, 1.5, 2.5, 0.75, 40.0, 1e9, 1e12, 2**33), OptimStep({"alice": AdamParams(lr=1e-3)}),
-    Stepped({"alice": 0.5}, {"alice": 3}), Names(("alice", "bob")), NewAdapter("alice", 8, 16.0, 1, ("attn", "mlp"), "folder"),
-    Folder("x"), Folder("x", "alice", optimizer=False), Loaded(12), BroadcastRequest("10.0.0.1", 2, 60),
+    Stepped({"alice": 0.5}, {"alice": 3}), AdapterNames(("alice", "bob")), NewAdapter("alice", 8, 16.0, 1, ("attn", "mlp"), "folder"),
+    Folder("x"), Folder("x", "alice", optimizer=False), LoadedStep(12), BroadcastRequest("10.0.0.1", 2, 60),
     WriteRequest("v3", "float32", (1, 2, 3)), WriteRequest("v3", "float32", (1, 2), "alice", BroadcastRequest("10.0.0.1", 2, 60)),
-    Written("abc", (-1.25, -2.0)), Written("abc", (-1.25,), "10.0.0.1:99", 512), ExportRequest("x", "y", "bfloat16"), Canary((1, 2)),
+    Written("abc", (-1.25, -2.0)), Written("abc", (-1.25,), "10.0.0.1:99", 512), ExportRequest("x", "y", "bfloat16"), CanaryTokens((1, 2)),
     CanaryScores((-1.5,))]
 
 
@@ -66,7 +66,7 @@ def test_arrays_come_back() -> None:
     share = wire.decode(ScoreShare, wire.encode(ScoreShare(step.batch, np.array([3, 1]), step.minibatches[0], "reference", True)))
     assert (share.sequences.tolist(), [micro.tolist() for micro in share.microbatches]) == ([3, 1], [[0, 2], [1, 3]])
     assert (share.of, share.with_entropy, len(share.batch)) == ("reference", True, 4)
-    answer = wire.decode(Scored, wire.encode(Scored(
+    answer = wire.decode(ScoredShare, wire.encode(ScoredShare(
         np.array([1]), TargetScores({"logprobs": np.array([-0.5], np.float32)}), 1.5, 2.5)))
     assert (answer.sequences.tolist(), answer.scores.columns["logprobs"].tolist()) == ([1], [-0.5])
     nothing = answer.empty()
@@ -75,7 +75,7 @@ def test_arrays_come_back() -> None:
 
 def test_every_message_is_tested_and_frozen() -> None:
     own = {cls for _, cls in inspect.getmembers(messages, dataclasses.is_dataclass) if cls.__module__ == messages.__name__}
-    assert own == {type(example) for example in EXAMPLES} | {TrainStep, Scores, ScoreShare, Scored, TargetScores}
+    assert own == {type(example) for example in EXAMPLES} | {TrainStep, Scores, ScoreShare, ScoredShare, TargetScores}
     assert all(cls.__dataclass_params__.frozen for cls in own)
 
 

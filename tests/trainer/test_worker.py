@@ -22,13 +22,13 @@ from offbeat.model.peft_io import read_adapter
 from offbeat.sync import broadcast
 from offbeat.sync.mesh import leave
 from offbeat.trainer.messages import (
+    AdapterNames,
     BroadcastRequest,
     BuildRequest,
     ExportRequest,
     Folder,
     JoinRequest,
-    Loaded,
-    Names,
+    LoadedStep,
     NewAdapter,
     OptimStep,
     Scores,
@@ -95,7 +95,7 @@ def test_a_rank_trains_saves_goes_on_and_exports(rank: TrainWorker, tmp_path: Pa
     before = write(rank, tmp_path / "v1")
     assert len(before.fingerprint) == 32 and len(before.canary_logprobs) == 3 and before.num_bytes > 0
     call(rank, "train_step", step(2), Trained)
-    assert call(rank, "load", Folder(str(tmp_path / "saved")), Loaded) == Loaded(1)
+    assert call(rank, "load", Folder(str(tmp_path / "saved")), LoadedStep) == LoadedStep(1)
     assert write(rank, tmp_path / "v2") == before
     call(rank, "restart_optimizer", None)
     assert write(rank, tmp_path / "v3") == before
@@ -140,7 +140,7 @@ def test_a_rank_trains_many_adapters_and_goes_on_from_folders(rank_of_many: Trai
         learnt, scored = (call(rank, method, batch, Scores) for method in ("forward_backward", "forward"))
         assert np.array_equal(learnt.logprobs, scored.logprobs) and np.array_equal(learnt.losses, scored.losses)
         assert learnt.logprobs.shape == (batch.num_targets,) and learnt.losses.shape == (len(batch),)
-    call(rank, "discard", Names(("bob",)))
+    call(rank, "discard", AdapterNames(("bob",)))
     stepped = call(rank, "optim_step", OptimStep(dict.fromkeys(both, STEP)), Stepped)
     assert stepped.grad_norms["alice"] > 0 == stepped.grad_norms["bob"] and stepped.steps == {"alice": 1, "bob": 1}
     written = write(rank, tmp_path / "v0", name="alice")
@@ -148,10 +148,10 @@ def test_a_rank_trains_many_adapters_and_goes_on_from_folders(rank_of_many: Trai
     call(rank, "add", NewAdapter("carol", 4, 8.0, 7, (), str(tmp_path / "v0")))
     assert write(rank, tmp_path / "carol", name="carol") == written
     call(rank, "save", Folder(str(tmp_path / "saved"), "alice"))
-    assert call(rank, "load", Folder(str(tmp_path / "saved"), "eve", optimizer=False), Loaded).step == 0
-    assert call(rank, "load", Folder(str(tmp_path / "saved"), "dave"), Loaded).step == 1
+    assert call(rank, "load", Folder(str(tmp_path / "saved"), "eve", optimizer=False), LoadedStep).step == 0
+    assert call(rank, "load", Folder(str(tmp_path / "saved"), "dave"), LoadedStep).step == 1
     assert write(rank, tmp_path / "dave", name="dave").fingerprint == written.fingerprint
-    call(rank, "remove", Names(("alice",)))
+    call(rank, "remove", AdapterNames(("alice",)))
     with pytest.raises(ConfigError, match="there is no adapter 'alice'"):
         write(rank, tmp_path / "v1", name="alice")
 

@@ -26,7 +26,7 @@ from offbeat.ranks.ranks import WorkerRanks
 from offbeat.ranks.trainers import Trainers
 from offbeat.types import Version
 from offbeat.weights.channels import Channel, draw_incarnation
-from offbeat.weights.proof import Judge
+from offbeat.weights.proof import ProofJudge
 from offbeat.weights.protocol import Manifest
 from offbeat.workers.local import LocalLauncher
 from small_run import small_config
@@ -244,7 +244,7 @@ def test_an_engine_that_heals_finds_a_damaged_version_whole_again(tmp_path: Path
             disk = Channel(
                 config.weights_dir, keep=2, canary=CANARY, write=trainers.write_weights, incarnation="a", holds=trainers.holds,
                 on_rewrite=notes.append)
-            publisher = WeightsPublisher(EnginePool([], min_engines=0), disk, config.weights, judge=Judge(tolerance=1e-3))
+            publisher = WeightsPublisher(EnginePool([], min_engines=0), disk, config.weights, judge=ProofJudge(tolerance=1e-3))
             (engine,) = clients.values()  # out of service, until it is brought back
 
             async def publish_and(damage: Callable[[Path], object], version: int) -> None:
@@ -284,7 +284,7 @@ def test_an_engine_takes_changes_of_what_it_serves_and_one_that_was_away_all_of_
                 config.weights_dir, keep=1, canary=CANARY, write=write, incarnation="a", whole_every=config.weights.whole_every_versions,
                 num_receivers=lambda: int(way == "collective"))
             steady, away = clients.values()
-            async with WeightsPublisher(EnginePool([steady]), disk, config.weights, judge=Judge(tolerance=0.5)) as publisher:
+            async with WeightsPublisher(EnginePool([steady]), disk, config.weights, judge=ProofJudge(tolerance=0.5)) as publisher:
                 for version in range(6):
                     if version:
                         await trainers.train_step(make_batch(2, 3, seed=version))
@@ -322,7 +322,7 @@ def test_engines_receive_what_they_would_read_and_one_that_dies_meanwhile_takes_
                     config.weights_dir, keep=2, canary=CANARY, write=trainers.write_weights, incarnation="a",
                     num_receivers=lambda: len(clients) * (version % 2))
                 reports: list[PublishReport] = []
-                async with WeightsPublisher(pool, to, config.weights, judge=Judge(tolerance=1e-3)) as publisher:
+                async with WeightsPublisher(pool, to, config.weights, judge=ProofJudge(tolerance=1e-3)) as publisher:
                     await publisher.publish(version, on_served=reports.append)
                     await publisher.settle()
                 return reports[0]

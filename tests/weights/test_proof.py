@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.weights.proof import TOLERANCES, Judge, Outcome, Verdict
+from offbeat.weights.proof import TOLERANCES, Outcome, ProofJudge, Verdict
 from offbeat.weights.protocol import Manifest, Proof
 from proof_drills import FAULTY_FROM, Drill, play
 
@@ -47,7 +47,7 @@ class World:
 def test_a_right_engine_is_never_refused_however_small_the_steps_are_against_its_noise(
     seed: int, step: float, noise: float, bias: float,
 ) -> None:
-    world, judge = World(seed, step=step, noise=noise, bias=bias), Judge(tolerance=0.2)
+    world, judge = World(seed, step=step, noise=noise, bias=bias), ProofJudge(tolerance=0.2)
     for version in range(60):
         verdict = judge.judge("a", manifest(version, world.trainer), told(version, world.see(world.trainer)))
         assert not verdict.refused, verdict
@@ -59,7 +59,7 @@ def test_a_right_engine_is_never_refused_however_small_the_steps_are_against_its
 def test_a_stale_engine_is_refused_as_soon_as_the_moves_add_up_to_more_than_its_noise(
     seed: int, step: float, noise: float, stale_from: int,
 ) -> None:
-    world, judge = World(seed, step=step, noise=noise, bias=noise), Judge(tolerance=1e9)
+    world, judge = World(seed, step=step, noise=noise, bias=noise), ProofJudge(tolerance=1e9)
     stale = world.trainer
     for version in range(stale_from + 4000):
         if version <= stale_from:
@@ -77,7 +77,7 @@ def test_a_stale_engine_is_refused_as_soon_as_the_moves_add_up_to_more_than_its_
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32), bias=st.floats(-0.1, 0.1), noise=st.floats(1e-5, 1e-4))
 def test_a_bias_of_all_tokens_is_seen_and_is_no_noise(seed: int, bias: float, noise: float) -> None:
-    world, judge = World(seed, step=100 * noise, noise=noise, bias=0), Judge(tolerance=0.2)
+    world, judge = World(seed, step=100 * noise, noise=noise, bias=0), ProofJudge(tolerance=0.2)
     first = world.see(world.trainer) + bias
     off = np.asarray(first, np.float64) - world.trainer
     verdict = judge.judge("a", manifest(0, world.trainer), told(0, first))
@@ -92,7 +92,7 @@ def test_a_bias_of_all_tokens_is_seen_and_is_no_noise(seed: int, bias: float, no
 
 
 def test_the_number_of_publishes_that_say_nothing_is_told_with_its_reason() -> None:
-    world, judge = World(1, step=1e-5, noise=1e-2, bias=1e-2), Judge(tolerance=0.1)
+    world, judge = World(1, step=1e-5, noise=1e-2, bias=1e-2), ProofJudge(tolerance=0.1)
     verdicts = []
     for version in range(3):
         verdicts.append(judge.judge("a", manifest(version, world.trainer), told(version, world.see(world.trainer))))
@@ -115,24 +115,24 @@ def shown(verdict: Verdict) -> tuple[bool, str]:
     (Proof(5, None, (-1.5,)), "off by 0.5"),
 ])
 def test_what_is_wrong_by_itself_is_refused_at_once(proof: Proof, reason: str) -> None:
-    refused, why = shown(Judge(tolerance=1e-3).judge("a", Manifest(5, "", "right", (1, 2), (-1.0,)), proof))
+    refused, why = shown(ProofJudge(tolerance=1e-3).judge("a", Manifest(5, "", "right", (1, 2), (-1.0,)), proof))
     assert refused and reason in why
 
 
 def test_weights_that_are_shown_are_proven_at_any_noise_and_those_that_were_only_read_are_not() -> None:
-    judge, wanted = Judge(tolerance=0.1), Manifest(5, "", "right", (1, 2), (-1.0,))
+    judge, wanted = ProofJudge(tolerance=0.1), Manifest(5, "", "right", (1, 2), (-1.0,))
     assert judge.judge("a", wanted, Proof(5, "right", (-1.05,))) == Verdict(Outcome.PROVEN, pytest.approx(0.05))
     assert judge.judge("b", wanted, Proof(5, "right", (-1.05,), live=False)).outcome is Outcome.UNSURE
 
 
 def test_gaps_that_cancel_in_the_mean_are_found_token_by_token() -> None:
     wanted = Manifest(5, "", "right", (1, 2, 3), (-1.0, -1.0))
-    verdict = Judge(tolerance=0.1).judge("a", wanted, Proof(5, None, (-2.0, 0.0)))
+    verdict = ProofJudge(tolerance=0.1).judge("a", wanted, Proof(5, None, (-2.0, 0.0)))
     assert verdict.refused and verdict.gap == 0.0
 
 
 def test_another_adapter_under_a_known_name_is_refused_and_an_engine_that_was_started_anew_begins_again() -> None:
-    judge, world = Judge(tolerance=0.5), World(3, step=0.1, noise=1e-3, bias=1e-3)
+    judge, world = ProofJudge(tolerance=0.5), World(3, step=0.1, noise=1e-3, bias=1e-3)
     wanted = replace(manifest(3, world.trainer), adapter="alice")
     assert not judge.judge("a", wanted, told(3, world.see(world.trainer))).refused
     world.move()
@@ -147,13 +147,13 @@ def test_another_adapter_under_a_known_name_is_refused_and_an_engine_that_was_st
 
 def test_an_adapter_of_which_only_the_mean_is_known_is_judged_by_that() -> None:
     wanted = Manifest(5, "", "right", (1, 2, 3), (-1.0,))
-    assert Judge(tolerance=1e-3).judge("a", wanted, Proof(5, None, (-0.5, -1.5))).outcome is Outcome.UNSURE
-    assert Judge(tolerance=1e-3).judge("a", wanted, Proof(5, None, (-0.5, -1.4))).refused
+    assert ProofJudge(tolerance=1e-3).judge("a", wanted, Proof(5, None, (-0.5, -1.5))).outcome is Outcome.UNSURE
+    assert ProofJudge(tolerance=1e-3).judge("a", wanted, Proof(5, None, (-0.5, -1.4))).refused
 
 
 def test_the_tolerance_is_the_number_formats_where_none_is_set() -> None:
-    assert [Judge.of(0.0, dtype).tolerance for dtype in ("float32", "bfloat16")] == list(TOLERANCES.values())
-    assert Judge.of(0.3, "float32").tolerance == 0.3
+    assert [ProofJudge.of(0.0, dtype).tolerance for dtype in ("float32", "bfloat16")] == list(TOLERANCES.values())
+    assert ProofJudge.of(0.3, "float32").tolerance == 0.3
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ from offbeat.data.reward_model import RewardFolder, choose_padding, judged_token
 from offbeat.engine.reward_options import RewardModelOptions, ScoredTexts, TextsToScore
 from offbeat.errors import DataError, ModelError
 from offbeat.model.reward_model import load_reward_model, score_texts, set_padding
-from offbeat.workers.worker import Nothing, Service
+from offbeat.workers.worker import Nothing, WorkerService
 
 
-class RewardModelWorker(Service):
+class RewardModelWorker(WorkerService):
     """The service of one process: `load` once, then `score`."""
 
     def __init__(self) -> None:

@@ -3,10 +3,10 @@
 from offbeat.data import wire
 from offbeat.engine.options import EngineAddress, EngineOptions, EngineStart
 from offbeat.engine.server import EngineServer
-from offbeat.workers.worker import Nothing, Service
+from offbeat.workers.worker import Nothing, WorkerService
 
 
-class EngineWorker(Service):
+class EngineWorker(WorkerService):
     """The service of one engine process."""
 
     def __init__(self) -> None:

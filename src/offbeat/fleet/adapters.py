@@ -22,7 +22,7 @@ from offbeat.fleet.catalog import Catalog, adapter_of
 from offbeat.fleet.pool import EnginePool
 from offbeat.fleet.slots import AdapterSlots, counted
 from offbeat.types import Version
-from offbeat.weights.proof import Judge, Verdict
+from offbeat.weights.proof import ProofJudge, Verdict
 from offbeat.weights.protocol import EngineControl, Manifest
 
 _BUSY_RETRY_S = 0.1
@@ -60,7 +60,7 @@ class AdapterCache:
         pool: EnginePool,
         *,
         capacity: int,
-        judge: Judge,
+        judge: ProofJudge,
         timeout_s: float,
         keep: int = 2,
         on_event: Callable[..., None] = lambda _kind, **_fields: None,

@@ -26,7 +26,7 @@ from offbeat.inference.client import Deliver, EngineClient, EngineSession, deliv
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
 from offbeat.weights.adapters import is_policy
-from offbeat.weights.proof import Judge
+from offbeat.weights.proof import ProofJudge
 
 UNPUBLISHED: Version = -1
 """Version of a new engine until its first publication: the initial weights, unproven, to which no request goes."""
@@ -53,7 +53,7 @@ class Fleet:
     adapters: AdapterCache
     dispatcher: Dispatcher
     publisher: AdapterPublisher
-    judge: Judge
+    judge: ProofJudge
     config: Config
     record: RunRecord
 
@@ -101,7 +101,7 @@ async def open_fleet(
     pool = await open_pool(stack, addresses, config, record, model=model, deliver=engines.deliver)
     if addresses.owner:
         stack.push_async_callback(_leave, pool, addresses.owner, timeout_s=config.inference.probe_timeout_s)
-    judge = Judge.of(config.weights.proof_tolerance, config.canary_dtype)
+    judge = ProofJudge.of(config.weights.proof_tolerance, config.canary_dtype)
     adapters = await stack.enter_async_context(AdapterCache(
         pool, capacity=config.inference.max_adapters, judge=judge, timeout_s=config.weights.stage_timeout_s,
         keep=config.weights.keep, on_event=record.events.record))

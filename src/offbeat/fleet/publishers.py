@@ -28,7 +28,7 @@ from offbeat.fleet.slots import counted
 from offbeat.phase import phase
 from offbeat.types import Version
 from offbeat.weights.channels import Channel
-from offbeat.weights.proof import Judge
+from offbeat.weights.proof import ProofJudge
 from offbeat.weights.protocol import EngineControl, Manifest
 
 OnServed = Callable[[PublishReport], None]
@@ -126,7 +126,7 @@ class WeightsPublisher(Fanouts):
     current: Manifest | None = None
 
     def __init__(
-        self, pool: EnginePool, channel: Channel, config: WeightsConfig, *, judge: Judge, release: Release = release_nobody,
+        self, pool: EnginePool, channel: Channel, config: WeightsConfig, *, judge: ProofJudge, release: Release = release_nobody,
         waits: bool = False, on_written: OnWritten = wake_nobody,
     ) -> None:
         """Publish to the engines of a pool.

@@ -18,7 +18,7 @@ from offbeat.errors import EngineError, MachineError
 from offbeat.fleet.server_reaper import ServerReaper
 from offbeat.hosts import direct, open_directly
 from offbeat.machine import PROMISED_DEVICES, has_devices
-from offbeat.workers.worker import Nothing, Service
+from offbeat.workers.worker import Nothing, WorkerService
 
 _POLL_S = 0.25
 _PROBE_TIMEOUT_S = 5.0
@@ -42,7 +42,7 @@ class ServerStart:
     key: str = field(default="", repr=False)
 
 
-class ServerWorker(Service):
+class ServerWorker(WorkerService):
     """Starts the server of one engine in a process group of its own, and ends when the server does."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from offbeat import errors
 from offbeat.aio import deadline
 from offbeat.onlooker import LOOK_S, Onlooker, bound_log, is_stopped, log_tail, system_view
-from offbeat.process.frames import BEAT, CALL, CANCEL, FAILURE, HEADER, STACK, STOP, Failure, Payload
+from offbeat.process.frames import BEAT, CALL, CANCEL, FAILURE, HEADER, STACK, STOP, CallFailure, Payload
 
 _STACK_TIMEOUT_S = 1.0
 _MOST_BYTES = 1 << 40
@@ -83,8 +83,8 @@ class Child:
         self._log_looked_s = time.monotonic()
         self._writer = writer
         self._ids = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[bytes | Failure]] = {}
-        self._ready: asyncio.Future[bytes | Failure] = asyncio.get_running_loop().create_future()
+        self._pending: dict[int, asyncio.Future[bytes | CallFailure]] = {}
+        self._ready: asyncio.Future[bytes | CallFailure] = asyncio.get_running_loop().create_future()
         self._pending[0] = self._ready
         self._beat: tuple[float, str] | None = None
         self._onlooker = Onlooker(spec.name)
@@ -213,7 +213,7 @@ class Child:
         await asyncio.gather(self._reading, return_exceptions=True)
 
     async def _answer(
-        self, future: "asyncio.Future[bytes | Failure]", doing: str, *, timeout_s: float, what: str, patience_s: float | None = None,
+        self, future: "asyncio.Future[bytes | CallFailure]", doing: str, *, timeout_s: float, what: str, patience_s: float | None = None,
     ) -> bytes:
         try:
             async with deadline(what, timeout_s):
@@ -228,11 +228,11 @@ class Child:
         except errors.DeadlineError as exc:
             exc.add_note(await self.stack())
             raise
-        if isinstance(result, Failure):
+        if isinstance(result, CallFailure):
             raise result.to_exception(self.name, doing)
         return result
 
-    def _send(self, kind: int, *payload: bytes | memoryview) -> "tuple[int, asyncio.Future[bytes | Failure]]":
+    def _send(self, kind: int, *payload: bytes | memoryview) -> "tuple[int, asyncio.Future[bytes | CallFailure]]":
         call_id = next(self._ids)
         future = self._pending[call_id] = asyncio.get_running_loop().create_future()
         self._frame(kind, call_id, *payload)
@@ -274,7 +274,7 @@ class Child:
                 if future is None:
                     _log.warning("%s has answered a call twice; its second answer is dropped", self.name)
                 elif not future.done():  # otherwise its caller has given up
-                    future.set_result(Failure.unpack(payload) if kind == FAILURE else payload)
+                    future.set_result(CallFailure.unpack(payload) if kind == FAILURE else payload)
                 self._bound_log()
         except (asyncio.IncompleteReadError, ConnectionError):
             pass

@@ -16,7 +16,7 @@ READY, CALL, RESULT, FAILURE, STACK, STOP, BEAT, CANCEL = range(8)
 
 
 @dataclass(frozen=True)
-class Failure:
+class CallFailure:
     """An exception in transit to the caller: the name of its class, its text, and its notes."""
 
     kind: str
@@ -24,7 +24,7 @@ class Failure:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, exc: BaseException, *notes: str) -> "Failure":
+    def of(cls, exc: BaseException, *notes: str) -> "CallFailure":
         """Take the name, text and notes of an exception, with further notes."""
         return cls(type(exc).__name__, str(exc), (*getattr(exc, "__notes__", ()), *notes))
 
@@ -45,7 +45,7 @@ class Failure:
         return b"".join(struct.pack("!Q", len(part)) + part for part in parts)
 
     @classmethod
-    def unpack(cls, data: bytes) -> "Failure":
+    def unpack(cls, data: bytes) -> "CallFailure":
         """Decode the bytes of `pack`."""
         parts, at = [], 0
         while at < len(data):

@@ -28,7 +28,7 @@ from typing import Protocol, runtime_checkable
 
 from offbeat import errors
 from offbeat.loading import load_module
-from offbeat.process.frames import BEAT, CALL, CANCEL, FAILURE, HEADER, READY, RESULT, STACK, STOP, Failure
+from offbeat.process.frames import BEAT, CALL, CANCEL, FAILURE, HEADER, READY, RESULT, STACK, STOP, CallFailure
 
 _PR_SET_PDEATHSIG = 1
 
@@ -152,17 +152,17 @@ class _Server:
         while calls:
             await asyncio.wait(calls.values())
 
-    def _end_call(self, result: bytes | Failure) -> None:
+    def _end_call(self, result: bytes | CallFailure) -> None:
         """Answer the current call unless it has already been answered."""
         with self._answering:
             call_id, self._call_id = self._call_id, 0
         if call_id:
             self._reply(call_id, result)
 
-    def _failure(self, exc: BaseException) -> Failure:
+    def _failure(self, exc: BaseException) -> CallFailure:
         if isinstance(exc, errors.SyncError):
-            return Failure.of(exc)  # the message says where every rank is, including this one
-        return Failure.of(exc, f"traceback in {self._name}:\n{''.join(traceback.format_exception(exc))}")
+            return CallFailure.of(exc)  # the message says where every rank is, including this one
+        return CallFailure.of(exc, f"traceback in {self._name}:\n{''.join(traceback.format_exception(exc))}")
 
     def _read(self) -> None:
         stream = self._connection.makefile("rb")
@@ -178,8 +178,8 @@ class _Server:
                 self._frames.put((kind, call_id, payload))
                 self._wake()
 
-    def _reply(self, call_id: int, result: bytes | Failure) -> None:
-        if isinstance(result, Failure):
+    def _reply(self, call_id: int, result: bytes | CallFailure) -> None:
+        if isinstance(result, CallFailure):
             self._frame(FAILURE, call_id, result.pack())
         else:
             self._frame(RESULT, call_id, result)

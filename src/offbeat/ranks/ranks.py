@@ -18,7 +18,7 @@ from offbeat.errors import ConfigError, DeadlineError, RunError, WorkerError
 from offbeat.phase import waiting_for
 from offbeat.ranks.freight import Freight
 from offbeat.ranks.sharding import Sharder
-from offbeat.trainer.messages import BuildRequest, JoinRequest, Policy, Scored, StoreAddress, Trainee, TrainStep
+from offbeat.trainer.messages import BuildRequest, JoinRequest, Policy, ScoredShare, StoreAddress, Trainee, TrainStep
 from offbeat.workers.worker import FAILED_STOP_S, Launcher, Nothing, Worker, WorkerSpec, ask, ask_all
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class Ranks(Protocol):
         """Return the shares of a training step for the ranks that this process calls, from its own batch; see `Sharder.shards`."""
         ...
 
-    async def score(self, method: str, batch: Batch, *, of: Policy, with_entropy: bool, timeout_s: float) -> list[Scored]:
+    async def score(self, method: str, batch: Batch, *, of: Policy, with_entropy: bool, timeout_s: float) -> list[ScoredShare]:
         """Score this process's batch, spread as a training step is; see `Sharder.score_shares`.
 
         Args:
@@ -170,10 +170,10 @@ class WorkerRanks:
         """See `Ranks.spread`."""
         return await asyncio.to_thread(self._sharder.shards, batch, params, num_minibatches=num_minibatches, seed=seed, ahead=ahead)
 
-    async def score(self, method: str, batch: Batch, *, of: Policy, with_entropy: bool, timeout_s: float) -> list[Scored]:
+    async def score(self, method: str, batch: Batch, *, of: Policy, with_entropy: bool, timeout_s: float) -> list[ScoredShare]:
         """See `Ranks.score`."""
         shares = await asyncio.to_thread(self._sharder.score_shares, batch, of=of, with_entropy=with_entropy)
-        return await self.call(method, shares, Scored, timeout_s=timeout_s)
+        return await self.call(method, shares, ScoredShare, timeout_s=timeout_s)
 
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
         """See `Ranks.observe`."""

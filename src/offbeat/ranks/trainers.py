@@ -18,17 +18,17 @@ from offbeat.data.balance import partition
 from offbeat.data.batch import Batch, gather_ranges
 from offbeat.ranks.ranks import Ranks
 from offbeat.trainer.messages import (
+    AdapterNames,
     BroadcastRequest,
-    Canary,
     CanaryScores,
+    CanaryTokens,
     ExportRequest,
     Folder,
-    Loaded,
-    Names,
+    LoadedStep,
     NewAdapter,
     OptimStep,
     Policy,
-    Scored,
+    ScoredShare,
     Scores,
     Stepped,
     TargetScores,
@@ -152,7 +152,7 @@ class Trainers:
     async def load(self, folder: Path) -> int:
         """Load a checkpoint to go on from; returns its training step."""
         self._held = None
-        self._step = (await self._all("load", Folder(str(folder.absolute())), Loaded, timeout_s=self._config.checkpoint.timeout_s)).step
+        self._step = (await self._all("load", Folder(str(folder.absolute())), LoadedStep, timeout_s=self._config.checkpoint.timeout_s)).step
         return self._step
 
     async def export(self, folder: Path, *, tokenizer: str) -> None:
@@ -173,7 +173,7 @@ class Trainers:
 
     async def remove(self, name: str) -> None:
         """Remove an adapter."""
-        await self._all("remove", Names((name,)), NoneType)
+        await self._all("remove", AdapterNames((name,)), NoneType)
         self.steps.pop(name, None)
 
     async def forward(self, batch: Batch) -> Scores:
@@ -194,7 +194,7 @@ class Trainers:
 
     async def discard(self, names: Sequence[str]) -> None:
         """Drop the accumulated gradients of these adapters."""
-        await self._all("discard", Names(tuple(names)), NoneType)
+        await self._all("discard", AdapterNames(tuple(names)), NoneType)
 
     async def optim_step(self, params: Mapping[str, AdamParams]) -> dict[str, float]:
         """Run one optimizer step of each adapter named. Returns gradient norms by name, not finite where the update was skipped."""
@@ -204,7 +204,7 @@ class Trainers:
 
     async def score_base(self, canary: tuple[int, ...]) -> tuple[float, ...]:
         """Return the log-probability of each of canary[1:] under the base model."""
-        return (await self._all("score_base", Canary(canary), CanaryScores)).logprobs
+        return (await self._all("score_base", CanaryTokens(canary), CanaryScores)).logprobs
 
     async def write_adapter(self, name: str, version: Version, folder: Path, *, canary: tuple[int, ...]) -> Manifest:
         """Write an adapter to a new PEFT folder."""
@@ -218,7 +218,7 @@ class Trainers:
 
     async def load_adapter(self, name: str, folder: Path, *, optimizer: bool) -> None:
         """Load a folder of `save_adapter`, with its optimizer state or with a fresh optimizer."""
-        self.steps[name] = (await self._all("load", Folder(str(folder.absolute()), name, optimizer), Loaded)).step
+        self.steps[name] = (await self._all("load", Folder(str(folder.absolute()), name, optimizer), LoadedStep)).step
 
     # -- calls -------------------------------------------------------------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ def speed(answers: Sequence[Trained]) -> dict[str, float]:
     }
 
 
-def _put_together(batch: Batch, answers: Sequence[Scored]) -> TargetScores:
+def _put_together(batch: Batch, answers: Sequence[ScoredShare]) -> TargetScores:
     """Return the scores of all targets, in the order of the batch."""
     columns: dict[str, np.ndarray] = {}
     for answer in answers:

@@ -36,7 +36,7 @@ from offbeat.rollout.dynamic import DynamicSampling
 from offbeat.rollout.episode import Workflow
 from offbeat.rollout.holdup import HoldupGuard
 from offbeat.rollout.idle import IdleHint, Limit, limit_of_running, limit_of_staleness, waits_besides
-from offbeat.rollout.outcomes import Failure, Kind, Outcomes, screen
+from offbeat.rollout.outcomes import GroupFailure, Kind, Outcomes, screen
 from offbeat.rollout.player import CALLERS, Accept, GroupPlayer, MakeEpisode
 from offbeat.rollout.staleness import Gate
 from offbeat.telemetry.tracker import StatsPart, combine
@@ -356,7 +356,7 @@ class RolloutExecutor:
             return None
         return self._limit_of_running if len(self._gate.running) >= self._gate.max_running else self._limit_of_staleness
 
-    def _judge(self, group: Group) -> tuple[Group, Failure | None, Kind | None]:
+    def _judge(self, group: Group) -> tuple[Group, GroupFailure | None, Kind | None]:
         """Ask the user's filter, then dynamic sampling; returns why the group is refused, if it is."""
         group, failure, refused = self._player.ask_filter(group)
         if failure is None and refused is None and self._dynamic is not None and (reason := self._dynamic.rejects(group)):

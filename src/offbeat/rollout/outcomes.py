@@ -23,7 +23,7 @@ _FEWEST = 20
 
 
 @dataclass(frozen=True)
-class Failure:
+class GroupFailure:
     """Why a group failed.
 
     Attributes:
@@ -41,14 +41,14 @@ class Failure:
         return isinstance(self.error, RunError) and not isinstance(self.error, RefusedError)
 
 
-def failure_of(error: Exception) -> Failure:
+def failure_of(error: Exception) -> GroupFailure:
     """Return the failure of a group that was played."""
-    return Failure(error, _kind_of(error))
+    return GroupFailure(error, _kind_of(error))
 
 
-def failure_to_ask(error: Exception) -> Failure:
+def failure_to_ask(error: Exception) -> GroupFailure:
     """Return the failure of a prompt for which no episode could be made."""
-    return Failure(error, "too long" if isinstance(error, TooLongError) else "prompt refused", again=False)
+    return GroupFailure(error, "too long" if isinstance(error, TooLongError) else "prompt refused", again=False)
 
 
 def _kind_of(error: Exception) -> Kind:
@@ -65,7 +65,7 @@ def _kind_of(error: Exception) -> Kind:
             return "code failed"
 
 
-def screen(group: Group, failure: Failure | None, *, fewest: int = 2) -> tuple[Group, Failure | None]:
+def screen(group: Group, failure: GroupFailure | None, *, fewest: int = 2) -> tuple[Group, GroupFailure | None]:
     """Fail a played group if fewer than two of its episodes can be trained on, because a single one has no baseline."""
     if failure is not None or len(group.usable_episodes) >= min(fewest, len(group.episodes)):
         return group, failure

@@ -28,7 +28,7 @@ from offbeat.rollout.clock import EpisodeClock
 from offbeat.rollout.door import members
 from offbeat.rollout.episode import Episode, Workflow
 from offbeat.rollout.idle import IdleHint
-from offbeat.rollout.outcomes import Failure, Kind, failure_of, failure_to_ask, unwrap
+from offbeat.rollout.outcomes import GroupFailure, Kind, failure_of, failure_to_ask, unwrap
 from offbeat.types import Version
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class GroupPlayer:
 
     async def play(
         self, prompt_id: str, row: Row, group_size: int, sampling: Sampling, *, version: Version, accounts: Accounts,
-    ) -> tuple[Group, Failure | None]:
+    ) -> tuple[Group, GroupFailure | None]:
         """Play one group.
 
         Args:
@@ -149,7 +149,7 @@ class GroupPlayer:
         except BaseException as exc:  # which would end the event loop, or the task that awaits it
             raise _RaisedError(exc) from exc
 
-    def ask_filter(self, group: Group) -> tuple[Group, Failure | None, Kind | None]:
+    def ask_filter(self, group: Group) -> tuple[Group, GroupFailure | None, Kind | None]:
         """Ask the user's filter; returns the group, and why it failed or is refused, if it is.
 
         If the filter raises, or does not return a yes or no, the group fails.
@@ -175,7 +175,7 @@ class GroupPlayer:
         if told := self._tracebacks.take(exc):
             logger.warning("%s raised\n%s", who, told)
 
-    def _fail_filter(self, group: Group, how: str) -> tuple[Group, Failure, None]:
+    def _fail_filter(self, group: Group, how: str) -> tuple[Group, GroupFailure, None]:
         reason = f"should_accept {how}"
         return replace(group, trajectories=(), rejected=reason), failure_of(CodeError(reason)), None
 

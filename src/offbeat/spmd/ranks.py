@@ -17,11 +17,11 @@ from offbeat.data import wire
 from offbeat.data.batch import Batch
 from offbeat.ranks.sharding import Sharder
 from offbeat.sync.sync import Sync
-from offbeat.trainer.messages import Policy, Scored, ScoreShare, TrainStep
+from offbeat.trainer.messages import Policy, ScoredShare, ScoreShare, TrainStep
 from offbeat.trainer.worker import Part, find_trainer
 
 T = TypeVar("T")
-Score = Callable[[ScoreShare], Scored]
+Score = Callable[[ScoreShare], ScoredShare]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Loading(Protocol):
         """Return this rank's share, given its own batch; collective."""
         ...
 
-    def score(self, batch: Batch, score: Score, *, of: Policy, with_entropy: bool) -> list[Scored]:
+    def score(self, batch: Batch, score: Score, *, of: Policy, with_entropy: bool) -> list[ScoredShare]:
         """Let every rank `score` a share, and return the scored shares of this rank's own batch; collective."""
         ...
 
@@ -62,7 +62,7 @@ class OneRankLoads:
             parts = [wire.encode(share) for share in self._sharder.shards(batch, params, num_minibatches=num_minibatches, seed=seed)]
         return wire.decode(TrainStep, self._sync.scatter("distributed_batch", parts))
 
-    def score(self, batch: Batch, score: Score, *, of: Policy, with_entropy: bool) -> list[Scored]:
+    def score(self, batch: Batch, score: Score, *, of: Policy, with_entropy: bool) -> list[ScoredShare]:
         """See `Loading.score`; the batches of other ranks are ignored."""
         parts = None
         if self._sync.rank == 0:
@@ -96,7 +96,7 @@ class HeadsLoad:
         whole = replace(own.batch.with_columns(loss_weights=weights), denominator=total)
         return TrainStep(whole, _pad(own.minibatches, counts), params)
 
-    def score(self, batch: Batch, score: Score, *, of: Policy, with_entropy: bool) -> list[Scored]:
+    def score(self, batch: Batch, score: Score, *, of: Policy, with_entropy: bool) -> list[ScoredShare]:
         """See `Loading.score`; every rank scores its own batch."""
         (own,) = self._sharder.score_shares(batch, of=of, with_entropy=with_entropy)
         most = self._sync.max_scalars("score_rows", {"microbatches": len(own.microbatches)})["microbatches"]
@@ -141,7 +141,7 @@ class OwnRank:
 
     async def score(
         self, method: str, batch: Batch, *, of: Policy, with_entropy: bool, timeout_s: float,  # noqa: ARG002
-    ) -> list[Scored]:
+    ) -> list[ScoredShare]:
         """See `Ranks.score`."""
         trainer, verb = find_trainer(self._trainers, method)
         score = partial(self._loading.score, batch, getattr(trainer, verb), of=of, with_entropy=with_entropy)

@@ -33,7 +33,7 @@ from offbeat.pulse import progress
 from offbeat.sync.mesh import ProcessGroups
 from offbeat.trainer import shards
 from offbeat.trainer.adapter_files import AdapterState, read_adapter_state, write_adapter_state
-from offbeat.trainer.messages import Canary, CanaryScores, Dtype, Folder, Loaded, Names, NewAdapter
+from offbeat.trainer.messages import AdapterNames, CanaryScores, CanaryTokens, Dtype, Folder, LoadedStep, NewAdapter
 from offbeat.trainer.optim import RowAdam
 from offbeat.trainer.policy import canary_logprobs, load_policy, row_of
 from offbeat.trainer.snapshots import AdapterSnapshot
@@ -141,7 +141,7 @@ class BankTrainer(Trainer):
 
         self._enter(request.name, self._bank.put(self._on_all("load_adapter", read, request.folder)))
 
-    def remove(self, request: Names) -> None:
+    def remove(self, request: AdapterNames) -> None:
         """Remove adapters.
 
         Raises:
@@ -153,12 +153,12 @@ class BankTrainer(Trainer):
             self._bank.remove(slot)
             self._adam.clear(slot)
 
-    def discard(self, request: Names) -> None:
+    def discard(self, request: AdapterNames) -> None:
         """Drop accumulated gradients, for example after a pass that failed on some rank. Raises as `remove`."""
         self._check(request.names)
         self._clear(request.names)
 
-    def score_base(self, request: Canary) -> CanaryScores:
+    def score_base(self, request: CanaryTokens) -> CanaryScores:
         """Score tokens under the base model alone, at temperature 1; equal on all ranks, and collective where they share rows."""
         with self.groups.sync.region("canary") if self._shares_rows else nullcontext(), self._strategy.scoring():
             return CanaryScores(canary_logprobs(self._module, request.tokens))
@@ -181,7 +181,7 @@ class BankTrainer(Trainer):
                 self._steps(request.name), self._bank.adapter(slot), self._bank.unpack(self._adam.exp_avg[slot], slot),
                 self._bank.unpack(self._adam.exp_avg_sq[slot], slot)), request.folder)
 
-    def load(self, request: Folder) -> Loaded:
+    def load(self, request: Folder) -> LoadedStep:
         """See `Trainer.load`; a named adapter replaces the one of this name if there is one."""
         if request.name == WHOLE:
             return self._load_run(request)
@@ -195,11 +195,11 @@ class BankTrainer(Trainer):
 
         state, exp_avg, exp_avg_sq = self._on_all("restore_adapter", read, request.path)
         if request.name in self._slots:
-            self.remove(Names((request.name,)))
+            self.remove(AdapterNames((request.name,)))
         self._enter(request.name, self._bank.put(state.weights))
         if request.optimizer:
             self._adam.set(self._slots[request.name], exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, step=state.step)
-        return Loaded(self._steps(request.name))
+        return LoadedStep(self._steps(request.name))
 
     def _run_state(self, *, with_reference: bool) -> dict[str, Any]:
         """Return copies of the state of the run's adapter, under the names that a module and its optimizer have in a checkpoint.
@@ -216,7 +216,7 @@ class BankTrainer(Trainer):
             state["reference"] = {"weights": frozen}
         return state
 
-    def _load_run(self, request: Folder) -> Loaded:
+    def _load_run(self, request: Folder) -> LoadedStep:
         kept = self._keeps_reference and shards.holds(request.folder, "reference")
         state = shards.load(request.folder, self._run_state(with_reference=kept), groups=self.groups)
         model, moments, slot = state["model"], state["optimizer"]["state"]["weights"], self._slot(WHOLE)
@@ -230,7 +230,7 @@ class BankTrainer(Trainer):
             self._bank.remove(self._frozen)
             self._frozen = None
         self.step = state["step"]
-        return Loaded(self.step)
+        return LoadedStep(self.step)
 
     def _freeze(self, row: Tensor) -> None:
         """Let the reference have the run's adapter with these weights, [P] float32."""

@@ -15,7 +15,7 @@ from offbeat.model.logprobs import dummy_row, token_logprobs
 from offbeat.model.top import top_logprobs
 from offbeat.pulse import progress
 from offbeat.sync.mesh import ProcessGroups
-from offbeat.trainer.messages import Dtype, Scored, ScoreShare, TargetScores
+from offbeat.trainer.messages import Dtype, ScoredShare, ScoreShare, TargetScores
 from offbeat.trainer.policy import autocast, load_policy, row_of
 from offbeat.trainer.strategies import Strategy, load
 
@@ -38,7 +38,7 @@ def load_frozen(
     return load(read, groups=groups, precision=config.computes_in, trained=False, compiles=config.compile)[1]
 
 
-class Teacher:
+class TeacherModel:
     """The model of [teacher] on one rank. It only scores, in the way of `Trainer.score`: it has no optimizer and nothing to save."""
 
     def __init__(self, config: Config, groups: ProcessGroups) -> None:
@@ -49,7 +49,7 @@ class Teacher:
         self._strategy = load_frozen(config.teacher.path, config=config.train, groups=groups, dtype=config.model.number_format,
             float32_head=config.algorithm.float32_head)
 
-    def score(self, request: ScoreShare) -> Scored:
+    def score(self, request: ScoreShare) -> ScoredShare:
         """Score a batch's targets at the temperature of the samples; collective.
 
         Returns:
@@ -66,7 +66,7 @@ class Teacher:
                     found = self._scores(row if len(row) else dummy_row())
                 for name, values in found.items():
                     columns[name][row.batch_index] = values.cpu().numpy()
-        return Scored(request.sequences, TargetScores(columns), start_s, time.time())
+        return ScoredShare(request.sequences, TargetScores(columns), start_s, time.time())
 
     def _names(self) -> list[str]:
         return ["logprobs", *(f"top_{what}_{i}" for what in ("tokens", "logprobs") for i in range(self._config.teacher.top_k))]

@@ -92,7 +92,7 @@ class TargetScores:
 
 
 @dataclass(frozen=True, eq=False)
-class Scored:
+class ScoredShare:
     """A scored share: the `sequences` of the request, and the scores of their targets.
 
     Attributes:
@@ -104,7 +104,7 @@ class Scored:
     start_s: float
     end_s: float
 
-    def empty(self) -> "Scored":
+    def empty(self) -> "ScoredShare":
         """Return the same for a share without sequences."""
         nothing = TargetScores({name: values[:0] for name, values in self.scores.columns.items()})
         return replace(self, sequences=self.sequences[:0], scores=nothing)
@@ -144,7 +144,7 @@ class Stepped:
 
 
 @dataclass(frozen=True)
-class Names:
+class AdapterNames:
     """Names of some of a trainer's adapters."""
 
     names: tuple[str, ...]
@@ -189,7 +189,7 @@ class Folder:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedStep:
     """Step of a loaded checkpoint: number of training steps of a run, or of optimizer steps of an adapter."""
 
     step: int
@@ -256,7 +256,7 @@ class ExportRequest:
 
 
 @dataclass(frozen=True)
-class Canary:
+class CanaryTokens:
     """Tokens to be scored under the base model, without any adapter."""
 
     tokens: tuple[int, ...]

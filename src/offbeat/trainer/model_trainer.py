@@ -24,7 +24,7 @@ from offbeat.sync.mesh import ProcessGroups
 from offbeat.trainer import shards
 from offbeat.trainer.dealt import Dealer
 from offbeat.trainer.frozen import load_frozen
-from offbeat.trainer.messages import Dtype, Folder, Loaded, WriteRequest, Written
+from offbeat.trainer.messages import Dtype, Folder, LoadedStep, WriteRequest, Written
 from offbeat.trainer.optim import build_optimizer, set_params
 from offbeat.trainer.parts import PartWriter
 from offbeat.trainer.policy import load_policy, row_of
@@ -99,7 +99,7 @@ class ModelTrainer(Trainer):
         """See `Trainer.save`."""
         shards.save(request.folder, self._state(with_reference=self._refreshed), groups=self.groups, keeps=request.keeps)
 
-    def load(self, request: Folder) -> Loaded:
+    def load(self, request: Folder) -> LoadedStep:
         """See `Trainer.load`."""
         kept = self._reference is not None and shards.holds(request.folder, "reference")
         state = shards.load(request.folder, self._state(with_reference=kept), groups=self.groups)
@@ -111,7 +111,7 @@ class ModelTrainer(Trainer):
             self._reference = self._load_reference()
         self._refreshed = kept
         self.step = state["step"]
-        return Loaded(self.step)
+        return LoadedStep(self.step)
 
     def _state(self, *, with_reference: bool) -> dict[str, Any]:
         model, optimizer = get_state_dict(self._strategy.model, self._optimizer)

@@ -39,10 +39,10 @@ from offbeat.trainer.messages import (
     Dtype,
     ExportRequest,
     Folder,
-    Loaded,
+    LoadedStep,
     OptimStep,
     Policy,
-    Scored,
+    ScoredShare,
     Scores,
     ScoreShare,
     Stepped,
@@ -115,7 +115,7 @@ class Trainer(ABC):
             self._refresh_reference()
         return self._effort.trained(merge(updates, lr=request.params.lr))
 
-    def score(self, request: ScoreShare) -> Scored:
+    def score(self, request: ScoreShare) -> ScoredShare:
         """Score a batch's targets under the policy or under its reference, without gradients; collective.
 
         The same micro-batches give the very log-probabilities that the forward passes of a training step do.
@@ -130,7 +130,7 @@ class Trainer(ABC):
         rows = self._rows(batch, request.microbatches)
         with self.groups.sync.region("score"):
             scores = self._score(batch, rows, of=request.of, with_entropy=request.with_entropy)
-        return Scored(request.sequences, scores, start_s, time.time())
+        return ScoredShare(request.sequences, scores, start_s, time.time())
 
     def forward(self, batch: Batch) -> Scores:
         """Score a batch without gradients. Raises as `forward_backward`."""
@@ -258,7 +258,7 @@ class Trainer(ABC):
         """
 
     @abstractmethod
-    def load(self, request: Folder) -> Loaded:
+    def load(self, request: Folder) -> LoadedStep:
         """Load a checkpoint of `save`, on any number of ranks; collective.
 
         Raises:

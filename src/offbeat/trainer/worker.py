@@ -17,18 +17,18 @@ from offbeat.sync.mesh import MeshShape, ProcessGroups, connect_store, host_stor
 from offbeat.sync.peers import own_card
 from offbeat.sync.platform import current_platform
 from offbeat.trainer.bank_trainer import BankTrainer
-from offbeat.trainer.frozen import Teacher
+from offbeat.trainer.frozen import TeacherModel
 from offbeat.trainer.memory import check_memory
 from offbeat.trainer.messages import BuildRequest, JoinRequest, StoreAddress, Trainee
 from offbeat.trainer.model_trainer import ModelTrainer
 from offbeat.trainer.reward_trainer import RewardTrainer
 from offbeat.trainer.trainer import Trainer
 from offbeat.trainer.value_trainer import ValueTrainer
-from offbeat.workers.worker import Nothing, Service, answer
+from offbeat.workers.worker import Nothing, WorkerService, answer
 
 _STORE_TIMEOUT_S = 60.0
 
-Part = Trainer | Teacher
+Part = Trainer | TeacherModel
 
 
 def build_model(request: BuildRequest) -> None:
@@ -62,7 +62,7 @@ def build_trainers(model: str, config: Config, groups: ProcessGroups, *, trains:
                 config.critic.path or model, config=config, groups=groups,
                 policy=policy if isinstance(policy, ModelTrainer) and not config.critic.path else None)
         if config.algorithm.teacher == "model" and config.teacher.path:
-            parts["teacher"] = Teacher(config, groups)
+            parts["teacher"] = TeacherModel(config, groups)
     gc.freeze()  # objects of libraries stay forever; each collection that walks them costs 0.1 s
     return parts
 
@@ -79,7 +79,7 @@ def find_trainer(trainers: Mapping[str, Part], method: str) -> tuple[Part, str]:
     return trainers[part], verb
 
 
-class TrainWorker(Service):
+class TrainWorker(WorkerService):
     """One train rank."""
 
     lifeline: Lifeline | None = None

@@ -120,7 +120,7 @@ class _Standing:
         self.offs.append(_rms(point.off))
 
 
-class Judge:
+class ProofJudge:
     """Judges the proofs of all engines, and remembers earlier proofs of each."""
 
     def __init__(self, *, tolerance: float) -> None:
@@ -129,7 +129,7 @@ class Judge:
         self._standings: dict[tuple[str, str], _Standing] = {}
 
     @classmethod
-    def of(cls, tolerance: float, dtype: Literal["float32", "bfloat16"]) -> "Judge":
+    def of(cls, tolerance: float, dtype: Literal["float32", "bfloat16"]) -> "ProofJudge":
         """Return a judge with a configured tolerance; 0 takes the number format's, such as 1e-3 for float32."""
         return cls(tolerance=tolerance or TOLERANCES[dtype])
 

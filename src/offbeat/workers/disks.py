@@ -23,7 +23,7 @@ from offbeat.aio import deadline, gather_all
 from offbeat.data import wire
 from offbeat.disk import discard, put_in_place, sha256, sync
 from offbeat.errors import OffbeatError, StorageError
-from offbeat.workers.worker import Far, Nothing, Service
+from offbeat.workers.worker import Far, Nothing, WorkerService
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ class Settle:
     merge: bool = False
 
 
-class DiskService(Service):
+class DiskService(WorkerService):
     """Answers for the folders below `root`. All methods raise StorageError: the disk fails, or a name leads out of its folder."""
 
     def __init__(self, root: Path, *, durable: bool) -> None:
@@ -127,7 +127,7 @@ class DiskService(Service):
         self._durable = durable
 
     def handle(self, method: str, payload: bytes) -> bytes:
-        """See `Service.handle`."""
+        """See `WorkerService.handle`."""
         try:
             return super().handle(method, payload)
         except OSError as exc:

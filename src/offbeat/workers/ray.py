@@ -25,7 +25,7 @@ from offbeat.config.root import Config
 from offbeat.disk import discard
 from offbeat.errors import ConfigError, DeadlineError, DeathError, MissingExtraError, OffbeatError
 from offbeat.process.child import Child, ChildSpec
-from offbeat.process.frames import Failure, Payload
+from offbeat.process.frames import CallFailure, Payload
 from offbeat.workers.disks import DiskService, FarDisk, open_scratch
 from offbeat.workers.ray_reaper import Reaper
 from offbeat.workers.worker import Worker, WorkerSpec
@@ -78,7 +78,7 @@ class _Host:
             path = self._own_log or (Path(log) if log else None)
             self._child = await Child.start(ChildSpec(name, target, env, path), timeout_s=timeout_s)
         except OffbeatError as exc:
-            return False, Failure.of(exc).pack()
+            return False, CallFailure.of(exc).pack()
         return True, str(self._scratch or "").encode()
 
     async def ask_disk(self, method: str, payload: bytes, timeout_s: float) -> tuple[bool, bytes]:  # noqa: ARG002 (the caller waits)
@@ -87,7 +87,7 @@ class _Host:
         try:
             return True, await asyncio.to_thread(self._disk.handle, method, payload)
         except OffbeatError as exc:
-            return False, Failure.of(exc).pack()
+            return False, CallFailure.of(exc).pack()
 
     def read_log(self, offset: int) -> bytes:
         """Return the bytes of this machine's own log from `offset` on, at most a chunk."""
@@ -103,7 +103,7 @@ class _Host:
         try:
             return True, await self._child.call(method, payload, timeout_s=timeout_s, patience_s=patience_s)
         except OffbeatError as exc:
-            return False, Failure.of(exc).pack()
+            return False, CallFailure.of(exc).pack()
 
     async def stack(self) -> str:
         return await self._child.stack()
@@ -222,7 +222,7 @@ class RayWorker:
                 async with deadline(f"the Ray actor of {self.name} {doing}", timeout_s + _MARGIN_S):
                     ok, result = await getattr(self._actor, function).remote(*arguments, timeout_s)
             if not ok:
-                raise Failure.unpack(result).to_exception(self.name, doing)
+                raise CallFailure.unpack(result).to_exception(self.name, doing)
         except DeathError:
             self._dead = True
             raise

@@ -2,7 +2,7 @@
 
 `ask_all` calls several at once that depend on each other, and finds the root cause when they fail.
 
-Requests and answers are frozen dataclasses, encoded by `data.wire`. A `Service` is the other end: its public methods take one such
+Requests and answers are frozen dataclasses, encoded by `data.wire`. A `WorkerService` is the other end: its public methods take one such
 argument.
 """
 
@@ -50,7 +50,7 @@ class WorkerSpec:
 
     Attributes:
         name: name shown to people, such as "rank 0" or "engine 1".
-        target: "module:Class" of its `Service`, such as "offbeat.trainer.worker:TrainWorker".
+        target: "module:Class" of its `WorkerService`, such as "offbeat.trainer.worker:TrainWorker".
         log: file for its output; None shares the terminal.
         threads: CPU threads of its numeric libraries; also the number of cores that it requests of a scheduler.
         num_devices: accelerators it needs.
@@ -240,7 +240,7 @@ async def _explained(failures: Mapping[str, Exception], method: str, unanswered:
     return error
 
 
-class Service:
+class WorkerService:
     """The worker's end: each public method takes a frozen dataclass or None, and returns one; its annotations give the types."""
 
     def handle(self, method: str, payload: bytes) -> bytes:
