@@ -20,11 +20,11 @@ from pathlib import Path
 
 from measure import ROOT, emit, take_turns
 
-from offbeat.engine.engine import Engine
+from offbeat.engine.engine import EmbeddedEngine
 from offbeat.engine.loader import load_engine
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import SamplingParams
-from offbeat.engine.versions import Source
+from offbeat.engine.versions import VersionSource
 
 AIMS = {"turns": 3.0, "evaluation": 3.0, "groups": 0.98}
 FIRST, LAST = 1000, 40_000
@@ -39,7 +39,7 @@ def main() -> None:
     args = parser.parse_args()
     share, repeats = (8, 1) if args.quick else (1, args.repeats)
     engines = {name: load_engine(EngineOptions(model=str(args.model), prefix_caching=name == "ours")) for name in ("ours", "peer")}
-    works: dict[str, Callable[[Engine], None]] = {
+    works: dict[str, Callable[[EmbeddedEngine], None]] = {
         "turns": lambda engine: turns(engine, conversations=8 // share),
         "evaluation": lambda engine: evaluation(engine, questions=64 // share),
         "groups": lambda engine: groups(engine, prompts=8 // share)}
@@ -51,16 +51,16 @@ def main() -> None:
                  aim=AIMS[case], less_is_better=True)
 
 
-def timed(engine: Engine, work: Callable[[Engine], None], model: str) -> dict[str, float]:
+def timed(engine: EmbeddedEngine, work: Callable[[EmbeddedEngine], None], model: str) -> dict[str, float]:
     version = engine.version + 1
-    engine.stage(version, Source(model, str(version)), engine.prepare(model))
+    engine.stage(version, VersionSource(model, str(version)), engine.prepare(model))
     engine.switch(version, "recompute")
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     work(engine)
     return {"s": time.perf_counter() - start_s, "cpu_s": time.process_time() - start_cpu_s}
 
 
-def turns(engine: Engine, *, conversations: int) -> None:
+def turns(engine: EmbeddedEngine, *, conversations: int) -> None:
     rng = random.Random(1)
     talks: list[list[int]] = [[] for _ in range(conversations)]
     for _ in range(8):
@@ -68,18 +68,18 @@ def turns(engine: Engine, *, conversations: int) -> None:
         talks = [talk + said for talk, (said,) in zip(talks, answers(engine, talks, length=40), strict=True)]
 
 
-def evaluation(engine: Engine, *, questions: int) -> None:
+def evaluation(engine: EmbeddedEngine, *, questions: int) -> None:
     rng = random.Random(2)
     system = words(rng, 200)
     answers(engine, [system + words(rng, 24) for _ in range(questions)], length=16)
 
 
-def groups(engine: Engine, *, prompts: int) -> None:
+def groups(engine: EmbeddedEngine, *, prompts: int) -> None:
     rng = random.Random(3)
     answers(engine, [words(rng, 64) for _ in range(prompts)], length=32, n=8)
 
 
-def answers(engine: Engine, prompts: Sequence[list[int]], *, length: int, n: int = 1) -> list[list[list[int]]]:
+def answers(engine: EmbeddedEngine, prompts: Sequence[list[int]], *, length: int, n: int = 1) -> list[list[list[int]]]:
     params = SamplingParams(max_new_tokens=length, ignore_eos=True, seed=0)
     return [[output.token_ids for output in outputs] for outputs in engine.generate(prompts, params, n=n)]
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from offbeat.engine.adapters import UnknownAdapterError
-from offbeat.engine.engine import Engine
+from offbeat.engine.engine import EmbeddedEngine
 from offbeat.engine.loader import load_engine
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import Output, Request, SamplingParams
-from offbeat.engine.versions import Source
+from offbeat.engine.versions import VersionSource
 from offbeat.errors import BusyError, EngineError
 from offbeat.model.peft_io import Adapter, read_adapter, write_adapter
 
@@ -20,22 +20,24 @@ PROMPTS = [[5, 9, 20, 3, 8, 8, 41, 7, 7, 30, 12, 3], [4], [17, 6, 5, 33], [9] * 
 
 @pytest.fixture(params=["direct", "hf"])
 def make_engine(request, model_folder):
-    def make(kind: str = "qwen3", **options) -> Engine:
+    def make(kind: str = "qwen3", **options) -> EmbeddedEngine:
         return load_engine(EngineOptions(model=model_folder(kind), forward=request.param, **options))
 
     return make
 
 
-def load(engine: Engine, name: str, folder: str) -> None:
+def load(engine: EmbeddedEngine, name: str, folder: str) -> None:
     engine.adapters.add(name, folder, engine.adapters.read(folder))
 
 
-def submit(engine: Engine, name: str, adapter: str, prompt: list[int], *, n: int = 1, tokens: int = 12, seed: int | None = None) -> None:
+def submit(
+    engine: EmbeddedEngine, name: str, adapter: str, prompt: list[int], *, n: int = 1, tokens: int = 12, seed: int | None = None,
+) -> None:
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True, seed=seed)
     engine.submit(Request(id=name, prompt=prompt, params=params, n=n, adapter=adapter))
 
 
-def drain(engine: Engine) -> dict[tuple[str, int], Output]:
+def drain(engine: EmbeddedEngine) -> dict[tuple[str, int], Output]:
     done = {}
     while engine.has_work:
         for event in engine.step():
@@ -97,7 +99,7 @@ def test_base_weights_switch_under_running_adapters(interrupt, make_engine, adap
         submit(engine, f"{adapter}/{i}", adapter, PROMPTS[i], tokens=16, seed=i)
     for _ in range(6):
         engine.step()
-    engine.stage(1, Source(model_folder("qwen3", 1)), engine.prepare(model_folder("qwen3", 1)))
+    engine.stage(1, VersionSource(model_folder("qwen3", 1)), engine.prepare(model_folder("qwen3", 1)))
     engine.switch(1, interrupt)
     outputs = drain(engine)
     for adapter, i in wanted:

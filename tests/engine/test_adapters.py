@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from offbeat.engine.adapters import Adapters, UnknownAdapterError
+from offbeat.engine.adapters import EngineAdapters, UnknownAdapterError
 from offbeat.engine.lora import Linear
 from offbeat.engine.options import EngineOptions
 from offbeat.errors import BusyError, ModelError, RefusedError
@@ -23,10 +23,10 @@ def used():
 
 @pytest.fixture
 def adapters(used):
-    return Adapters(FORWARD, EngineOptions(model="m", max_adapters=3, max_adapter_rank=8), in_use=lambda: used)
+    return EngineAdapters(FORWARD, EngineOptions(model="m", max_adapters=3, max_adapter_rank=8), in_use=lambda: used)
 
 
-def add(adapters: Adapters, *names: str) -> None:
+def add(adapters: EngineAdapters, *names: str) -> None:
     for name in names:
         adapters.add(name, f"/{name}", PLAIN)
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from accelerator import DEVICE, Accelerator, Held
-from offbeat.engine.engine import Engine
+from offbeat.engine.engine import EmbeddedEngine
 from offbeat.engine.loader import load_engine
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import Output, Request, SamplingParams, Scored, ScoreJob
-from offbeat.engine.versions import Source, fingerprint_tensors
+from offbeat.engine.versions import VersionSource, fingerprint_tensors
 from offbeat.model.peft_io import read_adapter
 from offbeat.sync.platform import Platform
 
@@ -26,19 +26,19 @@ def accelerator(monkeypatch):
         yield accelerator
 
 
-def load(folder: str, path: str) -> Engine:
+def load(folder: str, path: str) -> EmbeddedEngine:
     return load_engine(EngineOptions(model=folder, forward=path, max_running=6, max_prefill_tokens=20, max_cache_bytes=1 << 24))
 
 
 def play(
-    engine: Engine, other: str, *, adapters: tuple[str, ...] = (), before_step: Callable[[], None] = lambda: None
+    engine: EmbeddedEngine, other: str, *, adapters: tuple[str, ...] = (), before_step: Callable[[], None] = lambda: None
 ) -> dict[tuple[str, int], Output]:
     """Serve more requests than fit at once, with all kinds of sampling and a switch of weights in flight; outputs by request and sample."""
     done: dict[tuple[str, int], Output] = {}
     for folder in adapters:
         engine.adapters.add(folder, folder, engine.adapters.read(folder))
     names = ("", *adapters)
-    engine.stage(1, Source(other), engine.prepare(other))
+    engine.stage(1, VersionSource(other), engine.prepare(other))
     for i, (prompt, how) in enumerate(zip(PROMPTS * 2, HOW * 2, strict=True)):
         params = SamplingParams(max_new_tokens=6 + i, seed=i, **how)
         engine.submit(Request(id=str(i), prompt=prompt, params=params, n=2, adapter=names[i % len(names)]))
@@ -96,7 +96,7 @@ def test_adapters_are_on_the_device_and_cost_no_further_wait(path, kind, model_f
 
 @pytest.mark.parametrize("path", ["direct", "hf"])
 def test_scores_and_the_likeliest_tokens_are_those_of_the_cpu(path, model_folder, monkeypatch):
-    def play(engine: Engine) -> dict[str, Output | Scored]:
+    def play(engine: EmbeddedEngine) -> dict[str, Output | Scored]:
         params = SamplingParams(max_new_tokens=5, temperature=0.7, top_k=4, scaled_logprobs=True, top_logprobs=3, seed=1)
         engine.submit(Request(id="sample", prompt=[5, 6], params=params))
         engine.submit(Request(id="other", prompt=[5, 6], params=SamplingParams(max_new_tokens=5, seed=2)))

@@ -6,11 +6,11 @@ from transformers import DynamicCache
 
 from named_bytes import named_bytes
 from offbeat.chat.shaping import PLAIN, Shaping
-from offbeat.engine.engine import Engine
+from offbeat.engine.engine import EmbeddedEngine
 from offbeat.engine.loader import load_engine
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import Output, Request, SamplingParams
-from offbeat.engine.versions import Source, fingerprint_tensors
+from offbeat.engine.versions import VersionSource, fingerprint_tensors
 from offbeat.errors import BusyError, EngineError, ModelError, RefusedError
 from offbeat.model.fingerprint import fingerprint
 
@@ -19,7 +19,7 @@ PROMPTS = [[5, 9, 20, 3, 8, 8, 41, 7, 7, 30, 12, 3], [4], [17, 6, 5, 33], [9] * 
 
 @pytest.fixture(params=["direct", "hf"])
 def make_engine(request, model_folder):
-    def make(kind: str = "qwen3", **options) -> Engine:
+    def make(kind: str = "qwen3", **options) -> EmbeddedEngine:
         return load_engine(EngineOptions(model=model_folder(kind), forward=request.param, **options))
 
     return make
@@ -29,12 +29,12 @@ def params(max_new_tokens: int, **settings) -> SamplingParams:
     return SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True, **settings)
 
 
-def submit(engine: Engine, prompts, settings: SamplingParams, *, n: int = 1, stream: bool = False) -> None:
+def submit(engine: EmbeddedEngine, prompts, settings: SamplingParams, *, n: int = 1, stream: bool = False) -> None:
     for i, prompt in enumerate(prompts):
         engine.submit(Request(id=str(i), prompt=prompt, params=settings, n=n, stream=stream))
 
 
-def drain(engine: Engine) -> dict[tuple[str, int], Output]:
+def drain(engine: EmbeddedEngine) -> dict[tuple[str, int], Output]:
     """Step to the end; (request, sample) -> its whole output."""
     done = {}
     while engine.has_work:
@@ -158,7 +158,7 @@ def test_a_switch_in_flight_changes_the_policy_from_the_next_token_on(interrupt,
     submit(engine, PROMPTS[:6], params(20, temperature=0), n=1)
     for _ in range(8):
         engine.step()
-    engine.stage(1, Source(folder), engine.prepare(folder))
+    engine.stage(1, VersionSource(folder), engine.prepare(folder))
     done = engine.switch(1, interrupt)
     outputs = drain(engine)
     assert done.result(timeout=0) >= 0 and engine.version == 1
@@ -194,7 +194,7 @@ def test_the_two_test_models_differ(reference):
 def test_while_draining_nothing_starts_and_no_second_switch(make_engine, model_folder):
     engine = make_engine(max_running=2)
     for version in (1, 2):
-        engine.stage(version, Source(model_folder("qwen3", 1)), engine.prepare(model_folder("qwen3", 1)))
+        engine.stage(version, VersionSource(model_folder("qwen3", 1)), engine.prepare(model_folder("qwen3", 1)))
     submit(engine, PROMPTS[:1], params(5))
     engine.step()
     done = engine.switch(1, "drain")
@@ -209,7 +209,7 @@ def test_while_draining_nothing_starts_and_no_second_switch(make_engine, model_f
 
 def test_a_drain_ends_when_the_last_sample_is_aborted(make_engine, model_folder):
     engine = make_engine()
-    engine.stage(1, Source(model_folder("qwen3", 1)), engine.prepare(model_folder("qwen3", 1)))
+    engine.stage(1, VersionSource(model_folder("qwen3", 1)), engine.prepare(model_folder("qwen3", 1)))
     submit(engine, PROMPTS[:1], params(50))
     engine.step()
     done = engine.switch(1, "drain")
@@ -221,25 +221,25 @@ def test_staging_a_version_again_is_nothing_and_other_weights_of_its_number_take
     engine = make_engine(version=3)
     folder, other = model_folder("qwen3", 1), model_folder("qwen3", 2)
     prepared = engine.prepare(folder)
-    engine.stage(4, Source(folder), prepared)
-    engine.stage(4, Source(folder), prepared)
-    assert engine.is_staged(4, Source(folder)) and engine.is_staged(3, Source(model_folder("qwen3")))
+    engine.stage(4, VersionSource(folder), prepared)
+    engine.stage(4, VersionSource(folder), prepared)
+    assert engine.is_staged(4, VersionSource(folder)) and engine.is_staged(3, VersionSource(model_folder("qwen3")))
     with pytest.raises(RefusedError, match=r"version 5 is not staged; staged are \[4\] and 3 is live"):
         engine.switch(5, "keep")
     assert engine.switch(3, "recompute").result(0) == 0.0
     engine.switch(4, "recompute").result(0)
-    assert engine.is_staged(4, Source(folder)) and engine.version == 4
-    engine.stage(4, Source(other), engine.prepare(other))
+    assert engine.is_staged(4, VersionSource(folder)) and engine.version == 4
+    engine.stage(4, VersionSource(other), engine.prepare(other))
     before = engine.score(PROMPTS[0])
     assert engine.switch(4, "recompute").result(0) > 0.0
-    assert engine.is_staged(4, Source(other)) and engine.score(PROMPTS[0]) != before
+    assert engine.is_staged(4, VersionSource(other)) and engine.score(PROMPTS[0]) != before
 
 
 def test_an_engine_goes_back_to_an_earlier_version(make_engine, model_folder, reference):
     engine = make_engine()
     for version, seed in ((1, 1), (0, 0)):
         folder = model_folder("qwen3", seed)
-        engine.stage(version, Source(folder), engine.prepare(folder))
+        engine.stage(version, VersionSource(folder), engine.prepare(folder))
         engine.switch(version, "recompute").result(0)
         (output,) = engine.generate([PROMPTS[0]], params(5))[0]
         assert output.versions == [version] * 5
@@ -259,7 +259,7 @@ def test_fingerprint_and_score_prove_the_live_weights(make_engine, model_folder,
     engine = make_engine()
     for version in (0, 1):
         if version:
-            engine.stage(1, Source(model_folder("qwen3", 1)), engine.prepare(model_folder("qwen3", 1)))
+            engine.stage(1, VersionSource(model_folder("qwen3", 1)), engine.prepare(model_folder("qwen3", 1)))
             engine.switch(1, "recompute")
         model = reference("qwen3", version)
         live, tensors = engine.weights()
@@ -391,7 +391,7 @@ def test_shaped_samples_beside_plain_ones_keep_their_settings_over_many_steps_an
     told: dict[str, list] = {name: [] for name in settings}
     for step in range(14):
         if step == 5:
-            engine.stage(1, Source(model_folder("qwen3")), engine.prepare(model_folder("qwen3")))
+            engine.stage(1, VersionSource(model_folder("qwen3")), engine.prepare(model_folder("qwen3")))
             engine.switch(1, "recompute")
         for event in engine.step():
             told[event.request_id].append(event.result)

@@ -6,18 +6,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from offbeat.engine.engine import Engine
+from offbeat.engine.engine import EmbeddedEngine
 from offbeat.engine.loader import load_engine
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import Output, Request, SamplingParams
-from offbeat.engine.versions import Source
+from offbeat.engine.versions import VersionSource
 
 SYSTEM = [7, 3, 11, 5, 5, 9, 30, 2, 14, 40, 41, 6, 8, 21, 22, 13, 4, 4, 17, 33, 19, 28, 2, 2, 35, 16, 10, 12, 9, 9, 27, 31, 18, 23]
 
 
 @pytest.fixture(params=["direct", "hf"])
 def make_engine(request, model_folder):
-    def make(kind: str = "qwen3", **settings) -> Engine:
+    def make(kind: str = "qwen3", **settings) -> EmbeddedEngine:
         return load_engine(EngineOptions(model=model_folder(kind), forward=request.param, **settings))
 
     return make
@@ -27,7 +27,7 @@ def params(count: int, **settings) -> SamplingParams:
     return SamplingParams(max_new_tokens=count, ignore_eos=True, **settings)
 
 
-def ask(engine: Engine, prompt: list[int], count: int = 9, **settings) -> Output:
+def ask(engine: EmbeddedEngine, prompt: list[int], count: int = 9, **settings) -> Output:
     engine.submit(Request(id="ask", prompt=prompt, params=params(count, seed=len(prompt)), **settings))
     events = []
     while engine.has_work:
@@ -81,7 +81,7 @@ def test_no_sample_begins_with_what_other_weights_have_computed(interrupt, make_
     known = engine.num_cached_tokens
     assert known > 0
     folder = model_folder("qwen3", 1)
-    engine.stage(1, Source(folder), engine.prepare(folder))
+    engine.stage(1, VersionSource(folder), engine.prepare(folder))
     done = engine.switch(1, interrupt)
     events = []
     while engine.has_work:
@@ -143,7 +143,7 @@ def test_random_conversations_under_little_memory_stay_right(make_engine, refere
         if round_ % 9 == 8:
             version = 1 - version
             folder = model_folder("qwen3", version)
-            engine.stage(version, Source(folder), engine.prepare(folder))
+            engine.stage(version, VersionSource(folder), engine.prepare(folder))
             engine.switch(version, rng.choice(("keep", "recompute")))
     assert engine.num_cached_tokens > 500
 
@@ -157,7 +157,7 @@ def test_a_shared_prefix_is_computed_once_when_the_cache_is_recomputed(make_engi
     compute = engine._runner._compute
     engine._runner._compute = lambda chunk, *args, **named: lengths.append(len(chunk)) or compute(chunk, *args, **named)  # type: ignore[method-assign]
     folder = model_folder("qwen3", 1)
-    engine.stage(1, Source(folder), engine.prepare(folder))
+    engine.stage(1, VersionSource(folder), engine.prepare(folder))
     engine.switch(1, "recompute")
     assert lengths == [1, 5]
     outputs = [event.result for _ in range(20) if engine.has_work for event in engine.step()]

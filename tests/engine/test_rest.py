@@ -10,12 +10,12 @@ import torch
 
 from named_bytes import named_bytes
 from offbeat.engine.cache import CacheShape, SlotCache
-from offbeat.engine.engine import Engine
+from offbeat.engine.engine import EmbeddedEngine
 from offbeat.engine.loader import load_engine
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import Output, Request, SamplingParams, Scored, ScoreJob
 from offbeat.engine.rest import Rest
-from offbeat.engine.versions import Source, VersionStore, fingerprint_tensors
+from offbeat.engine.versions import VersionSource, VersionStore, fingerprint_tensors
 from offbeat.errors import EngineError, RefusedError
 from offbeat.model.fingerprint import fingerprint
 from offbeat.workers.worker import library_environment
@@ -55,18 +55,18 @@ for forward in forwards:
 
 
 @pytest.fixture(params=["direct", "hf"])
-def engine(request, model_folder) -> Engine:
+def engine(request, model_folder) -> EmbeddedEngine:
     return load_engine(EngineOptions(model=model_folder("qwen3"), forward=request.param, max_running=5))
 
 
-def begin(engine: Engine, num_steps: int) -> None:
+def begin(engine: EmbeddedEngine, num_steps: int) -> None:
     for i, prompt in enumerate(PROMPTS):
         engine.submit(Request(id=str(i), prompt=prompt, params=SamplingParams(max_new_tokens=20, temperature=0, ignore_eos=True)))
     for _ in range(num_steps):
         assert engine.step() == []
 
 
-def finish(engine: Engine) -> dict[str, Output]:
+def finish(engine: EmbeddedEngine) -> dict[str, Output]:
     done = {}
     while engine.has_work:
         done.update({event.request_id: event.result for event in engine.step()})
@@ -94,7 +94,7 @@ def test_samples_in_flight_go_on_under_the_weights_that_it_wakes_with(interrupt,
     assert engine.asleep and engine.cache_bytes == 0 and not engine.has_work and engine.step() == []
     engine.submit(Request(id="late", prompt=[7, 8], params=SamplingParams(max_new_tokens=3, temperature=0, ignore_eos=True)))
     assert not engine.has_work, "requests wait"
-    engine.stage(1, Source(folder), engine.prepare(folder))
+    engine.stage(1, VersionSource(folder), engine.prepare(folder))
     assert engine.switch(1, interrupt).done() and not engine.asleep
     outputs = finish(engine)
     assert outputs["late"].versions == [1] * 3
@@ -123,10 +123,10 @@ def test_kept_weights_come_back_and_samples_go_on(engine, reference) -> None:
 
 def test_nothing_is_computed_with_weights_that_are_gone(engine, model_folder) -> None:
     folder = model_folder("qwen3")
-    assert engine.is_staged(0, Source(folder)) and engine.live_folder == folder
+    assert engine.is_staged(0, VersionSource(folder)) and engine.live_folder == folder
     for _ in range(2):
         engine.sleep(keep_weights=False)
-    assert not engine.is_staged(0, Source(folder)) and engine.live_folder == ""
+    assert not engine.is_staged(0, VersionSource(folder)) and engine.live_folder == ""
     with pytest.raises(RefusedError, match="its weights are gone, because it sleeps without them; stage a version and switch to it"):
         engine.wake()
     with pytest.raises(EngineError, match="it sleeps, and its memory is free for others; wake it, or switch to a version"):
@@ -135,7 +135,7 @@ def test_nothing_is_computed_with_weights_that_are_gone(engine, model_folder) ->
         engine.switch(0, "recompute")
     engine.submit(ScoreJob(id="score", tokens=PROMPTS[0]))
     assert not engine.has_work
-    engine.stage(0, Source(folder), engine.prepare(folder))
+    engine.stage(0, VersionSource(folder), engine.prepare(folder))
     engine.switch(0, "recompute").result(0)
     (event,) = engine.step()
     assert isinstance(event.result, Scored) and event.result.version == 0
@@ -161,7 +161,7 @@ def test_requests_may_end_while_it_sleeps(engine) -> None:
 def test_it_is_not_put_to_sleep_while_a_switch_drains(engine, model_folder) -> None:
     folder = model_folder("qwen3", 1)
     begin(engine, 3)
-    engine.stage(1, Source(folder), engine.prepare(folder))
+    engine.stage(1, VersionSource(folder), engine.prepare(folder))
     engine.switch(1, "drain")
     with pytest.raises(EngineError, match="a switch to version 1 is draining; wait for it before it is put to sleep"):
         engine.sleep(keep_weights=False)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from offbeat.engine.engine import Engine
+from offbeat.engine.engine import EmbeddedEngine
 from offbeat.engine.loader import load_engine
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import Request, SamplingParams
@@ -12,17 +12,17 @@ PROMPTS = [[5, 9, 20, 3, 8, 8, 41, 7, 7, 30, 12, 3], [4], [17, 6, 5, 33], [9] * 
 
 
 @pytest.fixture(params=["direct", "hf"])
-def engine(request, model_folder) -> Engine:
+def engine(request, model_folder) -> EmbeddedEngine:
     return load_engine(EngineOptions(model=model_folder("qwen3"), forward=request.param, max_prefill_tokens=20))
 
 
-def admit(engine: Engine, prompts: list[list[int]], *, n: int = 1) -> list[Request]:
+def admit(engine: EmbeddedEngine, prompts: list[list[int]], *, n: int = 1) -> list[Request]:
     for prompt in prompts:
         engine.submit(Request(id=str(prompt), prompt=prompt, params=SamplingParams(max_new_tokens=9, ignore_eos=True), n=n))
     return engine._schedule()
 
 
-def check(engine: Engine, reference, logits: torch.Tensor) -> None:
+def check(engine: EmbeddedEngine, reference, logits: torch.Tensor) -> None:
     """Row for row the reference's of the prompt with what was sampled."""
     texts = [running.request.prompt + engine._rows.output(row, None).token_ids for row, running in enumerate(engine._rows.samples)]
     expected = torch.stack([reference("qwen3").logits(text)[-1] for text in texts])

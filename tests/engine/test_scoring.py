@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from offbeat.engine.engine import Engine
+from offbeat.engine.engine import EmbeddedEngine
 from offbeat.engine.forward_direct import DirectForward
 from offbeat.engine.loader import load_engine
 from offbeat.engine.options import EngineOptions
@@ -15,11 +15,11 @@ from offbeat.errors import BusyError, EngineError, RefusedError
 TOKENS = [[5, 9, 20, 3, 8, 8, 41, 7, 7, 30, 12, 3], [17, 6, 5, 33], [4, 4], [9, 3, 5, 30, 8, 8, 7, 21]]
 
 
-def make(model: str, **options) -> Engine:
+def make(model: str, **options) -> EmbeddedEngine:
     return load_engine(EngineOptions(model=model, **options))
 
 
-def step_until_scored(engine: Engine, count: int) -> dict[str, Scored | EngineError]:
+def step_until_scored(engine: EmbeddedEngine, count: int) -> dict[str, Scored | EngineError]:
     """Results by id, of the fewest steps that give them all."""
     results: dict[str, Scored | EngineError] = {}
     for _ in range(10_000):

@@ -16,12 +16,12 @@ from transformers import PreTrainedTokenizerFast
 from offbeat.chat.shaping import Shaping, Structure
 from offbeat.config.model import TinyConfig
 from offbeat.data.tokenizer import Tokenizer, character_tokenizer
-from offbeat.engine.engine import Engine
+from offbeat.engine.engine import EmbeddedEngine
 from offbeat.engine.loader import load_engine
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import Output, Request, SamplingParams
 from offbeat.engine.structure import MAX_CACHED, Grammar, Grammars, vocabulary_of
-from offbeat.engine.versions import Source
+from offbeat.engine.versions import VersionSource
 from offbeat.errors import RefusedError
 from offbeat.model.load import load_causal_lm
 from offbeat.model.tiny import build_tiny
@@ -67,7 +67,7 @@ def folder(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def engine(folder) -> Engine:
+def engine(folder) -> EmbeddedEngine:
     return load_engine(EngineOptions(model=folder, max_running=64))
 
 
@@ -75,7 +75,7 @@ def params(structure: Structure | None, **settings) -> SamplingParams:
     return SamplingParams(**{"max_new_tokens": 120, "seed": 7, **settings}, shaping=Shaping(structure=structure))
 
 
-def finished(engine: Engine, outputs: list[Output]) -> list[str]:
+def finished(engine: EmbeddedEngine, outputs: list[Output]) -> list[str]:
     """Texts of the samples that ended by themselves, without the end token."""
     ended = [output for output in outputs if output.finish_reason == "stop"]
     assert ended and all(output.token_ids[-1] == engine.tokenizer.eos_token_id for output in ended)
@@ -93,7 +93,7 @@ def test_every_structure_is_kept_in_one_batch_with_plain_samples_over_a_switch(e
     for name, structure in structures.items():
         engine.submit(Request(id=name, prompt=[9, 8, 7], params=params(structure), n=2))
     engine.submit(Request(id="plain", prompt=[9, 8, 7], params=params(None), n=2))
-    engine.stage(1, Source(folder), engine.prepare(folder))
+    engine.stage(1, VersionSource(folder), engine.prepare(folder))
     for step in range(10**6):
         if step == 6:
             engine.switch(1, "recompute")

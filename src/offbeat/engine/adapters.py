@@ -36,7 +36,7 @@ class HeldAdapter:
     leaving: bool = False
 
 
-class Adapters:
+class EngineAdapters:
     """Names, folders and weights of the adapters that the engine holds.
 
     Attributes:

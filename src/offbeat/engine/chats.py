@@ -23,7 +23,7 @@ from offbeat.chat.sending import ChatResponse, WriteError
 from offbeat.chat.size import check_chat_size
 from offbeat.engine.answers import Answer, ChatFormat
 from offbeat.engine.chat_streams import ChatEvents, stream_chat
-from offbeat.engine.engine import Engine
+from offbeat.engine.engine import EmbeddedEngine
 from offbeat.engine.request import Output, Request
 from offbeat.engine.web import OPENAI, Disconnected, Handler, json_answer, refusal_of, whole_body
 from offbeat.engine.wire import body_of
@@ -38,7 +38,7 @@ _ANTHROPIC = Anthropic()
 class Chats:
     """Answers chats with an engine."""
 
-    def __init__(self, engine: Engine, outputs: Outputs, adapter_of: Callable[[str], str], *, model_name: str) -> None:
+    def __init__(self, engine: EmbeddedEngine, outputs: Outputs, adapter_of: Callable[[str], str], *, model_name: str) -> None:
         """Serve chats.
 
         Args:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from offbeat.data.tokenizer import Tokenizer
-from offbeat.engine.adapters import Adapters
+from offbeat.engine.adapters import EngineAdapters
 from offbeat.engine.budget import default_cache_bytes
 from offbeat.engine.cache import SlotCache
 from offbeat.engine.forward import Forward
@@ -31,7 +31,7 @@ from offbeat.engine.sampler import row_keys, sample
 from offbeat.engine.scheduler import Scheduler
 from offbeat.engine.scoring import Scorer
 from offbeat.engine.structure import Grammars
-from offbeat.engine.versions import PendingSwitch, Source, VersionStore, read_version
+from offbeat.engine.versions import PendingSwitch, VersionSource, VersionStore, read_version
 from offbeat.errors import EngineError, RefusedError
 from offbeat.model.peft_io import Adapter
 from offbeat.types import Version
@@ -42,7 +42,7 @@ _NOTHING_LEFT = (
     "no token may follow: allowed_token_ids, bad_words and min_tokens together leave none; allow the end token, or leave them out")
 
 
-class Engine:
+class EmbeddedEngine:
     """One model, its cache and its running samples.
 
     Attributes:
@@ -78,7 +78,7 @@ class Engine:
             max_cache_tokens=self._cache.max_tokens,
         )
         self._rows = Rows(max_rows=options.max_running, device=forward.device)
-        self.adapters = Adapters(forward, options, in_use=self._adapters_in_use)
+        self.adapters = EngineAdapters(forward, options, in_use=self._adapters_in_use)
         self._runner = Runner(
             forward, self._cache, self._rows, self.adapters, prefixes=self._prefixes, max_prefill_tokens=options.max_prefill_tokens)
         self._scorer = Scorer(
@@ -328,7 +328,7 @@ class Engine:
             self._pending.done.set_exception(error)
         return [Event(request_id, error) for request_id in known]
 
-    def is_staged(self, version: Version, source: Source) -> bool:
+    def is_staged(self, version: Version, source: VersionSource) -> bool:
         """See `VersionStore.has`."""
         return self._versions.has(version, source)
 
@@ -341,7 +341,7 @@ class Engine:
         """Read a version's weights into the form that `stage` takes; see `read_version`. May run on any thread."""
         return read_version(self._forward, folder, broadcast, live=live)
 
-    def stage(self, version: Version, source: Source, prepared: object) -> None:
+    def stage(self, version: Version, source: VersionSource, prepared: object) -> None:
         """Keep prepared weights beside the live ones as `version`, replacing others staged under that number."""
         if not self.is_staged(version, source):
             self._versions.add(version, source, prepared)

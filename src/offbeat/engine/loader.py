@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from offbeat.data.tokenizer import load_tokenizer
-from offbeat.engine.engine import Engine
+from offbeat.engine.engine import EmbeddedEngine
 from offbeat.engine.forward import Forward, check_forward, ordinary_tokens
 from offbeat.engine.forward_direct import DirectForward, supports
 from offbeat.engine.forward_hf import HFForward
@@ -15,14 +15,14 @@ from offbeat.model.load import load_causal_lm
 from offbeat.sync.platform import current_platform
 
 
-def load_engine(options: EngineOptions) -> Engine:
+def load_engine(options: EngineOptions) -> EmbeddedEngine:
     """Load model and tokenizer, and check that decoding agrees with a full forward pass.
 
     Raises:
         ModelError: the model or tokenizer cannot be used, or not with the requested forward path.
     """
     tokenizer = load_tokenizer(options.tokenizer or options.model)
-    return Engine(load_forward(options), tokenizer, options)
+    return EmbeddedEngine(load_forward(options), tokenizer, options)
 
 
 @torch.inference_mode()

@@ -17,9 +17,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from offbeat.engine.engine import Engine
+from offbeat.engine.engine import EmbeddedEngine
 from offbeat.engine.request import Event, Request, ScoreJob
-from offbeat.engine.versions import Source
+from offbeat.engine.versions import VersionSource
 from offbeat.errors import EngineError
 from offbeat.pulse import Signs
 from offbeat.types import Version
@@ -45,7 +45,7 @@ class EngineLoop:
         num_rounds: number of rounds begun; a round runs the waiting commands and a step.
     """
 
-    def __init__(self, engine: Engine, *, deliver: Callable[[list[Event]], None]) -> None:
+    def __init__(self, engine: EmbeddedEngine, *, deliver: Callable[[list[Event]], None]) -> None:
         self.engine = engine
         self.error: EngineError | None = None
         self.num_rounds = 0
@@ -89,14 +89,14 @@ class EngineLoop:
         return future
 
     def pause(self, mode: Literal["keep", "abort"]) -> "Future[None]":
-        """See `Engine.pause`."""
+        """See `EmbeddedEngine.pause`."""
         return self.call(lambda: self._events.extend(self.engine.pause(mode)))
 
-    def stage(self, version: Version, source: Source, broadcast: str = "") -> None:
+    def stage(self, version: Version, source: VersionSource, broadcast: str = "") -> None:
         """Load or receive a version's weights in the calling thread, while the engine keeps stepping, and hold them as `version`. Blocks.
 
         Raises:
-            ModelError, EngineError: as for `Engine.prepare`; the live weights continue to serve.
+            ModelError, EngineError: as for `EmbeddedEngine.prepare`; the live weights continue to serve.
         """
         if not self.call(lambda: self.engine.is_staged(version, source)).result():
             live = self.call(lambda: self.engine.live_folder).result()
@@ -109,7 +109,7 @@ class EngineLoop:
         """Load a PEFT folder in the calling thread, while the engine keeps stepping, and hold it as `name`. Blocks.
 
         Raises:
-            RefusedError, ModelError, BusyError: as for `Adapters.read` and `Adapters.add`.
+            RefusedError, ModelError, BusyError: as for `EngineAdapters.read` and `EngineAdapters.add`.
         """
         adapters = self.engine.adapters
         if not self.call(lambda: adapters.has(name, folder)).result():

@@ -6,13 +6,13 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from offbeat.engine.engine import Engine
+from offbeat.engine.engine import EmbeddedEngine
 
 
 class EngineCollector(Collector):
     """Reads an engine's plain numbers; they may be one step apart from each other."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
@@ -36,7 +36,7 @@ class EngineCollector(Collector):
         yield samples
 
 
-def registry_of(engine: Engine) -> CollectorRegistry:
+def registry_of(engine: EmbeddedEngine) -> CollectorRegistry:
     """Return a registry of this engine alone, for `generate_latest`."""
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine))

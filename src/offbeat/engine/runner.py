@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat.engine.adapters import Adapters
+from offbeat.engine.adapters import EngineAdapters
 from offbeat.engine.cache import SlotCache
 from offbeat.engine.forward import Forward
 from offbeat.engine.prefixes import Begun, PrefixCache
@@ -26,7 +26,7 @@ class Runner:
     """
 
     def __init__(
-        self, forward: Forward, cache: SlotCache, rows: Rows, adapters: Adapters, *, prefixes: PrefixCache, max_prefill_tokens: int
+        self, forward: Forward, cache: SlotCache, rows: Rows, adapters: EngineAdapters, *, prefixes: PrefixCache, max_prefill_tokens: int
     ) -> None:
         self.prefixes = prefixes
         self.num_cached_tokens = 0

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat.engine.adapters import Adapters
+from offbeat.engine.adapters import EngineAdapters
 from offbeat.engine.forward import Forward
 from offbeat.engine.request import MAX_TOP, Event, Scored, ScoreJob
 from offbeat.engine.sampler import row_keys, uniforms
@@ -118,7 +118,7 @@ class Found:
 class Scorer:
     """The waiting score requests of one engine, on its thread."""
 
-    def __init__(self, forward: Forward, adapters: Adapters, *, max_context: int, max_queued: int, max_tokens: int) -> None:
+    def __init__(self, forward: Forward, adapters: EngineAdapters, *, max_context: int, max_queued: int, max_tokens: int) -> None:
         """Create the queue of an engine.
 
         Args:

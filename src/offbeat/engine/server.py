@@ -39,7 +39,7 @@ from offbeat.engine.metrics import registry_of
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import MAX_PROMPT_TOP, Event, Output, Request, SamplingParams, Scored, ScoreJob
 from offbeat.engine.stall import LOOKED_AT_S, StepWatch
-from offbeat.engine.versions import Source, fingerprint_tensors
+from offbeat.engine.versions import VersionSource, fingerprint_tensors
 from offbeat.engine.web import Disconnected, Handler, HttpServer, error_answer, json_answer, refusal, refusal_of, whole_body
 from offbeat.engine.wire import (
     CompletionBody,
@@ -337,7 +337,7 @@ class EngineServer:
 
     async def _stage(self, http: HttpRequest) -> Response:
         body = read_body(StageBody, await whole_body(http))
-        await asyncio.to_thread(self._loop.stage, body.version, Source(body.folder, body.fingerprint), body.broadcast)
+        await asyncio.to_thread(self._loop.stage, body.version, VersionSource(body.folder, body.fingerprint), body.broadcast)
         return json_answer(msgspec.json.encode({"version": body.version, "folder": body.folder}))
 
     async def _switch(self, http: HttpRequest) -> Response:

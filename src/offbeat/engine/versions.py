@@ -22,7 +22,7 @@ from offbeat.types import Version
 
 
 @dataclass(frozen=True)
-class Source:
+class VersionSource:
     """Identity of a version's weights: the folder where they were written, and the fingerprint that their publisher stated, if any."""
 
     folder: str
@@ -72,16 +72,16 @@ class VersionStore:
 
     def __init__(self, *, live: Version, folder: str) -> None:
         self._live = live
-        self._source: Source | None = Source(folder)
-        self._staged: dict[Version, tuple[Source, Any]] = {}
+        self._source: VersionSource | None = VersionSource(folder)
+        self._staged: dict[Version, tuple[VersionSource, Any]] = {}
 
-    def has(self, version: Version, source: Source) -> bool:
+    def has(self, version: Version, source: VersionSource) -> bool:
         """Whether exactly these weights are staged, or live with nothing staged in their place."""
         if version in self._staged:
             return self._staged[version][0] == source
         return version == self._live and self._source == source
 
-    def add(self, version: Version, source: Source, prepared: Any) -> None:
+    def add(self, version: Version, source: VersionSource, prepared: Any) -> None:
         """Hold prepared weights, replacing others with that number."""
         self._staged[version] = source, prepared
 
