@@ -14,7 +14,7 @@ from offbeat.losses.objectives import FORMULAS, Clips, plain_ratios
 from offbeat.losses.pairs import compare, margins
 from offbeat.losses.ratios import k3, k3_of, log_ratio
 from offbeat.losses.targets import Targets
-from offbeat.losses.weights import Weights
+from offbeat.losses.weights import TargetWeights
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class Report:
 
 
 @torch.no_grad()
-def policy_report(targets: Targets, loss: LossSpec, weights: Weights, *, ref_logprobs: Tensor | None) -> Report:
+def policy_report(targets: Targets, loss: LossSpec, weights: TargetWeights, *, ref_logprobs: Tensor | None) -> Report:
     """Compute the metrics of a loss; `ref_logprobs` are [M] float32 if the loss reads them."""
     logprobs, prox, rollout = targets.logprobs.detach(), targets.prox, targets.rollout
     ratios = plain_ratios(targets)

@@ -18,7 +18,7 @@ from offbeat.losses.targets import Targets
 
 
 @dataclass(frozen=True, eq=False)
-class Weights:
+class TargetWeights:
     """Constant weights of M targets.
 
     Attributes:
@@ -30,7 +30,7 @@ class Weights:
     masked: dict[str, Tensor] = field(default_factory=dict)
 
 
-def constant_weights(targets: Targets, loss: LossSpec, *, m2_mask: Tensor | None = None) -> Weights:
+def constant_weights(targets: Targets, loss: LossSpec, *, m2_mask: Tensor | None = None) -> TargetWeights:
     """Compute the weights of a loss's targets.
 
     A run's own sample whose rollout log-probability is not finite is dropped where it cannot be weighed: as the anchor of the ratio, or in
@@ -51,7 +51,7 @@ def constant_weights(targets: Targets, loss: LossSpec, *, m2_mask: Tensor | None
         dropped = _is_dropped(targets, rule, m2_mask)
         values = torch.where(dropped, 0.0, torch.ones_like(targets.rollout) if values is None else values)
         masked[rule.metric] = masked[rule.metric] | dropped if rule.metric in masked else dropped
-    return Weights(values, masked)
+    return TargetWeights(values, masked)
 
 
 def _behave_weights(targets: Targets, spec: WeightSpec) -> Tensor:
