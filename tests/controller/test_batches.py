@@ -9,13 +9,13 @@ import pytest
 
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.controller.batches import StepBatches
-from offbeat.controller.state import Step
+from offbeat.controller.state import LoopStep
 from offbeat.data.trajectory import Group, Trajectory
 from offbeat.telemetry.trace import Tracer
 from small_run import small_config
 
 PLAIN = AlgorithmConfig()
-FIRST = Step(1, 0, 1)
+FIRST = LoopStep(1, 0, 1)
 
 
 def group(prompt_id: str) -> Group:

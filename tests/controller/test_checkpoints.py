@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from offbeat.controller.checkpoints import FINE_TUNING, TRAINING, WARM_UP, Checkpoints
+from offbeat.controller.checkpoints import FINE_TUNING, TRAINING, WARM_UP, RunCheckpoints
 from offbeat.controller.parts import SingleProcess
 from offbeat.controller.state import HeadState, Highlights, SavedState
 from offbeat.data.identity import Identity
@@ -57,7 +57,7 @@ def saved(step: int) -> SavedState:
     return SavedState(step, step + 1, (HeadState(StreamState(0, 2 * step), (f"0:{step}",)),), identity=IDENTITY)
 
 
-def save(checkpoints: Checkpoints, step: int) -> None:
+def save(checkpoints: RunCheckpoints, step: int) -> None:
     state = saved(step)
     asyncio.run(checkpoints.save(step, version=state.version, head=state.heads[0], highlights=Highlights()))
 
@@ -65,14 +65,14 @@ def save(checkpoints: Checkpoints, step: int) -> None:
 def checkpoints_of(
     ranks: Ranks, root: Path, *, kind: str = TRAINING, num_heads: int = 1, engines: Engines | None = None,
     notes: list[str] | None = None, identity: Identity = IDENTITY, **changes: str,
-) -> Checkpoints:
+) -> RunCheckpoints:
     said = [] if notes is None else notes
     parts = SimpleNamespace(
         trainers=ranks, critic=None, config=small_config(root, **changes), peers=SingleProcess(), num_heads=num_heads,
         publisher=engines or Engines(),
         inputs=SimpleNamespace(tokenizer=SimpleNamespace(has_own_template=False), tokenizer_folder="tokenizer", identity=identity),
         record=SimpleNamespace(writes=True, note=lambda _kind, text: said.append(text)))
-    return Checkpoints(parts, kind)
+    return RunCheckpoints(parts, kind)
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint_and_keeps_as_many_as_it_is_told(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_save_is_overdue_after_some_minutes_and_not_before_it_is_worth_it(tmp_
             now_s[0] += self.takes_s
             await super().save(folder)
 
-    def overdue_after_s(checkpoints: Checkpoints) -> float:
+    def overdue_after_s(checkpoints: RunCheckpoints) -> float:
         begun_s = now_s[0]
         while not checkpoints.overdue():
             now_s[0] += 10

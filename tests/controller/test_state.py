@@ -7,7 +7,7 @@ import pytest
 
 from offbeat.config.controller import EvaluateConfig
 from offbeat.controller.parts import SingleProcess
-from offbeat.controller.state import Best, Decided, HeadState, Highlights, RunState, SavedState, SetHighlights, Step
+from offbeat.controller.state import Best, Decided, HeadState, Highlights, LoopStep, RunState, SavedState, SetHighlights
 from offbeat.data import wire
 from offbeat.data.stream import StreamState
 
@@ -15,7 +15,7 @@ from offbeat.data.stream import StreamState
 def test_steps_count_from_where_the_state_stands() -> None:
     state = RunState(total_steps=4, global_step=2, version=7)
     assert state.last_version == 9
-    assert list(state.steps()) == [Step(3, 7, 8), Step(4, 8, 9)]
+    assert list(state.steps()) == [LoopStep(3, 7, 8), LoopStep(4, 8, 9)]
     assert (state.global_step, state.version, state.last_version) == (4, 9, 9)
     assert list(state.steps()) == []
     assert not state.stopped_early

@@ -21,7 +21,7 @@ from offbeat.data.reward import FailedReward, NamedReward
 from offbeat.data.row import Row
 from offbeat.errors import ConfigError, EngineError, RolloutError
 from offbeat.evaluation.samples import EvaluatedSample, EvaluatedSet
-from offbeat.runs.endpoint import AskedSet, Endpoint, read_sets
+from offbeat.runs.endpoint import AskedSet, ModelEndpoint, read_sets
 from offbeat.runs.evaluated_model import EvaluatedModel
 from small_run import REWARDS, small_config
 
@@ -68,7 +68,7 @@ def configured(tmp_path: Path, **changes: str) -> Config:
 
 def play(scripted: Scripted, config: Config, *rows: Row, served: str = "") -> EvaluatedSet:
     """The set of these rows, asked for over HTTP."""
-    async def main(endpoint: Endpoint) -> EvaluatedSet:
+    async def main(endpoint: ModelEndpoint) -> EvaluatedSet:
         return await endpoint.play(AskedSet("", config, rows), Rewards(), on_prompt=lambda *counts: told.append(counts))
 
     told: list[tuple[int, int]] = []
@@ -77,11 +77,11 @@ def play(scripted: Scripted, config: Config, *rows: Row, served: str = "") -> Ev
     return answered
 
 
-def connected(scripted: Scripted, main: Callable[[Endpoint], Awaitable[Any]], *, served: str = "") -> Any:
+def connected(scripted: Scripted, main: Callable[[ModelEndpoint], Awaitable[Any]], *, served: str = "") -> Any:
     @asynccontextmanager
     async def endpoint():
         async with serving(scripted.app) as client, aiohttp.ClientSession() as http:
-            yield await Endpoint.connect(http, EvaluatedModel("e", url=client.url, served=served), key_env="OFFBEAT_TEST_KEY")
+            yield await ModelEndpoint.connect(http, EvaluatedModel("e", url=client.url, served=served), key_env="OFFBEAT_TEST_KEY")
 
     async def run() -> Any:
         async with endpoint() as found:
@@ -144,7 +144,7 @@ def test_a_busy_endpoint_is_asked_again_and_a_prompt_that_fails_costs_itself(tmp
 
 
 def test_the_model_is_the_only_one_or_it_is_named(tmp_path: Path) -> None:
-    async def model(endpoint: Endpoint) -> str:
+    async def model(endpoint: ModelEndpoint) -> str:
         return endpoint.model
 
     assert connected(Scripted(models=("only",)), model) == "only"
@@ -152,11 +152,11 @@ def test_the_model_is_the_only_one_or_it_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has 'a', 'b'; name one of them after a '#', as http://.*#MODEL"):
         connected(Scripted(models=("a", "b")), model)
     with pytest.raises(ConfigError, match="is not the URL of an endpoint"):
-        asyncio.run(Endpoint.connect(None, EvaluatedModel("x", url="http://"), key_env=""))
+        asyncio.run(ModelEndpoint.connect(None, EvaluatedModel("x", url="http://"), key_env=""))
 
     async def nobody() -> None:
         async with aiohttp.ClientSession() as http:
-            await Endpoint.connect(http, EvaluatedModel("x", url="http://127.0.0.1:9"), key_env="")
+            await ModelEndpoint.connect(http, EvaluatedModel("x", url="http://127.0.0.1:9"), key_env="")
 
     with pytest.raises(EngineError, match="cannot be reached"):
         asyncio.run(nobody())

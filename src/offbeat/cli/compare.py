@@ -14,7 +14,7 @@ from offbeat.cli.common import add_json_argument
 from offbeat.cli.help import HelpFormatter
 from offbeat.data.row import Prompt
 from offbeat.errors import ConfigError, printable
-from offbeat.evaluation.comparison import Change, SetComparison, compare
+from offbeat.evaluation.comparison import RewardChange, SetComparison, compare
 from offbeat.evaluation.find import find_evaluation
 
 _WIDTH = 1000
@@ -121,5 +121,5 @@ def _as_json(compared: SetComparison) -> dict[str, Any]:
         "changes": [_change(each) for each in compared.changes]}
 
 
-def _change(change: Change) -> dict[str, Any]:
+def _change(change: RewardChange) -> dict[str, Any]:
     return asdict(change) | {"difference": change.difference}

@@ -12,7 +12,7 @@ from offbeat.algorithms.experience import batch_stats, make_batch
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.controller.own_code import with_credit
 from offbeat.controller.parts import Rollouts, RunParts
-from offbeat.controller.state import Step
+from offbeat.controller.state import LoopStep
 from offbeat.data.batch import Batch
 from offbeat.data.functions import at_step
 from offbeat.data.trajectory import Group
@@ -42,7 +42,7 @@ class StepBatches:
             await cancelled(self._ahead)
             self._ahead = None
 
-    async def take(self, groups: Sequence[Group], step: Step, algorithm: AlgorithmConfig) -> MadeBatch:
+    async def take(self, groups: Sequence[Group], step: LoopStep, algorithm: AlgorithmConfig) -> MadeBatch:
         """Return the batch of a step's groups: the one made ahead, or else a new one."""
         if self._ahead is None:
             return await self._make(groups, step, algorithm)
@@ -50,12 +50,12 @@ class StepBatches:
         self._ahead = None
         return made
 
-    def make_ahead(self, step: Step, rollouts: Rollouts, algorithm: AlgorithmConfig) -> None:
+    def make_ahead(self, step: LoopStep, rollouts: Rollouts, algorithm: AlgorithmConfig) -> None:
         """Begin to make the batch of a step while the step before it trains, unless its coefficients depend on that step."""
         if not (algorithm.kl_target or algorithm.entropy_target):
             self._ahead = asyncio.create_task(self._make_ahead(step, rollouts, algorithm), name="make_ahead")
 
-    async def _make_ahead(self, step: Step, rollouts: Rollouts, algorithm: AlgorithmConfig) -> MadeBatch:
+    async def _make_ahead(self, step: LoopStep, rollouts: Rollouts, algorithm: AlgorithmConfig) -> MadeBatch:
         """Make the batch, and distribute it over the ranks if neither scores nor a critic add to it before it is trained on."""
         groups = await rollouts.take_ahead()
         with self._parts.record.tracer.span("make_ahead", "controller, ahead", step=step.global_step):
@@ -64,7 +64,7 @@ class StepBatches:
                 await self._parts.trainers.prepare(batch, num_minibatches=algorithm.num_minibatches)
         return batch, stats
 
-    async def _make(self, groups: Sequence[Group], step: Step, algorithm: AlgorithmConfig) -> MadeBatch:
+    async def _make(self, groups: Sequence[Group], step: LoopStep, algorithm: AlgorithmConfig) -> MadeBatch:
         config = self._parts.config
 
         def make() -> MadeBatch:

@@ -58,7 +58,7 @@ def part_of(kind: str) -> Part:
     return _PARTS[kind]
 
 
-class Checkpoints:
+class RunCheckpoints:
     """The resumable checkpoints of a run or of its warm-up, and its exports."""
 
     def __init__(

@@ -14,7 +14,7 @@ from offbeat.aio import deadline
 from offbeat.config.controller import EvaluateConfig
 from offbeat.config.root import Config
 from offbeat.controller.inputs import RunInputs
-from offbeat.controller.parts import Peers, Rollouts, RolloutSource
+from offbeat.controller.parts import LoopPeers, Rollouts, RolloutSource
 from offbeat.data.dataset import PromptDataset
 from offbeat.data.reward import RIGHT
 from offbeat.data.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ class Evaluator:
     """Evaluates the weights that the engines serve on one set."""
 
     def __init__(
-        self, rollouts: Rollouts, rows: PromptDataset, config: EvaluateConfig, peers: Peers, *, tokenizer: Tokenizer, name: str = "",
+        self, rollouts: Rollouts, rows: PromptDataset, config: EvaluateConfig, peers: LoopPeers, *, tokenizer: Tokenizer, name: str = "",
         metric: Metric | None = None,
     ) -> None:
         """Prepare it; an evaluator of a set without rows is never due.
@@ -132,7 +132,7 @@ def check_known(evaluation: Evaluation, metric: str) -> None:
 
 
 def make_evaluators(
-    rollouts: Rollouts, source: RolloutSource, inputs: RunInputs, config: Config, peers: Peers, *, log_dir: Path,
+    rollouts: Rollouts, source: RolloutSource, inputs: RunInputs, config: Config, peers: LoopPeers, *, log_dir: Path,
 ) -> tuple[Evaluator, ...]:
     """Return the evaluators of the run's held-out prompts, which `rollouts` plays, and of each evaluation set.
 

@@ -49,11 +49,11 @@ from offbeat.algorithms.coefficients import Coefficients
 from offbeat.algorithms.critic import critic_batch
 from offbeat.algorithms.experience import batch_metrics, reference_stats
 from offbeat.controller.batches import StepBatches
-from offbeat.controller.checkpoints import Checkpoints
+from offbeat.controller.checkpoints import RunCheckpoints
 from offbeat.controller.evaluate import Evaluator, check_known, make_evaluators
 from offbeat.controller.parts import Rollouts, RunParts
 from offbeat.controller.scoring import score_batch
-from offbeat.controller.state import HeadState, Highlights, RunState, SavedState, Step
+from offbeat.controller.state import HeadState, Highlights, LoopStep, RunState, SavedState
 from offbeat.controller.step_record import StepRecord
 from offbeat.data.batch import Batch
 from offbeat.data.stream import PromptStream
@@ -104,14 +104,14 @@ class _Training:
         self._config = parts.config
         self._record = parts.record
         self._batches = StepBatches(parts)
-        self._checkpoints = Checkpoints(parts)
+        self._checkpoints = RunCheckpoints(parts)
         self._stream = PromptStream(
             parts.inputs.train, seed=parts.config.run.seed, shuffle=parts.config.data.shuffle, curriculum=parts.config.curriculum)
         self._num_flat_rejected = 0
         self._highlights = begun
         self._coefficients = Coefficients.of(parts.config.algorithm)
         self._steps = StepRecord(parts, self._stream, warm_up_steps=begun.warm_up_steps)
-        self._whole: Step | None = None
+        self._whole: LoopStep | None = None
         """The step whose weights the ranks have; None while a step trains."""
         self._taken: list[Group] = []
         """Groups taken for a step that has not been trained yet."""
@@ -174,7 +174,7 @@ class _Training:
         return TrainResult(state.global_step, self._highlights, state.stopped_early)
 
     async def _end_step(
-        self, step: Step, stats: dict[str, float], rollouts: Rollouts, evaluators: Sequence[Evaluator], *, groups: Sequence[Group] = (),
+        self, step: LoopStep, stats: dict[str, float], rollouts: Rollouts, evaluators: Sequence[Evaluator], *, groups: Sequence[Group] = (),
         is_saved: bool, is_due: bool = False,
     ) -> None:
         """Run the evaluations that are due after a step, commit its row, export, and save or amend its checkpoint.
@@ -204,7 +204,7 @@ class _Training:
         if is_best and not last:
             await self._checkpoints.export_best()  # after the checkpoint: a resumed run never stands before its best step
 
-    async def _step(self, step: Step, rollouts: Rollouts) -> tuple[list[Group], Batch, dict[str, float]] | None:
+    async def _step(self, step: LoopStep, rollouts: Rollouts) -> tuple[list[Group], Batch, dict[str, float]] | None:
         """Do one step, from rollouts to published weights. None if the user wants the run to stop before there are groups to train on."""
         config, span = self._config, self._record.tracer.span
         algorithm = self._coefficients.applied(config.algorithm)
@@ -274,7 +274,7 @@ class _Training:
         finally:
             timer.cancel()
 
-    async def _train(self, batch: Batch, step: Step) -> dict[str, float]:
+    async def _train(self, batch: Batch, step: LoopStep) -> dict[str, float]:
         """Train the critic, if there is one, and after its warm-up the policy."""
         config, critic, stats = self._config, self._parts.critic, {}
         if critic is not None:
@@ -361,7 +361,7 @@ class _Training:
         else:
             self._record.console.note(f"the run ends after step {step.global_step}, of which a checkpoint is saved")
 
-    async def _unsaved(self) -> Step | None:
+    async def _unsaved(self) -> LoopStep | None:
         """Return the last step that was done, if the ranks have its weights and no checkpoint is of it."""
         step = self._whole
 
@@ -370,7 +370,7 @@ class _Training:
 
         return step if await self._parts.peers.lead("unsaved", is_unsaved, bool) else None
 
-    async def _save(self, step: Step, rollouts: Rollouts, *, unproven: bool = False) -> None:
+    async def _save(self, step: LoopStep, rollouts: Rollouts, *, unproven: bool = False) -> None:
         """Save a checkpoint of a step; `unproven` does not wait for engines to serve its version."""
         await self._record.stored()  # a resumed run does not write this step's rollouts again
         with self._record.tracer.span("checkpoint", "controller"):

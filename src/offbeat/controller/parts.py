@@ -48,7 +48,7 @@ class Publishing(Protocol):
         ...
 
 
-class Turns(Protocol):
+class DeviceTurns(Protocol):
     """Whose turn it is on devices that engines and ranks share. Ranks may compute after `to_ranks`; the next publish ends their turn."""
 
     async def to_ranks(self, settle: Callable[[], Awaitable[None]]) -> None:
@@ -67,10 +67,10 @@ class NoTurns:
     """Engines and ranks compute at the same time."""
 
     async def to_ranks(self, settle: Callable[[], Awaitable[None]]) -> None:
-        """See `Turns.to_ranks`."""
+        """See `DeviceTurns.to_ranks`."""
 
     def take_metrics(self) -> dict[str, float]:
-        """See `Turns.take_metrics`."""
+        """See `DeviceTurns.take_metrics`."""
         return {}
 
 
@@ -133,7 +133,7 @@ class RolloutSource(Protocol):
         ...
 
 
-class Peers(Protocol):
+class LoopPeers(Protocol):
     """All processes that run the same loop, including this one. All of them call the same method under the same name."""
 
     async def lead(self, name: str, work: Callable[[], Awaitable[T]], kind: Any) -> T:
@@ -164,22 +164,22 @@ class SingleProcess:
     """The peers of a controller: none. It has no device and no group, so there is nothing to wait for."""
 
     async def lead(self, name: str, work: Callable[[], Awaitable[T]], kind: Any) -> T:  # noqa: ARG002
-        """See `Peers.lead`."""
+        """See `LoopPeers.lead`."""
         return await work()
 
     async def gather(self, name: str, value: T) -> list[T]:  # noqa: ARG002
-        """See `Peers.gather`."""
+        """See `LoopPeers.gather`."""
         return [value]
 
     async def meet(self, name: str) -> None:
-        """See `Peers.meet`."""
+        """See `LoopPeers.meet`."""
 
     async def all_ready(self, name: str, work: Callable[[], Awaitable[T | None]]) -> T | None:  # noqa: ARG002
-        """See `Peers.all_ready`."""
+        """See `LoopPeers.all_ready`."""
         return await work()
 
     def have_heard(self, error: BaseException) -> bool:  # noqa: ARG002
-        """See `Peers.have_heard`."""
+        """See `LoopPeers.have_heard`."""
         return True
 
 
@@ -203,10 +203,10 @@ class RunParts:
     trainers: Trainers
     publisher: Publishing
     source: RolloutSource
-    peers: Peers
+    peers: LoopPeers
     watch: Callable[[], Coroutine[Any, Any, None]]
     num_heads: int = 1
     head: int = 0
     critic: Trainers | None = None
     teacher: Teacher | None = None
-    turns: Turns = field(default_factory=NoTurns)
+    turns: DeviceTurns = field(default_factory=NoTurns)

@@ -10,7 +10,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from offbeat.controller.parts import Peers
+from offbeat.controller.parts import LoopPeers
 from offbeat.data.supervised import Sequence as Encoded
 from offbeat.errors import ConfigError
 
@@ -36,8 +36,8 @@ class Reference:
 
 
 async def open_reference(
-    path: Path, *, key: str, rows: Callable[[int], Sequence[Encoded]], num_rows: int, chunk: int, score: Score, peers: Peers, draws: bool,
-    resumes: Callable[[], bool],
+    path: Path, *, key: str, rows: Callable[[int], Sequence[Encoded]], num_rows: int, chunk: int, score: Score, peers: LoopPeers,
+    draws: bool, resumes: Callable[[], bool],
 ) -> Reference:
     """Read the reference of an earlier start, or compute it now; every rank calls it, before the initial weights change.
 

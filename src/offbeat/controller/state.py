@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from offbeat.algorithms.coefficients import Coefficients
 from offbeat.config.controller import EvaluateConfig
-from offbeat.controller.parts import Peers
+from offbeat.controller.parts import LoopPeers
 from offbeat.data.identity import Identity
 from offbeat.data.stream import StreamState
 from offbeat.evaluation.intervals import has_fallen
@@ -14,7 +14,7 @@ from offbeat.types import Version
 
 
 @dataclass(frozen=True)
-class Step:
+class LoopStep:
     """One training step.
 
     Attributes:
@@ -27,9 +27,9 @@ class Step:
     version: Version
     next_version: Version
 
-    def following(self) -> "Step":
+    def following(self) -> "LoopStep":
         """Return the step after this one."""
-        return Step(self.global_step + 1, self.next_version, self.next_version + 1)
+        return LoopStep(self.global_step + 1, self.next_version, self.next_version + 1)
 
 
 @dataclass(frozen=True)
@@ -183,15 +183,15 @@ class RunState:
         return self.version + self.total_steps - self.global_step
 
     @property
-    def last_step(self) -> Step:
+    def last_step(self) -> LoopStep:
         """The step that was done last."""
-        return Step(self.global_step, self.version - 1, self.version)
+        return LoopStep(self.global_step, self.version - 1, self.version)
 
     @property
     def stopped_early(self) -> bool:
         return self.stopping and self.global_step < self.total_steps
 
-    async def agree(self, peers: Peers, *, overdue: Callable[[], bool] = lambda: False) -> None:
+    async def agree(self, peers: LoopPeers, *, overdue: Callable[[], bool] = lambda: False) -> None:
         """Let the leader decide for all peers whether its user wants this step to be the last, and whether a checkpoint is overdue."""
 
         async def decide() -> Decided:
@@ -200,9 +200,9 @@ class RunState:
         decided = await peers.lead("stop", decide, Decided)
         self.stopping, self.saving = decided.stop, decided.save
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[LoopStep]:
         """Yield the steps still to do. Each counts as done when the next is taken."""
         while self.global_step < self.total_steps and not self.stopping:
-            yield Step(self.global_step + 1, self.version, self.version + 1)
+            yield LoopStep(self.global_step + 1, self.version, self.version + 1)
             self.global_step += 1
             self.version += 1

@@ -9,7 +9,7 @@ from functools import partial
 from offbeat.controller.learning import LearningAdvice
 from offbeat.controller.parts import RunParts
 from offbeat.controller.samples import best_and_worst, sample_table
-from offbeat.controller.state import Step
+from offbeat.controller.state import LoopStep
 from offbeat.data.batch import Batch
 from offbeat.data.keeping import keep_lines
 from offbeat.data.pieces import Pieces
@@ -47,13 +47,13 @@ class StepRecord:
             switch_s=report.switch_s, canary_gap=report.canary_gap, quarantined=dict(report.quarantined),
             inconclusive=dict(report.inconclusive), num_bytes=report.num_bytes)
 
-    async def keep_rollouts(self, step: Step, groups: Sequence[Group], batch: Batch) -> None:
+    async def keep_rollouts(self, step: LoopStep, groups: Sequence[Group], batch: Batch) -> None:
         """Store the groups and the batch of a step, if it is one of every `telemetry.rollouts_every_steps`."""
         if _is_every(step, self._config.rollouts_every_steps):
             rows = [self._stream.row(group.prompt_id) for group in groups]
             await self._record.rollouts(step.global_step, keep_lines(groups, rows, batch, self._pieces, step=step.global_step))
 
-    async def commit(self, step: Step, groups: Sequence[Group], stats: dict[str, float]) -> None:
+    async def commit(self, step: LoopStep, groups: Sequence[Group], stats: dict[str, float]) -> None:
         """Write a step's row, and show it with samples of `groups`; these are empty for a step of an earlier process."""
         total_s = stats["step/total_s"] + stats.get("step/evaluate_s", 0.0)
         stats = stats | {
@@ -81,5 +81,5 @@ class StepRecord:
                 self._record.note("advice", advice)
 
 
-def _is_every(step: Step, every: int) -> bool:
+def _is_every(step: LoopStep, every: int) -> bool:
     return bool(every) and step.global_step % every == 0

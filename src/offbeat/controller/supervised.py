@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from offbeat.aio import run_beside
 from offbeat.config.train import OptimizerConfig, SftConfig
-from offbeat.controller.checkpoints import FINE_TUNING, WARM_UP, Checkpoints
+from offbeat.controller.checkpoints import FINE_TUNING, WARM_UP, RunCheckpoints
 from offbeat.controller.evaluate import Evaluator
 from offbeat.controller.inputs import write_tokenizer
 from offbeat.controller.parts import RunParts
@@ -40,7 +40,7 @@ class LessonConfig(Protocol):
     def evaluate_every_steps(self) -> int: ...
 
 
-class Outcome(Protocol):
+class EvaluationOutcome(Protocol):
     """Result of an evaluation."""
 
     @property
@@ -82,7 +82,7 @@ class Lesson(ABC):
         """Draw the rows of a step; the batch has no sequences on a rank that draws nothing."""
 
     @abstractmethod
-    async def evaluate(self) -> Outcome | None:
+    async def evaluate(self) -> EvaluationOutcome | None:
         """Evaluate on held-out rows; None if there are none."""
 
     async def export(self, folder: Path) -> None:
@@ -168,7 +168,7 @@ class Imitation(Lesson):
         """See `Lesson.batch`."""
         return self._parts.source.sft_batch(stream, self._sft.batch_size)
 
-    async def evaluate(self) -> Outcome | None:
+    async def evaluate(self) -> EvaluationOutcome | None:
         """See `Lesson.evaluate`."""
         parts, state, evaluator = self._parts, self._state, self._evaluator
         assert evaluator is not None, "the lesson has begun"
@@ -195,7 +195,7 @@ class _Teaching:
         self._state = state
         self._lesson = lesson
         self._record = parts.record
-        self._checkpoints = Checkpoints(parts, lesson.kind, export=lesson.export)
+        self._checkpoints = RunCheckpoints(parts, lesson.kind, export=lesson.export)
         self._stream = PromptStream(lesson.dataset, seed=config.run.seed + 1, shuffle=config.data.shuffle)
         self._step = 0
         self._trained_tokens = 0

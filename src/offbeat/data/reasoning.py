@@ -26,7 +26,7 @@ _FIXED = {"seed": "run.seed seeds every row", "size": "rows never end"}
 
 
 @dataclass(frozen=True)
-class Family:
+class ReasoningFamily:
     """One family of puzzles.
 
     Attributes:
@@ -45,7 +45,7 @@ class ReasoningTask:
     """A mixture of families by weight. A row depends on (families, seed, stream, index) alone; see `data.tasks.Task`."""
 
     name: str
-    families: tuple[Family, ...]
+    families: tuple[ReasoningFamily, ...]
     reward: str = REWARD
     remedy: str = "widen its ranges in data.task_options"
 
@@ -86,7 +86,7 @@ def open_reasoning(task: str, options: Sequence[str]) -> ReasoningTask:
     for option in options:
         name, key, value = _parse_option(option, weights)
         by_name[name][key] = value
-    families = tuple(Family(name, weight, by_name[name]) for name, weight in weights.items())
+    families = tuple(ReasoningFamily(name, weight, by_name[name]) for name, weight in weights.items())
     for family in families:
         _check(family)
     return ReasoningTask(task + "".join(f" {option}" for option in sorted(options)), families)
@@ -129,7 +129,7 @@ def _parse_option(option: str, names: Mapping[str, float]) -> tuple[str, str, An
         raise DataError(f"the value in data.task_options {option!r} is not TOML; write text in quotes, as {name}.{key}=\"text\"") from exc
 
 
-def _check(family: Family) -> None:
+def _check(family: ReasoningFamily) -> None:
     """Generate a first row, so that anything reasoning-gym refuses is known before anything starts."""
     known = _library("reasoning_gym.factory").DATASETS
     if family.name not in known:

@@ -240,7 +240,7 @@ def row_tokens(loss_mask: np.ndarray) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class AgentPart:
     """The part of one agent in an episode: one or more trajectories, which share a reward."""
 
     chains: tuple[Trajectory, ...]
@@ -260,7 +260,7 @@ class Part:
         return self.chains[0].reward + self.turn_reward
 
 
-def named_rewards(parts: Sequence[Part]) -> list[dict[str, float]]:
+def named_rewards(parts: Sequence[AgentPart]) -> list[dict[str, float]]:
     """Return the rewards of each part by name, which add up to its reward, such as {"correct": 1.0, "turns": 0.5}.
 
     A reward without a name is "". The sum of the rewards of turns is "turns", if one of the parts has some.
@@ -274,12 +274,12 @@ def named_rewards(parts: Sequence[Part]) -> list[dict[str, float]]:
     return found
 
 
-def parts_of(chains: Sequence[Trajectory]) -> tuple[Part, ...]:
+def parts_of(chains: Sequence[Trajectory]) -> tuple[AgentPart, ...]:
     """Return the parts of an episode's trajectories, one for each agent that played in it."""
     found: dict[str, list[Trajectory]] = {}
     for trajectory in chains:
         found.setdefault(trajectory.agent, []).append(trajectory)
-    return tuple(Part(tuple(own)) for own in found.values())
+    return tuple(AgentPart(tuple(own)) for own in found.values())
 
 
 def episode_reward(chains: Sequence[Trajectory]) -> float:

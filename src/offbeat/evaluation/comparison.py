@@ -51,7 +51,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Change:
+class RewardChange:
     """A prompt whose mean reward has changed, with an answer of each evaluation."""
 
     prompt: Prompt
@@ -82,7 +82,7 @@ class SetComparison:
     num_only_first: int
     num_only_second: int
     differences: tuple[Difference, ...]
-    changes: tuple[Change, ...]
+    changes: tuple[RewardChange, ...]
 
     @property
     def title(self) -> str:
@@ -207,9 +207,9 @@ def _sign_test(count: int, positive: int) -> float:
     return min(1.0, 2 * tail / 2**count)
 
 
-def _largest_changes(first: EvaluatedSet, second: EvaluatedSet, pairs: Sequence[tuple[int, int]], *, most: int) -> tuple[Change, ...]:
+def _largest_changes(first: EvaluatedSet, second: EvaluatedSet, pairs: Sequence[tuple[int, int]], *, most: int) -> tuple[RewardChange, ...]:
     changes = [
-        Change(prompt.row.prompt, prompt.row.answer, float(first.rewards[i]), float(second.rewards[j]), _text(prompt),
+        RewardChange(prompt.row.prompt, prompt.row.answer, float(first.rewards[i]), float(second.rewards[j]), _text(prompt),
                _text(second.prompts[j]))
         for i, j in pairs for prompt in [first.prompts[i]] if not _are_equal(first.rewards[i], second.rewards[j])]
     ranked = sorted(changes, key=lambda change: -abs(change.difference))

@@ -20,7 +20,7 @@ from offbeat.telemetry.record import RunRecord
 
 
 class EngineTurns:
-    """Puts the engines of a pool to sleep and has them go on. Implements `controller.parts.Turns`."""
+    """Puts the engines of a pool to sleep and has them go on. Implements `controller.parts.DeviceTurns`."""
 
     def __init__(
         self, pool: EnginePool, record: RunRecord, *, keep_weights: bool, timeout_s: float, end: Callable[[str], Awaitable[None]],
@@ -41,7 +41,7 @@ class EngineTurns:
         self._metrics: dict[str, float] = {}
 
     async def to_ranks(self, settle: Callable[[], Awaitable[None]]) -> None:
-        """See `controller.parts.Turns`."""
+        """See `controller.parts.DeviceTurns`."""
         if self._asleep_since_s is not None:
             return
         start_s = time.time()
@@ -68,7 +68,7 @@ class EngineTurns:
         self._record.events.record("slept", seconds=round(woken_s - since_s, 4), wake_s=round(time.time() - woken_s, 4))
 
     def take_metrics(self) -> dict[str, float]:
-        """See `controller.parts.Turns`."""
+        """See `controller.parts.DeviceTurns`."""
         taken, self._metrics = self._metrics, {}
         return taken
 

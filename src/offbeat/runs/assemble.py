@@ -12,7 +12,7 @@ from typing import Any
 from offbeat.aio import both
 from offbeat.config.root import Config
 from offbeat.controller.inputs import RunInputs, choose_canary
-from offbeat.controller.parts import NoTurns, Publishing, RunParts, SingleProcess, Turns
+from offbeat.controller.parts import DeviceTurns, NoTurns, Publishing, RunParts, SingleProcess
 from offbeat.fleet.engine_group import EngineGroup
 from offbeat.fleet.fleet import UNPUBLISHED, Fleet, open_fleet
 from offbeat.fleet.publishers import PolicyPublisher, Release, WeightsPublisher, release_nobody, wake_nobody
@@ -76,7 +76,7 @@ class Policy:
     """A run's policy on the engines: its publisher, the engines' turns, the sampling of it, and the watch that heals engines."""
 
     publisher: Publishing
-    turns: Turns
+    turns: DeviceTurns
     generate: Generate
     watch: Callable[[], Coroutine[Any, Any, None]]
 

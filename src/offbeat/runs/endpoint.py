@@ -91,7 +91,7 @@ def _first(rows: PromptDataset, most: int) -> tuple[Row, ...]:
     return tuple(rows.row(index) for index in range(min(most, rows.num_rows or 0)))
 
 
-class Endpoint:
+class ModelEndpoint:
     """An OpenAI-style endpoint, such as "http://localhost:8001/v1", and a model of it."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, *, model: str, key: str) -> None:
@@ -102,7 +102,7 @@ class Endpoint:
         self.model = model
 
     @classmethod
-    async def connect(cls, session: aiohttp.ClientSession, evaluated: EvaluatedModel, *, key_env: str) -> "Endpoint":
+    async def connect(cls, session: aiohttp.ClientSession, evaluated: EvaluatedModel, *, key_env: str) -> "ModelEndpoint":
         """Return the endpoint at a URL, to which /v1 is added where it has no path.
 
         Args:

@@ -33,7 +33,7 @@ from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.rollout.episode import Generate
 from offbeat.rollout.metric import Metric, check_metrics
 from offbeat.runs.devices import choose_devices, usable_devices
-from offbeat.runs.endpoint import AskedSet, Endpoint, read_sets
+from offbeat.runs.endpoint import AskedSet, ModelEndpoint, read_sets
 from offbeat.runs.evaluated_model import KEY_ENV, EvaluatedModel, find_models
 from offbeat.runs.number_format import choose_number_format, slow_formats
 from offbeat.runs.rollouts import EngineRollouts, Rewards, open_rewards, open_user_code
@@ -140,7 +140,7 @@ async def _ask_endpoint(
     async with AsyncExitStack() as stack:
         elsewhere = not is_this_machine(urlsplit(model.url).hostname or "")
         http = await stack.enter_async_context(EngineSession(through_proxies=elsewhere))
-        endpoint = await Endpoint.connect(http.session, model, key_env=key_env)
+        endpoint = await ModelEndpoint.connect(http.session, model, key_env=key_env)
         await check_metrics([of_set.config for of_set in asked], log_dir=record.log_dir)
         rewards = await _open_rewards(stack, asked, config, record)
         results = []

@@ -62,7 +62,7 @@ class RankPeers:
         self._told: Exception | None = None
 
     async def lead(self, name: str, work: Callable[[], Awaitable[T]], kind: Any, *, timeout_s: float | None = None) -> T:
-        """Let rank 0 do some work and share its result, or the reason of its failure; see `Peers.lead`.
+        """Let rank 0 do some work and share its result, or the reason of its failure; see `LoopPeers.lead`.
 
         `timeout_s` is for work that partly runs in the leader's thread, where it shows no life.
         """
@@ -85,15 +85,15 @@ class RankPeers:
         return wire.decode(kind, answer[len(_DONE):])
 
     async def gather(self, name: str, value: T) -> list[T]:
-        """See `Peers.gather`."""
+        """See `LoopPeers.gather`."""
         return await self._thread.run(name, partial(self._sync.gather, name, value))
 
     async def meet(self, name: str) -> None:
-        """See `Peers.meet`."""
+        """See `LoopPeers.meet`."""
         await self._thread.run(name, partial(self._sync.barrier, name))
 
     async def all_ready(self, name: str, work: Callable[[], Awaitable[T | None]]) -> T | None:
-        """See `Peers.all_ready`."""
+        """See `LoopPeers.all_ready`."""
         error, result = None, None
         try:
             result = await work()
@@ -109,7 +109,7 @@ class RankPeers:
         return result if all(ready.has_result for ready in everyones) else None
 
     def have_heard(self, error: BaseException) -> bool:
-        """See `Peers.have_heard`."""
+        """See `LoopPeers.have_heard`."""
         return self._sync.world == 1 or error is self._told
 
     def _heard(self, own: Exception | None, *, rank: int, reason: str) -> Exception:
