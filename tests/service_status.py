@@ -4,7 +4,7 @@ import uuid
 
 from offbeat.service.types import (
     EngineStatus,
-    Failure,
+    FailedRequest,
     Incident,
     IncidentCounts,
     ModelStatus,
@@ -28,8 +28,8 @@ def busy_status(now: float, *, num_owners: int = 16) -> Status:
     held = tuple(f"{model.replace(':', '.')}@{i}" for i, model in enumerate(ids[:9]))
     engines = (EngineStatus("engine 0", "serving", held, 48_211), EngineStatus("engine 1", "healing", (), 0))
     failures = (
-        Failure(now - 3, f"{ids[1]}:7", "owner-1", "the gradient of step 7 is not finite; the step was left out"),
-        Failure(now - 400, f"{ids[2]}:9", "owner-2", "<b>markup</b> is shown as text"))
+        FailedRequest(now - 3, f"{ids[1]}:7", "owner-1", "the gradient of step 7 is not finite; the step was left out"),
+        FailedRequest(now - 400, f"{ids[2]}:9", "owner-2", "<b>markup</b> is shown as text"))
     incidents = (
         Incident(now - 2, "engine 1", "left service: engine 1 (http://127.0.0.1:41233) cannot be reached: Connection refused"),
         Incident(now - 310, "trainers", "started again in 4.1 s"), Incident(now - 314, "trainers", "rank 1 died"),

@@ -20,7 +20,7 @@ from offbeat.service.incidents import Incidents
 from offbeat.service.limits import Limits, Usage
 from offbeat.service.results import Results
 from offbeat.service.samplers import Samplers
-from offbeat.service.service import Service, ServiceSettings
+from offbeat.service.service import ServiceCore, ServiceSettings
 from offbeat.service.store import Store
 from offbeat.service.types import Caller, Layout, LoraSpec, Outcome, Payload, Pending, TrainingData
 from offbeat.telemetry.record import SilentRecord
@@ -47,7 +47,7 @@ def training_data(seed: int, *, num: int = 3, length: int = 8, weight: float = 1
 class Open:
     """A service that runs, and how its clients use it."""
 
-    service: Service
+    service: ServiceCore
     store: Store
     usage: Usage
     answers: dict[bytes, Outcome]
@@ -147,11 +147,11 @@ class SmallCluster:
         rows, usage, incidents = store.load(), Usage(lambda _: limits or Limits()), Incidents()
         base_models, events = BaseModels.of(BASE, self.config.serve), self.adapters.fleet.record.events
         events.listeners.append(incidents.hear)
-        service: Service | None = None
+        service: ServiceCore | None = None
         futures = Futures(
             store, Results(folder / "results"), encode=self._encode,
             owner_of=lambda session_id: service.sessions.owner_of(session_id) if service else None, usage=usage)
-        service = Service(
+        service = ServiceCore(
             self.adapters, base_models, store, rows, futures, usage, folder=folder, settings=settings or ServiceSettings(patience_s=0.5),
             make_samplers=lambda sessions, checkpoints: Samplers(
                 rows.samplers, engines=self.adapters.fleet.adapters, base_models=base_models, store=store, usage=usage,

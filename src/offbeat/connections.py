@@ -44,7 +44,7 @@ class Bounds:
     unfetched_s: float = 60.0
 
 
-class WriteError(Protocol):
+class WriteRefusal(Protocol):
     """Writes the body of an error."""
 
     def __call__(self, message: str, *, status: int) -> bytes: ...
@@ -73,7 +73,7 @@ class Connections:
     """All open connections of a server. For one event loop."""
 
     def __init__(
-        self, bounds: Bounds, *, is_exempt: Callable[[str], bool] = lambda _: False, write_error: WriteError = write_detail,
+        self, bounds: Bounds, *, is_exempt: Callable[[str], bool] = lambda _: False, write_error: WriteRefusal = write_detail,
     ) -> None:
         """Begin without connections.
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from offbeat.chat.anthropic import Anthropic
 from offbeat.chat.completions import Completions
-from offbeat.chat.dialects import Dialect, Part, list_models, text_of
+from offbeat.chat.dialects import ChatDialect, Part, list_models, text_of
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Reply, ToolCall
 from offbeat.chat.responses import Responses
 from offbeat.errors import RefusedError
@@ -26,7 +26,7 @@ def replies(draw) -> Reply:
 
 
 def test_the_three_keep_the_contract() -> None:
-    dialects: list[Dialect] = [Completions(), Responses(), Anthropic()]
+    dialects: list[ChatDialect] = [Completions(), Responses(), Anthropic()]
     assert all(isinstance(dialect.keep_alive, bytes) for dialect in dialects)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from offbeat.chat.anthropic import Anthropic
 from offbeat.chat.completions import Completions
-from offbeat.chat.dialects import Dialect
+from offbeat.chat.dialects import ChatDialect
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Reply
 from offbeat.chat.sending import GONE, ChatResponse, Refusal
 from offbeat.errors import EngineError
@@ -21,7 +21,7 @@ def explain(exc: BaseException) -> Refusal:
 
 
 def send(
-    dialect: Dialect, *, after_s: float = 0.0, fails: bool = False, stream: bool = False, leaves_after_s: float = 9.0,
+    dialect: ChatDialect, *, after_s: float = 0.0, fails: bool = False, stream: bool = False, leaves_after_s: float = 9.0,
 ) -> tuple[list[dict[str, Any]], list[Any]]:
     """What is sent, and what is noted: that the answer is sent, how it ended, and whether the work was cancelled."""
     sent: list[dict[str, Any]] = []
@@ -66,7 +66,7 @@ def test_a_whole_answer_has_its_length_and_the_headers_it_was_given() -> None:
 
 
 @pytest.mark.parametrize("dialect", [Anthropic(), Completions()])
-def test_a_stream_that_waits_sends_signs_of_life_and_then_all(dialect: Dialect) -> None:
+def test_a_stream_that_waits_sends_signs_of_life_and_then_all(dialect: ChatDialect) -> None:
     (start, *rest), noted = send(dialect, after_s=0.07, stream=True)
     assert start["status"] == 200 and dict(start["headers"])[b"content-type"] == b"text/event-stream"
     assert [message["body"] for message in rest[:2]] == [dialect.keep_alive] * 2 and rest[-1]["more_body"] is False

@@ -12,7 +12,7 @@ from engine.test_chats import BLOCK, CALL, FLAT, HALF, THOUGHT, TOOL, USER, answ
 from offbeat.chat.answering import Answering
 from offbeat.chat.anthropic import Anthropic
 from offbeat.chat.completions import Completions
-from offbeat.chat.dialects import Dialect
+from offbeat.chat.dialects import ChatDialect
 from offbeat.chat.messages import ChatRequest, Message
 from offbeat.chat.responses import Responses
 from offbeat.data.tokenizer import load_tokenizer
@@ -167,7 +167,7 @@ def test_the_samples_of_a_client_that_leaves_its_stream_are_aborted(folder, path
 # -- sending -------------------------------------------------------------------------------------------------------------------------------
 
 
-def told(folder: str, dialect: Dialect, outputs, *, keep_alive_s: float = 9.0) -> list[bytes]:
+def told(folder: str, dialect: ChatDialect, outputs, *, keep_alive_s: float = 9.0) -> list[bytes]:
     """Send outputs, each a text or an error, or a wait in seconds; returns what was sent, a refusal before the headers as its error."""
     tokenizer = load_tokenizer(folder)
     answering = Answering.of(tokenizer)

@@ -8,7 +8,7 @@ from offbeat.service.ids import training_request
 from offbeat.service.models import Model
 from offbeat.service.open_work import OpenWork
 from offbeat.service.types import Failed, Pending, StepDone
-from offbeat.service.work import Leave, Step, Work
+from offbeat.service.work import Leave, OptimizerStep, Work
 from small_service import ALICE, STEP, Open, SmallCluster
 
 
@@ -26,7 +26,7 @@ async def a_model(running: Open) -> Model:
 def begin(running: Open, model: Model, seq: int, work: OpenWork) -> tuple[Work, Future]:
     """A step that was accepted and charged."""
     future, _ = running.service._futures.open(training_request(model.id, seq), owner="alice", kind="optim_step")
-    step = Work(seq, model, seq, Step(STEP), future)
+    step = Work(seq, model, seq, OptimizerStep(STEP), future)
     step.charged = {"queued_tokens": 5, "queued_bytes": 7}
     running.usage.add("alice", **step.charged)
     work.begin(step)

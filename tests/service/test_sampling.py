@@ -20,7 +20,7 @@ from offbeat.service.ids import sample_request
 from offbeat.service.limits import Limits, Usage
 from offbeat.service.results import Results
 from offbeat.service.samplers import Samplers
-from offbeat.service.sampling import Sampling
+from offbeat.service.sampling import SamplingService
 from offbeat.service.store import Store
 from offbeat.service.tables import SamplerRow
 from offbeat.service.types import Failed, Outcome, Payload, Pending, Sampled, SampleRequest
@@ -70,7 +70,7 @@ class Setting:
 
     world: World
     engines: Engines
-    sampling: Sampling
+    sampling: SamplingService
     futures: Futures
     usage: Usage
     ended: dict[int, Outcome] = field(default_factory=dict)
@@ -96,7 +96,7 @@ def run(tmp_path: Path, body: Callable[[Setting], Awaitable[None]], *, max_in_fl
         rows = [SamplerRow(f"{SESSION}:sample:{seq}", SESSION, owner, "base") for seq, owner in enumerate(("alice", "bob"))]
         samplers = Samplers(
             rows, engines=world, base_models=world.base_models, store=store, usage=usage, sessions=world, checkpoints=world, timeout_s=60.0)
-        sampling = Sampling(samplers, engines=engines, futures=futures, usage=usage, max_in_flight=max_in_flight)
+        sampling = SamplingService(samplers, engines=engines, futures=futures, usage=usage, max_in_flight=max_in_flight)
         try:
             await body(Setting(world, engines, sampling, futures, usage, ended))
         finally:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from offbeat.service import types
-from offbeat.service.types import Caller, EngineStatus, Failure, ModelStatus, OwnerStatus, Pending, QueueStatus, Status
+from offbeat.service.types import Caller, EngineStatus, FailedRequest, ModelStatus, OwnerStatus, Pending, QueueStatus, Status
 
 ALL = [kind for _, kind in inspect.getmembers(types, is_dataclass) if kind.__module__ == types.__name__]
 
@@ -27,5 +27,5 @@ def test_the_status_is_the_same_after_json() -> None:
     status = Status(
         "base", trainers_alive=True, trained_tokens=1, sampled_tokens=2, training=QueueStatus(1, 2, 0.5),
         models=(ModelStatus("m", "alice", 8, 3, True, 1.5),), owners=(OwnerStatus("alice", 1, 2, 3),),
-        engines=(EngineStatus("engine 0", "serving", ("m@0",), 5),), failures=(Failure(1.0, "m:1", "alice", "why"),))
+        engines=(EngineStatus("engine 0", "serving", ("m@0",), 5),), failures=(FailedRequest(1.0, "m:1", "alice", "why"),))
     assert msgspec.json.decode(msgspec.json.encode(status), type=Status) == status

@@ -12,7 +12,7 @@ from offbeat.service.models import Model
 from offbeat.service.schedule import Lane, Schedule
 from offbeat.service.tables import ModelRow
 from offbeat.service.types import Failed, Layout, SparseArray, TrainingData
-from offbeat.service.work import Leave, Pass, Step, Work, datums_of, explain, params_of, pass_done, split
+from offbeat.service.work import Leave, OptimizerStep, Pass, Work, datums_of, explain, params_of, pass_done, split
 from offbeat.trainer.messages import Scores
 from small_service import LORA, training_data
 
@@ -64,13 +64,13 @@ def test_sparse_targets_get_their_logprobs_back_in_their_cells() -> None:
 
 
 def test_a_step_takes_turns_with_other_steps() -> None:
-    work = Work(0, MODEL, 1, Step(AdamParams(lr=0.5)), NOBODY)
+    work = Work(0, MODEL, 1, OptimizerStep(AdamParams(lr=0.5)), NOBODY)
     assert work.job().lane is Lane.STEP and params_of(work).lr == 0.5
 
 
 def test_what_trains_nothing_has_a_price_all_the_same() -> None:
     step, leave, learn = (Work(0, MODEL, 1, request, NOBODY) for request in (
-        Step(AdamParams(lr=0.5)), Leave(ends=False), Pass(training_data(3), learn=True)))
+        OptimizerStep(AdamParams(lr=0.5)), Leave(ends=False), Pass(training_data(3), learn=True)))
     assert [work.job().left for work in (step, leave, learn)] == [STEP_TOKENS, FOLDER_TOKENS, 24]
     assert [work.charge["queued_tokens"] for work in (step, leave, learn)] == [0, 0, 24]
     assert all(work.charge["queued_bytes"] >= REQUEST_BYTES for work in (step, leave, learn))

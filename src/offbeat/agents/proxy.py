@@ -26,7 +26,7 @@ from offbeat.agents.sessions import Attempt, ProxySessions, SealedError, Session
 from offbeat.aio import deadline
 from offbeat.chat.anthropic import Anthropic
 from offbeat.chat.completions import Completions
-from offbeat.chat.dialects import Dialect, list_models, model_entry
+from offbeat.chat.dialects import ChatDialect, list_models, model_entry
 from offbeat.chat.parsing import AnswerParser
 from offbeat.chat.rendering import Renderer
 from offbeat.chat.responses import Responses
@@ -160,7 +160,7 @@ class Proxy:
         return [
             Route(before + path, handler, methods=[method]) for before in ("", "/sessions/{key}") for method, path, handler in table]
 
-    def _answering(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
+    def _answering(self, dialect: ChatDialect) -> Callable[[Request], Awaitable[Response]]:
         async def answer(http: Request) -> Response:
             try:
                 session = self._session_of(http)
@@ -242,7 +242,7 @@ def _explain(exc: BaseException) -> Refusal:
     return Refusal(f"unexpected {type(exc).__name__}: {exc}; the run's log says where", 500)
 
 
-def _refuse(dialect: Dialect, exc: Exception) -> Response:
+def _refuse(dialect: ChatDialect, exc: Exception) -> Response:
     if isinstance(exc, ClientDisconnect):
         return Response(status_code=GONE)
     told = _explain(exc)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from offbeat.chat.dialects import Dialect
+from offbeat.chat.dialects import ChatDialect
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Finish, Piece, Reply, Said, TokenLogprob
 from offbeat.chat.parsing import AnswerParser, AnswerReader, message_of
 from offbeat.chat.rendering import Renderer
@@ -24,7 +24,7 @@ _MOST_GIVEN = 16
 """Number of sets of template variables that are remembered; clients differ in few."""
 
 
-class Sampled(Protocol):
+class ChatSample(Protocol):
     """A sample of a model: [L] tokens with their log-probabilities and versions, the token that ended them included."""
 
     @property
@@ -88,7 +88,7 @@ class Answering:
         renderer = Renderer(tokenizer)
         return cls(renderer, AnswerParser(renderer))
 
-    def prepare(self, request: ChatRequest, dialect: Dialect) -> Chat:
+    def prepare(self, request: ChatRequest, dialect: ChatDialect) -> Chat:
         """Render a request; errors as of `Renderer.prompt` and `Renderer.opening`."""
         variables = self._variables(request)
         renderer = self._giving(variables).renderer
@@ -133,7 +133,7 @@ class Answering:
             found = self._given[key] = Answering.of(self._tokenizer.giving(variables))
         return found
 
-    def reply(self, chat: Chat, sample: Sampled) -> Reply:
+    def reply(self, chat: Chat, sample: ChatSample) -> Reply:
         """Read one whole sample. Its calls get random ids."""
         return self.reader(chat).finish(sample)[1]
 
@@ -166,7 +166,7 @@ class ReplyReader:
             return self._tell(self._reader.feed(text))
         return self._tell([Said("content", text)] if text else [])
 
-    def finish(self, sample: Sampled) -> tuple[list[Piece], Reply]:
+    def finish(self, sample: ChatSample) -> tuple[list[Piece], Reply]:
         """Read the rest of a whole sample; returns the last pieces, and the reply with all of them."""
         chat, request, ids, stop = self._chat, self._chat.request, sample.token_ids, self._chat.stop
         if sample.finish_reason != "stop":
@@ -227,7 +227,7 @@ def split_stops(stop: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[str, .
         tuple(text for text, token in special.items() if token is None), tuple(token for token in special.values() if token is not None))
 
 
-def token_logprobs(sample: Sampled, tokenizer: Tokenizer) -> tuple[TokenLogprob, ...]:
+def token_logprobs(sample: ChatSample, tokenizer: Tokenizer) -> tuple[TokenLogprob, ...]:
     """Return the text, the bytes and the log-probability of each token, and the likeliest tokens in its place."""
     def told(token: int, logprob: float, top: Sequence[tuple[int, float]] = ()) -> TokenLogprob:
         text = tokenizer.decode_continuation([token], skip_special_tokens=False)

@@ -24,7 +24,7 @@ COMMENT = b": keep-alive\n\n"
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
-class Dialect(Protocol):
+class ChatDialect(Protocol):
     """One API's way to write chats.
 
     Attributes:

@@ -57,7 +57,7 @@ class Asked(Protocol):
 
 
 class Writer(Protocol):
-    """Writes an answer, as `Dialect` writes answers of chats."""
+    """Writes an answer, as `ChatDialect` writes answers of chats."""
 
     keep_alive: bytes
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from starlette.responses import StreamingResponse
 
 from offbeat.chat.answering import Answering, Chat, ReplyReader, answer_of, token_logprobs
-from offbeat.chat.dialects import Dialect
+from offbeat.chat.dialects import ChatDialect
 from offbeat.chat.messages import Reply
 from offbeat.chat.sending import KEEP_ALIVE_S
 from offbeat.data.tokenizer import Tokenizer
@@ -57,7 +57,7 @@ class _Sample:
 class ChatEvents:
     """Writes the outputs of one request as events."""
 
-    def __init__(self, chat: Chat, answering: Answering, dialect: Dialect, tokenizer: Tokenizer, *, model: str) -> None:
+    def __init__(self, chat: Chat, answering: Answering, dialect: ChatDialect, tokenizer: Tokenizer, *, model: str) -> None:
         self._chat, self._answering, self._tokenizer = chat, answering, tokenizer
         self._begun = answer_of(chat.request, chat.prompt, (), model=model)
         self._stream = dialect.stream(chat.request, self._begun)

@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from offbeat.chat.answering import Answering, Chat, answer_of
 from offbeat.chat.anthropic import Anthropic
 from offbeat.chat.completions import Completions
-from offbeat.chat.dialects import Dialect
+from offbeat.chat.dialects import ChatDialect
 from offbeat.chat.messages import ChatAnswer
 from offbeat.chat.responses import Responses
 from offbeat.chat.sending import ChatResponse, WriteError
@@ -68,7 +68,7 @@ class Chats:
         check_chat_size(asked, self._engine.tokenizer, context=self._engine.max_context)
         return json_answer(_ANTHROPIC.count(await asyncio.to_thread(self._answering.count, asked)))
 
-    async def _answer(self, http: HttpRequest, dialect: Dialect) -> Response:
+    async def _answer(self, http: HttpRequest, dialect: ChatDialect) -> Response:
         asked = await decode(dialect.read, await whole_body(http))
         check_chat_size(asked, self._engine.tokenizer, context=self._engine.max_context)
         chat = await asyncio.to_thread(self._answering.prepare, asked, dialect)

@@ -15,7 +15,7 @@ from offbeat.service.clock import steady_time
 from offbeat.service.futures import Future, Futures
 from offbeat.service.limits import Usage
 from offbeat.service.models import Model, Models
-from offbeat.service.types import Failed, Failure, Outcome, Pending, QueueStatus
+from offbeat.service.types import Failed, FailedRequest, Outcome, Pending, QueueStatus
 from offbeat.service.work import Leave, Work
 
 _log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class OpenWork:
     """
 
     def __init__(self, *, futures: Futures, usage: Usage, models: Models) -> None:
-        self.failures: deque[Failure] = deque(maxlen=_NUM_FAILURES)
+        self.failures: deque[FailedRequest] = deque(maxlen=_NUM_FAILURES)
         self._futures = futures
         self._usage = usage
         self._models = models
@@ -92,7 +92,7 @@ class OpenWork:
         """Store an outcome along with the model's progress."""
         self._usage.release(work.model.row.owner, **work.charged)
         if isinstance(outcome, Failed):
-            self.failures.append(Failure(steady_time(), future.request_id, work.model.row.owner, outcome.message))
+            self.failures.append(FailedRequest(steady_time(), future.request_id, work.model.row.owner, outcome.message))
         await asyncio.gather(self._store_progress(work), self._futures.finish(future, outcome))
         self._open.discard(work)
 

@@ -29,7 +29,7 @@ _NAMESPACE = uuid.UUID("6f3a1c52-88d1-4c0e-9b65-0b7d3a5f2e91")
 """Namespace of the IDs that stand for a session where a sampler has none; ownership is checked wherever an ID is used."""
 
 
-class Engines(Protocol):
+class SamplerEngines(Protocol):
     """The part of `offbeat.fleet.adapters.AdapterCache` that samplers need."""
 
     def pin(self, manifest: Manifest) -> None: ...
@@ -37,7 +37,7 @@ class Engines(Protocol):
     def unpin(self, name: str) -> None: ...
 
 
-class Sessions(Protocol):
+class SamplerSessions(Protocol):
     """The part of `offbeat.service.sessions.Sessions` that samplers need."""
 
     def check(self, caller: Caller, session_id: str) -> object: ...
@@ -45,7 +45,7 @@ class Sessions(Protocol):
     def is_silent(self, session_id: str) -> bool: ...
 
 
-class Checkpoints(Protocol):
+class SamplerCheckpoints(Protocol):
     """The part of `offbeat.service.checkpoints.Checkpoints` that samplers need."""
 
     def readable(self, caller: Caller, path: CheckpointPath) -> CheckpointRow: ...
@@ -59,8 +59,9 @@ class Samplers:
     """All samplers of all owners."""
 
     def __init__(
-        self, rows: Iterable[SamplerRow], *, engines: Engines, base_models: BaseModels, store: Store, usage: Usage, sessions: Sessions,
-        checkpoints: Checkpoints, timeout_s: float, retention_s: float = 86400.0, clock: Callable[[], float] = steady_time,
+        self, rows: Iterable[SamplerRow], *, engines: SamplerEngines, base_models: BaseModels, store: Store, usage: Usage,
+        sessions: SamplerSessions, checkpoints: SamplerCheckpoints, timeout_s: float, retention_s: float = 86400.0,
+        clock: Callable[[], float] = steady_time,
     ) -> None:
         """Start from the stored rows.
 

@@ -5,8 +5,8 @@ once, even if others fill the engines; they get no more until that owner has an 
 last seconds, none of them may fill the engines alone, because long samples of many rows slow every step of the others' short ones. The
 prompt is scored along with a request's first part. Every request ends in an outcome, unless the server ends first.
 
-    Sampling._start   consumes the fair queue; produces one task per part, up to a number of samples in flight; woken by `sample` and by
-                      each part that ends
+    SamplingService._start   consumes the fair queue; produces one task per part, up to a number of samples in flight; woken by `sample`
+                             and by each part that ends
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from offbeat.service.tables import SamplerRow
 from offbeat.service.types import (
     Caller,
     Failed,
-    Failure,
+    FailedRequest,
     Pending,
     QueueStatus,
     Sampled,
@@ -120,7 +120,7 @@ class SamplingPart:
         return self.job.cost.slots(self.num)
 
 
-class Sampling:
+class SamplingService:
     """Accepts sampling requests and carries them out.
 
     Attributes:
@@ -142,7 +142,7 @@ class Sampling:
         """
         self.samplers = samplers
         self.speeds = Speeds()
-        self.failures: deque[Failure] = deque(maxlen=_FAILURES_KEPT)
+        self.failures: deque[FailedRequest] = deque(maxlen=_FAILURES_KEPT)
         self._engines = engines
         self._others = others
         self._futures = futures
@@ -289,7 +289,7 @@ class Sampling:
                 len(request.prompt) * request.topk_prompt_logprobs, sampled, request,
                 [job.sequences[i] for i in range(request.num_samples)], job.score)
         if isinstance(outcome, Failed) and outcome is not _GIVEN_UP:
-            self.failures.appendleft(Failure(steady_time(), job.future.request_id, job.row.owner, outcome.message))
+            self.failures.appendleft(FailedRequest(steady_time(), job.future.request_id, job.row.owner, outcome.message))
         await self._futures.finish(job.future, outcome)
 
     async def _try(self, part: SamplingPart) -> None:

@@ -56,16 +56,16 @@ class Job(Generic[T]):
         """Size of the sequences not yet given out."""
         return int(self._ends[-1] - self._ends[self.done])
 
-    def take(self, budget: float) -> "Part[T]":
+    def take(self, budget: float) -> "JobPart[T]":
         """Take as many of the next sequences as fit into the budget, at least one."""
         start, num = self.done, len(self.sizes)
         fits = num if self.left <= budget else int(np.searchsorted(self._ends, self._ends[start] + budget, side="right")) - 1
         self.done = min(max(fits, start + 1), num)
-        return Part(self, start, self.done, int(self._ends[self.done] - self._ends[start]))
+        return JobPart(self, start, self.done, int(self._ends[self.done] - self._ends[start]))
 
 
 @dataclass(frozen=True, eq=False)
-class Part(Generic[T]):
+class JobPart(Generic[T]):
     """Sequences start to end (exclusive) of a job, and their total size; e.g. 2 to 5 are three sequences."""
 
     job: Job[T]
@@ -84,7 +84,7 @@ class Turn(Generic[T]):
     """Work of the trainers at one time; parts of one model are in the order of its jobs."""
 
     lane: Lane
-    parts: tuple[Part[T], ...]
+    parts: tuple[JobPart[T], ...]
 
 
 class Schedule(Generic[T]):
@@ -135,7 +135,7 @@ class Schedule(Generic[T]):
         self._lanes.append(lane)
         return Turn(lane, tuple(self._give(lane)))
 
-    def _give(self, lane: Lane) -> Iterator[Part[T]]:
+    def _give(self, lane: Lane) -> Iterator[JobPart[T]]:
         """Give out the parts of one turn, each time from the owner with the lowest share, as long as the next job fits."""
         models: dict[str, deque[str]] = {}
         for model, queue in self._queues.items():
@@ -163,7 +163,7 @@ class Schedule(Generic[T]):
             if models[owner]:
                 heapq.heappush(ranking, (had[owner], place, owner))
 
-    def _move_on(self, model: str, part: Part[T]) -> bool:
+    def _move_on(self, model: str, part: JobPart[T]) -> bool:
         """Move a model behind the others. Returns whether its next job may follow in the same turn."""
         queue = self._queues.pop(model)
         if part.is_last:

@@ -32,7 +32,7 @@ from offbeat.hosts import is_loopback
 from offbeat.listening import GuestServer, allow_files, num_free_files
 from offbeat.runs.adapters import Adapters, BaseLimits, open_adapters
 from offbeat.service.app.assembly import open_front
-from offbeat.service.app.auth import Names
+from offbeat.service.app.auth import HostNames
 from offbeat.service.app.reply import Served
 from offbeat.service.app.server import listen
 from offbeat.service.base_models import BaseModels
@@ -43,9 +43,9 @@ from offbeat.service.incidents import Incidents
 from offbeat.service.keys import Keys
 from offbeat.service.limits import Limits, Usage
 from offbeat.service.results import Results
-from offbeat.service.samplers import Checkpoints, Samplers, Sessions
-from offbeat.service.sampling import Sampling
-from offbeat.service.service import Service, ServiceSettings
+from offbeat.service.samplers import SamplerCheckpoints, Samplers, SamplerSessions
+from offbeat.service.sampling import SamplingService
+from offbeat.service.service import ServiceCore, ServiceSettings
 from offbeat.service.starting import tell_while_starting
 from offbeat.service.store import Store
 from offbeat.service.wire.answers import encode
@@ -149,14 +149,14 @@ def is_exempt(config: Config, address: str) -> bool:
     return any(network.version == asks.version and network.overlaps(asks) for network in trusted_networks(config))
 
 
-def names_of(config: Config) -> Names:
+def names_of(config: Config) -> HostNames:
     """Return the host names that this server answers to.
 
     Where any key is accepted, these are only this machine's own addresses; otherwise any address and the server's own names.
     """
     if not config.serve.keys:
-        return Names(config.serve.allowed_hosts)
-    return Names([config.serve.host, socket.gethostname(), *config.serve.allowed_hosts], any_address=True)
+        return HostNames(config.serve.allowed_hosts)
+    return HostNames([config.serve.host, socket.gethostname(), *config.serve.allowed_hosts], any_address=True)
 
 
 def read_keys(config: Config) -> Keys:
@@ -231,8 +231,8 @@ def open_store(url: str, folder: Path) -> Store:
 class Core:
     """Parts of the service without HTTP."""
 
-    service: Service
-    sampling: Sampling
+    service: ServiceCore
+    sampling: SamplingService
 
 
 @asynccontextmanager
@@ -253,18 +253,18 @@ async def open_core(
         store, Results(folder / "results", after=store.last_segment()), encode=encode,
         owner_of=lambda session: service.sessions.owner_of(session), usage=usage, retention_s=settings.result_retention_s)
 
-    def make_samplers(sessions: Sessions, checkpoints: Checkpoints) -> Samplers:
+    def make_samplers(sessions: SamplerSessions, checkpoints: SamplerCheckpoints) -> Samplers:
         return Samplers(
             rows.samplers, engines=adapters.fleet.adapters, base_models=base_models, store=store, usage=usage, sessions=sessions,
             checkpoints=checkpoints, timeout_s=settings.sampler_timeout_s, retention_s=settings.session_retention_s)
 
-    service = Service(
+    service = ServiceCore(
         adapters, base_models, store, rows, futures, usage, folder=folder, make_samplers=make_samplers, others=others.values(),
         settings=ServiceSettings(
             settings.max_tokens_per_pass, settings.session_timeout_s, settings.gap_patience_s, settings.orphan_retention_s,
             max_resident_models=settings.max_resident_models or _max_resident(config), session_retention_s=settings.session_retention_s,
             parked_retention_s=settings.parked_retention_s))
-    sampling = Sampling(
+    sampling = SamplingService(
         service.samplers, engines=trained, others=others, futures=futures, usage=usage,
         max_in_flight=settings.max_samples_in_flight * sum(len(model.dispatcher.pool.states) for model in (trained, *others.values())))
     async with beside(service.run(), _sweep(futures, service.samplers)):

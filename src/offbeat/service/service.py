@@ -46,7 +46,7 @@ from offbeat.service.types import (
     Status,
     TrainingData,
 )
-from offbeat.service.work import Export, Load, Pass, Request, Save, SaveSampler, Step, explain
+from offbeat.service.work import Export, Load, OptimizerStep, Pass, Request, Save, SaveSampler, explain
 
 _log = logging.getLogger(__name__)
 _SWEEP_EVERY_S = 10.0
@@ -77,7 +77,7 @@ class ServiceSettings:
     parked_retention_s: float = 30 * 86400.0
 
 
-class Service:
+class ServiceCore:
     """The core of the service.
 
     Attributes:
@@ -262,7 +262,7 @@ class Service:
 
     async def optim_step(self, caller: Caller, *, model_id: str, seq_id: int, params: AdamParams) -> str:
         """Step the optimizer with the accumulated gradients."""
-        return self._submit(caller, model_id, seq_id, Step(params), kind="optim_step")
+        return self._submit(caller, model_id, seq_id, OptimizerStep(params), kind="optim_step")
 
     async def save_weights(
         self, caller: Caller, *, model_id: str, seq_id: int, name: str | None, ttl_s: float | None, overwrite: bool,

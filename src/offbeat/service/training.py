@@ -24,7 +24,7 @@ from offbeat.service.models import Loss, Model, Models
 from offbeat.service.open_work import OpenWork
 from offbeat.service.order import Sequencer
 from offbeat.service.saving import RestOfWrite, Saving
-from offbeat.service.schedule import Job, Lane, Part, Schedule, Turn
+from offbeat.service.schedule import Job, JobPart, Lane, Schedule, Turn
 from offbeat.service.speeds import Speeds
 from offbeat.service.types import Failed, Pending, StepDone
 from offbeat.service.work import (
@@ -235,7 +235,7 @@ class Training:
             except Exception as exc:
                 await self._fail_turn(turn.lane, parts, exc)
 
-    async def _fail_turn(self, lane: Lane, parts: list[Part[Work]], exc: Exception) -> None:
+    async def _fail_turn(self, lane: Lane, parts: list[JobPart[Work]], exc: Exception) -> None:
         models = {part.job.item.model for part in parts}
         if len(models) > 1 and category_of(exc) == "user":  # one model is at fault, and the owners of the others must not see why
             _log.error("a turn of several models failed: %s", exc)
@@ -292,7 +292,7 @@ class Training:
             return False
         return True
 
-    async def _do(self, lane: Lane, parts: list[Part[Work]]) -> None:
+    async def _do(self, lane: Lane, parts: list[JobPart[Work]]) -> None:
         match lane:
             case Lane.LEARN | Lane.SCORE:
                 await self._pass(parts, learn=lane is Lane.LEARN)
@@ -302,8 +302,8 @@ class Training:
                 (part,) = parts
                 await self._alone(part.job.item)
 
-    async def _pass(self, parts: list[Part[Work]], *, learn: bool) -> None:
-        own: dict[Model, list[tuple[Part[Work], Batch]]] = {}
+    async def _pass(self, parts: list[JobPart[Work]], *, learn: bool) -> None:
+        own: dict[Model, list[tuple[JobPart[Work], Batch]]] = {}
         for part in parts:
             own.setdefault(part.job.item.model, []).append((part, datums_of(part)))
         if learn:

@@ -337,7 +337,7 @@ class EngineStatus:
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailedRequest:
     """A failed request; the time is in seconds since the epoch."""
 
     time: float
@@ -391,7 +391,7 @@ class Status:
     models: tuple[ModelStatus, ...]
     owners: tuple[OwnerStatus, ...]
     engines: tuple[EngineStatus, ...]
-    failures: tuple[Failure, ...]
+    failures: tuple[FailedRequest, ...]
     sampling: QueueStatus = QueueStatus()
     incidents: tuple[Incident, ...] = ()
     counts: IncidentCounts = IncidentCounts()

@@ -21,7 +21,7 @@ from offbeat.service.errors import outside
 from offbeat.service.futures import Future
 from offbeat.service.ids import CheckpointPath
 from offbeat.service.models import Model
-from offbeat.service.schedule import Job, Lane, Part
+from offbeat.service.schedule import Job, JobPart, Lane
 from offbeat.service.types import Category, Failed, Layout, PassDone, SparseArray, TrainingData
 from offbeat.trainer.messages import Scores
 
@@ -37,7 +37,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Step:
+class OptimizerStep:
     """A request for one optimizer step."""
 
     params: AdamParams
@@ -88,9 +88,9 @@ class Leave:
     ends: bool
 
 
-Request = Pass | Step | Save | SaveSampler | Export | Load | Leave
-_LANES: Mapping[type, Lane] = {Step: Lane.STEP, Save: Lane.ALONE, SaveSampler: Lane.ALONE, Export: Lane.ALONE, Load: Lane.ALONE,
-                               Leave: Lane.ALONE}
+Request = Pass | OptimizerStep | Save | SaveSampler | Export | Load | Leave
+_LANES: Mapping[type, Lane] = {
+    OptimizerStep: Lane.STEP, Save: Lane.ALONE, SaveSampler: Lane.ALONE, Export: Lane.ALONE, Load: Lane.ALONE, Leave: Lane.ALONE}
 
 
 class Work:
@@ -123,7 +123,7 @@ class Work:
             self._sizes = datum_sizes(request.data)
             self.cost = cost_of_pass(request.data, self._sizes, pass_tokens=pass_tokens)
         else:
-            self.cost = cost_of_step() if isinstance(request, Step) else cost_of_folder()
+            self.cost = cost_of_step() if isinstance(request, OptimizerStep) else cost_of_folder()
             self._sizes = np.array([self.cost.tokens], np.int64)
 
     @property
@@ -150,7 +150,7 @@ class Work:
 
 def params_of(work: Work) -> AdamParams:
     """Return the optimizer settings of a step."""
-    assert isinstance(work.request, Step), "of the lane of steps"
+    assert isinstance(work.request, OptimizerStep), "of the lane of steps"
     return work.request.params
 
 
@@ -159,7 +159,7 @@ def _data(work: Work) -> TrainingData:
     return work.request.data
 
 
-def datums_of(part: Part[Work]) -> Batch:
+def datums_of(part: JobPart[Work]) -> Batch:
     """Return the datums of one part of a pass."""
     batch = _data(part.job.item).batch
     return batch if part.end - part.start == len(batch) else batch.select(np.arange(part.start, part.end))

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 from starlette.requests import Request
 
-from offbeat.service.app.auth import LOCAL_NAMES, Names, authenticate, demand_local
+from offbeat.service.app.auth import LOCAL_NAMES, HostNames, authenticate, demand_local
 from offbeat.service.errors import NameRefusedError, UnknownError, UnknownKeyError
 from offbeat.service.keys import Keys
 
@@ -49,6 +49,6 @@ def test_what_a_proxy_passes_on_is_not_this_machines_whatever_it_says(header: st
     ("10.0.0.7.evil.example", False, False), ("[::1", False, False), ("localhost@evil.example", False, False)])
 def test_names_of_a_server_are_those_that_can_mean_no_other(host: str, local: bool, anywhere: bool):
     for any_address, allowed in ((False, local), (True, anywhere)):
-        names = Names(["proxy.example"], any_address=any_address)
+        names = HostNames(["proxy.example"], any_address=any_address)
         with nullcontext() if allowed else pytest.raises(NameRefusedError, match=r"serve\.allowed_hosts"):
             names.demand(request({"host": host}))

@@ -30,7 +30,7 @@ from offbeat.service.library import Library
 from offbeat.service.limits import Limits, Usage
 from offbeat.service.results import Results
 from offbeat.service.samplers import Samplers
-from offbeat.service.sampling import Sampling
+from offbeat.service.sampling import SamplingService
 from offbeat.service.store import Store
 from offbeat.service.types import Caller, Payload
 from offbeat.service.wire.limits import WireLimits
@@ -92,7 +92,7 @@ class Scripted:
 
     client: Client
     engines: Engines
-    sampling: Sampling
+    sampling: SamplingService
     usage: Usage
     world: World
     registry: CollectorRegistry
@@ -118,7 +118,7 @@ def scripted(
             store, Results(tmp_path / "results"), encode=lambda _: Payload("text/plain", b""), owner_of=lambda _: None, usage=usage)
         samplers = Samplers(
             [], engines=world, base_models=world.base_models, store=store, usage=usage, sessions=world, checkpoints=world, timeout_s=60.0)
-        sampling = Sampling(samplers, engines=engines, futures=futures, usage=usage, max_in_flight=32)
+        sampling = SamplingService(samplers, engines=engines, futures=futures, usage=usage, max_in_flight=32)
         served = Served("base", "folder", 32.0, WireLimits(vocab_size=tokenizer.vocab_size, context=engines.context))
         (tmp_path / "keys.toml").write_text(KEYS)
         registry = CollectorRegistry()

@@ -12,7 +12,7 @@ from http_serving import Client, Serve, serving
 from offbeat.aio import beside
 from offbeat.service.app import status
 from offbeat.service.app.app import make_app
-from offbeat.service.app.auth import Names
+from offbeat.service.app.auth import HostNames
 from offbeat.service.app.body import Bodies
 from offbeat.service.app.journal import Journal
 from offbeat.service.app.status import StatusPage
@@ -61,7 +61,7 @@ def test_others_than_this_machine_see_nothing_but_health(tmp_path: Path, monkeyp
 
     async def seen(*, public: bool) -> list[int]:
         journal = Journal(CollectorRegistry())
-        page = StatusPage(lambda: busy_status(0.0), journal, public=public, names=Names(any_address=True))
+        page = StatusPage(lambda: busy_status(0.0), journal, public=public, names=HostNames(any_address=True))
         async with serving(make_app([], page.routes, keys=keys, bodies=Bodies(2**20), journal=journal)) as client:
             return [(await client.ask("GET", path)).status for path in ("/", "/status.json", "/api/v1/healthz")]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from offbeat.service.errors import BadRequestError, TooLargeError
 from offbeat.service.wire.proto import decode, encode
-from offbeat.service.wire.schema import SCHEMA, Field
+from offbeat.service.wire.schema import SCHEMA, ProtoField
 from wire_golden import REQUESTS, golden_bytes
 
 KINDS = ("ForwardBackwardRequest", "ForwardBackwardOutput", "SampleResponse")
@@ -77,7 +77,7 @@ def _plain(value: Any) -> Any:
     return bytes(value) if isinstance(value, memoryview) else value
 
 
-def _values(field: Field) -> st.SearchStrategy[Any]:
+def _values(field: ProtoField) -> st.SearchStrategy[Any]:
     one = _messages(field.kind) if field.kind in SCHEMA else SCALARS[field.kind]
     if field.form == "map":
         value = SCHEMA[field.kind][2].kind

@@ -21,7 +21,7 @@ from offbeat.chat.anthropic import Anthropic
 from offbeat.chat.completions import Completions
 from offbeat.chat.sending import ChatResponse
 from offbeat.connections import write_detail
-from offbeat.service.app.auth import LOCAL_NAMES, Names, NamesGate, authenticate
+from offbeat.service.app.auth import LOCAL_NAMES, HostNames, NamesGate, authenticate
 from offbeat.service.app.body import Bodies
 from offbeat.service.app.journal import Journal
 from offbeat.service.app.readers import Readers
@@ -32,7 +32,7 @@ from offbeat.telemetry.log import current_request
 
 
 def make_app(
-    endpoints: Iterable[Endpoint], public: Iterable[Route], *, keys: Keys, bodies: Bodies, journal: Journal, names: Names = LOCAL_NAMES,
+    endpoints: Iterable[Endpoint], public: Iterable[Route], *, keys: Keys, bodies: Bodies, journal: Journal, names: HostNames = LOCAL_NAMES,
     max_requests_of_one: int = 2048,
 ) -> Starlette:
     """Create the application.

@@ -9,7 +9,7 @@ from starlette.routing import Route
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.service.app.app import make_app
 from offbeat.service.app.archive import Archives
-from offbeat.service.app.auth import LOCAL_NAMES, Names
+from offbeat.service.app.auth import LOCAL_NAMES, HostNames
 from offbeat.service.app.body import Bodies
 from offbeat.service.app.journal import Journal
 from offbeat.service.app.metrics import StatusCollector, scrape
@@ -23,8 +23,8 @@ from offbeat.service.app.routes_training import TrainingRoutes
 from offbeat.service.app.status import StatusPage
 from offbeat.service.incidents import Incidents
 from offbeat.service.keys import Keys
-from offbeat.service.sampling import Sampling
-from offbeat.service.service import Service
+from offbeat.service.sampling import SamplingService
+from offbeat.service.service import ServiceCore
 from offbeat.service.types import Status
 
 
@@ -37,8 +37,8 @@ class Front:
 
 
 def open_front(
-    service: Service, sampling: Sampling, served: Served, *, tokenizer: Tokenizer, keys: Keys, max_body_bytes: int, public_status: bool,
-    names: Names = LOCAL_NAMES, max_requests_of_one: int = 2048, incidents: Incidents | None = None,
+    service: ServiceCore, sampling: SamplingService, served: Served, *, tokenizer: Tokenizer, keys: Keys, max_body_bytes: int,
+    public_status: bool, names: HostNames = LOCAL_NAMES, max_requests_of_one: int = 2048, incidents: Incidents | None = None,
 ) -> Front:
     """Assemble the application; see `make_app`. `tokenizer` is the base model's; `incidents` concern ranks and engines."""
     registry, exports, archives = CollectorRegistry(), Exports(service.library.external_folder), Archives(service.library)

@@ -30,7 +30,7 @@ def authenticate(http: Request, keys: Keys) -> Caller:
     return keys.caller(key)
 
 
-class Names:
+class HostNames:
     """Host names that this server answers to.
 
     A foreign web page could read every page without a key if its own host name came to resolve to this machine (DNS rebinding), since a
@@ -56,11 +56,11 @@ class Names:
                 "serve.allowed_hosts to change that")
 
 
-LOCAL_NAMES = Names()
+LOCAL_NAMES = HostNames()
 """Names of this machine only."""
 
 
-def demand_local(http: Request, names: Names, *, public: bool) -> None:
+def demand_local(http: Request, names: HostNames, *, public: bool) -> None:
     """Let only this machine pass, or everybody if `public`, and only requests addressed to one of this server's names.
 
     A request that came through a proxy, such as one with an X-Forwarded-For header, never counts as this machine's.
@@ -77,7 +77,7 @@ def demand_local(http: Request, names: Names, *, public: bool) -> None:
 class NamesGate:
     """Middleware that refuses requests to other names. Where any key is accepted, foreign web pages could otherwise use the whole API."""
 
-    def __init__(self, app: ASGIApp, *, names: Names) -> None:
+    def __init__(self, app: ASGIApp, *, names: HostNames) -> None:
         self._app = app
         self._names = names
 

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from offbeat.chat.answering import Answering, Chat, answer_of
 from offbeat.chat.anthropic import Anthropic
 from offbeat.chat.completions import Completions
-from offbeat.chat.dialects import Dialect, list_models
+from offbeat.chat.dialects import ChatDialect, list_models
 from offbeat.chat.messages import ChatAnswer
 from offbeat.chat.responses import Responses
 from offbeat.chat.sending import ChatResponse
@@ -31,11 +31,11 @@ from offbeat.service.engine_terms import top_rows
 from offbeat.service.errors import RequestError, outside
 from offbeat.service.ids import CheckpointPath
 from offbeat.service.library import Library
-from offbeat.service.sampling import Sampling
+from offbeat.service.sampling import SamplingService
 from offbeat.service.tables import SamplerRow
 from offbeat.service.types import Caller, SampledSequence, SampleRequest
 from offbeat.service.wire.json_body import MAX_SAMPLE_BYTES, read_json
-from offbeat.service.wire.sample_body import SamplingParams, TopTokens
+from offbeat.service.wire.sample_body import SamplingBody, TopTokens
 from offbeat.telemetry.log import current_request
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ _VENDORS = {
 _ANTHROPIC = Anthropic("service")
 
 
-class _Params(SamplingParams):
+class _Params(SamplingBody):
     """Settings of a chat or a completion, within the bounds of `asample`."""
 
     n: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
@@ -62,7 +62,7 @@ def at_vendors_paths(endpoints: list[Endpoint]) -> list[Endpoint]:
 class ChatRoutes:
     """Endpoints of chats."""
 
-    def __init__(self, sampling: Sampling, library: Library, served: Served, tokenizer: Tokenizer) -> None:
+    def __init__(self, sampling: SamplingService, library: Library, served: Served, tokenizer: Tokenizer) -> None:
         """`tokenizer` is the base model's, under a name that clients may see."""
         self._sampling = sampling
         self._library = library
@@ -72,7 +72,7 @@ class ChatRoutes:
     @property
     def endpoints(self) -> list[Endpoint]:
         """All endpoints; they need a key."""
-        answering: list[tuple[str, Dialect]] = [
+        answering: list[tuple[str, ChatDialect]] = [
             ("/v1/chat/completions", Completions("service")), ("/v1/responses", Responses("service")), ("/v1/messages", _ANTHROPIC)]
         limits = {"quiet": True, "max_body_bytes": MAX_SAMPLE_BYTES}
         return at_vendors_paths([
@@ -86,7 +86,7 @@ class ChatRoutes:
             raise ModelError(f"the model {self._served.base_model!r} has no chat template, so it cannot be asked in chats; use the SDK")
         return Answering.of(self._tokenizer)
 
-    async def _answer(self, dialect: Dialect, call: Call) -> Response:
+    async def _answer(self, dialect: ChatDialect, call: Call) -> Response:
         asked = await said(call.read(dialect.read))
         row = await self._find(call.caller, asked.model)
         # Always off the event loop, because a small body may take long to render.
@@ -132,7 +132,7 @@ class ChatRoutes:
         return answer_of(chat.request, chat.prompt, replies, model=chat.request.model)
 
 
-async def find_sampler(sampling: Sampling, served: Served, caller: Caller, model: str) -> SamplerRow:
+async def find_sampler(sampling: SamplingService, served: Served, caller: Caller, model: str) -> SamplerRow:
     """Return the sampler that a request's `model` names, such as "tinker://RUN/sampler_weights/final".
 
     Raises:

@@ -25,7 +25,7 @@ from offbeat.errors import RefusedError
 from offbeat.service.app.reply import Call, Endpoint, Served, explain
 from offbeat.service.app.routes_chat import at_vendors_paths, find_sampler, said, sample_of, sample_request
 from offbeat.service.engine_terms import top_rows
-from offbeat.service.sampling import Sampling
+from offbeat.service.sampling import SamplingService
 from offbeat.service.tables import SamplerRow
 from offbeat.service.types import Sampled, SampleRequest
 from offbeat.service.wire.json_body import MAX_SAMPLE_BYTES
@@ -62,7 +62,7 @@ class _Writer:
 class CompletionRoutes:
     """The endpoint of completions."""
 
-    def __init__(self, sampling: Sampling, served: Served, tokenizer: Tokenizer) -> None:
+    def __init__(self, sampling: SamplingService, served: Served, tokenizer: Tokenizer) -> None:
         """`tokenizer` is the base model's, under a name that clients may see."""
         self._sampling = sampling
         self._served = served

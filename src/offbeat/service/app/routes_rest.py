@@ -13,7 +13,7 @@ from offbeat.service.app.links import Links
 from offbeat.service.app.reply import Call, Endpoint, answer, refusal
 from offbeat.service.app.sdk import knows_external
 from offbeat.service.errors import BadRequestError, RequestError
-from offbeat.service.service import Service
+from offbeat.service.service import ServiceCore
 from offbeat.service.types import Caller, CheckpointInfo, ModelInfo
 from offbeat.service.wire import rest
 from offbeat.service.wire.bodies import CopyWeightsBody, TtlBody, WeightsInfoBody
@@ -26,7 +26,7 @@ _MAX_PAGE = 1000
 class RestRoutes:
     """Endpoints over runs, checkpoints and sessions."""
 
-    def __init__(self, service: Service, exports: "Exports") -> None:
+    def __init__(self, service: ServiceCore, exports: "Exports") -> None:
         self._service = service
         self._library = service.library
         self._exports = exports

@@ -6,8 +6,8 @@ from starlette.responses import Response
 
 from offbeat.errors import StorageError
 from offbeat.service.app.reply import Call, Endpoint, Served, answer, payload
-from offbeat.service.sampling import Sampling
-from offbeat.service.service import Service
+from offbeat.service.sampling import SamplingService
+from offbeat.service.service import ServiceCore
 from offbeat.service.types import Pending, SampleRequest
 from offbeat.service.wire import rest
 from offbeat.service.wire.bodies import CreateSamplingSessionBody, RetrieveFutureBody
@@ -22,7 +22,7 @@ _NOT_YET = 408
 class SamplingRoutes:
     """Endpoints of samplers and futures."""
 
-    def __init__(self, service: Service, sampling: Sampling, served: Served) -> None:
+    def __init__(self, service: ServiceCore, sampling: SamplingService, served: Served) -> None:
         self._service = service
         self._sampling = sampling
         self._served = served

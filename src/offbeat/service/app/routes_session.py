@@ -3,7 +3,7 @@
 from starlette.responses import Response
 
 from offbeat.service.app.reply import Call, Endpoint, Served, answer
-from offbeat.service.service import Service
+from offbeat.service.service import ServiceCore
 from offbeat.service.wire import rest
 from offbeat.service.wire.bodies import CreateSessionBody, FinishSessionBody, SessionBody
 from offbeat.service.wire.json_body import metadata_of
@@ -19,7 +19,7 @@ _DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": False}
 class SessionRoutes:
     """Endpoints about the server and about sessions."""
 
-    def __init__(self, service: Service, served: Served) -> None:
+    def __init__(self, service: ServiceCore, served: Served) -> None:
         self._service = service
         self._served = served
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from offbeat.service.app.reply import Call, Endpoint, Handler, Served, accepted, answer
 from offbeat.service.errors import BadRequestError, RequestError, UnknownError
 from offbeat.service.ids import model_id
-from offbeat.service.service import Service
+from offbeat.service.service import ServiceCore
 from offbeat.service.types import Caller
 from offbeat.service.wire import rest
 from offbeat.service.wire.bodies import (
@@ -45,7 +45,7 @@ Act = Callable[[Caller, R], Awaitable[str]]
 class TrainingRoutes:
     """Endpoints of models."""
 
-    def __init__(self, service: Service, served: Served) -> None:
+    def __init__(self, service: ServiceCore, served: Served) -> None:
         self._service = service
         self._served = served
 

@@ -12,7 +12,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from offbeat.aio import beside
-from offbeat.service.app.auth import LOCAL_NAMES, Names, demand_local
+from offbeat.service.app.auth import LOCAL_NAMES, HostNames, demand_local
 from offbeat.service.app.journal import Journal
 from offbeat.service.app.processes import processes
 from offbeat.service.app.reply import answer, refusal
@@ -41,7 +41,7 @@ class StatusPage:
         processes: processes with their memory, a few seconds old.
     """
 
-    def __init__(self, status: Callable[[], Status], journal: Journal, *, public: bool, names: Names = LOCAL_NAMES) -> None:
+    def __init__(self, status: Callable[[], Status], journal: Journal, *, public: bool, names: HostNames = LOCAL_NAMES) -> None:
         """`names` are the host names under which the page is shown."""
         self._status = status
         self._journal = journal

@@ -56,7 +56,7 @@ class FinishSessionBody(Body):
 # -- models --------------------------------------------------------------------------------------------------------------------------------
 
 
-class OptimizerConfig(Body):
+class OptimizerBody(Body):
     """The optimizer that a model keeps for its whole life."""
 
     type: str = "adamw"
@@ -66,7 +66,7 @@ class OptimizerConfig(Body):
             raise ValueError(f"this server has no optimizer {self.type[:80]!r}; use adamw")
 
 
-class LoraConfig(Body):
+class LoraBody(Body):
     """Settings of a model's adapter."""
 
     rank: Annotated[int, msgspec.Meta(ge=1, le=65536)]
@@ -86,9 +86,9 @@ class CreateModelBody(Body):
     session_id: Text
     model_seq_id: Count
     base_model: Text
-    lora_config: LoraConfig | None = None
+    lora_config: LoraBody | None = None
     user_metadata: Metadata | None = None
-    optimizer_config: OptimizerConfig | None = None
+    optimizer_config: OptimizerBody | None = None
 
     def __post_init__(self) -> None:
         metadata_of(self.user_metadata)
@@ -198,7 +198,7 @@ class LoadWeightsBody(Body):
     model_seq_id: Count | None = None
     base_model: Text | None = None
     user_metadata: Metadata | None = None
-    optimizer_config: OptimizerConfig | None = None
+    optimizer_config: OptimizerBody | None = None
     weights_access_token: str | None = None
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from offbeat.errors import DataError
 from offbeat.service.errors import BadRequestError, TooLargeError
-from offbeat.service.wire.schema import SCHEMA, Field
+from offbeat.service.wire.schema import SCHEMA, ProtoField
 
 Message = dict[str, Any]
 
@@ -79,7 +79,7 @@ class _Reader:
             at += size
         return into
 
-    def _sized(self, into: Message, field: Field, at: int, end: int) -> None:
+    def _sized(self, into: Message, field: ProtoField, at: int, end: int) -> None:
         if field.form == "map":
             entry = self.message(field.kind, at, end, {})
             value = {} if SCHEMA[field.kind][2].kind in SCHEMA else 0.0
@@ -114,7 +114,7 @@ class _Reader:
         raise DataError("a number is cut off or too long")
 
 
-def _put(into: Message, field: Field, value: Any) -> None:
+def _put(into: Message, field: ProtoField, value: Any) -> None:
     if field.form == "many":
         into.setdefault(field.name, []).append(value)
     else:
@@ -147,7 +147,7 @@ def encode(kind: str, message: Mapping[str, Any]) -> bytes:
     return b"".join(parts)
 
 
-def _field(field: Field, value: Any) -> tuple[Any, ...]:
+def _field(field: ProtoField, value: Any) -> tuple[Any, ...]:
     if field.kind in SCHEMA:
         return _buffer(field.number, encode(field.kind, value))
     if field.kind in ("string", "bytes"):

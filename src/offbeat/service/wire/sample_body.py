@@ -28,13 +28,13 @@ class Chunk(Body):
     tokens: list[Token] | None = None
 
 
-class Prompt(Body):
+class PromptBody(Body):
     """A prompt: pieces in order."""
 
     chunks: list[Chunk]
 
 
-class SamplingParams(Body):
+class SamplingBody(Body):
     """Sampling parameters; top_k is -1 for no limit."""
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
@@ -83,8 +83,8 @@ class SampleBody(Body):
 
     max_bytes: ClassVar[int] = MAX_SAMPLE_BYTES
 
-    prompt: Prompt
-    sampling_params: SamplingParams
+    prompt: PromptBody
+    sampling_params: SamplingBody
     sampling_session_id: Text
     seq_id: Count
     num_samples: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1

@@ -34,7 +34,7 @@ PromptAltTokens         1 tokens Tensor, 2 logprobs Tensor
 """
 
 
-class Field(NamedTuple):
+class ProtoField(NamedTuple):
     """One field of a message. `kind` is a scalar type or a message's name; for a map, the name of its entries' message."""
 
     number: int
@@ -43,22 +43,23 @@ class Field(NamedTuple):
     form: Literal["one", "many", "map"]
 
 
-def _field(text: str) -> Field:
+def _field(text: str) -> ProtoField:
     number, name, kind = text.split()
     if kind[0] == "{":
-        return Field(int(number), name, f"entry of {kind[1:-1]}", "map")
-    return Field(int(number), name, kind.rstrip("*"), "many" if kind[-1] == "*" else "one")
+        return ProtoField(int(number), name, f"entry of {kind[1:-1]}", "map")
+    return ProtoField(int(number), name, kind.rstrip("*"), "many" if kind[-1] == "*" else "one")
 
 
-def _messages() -> dict[str, dict[int, Field]]:
-    messages: dict[str, dict[int, Field]] = {}
+def _messages() -> dict[str, dict[int, ProtoField]]:
+    messages: dict[str, dict[int, ProtoField]] = {}
     for line in _TABLE.replace(",\n", ",").strip().splitlines():
         name, fields = line.split(maxsplit=1)
         messages[name] = {field.number: field for field in map(_field, fields.split(","))}
     for field in [field for fields in messages.values() for field in fields.values() if field.form == "map"]:
-        messages[field.kind] = {1: Field(1, "key", "string", "one"), 2: Field(2, "value", field.kind.removeprefix("entry of "), "one")}
+        value = field.kind.removeprefix("entry of ")
+        messages[field.kind] = {1: ProtoField(1, "key", "string", "one"), 2: ProtoField(2, "value", value, "one")}
     return messages
 
 
-SCHEMA: Mapping[str, Mapping[int, Field]] = MappingProxyType(_messages())
+SCHEMA: Mapping[str, Mapping[int, ProtoField]] = MappingProxyType(_messages())
 """Fields of each message, by number."""
