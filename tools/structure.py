@@ -55,6 +55,12 @@ class Measure:
         """Whether a figure is beyond another."""
         return figure < than if self.more_is_better else figure > than
 
+    def ceiling(self, figure: float) -> float:
+        """Return the figure to hold from now on; a share or rate that has reached its aim holds the aim, e.g. 2.0 where 3.8 was found."""
+        if self.aim is None or not self.digits or self.is_worse(figure, self.aim):
+            return figure
+        return self.aim
+
     def show(self, figure: float) -> str:
         """Return a figure with its decimals."""
         return f"{figure:.{self.digits}f}"
@@ -123,7 +129,8 @@ def _tightened(found: Mapping[Measure, Found], stored: Ceilings, *, tightens: bo
         old = stored.get(measure.name)
         better = tightens and (old is None or not measure.is_worse(figure, old["figure"]))
         if better or measure.name in allowed:
-            new[measure.name] = {"figure": figure, "names": sorted({spot.name for spot in spots} if measure.keeps_names else ())}
+            names = sorted({spot.name for spot in spots} if measure.keeps_names else ())
+            new[measure.name] = {"figure": measure.ceiling(figure), "names": names}
         elif old is not None:
             new[measure.name] = old
     return new
