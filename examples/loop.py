@@ -47,7 +47,7 @@ def reward(text: str, answer: str) -> float:
 def advantages(rewards: list[float]) -> list[float]:
     """Return how much better each answer is than the group's mean, in standard deviations."""
     values = np.array(rewards)
-    return [] if not rewards else list((values - values.mean()) / (values.std() + 1e-6))
+    return list((values - values.mean()) / (values.std() + 1e-6))
 
 
 async def play(tenants: offbeat.Tenants, rng: random.Random) -> list[Group]:

@@ -18,12 +18,10 @@ import numpy as np
 from rich.console import Console as Terminal
 from rich.table import Table
 
-from offbeat.algorithms.adam import AdamParams
-from offbeat.algorithms.experience import sft_batch
+from offbeat import AdamParams, Sampling, sft_batch
 from offbeat.cli.main import main as offbeat
 from offbeat.config.load import load_config
 from offbeat.data.tokenizer import Tokenizer
-from offbeat.inference.sampling import Sampling
 from offbeat.runs.adapters import Adapters, open_adapters
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.record import RunRecord
