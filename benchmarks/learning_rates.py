@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import mean
 
 from measure import BENCHMARKS, ROOT, WORK, note
-from presets import cpu_seconds
+from results import cpu_seconds, read_results, record, write_section
 from step import run
 
 from offbeat.config.load import load_config
@@ -100,19 +100,18 @@ def main() -> None:
                 for weights in WEIGHTS:
                     measure(kind, weights, factor, seed, quick=args.quick)
     if args.write_docs:
-        write_docs(read_results(results))
+        write_section(DOCUMENT, render(read_results(results, Run)), begin=BEGIN, end=END)
 
 
 def measure(kind: str, weights: str, factor: float, seed: int, *, quick: bool) -> None:
     """Do a run that is not yet among the results, and print it."""
     settings, results = settings_of(kind, weights, quick=quick), SMOKE if quick else RESULTS
     wanted = (kind, weights, factor, seed, settings)
-    if any((run.kind, run.weights, run.factor, run.seed, run.settings) == wanted for run in read_results(results)):
+    if any((run.kind, run.weights, run.factor, run.seed, run.settings) == wanted for run in read_results(results, Run)):
         return
     lr = None if factor == 1 else float(f"{factor * default_rate(kind, weights):.2g}")
     done = train(kind, weights, factor, seed, settings, lr=lr)
-    with results.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(done)) + "\n")
+    record(results, done)
     print(json.dumps({"benchmark": "learning_rates", **asdict(done), "settings": None}), flush=True)
 
 
@@ -125,7 +124,7 @@ def settings_of(kind: str, weights: str, *, quick: bool) -> dict[str, str]:
 
 def default_rate(kind: str, weights: str) -> float:
     """What "auto" chose in the runs that are done."""
-    return next(run.lr for run in read_results() if (run.kind, run.weights, run.factor) == (kind, weights, 1))
+    return next(run.lr for run in read_results(RESULTS, Run) if (run.kind, run.weights, run.factor) == (kind, weights, 1))
 
 
 def train(kind: str, weights: str, factor: float, seed: int, settings: Mapping[str, str], *, lr: float | None) -> Run:
@@ -150,7 +149,7 @@ def train(kind: str, weights: str, factor: float, seed: int, settings: Mapping[s
 
 def accuracy_before(seed: int) -> float:
     """Accuracy of the model as it is, from a run of reinforcement learning on this seed's rows, or measured once."""
-    if (known := next((run.before for run in read_results() if (run.kind, run.seed) == ("grpo", seed)), None)) is not None:
+    if (known := next((run.before for run in read_results(RESULTS, Run) if (run.kind, run.seed) == ("grpo", seed)), None)) is not None:
         return known
     found = FOLDER / f"before-{seed}.json"
     if not found.exists():
@@ -186,21 +185,6 @@ def write_rows(seed: int, *, pairs: bool) -> Path:
 
 def _said(number: int) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": str(number)}]
-
-
-def read_results(results: Path = RESULTS) -> list[Run]:
-    """All runs that are done."""
-    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
-    return [Run(**json.loads(line)) for line in lines]
-
-
-def write_docs(runs: Sequence[Run]) -> None:
-    """Put the table into the page, in the place of the one that is there."""
-    page = DOCUMENT.read_text(encoding="utf-8")
-    before, begin, rest = page.partition(BEGIN)
-    if not begin:
-        sys.exit(f"{DOCUMENT} has no line {BEGIN.strip()}, after which the table is to stand")
-    DOCUMENT.write_text(before + BEGIN + render(runs) + END + rest.partition(END)[2], encoding="utf-8")
 
 
 def render(runs: Sequence[Run]) -> str:

@@ -14,16 +14,16 @@ half on two cores. --write-docs writes the table of docs/algorithms.md from that
 
 import argparse
 import json
-import resource
 import shutil
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
 from measure import BENCHMARKS, ROOT, WORK, note
+from results import cpu_seconds, read_results, record, write_section
 from step import offbeat
 
 from offbeat.config.presets import PRESETS
@@ -90,14 +90,14 @@ def main() -> None:
         note("a teacher, once")
         offbeat("sft", "--run.dir", FOLDER, "--run.name", TEACHER.parent.name, *_overrides(TEACHER_SETTINGS))
     for preset in args.presets:
-        done = {run.seed: run for run in read_results(results, settings) if run.preset == preset}
+        done = {run.seed: run for run in runs_under(settings, results) if run.preset == preset}
         for seed in seeds:
             if seed not in done:
                 done[seed] = train(preset, seed, settings)
                 record(results, done[seed])
         print(json.dumps(summary([done[seed] for seed in seeds])), flush=True)
     if args.write_docs:
-        write_docs(read_results(results, settings), settings)
+        write_section(DOCUMENT, render(runs_under(settings, results), settings), begin=BEGIN, end=END)
 
 
 def _names(text: str) -> Sequence[str]:
@@ -125,22 +125,9 @@ def train(preset: str, seed: int, settings: Mapping[str, str]) -> Run:
     return run
 
 
-def cpu_seconds() -> float:
-    """CPU time of all processes that have ended and were waited for, in seconds."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def record(results: Path, run: Run) -> None:
-    """Append a run to the results."""
-    with results.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(run)) + "\n")
-
-
-def read_results(results: Path, settings: Mapping[str, str]) -> list[Run]:
+def runs_under(settings: Mapping[str, str], results: Path) -> list[Run]:
     """All runs that were made under these settings."""
-    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
-    return [run for run in (Run(**json.loads(line)) for line in lines) if run.settings == settings]
+    return [run for run in read_results(results, Run) if run.settings == settings]
 
 
 def summary(runs: Sequence[Run]) -> dict[str, object]:
@@ -149,15 +136,6 @@ def summary(runs: Sequence[Run]) -> dict[str, object]:
         "benchmark": "presets", "preset": runs[0].preset, "seeds": [run.seed for run in runs], "before": [run.before for run in runs],
         "after": [run.after for run in runs], "mean_before": round(mean(run.before for run in runs), 4),
         "mean_after": round(mean(run.after for run in runs), 4), "cpu_seconds": round(mean(run.cpu_seconds for run in runs), 1)}
-
-
-def write_docs(runs: Sequence[Run], settings: Mapping[str, str]) -> None:
-    """Put the table into the page, in the place of the one that is there, or at the end."""
-    page = DOCUMENT.read_text(encoding="utf-8")
-    table = BEGIN + render(runs, settings) + END
-    before, _, rest = page.partition(BEGIN)
-    after = rest.partition(END)[2]
-    DOCUMENT.write_text(f"{before.rstrip()}\n\n{table}{after}", encoding="utf-8")
 
 
 def render(runs: Sequence[Run], settings: Mapping[str, str]) -> str:

@@ -3,11 +3,14 @@
 import re
 from pathlib import Path
 
+import pytest
+
+from offbeat.dashboard import run_files
 from offbeat.dashboard.answers import choose_pairs
 from offbeat.dashboard.report import write_report
 from offbeat.dashboard.run_files import read_run
 from offbeat.data.row import Row
-from offbeat.evaluation.files import encode_lines
+from offbeat.evaluation.files import encode_lines, read_samples
 from offbeat.evaluation.samples import EvaluatedPrompt, EvaluatedSample, EvaluatedSet
 from offbeat.telemetry.evaluation_log import write_evaluation
 from rollout_samples import write_small_run
@@ -36,6 +39,28 @@ def test_prompts_are_matched_by_what_they_ask_and_answers_without_a_reward_count
     moved = EvaluatedSet("", 1, (last.prompts[1], EvaluatedPrompt(Row("new", "9"), last.prompts[0].samples)))
     assert [pair.prompt.row.prompt for pair in choose_pairs(first, moved)] == ["p1"]
     assert [pair.change for pair in choose_pairs(first, last)] == [1.0, 1.0]
+
+
+def test_of_equal_changes_the_first_in_the_set_is_chosen() -> None:
+    first, last = evaluated(*[0.0] * 4, *[1.0] * 4), evaluated(*[1.0] * 4, *[0.0] * 4)
+    assert [pair.prompt.row.prompt for pair in choose_pairs(first, last)] == ["p0", "p1", "p2", "p4"]
+
+
+def test_a_file_of_answers_is_read_again_only_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_small_run(tmp_path)
+    store(tmp_path, 0, evaluated(0.0))
+    store(tmp_path, 3, evaluated(0.5))
+    read: list[str] = []
+
+    def note_read(path: Path, *, most: int) -> dict[str, dict[str, EvaluatedSet]]:
+        read.append(path.name)
+        return read_samples(path, most=most)
+
+    monkeypatch.setattr(run_files, "read_samples", note_read)
+    assert read_run(tmp_path).answers == read_run(tmp_path).answers and len(read) == 2
+    store(tmp_path, 3, evaluated(1.0))
+    assert read_run(tmp_path).answers[3].prompts[0].samples[0].reward == 1.0
+    assert read[2:] == ["step-000003.jsonl.zst"]
 
 
 def test_the_report_shows_answers_before_the_first_step_and_after_the_last_as_text(tmp_path: Path) -> None:

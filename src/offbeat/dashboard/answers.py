@@ -45,7 +45,7 @@ def choose_pairs(first: EvaluatedSet, last: EvaluatedSet) -> list[Pair]:
             pairs.append(Pair(prompt, prompt.samples[0], other.samples[0]))
     pairs.sort(key=lambda pair: -pair.change)
     risen = [pair for pair in pairs if pair.name == "gained"]
-    fallen = [pair for pair in reversed(pairs) if pair.name == "lost"]
+    fallen = sorted((pair for pair in pairs if pair.name == "lost"), key=lambda pair: pair.change)
     wrong, right = ([pair for pair in pairs if pair.name == name] for name in ("still wrong", "right before and after"))
     return [*risen[:_NUM_RISEN], *fallen[:_NUM_FALLEN], *wrong[:_NUM_SAME], *right[:_NUM_SAME]]
 

@@ -4,6 +4,7 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ _EVALUATION_FOLDER = "-eval"
 _LARGEST = 1e100
 _MOST_GROUPS = 32
 _MOST_PROMPTS = 256
+_MOST_EVALUATIONS = 16
+"""Files of answers that are held in memory: two of each run that a live page shows."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +135,20 @@ def _first_and_last_answers(run_dir: Path) -> dict[int, EvaluatedSet]:
     if len(files) < 2:
         return {}
     try:
-        return {step: read_samples(path, most=_MOST_PROMPTS)[""][name] for step, path in (files[0], files[-1])}
-    except (DataError, KeyError):
+        return {step: _answers(path, path.stat().st_mtime_ns)[name] for step, path in (files[0], files[-1])}
+    except (DataError, KeyError, OSError):
         return {}
+
+
+@lru_cache(maxsize=_MOST_EVALUATIONS)
+def _answers(path: Path, _mtime_ns: int) -> Mapping[str, EvaluatedSet]:
+    """Return the first answers of each set in a file; it is read again when it has changed, as by a run that repeats steps.
+
+    Raises:
+        DataError: it is damaged.
+        KeyError: it has no answers.
+    """
+    return read_samples(path, most=_MOST_PROMPTS)[""]
 
 
 def _finite(value: Any) -> bool:
