@@ -5,8 +5,8 @@
     run = offbeat.train(model="models/smollm2-135m-instruct", data="words.jsonl", reward=my_reward, total_steps=60)
     print(run.heldout_before, run.heldout_after, run.model)
 
-The names in `__all__` are the public interface; docs/python.md shows each of them. A name is imported when it is first used, so that
-`import offbeat` is quick, and brings neither torch nor any other library along.
+The names in `__all__` are the public interface; docs/python.md (`offbeat docs python`) shows each of them. A name is
+imported when it is first used, so that `import offbeat` is quick, and brings neither torch nor any other library along.
 """
 
 import importlib

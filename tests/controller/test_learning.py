@@ -28,7 +28,7 @@ def test_five_steps_in_which_all_groups_have_equal_rewards_are_told_once_with_wh
     assert told(looker, *[step()] * 4) == [""] * 4
     assert looker.look(step()) == (
         "all groups of the last 5 steps had equal rewards (0 in each), so there was nothing to learn from: make the task easier or the"
-        " reward finer, or raise rollout.group_size = 4; see docs/debugging.md")
+        " reward finer, or raise rollout.group_size = 4; see `offbeat docs debugging`")
     assert told(looker, *[step()] * 40) == [""] * 40
 
 
@@ -73,7 +73,7 @@ def test_a_run_without_any_reward_is_warned_after_its_first_step() -> None:
     first = told(looker, NO_REWARD, step(truncated=1.0))
     assert first[0] == "" and first[1].startswith(
         "every answer of the first evaluation and every sample of the first step had a reward of 0; 100% of the samples were cut off")
-    assert "run.warm_up = true" in first[1] and first[1].endswith("see docs/debugging.md")
+    assert "run.warm_up = true" in first[1] and first[1].endswith("see `offbeat docs debugging`")
     assert [bool(line) for line in told(looker, *[step()] * 4)] == [False] * 3 + [True]
     assert "sft.total_steps" in told(advice(warm_up_steps=9), NO_REWARD, step())[1]
 

@@ -72,6 +72,7 @@ def test_the_wheel_holds_the_package_alone_and_describes_itself_without_links_th
     package = ROOT / "src" / "offbeat"
     wanted = {path for path in package.rglob("*") if path.suffix in {".py", ".html", ".css", ".js", ".toml", ".typed"}}
     assert {str(path.relative_to(ROOT / "src")) for path in wanted} <= held
+    assert {f"offbeat/pages/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= held
     text = str(metadata.get_payload())
     assert text.startswith("# Offbeat") and metadata["Description-Content-Type"] == "text/markdown"
     assert [link for link in re.findall(r"\]\(([^)]*)\)", text) if not link.startswith(("#", "https://"))] == []
@@ -80,6 +81,7 @@ def test_the_wheel_holds_the_package_alone_and_describes_itself_without_links_th
 def test_what_trains_is_asked_for_in_a_sentence_and_then_learns_from_the_wheel_alone(programs: Path, tmp_path: Path, built) -> None:
     offbeat = programs / "offbeat"
     assert run(offbeat, "--version", cwd=tmp_path).startswith("offbeat ")
+    assert run(offbeat, "docs", "debugging", cwd=tmp_path) == (ROOT / "docs" / "debugging.md").read_text()
     assert "task.toml is valid" in run(offbeat, "init", "mine", cwd=tmp_path) + run(
         offbeat, "config", "check", "task.toml", cwd=tmp_path / "mine")
     missing = subprocess.run([offbeat, "quickstart"], cwd=tmp_path, env=_ENVIRONMENT, capture_output=True, text=True, check=False)

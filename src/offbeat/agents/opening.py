@@ -52,7 +52,7 @@ async def open_workflow(
         proxy = await stack.enter_async_context(Proxy(
             renderer, parser, model=agent.model, host=agent.host, told_host=agent.told_host))
         if not is_loopback(agent.host):
-            tell(f"{proxy.exposed}; see docs/security.md")
+            tell(f"{proxy.exposed}; see `offbeat docs security`")
         return AgentWorkflow(proxy, player, agent, max_tokens)
 
     def make_recorder(episode: Episode) -> Recorder:

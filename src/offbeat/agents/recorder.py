@@ -313,7 +313,7 @@ def _say_structured() -> None:
     """Warn once that structured outputs change the log-probabilities of samples."""
     logger.warning(
         "an agent asks for structured outputs: the log-probabilities of such samples are those among the tokens that the structure allows,"
-        " and the trainer does not normalise over the same tokens, but over all (docs/numerics.md)")
+        " and the trainer does not normalise over the same tokens, but over all (`offbeat docs numerics`)")
 
 
 def _tokens(path: Iterable[Node]) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from offbeat.cli.main import COMMANDS, build_parser
 from offbeat.config.load import settings
 from offbeat.errors import ConfigError, MissingExtraError
 
-_WITHOUT_SETTINGS = ("compare", "engine", "doctor", "report", "rollouts", "watch", "init", "completion")
+_WITHOUT_SETTINGS = ("compare", "engine", "doctor", "report", "rollouts", "watch", "init", "completion", "docs")
 
 _DESCRIPTION = """\
 Print a script that lets a shell complete commands, their options, and settings with their choices. It is made from what is installed, so

@@ -56,6 +56,7 @@ COMMANDS = {
     "push": Command("runs", "push", "send a run's model to a Hugging Face hub"),
     "engine": Command("serving", "engine", "serve a model over HTTP", needs_train=True),
     "serve": Command("serving", "serve", "let many clients train and sample adapters over HTTP", needs_train=True),
+    "docs": Command("machine", "pages", "read a page of the documentation"),
     "doctor": Command("machine", "doctor", "check that this machine is ready"),
     "launch": Command("machine", "launch", "write a batch script for a cluster", needs_train=True),
     "completion": Command("machine", "completion", "print a script that completes commands and settings in a shell"),
@@ -68,7 +69,8 @@ _DESCRIPTION = """\
 Asynchronous reinforcement-learning post-training for language models.
 
 Start with `offbeat quickstart`: it trains a small model from random weights in about a minute, on any machine.
-Then `offbeat train CONFIG` for your own task. Any setting can be given as --section.key value; `offbeat config docs` lists them.
+Then `offbeat train CONFIG` for your own task. Any setting can be given as --section.key value; `offbeat config docs` lists them, and
+`offbeat docs` the pages of the documentation.
 """
 
 

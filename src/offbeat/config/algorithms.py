@@ -35,13 +35,13 @@ class FilterConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """Credit, trust region, loss and regularisers. docs/algorithms.md has the formulas, and when to use which preset."""
+    """Credit, trust region, loss and regularisers. `offbeat docs algorithms` has the formulas, and when to use which preset."""
 
     on_resume = Change.TOLD
     read_by = ("rl",)
 
     preset: Literal[tuple(PRESETS)] = field(  # pyright: ignore[reportInvalidTypeForm]
-        "grpo", "Named set of defaults for this section; docs/algorithms.md says when to use which.", basic=True)
+        "grpo", "Named set of defaults for this section; `offbeat docs algorithms` says when to use which.", basic=True)
 
     centre: Centre = field(
         "group", "Baseline subtracted from a reward: the mean of its group; the mean of the group's other members; the group's mean"
@@ -80,7 +80,8 @@ class AlgorithmConfig(Section):
         False, "Where several agents play an episode, such as the two sides of a game, compare each agent's rewards only with those of the"
         " same agent; false compares all rewards of a group.")
     credit: str = field(
-        "", "Function of your own that gives advantages, as 'path/to/file.py:function' (docs/algorithms.md); it replaces centre and scale.",
+        "", "Function of your own that gives advantages, as 'path/to/file.py:function' (`offbeat docs algorithms`); it replaces centre and"
+        " scale.",
         on_resume=Change.CODE)
     imitate_above: float = field(
         0.0, "With objective = \"cross_entropy\" or an imitation_coefficient: imitate samples whose reward is above this value; by default,"
@@ -125,7 +126,7 @@ class AlgorithmConfig(Section):
         (), "Tables {metric, level, aggregate, low, high}, each a rule that removes tokens or sequences from the loss.")
 
     objective: str = field(
-        "ppo", f"Formula of a token's loss, in docs/algorithms.md: {', '.join(_OBJECTIVES)}, or a function of your own as"
+        "ppo", f"Formula of a token's loss (`offbeat docs algorithms`): {', '.join(_OBJECTIVES)}, or a function of your own as"
         " 'path/to/file.py:function'.", on_resume=Change.CODE)
     objective_reads: tuple[Literal["reference", "entropy"], ...] = field(
         (), "Further inputs of a custom objective besides ratio and advantages, each of which costs time: log-probabilities under the"

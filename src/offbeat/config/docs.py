@@ -19,7 +19,7 @@ _HEAD = """\
 
 A run is described by a TOML file; every setting has a default, so a file holds only what differs. On the command line each is
 `--section.key value`, which wins over the file. `offbeat config show FILE` prints what a file resolves to, `offbeat config check FILE` says
-whether it is valid, and `offbeat config docs` prints this page, which is generated from the source.
+whether it is valid, and `offbeat config docs` prints this page, which is generated from the source. `offbeat docs NAME` prints other pages.
 
 A first run needs few of them: those marked with ★, which `offbeat config show --basic` prints alone.
 

@@ -19,8 +19,8 @@ class PreferenceConfig(Section):
     read_by = ("preference",)
 
     loss: Literal[_LOSSES] = field(  # pyright: ignore[reportInvalidTypeForm]
-        "dpo", "Formula, in docs/algorithms.md: DPO; IPO, which stops at a distance and suits clear preferences; SimPO and ORPO, which need"
-        " no reference; KTO, which also learns from single answers with a label; or another of the table.",
+        "dpo", "Formula (`offbeat docs algorithms`): DPO; IPO, which stops at a distance and suits clear preferences; SimPO and ORPO, which"
+        " need no reference; KTO, which also learns from single answers with a label; or another of the table.",
         on_resume=Change.REFUSED, basic=True)
     mix: dict[str, float] = field(
         {}, "Several losses of pairs by name with their weights, such as {dpo = 0.8, sft = 0.2}, in place of `loss`; metrics are those of"

@@ -29,7 +29,7 @@ _FAR_BELOW = 1 / 3
 _FEWEST_RIGHT = 20
 """Smallest expected number of right samples in a step for which their actual number is meaningful."""
 
-_GUIDE = "see docs/debugging.md"
+_GUIDE = "see `offbeat docs debugging`"
 _EPSILON = 1e-6
 
 

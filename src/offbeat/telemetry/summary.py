@@ -5,7 +5,7 @@ from typing import Any
 
 from offbeat.telemetry.pace import duration
 
-HELDOUT_FELL = "held-out accuracy is lower than before training, by more than chance explains; see docs/debugging.md"
+HELDOUT_FELL = "held-out accuracy is lower than before training, by more than chance explains; see `offbeat docs debugging`"
 """Said at the end of a run, by its result and its report."""
 
 

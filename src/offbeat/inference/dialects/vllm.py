@@ -17,7 +17,7 @@ from offbeat.types import Version
 from offbeat.weights.adapters import split_adapter_name
 from offbeat.weights.protocol import Interrupt, Manifest, Proof
 
-_GUIDE = "docs/engines.md says how to start it"
+_GUIDE = "`offbeat docs engines` says how to start it"
 _NARROW_TOP_P = 1e-6
 _NEUTRAL: Mapping[str, Any] = {
     "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
