@@ -20,9 +20,9 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from offbeat.raised import describe_at, place_in
+from offbeat.types import Tell
 
 T = TypeVar("T")
-Tell = Callable[[str], None]
 
 END_S = 10.0
 """Seconds that code of the user's own has to end when it is asked to."""

@@ -5,9 +5,16 @@ R ranks, A adapters. A *version* counts optimizer steps published; version 0 is 
 array.
 """
 
+from collections.abc import Callable
 from typing import Final
 
 Version = int
+
+Clock = Callable[[], float]
+"""Returns seconds, such as `time.monotonic`; a test gives one of its own."""
+
+Tell = Callable[[str], None]
+"""Shows a sentence to the user."""
 
 PROMPT_VERSION: Final = -1
 """Version recorded for prompt tokens, which no policy sampled."""

@@ -17,7 +17,6 @@ import pytest
 
 from offbeat.agents.group import play_group
 from offbeat.aio import cancelled
-from offbeat.config.agent import AgentConfig
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.curriculum import CurriculumConfig
 from offbeat.config.rollout import RolloutConfig
@@ -44,7 +43,7 @@ from offbeat.rollout.door import Door
 from offbeat.rollout.dynamic import DynamicSampling
 from offbeat.rollout.episode import Episode
 from offbeat.rollout.executor import RolloutExecutor, Settled
-from offbeat.rollout.idle import Limit, limit_of_places
+from offbeat.rollout.idle import WaitingMinute
 from offbeat.rollout.staleness import Gate
 from offbeat.rollout.workflows.single_turn import single_turn
 from waiting import until
@@ -104,11 +103,11 @@ class Play:
     rejected: list[Settled] = field(default_factory=list)
     unusable: list[tuple[str, list[str]]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    advice: list[str] = field(default_factory=list)
+    minutes: list[WaitingMinute] = field(default_factory=list)
     accept: Callable[[Group], bool] = lambda _group: True
     dynamic: DynamicSampling | None = None
     door: Door = Door(TOKENIZER.vocab_size)
-    places: Limit | None = None
+    has_places: bool = False
     score: Callable[[Sequence[str], Row], Awaitable[list[float]]] = no_score
     workflow: Callable[[Episode], Awaitable[Sequence[Trajectory]]] = single_turn
 
@@ -118,9 +117,12 @@ class Play:
 
         return RolloutExecutor(
             gate=self.gate, stream=self.stream, workflow=self.workflow, make_episode=episode, config=self.config, sampling=Sampling(8),
-            accept=self.accept, dynamic=self.dynamic, door=self.door, places=self.places, on_rejected=self.rejected.append,
+            accept=self.accept, dynamic=self.dynamic, door=self.door, has_places=self.has_places, on_rejected=self.rejected.append,
             on_unusable=lambda prompt_id, reasons: self.unusable.append((prompt_id, reasons)), warn=self.warnings.append,
-            advise=self.advice.append)
+            idle_listener=self)
+
+    def report_minute(self, minute: WaitingMinute) -> None:
+        self.minutes.append(minute)
 
     async def advance(self, executor: RolloutExecutor, version: int) -> None:
         executor.advance(version)
@@ -253,12 +255,12 @@ def test_the_time_of_episodes_that_are_trained_on_is_accounted_for() -> None:
     run(body)
 
 
-def test_episodes_that_wait_for_a_place_while_engines_idle_are_told_of_the_places(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_episodes_that_wait_for_a_place_while_engines_idle_are_limited_by_the_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle, "_WINDOW_S", 0.02)
 
     async def body() -> None:
         play, place = make(), asyncio.Semaphore(1)
-        play.places = limit_of_places(AgentConfig())
+        play.has_places = True
 
         async def workflow(episode: Episode) -> Sequence[Trajectory]:
             await episode.off_the_clock(place.acquire())
@@ -273,9 +275,8 @@ def test_episodes_that_wait_for_a_place_while_engines_idle_are_told_of_the_place
             for version in (1, 2):
                 await executor.prepare_batch()
                 await play.advance(executor, version)
-        [told] = play.advice
         assert not play.warnings
-        assert "agent.processes = 1 times agent.episodes_per_process = 64 are all the places there are" in told
+        assert any(minute.limit == "places" and minute.idle_share > 0.3 for minute in play.minutes)
 
     run(body)
 

@@ -1,132 +1,119 @@
-"""The hint that episodes wait and engines idle, on a clock of the test's own."""
+"""For how long engines idle while episodes wait, on a clock of the test's own."""
 
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import pytest
 
-from offbeat.config.agent import AgentConfig
-from offbeat.config.rollout import RolloutConfig
-from offbeat.rollout.idle import IdleHint, Limit, limit_of_places, limit_of_running, limit_of_staleness, waits_besides
-
-RUNNING = limit_of_running(RolloutConfig(max_concurrent_rollouts=4, consumer_batch_size=8))
-PLACES = limit_of_places(AgentConfig(processes=2, episodes_per_process=16))
+from offbeat.rollout.idle import IdleMeter, Limit, WaitingMinute
+from offbeat.rollout.staleness import Gate
 
 
-def played(*, idle_s: float, busy_s: float, running: int = 4, limit: Limit | None = RUNNING, queued: int = 0) -> list[str]:
-    """What is told after two minutes of calls that take `busy_s` and are `idle_s` apart."""
-    told: list[str] = []
-    now = [0.0]
-    hint = IdleHint(
-        told.append, num_running=lambda: running, limit=lambda: limit, places=PLACES, now_s=lambda: now[0])
+@dataclass
+class Admitted:
+    """Groups that run, and room for more."""
+
+    running: list[str] = field(default_factory=lambda: ["a", "b", "c", "d"])
+    capacity: int = 0
+    max_running: int = 4
+
+
+@dataclass
+class Minutes:
+    """The reported minutes, and a clock."""
+
+    reported: list[WaitingMinute] = field(default_factory=list)
+    now_s: float = 0.0
+
+    def report_minute(self, minute: WaitingMinute) -> None:
+        self.reported.append(minute)
+
+    def meter(self, admission: Admitted | Gate, *, has_places: bool = False) -> IdleMeter:
+        return IdleMeter(admission, self, has_places=has_places, now_s=lambda: self.now_s)
+
+
+def played(admission: Admitted, *, idle_s: float, busy_s: float, has_places: bool = True, queued: int = 0) -> list[WaitingMinute]:
+    """What is reported in two minutes of calls that take `busy_s` and are `idle_s` apart."""
+    minutes = Minutes()
+    meter = minutes.meter(admission, has_places=has_places)
     with ExitStack() as waiting:
         for _ in range(queued):
-            waiting.enter_context(hint.queueing())
-        while now[0] < 120:
-            now[0] += idle_s
-            with hint.calling():
-                now[0] += busy_s
-    return told
+            waiting.enter_context(meter.queueing())
+        while minutes.now_s < 123:
+            minutes.now_s += idle_s
+            with meter.calling():
+                minutes.now_s += busy_s
+    return minutes.reported
 
 
-def test_it_is_told_once_with_the_setting_the_factor_and_what_to_set() -> None:
-    [told] = played(idle_s=1.5, busy_s=0.5)
-    assert told == (
-        "engines had nothing to do for 75% of the last minute in which groups ran, as all groups waited for their environments;"
-        " rollout.max_concurrent_rollouts = 4 keeps out more, and 4.0 times as many groups would keep the engines busy; set"
-        " rollout.max_concurrent_rollouts = 16")
-    [told] = played(idle_s=9, busy_s=0.1)
-    assert told.endswith(
-        "and 20 times or more as many groups would keep the engines busy; set rollout.max_concurrent_rollouts = 80; above 16,"
-        " rollout.max_head_offpolicyness or rollout.consumer_batch_size has to grow, too")
+@pytest.mark.parametrize(("admission", "queued", "limit"), [
+    (Admitted(), 0, "running"), (Admitted(max_running=5), 0, "staleness"), (Admitted(), 3, "places"), (Admitted(capacity=2), 3, "places")])
+def test_each_minute_is_reported_with_the_share_in_which_no_engine_was_asked_and_the_limit(
+    admission: Admitted, queued: int, limit: Limit,
+) -> None:
+    reported = played(admission, idle_s=1.5, busy_s=0.5, queued=queued)
+    assert len(reported) == 2 and all((minute.limit, round(minute.idle_share, 2)) == (limit, 0.75) for minute in reported)
+    assert not any(minute.mostly_rewards for minute in reported)
 
 
-@pytest.mark.parametrize("limit", [RUNNING, None])
-def test_episodes_that_wait_for_a_place_are_held_up_by_the_places_whatever_else_there_is(limit: Limit | None) -> None:
-    [told] = played(idle_s=1.5, busy_s=0.5, limit=limit, queued=3)
-    assert told == (
-        "engines had nothing to do for 75% of the last minute in which groups ran, as all episodes that have a place waited for their"
-        " environments;"
-        " agent.processes = 2 times agent.episodes_per_process = 16 are all the places there are, others wait for one, and 4.0 times as"
-        " many places would keep the engines busy; set agent.episodes_per_process = 64, or as many times as many agent.processes if your"
-        " code computes rather than waits")
+def test_waiting_off_the_clock_is_no_limit_without_places() -> None:
+    [first, _] = played(Admitted(), idle_s=1.5, busy_s=0.5, queued=3, has_places=False)
+    assert first.limit == "running"
 
 
-def scored(*, num_at_once: int, reward_s: float = 3.0, besides_s: float = 0.0, besides: str = "", reward_workers: int = 2) -> list[str]:
-    """What a run is told that generates for a second, then asks for so many rewards at the same time, and then does something else."""
-    told: list[str] = []
-    now = [0.0]
-    staleness = limit_of_staleness(RolloutConfig(max_head_offpolicyness=1))
-    hint = IdleHint(
-        told.append, num_running=lambda: 4, limit=lambda: staleness, besides=besides, reward_workers=reward_workers, now_s=lambda: now[0])
-    while now[0] < 120:
-        with hint.calling():
-            now[0] += 1
+def test_episodes_that_may_be_played_and_no_groups_are_no_minute() -> None:
+    assert played(Admitted(capacity=1), idle_s=1.5, busy_s=0.5) == played(Admitted(running=[]), idle_s=1.5, busy_s=0.5) == []
+
+
+def test_the_gate_of_a_run_says_what_is_admitted() -> None:
+    gate, minutes = Gate(batch_size=2, max_running=1, eta=1, version=0), Minutes()
+    meter = minutes.meter(gate)
+    minutes.now_s += 100
+    gate.admit("a")
+    meter.look()
+    minutes.now_s += 100
+    meter.look()
+    [minute] = minutes.reported
+    assert (minute.limit, minute.whole_s, minute.idle_share) == ("running", 100, 1)
+
+
+@pytest.mark.parametrize(("reward_s", "besides_s", "mostly"), [(3.0, 0.0, True), (2.0, 1.0, True), (1.0, 2.0, False)])
+def test_the_time_in_which_rewards_are_waited_for_is_told_from_the_rest(reward_s: float, besides_s: float, mostly: bool) -> None:
+    minutes = Minutes()
+    meter = minutes.meter(Admitted())
+    while minutes.now_s < 62:
+        with meter.calling():
+            minutes.now_s += 1
         with ExitStack() as scoring:
-            for _ in range(num_at_once):
-                scoring.enter_context(hint.scoring())
-            now[0] += reward_s
-        now[0] += besides_s
-    return told
-
-
-def test_groups_that_wait_for_their_rewards_are_not_said_to_wait_for_environments() -> None:
-    assert scored(num_at_once=2) == [
-        "engines had nothing to do for 75% of the last minute in which groups ran, as all groups waited for their rewards; make the reward"
-        " faster; or else, rollout.max_head_offpolicyness = 1 keeps out more, and 4.0 times as many groups would keep the engines busy"]
-    assert scored(num_at_once=6) == [
-        "engines had nothing to do for 75% of the last minute in which groups ran, as all groups waited for their rewards, which 6 of them"
-        " on average asked for at the same time; make the reward faster, or raise rollout.reward_workers = 2"]
-
-
-def test_what_took_longer_is_named_of_rewards_and_what_a_workflow_does_besides() -> None:
-    [told] = scored(num_at_once=1, reward_s=1, besides_s=2, besides=waits_besides("gym"))
-    assert "waited for their environments; rollout.max_head_offpolicyness" in told
-    [told] = scored(num_at_once=1, reward_s=2, besides_s=1, besides=waits_besides("gym"))
-    assert "waited for their rewards; " in told
-
-
-@pytest.mark.parametrize(("workflow", "besides"), [
-    ("tool_loop", "their tools"), ("agent", "their tools and environments"), ("mine.py:play", "what mine.py:play does besides"),
-    ("single_turn", ""),
-])
-def test_each_workflow_waits_for_something_of_its_own(workflow: str, besides: str) -> None:
-    assert waits_besides(workflow) == besides
-    told = scored(num_at_once=0, besides=besides)
-    assert len(told) == bool(besides) and all(f"waited for {besides};" in each for each in told), "one turn waits for rewards alone"
-
-
-def test_how_far_groups_run_ahead_is_named_and_nothing_advised() -> None:
-    [told] = played(idle_s=1.5, busy_s=0.5, limit=limit_of_staleness(RolloutConfig(max_head_offpolicyness=1)))
-    assert "rollout.max_head_offpolicyness = 1 keeps out more" in told and told.endswith("would keep the engines busy")
-
-
-@pytest.mark.parametrize("options", [{"busy_s": 5.0}, {"running": 0}, {"limit": None}])
-def test_busy_engines_and_places_that_are_free_are_no_reason(options) -> None:
-    assert played(**{"idle_s": 1.5, "busy_s": 0.5} | options) == []
+            for _ in range(6):
+                scoring.enter_context(meter.scoring())
+            minutes.now_s += reward_s
+        minutes.now_s += besides_s
+    [minute] = minutes.reported
+    assert minute.mostly_rewards is mostly and minute.num_scored == 6 and minute.idle_share == pytest.approx(0.75)
 
 
 def test_time_in_which_no_group_ran_is_the_trainers() -> None:
-    told: list[str] = []
-    now, running = [0.0], [0]
-    hint = IdleHint(told.append, num_running=lambda: running[0], limit=lambda: RUNNING, now_s=lambda: now[0])
+    minutes, admission = Minutes(), Admitted()
+    meter = minutes.meter(admission)
     for _ in range(20):  # synchronous training: four seconds of generation, eight of training
-        running[0] = 4
-        hint.look()
-        with hint.calling():
-            now[0] += 4
-        running[0] = 0
-        hint.look()
-        now[0] += 8
-    assert told == []
+        admission.running = ["a"] * 4
+        meter.look()
+        with meter.calling():
+            minutes.now_s += 4
+        admission.running = []
+        meter.look()
+        minutes.now_s += 8
+    [minute] = minutes.reported
+    assert minute.idle_s == 0
 
 
 def test_calls_at_the_same_time_count_once() -> None:
-    told: list[str] = []
-    now = [0.0]
-    hint = IdleHint(told.append, num_running=lambda: 1, limit=lambda: RUNNING, now_s=lambda: now[0])
-    with hint.calling():
+    minutes = Minutes()
+    meter = minutes.meter(Admitted())
+    with meter.calling():
         for _ in range(100):
-            now[0] += 1
-            with hint.calling():
-                now[0] += 1
-    assert told == []
+            minutes.now_s += 1
+            with meter.calling():
+                minutes.now_s += 1
+    assert len(minutes.reported) == 3 and not any(minute.idle_s for minute in minutes.reported)

@@ -15,9 +15,10 @@ from offbeat.errors import EngineError, TooLongError
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.rollout.accounts import Accounts
 from offbeat.rollout.episode import Episode
-from offbeat.rollout.idle import IdleHint, limit_of_staleness
+from offbeat.rollout.idle import IdleMeter, NoListener, WaitingMinute
 from offbeat.rollout.outcomes import GroupFailure
 from offbeat.rollout.player import GroupPlayer
+from offbeat.rollout.staleness import Gate
 from offbeat.rollout.workflows.single_turn import single_turn
 
 TOKENIZER = character_tokenizer()
@@ -37,13 +38,17 @@ def episode(row: Row, group_size: int, sampling: Sampling) -> Episode:
     return Episode(row, tuple(TOKENIZER.encode(str(row.prompt))), group_size, sampling, generate, score, TOKENIZER)
 
 
+def gate() -> Gate:
+    return Gate(batch_size=1, max_running=1, eta=0, version=0)
+
+
 def player(
     workflow: Callable[[Episode], Awaitable[Sequence[Trajectory]]] = single_turn, *,
     make_episode: Callable[[Row, int, Sampling], Episode] = episode, accept: Callable[[Group], bool] = lambda _group: True,
-    idle: IdleHint | None = None,
+    idle: IdleMeter | None = None,
 ) -> GroupPlayer:
     config = RolloutConfig(workflow="mine.py:mine", episode_timeout_s=60, reward_timeout_s=1)
-    idle = idle or IdleHint(print, num_running=lambda: 1, limit=lambda: None, places=None)
+    idle = idle or IdleMeter(gate(), NoListener())
     return GroupPlayer(workflow=workflow, make_episode=make_episode, accept=accept, config=config, idle=idle)
 
 
@@ -58,7 +63,7 @@ def test_a_group_is_what_its_workflow_returns_and_keeps_the_version_at_which_it_
 
 
 def test_the_hint_that_engines_idle_hears_of_rewards_that_are_waited_for() -> None:
-    now, told = [0.0], []
+    now, told = [0.0], list[WaitingMinute]()
 
     async def slow(completions: Sequence[str], row: Row) -> list[float]:
         now[0] += 100
@@ -67,10 +72,16 @@ def test_the_hint_that_engines_idle_hears_of_rewards_that_are_waited_for() -> No
     def scored_slowly(row: Row, group_size: int, sampling: Sampling) -> Episode:
         return replace(episode(row, group_size, sampling), score=slow)
 
-    idle = IdleHint(told.append, num_running=lambda: 1, limit=lambda: limit_of_staleness(RolloutConfig()), now_s=lambda: now[0])
+    class Listener:
+        def report_minute(self, minute: WaitingMinute) -> None:
+            told.append(minute)
+
+    full = gate()
+    full.admit("0:0")
+    idle = IdleMeter(full, Listener(), now_s=lambda: now[0])
     idle.look()
     played(player(make_episode=scored_slowly, idle=idle))
-    assert len(told) == 1 and "as all groups waited for their rewards; " in told[0]
+    assert len(told) == 1 and told[0].mostly_rewards and told[0].idle_share == 1
 
 
 def test_what_a_workflow_raises_is_the_reason_of_its_group() -> None:

@@ -22,7 +22,8 @@ from offbeat.fleet.dispatch import Dispatcher
 from offbeat.fleet.pool import EnginePool
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.sampling import Sample
-from offbeat.rollout.idle import IdleHint, limit_of_running
+from offbeat.rollout.idle import IdleMeter, WaitingMinute
+from offbeat.rollout.staleness import Gate
 from offbeat.rollout.workflows.single_turn import single_turn
 from offbeat.runs.rollouts import EngineRollouts, UserCode, open_rewards
 from offbeat.telemetry.console import Console
@@ -140,19 +141,27 @@ def test_advice_on_engines_that_idle_is_an_event_of_the_run_and_on_the_console(t
     with RunRecord(tmp_path / "run", trace=False, console=Console("plain", stream=shown)) as record:
         executor = EngineRollouts(config, record, inputs, generate, code(config)).rollouts(
             PromptStream(inputs.train, seed=0), version=0, last_version=1)
-        hint = executor.idle
-        hint._now_s, hint._num_running, hint._limit = lambda: now_s[0], lambda: 4, lambda: limit_of_running(config.rollout)
-        with hint.scoring():
+        meter, gate = executor.idle, executor._gate
+        meter._now_s = lambda: now_s[0]
+        while gate.capacity:
+            gate.admit(f"0:{gate.capacity}")
+        with meter.scoring():
             for now_s[0] in (1e6, 2e6, 3e6, 4e6):
-                hint.look()
+                meter.look()
     [event] = [event for event in read_json_lines(tmp_path / "run" / "events.jsonl") if event["kind"] == "advice"]
     assert event["text"].startswith("engines had nothing to do for 100% of the last minute in which groups ran")
     assert shown.getvalue() == f"  {event['text']}\n"
 
 
 def test_engines_that_play_an_evaluation_set_are_not_idle_for_the_run(tmp_path: Path, model_dir: str) -> None:
-    now, told, running = [0.0], [], limit_of_running(small_config(tmp_path).rollout)
-    hint = IdleHint(told.append, num_running=lambda: 4, limit=lambda: running, now_s=lambda: now[0])
+    now, minutes, gate = [0.0], list[WaitingMinute](), Gate(batch_size=1, max_running=1, eta=0, version=0)
+    gate.admit("0:0")
+
+    class Listener:
+        def report_minute(self, minute: WaitingMinute) -> None:
+            minutes.append(minute)
+
+    meter = IdleMeter(gate, Listener(), now_s=lambda: now[0])
 
     async def takes_a_while(*arguments, **named):
         now[0] += 100.0
@@ -161,13 +170,13 @@ def test_engines_that_play_an_evaluation_set_are_not_idle_for_the_run(tmp_path: 
     async def main(record: RunRecord) -> None:
         config = small_config(tmp_path, model_dir, evaluate__sets__few__num_prompts="1")
         inputs = read_inputs(config)
-        source = EngineRollouts(config, record, inputs, takes_a_while, code(config), hints=[hint])
-        hint.look()
+        source = EngineRollouts(config, record, inputs, takes_a_while, code(config), meters=[meter])
+        meter.look()
         await source.rollouts_of_set("few").rollout_batch([inputs.sets["few"].heldout.row(0)], group_size=1, sampling=inputs.sampling)
-        assert len(source.hints) == 1 and now == [100.0] and not told
+        assert len(source.meters) == 1 and now == [100.0] and [minute.idle_s for minute in minutes] == [0]
         now[0] += 100.0
-        hint.look()
-        assert len(told) == 1
+        meter.look()
+        assert [minute.idle_s for minute in minutes] == [0, 100]
 
     with RunRecord(tmp_path / "run", trace=False, console=Console("quiet")) as record:
         asyncio.run(main(record))

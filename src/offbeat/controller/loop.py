@@ -50,6 +50,7 @@ from offbeat.algorithms.critic import critic_batch
 from offbeat.algorithms.experience import batch_metrics, reference_stats
 from offbeat.controller.batches import StepBatches
 from offbeat.controller.checkpoints import RunCheckpoints
+from offbeat.controller.diagnosis import LATE_S, slow_first_step
 from offbeat.controller.evaluate import Evaluator, check_known, make_evaluators
 from offbeat.controller.parts import Rollouts, RunParts
 from offbeat.controller.scoring import score_batch
@@ -63,7 +64,6 @@ from offbeat.evaluation.files import encode_lines
 from offbeat.evaluation.samples import EvaluatedSet
 from offbeat.fleet.publication import PublishReport
 from offbeat.phase import phase
-from offbeat.telemetry.advice import SLOW_STEP_S, ways_to_shorten_steps
 from offbeat.telemetry.summary import HELDOUT_FELL
 from offbeat.telemetry.tracker import StatsPart, combine
 from offbeat.types import Version
@@ -265,10 +265,10 @@ class _Training:
         """Show advice on shorter steps, unless the timer is cancelled before."""
 
         def tell() -> None:
-            if advice := ways_to_shorten_steps(self._config):
-                self._record.note("advice", advice)
+            if sentence := slow_first_step(self._config):
+                self._record.note("advice", sentence)
 
-        timer = asyncio.get_running_loop().call_later(SLOW_STEP_S, tell)
+        timer = asyncio.get_running_loop().call_later(LATE_S, tell)
         try:
             yield timer
         finally:

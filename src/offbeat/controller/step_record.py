@@ -6,7 +6,7 @@ Called by `loop`; nothing here changes the training.
 from collections.abc import Sequence
 from functools import partial
 
-from offbeat.controller.learning import LearningAdvice
+from offbeat.controller.diagnosis import Diagnosis
 from offbeat.controller.parts import RunParts
 from offbeat.controller.samples import best_and_worst, sample_table
 from offbeat.controller.state import LoopStep
@@ -17,7 +17,6 @@ from offbeat.data.stream import PromptStream
 from offbeat.data.trajectory import Group
 from offbeat.fleet.publication import PublishReport
 from offbeat.memory import let_go
-from offbeat.telemetry.advice import PublishingAdvice
 from offbeat.types import Version
 
 
@@ -31,7 +30,7 @@ class StepRecord:
         self._record = parts.record
         self._stream = stream
         self._pieces = Pieces(parts.inputs.tokenizer)
-        self._advisers = (PublishingAdvice(parts.config), LearningAdvice(parts.config, warm_up_steps=warm_up_steps))
+        self._diagnosis = Diagnosis(parts.config, warm_up_steps=warm_up_steps)
         self._published: dict[str, float] = {}
         """Metrics of the newest publish, for the next row."""
         self._past_groups: list[Group] = []
@@ -75,10 +74,9 @@ class StepRecord:
         self._past_groups = list(groups)
 
     def advise(self, stats: dict[str, float]) -> None:
-        """Give the advice that a row of metrics asks for, each once."""
-        for adviser in self._advisers:
-            if advice := adviser.look(stats):
-                self._record.note("advice", advice)
+        """Note the findings that a row of metrics shows."""
+        for sentence in self._diagnosis.read(stats):
+            self._record.note("advice", sentence)
 
 
 def _is_every(step: LoopStep, every: int) -> bool:

@@ -35,12 +35,12 @@ from offbeat.rollout.door import ANY, Door
 from offbeat.rollout.dynamic import DynamicSampling
 from offbeat.rollout.episode import Workflow
 from offbeat.rollout.holdup import HoldupGuard
-from offbeat.rollout.idle import IdleHint, Limit, limit_of_running, limit_of_staleness, waits_besides
+from offbeat.rollout.idle import IdleListener, IdleMeter, NoListener
 from offbeat.rollout.outcomes import GroupFailure, Kind, Outcomes, screen
 from offbeat.rollout.player import CALLERS, Accept, GroupPlayer, MakeEpisode
 from offbeat.rollout.staleness import Gate
 from offbeat.telemetry.tracker import StatsPart, combine
-from offbeat.types import Version
+from offbeat.types import Tell, Version
 
 _ADMITTED_AT_ONCE = 128
 """Groups that one callback of the event loop admits: thousands, for which a new version may make room, would hold it up."""
@@ -79,12 +79,12 @@ class RolloutExecutor:
         dynamic: DynamicSampling | None = None,
         door: Door = ANY,
         accounts: Accounts | None = None,
-        places: Limit | None = None,
+        has_places: bool = False,
         halted: Callable[[], bool] = lambda: False,
         on_rejected: Callable[[Settled], None] = lambda _settled: None,
         on_unusable: Callable[[str, list[str]], None] = lambda _prompt_id, _reasons: None,
-        warn: Callable[[str], None] = lambda _text: None,
-        advise: Callable[[str], None] = lambda _text: None,
+        warn: Tell = lambda _text: None,
+        idle_listener: IdleListener | None = None,
     ) -> None:
         """Set up the executor; admission starts on entering it.
 
@@ -93,12 +93,12 @@ class RolloutExecutor:
             dynamic: rejects groups of equal rewards that the user's filter accepts; None rejects none.
             door: checks trajectories.
             accounts: adds up the time of episodes, except in `rollout_batch`.
-            places: the limit that makes episodes wait off the clock, for the hint that engines idle.
+            has_places: whether episodes wait for a place of user code when they are off the clock.
             halted: whether engines sleep, so that deadlines of episodes stand still.
             on_rejected: called for every group that is not trained on.
             on_unusable: called with a prompt and the reasons of its episodes that are not trained on, if others of the group are.
             warn: called with a warning when too many prompts or samples are lost for one reason.
-            advise: called once, if engines idle, with settings that would keep them busy.
+            idle_listener: hears for how long engines idle.
         """
         self._gate = gate
         self._stream = stream
@@ -110,10 +110,7 @@ class RolloutExecutor:
         self._on_unusable = on_unusable
         self._outcomes = Outcomes(warn)
         self._holdups = HoldupGuard(timeout_s=config.episode_timeout_s, callers=CALLERS, tell=warn)
-        self._limit_of_running, self._limit_of_staleness = limit_of_running(config), limit_of_staleness(config)
-        self.idle = IdleHint(
-            advise, num_running=lambda: len(self._gate.running), limit=self._limit, places=places, besides=waits_besides(config.workflow),
-            reward_workers=config.reward_workers)
+        self.idle = IdleMeter(gate, idle_listener or NoListener(), has_places=has_places)
         self._player = GroupPlayer(
             workflow=workflow, make_episode=make_episode, accept=accept, config=config, halted=halted, idle=self.idle, warn=warn)
         self._exits = ExitStack()
@@ -349,12 +346,6 @@ class RolloutExecutor:
         self._num_rejected += 1
         self._outcomes.settled(prompt_id, kind, reason)
         self._on_rejected(Settled(prompt_id, reason, kind, played=played))
-
-    def _limit(self) -> Limit | None:
-        """Return the limit that keeps further groups from being admitted; None if they may be."""
-        if self._gate.capacity:
-            return None
-        return self._limit_of_running if len(self._gate.running) >= self._gate.max_running else self._limit_of_staleness
 
     def _judge(self, group: Group) -> tuple[Group, GroupFailure | None, Kind | None]:
         """Ask the user's filter, then dynamic sampling; returns why the group is refused, if it is."""

@@ -27,9 +27,9 @@ from offbeat.rollout.accounts import Accounts
 from offbeat.rollout.clock import EpisodeClock
 from offbeat.rollout.door import members
 from offbeat.rollout.episode import Episode, Workflow
-from offbeat.rollout.idle import IdleHint
+from offbeat.rollout.idle import IdleMeter
 from offbeat.rollout.outcomes import GroupFailure, Kind, failure_of, failure_to_ask, unwrap
-from offbeat.types import Version
+from offbeat.types import Tell, Version
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +52,8 @@ class GroupPlayer:
     """Calls a workflow and a filter, under a clock that stands still while they wait for others."""
 
     def __init__(
-        self, *, workflow: Workflow, make_episode: MakeEpisode, accept: Accept, config: RolloutConfig, idle: IdleHint,
-        halted: Callable[[], bool] = lambda: False, warn: Callable[[str], None] = lambda _text: None,
+        self, *, workflow: Workflow, make_episode: MakeEpisode, accept: Accept, config: RolloutConfig, idle: IdleMeter,
+        halted: Callable[[], bool] = lambda: False, warn: Tell = lambda _text: None,
     ) -> None:
         """Set up the player; see `RolloutExecutor` for the arguments. `idle` counts the waits of episodes."""
         self._warn = warn

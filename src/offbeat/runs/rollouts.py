@@ -14,6 +14,7 @@ from offbeat.aio import both
 from offbeat.algorithms.experience import sft_batch
 from offbeat.config.agent import PLAYS
 from offbeat.config.root import Config
+from offbeat.controller.diagnosis import IdleAdvice
 from offbeat.controller.inputs import RunInputs
 from offbeat.controller.judges import choose_rewards, devices_per_reward_model, reward_model_of, what_judges
 from offbeat.controller.parts import Rollouts
@@ -35,7 +36,7 @@ from offbeat.rollout.door import Door
 from offbeat.rollout.dynamic import DynamicSampling
 from offbeat.rollout.episode import Episode, Generate, Workflow
 from offbeat.rollout.executor import RolloutExecutor, Settled
-from offbeat.rollout.idle import IdleHint, limit_of_places
+from offbeat.rollout.idle import IdleMeter
 from offbeat.rollout.metric import check_metrics
 from offbeat.rollout.model_reward import ModelReward
 from offbeat.rollout.player import Accept
@@ -75,7 +76,7 @@ class EngineRollouts:
 
     Attributes:
         halted: whether the engines sleep.
-        hints: idle hints of the executors that feed training; they count calls for evaluation sets, too, which keep the same engines busy.
+        meters: idle meters of the executors that feed training; calls for evaluation sets count, too, as they keep the same engines busy.
     """
 
     config: Config
@@ -84,7 +85,7 @@ class EngineRollouts:
     generate: Generate
     user_code: UserCode
     halted: Callable[[], bool] = lambda: False
-    hints: list[IdleHint] = field(default_factory=list)
+    meters: list[IdleMeter] = field(default_factory=list)
 
     draws = True
 
@@ -117,24 +118,24 @@ class EngineRollouts:
             sampling=self.inputs.sampling, accept=accept, dynamic=dynamic,
             door=Door(self.inputs.vocab_size, lambda trajectory: self._too_long(trajectory.row_tokens)),
             accounts=Accounts(record.tracer.add if self.config.telemetry.trace else None, tell=record.console.note),
-            places=limit_of_places(self.config.agent) if config.workflow in PLAYS else None, halted=self.halted,
-            on_rejected=on_rejected, warn=record.console.note, advise=partial(record.note, "advice"),
+            has_places=config.workflow in PLAYS, halted=self.halted,
+            on_rejected=on_rejected, warn=record.console.note, idle_listener=IdleAdvice(record, self.config),
             on_unusable=lambda prompt_id, reasons: record.events.record("unusable_samples", prompt_id=prompt_id, reasons=reasons))
-        self.hints.append(executor.idle)
+        self.meters.append(executor.idle)
         return executor
 
     def rollouts_of_set(self, name: str) -> RolloutExecutor:
         """See `RolloutSource.rollouts_of_set`. A process without user code of the set must not play it."""
         of_set = replace(
-            self, generate=self._generate_beside, hints=[], config=self.config.evaluation_set(name), inputs=self.inputs.sets[name],
+            self, generate=self._generate_beside, meters=[], config=self.config.evaluation_set(name), inputs=self.inputs.sets[name],
             user_code=self.user_code.sets.get(name, self.user_code))
         return of_set.rollouts(PromptStream(of_set.inputs.train, seed=0), version=0, last_version=0)
 
     async def _generate_beside(self, prompt: tuple[int, ...], sampling: Sampling, *, n: int, session: str = "") -> list[Sample]:
         """Generate samples that are not for training; see `Generate`."""
         with ExitStack() as calls:
-            for hint in self.hints:
-                calls.enter_context(hint.calling())
+            for meter in self.meters:
+                calls.enter_context(meter.calling())
             return await self.generate(prompt, sampling, n=n, session=session)
 
     def sft_batch(self, stream: PromptStream, count: int) -> Batch:
