@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from offbeat.dashboard.report import write_report
-from offbeat.dashboard.samples import choose_samples, samples_html
+from offbeat.dashboard.report import STYLE, write_report
+from offbeat.dashboard.samples import answer_card, choose_samples, played_html, samples_html
 from offbeat.data.kept import read_rollouts
 from rollout_samples import group, trajectory, write_rollouts, write_small_run
 
@@ -65,3 +65,13 @@ def test_a_long_text_is_cut_and_a_damaged_file_costs_nothing_but_the_section(tmp
     assert len(samples_html(groups)) < 3000 and samples_html([]) == ""
     (tmp_path / "rollouts" / "step-000001.jsonl.zst").write_bytes(b"rubbish")
     assert "Rollouts of step" not in write_report(tmp_path).read_text()
+
+
+def test_a_card_keeps_the_lines_of_what_was_written_and_shows_all_as_text() -> None:
+    card = answer_card("gained", prompt="<b>", played=played_html([("given", "1\n2"), ("written", "<i>")]), answer="")
+    assert card == (
+        '<figure class="card rollout"><h3>Gained</h3><div class="asked">&lt;b&gt;</div><div class="played"><div class="given">1\n2</div>'
+        '<div class="written">&lt;i&gt;</div></div></figure>')
+    rules = {selector.strip(): body for selectors, body in re.findall(r"([^{}]+){([^{}]*)}", STYLE) for selector in selectors.split(",")
+             if "white-space: pre-wrap" in body}
+    assert {f".rollout .{css}" for css in ("asked", "written", "given", "expected")} <= rules.keys()

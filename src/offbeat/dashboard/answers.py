@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
 
-from offbeat.dashboard.samples import MOST_PROMPT, cut
+from offbeat.dashboard.samples import answer_card, cut, played_html
 from offbeat.evaluation.samples import EvaluatedPrompt, EvaluatedSample, EvaluatedSet
 
 _MOST_ANSWER = 800
@@ -66,17 +66,12 @@ def answers_html(answers: Mapping[int, EvaluatedSet]) -> str:
 
 def _card(pair: Pair, start: int, end: int) -> str:
     row = pair.prompt.row
-    answer = f'<div class="expected">answer: {escape(cut(row.answer, MOST_PROMPT))}</div>' if row.answer else ""
-    return (
-        f'<figure class="card rollout"><h3>{pair.name.capitalize()}</h3>'
-        f'<div class="asked">{escape(cut(row.prompt_text, MOST_PROMPT))}</div>'
-        f'{_said(pair.before, "before" if start == 0 else f"after step {start}", "given")}'
-        f'{_said(pair.after, f"after step {end}", "written")}{answer}</figure>')
+    before = _said(pair.before, "before" if start == 0 else f"after step {start}", "given")
+    after = _said(pair.after, f"after step {end}", "written")
+    return answer_card(pair.name, prompt=row.prompt_text, played=before + after, answer=row.answer)
 
 
 def _said(sample: EvaluatedSample, when: str, css: str) -> str:
     reward = f"reward {sample.reward:.4g}" if sample.reward is not None else f"no reward: {sample.reason}"
     facts = f"{when} · {reward}" + (f" · {sample.reason}" if sample.reward is not None and sample.reason != "stop" else "")
-    return (
-        f'<div class="when">{escape(facts)}</div>'
-        f'<div class="played"><div class="{css}">{escape(cut(sample.text, _MOST_ANSWER)) or "(nothing)"}</div></div>')
+    return f'<div class="when">{escape(facts)}</div>' + played_html([(css, cut(sample.text, _MOST_ANSWER) or "(nothing)")])

@@ -1,12 +1,12 @@
-"""A few rollouts of a run's newest step for the report: prompt, completion and reward."""
+"""A few rollouts of a run's newest step for the report: prompt, completion and reward; and the card that shows an answer to a prompt."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from offbeat.dashboard.conversation import messages_of
 from offbeat.data.kept import KeptGroup, KeptTrajectory
 
-MOST_PROMPT, _MOST_WRITTEN = 600, 1500
+_MOST_PROMPT, _MOST_WRITTEN = 600, 1500
 _NUM_EACH = 3
 
 Sample = tuple[str, KeptGroup, KeptTrajectory]
@@ -58,12 +58,27 @@ def _card(name: str, group: KeptGroup, t: KeptTrajectory) -> str:
         f"reward {t.reward:.4g}" if t.reward is not None else "no reward", *named,
         f"advantage {t.advantage:+.3g}" if t.advantage else "",
         f"{t.num_generated} token{'' if t.num_generated == 1 else 's'}", "" if t.reason == "stop" else t.reason, f"row {group.prompt_id}"]
-    head = f"<h3>{escape(name.capitalize())} <small>{escape(' · '.join(filter(None, facts)))}</small></h3>"
-    answer = f'<div class="expected">answer: {escape(cut(group.answer, MOST_PROMPT))}</div>' if group.answer else ""
-    played = "".join(f'<div class="{css}">{escape(text)}</div>' for css, text in _played(t))
+    return answer_card(name, " · ".join(filter(None, facts)), prompt=group.prompt, played=played_html(_played(t)), answer=group.answer)
+
+
+def answer_card(title: str, facts: str = "", *, prompt: str, played: str, answer: str) -> str:
+    """Draw a prompt, what was played from it, and the right answer, if there is one.
+
+    Args:
+        facts: remark beside the title, such as "reward 1 · 7 tokens".
+        played: HTML of one or more `played_html`, with headings between them.
+    """
+    beside = f" <small>{escape(facts)}</small>" if facts else ""
+    expected = f'<div class="expected">answer: {escape(cut(answer, _MOST_PROMPT))}</div>' if answer else ""
     return (
-        f'<figure class="card rollout">{head}<div class="asked">{escape(cut(group.prompt, MOST_PROMPT))}</div>'
-        f'<div class="played">{played}</div>{answer}</figure>')
+        f'<figure class="card rollout"><h3>{escape(title.capitalize())}{beside}</h3>'
+        f'<div class="asked">{escape(cut(prompt, _MOST_PROMPT))}</div>{played}{expected}</figure>')
+
+
+def played_html(messages: Iterable[tuple[str, str]]) -> str:
+    """Draw messages, each of a CSS class, "written" by the policy or "given" to it, and a text."""
+    drawn = "".join(f'<div class="{css}">{escape(text)}</div>' for css, text in messages)
+    return f'<div class="played">{drawn}</div>'
 
 
 def _played(t: KeptTrajectory) -> Iterator[tuple[str, str]]:
