@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/controller.py [--quick] [--groups N] [--tokens N] [--engines N] [--kind embedded|vllm]
 
-The controller's own path runs as in a run: clients over real HTTP, dispatcher, executor with gate and door, `make_batch`, statistics,
+The controller's own path runs as in a run: clients over real HTTP, dispatcher, executor with gate and checks, `make_batch`, statistics,
 `Trainers` with the sharder, and the encoding of every rank's share. Not part of it are what computes elsewhere: 1,024 engines are paths of
 two servers in processes of their own, which answer at once with bytes made beforehand (--kind says in whose form); rewards are constants;
 ranks take their shares and drop them. One training step takes 512 groups of 8 samples, one version behind.
@@ -57,10 +57,10 @@ from offbeat.memory import let_go, steady_memory
 from offbeat.ranks.ranks import WorkerRanks
 from offbeat.ranks.sharding import Sharder
 from offbeat.ranks.trainers import Trainers
-from offbeat.rollout.door import Door
 from offbeat.rollout.episode import Episode
 from offbeat.rollout.executor import RolloutExecutor
 from offbeat.rollout.staleness import Gate
+from offbeat.rollout.trajectory_checks import TrajectoryChecks
 from offbeat.rollout.workflows.single_turn import single_turn
 from offbeat.trainer.messages import Trained
 
@@ -330,7 +330,7 @@ async def executing(
     stream = PromptStream(ListDataset(tuple(Row(f"{number}>", str(number)) for number in range(1000))), seed=0)
     async with RolloutExecutor(
         gate=gate, stream=stream, workflow=single_turn, make_episode=episode, config=config, sampling=Sampling(4 * options.tokens),
-        door=Door(VOCAB),
+        checks=TrajectoryChecks(VOCAB),
     ) as executor:
         yield executor, publish
 

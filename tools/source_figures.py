@@ -33,7 +33,7 @@ _SHAPED_NAME = re.compile(r"[a-z0-9]_[A-Z]{2,4}\b")
 
 
 class Spot(NamedTuple):
-    """One case of a measure: a name that stays while lines move, such as "rollout/door.py Door.open", and its places, as "file:line"."""
+    """One case of a measure: a name that stays while lines move, such as "aio.py SideThread.run", and its places, as "file:line"."""
 
     name: str
     where: str

@@ -39,12 +39,12 @@ from offbeat.errors import (
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.raised import describe_at
 from offbeat.rollout import idle, player
-from offbeat.rollout.door import Door
 from offbeat.rollout.dynamic import DynamicSampling
 from offbeat.rollout.episode import Episode
 from offbeat.rollout.executor import RolloutExecutor, Settled
 from offbeat.rollout.idle import WaitingMinute
 from offbeat.rollout.staleness import Gate
+from offbeat.rollout.trajectory_checks import TrajectoryChecks
 from offbeat.rollout.workflows.single_turn import single_turn
 from waiting import until
 
@@ -106,7 +106,7 @@ class Play:
     minutes: list[WaitingMinute] = field(default_factory=list)
     accept: Callable[[Group], bool] = lambda _group: True
     dynamic: DynamicSampling | None = None
-    door: Door = Door(TOKENIZER.vocab_size)
+    checks: TrajectoryChecks = TrajectoryChecks(TOKENIZER.vocab_size)
     has_places: bool = False
     score: Callable[[Sequence[str], Row], Awaitable[list[float]]] = no_score
     workflow: Callable[[Episode], Awaitable[Sequence[Trajectory]]] = single_turn
@@ -117,7 +117,7 @@ class Play:
 
         return RolloutExecutor(
             gate=self.gate, stream=self.stream, workflow=self.workflow, make_episode=episode, config=self.config, sampling=Sampling(8),
-            accept=self.accept, dynamic=self.dynamic, door=self.door, has_places=self.has_places, on_rejected=self.rejected.append,
+            accept=self.accept, dynamic=self.dynamic, checks=self.checks, has_places=self.has_places, on_rejected=self.rejected.append,
             on_unusable=lambda prompt_id, reasons: self.unusable.append((prompt_id, reasons)), warn=self.warnings.append,
             idle_listener=self)
 
@@ -912,7 +912,7 @@ def test_a_trajectory_that_is_too_long_to_train_on_is_left_out_with_its_reason()
     async def body() -> None:
         play = make(group_size=3, running=3, max_retries=0)
         play.workflow = workflow
-        play.door = Door(too_long=lambda t: f"a row of {t.row_tokens} tokens" if t.row_tokens > 3 else "")
+        play.checks = TrajectoryChecks(too_long=lambda t: f"a row of {t.row_tokens} tokens" if t.row_tokens > 3 else "")
         async with play.executor() as executor:
             groups = {group.prompt_id: group for group in await executor.prepare_batch()}
         assert [t.reason for t in groups["0:1"].trajectories] == ["too long: a row of 4 tokens", "stop", "stop"]

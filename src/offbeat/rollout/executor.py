@@ -31,7 +31,6 @@ from offbeat.inference.sampling import Sampling
 from offbeat.phase import phase
 from offbeat.raised import describe_at
 from offbeat.rollout.accounts import Accounts
-from offbeat.rollout.door import ANY, Door
 from offbeat.rollout.dynamic import DynamicSampling
 from offbeat.rollout.episode import Workflow
 from offbeat.rollout.holdup import HoldupGuard
@@ -39,6 +38,7 @@ from offbeat.rollout.idle import IdleListener, IdleMeter, NoListener
 from offbeat.rollout.outcomes import GroupFailure, Kind, Outcomes, screen
 from offbeat.rollout.player import CALLERS, Accept, GroupPlayer, MakeEpisode
 from offbeat.rollout.staleness import Gate
+from offbeat.rollout.trajectory_checks import ANY, TrajectoryChecks
 from offbeat.telemetry.tracker import StatsPart, combine
 from offbeat.types import Tell, Version
 
@@ -77,7 +77,7 @@ class RolloutExecutor:
         sampling: Sampling,
         accept: Accept = lambda _group: True,
         dynamic: DynamicSampling | None = None,
-        door: Door = ANY,
+        checks: TrajectoryChecks = ANY,
         accounts: Accounts | None = None,
         has_places: bool = False,
         halted: Callable[[], bool] = lambda: False,
@@ -91,7 +91,7 @@ class RolloutExecutor:
         Args:
             make_episode: `make_episode(row, group_size, sampling)` binds a row to engines, rewards and the tokenizer.
             dynamic: rejects groups of equal rewards that the user's filter accepts; None rejects none.
-            door: checks trajectories.
+            checks: requirements that trajectories must meet.
             accounts: adds up the time of episodes, except in `rollout_batch`.
             has_places: whether episodes wait for a place of user code when they are off the clock.
             halted: whether engines sleep, so that deadlines of episodes stand still.
@@ -104,7 +104,7 @@ class RolloutExecutor:
         self._stream = stream
         self._config = config
         self._dynamic = dynamic
-        self._door = door
+        self._checks = checks
         self._accounts = accounts or Accounts()
         self._on_rejected = on_rejected
         self._on_unusable = on_unusable
@@ -317,7 +317,7 @@ class RolloutExecutor:
         self._changed.set()
 
     def _check(self, group: Group) -> Group:
-        checked = replace(group, trajectories=self._door.check(
+        checked = replace(group, trajectories=self._checks.check(
             group.trajectories, oldest=group.admitted_version, newest=self._gate.version))
         self._outcomes.played(group.prompt_id, checked.verdicts)
         return checked

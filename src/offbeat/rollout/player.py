@@ -25,10 +25,10 @@ from offbeat.inference.sampling import Sample, Sampling
 from offbeat.raised import FirstTracebacks, describe_at
 from offbeat.rollout.accounts import Accounts
 from offbeat.rollout.clock import EpisodeClock
-from offbeat.rollout.door import members
 from offbeat.rollout.episode import Episode, Workflow
 from offbeat.rollout.idle import IdleMeter
 from offbeat.rollout.outcomes import GroupFailure, Kind, failure_of, failure_to_ask, unwrap
+from offbeat.rollout.trajectory_checks import members
 from offbeat.types import Tell, Version
 
 logger = logging.getLogger(__name__)

@@ -32,7 +32,6 @@ from offbeat.errors import TooLongError
 from offbeat.fleet.publishers import OnServed
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.rollout.accounts import Accounts
-from offbeat.rollout.door import Door
 from offbeat.rollout.dynamic import DynamicSampling
 from offbeat.rollout.episode import Episode, Generate, Workflow
 from offbeat.rollout.executor import RolloutExecutor, Settled
@@ -42,6 +41,7 @@ from offbeat.rollout.model_reward import ModelReward
 from offbeat.rollout.player import Accept
 from offbeat.rollout.reward_pool import RewardPool, check_call
 from offbeat.rollout.staleness import Gate
+from offbeat.rollout.trajectory_checks import TrajectoryChecks
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
 from offbeat.workers.worker import Launcher
@@ -116,7 +116,7 @@ class EngineRollouts:
         executor = RolloutExecutor(
             gate=gate, stream=stream, workflow=self.user_code.workflow, make_episode=self._episode, config=config,
             sampling=self.inputs.sampling, accept=accept, dynamic=dynamic,
-            door=Door(self.inputs.vocab_size, lambda trajectory: self._too_long(trajectory.row_tokens)),
+            checks=TrajectoryChecks(self.inputs.vocab_size, lambda trajectory: self._too_long(trajectory.row_tokens)),
             accounts=Accounts(record.tracer.add if self.config.telemetry.trace else None, tell=record.console.note),
             has_places=config.workflow in PLAYS, halted=self.halted,
             on_rejected=on_rejected, warn=record.console.note, idle_listener=IdleAdvice(record, self.config),

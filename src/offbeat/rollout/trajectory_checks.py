@@ -1,8 +1,8 @@
 """Checks the trajectories that a workflow returns before anything computes with them. Pure; called by the executor.
 
-Workflows are user code and cannot be trusted. `members` takes their result apart, and `Door` marks each trajectory that cannot be trained
-on with the reason, so that only its episode is left out of its group. The others have tokens of the vocabulary, log-probabilities that a
-sampler can have returned, versions that engines served in the meantime, a finite reward, and a length that fits.
+Workflows are user code and cannot be trusted. `members` takes their result apart, and `TrajectoryChecks` marks each trajectory that
+cannot be trained on with the reason, so that only its episode is left out of its group. The others have tokens of the vocabulary,
+log-probabilities that a sampler can have returned, versions that engines served in the meantime, a finite reward, and a length that fits.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -74,7 +74,7 @@ def _no_trajectory(thing: object) -> Trajectory:
 
 
 @dataclass(frozen=True)
-class Door:
+class TrajectoryChecks:
     """Requirements that trajectories must meet.
 
     Attributes:
@@ -122,7 +122,7 @@ class Door:
         return "too long", self.too_long(t)
 
 
-ANY = Door()
+ANY = TrajectoryChecks()
 """Accepts any vocabulary and any length."""
 
 

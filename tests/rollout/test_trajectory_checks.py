@@ -1,4 +1,4 @@
-"""The door, by hand: what passes it, what does not, and why."""
+"""Checks of trajectories, by hand: the ones that pass, the ones that do not, and why."""
 
 from dataclasses import replace
 
@@ -8,9 +8,9 @@ import pytest
 from offbeat.data.reward import FailedReward
 from offbeat.data.trajectory import Trajectory
 from offbeat.errors import CodeError
-from offbeat.rollout.door import Door, members
+from offbeat.rollout.trajectory_checks import TrajectoryChecks, members
 
-DOOR = Door(10, lambda t: f"a row of {t.row_tokens} tokens" if t.row_tokens > 20 else "")
+CHECKS = TrajectoryChecks(10, lambda t: f"a row of {t.row_tokens} tokens" if t.row_tokens > 20 else "")
 
 
 def sample(*tokens: int, logprobs: tuple[float, ...] = (), versions: tuple[int, ...] = ()) -> Trajectory:
@@ -22,7 +22,7 @@ def sample(*tokens: int, logprobs: tuple[float, ...] = (), versions: tuple[int, 
 
 
 def check(*group: Trajectory, oldest: int = 4, newest: int = 5) -> list[str]:
-    return [t.reason for t in DOOR.check(group, oldest=oldest, newest=newest)]
+    return [t.reason for t in CHECKS.check(group, oldest=oldest, newest=newest)]
 
 
 def test_what_engines_gave_passes() -> None:
