@@ -103,7 +103,7 @@ def test_engines_hold_no_weights_while_the_ranks_train_and_serve_every_version(
     assert all(event["canary_gap"] < 1e-3 and not event["quarantined"] for event in run.events("publish"))
     assert len(run.events("slept")) == 3
     assert all(abs(row["train/loss"]) < 1 for row in run.metrics())
-    # What an allocator gives back to the system varies; tests/engine/test_rest.py measures it closely.
+    # What an allocator gives back to the system varies; tests/engine/test_sleep.py measures it closely.
     assert all(asleep < awake - 0.2 * WEIGHTS_BYTES for asleep, awake in zip(held["asleep"], held["awake"], strict=True)), held
 
 

@@ -24,12 +24,12 @@ from offbeat.engine.forward import Forward
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.prefixes import PrefixCache
 from offbeat.engine.request import Event, FinishReason, Output, Request, SamplingParams, Scored, ScoreJob
-from offbeat.engine.rest import Rest
 from offbeat.engine.rows import Rows
 from offbeat.engine.runner import Runner
 from offbeat.engine.sampler import row_keys, sample
 from offbeat.engine.scheduler import Scheduler
 from offbeat.engine.scoring import Scorer
+from offbeat.engine.sleep import EngineSleep
 from offbeat.engine.structure import Grammars
 from offbeat.engine.versions import PendingSwitch, VersionSource, VersionStore, read_version
 from offbeat.errors import EngineError, RefusedError
@@ -87,7 +87,7 @@ class EmbeddedEngine:
         )
         self._scores_from_s = 0.0
         self._versions = VersionStore(live=options.version, folder=options.model)
-        self._rest = Rest(forward, (self._cache.release, self._prefixes.clear), self._versions)
+        self._sleep = EngineSleep(forward, (self._cache.release, self._prefixes.clear), self._versions)
         self._rng = np.random.default_rng(options.seed)
         self._starting: list[Request] = []
         self._pending: PendingSwitch | None = None
@@ -295,7 +295,7 @@ class EmbeddedEngine:
     @property
     def asleep(self) -> bool:
         """Whether it computes nothing, because its memory is free for others."""
-        return self._rest.asleep
+        return self._sleep.asleep
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Stop stepping and scoring, and free the memory of the cache and of the weights; requests wait.
@@ -310,12 +310,12 @@ class EmbeddedEngine:
         """
         if self._pending is not None:
             raise EngineError(f"a switch to version {self._pending.version} is draining; wait for it before it is put to sleep")
-        self._rest.begin(keep_weights=keep_weights)
+        self._sleep.begin(keep_weights=keep_weights)
 
     def wake(self) -> None:
         """End a sleep with the weights that it has kept; raises RefusedError if it has not kept them."""
         if self.asleep:
-            self._rest.restore()
+            self._sleep.restore()
             self._runner.recompute()
 
     def fail(self, error: EngineError) -> list[Event]:
@@ -389,7 +389,7 @@ class EmbeddedEngine:
         pending, self._pending = self._pending, None
         self._forward.install(self._versions.make_live(pending.version))
         self.version = pending.version
-        self._rest.end()
+        self._sleep.end()
         self._runner.new_weights(recompute=recompute)
         self.switch_s = time.monotonic() - pending.started
         pending.done.set_result(self.switch_s)

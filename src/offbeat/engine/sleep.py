@@ -14,7 +14,7 @@ from offbeat.errors import RefusedError
 from offbeat.sync.platform import current_platform
 
 
-class Rest:
+class EngineSleep:
     """The sleep of an engine, and the weights that it keeps meanwhile.
 
     Attributes:

@@ -14,7 +14,7 @@ from offbeat.engine.engine import EmbeddedEngine
 from offbeat.engine.loader import load_engine
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import Output, Request, SamplingParams, Scored, ScoreJob
-from offbeat.engine.rest import Rest
+from offbeat.engine.sleep import EngineSleep
 from offbeat.engine.versions import VersionSource, VersionStore, fingerprint_tensors
 from offbeat.errors import EngineError, RefusedError
 from offbeat.model.fingerprint import fingerprint
@@ -179,7 +179,7 @@ def test_weights_to_keep_leave_a_device_for_host_memory() -> None:
         device=torch.device("meta"), tensors=lambda: weights, release=lambda: calls.append("release"), prepare=lambda kept: kept,
         install=install)
     cache = SlotCache(CacheShape(1, 1, 4, torch.float32), device=torch.device("cpu"), max_slots=2, max_positions=8)
-    rest = Rest(forward, (cache.release,), VersionStore(live=0, folder="f"))  # type: ignore[arg-type]
+    rest = EngineSleep(forward, (cache.release,), VersionStore(live=0, folder="f"))  # type: ignore[arg-type]
     for _ in range(2):
         rest.begin(keep_weights=True)
     assert calls == ["release"]
