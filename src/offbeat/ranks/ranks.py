@@ -16,7 +16,7 @@ from offbeat.config.root import Config
 from offbeat.data.batch import Batch
 from offbeat.errors import ConfigError, DeadlineError, RunError, WorkerError
 from offbeat.phase import waiting_for
-from offbeat.ranks.freight import Freight
+from offbeat.ranks.folder_transfer import FolderTransfer
 from offbeat.ranks.sharding import Sharder
 from offbeat.trainer.messages import BuildRequest, JoinRequest, Policy, ScoredShare, StoreAddress, Trainee, TrainStep
 from offbeat.workers.worker import FAILED_STOP_S, Launcher, Nothing, Worker, WorkerSpec, ask, ask_all
@@ -93,7 +93,7 @@ class WorkerRanks:
         self._config = config
         self._sharder = sharder
         self._start_anew = start_anew
-        self._freight = Freight(shared=Path(config.weights.dir) if config.weights.dir else None)
+        self._transfer = FolderTransfer(shared=Path(config.weights.dir) if config.weights.dir else None)
         self._turn = asyncio.Lock()
         self._failed = False
 
@@ -155,10 +155,10 @@ class WorkerRanks:
             if self._failed:
                 raise WorkerError(f"{method} was not begun: the train ranks have failed before, and have to be restarted")
             try:
-                async with self._freight.around(self._workers, method, requests, timeout_s=timeout_s) as placed:
+                async with self._transfer.around(self._workers, method, requests, timeout_s=timeout_s) as placed:
                     answers = await ask_all(
                         self._workers, method, placed, reply, timeout_s=timeout_s + patience_s, patience_s=patience_s)
-                return self._freight.answers(requests, answers)
+                return self._transfer.answers(requests, answers)
             except RunError as exc:
                 # A single rank is always in step, unless it is still busy with a call that nobody waits for any more.
                 self._failed = len(self._workers) > 1 or isinstance(exc, DeadlineError)

@@ -60,7 +60,7 @@ def use_of(method: str, request: Any) -> FolderUse:
     return FolderUse()
 
 
-class Freight:
+class FolderTransfer:
     """Sends and fetches the folders of calls, one call after another."""
 
     def __init__(self, *, shared: Path | None) -> None:

@@ -10,7 +10,7 @@ import pytest
 from far import far_disk
 from offbeat.errors import ConfigError, DeathError, StorageError
 from offbeat.model.hf_io import read_safetensors
-from offbeat.ranks.freight import FolderUse, Freight, use_of
+from offbeat.ranks.folder_transfer import FolderTransfer, FolderUse, use_of
 from offbeat.ranks.ranks import WorkerRanks, start_ranks
 from offbeat.ranks.trainers import Trainers
 from offbeat.trainer.messages import BroadcastRequest, BuildRequest, ExportRequest, Folder, NewAdapter, WriteRequest, Written
@@ -87,10 +87,10 @@ def test_what_each_call_reads_and_writes(tmp_path: Path) -> None:
 def test_each_rank_is_told_the_paths_of_its_own_machine(tmp_path: Path) -> None:
     a, b = far_disk(tmp_path / "a", "a"), far_disk(tmp_path / "b", "b")
     workers = [worker("rank 0"), worker("rank 1", a), worker("rank 2", a), worker("rank 3", b), worker("rank 4")]
-    freight = Freight(shared=Path("/mnt/weights"))
+    transfer = FolderTransfer(shared=Path("/mnt/weights"))
 
     async def placed(method: str, request: object) -> list:
-        async with freight.around(workers, method, [request] * 5, timeout_s=60) as requests:
+        async with transfer.around(workers, method, [request] * 5, timeout_s=60) as requests:
             return requests
 
     saves = asyncio.run(placed("save", Folder("/run/ranks")))
@@ -99,7 +99,7 @@ def test_each_rank_is_told_the_paths_of_its_own_machine(tmp_path: Path) -> None:
     assert [save.keeps for save in saves] == [True, True, False, True, False]
     writes = asyncio.run(placed("write_weights", WriteRequest("/run/v2", "float32", (), base="/run/v1")))
     assert Path(writes[1].folder).parent == Path(writes[1].base).parent and Path(writes[1].base).name == "v1"
-    answers = freight.answers([WriteRequest("/run/v2", "float32", (), base="/run/v1")], [Written("", (), base=writes[1].base)])
+    answers = transfer.answers([WriteRequest("/run/v2", "float32", (), base="/run/v1")], [Written("", (), base=writes[1].base)])
     assert answers[0].base == "/run/v1"
     shared = asyncio.run(placed("write_weights", WriteRequest("/mnt/weights/v2", "float32", (), base="/mnt/weights/v1")))
     assert {(write.folder, write.base) for write in shared} == {("/mnt/weights/v2", "/mnt/weights/v1")}
@@ -112,7 +112,7 @@ def test_each_rank_is_told_the_paths_of_its_own_machine(tmp_path: Path) -> None:
 def test_where_all_see_the_same_files_requests_are_as_they_were() -> None:
     async def main() -> None:
         requests = [Folder("/run/ranks"), Folder("/run/ranks")]
-        async with Freight(shared=None).around([worker("rank 0"), worker("rank 1")], "save", requests, timeout_s=1) as placed:
+        async with FolderTransfer(shared=None).around([worker("rank 0"), worker("rank 1")], "save", requests, timeout_s=1) as placed:
             assert placed == requests
 
     asyncio.run(main())
@@ -121,7 +121,7 @@ def test_where_all_see_the_same_files_requests_are_as_they_were() -> None:
 def test_ranks_that_have_written_nothing_are_an_error(tmp_path: Path) -> None:
     async def main() -> None:
         workers = [worker("rank 0", far_disk(tmp_path / "a"))]
-        async with Freight(shared=None).around(workers, "save", [Folder(str(tmp_path / "ranks"))], timeout_s=60):
+        async with FolderTransfer(shared=None).around(workers, "save", [Folder(str(tmp_path / "ranks"))], timeout_s=60):
             pass
 
     with pytest.raises(StorageError, match="no train rank has written .*ranks, though all were asked to"):
@@ -138,7 +138,7 @@ def test_what_was_saved_before_stays_if_a_machine_dies_while_its_part_is_fetched
     (folder / "before").touch()
 
     async def main() -> None:
-        async with Freight(shared=None).around([worker("rank 0", disk)], "save", [Folder(str(folder))], timeout_s=60) as (request,):
+        async with FolderTransfer(shared=None).around([worker("rank 0", disk)], "save", [Folder(str(folder))], timeout_s=60) as (request,):
             Path(request.path).mkdir(parents=True)
             (Path(request.path) / "__0_0.distcp").touch()
 
