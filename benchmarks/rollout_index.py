@@ -4,7 +4,7 @@ A made-up run of --rollouts samples in 1,000 steps (25 groups of 8, about 70 tok
 its index, by the next call with as many. Opening is what a browser asks for first, over HTTP without a network: page, script, list of runs,
 first rollouts and the newest of them as a conversation, by a server that has just started and an index that exists. Building that index is
 a figure of its own (null where it was there), as is opening without one. A filter is one request for the first rollouts that pass and their
-number; wall-clock and CPU time of the process are medians. The scan parses every line with the reader of `data.kept` and asks all filters
+number; wall-clock and CPU time of the process are medians. The scan parses every line with `data.stored_rollouts` and asks all filters
 in one pass, so a scan for one filter takes about as long; its counts must be those of the index.
 
     python benchmarks/rollout_index.py [--rollouts 200000] [--quick]
@@ -26,7 +26,7 @@ from starlette.testclient import TestClient
 from offbeat.dashboard.library import RunLibrary
 from offbeat.dashboard.rollout_index import RolloutIndex
 from offbeat.dashboard.site import make_site
-from offbeat.data.kept import KeptGroup, KeptTrajectory, read_rollouts
+from offbeat.data.stored_rollouts import KeptGroup, KeptTrajectory, read_rollouts
 from offbeat.telemetry.rollout_log import RolloutLog
 
 FOLDER = Path("build/benchmarks/rollout_index")

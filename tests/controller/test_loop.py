@@ -14,7 +14,7 @@ from offbeat.controller.evaluate import Evaluator
 from offbeat.controller.state import SavedState
 from offbeat.dashboard.report import write_report
 from offbeat.data.batch import Batch
-from offbeat.data.kept import read_rollouts
+from offbeat.data.stored_rollouts import read_rollouts
 from offbeat.data.trajectory import Group
 from offbeat.data.wire import decode_json
 from offbeat.errors import PublishError, RolloutError

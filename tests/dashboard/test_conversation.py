@@ -3,7 +3,7 @@
 import pytest
 
 from offbeat.dashboard.conversation import MessageSpan, messages_of
-from offbeat.data.kept import KeptTrajectory
+from offbeat.data.stored_rollouts import KeptTrajectory
 
 
 def rollout(*parts: str) -> KeptTrajectory:

@@ -6,7 +6,7 @@ import pytest
 
 from offbeat.dashboard.rollout_filter import Filter
 from offbeat.dashboard.rollout_index import RolloutIndex
-from offbeat.data.kept import Address
+from offbeat.data.stored_rollouts import Address
 from offbeat.errors import ConfigError
 from rollout_samples import addresses, group, write_rollouts
 

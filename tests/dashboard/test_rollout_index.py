@@ -11,7 +11,7 @@ import pytest
 
 from offbeat.dashboard.rollout_filter import Filter
 from offbeat.dashboard.rollout_index import RolloutIndex
-from offbeat.data.kept import Address, find_group
+from offbeat.data.stored_rollouts import Address, find_group
 from rollout_samples import addresses, group, write_rollouts, write_small_run
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from offbeat.dashboard.report import STYLE, write_report
 from offbeat.dashboard.samples import answer_card, choose_samples, played_html, samples_html
-from offbeat.data.kept import read_rollouts
+from offbeat.data.stored_rollouts import read_rollouts
 from rollout_samples import group, trajectory, write_rollouts, write_small_run
 
 

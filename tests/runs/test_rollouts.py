@@ -13,7 +13,7 @@ import pytest
 from offbeat.config.root import Config
 from offbeat.controller.inputs import read_inputs
 from offbeat.data.functions import resolve
-from offbeat.data.kept import read_rollouts
+from offbeat.data.stored_rollouts import read_rollouts
 from offbeat.data.stream import PromptStream
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.server import EngineServer

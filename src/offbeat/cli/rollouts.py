@@ -20,7 +20,7 @@ from offbeat.dashboard.conversation import messages_of
 from offbeat.dashboard.rollout_filter import ORDERS, STATUSES, Filter
 from offbeat.dashboard.rollout_index import RolloutIndex
 from offbeat.dashboard.run_files import check_run
-from offbeat.data.kept import Address, KeptGroup, KeptTrajectory, find_group
+from offbeat.data.stored_rollouts import Address, KeptGroup, KeptTrajectory, find_group
 from offbeat.data.wire import encode_json
 from offbeat.errors import ConfigError
 

@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from offbeat.data.keeping import keep
 from offbeat.data.pieces import Pieces
+from offbeat.data.rollout_records import keep
 from offbeat.data.row import Row
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.data.trajectory import Group, Trajectory, episode_reward

@@ -11,8 +11,8 @@ from offbeat.controller.parts import RunParts
 from offbeat.controller.samples import best_and_worst, sample_table
 from offbeat.controller.state import LoopStep
 from offbeat.data.batch import Batch
-from offbeat.data.keeping import keep_lines
 from offbeat.data.pieces import Pieces
+from offbeat.data.rollout_records import keep_lines
 from offbeat.data.stream import PromptStream
 from offbeat.data.trajectory import Group
 from offbeat.fleet.publication import PublishReport

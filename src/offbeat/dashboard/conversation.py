@@ -5,7 +5,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 
-from offbeat.data.kept import KeptTrajectory
+from offbeat.data.stored_rollouts import KeptTrajectory
 
 _ROLES = re.compile(
     r"<\|im_start\|>(\w+)\n|<\|start_header_id\|>(\w+)<\|end_header_id\|>\s*|<start_of_turn>(\w+)\n"

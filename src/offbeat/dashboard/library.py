@@ -15,7 +15,7 @@ from pathlib import Path
 from offbeat.dashboard.rollout_index import IndexProgress, RolloutIndex
 from offbeat.dashboard.run_files import TRACE, RunFiles, is_evaluation, is_run, read_run
 from offbeat.dashboard.warm_up import STEP_EVENT
-from offbeat.data.kept import kept_files
+from offbeat.data.stored_rollouts import kept_files
 from offbeat.errors import DataError
 from offbeat.telemetry.evaluation_log import RESULT_NAME
 from offbeat.telemetry.jsonl import parse_row

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from offbeat.data.kept import Address
+from offbeat.data.stored_rollouts import Address
 from offbeat.errors import ConfigError
 
 Order = Literal["newest", "oldest", "best", "worst", "longest", "shortest"]

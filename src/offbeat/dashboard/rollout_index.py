@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from offbeat.dashboard.rollout_filter import ORDER_BY, Filter, Order
-from offbeat.data.kept import FOLDER, Address, KeptFile, Numbers, kept_files, read_lines
+from offbeat.data.stored_rollouts import FOLDER, Address, KeptFile, Numbers, kept_files, read_lines
 from offbeat.errors import DataError
 
 _LAYOUT = 1

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from offbeat.data.kept import KeptGroup, kept_files, read_groups
+from offbeat.data.stored_rollouts import KeptGroup, kept_files, read_groups
 from offbeat.errors import DataError
 from offbeat.evaluation.files import read_samples
 from offbeat.evaluation.samples import EvaluatedSet

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from offbeat.dashboard.conversation import messages_of
-from offbeat.data.kept import KeptGroup, KeptTrajectory
+from offbeat.data.stored_rollouts import KeptGroup, KeptTrajectory
 
 _MOST_PROMPT, _MOST_WRITTEN = 600, 1500
 _NUM_EACH = 3

@@ -26,7 +26,7 @@ from offbeat.dashboard.library import RunLibrary
 from offbeat.dashboard.processes import processes_html
 from offbeat.dashboard.report import CHARTS_SCRIPT, STYLE, details_html, overview_html, subtitle, timeline_html
 from offbeat.dashboard.rollout_filter import ORDERS, STATUSES, Filter
-from offbeat.data.kept import Address, KeptGroup, KeptTrajectory, find_group
+from offbeat.data.stored_rollouts import Address, KeptGroup, KeptTrajectory, find_group
 from offbeat.errors import ConfigError, OffbeatError, UserError
 
 _FOLDER = Path(__file__).parent

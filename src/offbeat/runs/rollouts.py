@@ -20,10 +20,10 @@ from offbeat.controller.judges import choose_rewards, devices_per_reward_model, 
 from offbeat.controller.parts import Rollouts
 from offbeat.data.batch import Batch
 from offbeat.data.functions import resolve
-from offbeat.data.keeping import keep_rejected_line
 from offbeat.data.mixture import first_rows
 from offbeat.data.pieces import Pieces
 from offbeat.data.prompt import check_length, render
+from offbeat.data.rollout_records import keep_rejected_line
 from offbeat.data.row import Row
 from offbeat.data.stream import PromptStream
 from offbeat.data.trajectory import Trajectory

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.data.kept import KeptGroup, KeptTrajectory, group_at, kept_files, read_groups, read_rollouts
+from offbeat.data.stored_rollouts import KeptGroup, KeptTrajectory, group_at, kept_files, read_groups, read_rollouts
 from offbeat.errors import DataError
 from offbeat.telemetry.rollout_log import RolloutLog
 

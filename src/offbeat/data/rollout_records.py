@@ -7,9 +7,9 @@ import numpy as np
 
 from offbeat.data import wire
 from offbeat.data.batch import Batch
-from offbeat.data.kept import KeptGroup, KeptTrajectory, KeptTurn, Numbers
 from offbeat.data.pieces import Pieces
 from offbeat.data.row import Row
+from offbeat.data.stored_rollouts import KeptGroup, KeptTrajectory, KeptTurn, Numbers
 from offbeat.data.trajectory import Group, Trajectory, parts_of
 
 _DIGITS = 5

@@ -9,11 +9,11 @@ from offbeat.algorithms.distillation import TeacherScores, with_teacher
 from offbeat.algorithms.experience import make_batch
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.data import wire
-from offbeat.data.keeping import keep, keep_lines, keep_rejected_line, trained_columns
-from offbeat.data.kept import KeptGroup, KeptTurn
 from offbeat.data.pieces import Pieces
 from offbeat.data.reward import FailedReward
+from offbeat.data.rollout_records import keep, keep_lines, keep_rejected_line, trained_columns
 from offbeat.data.row import Row
+from offbeat.data.stored_rollouts import KeptGroup, KeptTurn
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.data.trajectory import Group, Trajectory, TurnEnd
 
