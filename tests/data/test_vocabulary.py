@@ -5,9 +5,9 @@ from tokenizers import AddedToken
 
 from chats import CHATML, words
 from offbeat.config.data import DataConfig
-from offbeat.data.known import check_row
 from offbeat.data.row import Row
 from offbeat.data.tokenizer import Tokenizer
+from offbeat.data.unknown_text import check_row
 from offbeat.data.vocabulary import fit_vocabulary
 from offbeat.errors import DataError, ModelError
 

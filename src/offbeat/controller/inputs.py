@@ -16,7 +16,6 @@ from offbeat.data.dataset import Dataset, ListDataset, PromptDataset, open_datas
 from offbeat.data.ends import Ends, find_ends
 from offbeat.data.evaluation_set import open_set
 from offbeat.data.identity import Identity, code_digest, command_digest, digest_of, model_digest
-from offbeat.data.known import check_preference, check_row, unwritable_answers
 from offbeat.data.mixture import Mixture, RowsOfSet
 from offbeat.data.model_folder import check_model_folder, read_context_length, read_end_token_ids, read_vocab_size
 from offbeat.data.pairs import PairEncoder, Preference, open_pairs
@@ -25,6 +24,7 @@ from offbeat.data.reward_model import JudgedPairEncoder, choose_padding, open_re
 from offbeat.data.row import Row
 from offbeat.data.supervised import Supervision
 from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
+from offbeat.data.unknown_text import check_preference, check_row, unwritable_answers
 from offbeat.data.vocabulary import fit_vocabulary
 from offbeat.errors import ConfigError, DataError, ModelError
 from offbeat.inference.sampling import Sampling

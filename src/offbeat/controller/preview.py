@@ -11,13 +11,13 @@ from offbeat.config.root import Config
 from offbeat.controller.inputs import Base, open_mixed, read_base
 from offbeat.controller.template_choice import choose_templates
 from offbeat.data.dataset import Dataset
-from offbeat.data.known import check_preference, unwritable_answers
 from offbeat.data.pairs import PairEncoder, Preference, open_pairs
 from offbeat.data.prompt import check_length, render
 from offbeat.data.row import Row
 from offbeat.data.supervised import Sequence as Encoded
 from offbeat.data.supervised import Supervision
 from offbeat.data.tokenizer import Tokenizer
+from offbeat.data.unknown_text import check_preference, unwritable_answers
 from offbeat.errors import DataError
 
 Kind = Literal["rl", "sft", "pairs"]

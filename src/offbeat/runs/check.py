@@ -21,13 +21,13 @@ from offbeat.data.dataset import PromptDataset, open_datasets
 from offbeat.data.evaluation_set import has_own_rows
 from offbeat.data.files import Sieve
 from offbeat.data.functions import check_takes, resolve
-from offbeat.data.known import check_preference, check_row, unwritable_answers
 from offbeat.data.model_folder import read_context_length, read_vocab_size, router_loss_note
 from offbeat.data.pairs import holds_pairs, open_pairs
 from offbeat.data.reward_model import open_reward_folder
 from offbeat.data.sources import open_source
 from offbeat.data.template_use import replaced_forms, unused_template
 from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
+from offbeat.data.unknown_text import check_preference, check_row, unwritable_answers
 from offbeat.data.vocabulary import fit_vocabulary
 from offbeat.errors import ConfigError, DeadlineError, UserError, WorkerError
 from offbeat.rollout.reward_pool import RewardPool

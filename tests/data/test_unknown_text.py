@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerFast
 
 from offbeat.config.data import DataConfig
 from offbeat.data.dataset import open_datasets
-from offbeat.data.known import check_preference, check_row, describe_alphabet, unwritable_answers
 from offbeat.data.pairs import open_pairs
 from offbeat.data.row import Row
 from offbeat.data.tokenizer import DEFAULT_ALPHABET, Tokenizer, character_tokenizer
+from offbeat.data.unknown_text import check_preference, check_row, describe_alphabet, unwritable_answers
 from offbeat.errors import DataError
 
 TINY = character_tokenizer()
