@@ -13,7 +13,7 @@ import pytest
 
 from episode_samples import rewarded
 from faults.workshop import Workshop
-from offbeat.config.controller import EvaluateConfig
+from offbeat.config.evaluate import EvaluateConfig
 from offbeat.controller.evaluate import Evaluator, check_known
 from offbeat.controller.parts import SingleProcess
 from offbeat.data import wire

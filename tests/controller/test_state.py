@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from offbeat.config.controller import EvaluateConfig
+from offbeat.config.evaluate import EvaluateConfig
 from offbeat.controller.parts import SingleProcess
 from offbeat.controller.state import Best, Decided, HeadState, Highlights, LoopStep, RunState, SavedState, SetHighlights
 from offbeat.data import wire

@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from offbeat.config.agent import AgentConfig
-from offbeat.config.controller import EvaluateConfig
 from offbeat.config.data_sets import setting_of_set
+from offbeat.config.evaluate import EvaluateConfig
 
 _PLAYED = ("program", "command", "environment", "tools")
 _TABLES: dict[str, tuple[str, ...]] = {

@@ -12,12 +12,12 @@ from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.base import Section, field
 from offbeat.config.checkpoint import CheckpointConfig
 from offbeat.config.cluster import ClusterConfig
-from offbeat.config.controller import EvaluateConfig
 from offbeat.config.critic import CriticConfig
 from offbeat.config.curriculum import CurriculumConfig
 from offbeat.config.data import DataConfig
 from offbeat.config.data_sets import check_sets, errors_in_data_set, values_of_data_set
 from offbeat.config.dist import DistConfig
+from offbeat.config.evaluate import EvaluateConfig
 from offbeat.config.evaluation_sets import check_best, errors_in_set, values_of_set
 from offbeat.config.inference import InferenceConfig
 from offbeat.config.model import ModelConfig

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from offbeat.aio import deadline
-from offbeat.config.controller import EvaluateConfig
+from offbeat.config.evaluate import EvaluateConfig
 from offbeat.config.root import Config
 from offbeat.controller.inputs import RunInputs
 from offbeat.controller.parts import LoopPeers, Rollouts, RolloutSource

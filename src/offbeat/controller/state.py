@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from offbeat.algorithms.coefficients import Coefficients
-from offbeat.config.controller import EvaluateConfig
+from offbeat.config.evaluate import EvaluateConfig
 from offbeat.controller.parts import LoopPeers
 from offbeat.data.identity import Identity
 from offbeat.data.stream import StreamState

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from offbeat.config.controller import EvaluateConfig
+from offbeat.config.evaluate import EvaluateConfig
 
 
 def test_evaluation_is_greedy_by_default_and_may_be_left_to_the_ends():
