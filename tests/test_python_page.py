@@ -21,7 +21,7 @@ import offbeat
 from offbeat.config.dump import dump_toml
 from offbeat.config.root import Config
 from offbeat.controller.evaluate import Evaluation
-from offbeat.controller.judges import choose_rewards
+from offbeat.controller.reward_choice import choose_rewards
 from offbeat.data.dataset import open_datasets
 from offbeat.data.functions import resolve
 from offbeat.data.pairs import open_pairs

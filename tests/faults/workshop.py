@@ -20,8 +20,8 @@ from offbeat.aio import both
 from offbeat.cli.main import main
 from offbeat.config.root import Config
 from offbeat.controller.inputs import RunInputs, read_inputs
-from offbeat.controller.judges import choose_rewards
 from offbeat.controller.parts import RunParts, SingleProcess
+from offbeat.controller.reward_choice import choose_rewards
 from offbeat.fleet.engine_group import EngineGroup
 from offbeat.fleet.fleet import UNPUBLISHED, open_fleet
 from offbeat.ranks.ranks import WorkerRanks

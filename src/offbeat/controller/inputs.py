@@ -11,7 +11,7 @@ from offbeat.config.data_sets import weight_of
 from offbeat.config.resume import remembered
 from offbeat.config.rollout import REWARD_MODEL, REWARDS
 from offbeat.config.root import Config
-from offbeat.controller.judges import choose_rewards
+from offbeat.controller.reward_choice import choose_rewards
 from offbeat.data.dataset import Dataset, ListDataset, PromptDataset, open_datasets
 from offbeat.data.ends import Ends, find_ends
 from offbeat.data.evaluation_set import open_set

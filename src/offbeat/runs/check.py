@@ -15,7 +15,7 @@ from offbeat.config.data import DataConfig
 from offbeat.config.load import listed_errors
 from offbeat.config.root import Config
 from offbeat.controller.inputs import check_prompts, give_template, needs_answer
-from offbeat.controller.judges import choose_rewards, reward_model_of
+from offbeat.controller.reward_choice import choose_rewards, reward_model_of
 from offbeat.controller.template_choice import choose_templates, needs_hub
 from offbeat.data.dataset import PromptDataset, open_datasets
 from offbeat.data.evaluation_set import has_own_rows

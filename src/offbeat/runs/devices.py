@@ -4,7 +4,7 @@ Called once, before threads are chosen and anything is started, so that a run's 
 """
 
 from offbeat.config.root import Config
-from offbeat.controller.judges import num_reward_models, num_set_reward_models
+from offbeat.controller.reward_choice import num_reward_models, num_set_reward_models
 from offbeat.errors import ConfigError
 from offbeat.machine import VISIBLE_DEVICES, torch_is_for_cpus, visible_devices
 from offbeat.runs.rank_info import RankInfo

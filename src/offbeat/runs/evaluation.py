@@ -17,8 +17,8 @@ from offbeat.aio import both, run_beside, run_interruptible
 from offbeat.config.root import Config
 from offbeat.controller.evaluate import make_evaluators, score
 from offbeat.controller.inputs import RunInputs, choose_canary, read_inputs
-from offbeat.controller.judges import what_judges
 from offbeat.controller.parts import SingleProcess
+from offbeat.controller.reward_choice import what_judges
 from offbeat.controller.template_choice import choose_templates
 from offbeat.cpu import this_cpu
 from offbeat.data.stream import PromptStream

@@ -16,8 +16,8 @@ from offbeat.config.agent import PLAYS
 from offbeat.config.root import Config
 from offbeat.controller.diagnosis import IdleAdvice
 from offbeat.controller.inputs import RunInputs
-from offbeat.controller.judges import choose_rewards, devices_per_reward_model, reward_model_of, what_judges
 from offbeat.controller.parts import Rollouts
+from offbeat.controller.reward_choice import choose_rewards, devices_per_reward_model, reward_model_of, what_judges
 from offbeat.data.batch import Batch
 from offbeat.data.functions import resolve
 from offbeat.data.mixture import first_rows

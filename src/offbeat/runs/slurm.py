@@ -13,7 +13,7 @@ from pathlib import Path
 
 from offbeat.config.load import Override
 from offbeat.config.root import Config
-from offbeat.controller.judges import num_reward_models, num_set_reward_models
+from offbeat.controller.reward_choice import num_reward_models, num_set_reward_models
 from offbeat.errors import ConfigError
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,:@+-]*")

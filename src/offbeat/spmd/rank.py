@@ -21,8 +21,8 @@ import torch
 from offbeat.aio import SideThread, beside, both, run_beside
 from offbeat.config.root import Config
 from offbeat.controller.inputs import RunInputs
-from offbeat.controller.judges import devices_per_reward_model, num_reward_models, num_set_reward_models
 from offbeat.controller.parts import RunParts
+from offbeat.controller.reward_choice import devices_per_reward_model, num_reward_models, num_set_reward_models
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.fleet.engine_group import EngineAddresses, EngineGroup
 from offbeat.fleet.fleet import UNPUBLISHED, make_dispatcher, open_fleet, open_pool

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.config.load import load_config
-from offbeat.controller.judges import choose_rewards, devices_per_reward_model, num_set_reward_models
+from offbeat.controller.reward_choice import choose_rewards, devices_per_reward_model, num_set_reward_models
 from offbeat.data.functions import resolve
 from small_run import small_config
 
