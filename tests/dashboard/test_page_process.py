@@ -1,4 +1,4 @@
-"""Where the page beside a run listens; `test_beside` has the whole process."""
+"""Where the page beside a run listens; `test_live_page` has the whole process."""
 
 from contextlib import closing
 

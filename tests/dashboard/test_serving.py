@@ -1,4 +1,4 @@
-"""The address of the live page. That it is served until a signal comes is tested by `cli/test_watch` and `test_beside`, as processes."""
+"""The address of the live page. That it is served until a signal comes is tested by `cli/test_watch` and `test_live_page`, as processes."""
 
 from contextlib import closing
 

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from offbeat.aio import ASKED_TO_STOP, PRESSED, End, Terminations, listener
 from offbeat.config.root import Config
-from offbeat.dashboard.beside import LivePage
+from offbeat.dashboard.live_page import LivePage
 from offbeat.errors import CodeError, ConfigError, RunError, StorageError
 from offbeat.telemetry.console import Console, Mode, choose_mode
 from offbeat.workers.worker import library_environment

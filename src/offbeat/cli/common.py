@@ -17,7 +17,7 @@ from offbeat.cli.help import HelpFormatter
 from offbeat.cli.main import loading_hint
 from offbeat.cli.named import add_named_arguments, named_config
 from offbeat.config.root import Config
-from offbeat.dashboard.beside import LivePage
+from offbeat.dashboard.live_page import LivePage
 from offbeat.dashboard.report import write_report
 from offbeat.loading import load_module
 from offbeat.runs.rank_info import read_rank_info

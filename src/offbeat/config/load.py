@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from offbeat.config.base import NUMBER_OR_AUTO, Section, declared
-from offbeat.config.beside import found_beside
 from offbeat.config.evaluation_sets import setting_of
+from offbeat.config.relative_paths import found_beside
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError
 
@@ -109,7 +109,7 @@ def load_config(path: str | None, overrides: Sequence[Override] = (), *, values:
     """Read a TOML file, apply overrides in order and then values, and validate the result.
 
     Args:
-        path: a TOML file; None starts from the defaults. Relative paths in it may be of its own folder, see `beside`.
+        path: a TOML file; None starts from the defaults. Relative paths in it may be of its own folder, see `relative_paths`.
         overrides: ("section.key", value) as typed. A value is parsed as TOML; if that fails, or the setting is text, it is used as is.
         values: settings as Python values, each by "section.key".
 

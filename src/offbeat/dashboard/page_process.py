@@ -1,4 +1,4 @@
-"""The process beside a run: `python -m offbeat.dashboard.page_process RUN_DIR PARENT`, started by `beside.LivePage`.
+"""The process beside a run: `python -m offbeat.dashboard.page_process RUN_DIR PARENT`, started by `live_page.LivePage`.
 
 It serves the page of one run, and prints its address once that can be opened. It ends when its standard input does, and with its parent,
 on systems whose kernel kills it then. SIGTERM, which schedulers send to all processes of a job, does not end it.

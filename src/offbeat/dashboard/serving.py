@@ -1,4 +1,4 @@
-"""Serves the live page until a signal ends it. Used by `offbeat watch`, and by the process beside a run that `beside.LivePage` starts."""
+"""Serves the live page until a signal ends it. Used by `offbeat watch`, and by the process that `live_page.LivePage` starts."""
 
 import asyncio
 import signal

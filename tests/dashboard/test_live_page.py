@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from offbeat.dashboard.beside import LivePage
+from offbeat.dashboard.live_page import LivePage
 from offbeat.telemetry.console import Console
 from rollout_samples import write_small_run
 from waiting import wait_until
@@ -79,7 +79,7 @@ def test_a_page_that_cannot_be_served_is_one_line_and_the_run_goes_on(tmp_path: 
 RUN = """
 import sys, time
 from pathlib import Path
-from offbeat.dashboard.beside import LivePage
+from offbeat.dashboard.live_page import LivePage
 from offbeat.telemetry.console import Console
 with LivePage(Path(sys.argv[1])) as page:
     page.open(Console("quiet"))

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.config.beside import found_beside
 from offbeat.config.load import load_config
+from offbeat.config.relative_paths import found_beside
 
 TASK = """
 [model]
