@@ -123,6 +123,23 @@ def test_ranks_save_the_last_whole_step_together_when_user_code_fails_on_one(
 
 
 @pytest.mark.drill
+def test_ranks_make_up_for_the_evaluation_before_which_a_rank_died(tmp_path: Path, model_dir: str) -> None:
+    run = SmallRun(tmp_path, model_dir)
+    given = {"evaluate__every_steps": "1", "checkpoint__every_steps": "1"}
+    dies = {"OFFBEAT_FAULT": "rank=1,point=evaluate_fn,kind=kill,nth=2"}  # the first evaluation precedes the first step
+    failed = torchrun("train", *run.arguments(**given), "--json", world=2, env=dies)
+    assert failed.returncode != 0 and "rank 1" in failed.stderr
+    saved = json.loads((run.folder / "checkpoints" / "step-00000001" / "complete.json").read_text())
+    assert saved["unevaluated"]["train/tokens"] > 0 and not any("eval/accuracy" in row for row in run.metrics() if row["global_step"])
+    again = torchrun("train", *run.arguments(**given), "--json", world=2)
+    assert again.returncode == 0, again.stderr
+    assert [row["global_step"] for row in run.metrics()] == [1, 2] and all("eval/accuracy" in row for row in run.metrics())
+    assert run.metrics()[0]["train/tokens"] == saved["unevaluated"]["train/tokens"]
+    result = json.loads((run.folder / "result.json").read_text())
+    assert result["steps"] == 2 and result["heldout_before"] is not None and result["heldout_after_step"] == 2
+
+
+@pytest.mark.drill
 def test_one_rank_that_loads_carries_the_same_work_through(
     engine: tuple[EngineServer, str], tmp_path: Path, model_dir: str,
 ) -> None:
