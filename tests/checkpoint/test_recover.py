@@ -4,13 +4,22 @@ import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from offbeat.checkpoint import manifest
 from offbeat.checkpoint.recover import CheckpointIndex, none_sound
-from offbeat.errors import StorageError
+from offbeat.controller.state import HeadState, Highlights, SavedState
+from offbeat.data import wire
+from offbeat.data.stream import StreamState
+from offbeat.errors import ConfigError, StorageError
+
+OLDER = Path(__file__).parent / "older"
+"""Checkpoints as the code of older commits wrote them, each in a folder named after its commit: at first without checksums."""
 
 
 def write(index, step, *, complete=True):
@@ -141,3 +150,29 @@ def test_where_none_is_sound_the_error_says_what_to_do(tmp_path):
     assert re.fullmatch(
         r"no checkpoint in '.*' can be resumed from \(step-00000010 is damaged: data is gone\); put sound copies of the files there, or"
         r" give run.name a new name to begin anew", str(none_sound(index.damaged())))
+
+
+@pytest.mark.parametrize("commit", sorted(path.name for path in OLDER.iterdir()))
+def test_a_checkpoint_that_an_older_commit_wrote_is_read(commit, tmp_path):
+    shutil.copytree(OLDER / commit, tmp_path / "checkpoints")
+    newest, damages = CheckpointIndex(tmp_path / "checkpoints").choose()
+    assert not damages and newest.step == 4
+    assert wire.decode_json(SavedState, newest.payload) == SavedState(
+        4, 5, (HeadState(StreamState(1, 24), ("1:25", "1:26")),), Highlights(heldout_before=0.25, heldout_after=0.5, max_staleness=1))
+
+
+def test_a_checkpoint_of_a_newer_format_is_refused_in_a_sentence_and_nothing_is_touched(tmp_path, monkeypatch):
+    index = CheckpointIndex(tmp_path)
+    write(index, 1)
+    write(index, 2)
+    marker = index.folder(2) / "complete.json"
+    assert json.loads(marker.read_text())["format"] == 1
+    with monkeypatch.context() as later:
+        later.setattr(manifest, "FORMAT", 2)
+        index.amend(2, b'{"global_step": 2}')
+    newer = marker.read_text()
+    marker.write_text(newer)
+    for find in (index.newest, index.choose, index.damaged):
+        with pytest.raises(ConfigError, match=r"step-00000002 has format 2, made by a newer Offbeat .* knows up to 1; upgrade Offbeat"):
+            find()
+    assert marker.read_text() == newer

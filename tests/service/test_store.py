@@ -6,6 +6,7 @@ import sqlite3
 import sys
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,21 @@ import sqlalchemy as sa
 
 from offbeat.errors import ConfigError, MissingExtraError, StorageError
 from offbeat.service.store import Store, StoredRows
-from offbeat.service.tables import CheckpointRow, FutureRow, ModelRow, Row, SamplerRow, SessionRow
+from offbeat.service.tables import (
+    IDENTITY,
+    METADATA,
+    SCHEMA_VERSION,
+    CheckpointRow,
+    FutureRow,
+    ModelRow,
+    Row,
+    SamplerRow,
+    SessionRow,
+)
 from offbeat.service.types import LoraSpec
 
+OLDER = Path(__file__).parent / "older" / "72f4296.sql"
+"""A database with a row of each kind below, as the code of commit 72f4296 wrote it."""
 POSTGRES = os.environ.get("OFFBEAT_TEST_POSTGRES", "")
 LORA = LoraSpec(rank=8, alpha=32.0, seed=2**40, train_attn=True, train_mlp=False)
 SESSION = SessionRow(
@@ -148,6 +161,30 @@ def test_a_call_that_was_given_up_is_carried_out(store: Store) -> None:
 
     asyncio.run(give_up())
     assert store.load().sessions == (SESSION,)
+
+
+def test_a_database_that_an_older_commit_wrote_is_read_and_gone_on_with(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "service.db") as older:
+        older.executescript(OLDER.read_text(encoding="utf-8"))
+    older.close()
+    url = f"sqlite:///{tmp_path}/service.db"
+    store = Store.open(url, identify=lambda known: known.identity or "new")
+    assert store.load() == StoredRows((SESSION,), (MODEL,), (CHECKPOINT,), (SAMPLER,))
+    assert store.find_future(FUTURE.request_id) == FUTURE
+    asyncio.run(store.put(replace(SESSION, id="later")))
+    assert {session.id for session in reopened(store, url).sessions} == {SESSION.id, "later"}
+
+
+def test_tables_have_other_columns_only_in_another_version(tmp_path: Path) -> None:
+    """Existing tables are not altered: whoever changes a row raises SCHEMA_VERSION, and migrates databases of this one or refuses them."""
+    with sqlite3.connect(":memory:") as older:
+        older.executescript(OLDER.read_text(encoding="utf-8"))
+        columns = {name: [column[1] for column in older.execute(f"PRAGMA table_info({name})")] for name in METADATA.tables}
+    older.close()
+    assert SCHEMA_VERSION == 1
+    added = {IDENTITY.name}  # after the first commit; nothing else depends on it
+    assert {name: [column.name for column in table.columns] for name, table in METADATA.tables.items() if name not in added} == {
+        name: columns[name] for name in columns if name not in added}
 
 
 def test_a_database_of_a_newer_version_is_refused(store: Store, url: str) -> None:

@@ -1,7 +1,8 @@
 """The contents of a checkpoint: size and checksum of every file, recorded in the marker that makes it complete. Torch-free.
 
-The marker is one JSON object: the controller's state, `step`, `files`, and a `checksum` of all of it. `recover` checks for damage at two
-depths: `look` reads the marker and compares sizes, `read_through` reads every byte. This protects against disks and slips, not attackers.
+The marker is one JSON object: the controller's state, `format`, `step`, `files`, and a `checksum` of all of it. `recover` checks for damage
+at two depths: `look` reads the marker and compares sizes, `read_through` reads every byte. This protects against disks and slips, not
+attackers.
 """
 
 import hashlib
@@ -12,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.disk import sha256
+from offbeat.errors import ConfigError
 
 MARKER = "complete.json"
+FORMAT = 1
+"""Version of the files of checkpoints. It rises with a change that an older Offbeat would misread; files without one are of the first.
+Every format keeps `format` and `checksum`, so that a newer one is told from a damaged one."""
 
 _NUM_THREADS = 4
 """Number of files read at once; hashing releases the interpreter lock, and one core hashes about 1.6 GB/s."""
@@ -28,7 +33,8 @@ def seal(folder: Path, step: int, state: bytes) -> bytes:
         state: the controller's state, a JSON object.
 
     Returns:
-        A JSON object, such as {..., "step": 50, "files": {"ranks/__0_0.distcp": {"bytes": 2560, "sha256": "..."}}, "checksum": "..."}.
+        A JSON object, such as {..., "format": 1, "step": 50, "files": {"ranks/__0_0.distcp": {"bytes": 2560, "sha256": "..."}},
+        "checksum": "..."}.
     """
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         names = _names(folder)
@@ -43,7 +49,7 @@ def reseal(folder: Path, step: int, state: bytes) -> bytes:
 
 
 def _marker(state: bytes, step: int, files: Mapping[str, Any]) -> bytes:
-    marker = {**json.loads(state), "step": step, "files": files}
+    marker = {**json.loads(state), "format": FORMAT, "step": step, "files": files}
     return json.dumps(marker | {"checksum": _checksum(marker)}, separators=(",", ":")).encode()
 
 
@@ -56,6 +62,9 @@ def look(folder: Path, step: int) -> str:
     """Return the damage to a checkpoint that its marker and file sizes show, such as "ranks/.metadata is gone"; "" for none.
 
     Checkpoints from before there were checksums are accepted as they are if they are of this step.
+
+    Raises:
+        ConfigError: a newer Offbeat has written it, in a format that this one does not know.
     """
     try:
         marker = _read(folder)
@@ -67,6 +76,10 @@ def look(folder: Path, step: int) -> str:
         return "" if marker.get("global_step") == step else f"{MARKER} is not that of step {step}"
     if marker.pop("checksum", "") != _checksum(marker):
         return f"{MARKER} is not as it was written"
+    if marker.get("format", 1) > FORMAT:
+        raise ConfigError(
+            f"{folder} has format {marker['format']}, made by a newer Offbeat than this one, which knows up to {FORMAT}; upgrade Offbeat,"
+            " or give run.name a new name")
     if marker["step"] != step:
         return f"{MARKER} is that of step {marker['step']}"
     for name, about in marker["files"].items():
