@@ -70,6 +70,7 @@ def test_wrong_arguments_are_told_before_anything_starts(model_dir: str, tmp_pat
     assert cli.main(["engine", "--model", model_dir, "--max-adapters", "0"]) == 2
     assert cli.main(["engine", "--model", model_dir, "--max-adapter-rank", "0"]) == 2
     assert cli.main(["engine", "--model", model_dir, "--max-cache-bytes", "-1"]) == 2
+    assert cli.main(["engine", "--model", model_dir, "--max-prefill-per-round", "0"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert "--port must be between 0 and 65535, got 70000" in lines[0]
     assert str(tmp_path) in lines[1]
@@ -77,3 +78,4 @@ def test_wrong_arguments_are_told_before_anything_starts(model_dir: str, tmp_pat
     assert "max_adapters must be >= 1, got 0" in lines[3]
     assert "max_adapter_rank must be >= 1, got 0" in lines[4]
     assert "max_cache_bytes must be >= 0, got -1" in lines[5]
+    assert "max_prefill_per_round must be >= 1, got 0" in lines[6]

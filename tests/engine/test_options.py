@@ -11,7 +11,7 @@ from offbeat.errors import ConfigError, DataError
 
 LEAST = {
     "max_running": 1, "max_queued": 1, "max_context": 0, "max_cache_bytes": 0, "num_engines": 1, "max_prefill_tokens": 1, "max_adapters": 1,
-    "max_adapter_rank": 1, "version": -1,
+    "max_prefill_per_round": 1, "max_adapter_rank": 1, "version": -1,
 }
 
 

@@ -7,6 +7,7 @@ from offbeat.engine.engine import EmbeddedEngine
 from offbeat.engine.loader import load_engine
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import Request, SamplingParams
+from offbeat.engine.scheduler import RoundPrompts
 
 PROMPTS = [[5, 9, 20, 3, 8, 8, 41, 7, 7, 30, 12, 3], [4], [17, 6, 5, 33], [9] * 18]
 
@@ -16,7 +17,7 @@ def engine(request, model_folder) -> EmbeddedEngine:
     return load_engine(EngineOptions(model=model_folder("qwen3"), forward=request.param, max_prefill_tokens=20))
 
 
-def admit(engine: EmbeddedEngine, prompts: list[list[int]], *, n: int = 1) -> list[Request]:
+def admit(engine: EmbeddedEngine, prompts: list[list[int]], *, n: int = 1) -> RoundPrompts:
     for prompt in prompts:
         engine.submit(Request(id=str(prompt), prompt=prompt, params=SamplingParams(max_new_tokens=9, ignore_eos=True), n=n))
     return engine._schedule()
@@ -44,7 +45,7 @@ def test_a_cache_that_is_recomputed_serves_as_the_one_before(engine, reference):
         engine._postprocess(engine._runner.next_logits(admit(engine, [] if engine.num_running else PROMPTS)))
     engine._cache.clear(list(range(engine.num_running)))
     engine._runner.recompute()
-    check(engine, reference, engine._runner.next_logits([]))
+    check(engine, reference, engine._runner.next_logits(RoundPrompts()))
 
 
 def test_there_may_be_nothing_to_recompute(engine):

@@ -11,6 +11,16 @@ from offbeat.engine.scheduler import MOST_PADDING, Scheduler, plan_prefill
 from offbeat.errors import BusyError, RefusedError
 
 
+class NothingKnown:
+    """No prompt begins like an earlier one."""
+
+    def num_known(self, request: Request) -> int:
+        return 0
+
+
+NEW = NothingKnown()
+
+
 def make(name: int, *, length: int = 3, n: int = 1) -> Request:
     return Request(id=str(name), prompt=[1] * length, n=n)
 
@@ -18,8 +28,11 @@ def make(name: int, *, length: int = 3, n: int = 1) -> Request:
 @given(st.data())
 def test_random_traffic_keeps_slots_dense_bounded_and_in_order(data):
     max_running, max_queued, budget = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 9)), data.draw(st.integers(1, 20))
-    scheduler = Scheduler(max_running=max_running, max_queued=max_queued, max_prefill_tokens=budget)
+    per_round = data.draw(st.integers(1, budget))
+    scheduler = Scheduler(
+        max_running=max_running, max_queued=max_queued, max_prefill_tokens=budget, max_prefill_per_round=per_round)
     slots: list[str] = []
+    computed: dict[str, int] = {}
     admitted_order: list[int] = []
     sent = 0
     for _ in range(data.draw(st.integers(1, 30))):
@@ -31,8 +44,15 @@ def test_random_traffic_keeps_slots_dense_bounded_and_in_order(data):
                     scheduler.add(request)
             else:
                 scheduler.add(request)
-        admitted = scheduler.admit()
-        assert len(admitted) <= 1 or sum(len(r.prompt) for r in admitted) <= budget
+        bound = per_round if scheduler.running else budget
+        round_ = scheduler.admit(NEW)
+        begun, admitted = round_.begun, round_.requests
+        if round_.part is not None:
+            assert not admitted and 0 < round_.part.stop - round_.part.start <= bound
+            assert round_.part.start == computed.get(round_.part.request.id, 0)
+            computed[round_.part.request.id] = round_.part.stop
+        assert sum(len(r.prompt) - computed.get(r.id, 0) for r in admitted) <= bound
+        assert begun is None or (begun.stop == computed[begun.request.id] and admitted[0] is begun.request)
         for request in admitted:
             admitted_order.append(int(request.id))
             slots += [f"{request.id}.{i}" for i in range(request.n)]
@@ -66,7 +86,7 @@ def test_random_traffic_never_runs_what_may_outgrow_the_cache_and_starts_all_tha
         scheduler.add(request)
         sent.append(request.id)
     for _ in range(400):
-        for request in scheduler.admit():
+        for request in scheduler.admit(NEW).requests:
             started.append(request.id)
             needs += [-(-(len(request.prompt) + request.params.max_new_tokens) // BUCKET) * BUCKET] * request.n
         assert len(needs) == scheduler.running and len(needs) * max(needs, default=0) <= places
@@ -84,30 +104,64 @@ def test_an_idle_engine_admits_whatever_fits():
     scheduler = Scheduler(max_running=4, max_queued=10, max_prefill_tokens=100)
     for i in range(3):
         scheduler.add(make(i, n=2))
-    assert [r.id for r in scheduler.admit()] == ["0", "1"]
+    assert [r.id for r in scheduler.admit(NEW).requests] == ["0", "1"]
     scheduler.compact([0, 1])
-    assert [r.id for r in scheduler.admit()] == ["2"]
+    assert [r.id for r in scheduler.admit(NEW).requests] == ["2"]
 
 
 def test_a_nearly_full_engine_gathers_freed_slots_before_it_prefills():
     scheduler = Scheduler(max_running=64, max_queued=10, max_prefill_tokens=1000)
     scheduler.add(make(0, n=64))
-    scheduler.admit()
+    scheduler.admit(NEW)
     for i in range(1, 5):
         scheduler.add(make(i))
     freed = []
     for _ in range(4):
         scheduler.compact([0])
-        freed.append(len(scheduler.admit()))
+        freed.append(len(scheduler.admit(NEW).requests))
     assert freed == [0, 0, 3, 0]
 
 
-def test_a_prompt_longer_than_the_budget_runs_alone():
+def test_a_prompt_longer_than_the_bound_is_computed_in_parts_before_later_ones_start():
     scheduler = Scheduler(max_running=4, max_queued=10, max_prefill_tokens=5)
-    for length in (9, 2):
+    for length in (12, 2):
         scheduler.add(make(length, length=length))
-    assert [r.id for r in scheduler.admit()] == ["9"]
-    assert [r.id for r in scheduler.admit()] == ["2"]
+    parts = []
+    for _ in range(3):
+        round_ = scheduler.admit(NEW)
+        parts.append(round_.part and (round_.part.start, round_.part.stop))
+    assert parts == [(0, 5), (5, 10), None]
+    assert [r.id for r in round_.requests] == ["12", "2"] and round_.begun is not None and round_.begun.stop == 10
+
+
+def test_fewer_prompt_tokens_are_computed_beside_running_samples_and_known_ones_do_not_count():
+    class Half(NothingKnown):
+        def num_known(self, request: Request) -> int:
+            return len(request.prompt) // 2
+
+    scheduler = Scheduler(max_running=9, max_queued=10, max_prefill_tokens=100, max_prefill_per_round=10)
+    for name, length in enumerate((90, 8, 20, 22)):
+        scheduler.add(make(name, length=length))
+    rounds = [scheduler.admit(Half()) for _ in range(4)]
+    assert [[r.id for r in round_.requests] for round_ in rounds] == [["0", "1", "2", "3"], [], [], []]
+    for name, length in enumerate((8, 20, 22)):
+        scheduler.add(make(name, length=length))
+    rounds = [scheduler.admit(Half()) for _ in range(4)]
+    assert [[r.id for r in round_.requests] for round_ in rounds] == [["0"], ["1"], [], ["2"]]
+    assert rounds[2].part is not None and (rounds[2].part.known, rounds[2].part.start, rounds[2].part.stop) == (11, 11, 21)
+
+
+def test_a_prompt_that_is_begun_is_forgotten_with_its_request():
+    scheduler = Scheduler(max_running=4, max_queued=10, max_prefill_tokens=5)
+    for i in range(2):
+        scheduler.add(make(i, length=9))
+    scheduler.admit(NEW)
+    assert scheduler.begun is not None and scheduler.remove("1") and scheduler.begun is not None
+    assert scheduler.remove("0") and scheduler.begun is None
+    scheduler.add(make(2, length=9))
+    assert scheduler.admit(NEW).part is not None
+    scheduler.drop_waiting()
+    assert scheduler.begun is None
 
 
 def test_waiting_requests_can_be_removed_and_dropped():

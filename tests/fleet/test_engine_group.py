@@ -99,10 +99,11 @@ def test_engines_of_another_make_need_their_environment(tmp_path: Path, monkeypa
 
 
 def test_options_come_from_the_configuration_and_seeds_differ(tmp_path: Path) -> None:
-    config = small_config(tmp_path, inference__max_running="7", inference__forward="hf", run__seed="3")
+    config = small_config(
+        tmp_path, inference__max_running="7", inference__forward="hf", inference__max_prefill_per_round="99", run__seed="3")
     options = [engine_options(config, "model", "tokenizer", -1, index) for index in range(2)]
     assert (options[0].model, options[0].tokenizer, options[0].version) == ("model", "tokenizer", -1)
-    assert (options[0].max_running, options[0].forward) == (7, "hf")
+    assert (options[0].max_running, options[0].forward, options[0].max_prefill_per_round) == (7, "hf", 99)
     assert options[0].seed != options[1].seed
 
 

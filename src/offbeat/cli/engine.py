@@ -58,6 +58,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--no-prefix-caching", dest="prefix_caching", action="store_false",
         help="compute every prompt as a whole, instead of keeping what was computed of earlier prompts and answers")
+    parser.add_argument(
+        "--max-prefill-per-round", type=int, default=512,
+        help="prompt tokens computed in a round beside samples that decode; a longer prompt takes several rounds (default: 512)")
     parser.add_argument("--max-adapters", type=int, default=32, help="LoRA adapters held at once (default: 32)")
     parser.add_argument("--max-adapter-rank", type=int, default=64, help="largest rank of an adapter (default: 64)")
     parser.add_argument(
@@ -98,7 +101,8 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     options = EngineOptions(
         model=str(model), dtype=dtype, forward=args.forward, max_running=args.max_running, max_queued=args.max_queued,
         max_context=args.max_context, max_cache_bytes=args.max_cache_bytes, prefix_caching=args.prefix_caching,
-        max_adapters=args.max_adapters, max_adapter_rank=args.max_adapter_rank, stall_timeout_s=args.stall_timeout_s, api_key=key,
+        max_prefill_per_round=args.max_prefill_per_round, max_adapters=args.max_adapters, max_adapter_rank=args.max_adapter_rank,
+        stall_timeout_s=args.stall_timeout_s, api_key=key,
         version=-1)
     asyncio.run(_serve(args, options))
     return 0

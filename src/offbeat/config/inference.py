@@ -41,6 +41,10 @@ class InferenceConfig(Section):
         True,
         "Keep what was computed of earlier prompts and answers until the weights change, so that prompts which begin alike, such as the "
         "turns of an agent, compute their rest alone. The numbers are the same up to rounding.")
+    max_prefill_per_round: int = field(
+        512,
+        "Prompt tokens that the embedded engine computes in a round beside samples that decode; a longer prompt takes several rounds. "
+        "Lower it for streams that must not pause, raise it for long prompts with short answers.", ge=1)
     threads: int = field(
         0, "CPU threads per engine; 0 divides the available cores among the run's engines and train ranks.", ge=0)
     max_adapters: int = field(32, "LoRA adapters that an engine holds at once; the least recently used is evicted.", ge=1)

@@ -27,7 +27,7 @@ from offbeat.engine.request import Event, FinishReason, Output, Request, Samplin
 from offbeat.engine.rows import Rows
 from offbeat.engine.runner import Runner
 from offbeat.engine.sampler import row_keys, sample
-from offbeat.engine.scheduler import Scheduler
+from offbeat.engine.scheduler import RoundPrompts, Scheduler
 from offbeat.engine.scoring import Scorer
 from offbeat.engine.sleep import EngineSleep
 from offbeat.engine.structure import Grammars
@@ -75,7 +75,7 @@ class EmbeddedEngine:
         )
         self._scheduler = Scheduler(
             max_running=options.max_running, max_queued=options.max_queued, max_prefill_tokens=options.max_prefill_tokens,
-            max_cache_tokens=self._cache.max_tokens,
+            max_prefill_per_round=options.max_prefill_per_round, max_cache_tokens=self._cache.max_tokens,
         )
         self._rows = Rows(max_rows=options.max_running, device=forward.device)
         self.adapters = EngineAdapters(forward, options, in_use=self._adapters_in_use)
@@ -157,6 +157,8 @@ class EmbeddedEngine:
     def abort(self, request_id: str) -> None:
         """Drop a request whose client is gone; no event reports it."""
         self._scorer.remove(request_id)
+        if (begun := self._scheduler.begun) is not None and begun.request.id == request_id:
+            self._restart_prompt()
         if not self._scheduler.remove(request_id):
             rows = [row for row, running in enumerate(self._rows.samples) if running.request.id == request_id]
             self.finished["abort"] += len(rows)
@@ -182,14 +184,16 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Sample one token for each running sample and the first token of each newly admitted one; run one batch of waiting scores."""
+        """Sample one token for each running sample and the first token of each newly admitted one; run one batch of waiting scores.
+
+        Prompts that are long are computed in parts beside it, one part a step.
+        """
         events = self._score() if self._has_scores else []
         if not self._has_samples:
             return events
-        admitted = self._schedule()
-        logits = self._runner.next_logits(admitted)
+        logits = self._runner.next_logits(self._schedule())
         self._starting = []
-        return events + self._postprocess(logits)
+        return events if logits is None else events + self._postprocess(logits)
 
     def _score(self) -> list[Event]:
         """Score one waiting batch. While samples run, scoring takes at most half of the time; a pause does not hold it up."""
@@ -202,15 +206,16 @@ class EmbeddedEngine:
         self._scores_from_s = end_s + (end_s - start_s)
         return events
 
-    def _schedule(self) -> list[Request]:
-        admitted = self._starting = [] if self._pending else self._scheduler.admit()
-        for request in admitted:
+    def _schedule(self) -> RoundPrompts:
+        prompts = RoundPrompts() if self._pending else self._scheduler.admit(self._runner)
+        self._starting = prompts.requests
+        for request in prompts.requests:
             params = request.params
             seed = params.seed if params.seed is not None else int(self._rng.integers(2**63))
             eos = () if params.ignore_eos else (self.tokenizer.eos_token_id,)
             self._rows.add(request, keys=row_keys(seed, request.n), stop_ids=params.stop_token_ids + eos, tokenizer=self.tokenizer)
             self.num_prompt_tokens += len(request.prompt)
-        return admitted
+        return prompts
 
     def _postprocess(self, logits: Tensor) -> list[Event]:
         """Sample from logits [B, V], account for the tokens, report events and free finished slots."""
@@ -266,12 +271,22 @@ class EmbeddedEngine:
     def _release(self, rows: list[int]) -> None:
         """Free slots and keep the remaining rows dense; when the last sample ends, a draining switch takes place."""
         if rows:
-            longest = int(self._rows.length[: len(self._rows)].max())
+            longest, slots = int(self._rows.length[: len(self._rows)].max()), len(self._rows)
             sources, targets = self._scheduler.compact(rows)
             self._cache.move(sources, targets, positions=longest)
             self._rows.compact(sources, targets, running=self._scheduler.running)
+            if (begun := self._scheduler.begun) is not None:
+                self._cache.move([slots], [len(self._rows)], positions=begun.stop)
+                self._cache.clear([slots])
             self.adapters.drop_leaving()
             self._finish_drain()
+
+    @torch.inference_mode()
+    def _restart_prompt(self) -> None:
+        """Compute the prompt of which a part is computed from its beginning, later."""
+        if self._scheduler.begun is not None:
+            self._scheduler.begun = None
+            self._cache.clear([len(self._rows)])
 
     # -- control, between two steps ----------------------------------------------------------------------------------------------------
 
@@ -281,6 +296,7 @@ class EmbeddedEngine:
         if mode == "keep":
             return []
         events = [self._end(row, "abort") for row in range(len(self._rows))]
+        self._restart_prompt()
         self._release(list(range(len(self._rows))))
         for request in self._scheduler.drop_waiting():
             self.finished["abort"] += request.n
@@ -310,6 +326,7 @@ class EmbeddedEngine:
         """
         if self._pending is not None:
             raise EngineError(f"a switch to version {self._pending.version} is draining; wait for it before it is put to sleep")
+        self._sleepart_prompt()
         self._sleep.begin(keep_weights=keep_weights)
 
     def wake(self) -> None:
@@ -370,6 +387,7 @@ class EmbeddedEngine:
             done.set_result(0.0)
             return done
         self._versions.check_staged(version)
+        self._restart_prompt()
         self._pending = PendingSwitch(version, time.monotonic(), done)
         if self.asleep:
             self._finish_switch(recompute=True)

@@ -23,7 +23,8 @@ class EngineOptions:
             memory, divided among `num_engines`, or half of the free memory of the engine's accelerator.
         prefix_caching: keep keys and values of samples that have ended, in an eighth of the cache at most; see `prefixes`.
         num_engines: engines that share the machine's memory.
-        max_prefill_tokens: prompt tokens, padding included, computed in one step before decoding continues.
+        max_prefill_tokens: prompt tokens computed in one round while nothing decodes, and in one batch, padding included.
+        max_prefill_per_round: prompt tokens computed in one round beside samples that decode; a longer prompt takes several rounds.
         max_adapters: LoRA adapters held at once; to make room, the least recently used that no request uses is evicted.
         max_adapter_rank: largest rank of an adapter.
         stall_timeout_s: seconds without computing after which a step counts as hung; see `stall.StepWatch`.
@@ -43,6 +44,7 @@ class EngineOptions:
     prefix_caching: bool = True
     num_engines: int = 1
     max_prefill_tokens: int = 8192
+    max_prefill_per_round: int = 512
     max_adapters: int = 32
     max_adapter_rank: int = 64
     stall_timeout_s: float = 60.0
@@ -51,7 +53,8 @@ class EngineOptions:
     version: Version = 0
 
     def __post_init__(self) -> None:
-        ones = ("max_running", "max_queued", "num_engines", "max_prefill_tokens", "max_adapters", "max_adapter_rank")
+        ones = (
+            "max_running", "max_queued", "num_engines", "max_prefill_tokens", "max_prefill_per_round", "max_adapters", "max_adapter_rank")
         for name, least in (*((name, 1) for name in ones), ("max_context", 0), ("max_cache_bytes", 0), ("version", -1)):
             value = getattr(self, name)
             if value < least:

@@ -14,7 +14,7 @@ from offbeat.engine.forward import Forward
 from offbeat.engine.prefixes import Begun, PrefixCache
 from offbeat.engine.request import Request
 from offbeat.engine.rows import Rows
-from offbeat.engine.scheduler import plan_prefill
+from offbeat.engine.scheduler import PromptPart, RoundPrompts, plan_prefill
 
 
 class Runner:
@@ -36,28 +36,51 @@ class Runner:
         self._adapters = adapters
         self._max_prefill_tokens = max_prefill_tokens
 
+    def num_known(self, request: Request) -> int:
+        """See `KnownPrompts`."""
+        (owner,) = self._adapters.of([request.adapter])
+        return self.prefixes.find(owner, np.array(request.prompt)).num_tokens
+
     @torch.inference_mode()
-    def next_logits(self, admitted: Sequence[Request]) -> Tensor:
-        """Compute the logits of the next token of every row, [B, V]: old rows decode; the last ones, of admitted requests, prefill."""
-        counts = [request.n for request in admitted]
-        old = len(self._rows) - sum(counts)
-        parts = []
-        self._adapters.place(self._rows.adapters())
-        if old:
-            step = self._cache.step(self._rows.length[:old] - 1)
-            lora = self._adapters.rows(self._rows.adapters()[:old])
-            parts.append(self._forward.decode(self._send(self._rows.last_tokens(old)), step, lora=lora))
-        if admitted:
-            first = old + np.cumsum([0, *counts[:-1]])
-            sequences = [np.array(request.prompt) for request in admitted]
-            logits, known = self._prefill(sequences, [request.adapter for request in admitted], slots=first)
-            self.num_cached_tokens += known
-            repeats = np.arange(old, len(self._rows))
-            prompts = np.repeat(np.arange(len(admitted)), counts)
-            copies = repeats != first[prompts]
-            self._cache.move(first[prompts][copies].tolist(), repeats[copies].tolist(), positions=max(map(len, sequences)))
-            parts.append(logits[self._send(prompts)])
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+    def next_logits(self, prompts: RoundPrompts) -> Tensor | None:
+        """Compute the logits of the next token of every row, [B, V]: old rows decode; the last ones, of requests that start, prefill.
+
+        A part of a prompt is stored in the slot after all rows, and gives no logits; None if there is nothing else.
+        """
+        part, begun = prompts.part, prompts.begun
+        old = len(self._rows) - sum(request.n for request in prompts.requests)
+        self._adapters.place([*self._rows.adapters(), *([part.request.adapter] if part else [])])
+        if (stored := part or begun) is not None:  # its slot must stay when the cache grows for the rows before it
+            self._reserve(slots=old + 1, positions=stored.stop)
+        logits = [self._decode_rows(old)] if old else []
+        if part is not None:
+            tokens = np.array(part.request.prompt[: part.stop])
+            self._prefill([tokens], [part.request.adapter], slots=np.array([old]), begun=part.start if part.start > part.known else 0)
+        if prompts.requests:
+            logits.append(self._start_requests(prompts.requests, begun, old))
+        return torch.cat(logits) if len(logits) > 1 else next(iter(logits), None)
+
+    def _decode_rows(self, count: int) -> Tensor:
+        """Decode the first rows; returns their logits [count, V]."""
+        step = self._cache.step(self._rows.length[:count] - 1)
+        lora = self._adapters.rows(self._rows.adapters()[:count])
+        return self._forward.decode(self._send(self._rows.last_tokens(count)), step, lora=lora)
+
+    def _start_requests(self, requests: Sequence[Request], begun: PromptPart | None, old: int) -> Tensor:
+        """Prefill requests whose rows are those from `old` on; the first of them may be begun. Returns the rows' logits [N, V]."""
+        counts = [request.n for request in requests]
+        first = old + np.cumsum([0, *counts[:-1]])
+        sequences = [np.array(request.prompt) for request in requests]
+        logits, known = self._prefill(
+            sequences, [request.adapter for request in requests], slots=first, begun=0 if begun is None else begun.stop)
+        if begun is not None:
+            known[0] = begun.known
+        self.num_cached_tokens += int(known.sum())
+        repeats = np.arange(old, len(self._rows))
+        prompts = np.repeat(np.arange(len(requests)), counts)
+        copies = repeats != first[prompts]
+        self._cache.move(first[prompts][copies].tolist(), repeats[copies].tolist(), positions=max(map(len, sequences)))
+        return logits[self._send(prompts)]
 
     def new_weights(self, *, recompute: bool) -> None:
         """Forget the prefixes of earlier weights, and with `recompute` compute the cache of all running samples again."""
@@ -86,25 +109,31 @@ class Runner:
         owners = self._adapters.of(self._rows.adapters()[row] for row in ended)
         self.prefixes.store(zip(owners, map(self._rows.cached_tokens, ended), ended, strict=True), self._cache)
 
-    def _prefill(self, sequences: list[np.ndarray], adapters: Sequence[str], *, slots: np.ndarray) -> tuple[Tensor, int]:
+    def _prefill(
+        self, sequences: list[np.ndarray], adapters: Sequence[str], *, slots: np.ndarray, begun: int = 0
+    ) -> tuple[Tensor, np.ndarray]:
         """Write the keys and values of each sequence to its slot.
 
         Sequences that begin alike wait for the first of them, and go on from its keys and values.
 
+        Args:
+            begun: number of tokens of the first sequence that its slot holds already.
+
         Returns:
-            The logits after each sequence, [P, V], and the number of tokens that were known.
+            The logits after each sequence, [P, V], and the number of its tokens that were known, [P] int64.
         """
         lengths = np.array([len(s) for s in sequences])
         owners = self._adapters.of(adapters)
-        self._cache.reserve(slots=len(self._rows), positions=int(self._rows.length[: len(self._rows)].max()))
+        self._reserve(slots=int(slots.max()) + 1, positions=int(lengths.max()))
         starts = np.zeros_like(lengths)
         logits: Tensor | None = None
         waiting = list(range(len(sequences)))
         while waiting:
-            begun = {i: self.prefixes.find(owners[i], sequences[i]) for i in waiting}
-            now, waiting = _first_of_their_kind(begun)
-            self.prefixes.load(((int(slots[i]), begun[i]) for i in now), self._cache)
-            starts[now] = [begun[i].num_tokens for i in now]
+            found = {i: self.prefixes.find(owners[i], sequences[i]) for i in waiting}
+            now, waiting = _first_of_their_kind(found)
+            ready = {0: begun} if begun and 0 in now else {}
+            self.prefixes.load(((int(slots[i]), found[i]) for i in now if i not in ready), self._cache)
+            starts[now] = [ready.get(i, found[i].num_tokens) for i in now]
             for chunk in self._chunks(np.array(now), lengths, starts):
                 new = self._compute(chunk, sequences, adapters, slots=slots, starts=starts)
                 if logits is None:
@@ -112,7 +141,12 @@ class Runner:
                 logits[self._send(chunk)] = new
             self.prefixes.store(((owners[i], sequences[i], int(slots[i])) for i in now), self._cache)
         assert logits is not None, "a prefill has at least one sequence"
-        return logits, int(starts.sum())
+        return logits, starts
+
+    def _reserve(self, *, slots: int, positions: int) -> None:
+        """Make room in the cache for these slots and positions beside all rows."""
+        longest = int(self._rows.length[: len(self._rows)].max(initial=0))
+        self._cache.reserve(slots=max(slots, len(self._rows)), positions=max(positions, longest))
 
     def _chunks(self, which: np.ndarray, lengths: np.ndarray, starts: np.ndarray) -> Iterable[np.ndarray]:
         """Split the sequences at `which` [N] into batches; those without a known prefix need no mask and no copy of cached positions."""

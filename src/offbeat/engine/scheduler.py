@@ -3,10 +3,15 @@
 Running samples occupy the dense slots 0..B-1, so that a decode step reads a prefix of the cache without gathering. A finished slot is
 filled by the last running one (`compact`). Requests are admitted first in, first out, all n samples of one together, and only when the
 cache can hold everything that runs at its longest possible length: a sample that has started is never preempted for lack of memory.
+
+A prompt that is too long for one round is computed in parts, so that running samples decode in between. Its request waits meanwhile at the
+head of the queue, and the keys and values of its parts are in the slot after the running ones.
 """
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -23,19 +28,66 @@ MOST_PADDING = 32
 """Most padding tokens in a batch of prompts: computing more takes longer than starting another batch, on tiny models and on large ones."""
 
 
+class KnownPrompts(Protocol):
+    """Tells which beginnings of prompts need not be computed."""
+
+    def num_known(self, request: Request) -> int:
+        """Return the number of tokens at the beginning of the request's prompt that were computed before; less than all of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class PromptPart:
+    """A part of a prompt that is computed in several rounds.
+
+    Attributes:
+        known: number of tokens at the prompt's beginning that were computed for earlier prompts.
+        start, stop: the tokens of the part, such as 512 to 1024 of 2000.
+    """
+
+    request: Request
+    known: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class RoundPrompts:
+    """Prompts to compute in one round.
+
+    Attributes:
+        requests: requests that start; their samples occupy the slots from the old `running` on, in order.
+        begun: the newest part of the first request's prompt, if parts of it were computed in earlier rounds.
+        part: a part to compute of a prompt whose request does not start yet.
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    begun: PromptPart | None = None
+    part: PromptPart | None = None
+
+
 class Scheduler:
     """Waiting requests and the number of busy slots.
 
     Promises: at most `max_running` slots are busy; the number of busy slots times the longest possible length among them is at most
-    `max_cache_tokens`; at most `max_queued` requests wait; requests start in the order in which they came; one admission computes at most
-    `max_prefill_tokens` prompt tokens, unless a single prompt is longer. A request that fits alone starts at the latest after all others.
+    `max_cache_tokens`; at most `max_queued` requests wait; requests start in the order in which they came; a round computes at most
+    `max_prefill_tokens` prompt tokens, and at most `max_prefill_per_round` while samples run, without those that are known. A request that
+    fits alone starts at the latest after all others.
+
+    Attributes:
+        begun: the newest part of the first waiting request's prompt; None if no part of it is computed.
     """
 
-    def __init__(self, *, max_running: int, max_queued: int, max_prefill_tokens: int, max_cache_tokens: int | None = None) -> None:
+    def __init__(
+        self, *, max_running: int, max_queued: int, max_prefill_tokens: int, max_prefill_per_round: int | None = None,
+        max_cache_tokens: int | None = None,
+    ) -> None:
         """Without `max_cache_tokens` only the number of slots bounds the running samples."""
         self.max_running = max_running
         self.max_queued = max_queued
         self.max_prefill_tokens = max_prefill_tokens
+        self.max_prefill_per_round = min(max_prefill_per_round or max_prefill_tokens, max_prefill_tokens)
+        self.begun: PromptPart | None = None
         self._max_cache_tokens = max_cache_tokens
         self._needs: list[int] = []  # largest length in positions that each busy slot may reach
         self._waiting: deque[Request] = deque()
@@ -89,29 +141,39 @@ class Scheduler:
         kept = deque(request for request in self._waiting if request.id != request_id)
         removed = len(kept) < len(self._waiting)
         self._waiting = kept
+        if self.begun is not None and self.begun.request.id == request_id:
+            self.begun = None
         return removed
 
     def drop_waiting(self) -> list[Request]:
         """Empty the queue and return its requests."""
-        dropped, self._waiting = list(self._waiting), deque()
+        dropped, self._waiting, self.begun = list(self._waiting), deque(), None
         return dropped
 
-    def admit(self) -> list[Request]:
-        """Take the requests that start now; their samples occupy the slots from the old `running` on, in order."""
+    def admit(self, prompts: KnownPrompts) -> RoundPrompts:
+        """Take the requests that start now, or a part of the first prompt if it is too long for one round."""
+        begun = self.begun
         admitted: list[Request] = []
-        tokens = 0
-        if self.num_free < self.running // REFILL_FRACTION:
-            return admitted
+        if begun is None and self.num_free < self.running // REFILL_FRACTION:
+            return RoundPrompts()
+        room = self.max_prefill_per_round if self.running else self.max_prefill_tokens
         while self._waiting:
             request = self._waiting[0]
-            tokens += len(request.prompt)
             need = _need(request)
-            fits = self.running + request.n <= self._most_slots(max([need, *self._needs]))
-            if not fits or (admitted and tokens > self.max_prefill_tokens):
+            if self.running + request.n > self._most_slots(max([need, *self._needs])):
                 break
+            known = prompts.num_known(request) if self.begun is None else self.begun.known
+            start = known if self.begun is None else self.begun.stop
+            if start + room < len(request.prompt):
+                if not admitted:
+                    self.begun = PromptPart(request, known, start, start + room)
+                    return RoundPrompts(part=self.begun)
+                break
+            room -= len(request.prompt) - start
+            self.begun = None
             admitted.append(self._waiting.popleft())
             self._needs += [need] * request.n
-        return admitted
+        return RoundPrompts(admitted, begun)
 
     def compact(self, finished: Iterable[int]) -> tuple[list[int], list[int]]:
         """Free slots and keep the rest dense.

@@ -204,7 +204,7 @@ def engine_options(config: Config, model: str, tokenizer: str, version: int, ind
         model=model, tokenizer=tokenizer, dtype=config.model.number_format, forward=inference.forward, max_running=inference.max_running,
         max_queued=inference.max_queued, max_context=inference.max_context, max_cache_bytes=inference.max_cache_bytes,
         prefix_caching=inference.prefix_caching, num_engines=inference.num_engines, max_adapters=inference.max_adapters,
-        max_adapter_rank=inference.max_adapter_rank,
+        max_adapter_rank=inference.max_adapter_rank, max_prefill_per_round=inference.max_prefill_per_round,
         stall_timeout_s=inference.stall_timeout_s, seed=engine_seed(config, index), api_key=api_key, version=version)
 
 
