@@ -326,7 +326,7 @@ class EmbeddedEngine:
         """
         if self._pending is not None:
             raise EngineError(f"a switch to version {self._pending.version} is draining; wait for it before it is put to sleep")
-        self._sleepart_prompt()
+        self._restart_prompt()
         self._sleep.begin(keep_weights=keep_weights)
 
     def wake(self) -> None:
