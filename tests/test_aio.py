@@ -159,6 +159,18 @@ def test_a_side_thread_gives_results_and_errors_and_runs_everything_in_one_threa
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("error", [StopIteration(), SystemExit(3)])
+def test_errors_that_event_loops_treat_in_their_own_way_reach_the_caller_of_a_side_thread(error: BaseException) -> None:
+    def fail() -> None:
+        raise error
+
+    async def main() -> object:
+        return await SideThread("side").run("odd", fail, timeout_s=5)
+
+    with pytest.raises((RuntimeError, SystemExit), match="odd raised StopIteration|3"):
+        asyncio.run(main())
+
+
 def test_each_function_of_a_side_thread_runs_within_what_is_around_it() -> None:
     names: list[str] = []
 

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from queue import SimpleQueue
@@ -12,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 from offbeat import ending
 from offbeat.errors import DeadlineError
+from offbeat.settling import outcome_of
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -183,18 +185,25 @@ class SideThread:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
-        def settle(set_outcome: Callable[[Any], None], outcome: object) -> None:
-            if not future.done():
-                set_outcome(outcome)
+        def call() -> T:
+            with self._around(name):
+                return function()
+
+        def tell(outcome: "Future[T]") -> None:
+            if future.done():
+                return
+            match outcome.exception():
+                case None:
+                    future.set_result(outcome.result())
+                case StopIteration():  # asyncio's futures refuse it, and the caller would wait for ever
+                    future.set_exception(RuntimeError(f"{name} raised StopIteration"))
+                case error:
+                    future.set_exception(error)
 
         def job() -> None:
-            try:
-                with self._around(name):
-                    outcome = future.set_result, function()
-            except Exception as exc:
-                outcome = future.set_exception, exc
+            outcome = outcome_of(call)
             with suppress(RuntimeError):  # the loop is closed, so nobody is waiting any more
-                loop.call_soon_threadsafe(settle, *outcome)
+                loop.call_soon_threadsafe(tell, outcome)
 
         self._jobs.put(job)
         async with deadline(name, timeout_s) if timeout_s is not None else nullcontext():

@@ -14,12 +14,14 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from queue import SimpleQueue
 from signal import SIGINT, SIGTERM
 from types import FrameType
 from typing import Any, TypeVar
 
 from offbeat.raised import describe_at, place_in
+from offbeat.settling import settle
 from offbeat.types import Tell
 
 T = TypeVar("T")
@@ -50,14 +52,8 @@ class Threads(ThreadPoolExecutor):
         future: Future[T] = Future()
 
         def job() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = function(*args, **kwargs)
-            except BaseException as exc:  # raised where the result is awaited
-                future.set_exception(exc)
-            else:
-                future.set_result(result)
+            if future.set_running_or_notify_cancel():
+                settle(future, partial(function, *args, **kwargs))
 
         with self._lock:
             if self._closed:

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from offbeat.aio import ASKED_TO_STOP, PRESSED, End, Terminations, listener
 from offbeat.config.root import Config
 from offbeat.dashboard.live_page import LivePage
 from offbeat.errors import CodeError, ConfigError, RunError, StorageError
+from offbeat.settling import settle
 from offbeat.telemetry.console import Console, Mode, choose_mode
 from offbeat.workers.worker import library_environment
 
@@ -178,15 +180,11 @@ def run_alone(
 def _in_thread(
     work: Callable[[], T], *, ending: Ending, inbox: "SimpleQueue[Step | None]", tell: Callable[[Step], None],
 ) -> T:
-    results: list[T] = []
-    errors: list[BaseException] = []
+    outcome: Future[T] = Future()
 
     def body() -> None:
         listener.set(ending.attach)  # a thread has a context of its own
-        try:
-            results.append(work())
-        except BaseException as exc:
-            errors.append(exc)
+        settle(outcome, work)
         inbox.put(None)
 
     failed: list[BaseException] = []
@@ -205,11 +203,9 @@ def _in_thread(
                 failed.append(exc)
                 ending.after_step("a callback has failed, so this step is the last")
         thread.join()
-    if failed and not any(isinstance(exc, Exception) for exc in errors):
+    if failed and not isinstance(outcome.exception(), Exception):
         raise failed[0]
-    if errors:
-        raise errors[0]
-    return results[0]
+    return outcome.result()
 
 
 def _next(inbox: "SimpleQueue[Step | None]") -> Step | None:

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from offbeat.engine.engine import EmbeddedEngine
@@ -22,19 +21,12 @@ from offbeat.engine.request import Event, Request, ScoreJob
 from offbeat.engine.versions import VersionSource
 from offbeat.errors import EngineError
 from offbeat.pulse import Signs
+from offbeat.settling import outcome_of, settle
 from offbeat.types import Version
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class EngineCommand:
-    """A function to run between two steps, and the callback for the case that it raises or the engine has ended."""
-
-    run: Callable[[], Any]
-    fail: Callable[[Exception], None]
 
 
 class EngineLoop:
@@ -50,7 +42,7 @@ class EngineLoop:
         self.error: EngineError | None = None
         self.num_rounds = 0
         self._deliver = deliver
-        self._commands: list[EngineCommand] = []
+        self._commands: list[tuple[Future[Any], Callable[[], Any]]] = []  # functions to run between two steps, with their futures
         self._events: list[Event] = []
         self._stopping = False
         self._busy_since_s: float | None = None
@@ -74,18 +66,24 @@ class EngineLoop:
 
     def submit(self, request: Request | ScoreJob) -> None:
         """Queue a request and return at once; a refusal arrives as an event, as every answer does."""
-        self._post(EngineCommand(lambda: self.engine.submit(request), lambda error: self._refuse(request, error)))
+        self.call(lambda: self.engine.submit(request)).add_done_callback(lambda done: self._refuse(request, done.exception()))
 
     def abort(self, request_id: str) -> None:
         """Drop a request and return at once."""
-        self._post(EngineCommand(lambda: self.engine.abort(request_id), lambda _: None))
+        self.call(lambda: self.engine.abort(request_id))
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
         """Run a function between two steps; the future receives its result or error."""
         future: Future[T] = Future()
         # From here on it cannot be cancelled: setting the result of a cancelled future would raise on the engine's thread.
         future.set_running_or_notify_cancel()
-        self._post(EngineCommand(lambda: future.set_result(function()), future.set_exception))
+        with self._wake:
+            error = self.error
+            if error is None:
+                self._commands.append((future, function))
+                self._wake.notify()
+        if error is not None:
+            future.set_exception(error)
         return future
 
     def pause(self, mode: Literal["keep", "abort"]) -> "Future[None]":
@@ -116,25 +114,18 @@ class EngineLoop:
             adapter = adapters.read(folder)
             self.call(lambda: adapters.add(name, folder, adapter)).result()
 
-    def _post(self, command: EngineCommand) -> None:
-        with self._wake:
-            if self.error is None:
-                self._commands.append(command)
-                self._wake.notify()
-                return
-        command.fail(self.error)
-
     # -- on the engine's thread --------------------------------------------------------------------------------------------------------
 
     def _main(self) -> None:
         reason = EngineError("the engine was stopped")
-        try:
-            while not self._stopping:
-                self._round()
-        except Exception as exc:
-            logger.exception("the engine failed")
-            reason = EngineError(f"the engine failed: {type(exc).__name__}: {exc}")
+        if (error := outcome_of(self._rounds).exception()) is not None:
+            logger.error("the engine failed", exc_info=error)
+            reason = EngineError(f"the engine failed: {type(error).__name__}: {error}")
         self._close(reason)
+
+    def _rounds(self) -> None:
+        while not self._stopping:
+            self._round()
 
     def _round(self) -> None:
         with self._wake:
@@ -143,11 +134,8 @@ class EngineLoop:
             commands, self._commands = self._commands, []
             self._busy_since_s = time.monotonic()
             self.num_rounds += 1
-        for command in commands:
-            try:
-                command.run()
-            except Exception as exc:
-                command.fail(exc)
+        for future, function in commands:
+            settle(future, function)
         self._events += self.engine.step()
         self._flush()
         self._busy_since_s = None
@@ -165,7 +153,9 @@ class EngineLoop:
         others = {thread.native_id for thread in threading.enumerate() if thread is not self._thread}
         return Signs.read(self.num_rounds, native, others)
 
-    def _refuse(self, request: Request | ScoreJob, error: Exception) -> None:
+    def _refuse(self, request: Request | ScoreJob, error: BaseException | None) -> None:
+        if error is None:
+            return
         refusal = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
         self._deliver([Event(request.id, refusal)])
 
@@ -178,7 +168,7 @@ class EngineLoop:
         with self._wake:
             self.error = reason
             commands, self._commands = self._commands, []
-        for command in commands:
-            command.fail(reason)
+        for future, _ in commands:
+            future.set_exception(reason)
         self._events += self.engine.fail(reason)
         self._flush()

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self, TypeVar
@@ -36,6 +37,7 @@ from offbeat.service.tables import (
     SamplerRow,
     SessionRow,
 )
+from offbeat.settling import outcome_of
 
 _TIMEOUT_S = 10
 _CLAIM_S = 3
@@ -72,14 +74,14 @@ class _Write:
 
     def made(self) -> bool:
         """Make the rows. Returns False, and gives the caller the error, if that failed."""
-        try:
-            self.rows = [row() if callable(row) else row for row in self.given]
-        except Exception as exc:
-            self.settle(exc)
+        outcome = outcome_of(lambda: [row() if callable(row) else row for row in self.given])
+        if (error := outcome.exception()) is not None:
+            self.settle(error)
             return False
+        self.rows = outcome.result()
         return True
 
-    def settle(self, error: Exception | None) -> None:
+    def settle(self, error: BaseException | None) -> None:
         """Wake the caller, with an error if there is one."""
         def tell() -> None:
             if not self.done.done():
@@ -255,20 +257,13 @@ class Store:
 
     def _commit(self, group: list[_Write]) -> None:
         group = [write for write in group if write.made()]
-        error = self._attempt(group)
+        error = outcome_of(lambda: self._transact(group)).exception()
         if error is not None and len(group) > 1 and not isinstance(error, OperationalError):
             for write in group:  # the database refuses one of them, which must not make the others fail
-                self._settle(write, self._attempt([write]))
+                self._settle(write, outcome_of(partial(self._transact, [write])).exception())
         else:
             for write in group:
                 self._settle(write, error)
-
-    def _attempt(self, group: list[_Write]) -> Exception | None:
-        try:
-            self._transact(group)
-        except Exception as exc:
-            return exc
-        return None
 
     def _transact(self, group: list[_Write]) -> None:
         last = {(type(row), _key(row)): (write.keep, row) for write in group for row in write.rows}
@@ -285,7 +280,7 @@ class Store:
             for table, rows in deletes.items():
                 connection.execute(sa.delete(table).where(*(c == sa.bindparam(c.name) for c in table.primary_key)), rows)
 
-    def _settle(self, write: _Write, error: Exception | None) -> None:
+    def _settle(self, write: _Write, error: BaseException | None) -> None:
         write.settle(error and _storage_error(self._engine, error))
 
 
@@ -365,7 +360,7 @@ def _name(engine: sa.Engine) -> str:
     return f"the database {engine.url.render_as_string(hide_password=True)}"
 
 
-def _storage_error(engine: sa.Engine, exc: Exception) -> StorageError:
+def _storage_error(engine: sa.Engine, exc: BaseException) -> StorageError:
     reason = str(exc.orig if isinstance(exc, DBAPIError) else exc).strip().partition("\n")[0]
     error = StorageError(f"{_name(engine)} cannot be used: {reason}; see that it can be reached, has free space and is not locked")
     error.__cause__ = exc
