@@ -179,17 +179,18 @@ def printable(text: str, *, most: int = 500) -> str:
 
 def describe(exc: BaseException) -> str:
     """Describe an exception from user code by its class and, if it can be formatted, its text."""
-    try:
-        text = str(exc)
-    except Exception:
-        text = "it cannot say what is wrong"
+    text = _formatted("{!s}", exc, otherwise="it cannot say what is wrong")
     return printable(f"{type(exc).__name__}: {text}" if text else type(exc).__name__)
 
 
 def shorten(value: object) -> str:
     """Describe an unexpected value from user code by the beginning of its repr, and its type."""
+    return f"{printable(_formatted('{!r}', value, otherwise='something'), most=60)} ({type(value).__name__})"
+
+
+def _formatted(form: str, value: object, *, otherwise: str) -> str:
+    """Format a value of a class from user code, whose `__str__` or `__repr__` may raise anything."""
     try:
-        text = repr(value)
+        return form.format(value)
     except Exception:
-        text = "something"
-    return f"{printable(text, most=60)} ({type(value).__name__})"
+        return otherwise

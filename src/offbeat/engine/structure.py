@@ -34,6 +34,9 @@ _TOO_MANY = re.compile(r"\{(?:\d{1,4},)?\d{5,}(?:,\d*)?\}")
 
 _JSON: Any = {"whitespace_pattern": JSON_SPACE}
 
+_LIBRARY_ERRORS = (ValueError, TypeError, RuntimeError)
+"""Errors by which the Rust library refuses a tokenizer or a structure."""
+
 
 class Grammar:
     """The place of one sample in its structure.
@@ -121,7 +124,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> Any:
         if decoder == "Fuse":  # tokens are pieces of text, as in a tokenizer over characters
             return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Pieces(tokenizer)), eos_token=ends)
         return llguidance.hf.from_tokenizer(tokenizer.hf, eos_token=ends)
-    except Exception as exc:  # the Rust library raises several kinds
+    except _LIBRARY_ERRORS as exc:
         raise RefusedError(
             f"structured outputs are not offered with tokenizer {tokenizer.name!r}, the bytes of whose tokens are not known:"
             f" {first_line(exc)}") from exc
@@ -157,7 +160,7 @@ def _compile(structure: Structure, vocabulary: Any) -> Grammar:
             text = llguidance.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
         else:
             text = llguidance.grammar_from(structure.kind, structure.definition)
-    except Exception as exc:  # the Rust library raises several kinds
+    except _LIBRARY_ERRORS as exc:
         raise refuse(exc) from exc
     matcher = llguidance.LLMatcher(vocabulary, text, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS))
     if matcher.is_error():

@@ -29,9 +29,10 @@ def read_recipient(text: str) -> Any:
         return kind.Recipient.from_str(text)
     except BaseException as exc:
         # The library panics on some keys, such as an RSA key with exponent 0: a BaseException of a type that no module exports.
-        if not isinstance(exc, pyrage.RecipientError) and type(exc).__name__ != "PanicException":
-            raise
-        raise ValueError(f"{text[:80]!r} is no recipient of age; give a public key that begins with age1, ssh-ed25519 or ssh-rsa") from exc
+        if isinstance(exc, pyrage.RecipientError) or type(exc).__name__ == "PanicException":
+            sentence = f"{text[:80]!r} is no recipient of age; give a public key that begins with age1, ssh-ed25519 or ssh-rsa"
+            raise ValueError(sentence) from exc
+        raise
 
 
 def encrypt_files(folder: Path, recipients: Sequence[str]) -> None:

@@ -285,7 +285,7 @@ class Training:
             await self._models.make_room(job.item.model, wanted, busy=self.work.models)
             if not isinstance(job.item.request, Load):
                 await self._models.enter(job.item.model)
-        except Exception as exc:
+        except (OffbeatError, OSError) as exc:
             if not self._adapters.trainers_alive:
                 raise
             self._fail(job, exc)

@@ -66,14 +66,13 @@ class RankPeers:
 
         `timeout_s` is for work that partly runs in the leader's thread, where it shows no life.
         """
-        error, data = None, None
-        if self._sync.rank == 0:
-            try:
-                data = _DONE + wire.encode(await work())
-            except SyncError:
-                raise  # the others know of it
-            except Exception as exc:
-                error, data = exc, _FAILED + wire.encode(describe(exc))
+
+        async def answer() -> bytes:
+            return _DONE + wire.encode(await work())
+
+        data, error = await _attempt(answer) if self._sync.rank == 0 else (None, None)
+        if error is not None:
+            data = _FAILED + wire.encode(describe(error))
         try:
             answer = await self._thread.run(name, partial(self._sync.broadcast, name, data, timeout_s=timeout_s))
         except SyncError:
@@ -94,13 +93,7 @@ class RankPeers:
 
     async def all_ready(self, name: str, work: Callable[[], Awaitable[T | None]]) -> T | None:
         """See `LoopPeers.all_ready`."""
-        error, result = None, None
-        try:
-            result = await work()
-        except SyncError:
-            raise
-        except Exception as exc:
-            error = exc
+        result, error = await _attempt(work)
         own = Ready(result is not None, "" if error is None else describe(error))
         everyones = await self._thread.run(name, partial(self._sync.gather, name, own, patient=True))
         for rank, ready in enumerate(everyones):
@@ -115,6 +108,20 @@ class RankPeers:
     def _heard(self, own: Exception | None, *, rank: int, reason: str) -> Exception:
         self._told = own or PeerError(f"rank {rank} failed: {reason}")
         return self._told
+
+
+async def _attempt(work: Callable[[], Awaitable[T]]) -> tuple[T | None, Exception | None]:
+    """Do this rank's part; returns its result, or its error, of which the others must hear whatever it is, since they wait for this rank.
+
+    Raises:
+        SyncError: the others know of it.
+    """
+    try:
+        return await work(), None
+    except SyncError:
+        raise
+    except Exception as exc:
+        return None, exc
 
 
 @dataclass(frozen=True)

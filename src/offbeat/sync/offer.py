@@ -20,6 +20,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 
 from offbeat.sync.broadcast import BroadcastGroup, Spec, device_name
@@ -153,7 +154,7 @@ class WeightBroadcast:
             try:
                 self._write_folder(self._state)
                 self._folder_ticket = {}
-            except Exception as exc:  # the receiver reports it, under its own name
+            except (OSError, RuntimeError, ValueError, SafetensorError) as exc:  # the receiver reports it, under its own name
                 self._folder_ticket = {"error": f"the broadcast broke {_MAX_ROUNDS} times, and then {type(exc).__name__}: {exc}"}
         return self._folder_ticket
 
