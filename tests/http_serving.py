@@ -11,8 +11,7 @@ import msgspec
 import uvicorn
 from starlette.applications import Starlette
 
-from offbeat.listening import GuestServer
-from offbeat.service.app.server import listen
+from offbeat.listening import GuestServer, bind
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ Serve = Callable[[Callable[[Client], Awaitable[None]]], None]
 @asynccontextmanager
 async def serving(app: Starlette) -> AsyncIterator[Client]:
     """The application on a free port while the body runs."""
-    with listen("127.0.0.1", 0) as listener:
+    with bind("127.0.0.1", 0, who="the server") as listener:
         server = GuestServer(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1))
         task = asyncio.create_task(server.serve(sockets=[listener]))
         await server.ready.wait()

@@ -2,6 +2,7 @@
 
 import asyncio
 import resource
+import signal
 import socket
 import threading
 from contextlib import closing
@@ -14,7 +15,7 @@ from starlette.routing import Route
 
 from http_serving import serving
 from offbeat.errors import PortBusyError
-from offbeat.listening import LARGE_BYTES, BodyTooLargeError, SlowBodyError, bind, decode, read_body, run_bounds
+from offbeat.listening import LARGE_BYTES, BodyTooLargeError, SlowBodyError, bind, decode, read_body, run_bounds, server_config, url_of
 
 
 def test_a_port_that_is_taken_is_told() -> None:
@@ -85,3 +86,41 @@ def test_a_large_body_is_decoded_beside_the_event_loop_and_a_small_one_on_it() -
         return [await decode(lambda _: threading.current_thread() is here, b"x" * size) for size in (LARGE_BYTES, LARGE_BYTES + 1)]
 
     assert asyncio.run(threads()) == [True, False]
+
+
+def test_an_address_that_cannot_be_bound_is_one_sentence_with_another_choice() -> None:
+    with bind("127.0.0.1", 0, who="the service") as listener:
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(PortBusyError, match=f"the service cannot listen on 127.0.0.1:{port}: .*choose another --port"):
+            bind("127.0.0.1", port, who="the service", another="another --port")
+    with pytest.raises(PortBusyError, match="192.0.2.1"):
+        bind("192.0.2.1", 0, who="the service")
+
+
+def test_connections_are_refused_until_a_server_listens() -> None:
+    with bind("127.0.0.1", 0, who="the service") as listener, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(listener.getsockname())
+
+
+def test_a_guest_leaves_signals_alone() -> None:
+    async def body() -> None:
+        before = signal.getsignal(signal.SIGINT)
+        async with serving(Starlette(routes=[Route("/", lambda _: PlainTextResponse("hello"))])) as client:
+            assert (await client.ask("GET", "/")).body == b"hello" and signal.getsignal(signal.SIGINT) is before
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(("bound", "host", "query", "url"), [
+    ("127.0.0.1", "", "", "http://127.0.0.1:{}"), ("127.0.0.1", "box", "/?key=k", "http://box:{}/?key=k"),
+    ("127.0.0.1", "::1", "", "http://[::1]:{}"), ("0.0.0.0", "", "/", f"http://{socket.gethostname()}:{{}}/")])
+def test_the_address_for_clients_names_the_host_that_they_reach(bound: str, host: str, query: str, url: str) -> None:
+    with bind(bound, 0, who="the service") as listener:
+        assert url_of(listener, host=host, query=query) == url.format(listener.getsockname()[1])
+
+
+def test_a_server_has_neither_life_span_nor_log_of_requests_and_declares_its_differences() -> None:
+    config = server_config(Starlette(), keep_alive_s=7, shutdown_s=2, log_level="error")
+    assert (config.lifespan, config.access_log, config.server_header, config.log_level) == ("off", False, False, "error")
+    assert (config.timeout_keep_alive, config.timeout_graceful_shutdown) == (7, 2)

@@ -1,4 +1,6 @@
-"""Listening sockets, uvicorn within bounds, and bodies of requests. Used by the engine, the service, the proxy of agents and the live page.
+"""Listening sockets, uvicorn within bounds, and bodies of requests: the shell of every server.
+
+The engine, the service, the proxy of agents and the live page declare their differences from each other in `server_config` and `Bounds`.
 
 For any clients, a server holds a bounded number of connections, heads and bodies, and waits a bounded time for each (`connections`).
 """
@@ -15,6 +17,7 @@ from typing import Any, TypeVar, cast
 import psutil
 import uvicorn
 from starlette.requests import Request
+from starlette.types import ASGIApp
 
 from offbeat.connections import Bounds, Connections, GuardedProtocol
 from offbeat.errors import PortBusyError, RefusedError
@@ -81,6 +84,30 @@ def run_bounds() -> Bounds:
     allow_files()
     most = int(max(min(num_free_files(), _OPEN_FILES) * 3 // 4, 1))
     return Bounds(connections=most, of_address=most, unfetched_s=300.0)
+
+
+def url_of(listener: socket.socket, *, host: str = "", query: str = "") -> str:
+    """Return the address of a bound socket for clients, such as "http://127.0.0.1:8000".
+
+    Args:
+        host: name under which clients reach it; by default the one that it is bound to, or this machine's name if it is bound to all.
+        query: end of the address, such as "/?key=k".
+    """
+    bound, port = listener.getsockname()[:2]
+    host = host or (socket.gethostname() if bound in ("0.0.0.0", "::") else bound)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}{query}"
+
+
+def server_config(app: ASGIApp, *, keep_alive_s: int, shutdown_s: int | None = None, **others: Any) -> uvicorn.Config:
+    """Return uvicorn's configuration of a server: no life span, no log of requests, no name of the software in answers.
+
+    Args:
+        keep_alive_s: seconds after which a connection without a request is closed.
+        shutdown_s: seconds that requests have to end when the server stops; None waits for all.
+        others: differences from the other servers, such as `log_config=None`.
+    """
+    settings = {"lifespan": "off", "access_log": False, "log_level": "warning", "server_header": False} | others
+    return uvicorn.Config(app, timeout_keep_alive=keep_alive_s, timeout_graceful_shutdown=shutdown_s, **settings)
 
 
 class BoundedServer(uvicorn.Server):

@@ -10,7 +10,8 @@ from offbeat.chat.anthropic import Anthropic
 from offbeat.chat.completions import Completions
 from offbeat.chat.dialects import ChatDialect
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Reply
-from offbeat.chat.sending import GONE, ChatResponse, Refusal
+from offbeat.chat.refusals import GONE, Refusal
+from offbeat.chat.sending import ChatResponse
 from offbeat.errors import EngineError
 
 ANSWER = ChatAnswer("1", 7, "m", (Reply(Message("assistant", "x"), "stop"),), num_prompt_tokens=1)

@@ -1,12 +1,11 @@
-"""Who may ask an engine, and how it answers; the server's tests ask it over HTTP."""
-
-import json
+"""Who may ask an engine, and the statuses of its errors; the server's tests ask it over HTTP."""
 
 import pytest
 from starlette.requests import Request
 
-from offbeat.chat.anthropic import Anthropic
-from offbeat.engine.web import error_answer, refusal
+from offbeat.engine.adapters import UnknownAdapterError
+from offbeat.engine.web import Disconnected, refusal, refusal_of
+from offbeat.errors import BusyError, EngineError, RefusedError
 
 
 def asked(method: str = "POST", **headers: str) -> Request:
@@ -19,7 +18,7 @@ def asked(method: str = "POST", **headers: str) -> Request:
     (asked(content_type="text/plain"), 415), (asked("GET", content_type="text/plain"), None)])
 def test_without_a_key_only_programs_of_this_machine_may_ask(http, status) -> None:
     refused = refusal(http, "")
-    assert (refused and refused[1]) == status
+    assert (refused and refused.status) == status
 
 
 @pytest.mark.parametrize(("http", "allowed"), [
@@ -28,11 +27,13 @@ def test_without_a_key_only_programs_of_this_machine_may_ask(http, status) -> No
     (asked(authorization="Bearer x", x_api_key="k"), False), (asked(host="evil.example", authorization="Bearer k"), True)])
 def test_with_a_key_only_its_holders_may_ask(http, allowed) -> None:
     refused = refusal(http, "k")
-    assert refused is None if allowed else refused is not None and refused[1] == 401
+    assert refused is None if allowed else refused is not None and refused.status == 401
 
 
-def test_an_error_is_written_as_its_endpoint_writes_errors() -> None:
-    response = error_answer("no", status=404, write=Anthropic().error, headers={"Retry-After": "1"})
-    assert response.status_code == 404 and response.headers["retry-after"] == "1"
-    assert json.loads(bytes(response.body))["error"] == {"type": "not_found_error", "message": "no"}
-    assert json.loads(bytes(error_answer("no", status=500).body))["error"]["type"] == "server_error"
+@pytest.mark.parametrize(("exc", "status", "param"), [
+    (BusyError("full"), 429, ""), (UnknownAdapterError("gone"), 404, "model"), (RefusedError("no", param="n"), 400, "n"),
+    (EngineError("broken"), 500, ""), (Disconnected(), 499, ""), (KeyError("k"), 500, "")])
+def test_each_error_has_its_status(exc: Exception, status: int, param: str) -> None:
+    told = refusal_of(exc)
+    assert (told.status, told.param) == (status, param)
+    assert told.headers == ({"Retry-After": "1"} if status == 429 else {})

@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable
 from typing import Self
 
 import msgspec
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -28,14 +27,15 @@ from offbeat.chat.anthropic import Anthropic
 from offbeat.chat.completions import Completions
 from offbeat.chat.dialects import ChatDialect, list_models, model_entry
 from offbeat.chat.parsing import AnswerParser
+from offbeat.chat.refusals import GONE, OPENAI, Refusal, Refusals, error_response, json_response, no_such_endpoint
 from offbeat.chat.rendering import Renderer
 from offbeat.chat.responses import Responses
-from offbeat.chat.sending import GONE, KEEP_ALIVE_S, ChatResponse, Refusal, WriteError, no_such_endpoint, param_of
+from offbeat.chat.sending import KEEP_ALIVE_S, ChatResponse
 from offbeat.connections import Connections
 from offbeat.errors import BusyError, EngineError, OffbeatError, RefusedError, UserError
 from offbeat.hosts import LOOPBACK, bearer_key, is_loopback
 from offbeat.inference.sampling import Sampling
-from offbeat.listening import BodyTooLargeError, GuestServer, SlowBodyError, bind, decode, read_body, run_bounds
+from offbeat.listening import BodyTooLargeError, GuestServer, SlowBodyError, bind, decode, read_body, run_bounds, server_config, url_of
 from offbeat.rollout.episode import Generate
 
 MAX_BODY_BYTES = 32 << 20
@@ -44,10 +44,10 @@ _PATIENCE_S = 60.0  # for programs on a busy machine
 
 logger = logging.getLogger(__name__)
 
-_STATUS: dict[type[Exception], int] = {
+_REFUSALS = Refusals("the run", {
     UnknownKeyError: 401, SealedError: 409, BodyTooLargeError: 413, SlowBodyError: 408, BusyError: 429, RefusedError: 400, UserError: 400,
-    EngineError: 503, OffbeatError: 503}
-"""The status of each error; the first that fits counts. SDKs try again after 409, 429 and 503."""
+    EngineError: 503, OffbeatError: 503})
+"""SDKs try again after 409, 429 and 503."""
 
 
 class Proxy:
@@ -95,19 +95,15 @@ class Proxy:
             DeadlineError: uvicorn did not start in time.
         """
         listener = bind(self._host, self._port, who="the proxy of agents")
-        host = f"[{self._told_host}]" if ":" in self._told_host else self._told_host
-        port = listener.getsockname()[1]
-        self.url = f"http://{host}:{port}"
+        self.url = url_of(listener, host=self._told_host)
         if not is_loopback(self._host):
             self.exposed = (
-                f"the proxy of agents listens on {self._host}:{port}, beyond this machine: whoever reaches it and has an episode's key"
-                " takes part in that episode, and nothing on the way is encrypted")
+                f"the proxy of agents listens on {self._host}:{listener.getsockname()[1]}, beyond this machine: whoever reaches it and has"
+                " an episode's key takes part in that episode, and nothing on the way is encrypted")
             logger.warning("%s", self.exposed)
-        config = uvicorn.Config(
-            Starlette(routes=self._routes(), exception_handlers={HTTPException: no_such_endpoint(_errors_of)}), lifespan="off",
-            access_log=False, log_level="warning", log_config=None, ws="none",
-            timeout_keep_alive=75, timeout_graceful_shutdown=1)
-        self._server = GuestServer(config, Connections(run_bounds(), write_error=Completions().error))
+        app = Starlette(routes=self._routes(), exception_handlers={HTTPException: no_such_endpoint})
+        self._server = GuestServer(
+            server_config(app, keep_alive_s=75, shutdown_s=1, log_config=None), Connections(run_bounds(), write_error=OPENAI))
         self._serving = asyncio.create_task(self._server.serve([listener]), name="proxy of agents")
         async with deadline("the proxy of agents to listen", _START_S):
             await self._server.ready.wait()
@@ -181,7 +177,7 @@ class Proxy:
                 self._session_of(http)
                 request = await decode(dialect.read_count, await _body(http))
                 prompt = await asyncio.to_thread(self._renderer.prompt, request.messages, request.tools)
-                return _json(dialect.count(len(prompt)))
+                return json_response(dialect.count(len(prompt)))
             except Exception as exc:
                 return _refuse(dialect, exc)
 
@@ -192,7 +188,7 @@ class Proxy:
             self._session_of(http)
         except OffbeatError as exc:
             return _refuse(Completions(), exc)
-        return _json(list_models({self._model: self._started}))
+        return json_response(list_models({self._model: self._started}))
 
     async def _model_of(self, http: Request) -> Response:
         name = http.path_params["name"]
@@ -202,8 +198,8 @@ class Proxy:
             return _refuse(Completions(), exc)
         if name != self._model:
             told = f"no model is called {name[:80]!r} here; it is {self._model!r}"
-            return _json(Completions().error(told, status=404, param="model"), status=404)
-        return _json(msgspec.json.encode(model_entry(name, self._started)))
+            return error_response(Refusal(told, 404, param="model"))
+        return json_response(msgspec.json.encode(model_entry(name, self._started)))
 
     def _session_of(self, http: Request) -> Session:
         bearer = bearer_key(http.headers.get("authorization", ""))
@@ -213,10 +209,6 @@ class Proxy:
             return self._sessions.find(key, http.headers.get("x-session-id", ""))
         except UnknownKeyError:
             return self._sessions.find(http.headers.get("x-api-key", key), http.headers.get("x-session-id", ""))
-
-
-def _errors_of(path: str) -> WriteError:
-    return Anthropic().error if "/v1/messages" in path else Completions().error
 
 
 async def _body(http: Request) -> bytes:
@@ -233,21 +225,9 @@ def _attempt(http: Request, body: bytes) -> Attempt:
 
 def _explain(exc: BaseException) -> Refusal:
     """Return the reply that tells a client of an error, such as status 429 for `BusyError`."""
-    if isinstance(exc, asyncio.CancelledError):
-        exc = SealedError("this episode ended before the answer was complete")
-    status = next((status for kind, status in _STATUS.items() if isinstance(exc, kind)), None)
-    if status is not None:
-        return Refusal(str(exc), status, param=param_of(exc))
-    logger.error("a call of an agent failed", exc_info=exc)
-    return Refusal(f"unexpected {type(exc).__name__}: {exc}; the run's log says where", 500)
+    sealed = isinstance(exc, asyncio.CancelledError)
+    return _REFUSALS.explain(SealedError("this episode ended before the answer was complete") if sealed else exc)
 
 
 def _refuse(dialect: ChatDialect, exc: Exception) -> Response:
-    if isinstance(exc, ClientDisconnect):
-        return Response(status_code=GONE)
-    told = _explain(exc)
-    return _json(dialect.error(told.sentence, status=told.status, param=told.param), status=told.status)
-
-
-def _json(data: bytes, *, status: int = 200) -> Response:
-    return Response(data, status_code=status, media_type="application/json")
+    return Response(status_code=GONE) if isinstance(exc, ClientDisconnect) else error_response(_explain(exc), dialect.error)

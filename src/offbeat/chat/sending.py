@@ -5,48 +5,17 @@ complete, with keep-alive events before, so that neither clients nor proxies giv
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from offbeat.errors import RefusedError
+from offbeat.chat.refusals import GONE, Explain
 
 KEEP_ALIVE_S = 5.0
 """Seconds of silence after which a stream that waits sends a keep-alive event; clients and proxies wait longer."""
-GONE = 499
-"""Status of a request whose client did not wait for the answer; nobody receives it."""
 _JSON, _EVENTS = "application/json", "text/event-stream"
-
-
-def no_such_endpoint(errors_of: "Callable[[str], WriteError]") -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Return the handler of a path or a method that a server does not have; `errors_of` chooses the form of a path's errors."""
-
-    async def answer(http: Request, exc: Exception) -> Response:
-        status, path = getattr(exc, "status_code", 404), http.url.path
-        told = (
-            f"{path[:200]} does not take {http.method}" if status == 405 else f"this server has no {http.method} {path[:200]}")
-        return Response(errors_of(path)(told, status=status), status_code=status, media_type=_JSON)
-
-    return answer
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """An error for clients: one sentence, its HTTP status such as 400, headers, and the field that is wrong, or ""."""
-
-    sentence: str
-    status: int
-    headers: Mapping[str, str] = field(default_factory=dict)
-    param: str = ""
-
-
-def param_of(exc: BaseException) -> str:
-    """Return the field that is wrong by an error, or by the error behind it; empty if neither names one."""
-    return exc.param if isinstance(exc, RefusedError) else exc.__cause__.param if isinstance(exc.__cause__, RefusedError) else ""
 
 
 class Asked(Protocol):
@@ -70,10 +39,8 @@ class Writer(Protocol):
     def stream_error(self, message: str, *, status: int) -> bytes: ...
 
 
-class WriteError(Protocol):
-    """Writes the body of an error."""
-
-    def __call__(self, message: str, *, status: int, param: str = "") -> bytes: ...
+Hook = Callable[[], None]
+"""Called at one moment of an answer's way."""
 
 
 def _nothing() -> None:
@@ -88,8 +55,8 @@ class ChatResponse(Response):
     """
 
     def __init__(
-        self, task: "asyncio.Task[Any]", dialect: Writer, request: Asked, *, explain: Callable[[BaseException], Refusal],
-        leave: Callable[[], None] | None = None, sending: Callable[[], None] = _nothing, keep_alive_s: float = KEEP_ALIVE_S,
+        self, task: "asyncio.Task[Any]", dialect: Writer, request: Asked, *, explain: Explain, leave: Hook | None = None,
+        sending: Hook = _nothing, keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         """Prepare to wait.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from offbeat.cli.help import HelpFormatter
 from offbeat.cli.keys import read_key
 from offbeat.dashboard.library import RunLibrary
-from offbeat.dashboard.serving import PORT, serve, url_of
+from offbeat.dashboard.serving import PORT, page_url, serve
 from offbeat.errors import ConfigError
 from offbeat.hosts import is_loopback
 from offbeat.listening import bind
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         with closing(bind(args.host, args.port, who="the live page", another="another --port")) as listener:
 
             def tell() -> None:
-                url = url_of(listener, key=key)
+                url = page_url(listener, key=key)
                 print(f"watching {', '.join(library.runs()) or 'for a run to begin'} at {url}; Ctrl-C ends it", flush=True)
 
             asyncio.run(serve(library, listener, key=key, ready=tell))

@@ -6,16 +6,15 @@ import socket
 from collections.abc import Callable, Sequence
 from urllib.parse import quote
 
-import uvicorn
-
 from offbeat.connections import Bounds, Connections
 from offbeat.dashboard.library import RunLibrary
 from offbeat.dashboard.site import make_site
-from offbeat.listening import GuestServer, num_free_files
+from offbeat.listening import GuestServer, num_free_files, server_config, url_of
 
 PORT = 8765
 """Default port of the page."""
 _MAX_CONNECTIONS = 1024
+_KEEP_ALIVE_S = 5
 
 
 async def serve(
@@ -29,8 +28,8 @@ async def serve(
         ready: called once requests are answered.
         until: signals that end it.
     """
-    config = uvicorn.Config(make_site(library, key=key), log_level="warning", access_log=False, server_header=False)
-    server = GuestServer(config, Connections(Bounds(connections=int(max(min(_MAX_CONNECTIONS, num_free_files() // 2), 1)))))
+    most = int(max(min(_MAX_CONNECTIONS, num_free_files() // 2), 1))
+    server = GuestServer(server_config(make_site(library, key=key), keep_alive_s=_KEEP_ALIVE_S), Connections(Bounds(connections=most)))
     loop = asyncio.get_running_loop()
     serving = loop.create_task(server.serve(sockets=[listener]))
     for name in until:
@@ -40,10 +39,6 @@ async def serve(
     await serving
 
 
-def url_of(listener: socket.socket, *, key: str = "") -> str:
+def page_url(listener: socket.socket, *, key: str = "") -> str:
     """Return the address of the page for a browser, with the key if there is one."""
-    host, port = listener.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):
-        host = socket.gethostname()
-    query = f"?key={quote(key, safe='')}" if key else ""
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/{query}"
+    return url_of(listener, query=f"/?key={quote(key, safe='')}" if key else "/")

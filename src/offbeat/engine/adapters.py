@@ -22,6 +22,8 @@ MAX_NAME = 200
 class UnknownAdapterError(RefusedError):
     """The adapter is not held, or is being unloaded; or no model has that name."""
 
+    param = "model"
+
 
 @dataclass(eq=False)
 class HeldAdapter:

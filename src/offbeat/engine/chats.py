@@ -18,14 +18,15 @@ from offbeat.chat.anthropic import Anthropic
 from offbeat.chat.completions import Completions
 from offbeat.chat.dialects import ChatDialect
 from offbeat.chat.messages import ChatAnswer
+from offbeat.chat.refusals import json_response
 from offbeat.chat.responses import Responses
-from offbeat.chat.sending import ChatResponse, WriteError
+from offbeat.chat.sending import ChatResponse
 from offbeat.chat.size import check_chat_size
 from offbeat.engine.answers import Answer, ChatFormat
 from offbeat.engine.chat_streams import ChatEvents, stream_chat
 from offbeat.engine.engine import EmbeddedEngine
 from offbeat.engine.request import Output, Request
-from offbeat.engine.web import OPENAI, Disconnected, Handler, json_answer, refusal_of, whole_body
+from offbeat.engine.web import Disconnected, Handler, refusal_of, whole_body
 from offbeat.engine.wire import body_of
 from offbeat.errors import EngineError
 from offbeat.listening import decode
@@ -66,7 +67,7 @@ class Chats:
     async def _count(self, http: HttpRequest) -> Response:
         asked = await decode(_ANTHROPIC.read_count, await whole_body(http))
         check_chat_size(asked, self._engine.tokenizer, context=self._engine.max_context)
-        return json_answer(_ANTHROPIC.count(await asyncio.to_thread(self._answering.count, asked)))
+        return json_response(_ANTHROPIC.count(await asyncio.to_thread(self._answering.count, asked)))
 
     async def _answer(self, http: HttpRequest, dialect: ChatDialect) -> Response:
         asked = await decode(dialect.read, await whole_body(http))
@@ -105,11 +106,6 @@ class Chats:
         """Return the tokens that end an answer besides the tokenizer's own: the end of a turn, and the client's stop tokens."""
         turn = None if chat.request.ignore_eos else self._engine.tokenizer.end_of_turn_id
         return [*(() if turn is None else (turn,)), *chat.stop_token_ids]
-
-
-def errors_of(path: str) -> WriteError:
-    """Return how errors of an endpoint are written."""
-    return _ANTHROPIC.error if path.startswith("/v1/messages") else OPENAI
 
 
 async def streaming(answer: Answer, outputs: AsyncGenerator[Output]) -> Response:

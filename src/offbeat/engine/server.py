@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -27,11 +26,11 @@ from starlette.routing import Route
 
 from offbeat.aio import deadline
 from offbeat.chat.dialects import list_models, model_entry, read_body
-from offbeat.chat.sending import WriteError, no_such_endpoint
+from offbeat.chat.refusals import Refusal, WriteError, error_response, errors_of, json_response, no_such_endpoint
 from offbeat.chat.size import check_text_size
 from offbeat.engine.adapters import MAX_NAME, UnknownAdapterError
 from offbeat.engine.answers import Answer, CompletionFormat, Prompt
-from offbeat.engine.chats import Chats, errors_of, streaming
+from offbeat.engine.chats import Chats, streaming
 from offbeat.engine.inside.owners import HEADER, Owners
 from offbeat.engine.loader import load_engine
 from offbeat.engine.loop import EngineLoop
@@ -40,7 +39,7 @@ from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import MAX_PROMPT_TOP, Event, Output, Request, SamplingParams, Scored, ScoreJob
 from offbeat.engine.stall import LOOKED_AT_S, StepWatch
 from offbeat.engine.versions import VersionSource, fingerprint_tensors
-from offbeat.engine.web import Disconnected, Handler, HttpServer, error_answer, json_answer, refusal, refusal_of, whole_body
+from offbeat.engine.web import Disconnected, Handler, HttpServer, refusal, refusal_of, whole_body
 from offbeat.engine.wire import (
     CompletionBody,
     LoadAdapterBody,
@@ -54,7 +53,7 @@ from offbeat.engine.wire import (
     read_completion,
 )
 from offbeat.errors import DeadlineError, EngineError, RefusedError
-from offbeat.listening import bind, decode
+from offbeat.listening import bind, decode, server_config, url_of
 from offbeat.types import Version
 
 T = TypeVar("T")
@@ -108,17 +107,14 @@ class EngineServer:
             DeadlineError: uvicorn did not start in time.
         """
         listener = bind(host, port, who="the engine")
-        config = uvicorn.Config(
-            Starlette(routes=self._routes(), exception_handlers={HTTPException: no_such_endpoint(errors_of)}),
-            lifespan="off", access_log=False, log_level="warning", timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=2,
-        )
-        self._http = HttpServer(config)
+        app = Starlette(routes=self._routes(), exception_handlers={HTTPException: no_such_endpoint})
+        self._http = HttpServer(server_config(app, keep_alive_s=_KEEP_ALIVE_S, shutdown_s=2))
         self._thread = threading.Thread(target=self._http.run, args=([listener],), name="offbeat-http", daemon=True)
         self._thread.start()
         if not self._http.ready.wait(timeout_s):
             raise DeadlineError(f"the engine's HTTP server on {host} did not start within {timeout_s:g} s")
         self._loop.start()
-        return f"http://{host}:{listener.getsockname()[1]}"
+        return url_of(listener, host=host)
 
     def stop(self) -> None:
         """Fail all requests in flight, stop listening and end both threads."""
@@ -168,14 +164,13 @@ class EngineServer:
 
         async def guarded(http: HttpRequest) -> Response:
             if (refused := refusal(http, self._options.api_key)) is not None:
-                return error_answer(refused[0], status=refused[1], write=write)
+                return error_response(refused, write)
             if foreign := self._owners.refusal(http.headers.get(HEADER, "")):
-                return error_answer(foreign, status=409, write=write)
+                return error_response(Refusal(foreign, 409), write)
             try:
                 return await handler(http)
             except Exception as exc:
-                told = refusal_of(exc)
-                return error_answer(told.sentence, status=told.status, write=write, headers=told.headers, param=told.param)
+                return error_response(refusal_of(exc), write)
 
         return guarded
 
@@ -204,7 +199,7 @@ class EngineServer:
             return await streaming(answer, outputs)
         made = [output async for output in outputs]
         # A long prompt's log-probabilities take a second to write.
-        return json_answer(await asyncio.to_thread(answer.whole, made) if any(scores) else answer.whole(made))
+        return json_response(await asyncio.to_thread(answer.whole, made) if any(scores) else answer.whole(made))
 
     async def _prompt_scores(
         self, http: HttpRequest, body: CompletionBody, prompts: Sequence[list[int]], adapter: str
@@ -298,13 +293,13 @@ class EngineServer:
 
     async def _models(self, _: HttpRequest) -> Response:
         models = self._described()
-        return json_answer(list_models(dict.fromkeys(models, self._started), models))
+        return json_response(list_models(dict.fromkeys(models, self._started), models))
 
     async def _model(self, http: HttpRequest) -> Response:
         name = self._adapter_of(http.path_params["name"]) or self._model_name
         if (more := self._described().get(name)) is None:
             raise UnknownAdapterError(f"no model is called {name[:MAX_NAME]!r} here; GET /v1/models lists them")
-        return json_answer(msgspec.json.encode({**model_entry(name, self._started), **more}))
+        return json_response(msgspec.json.encode({**model_entry(name, self._started), **more}))
 
     def _described(self) -> dict[str, dict[str, Any]]:
         """Fields of each model's entry besides its name: the model itself first, then the loaded adapters."""
@@ -316,11 +311,11 @@ class EngineServer:
     async def _health(self, _: HttpRequest) -> Response:
         engine, error = self._engine, self._loop.error
         if error is not None:
-            return error_answer(str(error), status=500)
+            return error_response(Refusal(str(error), 500))
         if stall := self._stall():
-            return error_answer(stall, status=500)
+            return error_response(Refusal(stall, 500))
         pause = self._pause_by and {"by": self._pause_by, "for_s": round(time.monotonic() - self._pause_s, 3)}
-        return json_answer(msgspec.json.encode({
+        return json_response(msgspec.json.encode({
             "status": "paused" if engine.paused else "asleep" if engine.asleep else "ok", "paused": pause or None,
             "version": engine.version, "running": engine.num_running, "waiting": engine.num_waiting, "max_context": engine.max_context,
             "max_adapter_rank": self._options.max_adapter_rank}))
@@ -338,17 +333,17 @@ class EngineServer:
     async def _stage(self, http: HttpRequest) -> Response:
         body = read_body(StageBody, await whole_body(http))
         await asyncio.to_thread(self._loop.stage, body.version, VersionSource(body.folder, body.fingerprint), body.broadcast)
-        return json_answer(msgspec.json.encode({"version": body.version, "folder": body.folder}))
+        return json_response(msgspec.json.encode({"version": body.version, "folder": body.folder}))
 
     async def _switch(self, http: HttpRequest) -> Response:
         body = read_body(SwitchBody, await whole_body(http))
         done = await asyncio.wrap_future(self._loop.call(lambda: self._engine.switch(body.version, body.interrupt)))
         switch_s = await asyncio.wrap_future(done)
-        return json_answer(msgspec.json.encode({"version": body.version, "switch_s": switch_s}))
+        return json_response(msgspec.json.encode({"version": body.version, "switch_s": switch_s}))
 
     async def _fingerprint(self, http: HttpRequest) -> Response:
         version, fingerprint = await self._fingerprint_of(http.query_params.get("adapter", ""))
-        return json_answer(msgspec.json.encode({"version": version, "fingerprint": fingerprint}))
+        return json_response(msgspec.json.encode({"version": version, "fingerprint": fingerprint}))
 
     async def _prove(self, http: HttpRequest) -> Response:
         body = read_body(ProveBody, await whole_body(http))
@@ -359,7 +354,7 @@ class EngineServer:
             scored = await _next(inbox, Scored)
         if scored.version != version:
             raise EngineError(f"the engine changed between versions {scored.version} and {version} during its proof")
-        return json_answer(msgspec.json.encode({"version": version, "fingerprint": fingerprint, "logprobs": scored.logprobs}))
+        return json_response(msgspec.json.encode({"version": version, "fingerprint": fingerprint, "logprobs": scored.logprobs}))
 
     async def _fingerprint_of(self, name: str) -> tuple[Version, str]:
         """Return the version that serves, and the fingerprint of its weights, or of the adapter of that name as it serves."""
@@ -372,11 +367,11 @@ class EngineServer:
     async def _sleep(self, http: HttpRequest) -> Response:
         body = read_body(SleepBody, await whole_body(http))
         await asyncio.wrap_future(self._loop.call(lambda: self._engine.sleep(keep_weights=body.keep_weights)))
-        return json_answer(msgspec.json.encode({"status": "asleep"}))
+        return json_response(msgspec.json.encode({"status": "asleep"}))
 
     async def _wake(self, _: HttpRequest) -> Response:
         await asyncio.wrap_future(self._loop.call(self._engine.wake))
-        return json_answer(msgspec.json.encode({"status": "ok"}))
+        return json_response(msgspec.json.encode({"status": "ok"}))
 
     async def _score(self, http: HttpRequest) -> Response:
         body = await decode(partial(read_body, ScoreBody), await whole_body(http))
@@ -392,30 +387,30 @@ class EngineServer:
             answer["target_logprobs"] = scored.target_logprobs
         if scored.draws is not None:
             answer["draws"] = scored.draws
-        return json_answer(msgspec.json.encode(answer))
+        return json_response(msgspec.json.encode(answer))
 
     async def _load_adapter(self, http: HttpRequest) -> Response:
         body = read_body(LoadAdapterBody, await whole_body(http))
         if body.lora_name == self._model_name:
             raise RefusedError(f"{body.lora_name!r} is the base model's name; give the adapter another")
         await asyncio.to_thread(self._loop.load_adapter, body.lora_name, body.lora_path)
-        return json_answer(msgspec.json.encode({"status": "ok"}))
+        return json_response(msgspec.json.encode({"status": "ok"}))
 
     async def _unload_adapter(self, http: HttpRequest) -> Response:
         body = read_body(UnloadAdapterBody, await whole_body(http))
         await asyncio.wrap_future(self._loop.call(lambda: self._engine.adapters.unload(body.lora_name)))
-        return json_answer(msgspec.json.encode({"status": "ok"}))
+        return json_response(msgspec.json.encode({"status": "ok"}))
 
     async def _pause(self, http: HttpRequest) -> Response:
         body = read_body(PauseBody, await whole_body(http))
         self._pause_by, self._pause_s = body.by or (http.client.host if http.client else "somebody"), time.monotonic()
         await asyncio.wrap_future(self._loop.pause(body.mode))
-        return json_answer(msgspec.json.encode({"status": "paused"}))
+        return json_response(msgspec.json.encode({"status": "paused"}))
 
     async def _resume(self, _: HttpRequest) -> Response:
         self._pause_by = ""
         await asyncio.wrap_future(self._loop.call(self._engine.resume))
-        return json_answer(msgspec.json.encode({"status": "ok"}))
+        return json_response(msgspec.json.encode({"status": "ok"}))
 
 
 @dataclass(frozen=True)

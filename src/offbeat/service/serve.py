@@ -18,7 +18,6 @@ from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from types import MappingProxyType
 
-import uvicorn
 import uvloop
 
 from offbeat.aio import Terminations, beside, both
@@ -29,12 +28,11 @@ from offbeat.data.model_folder import read_model_config
 from offbeat.errors import ConfigError, StorageError
 from offbeat.fleet.sampling_models import SamplingModel, open_sampling_models
 from offbeat.hosts import is_loopback
-from offbeat.listening import GuestServer, allow_files, num_free_files
+from offbeat.listening import GuestServer, allow_files, bind, num_free_files, server_config, url_of
 from offbeat.runs.adapters import Adapters, BaseLimits, open_adapters
 from offbeat.service.app.assembly import open_front
 from offbeat.service.app.auth import HostNames
 from offbeat.service.app.reply import Served
-from offbeat.service.app.server import listen
 from offbeat.service.base_models import BaseModels
 from offbeat.service.cost import max_resident
 from offbeat.service.futures import Futures
@@ -92,7 +90,7 @@ def run_service(config: Config, *, say: Say, debug: bool = False) -> None:
         "run": config.run.model_copy(update={"dir": str(folder), "name": _CLUSTER}),
         "serve": config.serve.model_copy(update={"data_dir": str(folder)})})
     base, keys = read_base(config), read_keys(config)
-    with listen(config.serve.host, config.serve.port) as listener, open_record(folder) as record:
+    with bind(config.serve.host, config.serve.port, who="the service", another="another --port") as listener, open_record(folder) as record:
         set_up_logging(folder / "log" / "service.jsonl", debug=debug, as_json=True)
         store = open_store(config.serve.database, folder)
         try:
@@ -328,11 +326,11 @@ class _Run:
                 max_requests_of_one=max(most // _SHARE_OF_ONE, 1), incidents=incidents)
             connections = Connections(
                 Bounds(connections=most, of_address=config.serve.max_connections_per_address), is_exempt=partial(is_exempt, config))
-            server = GuestServer(uvicorn.Config(
-                front.app, lifespan="off", access_log=False, server_header=False, log_config=None, backlog=_BACKLOG,
+            server = GuestServer(server_config(
+                front.app, keep_alive_s=_KEEP_ALIVE_S, shutdown_s=_GRACE_S, log_config=None, backlog=_BACKLOG,
                 log_level="error",  # errors in strangers' requests deserve no warning
-                proxy_headers=bool(config.serve.trusted_proxies), forwarded_allow_ips=list(config.serve.trusted_proxies),
-                timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=_GRACE_S), connections)
+                proxy_headers=bool(config.serve.trusted_proxies), forwarded_allow_ips=list(config.serve.trusted_proxies)),
+                connections)
             async with beside(front.page.watch()):
                 await self._until_stopped(server, listener)
         self._say(f"ended; the models of all tenants are in {config.serve.data_dir}, and the same command serves them again")
@@ -341,7 +339,7 @@ class _Run:
         async def tell_and_wait() -> None:
             await server.ready.wait()
             self._ready = True
-            url = _url(listener)
+            url = url_of(listener)
             _log.info("serving %s at %s", self._name, url)
             self._say(_welcome(url, self._name, open_house=self._keys.any_will_do))
             await self._stop.wait()
@@ -363,14 +361,6 @@ class _Run:
             self._say("ending: saving every model; Ctrl-C again ends at once")
         else:
             task.cancel()
-
-
-def _url(listener: socket.socket) -> str:
-    """Return the URL of the server, such as "http://127.0.0.1:8000"."""
-    host, port = listener.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):
-        host = socket.gethostname()
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _welcome(url: str, name: str, *, open_house: bool) -> str:

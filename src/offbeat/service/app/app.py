@@ -8,24 +8,23 @@ import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from offbeat.chat.anthropic import Anthropic
-from offbeat.chat.completions import Completions
+from offbeat.chat.refusals import error_response, no_such_endpoint
 from offbeat.chat.sending import ChatResponse
 from offbeat.connections import write_detail
 from offbeat.service.app.auth import LOCAL_NAMES, HostNames, NamesGate, authenticate
 from offbeat.service.app.body import Bodies
 from offbeat.service.app.journal import Journal
 from offbeat.service.app.readers import Readers
-from offbeat.service.app.reply import Call, Endpoint, explain, refusal
+from offbeat.service.app.reply import Call, Endpoint, explain
 from offbeat.service.errors import OverLimitError
 from offbeat.service.keys import Keys
 from offbeat.telemetry.log import current_request
@@ -46,7 +45,8 @@ def make_app(
     gate = RequestGate(keys, bodies, journal, max_requests_of_one=max_requests_of_one)
     routes = [Route(endpoint.path, gate.guard(endpoint), methods=[endpoint.method]) for endpoint in endpoints]
     middleware = [Middleware(NamesGate, names=names)] if keys.any_will_do else []
-    return Starlette(routes=[*public, *routes], middleware=middleware, exception_handlers={HTTPException: _no_such_endpoint})
+    no_endpoint = partial(no_such_endpoint, own=write_detail)
+    return Starlette(routes=[*public, *routes], middleware=middleware, exception_handlers={HTTPException: no_endpoint})
 
 
 class RequestGate:
@@ -102,8 +102,7 @@ class RequestGate:
                 except Exception as exc:
                     told = explain(exc, f"{endpoint.method} {endpoint.path}")
                     detail = told.sentence
-                    response = refusal(
-                        told.sentence, status=told.status, headers=told.headers, write=endpoint.write_error, param=told.param)
+                    response = error_response(told, endpoint.write_error)
                 response.headers["x-request-id"] = request_id
                 if isinstance(response, ChatResponse):  # it waits now, and holds its connection for as long
                     response.ended = note
@@ -124,15 +123,3 @@ class _Guarded:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._gate.serve(self._endpoint, Request(scope, receive), send)
-
-
-async def _no_such_endpoint(http: Request, exc: Exception) -> Response:
-    assert isinstance(exc, HTTPException), "registered for nothing else"
-    path, write = http.url.path, write_detail
-    if path.startswith(("/v1/messages", "/anthropic/api/")):
-        write = Anthropic("service").error
-    elif path.startswith(("/v1/", "/oai/api/")):
-        write = Completions("service").error
-    if exc.status_code == 405:
-        return refusal(f"{path} does not take {http.method}", status=405, write=write)
-    return refusal(f"this server has no {http.method} {path[:200]}", status=exc.status_code, write=write)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from offbeat.chat.sending import GONE
+from offbeat.chat.refusals import GONE
 from offbeat.service.app.reply import Endpoint
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from offbeat.chat.sending import Refusal, WriteError, param_of
+from offbeat.chat.refusals import Refusal, WriteError, error_response, json_response, param_of
 from offbeat.connections import write_detail
 from offbeat.errors import OffbeatError
 from offbeat.service.app.readers import SMALL_BYTES, Readers
@@ -20,7 +20,6 @@ from offbeat.service.wire.json_body import MAX_JSON_BYTES, read_json
 from offbeat.service.wire.limits import WireLimits
 from offbeat.telemetry.log import current_request
 
-_JSON = "application/json"
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -95,7 +94,7 @@ class Endpoint:
 
 def answer(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Encode a value as a JSON response."""
-    return Response(msgspec.json.encode(value), status_code=status, headers=headers, media_type=_JSON)
+    return json_response(msgspec.json.encode(value), status=status, headers=headers)
 
 
 def accepted(request_id: str, **more: Any) -> Response:
@@ -103,11 +102,9 @@ def accepted(request_id: str, **more: Any) -> Response:
     return answer({"request_id": request_id, **more})
 
 
-def refusal(
-    sentence: str, *, status: int, headers: Mapping[str, str] | None = None, write: WriteError = write_detail, param: str = "",
-) -> Response:
-    """Answer with an error in the form that clients expect; `param` is the wrong field, empty if there is none in particular."""
-    return Response(write(sentence, status=status, param=param), status_code=status, headers=headers, media_type=_JSON)
+def refusal(sentence: str, *, status: int) -> Response:
+    """Answer with an error in the form of the service's own endpoints."""
+    return error_response(Refusal(sentence, status), write_detail)
 
 
 def payload(content: Payload) -> Response:
