@@ -60,13 +60,14 @@ class ScriptedModel:
 
 
 def play_agent(
-    row: Row, *, group_size: int = 2, say: Callable[[str], str] = lambda _: "hello", log_dir: Path | None = None, **agent,
+    row: Row, *, group_size: int = 2, say: Callable[[str], str] = lambda _: "hello", log_dir: Path | None = None, latency_s: float = 0.0,
+    **agent,
 ) -> tuple[list[Trajectory], ScriptedModel]:
     """Play one group of rollout.workflow = "agent", with settings of [agent]; returns also the model that answered."""
     tokenizer = words(CHATML)
     config = Config.model_validate({
         "rollout": {"workflow": "agent", "max_new_tokens": 100}, "agent": agent, "train": {"max_tokens_per_microbatch": 100_000}})
-    model = ScriptedModel(tokenizer, say)
+    model = ScriptedModel(tokenizer, say, latency_s)
 
     async def main() -> list[Trajectory]:
         async with AsyncExitStack() as stack:

@@ -53,3 +53,10 @@ def test_an_agent_that_asks_nothing_or_gives_no_reward_is_told() -> None:
 def test_a_late_agent_fails_alone_and_by_itself() -> None:
     with pytest.raises(Exception, match=r"an episode \(agent.timeout_s\) passed its deadline of 1 s"):
         play_agent(Row("hi", "wait"), program=f"{CODE}:misbehave", timeout_s=1.0)
+
+
+def test_the_deadline_of_an_agent_does_not_count_its_requests_to_a_busy_engine() -> None:
+    trajectories, model = play_agent(Row("hi", ""), program=f"{CODE}:blocking_agent", latency_s=1.5, timeout_s=2.0)
+    assert len(model.calls) == 4 and [len(t.turns) for t in trajectories] == [2, 2]
+    with pytest.raises(Exception, match=r"an episode \(agent.timeout_s\) passed its deadline of 1 s"):
+        play_agent(Row("wait after that", ""), program=f"{CODE}:asks_and_waits", latency_s=0.5, timeout_s=1.0)

@@ -29,14 +29,14 @@ def call(name: str, **arguments) -> str:
 
 def play(
     say: Callable[[str], str], row: Row, *, group_size: int = 1, score: Callable[[str], float] = len, context: int = 8192,
-    max_new_tokens: int = 200, **agent,
+    max_new_tokens: int = 200, latency_s: float = 0.0, **agent,
 ) -> tuple[list[Trajectory], ScriptedModel]:
     """Play one group, with settings of [agent]."""
     workflow = "tool_loop" if "tools" in agent else "gym"
     config = Config.model_validate({
         "rollout": {"workflow": workflow, "max_new_tokens": max_new_tokens}, "agent": agent,
         "train": {"max_tokens_per_microbatch": 100_000}})
-    model = ScriptedModel(TOKENIZER, say)
+    model = ScriptedModel(TOKENIZER, say, latency_s)
 
     async def main() -> list[Trajectory]:
         async with AsyncExitStack() as stack:
@@ -76,6 +76,12 @@ def test_an_environment_of_a_user_answers_each_turn_and_rewards_it() -> None:
     assert said(model.calls[1][0]) == (
         "<|im_start|>system\nguess<|im_end|>\n<|im_start|>user\nwhich?<|im_end|>\n<|im_start|>assistant\n3<|im_end|>\n"
         "<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_the_deadline_of_an_episode_does_not_count_its_requests_to_a_busy_engine() -> None:
+    row = Row("which?", "", {"seed": "17"})
+    [t], model = play(lambda text: "7" if "no" in text else "3", row, environment=f"{CODE}:Guess", latency_s=1.5, timeout_s=2.0)
+    assert len(model.calls) == 2 and t.reward == 0.25
 
 
 def test_options_reach_the_environment_and_one_that_is_cut_ends_without_an_outcome() -> None:

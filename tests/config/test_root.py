@@ -58,5 +58,8 @@ def test_timeouts_grow_with_the_longest_answer_that_is_allowed():
     assert timeouts(max_new_tokens=1000) == (1015, 1800, 1015)
     assert timeouts(max_new_tokens=4000) == (4015, 4015, 4015)
     assert timeouts(max_new_tokens=20, episode_timeout_s=60, batch_timeout_s=90) == (60, 90, 600)
+    turns = Config.model_validate({
+        "rollout": {"workflow": "gym", "max_new_tokens": 1000}, "agent": {"environment": "mine.py:Mine", "max_turns": 3}})
+    assert turns.timed_rollout.episode_timeout_s == 3 * 1000 + 15
     fast = Config.model_validate({"rollout": {"max_new_tokens": 4000}, "inference": {"token_timeout_s": 0}})
     assert (fast.timed_rollout, fast.timed_evaluate) == (fast.rollout, fast.evaluate)

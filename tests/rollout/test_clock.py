@@ -5,8 +5,12 @@ import time
 
 import pytest
 
+from chats import CHATML, words
+from offbeat.data.row import Row
 from offbeat.errors import DeadlineError
-from offbeat.rollout.clock import EpisodeClock
+from offbeat.inference.sampling import Sample, Sampling
+from offbeat.rollout.clock import EpisodeClock, requests_off
+from offbeat.rollout.episode import Episode
 
 
 async def later(value: int, delay_s: float) -> int:
@@ -84,3 +88,26 @@ def test_it_stands_still_while_it_is_told_to() -> None:
         return asyncio.get_running_loop().time() - start
 
     assert asyncio.run(main()) >= 0.55
+
+
+def test_requests_do_not_count_on_a_clock_that_they_are_off_and_end_with_the_one_around_it() -> None:
+    asked = 0
+
+    async def never(_prompt: tuple[int, ...], _sampling: Sampling, *, n: int, session: str = "") -> list[Sample]:
+        nonlocal asked
+        asked += n
+        await asyncio.sleep(60)
+        return []
+
+    async def score(_completions: object, _row: Row) -> list[float]:
+        return []
+
+    async def main() -> None:
+        clock = EpisodeClock("the episode", 0.1)
+        episode = Episode(Row("1>", "1"), (1,), 1, Sampling(8), never, score, words(CHATML))
+        async with EpisodeClock("the group", 0.6), clock:
+            await requests_off(clock, episode).generate((1,), Sampling(8), n=1)
+
+    with pytest.raises(DeadlineError, match="waiting for the group"):
+        asyncio.run(main())
+    assert asked == 1

@@ -45,6 +45,12 @@ async def misbehave(task):
     return float(task.row.answer)
 
 
+async def asks_and_waits(task):
+    """Ask once, and then wait for nothing."""
+    await answer(task)
+    await asyncio.sleep(60)
+
+
 def hang(task):
     """Block a thread for good, or return a reward."""
     if task.row.answer == "hang":

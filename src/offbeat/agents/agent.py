@@ -14,24 +14,27 @@ from offbeat.agents.group import play_group, seed_of
 from offbeat.agents.pool import PlayPool
 from offbeat.agents.proxy import Proxy
 from offbeat.agents.recorder import EpisodeLimits
-from offbeat.agents.task import EPISODE, AgentTask, Played
+from offbeat.agents.task import AgentTask, Played, clock_of
 from offbeat.agents.worker import RunRequest
-from offbeat.aio import deadline
 from offbeat.config.agent import AgentConfig
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.data.trajectory import Trajectory
 from offbeat.errors import CodeError
+from offbeat.rollout.clock import EpisodeClock, requests_off
 from offbeat.rollout.episode import Episode, Waiting
+
+_HARD_TIMEOUT_S = 7 * 86_400.0
+"""Seconds for a call that the clock and the group's deadline end before; neither counts all of its time."""
 
 
 class Player(Protocol):
     """Runs an agent for one episode."""
 
-    async def play(self, task: AgentTask, off_the_clock: Waiting) -> Played:
-        """Wait for a place through `off_the_clock`, and run the agent to its end. Cancelling this ends the agent.
+    async def play(self, task: AgentTask, off_the_clock: Waiting, clock: EpisodeClock) -> Played:
+        """Wait for a place through `off_the_clock`, and run the agent to its end under `clock`. Cancelling this ends the agent.
 
         Raises:
-            DeadlineError: it took longer than the task allows, once it had begun.
+            DeadlineError: it took longer than the clock allows, once it had begun.
         """
         ...
 
@@ -42,9 +45,9 @@ class ProgramPlayer:
 
     pool: PlayPool
 
-    async def play(self, task: AgentTask, off_the_clock: Waiting) -> Played:
-        async with self.pool.seat(off_the_clock) as seat, deadline(EPISODE, task.timeout_s):
-            return await seat.call("run", RunRequest(seat.number, task), Played, timeout_s=2 * task.timeout_s)
+    async def play(self, task: AgentTask, off_the_clock: Waiting, clock: EpisodeClock) -> Played:
+        async with self.pool.seat(off_the_clock) as seat, clock:
+            return await seat.call("run", RunRequest(seat.number, task), Played, timeout_s=_HARD_TIMEOUT_S)
 
 
 @dataclass(frozen=True)
@@ -66,13 +69,15 @@ class AgentWorkflow:
     async def _play(self, episode: Episode, index: int) -> list[Trajectory]:
         config = self.config
         limits = EpisodeLimits(config.max_turns, min(episode.context, self.max_tokens))
-        session = self.proxy.open(episode.generate, episode.sampling, limits=limits, keep_reasoning=config.keep_reasoning)
+        clock = clock_of(config.timeout_s)
+        generate = requests_off(clock, episode).generate
+        session = self.proxy.open(generate, episode.sampling, limits=limits, keep_reasoning=config.keep_reasoning)
         # The key is in the path as well, for libraries that take no key for each episode.
         url = self.proxy.path_url(session)
         task = AgentTask(
             episode.row, f"{url}/v1", url, session.key, config.model, seed_of(episode.row), config.timeout_s)
         try:
-            result = await self.player.play(task, episode.off_the_clock)
+            result = await self.player.play(task, episode.off_the_clock, clock)
         finally:
             self.proxy.close(session)
         episode.measured(result.metrics)

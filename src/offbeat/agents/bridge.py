@@ -23,11 +23,11 @@ from offbeat.agents import bridges
 from offbeat.agents.command import end_group, launcher
 from offbeat.agents.places import Places
 from offbeat.agents.pool import LostError
-from offbeat.agents.task import EPISODE, AgentTask, Played, environment_of_programs, played
-from offbeat.aio import deadline
+from offbeat.agents.task import AgentTask, Played, clock_of, environment_of_programs, played
 from offbeat.errors import CodeError, WorkerError, printable
 from offbeat.hosts import LOOPBACK
 from offbeat.onlooker import log_tail
+from offbeat.rollout.clock import EpisodeClock
 from offbeat.rollout.episode import Waiting, on_the_clock
 from offbeat.rollout.measures import numbers_of
 
@@ -77,7 +77,7 @@ class BridgePlayer:
     async def __aexit__(self, *exc: object) -> None:
         await self._end()
 
-    async def play(self, task: AgentTask, off_the_clock: Waiting = on_the_clock) -> Played:
+    async def play(self, task: AgentTask, off_the_clock: Waiting = on_the_clock, clock: EpisodeClock | None = None) -> Played:
         """Let the bridge play an episode.
 
         Raises:
@@ -85,7 +85,7 @@ class BridgePlayer:
             LostError: the bridge's process ended.
             WorkerError: it does not start again.
         """
-        async with self._places.taken(off_the_clock), deadline(EPISODE, task.timeout_s):
+        async with self._places.taken(off_the_clock), clock or clock_of(task.timeout_s):
             async with self._starting:
                 if self._process is None or self._process.returncode is not None or self._reading is None or self._reading.done():
                     await self._start()

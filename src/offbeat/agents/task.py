@@ -10,11 +10,14 @@ from offbeat.data.reward import FailedReward, NamedReward, check_reward
 from offbeat.data.row import Row
 from offbeat.errors import shorten
 from offbeat.hosts import LOOPBACK, direct
+from offbeat.rollout.clock import EpisodeClock
 from offbeat.rollout.measures import numbers_of
 from offbeat.rollout.reward_pool import secret_variables
 
-EPISODE = "an episode (agent.timeout_s)"
-"""Name of an episode's deadline in messages."""
+
+def clock_of(timeout_s: float) -> EpisodeClock:
+    """Return the deadline of one episode, `agent.timeout_s`."""
+    return EpisodeClock("an episode (agent.timeout_s)", timeout_s)
 
 
 _LONGEST_VARIABLE = 128 << 10
@@ -32,7 +35,7 @@ class AgentTask:
         api_key: belongs to this episode alone; whoever uses it takes part in it.
         model: name of the model to ask for.
         seed: equal for all episodes of a group.
-        timeout_s: seconds after which the episode is given up.
+        timeout_s: seconds after which the episode is given up; those of its requests to the model do not count.
     """
 
     row: Row

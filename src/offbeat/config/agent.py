@@ -39,8 +39,9 @@ class AgentConfig(Section):
         16, "Maximum model calls in one episode; a further call is refused, or ends the episode where Offbeat runs the loop. Bounds the"
         " cost of an agent that loops.", ge=1)
     timeout_s: float = field(
-        240.0, "Seconds for one episode without its reward. A later one fails alone, so this has to be below rollout.episode_timeout_s, at "
-        "which the whole group fails.", gt=0, on_resume=Change.FREE)
+        240.0, "Seconds for one episode's own work: your code, tools and environments. Its reward, its wait for a place and its requests to"
+        " engines do not count, so that busy engines lose no long episodes. A later one fails alone, so this has to be below"
+        " rollout.episode_timeout_s, at which the whole group fails.", gt=0, on_resume=Change.FREE)
     step_timeout_s: float = field(
         60.0, "Seconds for one tool call or environment step; a tool call that takes longer returns an error to the model, an environment"
         " step fails its episode.", gt=0, on_resume=Change.FREE)

@@ -73,8 +73,10 @@ class RolloutConfig(Section):
         (), "Environment variables passed to rewards although they look like secrets; all others that look like secrets are withheld.",
         on_resume=Change.FREE)
     episode_timeout_s: float = field(
-        600.0, "Seconds for one group without the time in which its rewards are computed, of which each call has reward_timeout_s; or "
-        "inference.token_timeout_s for each of max_new_tokens and reward_timeout_s if that is more.", gt=0, on_resume=Change.FREE)
+        600.0, "Seconds for one group, the bound on each of its episodes: requests to engines count, also while they wait for busy ones;"
+        " rewards, of which each call has reward_timeout_s, waits for a place, and times in which engines sleep do not. It is"
+        " inference.token_timeout_s for each of max_new_tokens, in each of agent.max_turns where there are such, and reward_timeout_s, if"
+        " that is more.", gt=0, on_resume=Change.FREE)
     max_retries: int = field(
         4, "How often a prompt is drawn again after its group failed or kept fewer than two usable samples, before it is rejected;"
         " occasional failures therefore lose no prompt. A prompt that cannot be asked is rejected at once.", ge=0, on_resume=Change.FREE)

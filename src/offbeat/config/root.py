@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import ValidationError, model_validator
 
-from offbeat.config.agent import AgentConfig
+from offbeat.config.agent import PLAYS, AgentConfig
 from offbeat.config.algorithm_rules import check_algorithm
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.base import Section, field
@@ -89,9 +89,10 @@ class Config(Section):
 
     @property
     def timed_rollout(self) -> RolloutConfig:
-        """[rollout] with timeouts that allow for the longest answer: an episode contains a request, and a batch contains an episode."""
-        request_s = self.inference.token_timeout_s * self.rollout.max_new_tokens
-        episode_s = max(self.rollout.episode_timeout_s, request_s + self.rollout.reward_timeout_s)
+        """[rollout] with timeouts that allow for the longest answers: an episode contains requests, and a batch contains an episode."""
+        num_requests = self.agent.max_turns if self.rollout.workflow in PLAYS else 1
+        requests_s = self.inference.token_timeout_s * self.rollout.max_new_tokens * num_requests
+        episode_s = max(self.rollout.episode_timeout_s, requests_s + self.rollout.reward_timeout_s)
         return self.rollout.model_copy(update={
             "episode_timeout_s": episode_s, "batch_timeout_s": max(self.rollout.batch_timeout_s, episode_s)})
 

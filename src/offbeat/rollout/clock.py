@@ -1,14 +1,21 @@
-"""The deadline of an episode, which stands still while rewards are computed, and while engines sleep.
+"""Deadlines of episodes and groups, which stand still during waits that are not the episode's own.
 
-Each reward call has its own deadline, and before it starts, a group waits only for other groups' rewards. If that time counted, a reward
-that hangs now and then would fail the prompts that wait for it.
+A group's deadline, `rollout.episode_timeout_s`, stands still while rewards are computed, while an episode waits for a place, and while
+engines sleep. Each reward call has its own deadline, and before it starts, a group waits only for other groups' rewards. If that time
+counted, a reward that hangs now and then would fail the prompts that wait for it.
+
+The deadline of an agent's episode, `agent.timeout_s`, stands still during requests to engines as well (`requests_off`). They have deadlines
+of their own, and busy engines would otherwise lose the longest episodes. The group's deadline counts requests, so it ends every episode.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Self, TypeVar
 
 from offbeat.errors import DeadlineError
+from offbeat.inference.sampling import Sample, Sampling
+from offbeat.rollout.episode import Episode
 
 T = TypeVar("T")
 
@@ -64,3 +71,11 @@ class EpisodeClock:
             self._wait_for_tick()
         else:
             self._scope.reschedule(asyncio.get_running_loop().time())
+
+
+def requests_off(clock: EpisodeClock, episode: Episode) -> Episode:
+    """Return the episode whose requests to engines do not count on `clock`."""
+    async def generate(prompt: tuple[int, ...], sampling: Sampling, *, n: int, session: str = "") -> list[Sample]:
+        return await clock.stand_still(episode.generate(prompt, sampling, n=n, session=session))
+
+    return replace(episode, generate=generate)
