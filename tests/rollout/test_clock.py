@@ -6,6 +6,7 @@ import time
 import pytest
 
 from chats import CHATML, words
+from offbeat.aio import HaltingClock
 from offbeat.data.row import Row
 from offbeat.errors import DeadlineError
 from offbeat.inference.sampling import Sample, Sampling
@@ -78,12 +79,13 @@ def test_errors_and_timeouts_of_the_body_are_its_own() -> None:
 
 def test_it_stands_still_while_it_is_told_to() -> None:
     async def main() -> float:
-        halted = True
+        engines = HaltingClock()
+        engines.halt()
         start = asyncio.get_running_loop().time()
         with pytest.raises(DeadlineError, match="waiting for group 0:7"):
-            async with EpisodeClock("group 0:7", 0.2, halted=lambda: halted):
+            async with EpisodeClock("group 0:7", 0.2, engines=engines):
                 await asyncio.sleep(0.4)
-                halted = False
+                engines.go_on()
                 await asyncio.sleep(60)
         return asyncio.get_running_loop().time() - start
 

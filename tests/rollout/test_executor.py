@@ -41,8 +41,10 @@ from offbeat.raised import describe_at
 from offbeat.rollout import idle, player
 from offbeat.rollout.dynamic import DynamicSampling
 from offbeat.rollout.episode import Episode
-from offbeat.rollout.executor import RolloutExecutor, Settled
+from offbeat.rollout.executor import RolloutExecutor
 from offbeat.rollout.idle import WaitingMinute
+from offbeat.rollout.outcomes import RolloutListener, Settled
+from offbeat.rollout.player import RolloutParts
 from offbeat.rollout.staleness import Gate
 from offbeat.rollout.trajectory_checks import TrajectoryChecks
 from offbeat.rollout.workflows.single_turn import single_turn
@@ -93,7 +95,7 @@ async def no_score(completions: Sequence[str], row: Row) -> list[float]:
 
 
 @dataclass
-class Play:
+class Play(RolloutListener):
     """An executor over an engine in memory."""
 
     engine: Engine
@@ -115,14 +117,23 @@ class Play:
         def episode(row: Row, group_size: int, sampling: Sampling) -> Episode:
             return Episode(row, tuple(TOKENIZER.encode(str(row.prompt))), group_size, sampling, self.engine.generate, self.score, TOKENIZER)
 
+        parts = RolloutParts(
+            workflow=self.workflow, make_episode=episode, accept=self.accept, dynamic=self.dynamic, checks=self.checks,
+            has_places=self.has_places)
         return RolloutExecutor(
-            gate=self.gate, stream=self.stream, workflow=self.workflow, make_episode=episode, config=self.config, sampling=Sampling(8),
-            accept=self.accept, dynamic=self.dynamic, checks=self.checks, has_places=self.has_places, on_rejected=self.rejected.append,
-            on_unusable=lambda prompt_id, reasons: self.unusable.append((prompt_id, reasons)), warn=self.warnings.append,
-            idle_listener=self)
+            self.gate, self.stream, parts, config=self.config, sampling=Sampling(8), listener=self, idle_listener=self)
 
     def report_minute(self, minute: WaitingMinute) -> None:
         self.minutes.append(minute)
+
+    def on_rejected(self, settled: Settled) -> None:
+        self.rejected.append(settled)
+
+    def on_unusable(self, prompt_id: str, reasons: Sequence[str]) -> None:
+        self.unusable.append((prompt_id, list(reasons)))
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
 
     async def advance(self, executor: RolloutExecutor, version: int) -> None:
         executor.advance(version)

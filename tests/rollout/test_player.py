@@ -16,8 +16,8 @@ from offbeat.inference.sampling import Sample, Sampling
 from offbeat.rollout.accounts import Accounts
 from offbeat.rollout.episode import Episode
 from offbeat.rollout.idle import IdleMeter, NoListener, WaitingMinute
-from offbeat.rollout.outcomes import GroupFailure
-from offbeat.rollout.player import GroupPlayer
+from offbeat.rollout.outcomes import GroupFailure, RolloutListener
+from offbeat.rollout.player import GroupPlayer, RolloutParts
 from offbeat.rollout.staleness import Gate
 from offbeat.rollout.workflows.single_turn import single_turn
 
@@ -49,7 +49,8 @@ def player(
 ) -> GroupPlayer:
     config = RolloutConfig(workflow="mine.py:mine", episode_timeout_s=60, reward_timeout_s=1)
     idle = idle or IdleMeter(gate(), NoListener())
-    return GroupPlayer(workflow=workflow, make_episode=make_episode, accept=accept, config=config, idle=idle)
+    parts = RolloutParts(workflow=workflow, make_episode=make_episode, accept=accept)
+    return GroupPlayer(parts, config=config, idle=idle, listener=RolloutListener())
 
 
 def played(of: GroupPlayer) -> tuple[Group, GroupFailure | None]:

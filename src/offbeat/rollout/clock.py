@@ -9,10 +9,11 @@ of their own, and busy engines would otherwise lose the longest episodes. The gr
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Self, TypeVar
 
+from offbeat.aio import HaltingClock
 from offbeat.errors import DeadlineError
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.rollout.episode import Episode
@@ -32,11 +33,11 @@ class EpisodeClock:
         DeadlineError: the deadline passed.
     """
 
-    def __init__(self, name: str, timeout_s: float, *, halted: Callable[[], bool] = lambda: False) -> None:
-        """`name` names the deadline in messages; the clock stands still also while `halted` returns true."""
+    def __init__(self, name: str, timeout_s: float, *, engines: HaltingClock | None = None) -> None:
+        """`name` names the deadline in messages; this clock stands still also while that of the `engines` does, as they sleep."""
         self._name = name
         self._timeout_s = timeout_s
-        self._halted = halted
+        self._engines = engines
         self._ticks_left = _NUM_TICKS
         self._num_stopped = 0
         self._scope = asyncio.timeout(None)
@@ -65,7 +66,7 @@ class EpisodeClock:
         self._next = asyncio.get_running_loop().call_later(self._timeout_s / _NUM_TICKS, self._tick)
 
     def _tick(self) -> None:
-        if not self._num_stopped and not self._halted():
+        if not self._num_stopped and not (self._engines is not None and self._engines.halted):
             self._ticks_left -= 1
         if self._ticks_left:
             self._wait_for_tick()
@@ -79,3 +80,8 @@ def requests_off(clock: EpisodeClock, episode: Episode) -> Episode:
         return await clock.stand_still(episode.generate(prompt, sampling, n=n, session=session))
 
     return replace(episode, generate=generate)
+
+
+def agent_clock(timeout_s: float) -> EpisodeClock:
+    """Return the deadline of one agent's episode, `agent.timeout_s`."""
+    return EpisodeClock("an episode (agent.timeout_s)", timeout_s)

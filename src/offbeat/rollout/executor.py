@@ -18,8 +18,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from dataclasses import replace
+from typing import Self
 
 from offbeat.config.rollout import RolloutConfig
 from offbeat.data.row import Row
@@ -31,88 +31,42 @@ from offbeat.inference.sampling import Sampling
 from offbeat.phase import phase
 from offbeat.raised import describe_at
 from offbeat.rollout.accounts import Accounts
-from offbeat.rollout.dynamic import DynamicSampling
-from offbeat.rollout.episode import Workflow
 from offbeat.rollout.holdup import HoldupGuard
 from offbeat.rollout.idle import IdleListener, IdleMeter, NoListener
-from offbeat.rollout.outcomes import GroupFailure, Kind, Outcomes, screen
-from offbeat.rollout.player import CALLERS, Accept, GroupPlayer, MakeEpisode
+from offbeat.rollout.outcomes import GroupFailure, Kind, Outcomes, RolloutListener, Settled, screen
+from offbeat.rollout.player import CALLERS, GroupPlayer, RolloutParts
 from offbeat.rollout.staleness import Gate
-from offbeat.rollout.trajectory_checks import ANY, TrajectoryChecks
 from offbeat.telemetry.tracker import StatsPart, combine
-from offbeat.types import Tell, Version
+from offbeat.types import Version
 
 _ADMITTED_AT_ONCE = 128
 """Groups that one callback of the event loop admits: thousands, for which a new version may make room, would hold it up."""
-
-
-@dataclass(frozen=True)
-class Settled:
-    """How a group ended that is not trained on; recorded in the event log.
-
-    Attributes:
-        kind: the reason in two words.
-        drawn_again: whether its prompt is drawn again.
-        played: the group as it was played; None if it was cancelled before its end.
-    """
-
-    prompt_id: str
-    rejected: str
-    kind: Kind | Literal["too stale"]
-    drawn_again: bool = False
-    played: Group | None = field(default=None, compare=False, repr=False)
 
 
 class RolloutExecutor:
     """Asynchronous rollouts over one prompt stream. Use as `async with`; on leaving, groups that still run are cancelled."""
 
     def __init__(
-        self,
-        *,
-        gate: Gate,
-        stream: PromptStream,
-        workflow: Workflow,
-        make_episode: MakeEpisode,
-        config: RolloutConfig,
-        sampling: Sampling,
-        accept: Accept = lambda _group: True,
-        dynamic: DynamicSampling | None = None,
-        checks: TrajectoryChecks = ANY,
-        accounts: Accounts | None = None,
-        has_places: bool = False,
-        halted: Callable[[], bool] = lambda: False,
-        on_rejected: Callable[[Settled], None] = lambda _settled: None,
-        on_unusable: Callable[[str, list[str]], None] = lambda _prompt_id, _reasons: None,
-        warn: Tell = lambda _text: None,
-        idle_listener: IdleListener | None = None,
+        self, gate: Gate, stream: PromptStream, parts: RolloutParts, *, config: RolloutConfig, sampling: Sampling,
+        listener: RolloutListener | None = None, idle_listener: IdleListener | None = None,
     ) -> None:
         """Set up the executor; admission starts on entering it.
 
         Args:
-            make_episode: `make_episode(row, group_size, sampling)` binds a row to engines, rewards and the tokenizer.
-            dynamic: rejects groups of equal rewards that the user's filter accepts; None rejects none.
-            checks: requirements that trajectories must meet.
-            accounts: adds up the time of episodes, except in `rollout_batch`.
-            has_places: whether episodes wait for a place of user code when they are off the clock.
-            halted: whether engines sleep, so that deadlines of episodes stand still.
-            on_rejected: called for every group that is not trained on.
-            on_unusable: called with a prompt and the reasons of its episodes that are not trained on, if others of the group are.
-            warn: called with a warning when too many prompts or samples are lost for one reason.
+            listener: hears of groups that are lost, and of warnings.
             idle_listener: hears for how long engines idle.
         """
         self._gate = gate
         self._stream = stream
         self._config = config
-        self._dynamic = dynamic
-        self._checks = checks
-        self._accounts = accounts or Accounts()
-        self._on_rejected = on_rejected
-        self._on_unusable = on_unusable
-        self._outcomes = Outcomes(warn)
-        self._holdups = HoldupGuard(timeout_s=config.episode_timeout_s, callers=CALLERS, tell=warn)
-        self.idle = IdleMeter(gate, idle_listener or NoListener(), has_places=has_places)
-        self._player = GroupPlayer(
-            workflow=workflow, make_episode=make_episode, accept=accept, config=config, halted=halted, idle=self.idle, warn=warn)
+        self._dynamic = parts.dynamic
+        self._checks = parts.checks
+        self._accounts = parts.accounts
+        self._listener = listener = listener or RolloutListener()
+        self._outcomes = Outcomes(listener.warn)
+        self._holdups = HoldupGuard(timeout_s=config.episode_timeout_s, callers=CALLERS, tell=listener.warn)
+        self.idle = IdleMeter(gate, idle_listener or NoListener(), has_places=parts.has_places)
+        self._player = GroupPlayer(parts, config=config, idle=self.idle, listener=listener)
         self._exits = ExitStack()
         self._num_tries: Counter[str] = Counter()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -328,7 +282,7 @@ class RolloutExecutor:
         self._outcomes.settled(group.prompt_id, None)
         del self._num_tries[group.prompt_id]
         if unusable := [t.reason for t in group.verdicts if t.unusable is not None]:
-            self._on_unusable(group.prompt_id, unusable)
+            self._listener.on_unusable(group.prompt_id, unusable)
 
     def _drop(self, group: Group, kind: Kind, *, played: Group, again: bool) -> None:
         """Draw the prompt of a group again if that may help and has not been done too often; otherwise reject it for good."""
@@ -338,14 +292,14 @@ class RolloutExecutor:
         if again and self._num_tries[prompt_id] <= self._config.max_retries:
             self._stream.give_back(prompt_id)
             self._outcomes.drawn_again()
-            self._on_rejected(Settled(prompt_id, reason, kind, drawn_again=True, played=played))
+            self._listener.on_rejected(Settled(prompt_id, reason, kind, drawn_again=True, played=played))
             return
         if self._num_tries[prompt_id] > 1:
             reason = f"{reason} (the last of {self._num_tries[prompt_id]} tries)"
         del self._num_tries[prompt_id]
         self._num_rejected += 1
         self._outcomes.settled(prompt_id, kind, reason)
-        self._on_rejected(Settled(prompt_id, reason, kind, played=played))
+        self._listener.on_rejected(Settled(prompt_id, reason, kind, played=played))
 
     def _judge(self, group: Group) -> tuple[Group, GroupFailure | None, Kind | None]:
         """Ask the user's filter, then dynamic sampling; returns why the group is refused, if it is."""
@@ -360,7 +314,7 @@ class RolloutExecutor:
             self._gate.release(prompt_id)
             self._stream.give_back(prompt_id)
             self._outcomes.requeued()
-            self._on_rejected(Settled(prompt_id, "it would have become too stale", "too stale", drawn_again=True))
+            self._listener.on_rejected(Settled(prompt_id, "it would have become too stale", "too stale", drawn_again=True))
         self._admit()
 
     def _raise_if_hopeless(self) -> None:

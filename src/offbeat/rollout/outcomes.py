@@ -1,8 +1,8 @@
 """Outcomes of prompts and samples: kinds of reasons, who is drawn again, shares and warnings. Pure; driven by the executor."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from offbeat.data.trajectory import UNUSABLE, Group, Trajectory, Unusable
@@ -20,6 +20,36 @@ _ON_PURPOSE: tuple[Kind, ...] = ("not accepted", "equal rewards")
 WARN_SHARE = 0.05
 _FEWEST = 20
 """Smallest number of prompts or samples for which a share is meaningful."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """How a group ended that is not trained on; recorded in the event log.
+
+    Attributes:
+        kind: the reason in two words.
+        drawn_again: whether its prompt is drawn again.
+        played: the group as it was played; None if it was cancelled before its end.
+    """
+
+    prompt_id: str
+    rejected: str
+    kind: Kind | Literal["too stale"]
+    drawn_again: bool = False
+    played: Group | None = field(default=None, compare=False, repr=False)
+
+
+class RolloutListener:
+    """Hears of the rollouts of a run; this one ignores all of it."""
+
+    def on_rejected(self, settled: Settled) -> None:
+        """Take note of a group that is not trained on."""
+
+    def on_unusable(self, prompt_id: str, reasons: Sequence[str]) -> None:
+        """Take note of the episodes of a prompt that are not trained on, where others of its group are."""
+
+    def warn(self, text: str) -> None:
+        """Take a warning, such as that too many prompts or samples are lost for one reason."""
 
 
 @dataclass(frozen=True)

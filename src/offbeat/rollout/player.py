@@ -9,13 +9,14 @@ import inspect
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from offbeat.aio import HaltingClock
 from offbeat.config.rollout import RolloutConfig
 from offbeat.data.row import Row
 from offbeat.data.trajectory import Group
@@ -25,11 +26,12 @@ from offbeat.inference.sampling import Sample, Sampling
 from offbeat.raised import FirstTracebacks, describe_at
 from offbeat.rollout.accounts import Accounts
 from offbeat.rollout.clock import EpisodeClock
+from offbeat.rollout.dynamic import DynamicSampling
 from offbeat.rollout.episode import Episode, Workflow
 from offbeat.rollout.idle import IdleMeter
-from offbeat.rollout.outcomes import GroupFailure, Kind, failure_of, failure_to_ask, unwrap
-from offbeat.rollout.trajectory_checks import members
-from offbeat.types import Tell, Version
+from offbeat.rollout.outcomes import GroupFailure, Kind, RolloutListener, failure_of, failure_to_ask, unwrap
+from offbeat.rollout.trajectory_checks import ANY, TrajectoryChecks, members
+from offbeat.types import Version
 
 logger = logging.getLogger(__name__)
 
@@ -48,21 +50,42 @@ class _RaisedError(Exception):
         self.error = error
 
 
+@dataclass(frozen=True)
+class RolloutParts:
+    """The parts that play, check and count the episodes of an executor.
+
+    Attributes:
+        make_episode: `make_episode(row, group_size, sampling)` binds a row to engines, rewards and the tokenizer.
+        accept: the user's filter.
+        dynamic: rejects groups of equal rewards that the filter accepts; None rejects none.
+        checks: requirements that trajectories must meet.
+        accounts: adds up the time of episodes, except in `rollout_batch`.
+        has_places: whether episodes wait for a place of user code when they are off the clock.
+        engines: the clock that engines halt while they sleep, so that deadlines of episodes stand still.
+    """
+
+    workflow: Workflow
+    make_episode: MakeEpisode
+    accept: Accept = lambda _group: True
+    dynamic: DynamicSampling | None = None
+    checks: TrajectoryChecks = ANY
+    accounts: Accounts = field(default_factory=Accounts)
+    has_places: bool = False
+    engines: HaltingClock = field(default_factory=HaltingClock)
+
+
 class GroupPlayer:
     """Calls a workflow and a filter, under a clock that stands still while they wait for others."""
 
-    def __init__(
-        self, *, workflow: Workflow, make_episode: MakeEpisode, accept: Accept, config: RolloutConfig, idle: IdleMeter,
-        halted: Callable[[], bool] = lambda: False, warn: Tell = lambda _text: None,
-    ) -> None:
-        """Set up the player; see `RolloutExecutor` for the arguments. `idle` counts the waits of episodes."""
-        self._warn = warn
-        self._workflow = workflow
-        self._make_episode = make_episode
-        self._accept = accept
+    def __init__(self, parts: RolloutParts, *, config: RolloutConfig, idle: IdleMeter, listener: RolloutListener) -> None:
+        """Set up the player; `idle` counts the waits of episodes."""
+        self._warn = listener.warn
+        self._workflow = parts.workflow
+        self._make_episode = parts.make_episode
+        self._accept = parts.accept
+        self._engines = parts.engines
         self._config = config
         self._idle = idle
-        self._halted = halted
         self._tracebacks = FirstTracebacks()
 
     async def play(
@@ -83,7 +106,7 @@ class GroupPlayer:
             return Group(prompt_id, version, rejected=describe(exc)), failure_to_ask(exc)
         here = Path.cwd()
         try:
-            async with EpisodeClock(f"group {prompt_id}", self._config.episode_timeout_s, halted=self._halted) as clock:
+            async with EpisodeClock(f"group {prompt_id}", self._config.episode_timeout_s, engines=self._engines) as clock:
                 returned = await self._call_within_bounds(replace(
                     self._watched(episode, clock), account=partial(accounts.open, prompt_id), measured=accounts.measures.add))
             return Group(prompt_id, version, members(returned, group_size, workflow=self._config.workflow)), None

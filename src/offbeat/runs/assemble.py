@@ -60,7 +60,7 @@ async def open_controller(config: Config, rank_info: RankInfo, inputs: RunInputs
         fleet = await open_fleet(stack, engines, addresses, config, record, model=inputs.model)
         trainers = Trainers(ranks, config, on_span=record.on_span)
         policy = await open_policy(stack, fleet, inputs, config, write=trainers.write_weights, holds=trainers.holds)
-        source = EngineRollouts(config, record, inputs, policy.generate, user_code, halted=lambda: fleet.pool.clock.halted)
+        source = EngineRollouts(config, record, inputs, policy.generate, user_code, engines=fleet.pool.clock)
         yield RunParts(
             config, record, inputs, trainers, policy.publisher, source, SingleProcess(), policy.watch,
             critic=make_critic(ranks, config, record), teacher=teacher(ranks, record.on_span), turns=policy.turns)

@@ -3,14 +3,14 @@
 Opened by the controller, by rank 0 in SPMD mode, and by every other rank that rolls out on rank 0's engines.
 """
 
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Hashable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from offbeat.agents.opening import open_workflow
-from offbeat.aio import both
+from offbeat.aio import HaltingClock, both
 from offbeat.algorithms.experience import sft_batch
 from offbeat.config.agent import PLAYS
 from offbeat.config.root import Config
@@ -34,11 +34,12 @@ from offbeat.inference.sampling import Sample, Sampling
 from offbeat.rollout.accounts import Accounts
 from offbeat.rollout.dynamic import DynamicSampling
 from offbeat.rollout.episode import Episode, Generate, Workflow
-from offbeat.rollout.executor import RolloutExecutor, Settled
+from offbeat.rollout.executor import RolloutExecutor
 from offbeat.rollout.idle import IdleMeter
 from offbeat.rollout.metric import check_metrics
 from offbeat.rollout.model_reward import ModelReward
-from offbeat.rollout.player import Accept
+from offbeat.rollout.outcomes import RolloutListener, Settled
+from offbeat.rollout.player import Accept, RolloutParts
 from offbeat.rollout.reward_pool import RewardPool, check_call
 from offbeat.rollout.staleness import Gate
 from offbeat.rollout.trajectory_checks import TrajectoryChecks
@@ -71,11 +72,42 @@ class UserCode:
 
 
 @dataclass(frozen=True)
+class RecordedRollouts(RolloutListener):
+    """Records what the rollouts of a run tell, in its events, its stored rollouts and on its console.
+
+    Attributes:
+        keeps_rejected: whether rejected groups are stored.
+    """
+
+    record: RunRecord
+    stream: PromptStream
+    pieces: Pieces
+    keeps_rejected: bool
+
+    def on_rejected(self, settled: Settled) -> None:
+        """See `RolloutListener`."""
+        self.record.events.record(
+            "drawn_again" if settled.drawn_again else "rejected", prompt_id=settled.prompt_id, why=settled.kind, reason=settled.rejected)
+        if settled.played is not None and self.keeps_rejected:
+            self.record.reject(settled.played.num_tokens, partial(
+                keep_rejected_line, group=settled.played, row=self.stream.row(settled.prompt_id), pieces=self.pieces,
+                reason=settled.rejected, why=settled.kind, drawn_again=settled.drawn_again))
+
+    def on_unusable(self, prompt_id: str, reasons: Sequence[str]) -> None:
+        """See `RolloutListener`."""
+        self.record.events.record("unusable_samples", prompt_id=prompt_id, reasons=reasons)
+
+    def warn(self, text: str) -> None:
+        """See `RolloutListener`."""
+        self.record.console.note(text)
+
+
+@dataclass(frozen=True)
 class EngineRollouts:
     """Plays rollouts on the engines that `generate` routes to.
 
     Attributes:
-        halted: whether the engines sleep.
+        engines: the clock that stands still while the engines sleep.
         meters: idle meters of the executors that feed training; calls for evaluation sets count, too, as they keep the same engines busy.
     """
 
@@ -84,7 +116,7 @@ class EngineRollouts:
     inputs: RunInputs
     generate: Generate
     user_code: UserCode
-    halted: Callable[[], bool] = lambda: False
+    engines: HaltingClock = field(default_factory=HaltingClock)
     meters: list[IdleMeter] = field(default_factory=list)
 
     draws = True
@@ -102,25 +134,16 @@ class EngineRollouts:
                 algorithm, batch_size=config.consumer_batch_size, num_rejected=num_flat_rejected,
                 warn=partial(record.note, "dynamic_sampling"))
 
-        pieces = Pieces(self.inputs.tokenizer)
-
-        def on_rejected(settled: Settled) -> None:
-            record.events.record(
-                "drawn_again" if settled.drawn_again else "rejected", prompt_id=settled.prompt_id, why=settled.kind,
-                reason=settled.rejected)
-            if settled.played is not None and self.config.telemetry.rollouts_every_steps:
-                record.reject(settled.played.num_tokens, partial(
-                    keep_rejected_line, group=settled.played, row=stream.row(settled.prompt_id), pieces=pieces, reason=settled.rejected,
-                    why=settled.kind, drawn_again=settled.drawn_again))
-
-        executor = RolloutExecutor(
-            gate=gate, stream=stream, workflow=self.user_code.workflow, make_episode=self._episode, config=config,
-            sampling=self.inputs.sampling, accept=accept, dynamic=dynamic,
+        parts = RolloutParts(
+            workflow=self.user_code.workflow, make_episode=self._episode, accept=accept, dynamic=dynamic,
             checks=TrajectoryChecks(self.inputs.vocab_size, lambda trajectory: self._too_long(trajectory.row_tokens)),
             accounts=Accounts(record.tracer.add if self.config.telemetry.trace else None, tell=record.console.note),
-            has_places=config.workflow in PLAYS, halted=self.halted,
-            on_rejected=on_rejected, warn=record.console.note, idle_listener=IdleAdvice(record, self.config),
-            on_unusable=lambda prompt_id, reasons: record.events.record("unusable_samples", prompt_id=prompt_id, reasons=reasons))
+            has_places=config.workflow in PLAYS, engines=self.engines)
+        listener = RecordedRollouts(
+            record, stream, Pieces(self.inputs.tokenizer), keeps_rejected=bool(self.config.telemetry.rollouts_every_steps))
+        executor = RolloutExecutor(
+            gate, stream, parts, config=config, sampling=self.inputs.sampling, listener=listener,
+            idle_listener=IdleAdvice(record, self.config))
         self.meters.append(executor.idle)
         return executor
 

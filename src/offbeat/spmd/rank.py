@@ -125,7 +125,7 @@ async def _open(
     fleet = await open_fleet(stack, engines, addresses, config, record, model=inputs.model)
     policy = await open_policy(
         stack, fleet, inputs, config, write=trainers.write_weights, release=make_release(fleet.pool, config, peers), waits=not one_loads)
-    source = EngineRollouts(own, record, rows, policy.generate, user_code, halted=lambda: fleet.pool.clock.halted)
+    source = EngineRollouts(own, record, rows, policy.generate, user_code, engines=fleet.pool.clock)
     if one_loads:
         return parts(policy.publisher, source, watch=policy.watch, turns=policy.turns)
     news = await _open_news(stack, config, rank_info)
