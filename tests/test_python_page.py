@@ -23,11 +23,11 @@ from offbeat.config.root import Config
 from offbeat.controller.evaluate import Evaluation
 from offbeat.controller.reward_choice import choose_rewards
 from offbeat.data.dataset import open_datasets
-from offbeat.data.functions import resolve
 from offbeat.data.pairs import open_pairs
 from offbeat.data.row import Row
 from offbeat.data.tokenizer import load_tokenizer
 from offbeat.telemetry.console import Console
+from offbeat.user_code.functions import resolve
 from small_run import SmallRun
 from test_public_names import PLAIN
 

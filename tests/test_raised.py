@@ -6,9 +6,9 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from offbeat.data.functions import resolve
 from offbeat.errors import CodeError
 from offbeat.raised import FirstTracebacks, describe_at, place_of
+from offbeat.user_code.functions import resolve
 
 CODE = """import json
 

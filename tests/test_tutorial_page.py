@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from offbeat.config.load import load_config
-from offbeat.data.functions import resolve
 from offbeat.data.row import Row
+from offbeat.user_code.functions import resolve
 
 PAGE = (Path(__file__).parents[1] / "docs" / "tutorial.md").read_text(encoding="utf-8")
 TASKS = {"reverse": "words.jsonl", "numbers": "rows.jsonl"}

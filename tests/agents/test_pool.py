@@ -13,6 +13,7 @@ import pytest
 from offbeat.agents.pool import LostError, PlayPool
 from offbeat.agents.task import AgentTask, Played
 from offbeat.agents.worker import PlayLoadRequest, RunRequest
+from offbeat.config.agent import AgentConfig
 from offbeat.data.row import Row
 from offbeat.errors import CodeError, DeadlineError
 from waiting import wait_until
@@ -20,11 +21,10 @@ from waiting import wait_until
 CODE = Path(__file__).parents[1] / "support" / "playing.py"
 
 
-def with_pool(function: str, body: Callable[[PlayPool], Awaitable[None]], **options) -> None:
+def with_pool(function: str, body: Callable[[PlayPool], Awaitable[None]], *, tell: Callable[[str], None] = print, **agent) -> None:
     async def main() -> None:
-        pool = PlayPool(
-            PlayLoadRequest(program=f"{CODE}:{function}"), **{"num_processes": 1, "num_episodes": 8, "log_dir": None} | options)
-        async with pool:
+        config = AgentConfig.model_validate({"episodes_per_process": 8} | agent)
+        async with PlayPool(PlayLoadRequest(program=f"{CODE}:{function}"), config, log_dir=None, tell=tell) as pool:
             await body(pool)
 
     asyncio.run(main())
@@ -54,7 +54,7 @@ def test_many_episodes_wait_in_one_process_at_the_same_time() -> None:
         assert {type(result) for result in results} == {DeadlineError} and time.monotonic() - start < 30
         assert (await play(pool, "0.5")).reward == 0.5
 
-    with_pool("misbehave", body, num_episodes=300)
+    with_pool("misbehave", body, episodes_per_process=300)
 
 
 def test_what_user_code_raises_or_returns_wrongly_is_told_with_its_line_and_costs_nothing_else() -> None:
@@ -121,12 +121,12 @@ def test_episodes_are_spread_over_processes_and_wait_for_a_place() -> None:
             assert not third.done()
         assert (await third).reward == 1.0
 
-    with_pool("hang", body, num_processes=2, num_episodes=1)
+    with_pool("hang", body, processes=2, episodes_per_process=1)
 
 
 def test_code_that_cannot_be_loaded_ends_the_start_and_leaves_no_process() -> None:
     with pytest.raises(CodeError, match="did you mean 'misbehave'"):
-        with_pool("misbehav", lambda _pool: asyncio.sleep(0), num_processes=2)
+        with_pool("misbehav", lambda _pool: asyncio.sleep(0), processes=2)
     wait_until(lambda: not playing(), timeout_s=10)
 
 
@@ -137,8 +137,8 @@ def test_secrets_are_hidden_from_the_processes(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("MY_JUDGE_KEY", "1")
 
     async def main() -> Played:
-        request = PlayLoadRequest(program=f"{code}:peek", memory_bytes=4 << 30)
-        async with PlayPool(request, num_processes=1, num_episodes=1, log_dir=tmp_path, allowed=["MY_JUDGE_KEY"]) as pool:
+        request = PlayLoadRequest(program=f"{code}:peek")
+        async with PlayPool(request, AgentConfig(env=("MY_JUDGE_KEY",), memory_bytes=4 << 30), log_dir=tmp_path) as pool:
             return await play(pool, "")
 
     assert asyncio.run(main()).parts == {"TOKEN": 0.0, "JUDGE_KEY": 1.0}

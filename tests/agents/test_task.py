@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from offbeat.agents.task import AgentTask, Played, environment_of_programs, played, printed
+from offbeat.agents.task import AgentTask, Played, played, printed
 from offbeat.data import wire
 from offbeat.data.reward import FailedReward, NamedReward
 from offbeat.data.row import Row
+from offbeat.user_code.variables import environment_of_programs
 
 TASK = AgentTask(Row(({"role": "user", "content": "hi"},), "7", {"level": "2"}), "http://h/v1", "http://h", "sk-1", "policy", 5, 60.0)
 

@@ -13,9 +13,9 @@ from offbeat.config.load import load_config
 from offbeat.config.rollout import reward_name
 from offbeat.config.root import Config
 from offbeat.data.dataset import open_datasets
-from offbeat.data.functions import resolve
-from offbeat.data.given import find
 from offbeat.errors import CodeError, ConfigError, DataError
+from offbeat.user_code.functions import resolve
+from offbeat.user_code.given import find
 from support import own_losses
 
 HOMES = ("run", "rollout", "train", "train.optimizer", "algorithm")

@@ -6,7 +6,7 @@ import pytest
 
 from offbeat.config.load import load_config
 from offbeat.controller.reward_choice import choose_rewards, devices_per_reward_model, num_set_reward_models
-from offbeat.data.functions import resolve
+from offbeat.user_code.functions import resolve
 from small_run import small_config
 
 

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.config.data import DataConfig
-from offbeat.data.functions import resolve
 from offbeat.data.tasks import find_task
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.errors import DataError
+from offbeat.user_code.functions import resolve
 
 
 def task_of(name, size=8):

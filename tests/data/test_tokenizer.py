@@ -19,7 +19,7 @@ from offbeat.errors import ModelError
 
 TORCH_FREE = (
     "offbeat.data.tokenizer", "offbeat.data.row", "offbeat.data.sources", "offbeat.data.tasks", "offbeat.data.dataset",
-    "offbeat.data.prompt", "offbeat.data.stream", "offbeat.data.functions", "offbeat.rollout.rewards.exact_match",
+    "offbeat.data.prompt", "offbeat.data.stream", "offbeat.user_code.functions", "offbeat.rollout.rewards.exact_match",
     "offbeat.rollout.rewards.math", "offbeat.rollout.rewards.countdown", "offbeat.algorithms.credit", "offbeat.algorithms.experience",
 )
 TEXT = character_tokenizer(TEXT_ALPHABET)

@@ -7,8 +7,8 @@ import pytest
 
 from faults.sections import DOCUMENT
 from faults.user_code import CODE, HEADING, SETTINGS, all_cases, play_all
-from offbeat.data.functions import resolve
 from offbeat.errors import CodeError
+from offbeat.user_code.functions import resolve
 
 SAMPLE = (
     "calls `sys.exit`", "a token id that is the vocabulary's size", "log-probabilities that are all 0", "versions of 38 steps before",

@@ -9,6 +9,7 @@ from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.root import Config
 from offbeat.errors import CodeError
 from offbeat.losses.own_check import OwnObjectiveCheck, check_objective
+from offbeat.user_code.handshake import Handshake
 
 FILE = Path(__file__).parents[1] / "support" / "own_losses.py"
 
@@ -48,4 +49,4 @@ def test_what_cannot_work_is_refused_in_one_sentence(function, sentence) -> None
 def test_the_check_takes_a_configuration_as_json() -> None:
     settings = {"objective": f"{FILE}:clipped", "constants": {"low": 0.8, "high": 1.2}}
     config = Config.model_validate({"algorithm": settings})
-    assert OwnObjectiveCheck().handle("check", config.model_dump_json().encode()) == b""
+    assert OwnObjectiveCheck().handle("load", Handshake(config.model_dump_json().encode()).pack()) == b""

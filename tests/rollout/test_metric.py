@@ -7,9 +7,9 @@ import psutil
 import pytest
 
 from evaluation.played import played
-from offbeat.data.given import give, withdraw
 from offbeat.errors import CodeError
 from offbeat.rollout.metric import Metric, check_metrics
+from offbeat.user_code.given import give, withdraw
 from small_run import small_config
 
 METRICS = Path(__file__).parents[1] / "support" / "metrics.py"
@@ -17,7 +17,7 @@ ANSWERED = played([[1.0, None], [0.5, 1.0], []], num_samples=2)
 
 
 def metric(name: str, *, timeout_s: float = 60.0) -> Metric:
-    return Metric(f"{METRICS}:{name}", timeout_s=timeout_s, log=None)
+    return Metric(f"{METRICS}:{name}", timeout_s=timeout_s, log_dir=None)
 
 
 def test_all_answers_go_to_a_process_and_numbers_come_back_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +33,7 @@ def test_a_function_that_was_given_as_an_object_is_sent_to_the_process() -> None
     weight = 2.0
     name = give(lambda samples: {"weighted": weight * len(samples)}, kind="evaluate.metric")
     try:
-        sent = Metric(name, timeout_s=60.0, log=None)
+        sent = Metric(name, timeout_s=60.0, log_dir=None)
         asyncio.run(sent.check())
         assert asyncio.run(sent.measure(ANSWERED)) == {"weighted": 2.0 * len(ANSWERED.samples)}
     finally:

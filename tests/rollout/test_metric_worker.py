@@ -8,9 +8,16 @@ import pytest
 from evaluation.played import played
 from offbeat.data import wire
 from offbeat.errors import CodeError
-from offbeat.rollout.metric_worker import MetricRequest, MetricValues, MetricWorker, metric_values
+from offbeat.rollout.metric_worker import MetricLoadRequest, MetricRequest, MetricValues, MetricWorker, metric_values
+from offbeat.user_code.handshake import Handshake
 
 METRICS = Path(__file__).parents[1] / "support" / "metrics.py"
+
+
+def loaded(name: str) -> MetricWorker:
+    worker = MetricWorker()
+    assert worker.handle("load", Handshake(wire.encode(MetricLoadRequest(f"{METRICS}:{name}"))).pack()) == b""
+    return worker
 
 
 def test_a_number_has_the_functions_name_and_a_mapping_its_own() -> None:
@@ -23,10 +30,9 @@ def test_a_number_has_the_functions_name_and_a_mapping_its_own() -> None:
     ("taken", "that evaluations do not have already, got 'accuracy_low'"), ("slashed", "got 'a/b'"), ("exits", "raised SystemExit: 3")])
 def test_what_is_no_metric_is_told(name: str, why: str) -> None:
     with pytest.raises(CodeError, match=why):
-        MetricWorker().handle("measure", wire.encode(MetricRequest(f"{METRICS}:{name}", samples=played([[1.0]]).samples)))
+        loaded(name).handle("measure", wire.encode(MetricRequest(played([[1.0]]).samples)))
 
 
 def test_it_is_loaded_and_called_with_all_answers() -> None:
-    request = wire.encode(MetricRequest(f"{METRICS}:several", samples=played([[1.0, 0.0], [None, 1.0]]).samples))
-    assert MetricWorker().handle("load", request) == b""
-    assert wire.decode(MetricValues, MetricWorker().handle("measure", request)).values == {"right": 2.0, "failed@1": 1.0}
+    request = wire.encode(MetricRequest(played([[1.0, 0.0], [None, 1.0]]).samples))
+    assert wire.decode(MetricValues, loaded("several").handle("measure", request)).values == {"right": 2.0, "failed@1": 1.0}

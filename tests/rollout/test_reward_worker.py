@@ -10,13 +10,14 @@ from offbeat.data import wire
 from offbeat.data.row import Row
 from offbeat.errors import CodeError
 from offbeat.rollout.reward_worker import RewardLoadRequest, RewardRequest, RewardWorker, ScoredCompletion
+from offbeat.user_code.handshake import Handshake
 
 REWARDS = Path(__file__).parents[1] / "support" / "rewards.py"
 
 
 def loaded(name: str) -> RewardWorker:
     worker = RewardWorker()
-    worker.handle("load", wire.encode(RewardLoadRequest(f"{REWARDS}:{name}")))
+    worker.handle("load", Handshake(wire.encode(RewardLoadRequest(f"{REWARDS}:{name}"))).pack())
     return worker
 
 
@@ -62,4 +63,4 @@ def test_a_reward_that_raises_what_others_do_not_keeps_its_process_too(name: str
 
 def test_a_reward_that_is_not_there_is_refused() -> None:
     with pytest.raises(CodeError, match="has no function 'equals'; did you mean 'equal'"):
-        RewardWorker().handle("load", wire.encode(RewardLoadRequest(f"{REWARDS}:equals")))
+        RewardWorker().handle("load", Handshake(wire.encode(RewardLoadRequest(f"{REWARDS}:equals"))).pack())

@@ -12,7 +12,6 @@ import pytest
 
 from offbeat.config.root import Config
 from offbeat.controller.inputs import read_inputs
-from offbeat.data.functions import resolve
 from offbeat.data.stored_rollouts import read_rollouts
 from offbeat.data.stream import PromptStream
 from offbeat.engine.options import EngineOptions
@@ -29,6 +28,7 @@ from offbeat.runs.rollouts import EngineRollouts, UserCode, open_rewards
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.record import RunRecord
+from offbeat.user_code.functions import resolve
 from offbeat.workers.local import LocalLauncher
 from small_run import build_small_model, small_config
 

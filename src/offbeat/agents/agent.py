@@ -14,14 +14,15 @@ from offbeat.agents.group import play_group, seed_of
 from offbeat.agents.pool import PlayPool
 from offbeat.agents.proxy import Proxy
 from offbeat.agents.recorder import EpisodeLimits
-from offbeat.agents.task import AgentTask, Played, clock_of
+from offbeat.agents.task import AgentTask, Played
 from offbeat.agents.worker import RunRequest
 from offbeat.config.agent import AgentConfig
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.data.trajectory import Trajectory
 from offbeat.errors import CodeError
-from offbeat.rollout.clock import EpisodeClock, requests_off
-from offbeat.rollout.episode import Episode, Waiting
+from offbeat.rollout.clock import EpisodeClock, agent_clock, requests_off
+from offbeat.rollout.episode import Episode
+from offbeat.user_code.places import Waiting
 
 _HARD_TIMEOUT_S = 7 * 86_400.0
 """Seconds for a call that the clock and the group's deadline end before; neither counts all of its time."""
@@ -69,7 +70,7 @@ class AgentWorkflow:
     async def _play(self, episode: Episode, index: int) -> list[Trajectory]:
         config = self.config
         limits = EpisodeLimits(config.max_turns, min(episode.context, self.max_tokens))
-        clock = clock_of(config.timeout_s)
+        clock = agent_clock(config.timeout_s)
         generate = requests_off(clock, episode).generate
         session = self.proxy.open(generate, episode.sampling, limits=limits, keep_reasoning=config.keep_reasoning)
         # The key is in the path as well, for libraries that take no key for each episode.

@@ -21,15 +21,15 @@ from typing import Any, Self
 
 from offbeat.agents import bridges
 from offbeat.agents.command import end_group, launcher
-from offbeat.agents.places import Places
 from offbeat.agents.pool import LostError
-from offbeat.agents.task import AgentTask, Played, clock_of, environment_of_programs, played
+from offbeat.agents.task import AgentTask, Played, played
 from offbeat.errors import CodeError, WorkerError, printable
 from offbeat.hosts import LOOPBACK
 from offbeat.onlooker import log_tail
-from offbeat.rollout.clock import EpisodeClock
-from offbeat.rollout.episode import Waiting, on_the_clock
+from offbeat.rollout.clock import EpisodeClock, agent_clock
 from offbeat.rollout.measures import numbers_of
+from offbeat.user_code.places import Places, Waiting, on_the_clock
+from offbeat.user_code.variables import environment_of_programs
 
 _START_TIMEOUT_S = 300.0
 """Some libraries take tens of seconds to import."""
@@ -85,7 +85,7 @@ class BridgePlayer:
             LostError: the bridge's process ended.
             WorkerError: it does not start again.
         """
-        async with self._places.taken(off_the_clock), clock or clock_of(task.timeout_s):
+        async with self._places.taken(off_the_clock), clock or agent_clock(task.timeout_s):
             async with self._starting:
                 if self._process is None or self._process.returncode is not None or self._reading is None or self._reading.done():
                     await self._start()

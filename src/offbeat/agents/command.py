@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Self
 
 from offbeat.agents import launch
-from offbeat.agents.places import Places
-from offbeat.agents.task import AgentTask, Played, clock_of, environment_of_programs, printed
+from offbeat.agents.task import AgentTask, Played, printed
 from offbeat.errors import CodeError, printable
 from offbeat.hosts import LOOPBACK
-from offbeat.rollout.clock import EpisodeClock
-from offbeat.rollout.episode import Waiting, on_the_clock
+from offbeat.rollout.clock import EpisodeClock, agent_clock
+from offbeat.user_code.places import Places, Waiting, on_the_clock
+from offbeat.user_code.variables import environment_of_programs
 
 _KEPT_BYTES = 64 << 10
 """Bytes kept of the end of an episode's output."""
@@ -67,7 +67,7 @@ class CommandPlayer:
         """
         with tempfile.TemporaryDirectory(prefix="offbeat-row-", ignore_cleanup_errors=True) as folder:
             file = Path(folder) / "row.json"
-            async with self._places.taken(off_the_clock), clock or clock_of(task.timeout_s):
+            async with self._places.taken(off_the_clock), clock or agent_clock(task.timeout_s):
                 await asyncio.to_thread(file.write_text, task.row_text(), encoding="utf-8")
                 environment = self._environment | task.environment() | {"OFFBEAT_ROW_FILE": str(file)}
                 code, output, errors = await run(self._command, environment, memory_bytes=self._memory_bytes, log=self._log)

@@ -18,11 +18,10 @@ from offbeat.chat.parsing import AnswerParser
 from offbeat.chat.rendering import Renderer
 from offbeat.config.agent import PLAYS
 from offbeat.config.root import Config
-from offbeat.data.functions import resolve
-from offbeat.data.given import pack
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.hosts import is_loopback
 from offbeat.rollout.episode import Episode, Workflow
+from offbeat.user_code.functions import resolve
 
 SHORT_NAMES = {"single_turn": "offbeat.rollout.workflows.single_turn:single_turn"}
 
@@ -60,9 +59,8 @@ async def open_workflow(
         return Recorder(renderer, parser, sampling=episode.sampling, limits=limits, keep_reasoning=agent.keep_reasoning)
 
     request = PlayLoadRequest(
-        stage=agent.tools or (agent.environment,), tools=bool(agent.tools), options=agent.options, step_timeout_s=agent.step_timeout_s,
-        memory_bytes=agent.memory_bytes, given=pack(agent.tools or (agent.environment,)))
-    pool = await stack.enter_async_context(_pool(config, request, log_dir=log_dir, tell=tell))
+        stage=agent.tools or (agent.environment,), tools=bool(agent.tools), options=agent.options, step_timeout_s=agent.step_timeout_s)
+    pool = await stack.enter_async_context(PlayPool(request, agent, log_dir=log_dir, tell=tell))
     return PlayedWorkflow(pool, agent, make_recorder, config.data.system_prompt)
 
 
@@ -80,8 +78,8 @@ async def _open_player(
             agent.environment, python=agent.python or sys.executable, options=read_options(agent.options), model=agent.model,
             max_turns=agent.max_turns, num_episodes=num_episodes, log_dir=log_dir, memory_bytes=agent.memory_bytes, allowed=agent.env,
             host=agent.reached_at))
-    request = PlayLoadRequest(program=agent.program, memory_bytes=agent.memory_bytes, given=pack([agent.program]))
-    return ProgramPlayer(await stack.enter_async_context(_pool(config, request, log_dir=log_dir, tell=tell)))
+    request = PlayLoadRequest(program=agent.program)
+    return ProgramPlayer(await stack.enter_async_context(PlayPool(request, agent, log_dir=log_dir, tell=tell)))
 
 
 async def load_program(config: Config) -> None:
@@ -91,14 +89,6 @@ async def load_program(config: Config) -> None:
         CodeError: it cannot be found, imported, or called with a task.
         WorkerError, DeadlineError: the process does not start.
     """
-    agent = config.agent
-    request = PlayLoadRequest(program=agent.program, memory_bytes=agent.memory_bytes, given=pack([agent.program]))
-    async with PlayPool(request, num_processes=1, num_episodes=1, log_dir=None, allowed=agent.env, host=agent.reached_at):
+    one = config.agent.model_copy(update={"processes": 1})
+    async with PlayPool(PlayLoadRequest(program=one.program), one, log_dir=None):
         pass
-
-
-def _pool(config: Config, request: PlayLoadRequest, *, log_dir: Path | None, tell: Callable[[str], None]) -> PlayPool:
-    agent = config.agent
-    return PlayPool(
-        request, num_processes=agent.processes, num_episodes=agent.episodes_per_process, log_dir=log_dir,
-        blocked_timeout_s=agent.blocked_timeout_s, allowed=agent.env, host=agent.reached_at, tell=tell)

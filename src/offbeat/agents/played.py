@@ -12,14 +12,13 @@ from offbeat.agents.environment import View
 from offbeat.agents.group import play_group, seed_of
 from offbeat.agents.pool import PlayPool, Seat
 from offbeat.agents.recorder import Recorder
-from offbeat.agents.task import clock_of
 from offbeat.agents.worker import CloseRequest, OpenRequest, StepRequest
 from offbeat.chat.messages import ChatRequest, Message, Reply
 from offbeat.config.agent import AgentConfig
 from offbeat.data.reward import NamedReward
 from offbeat.data.trajectory import Trajectory
 from offbeat.errors import CodeError, RefusedError
-from offbeat.rollout.clock import requests_off
+from offbeat.rollout.clock import agent_clock, requests_off
 from offbeat.rollout.episode import Episode
 
 _GRACE_S = 10.0
@@ -60,7 +59,7 @@ class PlayedWorkflow:
 
     async def _play(self, episode: Episode, index: int) -> list[Trajectory]:
         players: dict[str, _Player] = {}
-        clock = clock_of(self.config.timeout_s)
+        clock = agent_clock(self.config.timeout_s)
         async with self.pool.seat(episode.off_the_clock) as seat, clock:
             end = await self._converse(requests_off(clock, episode), seat, players, session=f"{id(episode)}-{index}")
         trajectories: list[Trajectory] = []

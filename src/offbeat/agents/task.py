@@ -2,23 +2,14 @@
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offbeat.data.reward import FailedReward, NamedReward, check_reward
 from offbeat.data.row import Row
 from offbeat.errors import shorten
-from offbeat.hosts import LOOPBACK, direct
-from offbeat.rollout.clock import EpisodeClock
 from offbeat.rollout.measures import numbers_of
-from offbeat.rollout.reward_pool import secret_variables
-
-
-def clock_of(timeout_s: float) -> EpisodeClock:
-    """Return the deadline of one episode, `agent.timeout_s`."""
-    return EpisodeClock("an episode (agent.timeout_s)", timeout_s)
-
 
 _LONGEST_VARIABLE = 128 << 10
 """Largest size in bytes of an environment variable on Linux, with its name and its last byte (MAX_ARG_STRLEN)."""
@@ -59,12 +50,6 @@ class AgentTask:
             "OPENAI_BASE_URL": self.base_url, "OPENAI_API_BASE": self.base_url, "OPENAI_API_KEY": self.api_key,
             "ANTHROPIC_BASE_URL": self.anthropic_base_url, "ANTHROPIC_API_KEY": self.api_key, "OFFBEAT_MODEL": self.model,
             "OFFBEAT_SEED": str(self.seed), **({"OFFBEAT_ROW": row} if fits else {})}
-
-
-def environment_of_programs(environ: Mapping[str, str], *, allowed: Collection[str], host: str = LOOPBACK) -> dict[str, str]:
-    """Return the environment of user programs: without secrets, unless `allowed`, and with this machine reached without a proxy."""
-    hidden = secret_variables(environ, allowed=allowed)
-    return {name: value for name, value in environ.items() if name not in hidden} | direct(environ, host)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ opened, taken on and closed; closing it cancels its calls that still run. `PlayP
 
 import asyncio
 import logging
-import resource
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,14 +13,14 @@ from typing import Any
 from offbeat.agents.environment import Environment, Stage, View
 from offbeat.agents.environments.find import find_stage
 from offbeat.agents.task import AgentTask, Played, played
-from offbeat.agents.user_code import blame, call
 from offbeat.chat.messages import Message, Tool
 from offbeat.data import wire
-from offbeat.data.functions import check_takes, resolve
-from offbeat.data.given import Given, receive
 from offbeat.data.row import Row
 from offbeat.errors import OffbeatError
 from offbeat.raised import FirstTracebacks
+from offbeat.user_code.calling import blame, call
+from offbeat.user_code.functions import check_takes, resolve
+from offbeat.user_code.handshake import enter
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +34,6 @@ class PlayLoadRequest:
         stage: name of an environment, or names of tools.
         tools: whether `stage` names tools.
         options: of the environment, each such as "num_players=2".
-        memory_bytes: memory limit of the process; 0 for none.
-        given: the functions and classes that were given as objects.
     """
 
     program: str = ""
@@ -44,8 +41,6 @@ class PlayLoadRequest:
     tools: bool = False
     options: tuple[str, ...] = ()
     step_timeout_s: float = 60.0
-    memory_bytes: int = 0
-    given: tuple[Given, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,7 +101,7 @@ class PlayWorker:
     async def handle(self, method: str, payload: bytes) -> bytes:
         match method:
             case "load":
-                return wire.encode(await self._load(wire.decode(PlayLoadRequest, payload)))
+                return wire.encode(await self._load(wire.decode(PlayLoadRequest, enter(payload).load)))
             case "open":
                 begin = wire.decode(OpenRequest, payload)
                 return wire.encode(await self._of(begin.episode, self._open(begin)))
@@ -124,10 +119,7 @@ class PlayWorker:
         return b""  # also of "ping", which asks whether the loop runs
 
     async def _load(self, request: PlayLoadRequest) -> PlayLoaded:
-        if request.memory_bytes:
-            resource.setrlimit(resource.RLIMIT_DATA, (request.memory_bytes, request.memory_bytes))
         _log_to_stderr()
-        receive(request.given)
         self._name = request.program or ", ".join(request.stage)
         if request.program:
             self._program = resolve(request.program, kind="agent.program")

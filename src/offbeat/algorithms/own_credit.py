@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from offbeat.algorithms.episodes import Episodes, turn_of_tokens
-from offbeat.data.functions import blaming, resolve
 from offbeat.errors import CodeError, OwnCodeError, shorten
+from offbeat.user_code.functions import blaming, resolve
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """From the arguments of a public function to a configuration: the same that a command would load from a file and `--section.key value`.
 
 Settings come from four places, the later ones winning: the defaults, `config`, `settings` and keywords, and the arguments that have names
-of their own, such as `model`. A function given as a setting, wherever it is, is kept as an object (`data.given`) and named.
+of their own, such as `model`. A function given as a setting, wherever it is, is kept as an object (`user_code.given`) and named.
 """
 
 import os
@@ -20,8 +20,8 @@ from offbeat.config.load import ALIASES, load_config, near_settings, suggestion
 from offbeat.config.load import settings as all_settings
 from offbeat.config.root import Config
 from offbeat.data.files import named
-from offbeat.data.given import give, import_name, withdraw
 from offbeat.errors import CodeError, ConfigError, shorten
+from offbeat.user_code.given import give, import_name, withdraw
 
 Settings = Mapping[str, Any]
 """Settings by "section.key", such as {"train.optimizer.lr": 1e-5}, or sections as mappings."""

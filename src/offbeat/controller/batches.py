@@ -14,9 +14,9 @@ from offbeat.controller.own_code import with_credit
 from offbeat.controller.parts import Rollouts, RunParts
 from offbeat.controller.state import LoopStep
 from offbeat.data.batch import Batch
-from offbeat.data.functions import at_step
 from offbeat.data.trajectory import Group
 from offbeat.telemetry.tracker import StatsPart
+from offbeat.user_code.functions import at_step
 
 MadeBatch = tuple[Batch, StatsPart]
 """A batch, and the statistics of its groups."""

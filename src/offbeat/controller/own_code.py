@@ -14,7 +14,7 @@ from offbeat.algorithms.own_credit import check_credit
 from offbeat.config.root import Config
 from offbeat.errors import CodeError, DeadlineError, OwnCodeError
 from offbeat.extras import TRAIN, require
-from offbeat.process.child import Child, ChildSpec
+from offbeat.user_code.pool import CodePool, CodeRole
 
 T = TypeVar("T")
 
@@ -72,10 +72,10 @@ def _check_credit(credit: str, constants: Mapping[str, Any]) -> None:
 
 
 async def _check_objective(config: Config) -> None:
-    environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # a few tokens need no device
-    child = await Child.start(
-        ChildSpec("the check of algorithm.objective", "offbeat.losses.own_check:OwnObjectiveCheck", environment), timeout_s=_TIMEOUT_S)
-    try:
-        await child.call("check", config.model_dump_json().encode(), timeout_s=_TIMEOUT_S)
-    finally:
-        await child.stop(timeout_s=_TIMEOUT_S)
+    role = CodeRole(
+        "the check of algorithm.objective", "offbeat.losses.own_check:OwnObjectiveCheck", load=config.model_dump_json().encode(),
+        hides_secrets=False,  # as in a rank, where it is called in a run
+        variables={"CUDA_VISIBLE_DEVICES": ""},  # a few tokens need no device
+        start_timeout_s=_TIMEOUT_S)
+    async with CodePool(role, num_processes=1):
+        pass

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.data import wire
-from offbeat.data.given import source_of
 from offbeat.data.reward import JUDGE_PREFIX
+from offbeat.user_code.given import source_of
 
 _DIGEST_BYTES = 16
 _HEADER_BYTES = 65_536

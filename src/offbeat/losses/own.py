@@ -17,10 +17,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from offbeat.data.functions import blaming, resolve
 from offbeat.errors import OwnCodeError, shorten
 from offbeat.losses.ratios import current_log_ratio
 from offbeat.losses.targets import Targets
+from offbeat.user_code.functions import blaming, resolve
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ from offbeat.config.root import Config
 from offbeat.data.batch import Batch, LossSpec
 from offbeat.errors import CodeError, OwnCodeError, describe
 from offbeat.losses.compose import target_losses
+from offbeat.user_code.handshake import enter
 
 _LENGTHS = (4, 1, 7, 3, 5, 2)
 """Trained tokens of the sequences; the last token of each but the shortest is masked."""
@@ -25,9 +26,9 @@ class OwnObjectiveCheck:
     """Handler of the child process."""
 
     def handle(self, method: str, payload: bytes) -> bytes:
-        """Check the objective of a configuration, which comes as JSON, with the call `check`; raises as `check_objective`."""
-        assert method == "check", f"there is no call {method!r}"
-        config = Config.model_validate_json(payload)
+        """Check the objective of a configuration, which comes as JSON, with the call `load`; raises as `check_objective`."""
+        assert method == "load", f"there is no call {method!r}"
+        config = Config.model_validate_json(enter(payload).load)
         check_objective(policy_loss(config.algorithm), name=config.algorithm.objective, drops=config.algorithm.drop_zero_advantage)
         return b""
 

@@ -13,13 +13,7 @@ from offbeat.data.tokenizer import Tokenizer
 from offbeat.data.trajectory import Trajectory
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.rollout.accounts import Account
-
-Waiting = Callable[[Awaitable[Any]], Awaitable[Any]]
-
-
-async def on_the_clock(waiting: Awaitable[Any]) -> Any:
-    """Return the result of `waiting`, whose time counts."""
-    return await waiting
+from offbeat.user_code.places import Waiting, on_the_clock
 
 
 class Generate(Protocol):

@@ -4,44 +4,39 @@ Like a reward, the function cannot block, crash or leak into the process that ev
 process of its own, so that a call that hangs leaves nothing behind.
 """
 
-import os
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from offbeat.config.root import Config
 from offbeat.data import wire
-from offbeat.data.given import pack
 from offbeat.errors import CodeError, DeadlineError, WorkerError
 from offbeat.evaluation.samples import EvaluatedSet
-from offbeat.process.child import Child, ChildSpec
-from offbeat.rollout.metric_worker import MetricRequest, MetricValues
-from offbeat.rollout.reward_pool import secret_variables
-
-_STOP_TIMEOUT_S = 1.0
+from offbeat.rollout.metric_worker import MetricLoadRequest, MetricRequest, MetricValues
+from offbeat.user_code.pool import CodePool, CodeRole
 
 
 class Metric:
     """One metric of the user's own."""
 
     def __init__(
-        self, dotted: str, *, timeout_s: float, log: Path | None, memory_bytes: int = 0, allowed: Iterable[str] = (),
+        self, dotted: str, *, timeout_s: float, log_dir: Path | None, memory_bytes: int = 0, allowed: Iterable[str] = (),
     ) -> None:
         """Prepare it; nothing is started.
 
         Args:
             dotted: "module:function", or the name of a function that this process has been given as an object.
-            timeout_s: limit for one call, with the start of its process.
-            log: file for its output.
+            timeout_s: limit for one call, and for the start of its process.
+            log_dir: folder of metric.log, the file for its output.
             memory_bytes: memory limit of its process; 0 for none.
             allowed: environment variables that it sees although they look like secrets.
         """
         self.dotted = dotted
         self._timeout_s = timeout_s
-        self._memory_bytes = memory_bytes
-        self._given = pack([dotted])
-        hidden = secret_variables(os.environ, allowed=frozenset(allowed))
-        env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-        self._spec = ChildSpec("the metric", "offbeat.rollout.metric_worker:MetricWorker", env, log, without=hidden)
+        self._log_dir = log_dir
+        self._role = CodeRole(
+            "the metric", "offbeat.rollout.metric_worker:MetricWorker", log="metric.log", load=wire.encode(MetricLoadRequest(dotted)),
+            functions=(dotted,), memory_bytes=memory_bytes, allowed=frozenset(allowed), start_timeout_s=timeout_s)
 
     @classmethod
     def of(cls, config: Config, *, log_dir: Path) -> "Metric | None":
@@ -50,7 +45,7 @@ class Metric:
         if not evaluate.metric:
             return None
         return cls(
-            evaluate.metric, timeout_s=evaluate.metric_timeout_s, log=log_dir / "metric.log", memory_bytes=rollout.reward_memory_bytes,
+            evaluate.metric, timeout_s=evaluate.metric_timeout_s, log_dir=log_dir, memory_bytes=rollout.reward_memory_bytes,
             allowed=rollout.reward_env)
 
     async def check(self) -> None:
@@ -59,7 +54,8 @@ class Metric:
         Raises:
             CodeError: it cannot be loaded.
         """
-        await self._call("load", MetricRequest(self.dotted, self._memory_bytes, self._given))
+        async with self._opened():
+            pass
 
     async def measure(self, played: EvaluatedSet) -> dict[str, float]:
         """Return the metric's values for the answers to a set, by name; a number alone has the name of the function.
@@ -67,19 +63,18 @@ class Metric:
         Raises:
             CodeError: it raised, was late, ended its process, or its value is no metric.
         """
-        request = MetricRequest(self.dotted, self._memory_bytes, self._given, played.samples)
-        return wire.decode(MetricValues, await self._call("measure", request)).values
+        request = wire.encode(MetricRequest(played.samples))
+        async with self._opened() as pool:
+            process = await pool.process(0)
+            async with pool.ending_on_error(process):
+                return wire.decode(MetricValues, await process.child.call("measure", request, timeout_s=self._timeout_s)).values
 
-    async def _call(self, method: str, request: MetricRequest) -> bytes:
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator[CodePool]:
+        """Start its process, and end it after the body; a failure of either is told as the metric's."""
         try:
-            child = await Child.start(self._spec, timeout_s=self._timeout_s)
-            try:
-                answer = await child.call(method, wire.encode(request), timeout_s=self._timeout_s)
-            except BaseException:
-                await child.kill()
-                raise
-            await child.stop(timeout_s=_STOP_TIMEOUT_S)
-            return answer
+            async with CodePool(self._role, num_processes=1, log_dir=self._log_dir) as pool:
+                yield pool
         except DeadlineError as exc:
             raise CodeError(
                 f"the metric {self.dotted} did not answer within evaluate.metric_timeout_s = {self._timeout_s:g} s; make it faster or"

@@ -1,22 +1,19 @@
 """The process of a metric: loads one function by its dotted name and calls it with the answers to a set. The rest is user code.
-
-It sets its own memory limit before any of that runs.
 """
 
 import re
-import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from offbeat.data import wire
-from offbeat.data.functions import resolve
-from offbeat.data.given import Given, receive
 from offbeat.data.reward import FailedReward, NamedReward, check_reward
 from offbeat.errors import CodeError, printable, shorten
 from offbeat.evaluation.samples import MetricSample
 from offbeat.raised import describe_at, traceback_of
+from offbeat.user_code.functions import resolve
+from offbeat.user_code.handshake import enter
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,99}")
 _TAKEN = re.compile(r"(accuracy|reward_mean|pass_at_\d+)(_low|_high)?|failed_prompts|prompts")
@@ -24,20 +21,17 @@ _TAKEN = re.compile(r"(accuracy|reward_mean|pass_at_\d+)(_low|_high)?|failed_pro
 
 
 @dataclass(frozen=True)
-class MetricRequest:
-    """Request to load or call a metric.
-
-    Attributes:
-        metric: name of the function.
-        memory_bytes: memory limit of the process; 0 for none.
-        given: the function, where a Python program gave it as an object.
-        samples: the answers that it is called with.
-    """
+class MetricLoadRequest:
+    """Request to load the function of this name as a metric."""
 
     metric: str
-    memory_bytes: int = 0
-    given: tuple[Given, ...] = ()
-    samples: tuple[MetricSample, ...] = ()
+
+
+@dataclass(frozen=True)
+class MetricRequest:
+    """Request to call the metric with the answers to a set."""
+
+    samples: tuple[MetricSample, ...]
 
 
 @dataclass(frozen=True)
@@ -48,22 +42,24 @@ class MetricValues:
 
 
 class MetricWorker:
-    """Handler of a metric's process: `load` tries to load the function, `measure` also calls it."""
+    """Handler of a metric's process: `load` once, then `measure`."""
+
+    def __init__(self) -> None:
+        self._dotted = ""
+        self._function: Callable[..., Any] | None = None
 
     def handle(self, method: str, payload: bytes) -> bytes:
-        request = wire.decode(MetricRequest, payload)
-        if request.memory_bytes:
-            resource.setrlimit(resource.RLIMIT_DATA, (request.memory_bytes, request.memory_bytes))
-        receive(request.given)
-        function = resolve(request.metric, kind="metric")
         if method == "load":
+            self._dotted = wire.decode(MetricLoadRequest, enter(payload).load).metric
+            self._function = resolve(self._dotted, kind="metric")
             return b""
+        assert self._function is not None, "measure before load"
         try:
-            found = function(list(request.samples))
+            found = self._function(list(wire.decode(MetricRequest, payload).samples))
         except BaseException as exc:  # sys.exit() too
             sys.stderr.write(traceback_of(exc))
-            raise CodeError(printable(f"the metric {request.metric} raised {describe_at(exc)}", most=1000)) from None
-        return wire.encode(MetricValues(metric_values(found, request.metric)))
+            raise CodeError(printable(f"the metric {self._dotted} raised {describe_at(exc)}", most=1000)) from None
+        return wire.encode(MetricValues(metric_values(found, self._dotted)))
 
 
 def metric_values(found: Any, dotted: str) -> dict[str, float]:

@@ -21,12 +21,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from offbeat.data.functions import check_takes, resolve
 from offbeat.data.reward import JUDGE_PREFIX, FailedReward, check_reward, is_of_group
 from offbeat.data.row import Row
 from offbeat.errors import CodeError, printable, shorten
 from offbeat.raised import FirstTracebacks, describe_at
 from offbeat.rollout.judges import judge_reward
+from offbeat.user_code.functions import check_takes, resolve
 
 _LONGEST_REASON = 1000
 _COMPLETIONS = {"completion", "completions"}

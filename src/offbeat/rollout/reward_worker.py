@@ -2,20 +2,19 @@
 
 All completions of a group come in one call if one of the functions takes them so, and else one by one.
 
-It sets its own memory limit before any user code runs. A call that exceeds the limit ends the process, because its state is then unknown.
+A call that exceeds the memory limit ends the process, because its state is then unknown.
 """
 
 import math
-import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from offbeat.data import wire
-from offbeat.data.given import Given, receive
 from offbeat.data.reward import FailedReward, NamedReward, check_reward, weigh
 from offbeat.data.row import Row
 from offbeat.errors import WorkerError
 from offbeat.rollout.reward_functions import RewardFunction
+from offbeat.user_code.handshake import enter
 
 
 @dataclass(frozen=True)
@@ -24,15 +23,11 @@ class RewardLoadRequest:
 
     Attributes:
         reward: name of the only reward function; empty if `weights` are given.
-        memory_bytes: memory limit of the process; 0 for none.
         weights: of several reward functions by their names.
-        given: those functions that a Python program gave as objects.
     """
 
     reward: str
-    memory_bytes: int = 0
     weights: dict[str, float] = field(default_factory=dict)
-    given: tuple[Given, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,7 +79,9 @@ class RewardWorker:
 
     def handle(self, method: str, payload: bytes) -> bytes:
         if method == "load":
-            return wire.encode(self._load(wire.decode(RewardLoadRequest, payload)))
+            handshake = enter(payload)
+            self._memory_bytes = handshake.memory_bytes
+            return wire.encode(self._load(wire.decode(RewardLoadRequest, handshake.load)))
         if method == "score_group":
             group = wire.decode(GroupRequest, payload)
             return wire.encode(ScoredGroup(self._score(group.completions, group.row)))
@@ -93,10 +90,7 @@ class RewardWorker:
         return wire.encode(scored)
 
     def _load(self, request: RewardLoadRequest) -> RewardsLoaded:
-        self._memory_bytes, self._weights = request.memory_bytes, request.weights
-        if request.memory_bytes:
-            resource.setrlimit(resource.RLIMIT_DATA, (request.memory_bytes, request.memory_bytes))
-        receive(request.given)
+        self._weights = request.weights
         self._functions = [RewardFunction(name, may_miss=bool(self._weights)) for name in self._weights or (request.reward,)]
         return RewardsLoaded(any(function.takes_group for function in self._functions))
 

@@ -20,7 +20,6 @@ from offbeat.controller.template_choice import choose_templates, needs_hub
 from offbeat.data.dataset import PromptDataset, open_datasets
 from offbeat.data.evaluation_set import has_own_rows
 from offbeat.data.files import Sieve
-from offbeat.data.functions import check_takes, resolve
 from offbeat.data.model_folder import read_context_length, read_vocab_size, router_loss_note
 from offbeat.data.pairs import holds_pairs, open_pairs
 from offbeat.data.reward_model import open_reward_folder
@@ -31,6 +30,7 @@ from offbeat.data.unknown_text import check_preference, check_row, unwritable_an
 from offbeat.data.vocabulary import fit_vocabulary
 from offbeat.errors import ConfigError, DeadlineError, UserError, WorkerError
 from offbeat.rollout.reward_pool import RewardPool
+from offbeat.user_code.functions import check_takes, resolve
 
 FIRST_ROWS = 100
 """Rows of each source that are read."""

@@ -19,7 +19,6 @@ from offbeat.controller.inputs import RunInputs
 from offbeat.controller.parts import Rollouts
 from offbeat.controller.reward_choice import choose_rewards, devices_per_reward_model, reward_model_of, what_judges
 from offbeat.data.batch import Batch
-from offbeat.data.functions import resolve
 from offbeat.data.mixture import first_rows
 from offbeat.data.pieces import Pieces
 from offbeat.data.prompt import check_length, render
@@ -45,6 +44,7 @@ from offbeat.rollout.staleness import Gate
 from offbeat.rollout.trajectory_checks import TrajectoryChecks
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
+from offbeat.user_code.functions import resolve
 from offbeat.workers.worker import Launcher
 
 Rewards = RewardPool | ModelReward

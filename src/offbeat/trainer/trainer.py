@@ -24,7 +24,6 @@ from offbeat.algorithms.adam import AdamParams
 from offbeat.algorithms.objectives import reads_of
 from offbeat.config.root import Config
 from offbeat.data.batch import Batch
-from offbeat.data.functions import at_step
 from offbeat.data.packing import PackedRow, find_prompts
 from offbeat.errors import ConfigError, DivergedError
 from offbeat.model.logprobs import packs_rows, unscored
@@ -57,6 +56,7 @@ from offbeat.trainer.policy import Predict, autocast, canary_logprobs, predict_l
 from offbeat.trainer.router_loss import LoadBalancing, NoRouterLoss, RouterLoss
 from offbeat.trainer.snapshots import Snapshot
 from offbeat.trainer.stats import Update, merge
+from offbeat.user_code.functions import at_step
 
 WHOLE = ""
 """The name of everything that a run trains: the whole model, or its only adapter."""

@@ -6,8 +6,8 @@ from typing import Literal
 import pytest
 
 from offbeat.agents.environments.schema import arguments_of, read_arguments, tool_of
-from offbeat.data.functions import resolve
 from offbeat.errors import CodeError
+from offbeat.user_code.functions import resolve
 
 CODE = Path(__file__).parents[2] / "support" / "playing.py"
 

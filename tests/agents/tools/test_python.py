@@ -11,6 +11,7 @@ import pytest
 from offbeat.agents.pool import PlayPool
 from offbeat.agents.tools import sandbox
 from offbeat.agents.worker import PlayLoadRequest
+from offbeat.config.agent import AgentConfig
 from offbeat.errors import MachineError
 
 NAME = "offbeat.agents.tools.python"
@@ -38,7 +39,7 @@ def test_a_machine_that_cannot_confine_refuses_the_tool_when_it_is_loaded(monkey
 @pytest.mark.skipif(sandbox.confinement()[0] == "none", reason="this machine cannot confine programs")
 def test_the_log_of_its_process_says_once_how_programs_are_confined(tmp_path: Path) -> None:
     async def main() -> None:
-        async with PlayPool(PlayLoadRequest(stage=(f"{NAME}:python",), tools=True), num_processes=1, num_episodes=1, log_dir=tmp_path):
+        async with PlayPool(PlayLoadRequest(stage=(f"{NAME}:python",), tools=True), AgentConfig(), log_dir=tmp_path):
             pass
 
     asyncio.run(main())

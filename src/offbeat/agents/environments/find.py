@@ -11,8 +11,8 @@ from offbeat.agents.environment import Stage
 from offbeat.agents.environments.mcp import McpServer
 from offbeat.agents.environments.own import OwnStage
 from offbeat.agents.environments.tools import ToolStage
-from offbeat.data.functions import resolve
 from offbeat.errors import CodeError, ConfigError, MissingExtraError
+from offbeat.user_code.functions import resolve
 
 ADAPTERS = {
     "textarena": ("textarena_games", "TextArena", "textarena"),

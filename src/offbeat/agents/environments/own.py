@@ -15,11 +15,11 @@ from typing import Any
 
 from offbeat.agents.environment import Environment, View
 from offbeat.agents.environments.schema import tool_of
-from offbeat.agents.user_code import call
 from offbeat.chat.messages import Message, Tool
 from offbeat.data.reward import FailedReward, NamedReward, check_reward
 from offbeat.data.row import Row
 from offbeat.errors import CodeError, shorten
+from offbeat.user_code.calling import call
 
 
 class OwnStage:

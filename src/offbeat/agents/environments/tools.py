@@ -15,12 +15,12 @@ from pydantic import BaseModel
 
 from offbeat.agents.environment import Environment, View
 from offbeat.agents.environments.schema import arguments_of, read_arguments, tool_of
-from offbeat.agents.user_code import call
 from offbeat.chat.messages import Message, Tool, ToolCall
 from offbeat.data.messages import with_arguments
 from offbeat.data.reward import FailedReward, NamedReward, check_reward
 from offbeat.data.row import Row
 from offbeat.errors import CodeError, describe
+from offbeat.user_code.calling import call
 
 
 class ToolServer(Protocol):

@@ -1,7 +1,7 @@
 """Loads functions named in the configuration: rewards, workflows, filters, and a user's own objective and credit.
 
 A name is `package.module:function`, or `path/to/file.py:function` for code that is not installed; or it stands for a function that a
-program gave as an object (`data.given`). Every error in a name is reported in one sentence, with the nearest name that exists.
+program gave as an object (`given`). Every error in a name is reported in one sentence, with the nearest name that exists.
 """
 
 import difflib
@@ -18,16 +18,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from offbeat.data.given import find
 from offbeat.errors import CodeError, OwnCodeError, describe
 from offbeat.raised import describe_at
+from offbeat.user_code.given import find
 
 
 def resolve(dotted: str, *, kind: str) -> Callable[..., Any]:
     """Return the function that a name refers to.
 
     Args:
-        dotted: "module:function", "file.py:function" such as "my_reward.py:score", or a name of `data.given.give`.
+        dotted: "module:function", "file.py:function" such as "my_reward.py:score", or a name of `given.give`.
         kind: its purpose ("reward", "workflow"), for messages.
 
     Raises:

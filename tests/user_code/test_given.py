@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.data import given, wire
-from offbeat.data.functions import resolve
-from offbeat.data.given import Given, find, give, import_name, pack, receive, source_of, withdraw
+from offbeat.data import wire
 from offbeat.data.identity import code_digest
 from offbeat.data.row import Row
 from offbeat.errors import CodeError
+from offbeat.user_code import given
+from offbeat.user_code.functions import resolve
+from offbeat.user_code.given import Given, find, give, import_name, pack, receive, source_of, withdraw
 from support import rewards
 
 ROW = Row("2+2=", "4")
@@ -28,7 +29,7 @@ def _nothing_stays() -> Iterator[None]:
 def in_a_child(given: tuple[Given, ...], call: str) -> str:
     """What a process prints that receives the functions, and then runs `call`."""
     code = (
-        "import sys; from offbeat.data import wire; from offbeat.data.given import Given, receive, find\n"
+        "import sys; from offbeat.data import wire; from offbeat.user_code.given import Given, receive, find\n"
         "receive(wire.decode(tuple[Given, ...], sys.stdin.buffer.read()))\n" + call)
     done = subprocess.run([sys.executable, "-c", code], input=wire.encode(given), capture_output=True, check=False, cwd="/")
     assert done.returncode == 0, done.stderr.decode()

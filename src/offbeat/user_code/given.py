@@ -1,7 +1,7 @@
 """Functions that a Python program gives to a run as objects, where a configuration would name them.
 
 `give` returns the name that stands for a function in the configuration: `module:function` where the function can be imported, else
-`python:function`. As long as it is given, `data.functions.resolve` finds it by that name in this process. Child processes that call it,
+`python:function`. As long as it is given, `functions.resolve` finds it by that name in this process. Child processes that call it,
 of rewards and of agents, get it over their pipe: `pack` makes the bytes in the parent, `receive` unpickles them in the child. No bytes are
 ever unpickled that come from elsewhere, so a file, such as a configuration or a checkpoint, can name a function and never carry one.
 """

@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from offbeat.data.functions import at_step, blaming, check_takes, resolve
 from offbeat.errors import CodeError, OwnCodeError
 from offbeat.rollout.rewards.exact_match import exact_match
+from offbeat.user_code.functions import at_step, blaming, check_takes, resolve
 
 SOURCE = """
 import dataclasses

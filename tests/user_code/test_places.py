@@ -2,8 +2,8 @@
 
 import asyncio
 
-from offbeat.agents.places import Places
 from offbeat.rollout.clock import EpisodeClock
+from offbeat.user_code.places import Places
 
 
 def test_waiting_for_a_place_counts_to_no_deadline() -> None:

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from offbeat.agents import user_code
 from offbeat.raised import place_of
+from offbeat.user_code import calling as calls
 
 
 def test_plain_functions_run_beside_the_loop_and_coroutines_on_it() -> None:
@@ -17,10 +17,10 @@ def test_plain_functions_run_beside_the_loop_and_coroutines_on_it() -> None:
 
     async def main() -> None:
         start = time.monotonic()
-        assert await asyncio.gather(*(user_code.call(time.sleep, 0.3) for _ in range(50))) == [None] * 50
+        assert await asyncio.gather(*(calls.call(time.sleep, 0.3) for _ in range(50))) == [None] * 50
         assert time.monotonic() - start < 5
-        assert await user_code.call(name) == "MainThread"
-        assert await user_code.call(lambda: name()) == "MainThread"  # a function that returns a coroutine
+        assert await calls.call(name) == "MainThread"
+        assert await calls.call(lambda: name()) == "MainThread"  # a function that returns a coroutine
 
     asyncio.run(main())
 
@@ -40,15 +40,15 @@ def test_errors_come_through_and_say_where_they_come_from() -> None:
 
     async def main() -> None:
         with pytest.raises(KeyError) as caught:
-            await user_code.call(fail)
+            await calls.call(fail)
         line = fail.__code__.co_firstlineno + 1
-        assert str(user_code.blame(caught.value, "f")) == f"f raised KeyError: 'x' at {place_of(caught.value)}"
-        assert place_of(caught.value).endswith(f"test_user_code.py, line {line}")
+        assert str(calls.blame(caught.value, "f")) == f"f raised KeyError: 'x' at {place_of(caught.value)}"
+        assert place_of(caught.value).endswith(f"test_calling.py, line {line}")
         with pytest.raises(Exception, match="StopIteration"):
-            await user_code.call(stop)
+            await calls.call(stop)
         for leave in (leave_at_once, leave_from_a_coroutine):  # in a task, as in its process, where it would end the loop
-            with pytest.raises(user_code.EndedError, match="SystemExit: 3"):
-                await asyncio.create_task(user_code.call(leave))
+            with pytest.raises(calls.EndedError, match="SystemExit: 3"):
+                await asyncio.create_task(calls.call(leave))
 
     asyncio.run(main())
 
@@ -56,7 +56,7 @@ def test_errors_come_through_and_say_where_they_come_from() -> None:
 def test_a_cancelled_call_waits_for_its_thread() -> None:
     async def main() -> None:
         end = threading.Event()
-        calling = asyncio.create_task(user_code.call(end.wait))
+        calling = asyncio.create_task(calls.call(end.wait))
         await asyncio.sleep(0.05)
         calling.cancel()
         calling.cancel()
