@@ -81,7 +81,8 @@ async def start(launcher: LocalLauncher, folder: Path, *, balance: bool) -> Trai
         ("train.max_tokens_per_microbatch", "4096"), ("train.optimizer.lr", "1e-4"), ("rollout.balance_batch", str(balance).lower())])
     log_dir = WORK / f"balance-{'on' if balance else 'off'}"
     log_dir.mkdir(parents=True, exist_ok=True)
-    trainers = Trainers(await WorkerRanks.start(launcher, config, model=str(folder), build=None, log_dir=log_dir), config)
+    ranks = await WorkerRanks.start(launcher, config.for_ranks, model=str(folder), build=None, log_dir=log_dir)
+    trainers = Trainers(ranks, config.for_ranks)
     await trainers.restart_optimizer(config.train.optimizer, total_steps=1000)
     return trainers
 

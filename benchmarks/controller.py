@@ -228,10 +228,10 @@ async def play(options: argparse.Namespace, urls: Sequence[str], http: EngineSes
     """Play and train on all groups; returns the figures."""
     config = Config.model_validate({"run": {"name": "controller"}, "train": {
         "num_ranks": RANKS, "max_tokens_per_microbatch": 32_768, "optimizer": {"lr": 1e-6}}})
-    sharder = Sharder(config, num_ranks=RANKS, prior=CostModel(1e-6, 1e-10))
+    sharder = Sharder(config.for_ranks, num_ranks=RANKS, prior=CostModel(1e-6, 1e-10))
     sinks = [Sink(f"rank {rank}", options.train_s) for rank in range(RANKS)]
-    ranks = WorkerRanks(sinks, config, start_anew=no_more, sharder=sharder)
-    trainers, watch, process = Trainers(ranks, config), Callbacks(), psutil.Process()
+    ranks = WorkerRanks(sinks, config.for_ranks, start_anew=no_more, sharder=sharder)
+    trainers, watch, process = Trainers(ranks, config.for_ranks), Callbacks(), psutil.Process()
     num_steps, num_tokens, rss, past_groups = options.groups // options.batch, 0, [], []
     between_s, wait_s, ended = [], [], time.monotonic()
 

@@ -82,7 +82,7 @@ def report(seconds: dict[str, float], model: str) -> None:
 def our_step(folder: Path, batch: Batch, count: int, *, groups: ProcessGroups) -> Step:
     """All adapters in one pass; returns the loss."""
     config = Config.model_validate({"model": {"lora": {"rank": RANK}}})
-    trainer = BankTrainer.build_empty(str(folder), config=config, groups=groups)
+    trainer = BankTrainer.build_empty(str(folder), config=config.for_ranks, groups=groups)
     for i in range(count):
         trainer.add(NewAdapter(f"tenant-{i}", RANK, ALPHA, i, LAYER_KINDS))
     own = replace(batch, adapters=trainer.names, sequences={**batch.sequences, "adapter_ids": np.arange(len(batch)) % count})

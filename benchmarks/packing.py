@@ -101,7 +101,7 @@ def timed(step: Step) -> Callable[[int], dict[str, float]]:
 def packed_step(model: str, folder: Path, batch: Batch, *, groups: ProcessGroups, share_prefix: bool) -> Step:
     """Our training step, planning included; returns the loss."""
     config = Config.model_validate({"train": {"share_prefix": share_prefix, "precision": "bf16_mixed" if model == "27M" else "float32"}})
-    trainer = ModelTrainer.build(str(folder), config=config, groups=groups)
+    trainer = ModelTrainer.build(str(folder), config=config.for_ranks, groups=groups)
     max_tokens = config.train.max_tokens_per_microbatch
 
     def step() -> float:

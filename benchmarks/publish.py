@@ -173,10 +173,10 @@ async def measure_loop(model: str, way: str, *, num_publishes: int) -> None:
             "train": {"threads": 1, "optimizer": {"lr": 3e-6, "warmup_steps": 0}}, "weights": {"channel": way, "whole_every_versions": 2}})
         async with LocalLauncher(stop_timeout_s=5) as launcher, EngineSession() as http:
             ranks, group = await both(
-                WorkerRanks.start(launcher, config, model=folder, build=None, log_dir=WORK),
+                WorkerRanks.start(launcher, config.for_ranks, model=folder, build=None, log_dir=WORK),
                 EngineGroup.start(launcher, config, log_dir=WORK))
             ((name, url),) = (await group.serve(model=folder, tokenizer=folder, version=-1)).urls.items()
-            pool, trainers = EnginePool([EngineClient(name, url, http.session, api_key=group.key)]), Trainers(ranks, config)
+            pool, trainers = EnginePool([EngineClient(name, url, http.session, api_key=group.key)]), Trainers(ranks, config.for_ranks)
             channel = Channel(
                 config.weights_dir, keep=2, canary=CANARY, write=trainers.write_weights, incarnation="a",
                 whole_every=config.weights.whole_every_versions, num_receivers=lambda: int(way == "collective"))

@@ -81,7 +81,7 @@ def figures(found: list[Costs], way: str) -> tuple[int, float]:
 def compare(groups: ProcessGroups, *, model: str, num_repeats: int) -> tuple[Costs, int]:
     """Go all ways in turns; returns what this rank saw, and the size of all weights as they are published."""
     config = Config.model_validate({"model": {"path": model}, "train": {"num_ranks": groups.world, "parallel": {"shard": groups.world}}})
-    trainer = ModelTrainer.build(model, config=config, groups=groups)
+    trainer = ModelTrainer.build(model, config=config.for_ranks, groups=groups)
     dealer = Dealer.of(trainer.model, groups)  # pyright: ignore[reportArgumentType]
     assert dealer is not None, "the weights are in shards"
     ways: dict[str, Callable[[], object]] = {

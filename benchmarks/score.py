@@ -56,8 +56,8 @@ def compare(model: str, folder: Path, batch: Batch, *, groups: ProcessGroups, re
 def make_step(model: str, folder: Path, batch: Batch, *, groups: ProcessGroups, side: str) -> Step:
     """A training step, planning and scoring included; returns the loss of the policy."""
     config = Config.model_validate({"train": {"precision": "bf16_mixed" if model == "27M" else "float32"}, "algorithm": SETTINGS[side]})
-    trainer = ModelTrainer.build(str(folder), config=config, groups=groups)
-    critic = ValueTrainer.build_critic(str(folder), config=config, groups=groups, policy=trainer) if side == "critic" else None
+    trainer = ModelTrainer.build(str(folder), config=config.for_ranks, groups=groups)
+    critic = ValueTrainer.build_critic(str(folder), config=config.for_ranks, groups=groups, policy=trainer) if side == "critic" else None
     batch = replace(batch, losses=(policy_loss(config.algorithm),))
     max_tokens = config.train.max_tokens_per_microbatch
 

@@ -39,8 +39,9 @@ class Crashing(Trainers):
 def play_pairs(groups, config: Config, inputs, learn, *, crash_at: int = 0):
     """One process's part of a run that learns from pairs; returns what `learn(parts, state)` does."""
     thread = SideThread("rank")
-    loads = OneRankLoads(groups.sync, Sharder.of(config, model=config.model.path, num_ranks=groups.world))
-    trainers = Crashing(OwnRank(build_trainers(config.model.path, config, groups, trains=inputs.trains), loads, thread), config)
+    loads = OneRankLoads(groups.sync, Sharder.of(config.for_ranks, model=config.model.path, num_ranks=groups.world))
+    own = build_trainers(config.model.path, config.for_ranks, groups, trains=inputs.trains)
+    trainers = Crashing(OwnRank(own, loads, thread), config.for_ranks)
     trainers.at = crash_at
     leads = groups.rank == 0
     none = NoEngines(draws=leads)

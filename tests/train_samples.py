@@ -113,7 +113,7 @@ def build_trainer(groups, folder, *, lora=None, temperature=1.0, refresh_steps=N
     """A trainer; with a reference that is refreshed after so many steps, if a number is given."""
     algorithm = None if refresh_steps is None else {"kl_loss": "k3", "reference_refresh_steps": refresh_steps}
     config = configure(folder, lora=lora, temperature=temperature, algorithm=algorithm, **train)
-    return (BankTrainer if lora else ModelTrainer).build(str(folder), config=config, groups=arranged(groups, mesh))
+    return (BankTrainer if lora else ModelTrainer).build(str(folder), config=config.for_ranks, groups=arranged(groups, mesh))
 
 
 def take_step(trainer, batch, minibatches, *, optimizer=OPTIMIZER, total_steps=10):

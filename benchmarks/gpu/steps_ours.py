@@ -40,7 +40,7 @@ batch = make_batch(
     [group(i, *each) for i, each in enumerate(zip(work["prompts"], work["answers"], work["rewards"], strict=True))],
     config=config.algorithm, max_new_tokens=max(len(answer) for answers in work["answers"] for answer in answers))
 trainer = ModelTrainer.build(
-    work["model"], config=config, groups=join(rank=0, world=1, store=host_store(60), config=DistConfig()))
+    work["model"], config=config.for_ranks, groups=join(rank=0, world=1, store=host_store(60), config=DistConfig()))
 
 
 def step() -> float:

@@ -82,9 +82,9 @@ def play(groups, config: Config, trouble: Trouble = lambda _step, _state: None, 
     """One process's part of a fine-tuning, with everything real but the engines, which nothing is asked of."""
     inputs, state = read_inputs(config, supervised=True), RunState(total_steps=1)
     thread = SideThread("rank")
-    own = build_trainers(config.model.path, config, groups)
-    loading = OneRankLoads(groups.sync, Sharder.of(config, model=config.model.path, num_ranks=groups.world))
-    trainers = Troubled(OwnRank(own, loading, thread), config)
+    own = build_trainers(config.model.path, config.for_ranks, groups)
+    loading = OneRankLoads(groups.sync, Sharder.of(config.for_ranks, model=config.model.path, num_ranks=groups.world))
+    trainers = Troubled(OwnRank(own, loading, thread), config.for_ranks)
     trainers.trouble = lambda: trouble(own[""].step, state)
     leads = groups.rank == 0
     source = (Loader if leads else NoRolloutSource)(inputs)

@@ -70,12 +70,12 @@ class Workshop:
         record = self._stack.enter_context(RunRecord(config.run_dir, trace=False, console=Console("quiet")))
         launcher = self._launcher = await self._stack.enter_async_context(make_launcher(config))
         ranks, (engines, self._user_code) = await both(
-            WorkerRanks.start(launcher, config, model=inputs.model, build=None, log_dir=record.log_dir),
+            WorkerRanks.start(launcher, config.for_ranks, model=inputs.model, build=None, log_dir=record.log_dir),
             both(
                 EngineGroup.start(launcher, config, log_dir=record.log_dir),
                 open_user_code(self._stack, inputs, config, record, launcher=launcher)))
         self._code = _code(config)
-        self._trainers = Trainers(ranks, config)
+        self._trainers = Trainers(ranks, config.for_ranks)
         self._engines = engines
         self._addresses = await engines.serve(model=inputs.model, tokenizer=inputs.tokenizer_folder, version=UNPUBLISHED)
 

@@ -35,8 +35,8 @@ def test_ranks_on_other_machines_write_and_read_the_folders_of_this_one(tmp_path
 
     async def main() -> None:
         async with LocalLauncher(stop_timeout_s=5) as launcher:
-            ranks = await WorkerRanks.start(launcher, config, model=model_dir, build=None, log_dir=tmp_path)
-            group = Trainers(ranks, config)
+            ranks = await WorkerRanks.start(launcher, config.for_ranks, model=model_dir, build=None, log_dir=tmp_path)
+            group = Trainers(ranks, config.for_ranks)
             await group.restart_optimizer(config.train.optimizer, total_steps=10)
             written, exported, saved = [], [], []
             for number, layout in enumerate(LAYOUTS):
@@ -157,7 +157,7 @@ def test_a_tiny_model_is_not_built_where_ranks_would_not_see_it(tmp_path: Path) 
     async def main() -> None:
         async with Elsewhere(stop_timeout_s=5) as launcher:
             build = BuildRequest(str(tmp_path / "model"), "{}", 10, 1, None, 0)
-            await start_ranks(launcher, small_config(tmp_path), model=str(tmp_path / "model"), build=build, log_dir=tmp_path)
+            await start_ranks(launcher, small_config(tmp_path).for_ranks, model=str(tmp_path / "model"), build=build, log_dir=tmp_path)
 
     with pytest.raises(ConfigError, match=r"\[model\.tiny\] makes a model in the run's folder .*, which rank 0 cannot see; give model"):
         asyncio.run(main())

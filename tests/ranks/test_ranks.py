@@ -17,7 +17,7 @@ def test_a_rank_that_cannot_load_the_model_is_named(tmp_path: Path) -> None:
         async with LocalLauncher(stop_timeout_s=5) as launcher:
             with pytest.raises(OffbeatError, match="nothing"):
                 await start_ranks(
-                    launcher, small_config(tmp_path), model=str(tmp_path / "nothing"), build=None, log_dir=tmp_path)
+                    launcher, small_config(tmp_path).for_ranks, model=str(tmp_path / "nothing"), build=None, log_dir=tmp_path)
             (rank,) = launcher._children
             with pytest.raises(ProcessLookupError):  # it is gone, though its launcher is not
                 os.kill(rank.pid, 0)

@@ -186,7 +186,7 @@ def test_times_that_do_not_fit_the_ranks_are_refused() -> None:
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"cp": 2}])
 def test_ranks_that_compute_the_same_rows_are_given_the_same_share(sizes: dict) -> None:
     batch, config = make_batch(6, 3), config_of()
-    plain = Sharder(config, num_ranks=2, prior=PRIOR)
+    plain = Sharder(config.for_ranks, num_ranks=2, prior=PRIOR)
     divided = config.train.model_copy(update={"parallel": ParallelConfig(**sizes)})
     grouped = Sharder(config.model_copy(update={"train": divided}), num_ranks=4, prior=PRIOR)
     expected = plain.shards(batch, PARAMS, num_minibatches=2, seed=1)

@@ -30,8 +30,8 @@ def config_of(tmp_path: Path, model: str = "", **changes: str) -> Config:
 async def start(
     launcher: LocalLauncher, config: Config, folder: Path, model: str, *, trains: Trainee = "policy", on_span: OnSpan = lambda *_: None,
 ) -> Trainers:
-    ranks = await WorkerRanks.start(launcher, config, model=model, build=None, log_dir=folder, trains=trains)
-    return Trainers(ranks, config, on_span=on_span)
+    ranks = await WorkerRanks.start(launcher, config.for_ranks, model=model, build=None, log_dir=folder, trains=trains)
+    return Trainers(ranks, config.for_ranks, on_span=on_span)
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def test_a_step_that_was_prepared_is_spread_as_it_would_be_and_only_once(tmp_pat
 
     async def steps(prepares: bool) -> Spreading:
         ranks = Spreading(can)
-        trainers = Trainers(ranks, config)  # pyright: ignore[reportArgumentType]
+        trainers = Trainers(ranks, config.for_ranks)  # pyright: ignore[reportArgumentType]
         for batch, following in zip(batches, [*batches[1:], None], strict=True):
             step = asyncio.create_task(trainers.train_step(batch, num_minibatches=2))
             if prepares and following is not None:
@@ -149,7 +149,7 @@ def test_a_step_that_was_prepared_is_spread_as_it_would_be_and_only_once(tmp_pat
 def test_what_was_prepared_and_is_not_trained_on_is_forgotten(tmp_path: Path) -> None:
     async def main() -> Spreading:
         ranks = Spreading()
-        trainers = Trainers(ranks, small_config(tmp_path))  # pyright: ignore[reportArgumentType]
+        trainers = Trainers(ranks, small_config(tmp_path).for_ranks)  # pyright: ignore[reportArgumentType]
         await trainers.prepare(make_batch(1, 2))
         await trainers.train_step(make_batch(2, 2))
         await trainers.prepare(make_batch(1, 2))

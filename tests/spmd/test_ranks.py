@@ -60,11 +60,11 @@ def on_a_rank(groups, argument):
     rank, world = groups.rank, groups.world
 
     async def steps(kind: type) -> list[dict[str, float]]:
-        own = build_trainers(config.model.path, config, groups)
+        own = build_trainers(config.model.path, config.for_ranks, groups)
         one_loads = kind is OneRankLoads
-        sharder = Sharder.of(config, model=config.model.path, num_ranks=world if one_loads else 1)
+        sharder = Sharder.of(config.for_ranks, model=config.model.path, num_ranks=world if one_loads else 1)
         thread = SideThread("rank")
-        trainers = Trainers(OwnRank(own, kind(groups.sync, sharder), thread), config)
+        trainers = Trainers(OwnRank(own, kind(groups.sync, sharder), thread), config.for_ranks)
         await trainers.restart_optimizer(config.train.optimizer, total_steps=10)
         stats = []
         for seed in range(2):
@@ -85,9 +85,10 @@ def scored_on_a_rank(groups, argument):
 
     async def scores(kind: type) -> list[dict[str, list[float]]]:
         one_loads = kind is OneRankLoads
-        sharder = Sharder.of(config, model=config.model.path, num_ranks=groups.world if one_loads else 1)
+        sharder = Sharder.of(config.for_ranks, model=config.model.path, num_ranks=groups.world if one_loads else 1)
         thread = SideThread("rank")
-        trainers = Trainers(OwnRank(build_trainers(config.model.path, config, groups), kind(groups.sync, sharder), thread), config)
+        own = build_trainers(config.model.path, config.for_ranks, groups)
+        trainers = Trainers(OwnRank(own, kind(groups.sync, sharder), thread), config.for_ranks)
         drawn = groups_of(num_groups, seed=0)
         batch = batch_of((drawn if groups.rank == 0 else []) if one_loads else drawn[groups.rank :: groups.world], config)
         await trainers.train_step(batch.with_columns(ref_logprobs=batch.columns["rollout_logprobs"]))
@@ -113,7 +114,8 @@ def by_sequence(batch: Batch, values: np.ndarray) -> dict[str, list[float]]:
 
 async def with_workers(config: Config, num_groups: int, folder: Path) -> list[list[float]]:
     async with make_launcher(config) as launcher:
-        group = Trainers(await WorkerRanks.start(launcher, config, model=config.model.path, build=None, log_dir=folder), config)
+        ranks = await WorkerRanks.start(launcher, config.for_ranks, model=config.model.path, build=None, log_dir=folder)
+        group = Trainers(ranks, config.for_ranks)
         await group.restart_optimizer(config.train.optimizer, total_steps=10)
         stats = [await group.train_step(batch_of(groups_of(num_groups, seed=seed), config)) for seed in range(2)]
         return figures([*stats, await group.train_step(batch_of([], config))])

@@ -28,7 +28,7 @@ RANKS = {"alice": 4, "bob": 2, "carol": 3}
 
 def build(groups, folder, *, names=NAMES, rank=4, dropout=0.0, max_tokens=1000, **train):
     config = configure(folder, lora={"rank": rank, "dropout": dropout}, max_tokens_per_microbatch=max_tokens, **train)
-    trainer = BankTrainer.build_empty(str(folder), config=config, groups=groups)
+    trainer = BankTrainer.build_empty(str(folder), config=config.for_ranks, groups=groups)
     for name in names:
         add(trainer, name, rank=RANKS[name], alpha=8.0, seed=NAMES.index(name))
     return trainer

@@ -99,7 +99,7 @@ def test_the_likeliest_tokens_teach_the_same_in_any_split_as_their_formula_says(
         assert batch.num_targets == 3 * plain.num_targets
         results = []
         for settings in ({"max_tokens": 10_000}, {"max_tokens": 20}, {"max_tokens": 64, "share_prefix": False}):
-            trainer = ModelTrainer.build(f"{tmp_path}/model", config=config, groups=groups)
+            trainer = ModelTrainer.build(f"{tmp_path}/model", config=config.for_ranks, groups=groups)
             results.append(train(trainer, [batch], **settings)[0])
         model = load_causal_lm(f"{tmp_path}/model", attention="sdpa").double()
         total = torch.zeros(()).double()

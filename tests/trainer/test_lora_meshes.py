@@ -223,7 +223,7 @@ def _learn_beside_a_critic(groups, folder):
         returns=rng.standard_normal(batch.num_targets), values=np.zeros(batch.num_targets))
     for mesh in PAIRS if groups.world > 1 else ("ddp",):
         config = configure(folder, lora=LORA, algorithm={"preset": "ppo"}, precision="float32")
-        parts = build_trainers(folder, config, arranged(groups, mesh))
+        parts = build_trainers(folder, config.for_ranks, arranged(groups, mesh))
         share, micros = own_share(parts["critic"], batch)
         critic = [take_step(parts["critic"], share, [micros], optimizer=STEADY)["train/loss"] for _ in range(3)]
         found[mesh] = [critic, steps_of(parts[""], range(2))]
@@ -248,7 +248,7 @@ def _hold(groups, folder):
             PAIRS if groups.world > 1 else ("ddp",), ("float32", "bfloat16"), ("float32", "bf16_mixed")):
         config = configure(folder, lora=LORA, precision=precision)
         config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
-        trainer = BankTrainer.build(folder, config=config, groups=arranged(groups, mesh))
+        trainer = BankTrainer.build(folder, config=config.for_ranks, groups=arranged(groups, mesh))
         held = [getattr(parameter, "_local_tensor", parameter) for parameter in trainer._model.parameters()]
         part, micros = own_share(trainer, imitated(make_batch(3, 4)))
         losses = [take_step(trainer, part, [micros])["train/loss"] for _ in range(3)]

@@ -155,6 +155,6 @@ def test_a_model_that_cannot_be_estimated_is_let_through(tmp_path, monkeypatch, 
 
 def test_as_a_program_it_reads_a_configuration_and_prints_an_estimate(tmp_path, monkeypatch, capsys):
     config = configured(model={"path": build_model(tmp_path)}, max_tokens_per_microbatch=32)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(config.model_dump_json()))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(config.for_ranks.model_dump_json()))
     memory.main()
     assert MemoryEstimate(**json.loads(capsys.readouterr().out)).total > 0

@@ -84,7 +84,7 @@ def _write(groups, root):
     deal.BUCKET_BYTES, deal._LEAST_BYTES = BUCKET, 1 << 10
     root, there = Path(root), arranged(groups, MESH)
     config = configure(root / "model").model_copy(update={"weights": WeightsConfig(whole_every_versions=8)})
-    trainer = ModelTrainer.build(str(root / "model"), config=config, groups=there)
+    trainer = ModelTrainer.build(str(root / "model"), config=config.for_ranks, groups=there)
     train(trainer, [make_batch(2, 4)])
     whole = [full_state(trainer.model, dtype="bfloat16", keep=True)]
     first = ask(trainer, root / "v1")

@@ -99,7 +99,8 @@ def test_loss_and_gradients_are_those_of_transformers_over_all_sequences_in_one_
 
     def check(groups, max_tokens):
         config = config_of(folder, max_tokens_per_microbatch=max_tokens, share_prefix=family != "qwen3_next")
-        part, micros = own_share(trainer := ModelTrainer.build(folder, config=config, groups=groups), batch, max_tokens=max_tokens)
+        trainer = ModelTrainer.build(folder, config=config.for_ranks, groups=groups)
+        part, micros = own_share(trainer, batch, max_tokens=max_tokens)
         metrics, found = gradients_of(trainer, part, micros)
         assert len(micros) == (1 if max_tokens == WHOLE else 4)
         assert metrics["router/aux_loss"] == pytest.approx(loss, rel=1e-5) and 1 < metrics["router/load_imbalance"] < 2
@@ -185,7 +186,7 @@ def _step(groups, folder, *, mesh, kind, max_tokens):
     there = arranged(groups, mesh)
     there = replace(there, shape=replace(there.shape, ep=there.shape.tp))
     config = config_of(folder, lora={"rank": 4} if kind is BankTrainer else None, max_tokens_per_microbatch=max_tokens)
-    trainer = kind.build(folder, config=config, groups=there)
+    trainer = kind.build(folder, config=config.for_ranks, groups=there)
     part, micros = own_share(trainer, imitated(make_batch(3, 4)), max_tokens=max_tokens)
     found = [take_step(trainer, part, [micros]) for _ in range(2)]
     return [step[name] for step in found for name in ("router/aux_loss", "router/load_imbalance", "train/grad_norm", "train/loss")]
@@ -239,6 +240,6 @@ def test_a_model_without_routers_or_without_such_a_loss_is_refused(tmp_path, fam
 def test_a_critic_is_trained_without_it_and_many_adapters_are_refused(tmp_path):
     folder = build_model(tmp_path)
     config = config_of(folder, lora={"rank": 2}).model_copy(update={"critic": CriticConfig()})
-    run_alone(lambda groups, _: ValueTrainer.build_critic(folder, config=config, groups=groups, policy=None))
+    run_alone(lambda groups, _: ValueTrainer.build_critic(folder, config=config.for_ranks, groups=groups, policy=None))
     with pytest.raises(ConfigError, match="train.router_aux_loss_coefficient must be 0 to train many adapters, got 0.5; one's loss"):
-        run_alone(lambda groups, _: BankTrainer.build_empty(folder, config=config, groups=groups))
+        run_alone(lambda groups, _: BankTrainer.build_empty(folder, config=config.for_ranks, groups=groups))

@@ -26,7 +26,7 @@ FAST = AdamParams(lr=3e-2, eps=1e-12)
 
 def build(groups, folder, *, max_tokens=1000, **train):
     config = configure(folder, lora={"rank": 4}, temperature=0.7, max_tokens_per_microbatch=max_tokens, **train)
-    trainer = BankTrainer.build_empty(folder, config=config, groups=groups)
+    trainer = BankTrainer.build_empty(folder, config=config.for_ranks, groups=groups)
     for seed, name in enumerate(NAMES):
         trainer.add(NewAdapter(name, 4 - seed, 8.0, seed, ("attn", "mlp")))
     trainer.forward_backward(of_adapters(make_datums(3, seed=99, losses=(CROSS_ENTROPY,), dense=True), NAMES))

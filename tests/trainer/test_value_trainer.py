@@ -73,7 +73,7 @@ def _normalised(groups, folder):
     """Losses, explained variance and values around steps in moving units, on rewards of a hundred."""
     config = Config.model_validate({
         "model": {"path": folder}, "algorithm": {"preset": "ppo"}, "critic": {"normalise": True, "value_clip": 0}})
-    trainer = ValueTrainer.build_critic(folder, config=config, groups=groups, policy=None)
+    trainer = ValueTrainer.build_critic(folder, config=config.for_ranks, groups=groups, policy=None)
     large = BATCH.with_columns(returns=100 + 50 * BATCH.columns["returns"])
     part, micros = own_share(trainer, large)
     before = score(trainer, large)["values"]
@@ -94,8 +94,8 @@ def test_units_that_follow_the_returns_change_no_value_and_let_a_critic_learn_la
 def _adopt(groups, folder):
     for mesh in MESHES[groups.world]:
         config, there = configure(folder), arranged(groups, mesh)
-        policy = ModelTrainer.build(folder, config=config, groups=there)
-        critic = ValueTrainer.build_critic(folder, config=config, groups=there, policy=policy)
+        policy = ModelTrainer.build(folder, config=config.for_ranks, groups=there)
+        critic = ValueTrainer.build_critic(folder, config=config.for_ranks, groups=there, policy=policy)
         train(policy, [make_batch(3, 2)])
         _steps(critic, 1)
         critic.restart_optimizer()

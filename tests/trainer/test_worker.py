@@ -52,7 +52,7 @@ STEP = AdamParams(lr=1e-2)
 def started(config: Config, model: str, *, trains: Trainee = "policy") -> Iterator[TrainWorker]:
     worker = TrainWorker()
     store = call(worker, "host_store", StoreAddress("127.0.0.1", 0), StoreAddress)
-    call(worker, "join", JoinRequest(0, 1, store, config.model_dump_json(), model, trains), Nothing)
+    call(worker, "join", JoinRequest(0, 1, store, config.for_ranks.model_dump_json(), model, trains), Nothing)
     call(worker, "load_model", Nothing(), Nothing)
     yield worker
     leave()

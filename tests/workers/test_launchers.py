@@ -208,7 +208,7 @@ def test_a_rank_that_was_promised_a_device_and_has_none_says_so(tmp_path: Path, 
 
     async def main() -> None:
         async with LocalLauncher(stop_timeout_s=1) as launcher:
-            await start_ranks(launcher, config, model=model_dir, build=None, log_dir=tmp_path)
+            await start_ranks(launcher, config.for_ranks, model=model_dir, build=None, log_dir=tmp_path)
 
     with pytest.raises(MachineError, match="assigned 1 accelerator, and torch .* finds none, where CUDA_VISIBLE_DEVICES = '0'") as caught:
         asyncio.run(main())

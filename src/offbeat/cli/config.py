@@ -145,7 +145,7 @@ def _memory(config: Config) -> Iterator[str]:
     if not config.model.path:
         raise ConfigError("model.path must name a model for --memory, got none; the tiny model fits anywhere")
     done = subprocess.run(
-        [sys.executable, "-m", "offbeat.trainer.memory"], input=config.model_dump_json(), capture_output=True, text=True,
+        [sys.executable, "-m", "offbeat.trainer.memory"], input=config.for_ranks.model_dump_json(), capture_output=True, text=True,
         timeout=_MEMORY_TIMEOUT_S, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]

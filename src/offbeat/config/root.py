@@ -19,6 +19,7 @@ from offbeat.config.data_sets import check_sets, errors_in_data_set, values_of_d
 from offbeat.config.dist import DistConfig
 from offbeat.config.evaluate import EvaluateConfig
 from offbeat.config.evaluation_sets import check_best, errors_in_set, values_of_set
+from offbeat.config.for_processes import EngineConfig, RankConfig
 from offbeat.config.inference import InferenceConfig
 from offbeat.config.model import ModelConfig
 from offbeat.config.preference import PreferenceConfig
@@ -86,6 +87,16 @@ class Config(Section):
         divided = self.train.parallel.shard > 1 or self.train.parallel.tp > 1
         mixed = self.train.computes_in == "bf16_mixed" and (not self.model.lora.rank or divided)
         return "bfloat16" if mixed else self.model.number_format
+
+    @property
+    def for_ranks(self) -> RankConfig:
+        """The sections that train ranks get."""
+        return RankConfig(**{name: getattr(self, name) for name in RankConfig.model_fields})
+
+    @property
+    def for_engines(self) -> EngineConfig:
+        """The sections by which engines are started."""
+        return EngineConfig(**{name: getattr(self, name) for name in EngineConfig.model_fields})
 
     @property
     def timed_rollout(self) -> RolloutConfig:

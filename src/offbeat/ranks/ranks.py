@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from offbeat.aio import gather_all
 from offbeat.algorithms.adam import AdamParams
-from offbeat.config.root import Config
+from offbeat.config.for_processes import RankConfig
 from offbeat.data.batch import Batch
 from offbeat.errors import ConfigError, DeadlineError, RunError, WorkerError
 from offbeat.phase import waiting_for
@@ -86,7 +86,7 @@ class WorkerRanks:
     spreads_ahead = True
 
     def __init__(
-        self, workers: Sequence[Worker], config: Config, *, sharder: Sharder, start_anew: Callable[[], Awaitable[Sequence[Worker]]],
+        self, workers: Sequence[Worker], config: RankConfig, *, sharder: Sharder, start_anew: Callable[[], Awaitable[Sequence[Worker]]],
     ) -> None:
         """`sharder` spreads batches over the workers; `start_anew` starts new ranks on the same model."""
         self._workers = workers
@@ -99,7 +99,7 @@ class WorkerRanks:
 
     @classmethod
     async def start(
-        cls, launcher: Launcher, config: Config, *, model: str, build: BuildRequest | None, log_dir: Path, trains: Trainee = "policy",
+        cls, launcher: Launcher, config: RankConfig, *, model: str, build: BuildRequest | None, log_dir: Path, trains: Trainee = "policy",
     ) -> Self:
         """Start all ranks and wait until they have met and loaded the model; arguments as for `start_ranks`."""
         start = partial(start_ranks, launcher, config, model=model, log_dir=log_dir, trains=trains)
@@ -181,7 +181,7 @@ class WorkerRanks:
 
 
 async def start_ranks(
-    launcher: Launcher, config: Config, *, model: str, build: BuildRequest | None, log_dir: Path, trains: Trainee = "policy",
+    launcher: Launcher, config: RankConfig, *, model: str, build: BuildRequest | None, log_dir: Path, trains: Trainee = "policy",
 ) -> list[Worker]:
     """Start `train.num_ranks` workers and wait until they have met and loaded the model. If that fails, all of them are ended.
 
@@ -225,12 +225,17 @@ async def start_ranks(
     return workers
 
 
-def _check_seen(workers: Sequence[Worker], config: Config) -> None:
+def _check_seen(workers: Sequence[Worker], config: RankConfig) -> None:
     """Refuse to build a model in the run's folder where a rank would not see it."""
     if far := [worker.name for worker in workers if worker.disk is not None]:
-        raise ConfigError(
-            f"[model.tiny] makes a model in the run's folder {config.run_dir.absolute()}, which {' and '.join(far)} cannot see; give"
-            " model.path a hub id, or a folder that is on every machine")
+        raise unseen_model(config.run_dir, far)
+
+
+def unseen_model(run_dir: Path, far: Sequence[str]) -> ConfigError:
+    """Return the error of a model that is built in the run's folder, which the workers `far` do not see, such as ["engine 0"]."""
+    return ConfigError(
+        f"[model.tiny] makes a model in the run's folder {run_dir.absolute()}, which {' and '.join(far)} cannot see; give"
+        " model.path a hub id, or a folder that is on every machine")
 
 
 async def end_ranks(workers: Iterable[Worker]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from offbeat.algorithms.adam import AdamParams
 from offbeat.algorithms.experience import split_minibatches
 from offbeat.algorithms.objectives import keeps_groups
-from offbeat.config.root import Config
+from offbeat.config.for_processes import RankConfig
 from offbeat.data.batch import Batch
 from offbeat.data.cost import CostFit, CostModel, prior
 from offbeat.data.model_folder import read_model_config
@@ -32,7 +32,7 @@ class Sharder:
     Without it, groups are dealt in their order.
     """
 
-    def __init__(self, config: Config, *, num_ranks: int, prior: CostModel) -> None:
+    def __init__(self, config: RankConfig, *, num_ranks: int, prior: CostModel) -> None:
         """`prior` is the cost model until times have been observed.
 
         Args:
@@ -48,7 +48,7 @@ class Sharder:
         """The step in training, and maybe the next one, each with the model that it was balanced by."""
 
     @classmethod
-    def of(cls, config: Config, *, model: str, num_ranks: int) -> Self:
+    def of(cls, config: RankConfig, *, model: str, num_ranks: int) -> Self:
         """Start with the prior of a model's configuration; raises as `read_model_config`."""
         return cls(config, num_ranks=num_ranks, prior=prior(read_model_config(model)))
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from offbeat.algorithms.adam import AdamParams, adam_params
-from offbeat.config.root import Config
+from offbeat.config.for_processes import RankConfig
 from offbeat.config.train import OptimizerConfig
 from offbeat.data.balance import partition
 from offbeat.data.batch import Batch, gather_ranges
@@ -51,7 +51,7 @@ class Trainers:
         steps: number of optimizer steps that each adapter has taken, by name; empty where one policy is trained.
     """
 
-    def __init__(self, ranks: Ranks, config: Config, *, part: str = "", on_span: OnSpan = lambda *_: None) -> None:
+    def __init__(self, ranks: Ranks, config: RankConfig, *, part: str = "", on_span: OnSpan = lambda *_: None) -> None:
         """`part` is the name of the trained model, "" for the policy.
 
         `on_span(name, track, start_s, end_s)` is called with each rank's work, for example ("train_step", "rank 0", 12.5, 14.0).

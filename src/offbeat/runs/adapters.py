@@ -339,11 +339,11 @@ async def open_adapters(config: Config, record: RunRecord) -> AsyncIterator[Adap
     async with AsyncExitStack() as stack:
         launcher = await stack.enter_async_context(make_launcher(config))
         ranks, engines = await both(
-            WorkerRanks.start(launcher, config, model=base.model, build=base.build, log_dir=record.log_dir, trains="adapters"),
+            WorkerRanks.start(launcher, config.for_ranks, model=base.model, build=base.build, log_dir=record.log_dir, trains="adapters"),
             EngineGroup.start(launcher, config, log_dir=record.log_dir))
         names = note_apart(record, apart((*ranks.workers, *engines.workers)))
         without_shared_disk(config, apart=names, builds=base.build is not None)
-        trainers = Trainers(ranks, config)
+        trainers = Trainers(ranks, config.for_ranks)
         addresses = await engines.serve(model=base.model, tokenizer=base.tokenizer_folder, version=UNPUBLISHED)
         fleet = await open_fleet(stack, engines, addresses, config, record, model=base.model)
         canary = tuple(range(min(base.tokenizer.vocab_size, 16)))

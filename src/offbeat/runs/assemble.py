@@ -42,13 +42,13 @@ async def open_controller(config: Config, rank_info: RankInfo, inputs: RunInputs
         launcher = await stack.enter_async_context(make_launcher(config))
         if not inputs.plays:
             ranks = await WorkerRanks.start(
-                launcher, config, model=inputs.model, build=inputs.build, log_dir=record.log_dir, trains=inputs.trains)
+                launcher, config.for_ranks, model=inputs.model, build=inputs.build, log_dir=record.log_dir, trains=inputs.trains)
             note_apart(record, apart(ranks.workers))
-            trainers, none = Trainers(ranks, config, on_span=record.on_span), NoEngines(draws=True)
+            trainers, none = Trainers(ranks, config.for_ranks, on_span=record.on_span), NoEngines(draws=True)
             yield RunParts(config, record, inputs, trainers, none, none, SingleProcess(), none.watch)
             return
         ranks, (engines, user_code) = await both(
-            WorkerRanks.start(launcher, config, model=inputs.model, build=inputs.build, log_dir=record.log_dir),
+            WorkerRanks.start(launcher, config.for_ranks, model=inputs.model, build=inputs.build, log_dir=record.log_dir),
             both(
                 EngineGroup.start(launcher, config, log_dir=record.log_dir),
                 open_user_code(stack, inputs, config, record, launcher=launcher)))
@@ -58,7 +58,7 @@ async def open_controller(config: Config, rank_info: RankInfo, inputs: RunInputs
             record.note("broadcasts", "weights are broadcast to the engines (weights.channel), because they would have to travel twice")
         addresses = await engines.serve(model=inputs.model, tokenizer=inputs.tokenizer_folder, version=UNPUBLISHED)
         fleet = await open_fleet(stack, engines, addresses, config, record, model=inputs.model)
-        trainers = Trainers(ranks, config, on_span=record.on_span)
+        trainers = Trainers(ranks, config.for_ranks, on_span=record.on_span)
         policy = await open_policy(stack, fleet, inputs, config, write=trainers.write_weights, holds=trainers.holds)
         source = EngineRollouts(config, record, inputs, policy.generate, user_code, engines=fleet.pool.clock)
         yield RunParts(
@@ -68,7 +68,7 @@ async def open_controller(config: Config, rank_info: RankInfo, inputs: RunInputs
 
 def make_critic(ranks: Ranks, config: Config, record: RunRecord) -> Trainers | None:
     """Return the ranks as trainers of the critic, if the algorithm has one."""
-    return Trainers(ranks, config, part="critic", on_span=record.on_span) if config.algorithm.needs_critic else None
+    return Trainers(ranks, config.for_ranks, part="critic", on_span=record.on_span) if config.algorithm.needs_critic else None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Called once all workers have started. Logs, checkpoints, exports and adapters tr
 from collections.abc import Iterable, Sequence
 
 from offbeat.config.root import Config
-from offbeat.errors import ConfigError
+from offbeat.ranks.ranks import unseen_model
 from offbeat.telemetry.record import RunRecord
 from offbeat.workers.worker import Worker
 
@@ -36,9 +36,7 @@ def without_shared_disk(config: Config, *, apart: Sequence[str], builds: bool = 
         ConfigError: the model is made there.
     """
     if apart and builds:
-        raise ConfigError(
-            f"[model.tiny] makes a model in the run's folder {config.run_dir.absolute()}, which {' and '.join(apart)} cannot see; give"
-            " model.path a hub id, or a folder that is on every machine")
+        raise unseen_model(config.run_dir, apart)
     by_folder = config.model.lora.rank or not config.inference.kind.takes_broadcasts or config.inference.urls or config.weights.dir
     if not apart or by_folder or config.weights.channel == "collective":
         return config

@@ -32,11 +32,11 @@ async def open_teacher(stack: AsyncExitStack, config: Config, inputs: RunInputs)
             case "none":
                 return None
             case "model":
-                return engine or RankTeacher(Trainers(ranks, config, part="teacher", on_span=on_span), top_k=teacher.top_k)
+                return engine or RankTeacher(Trainers(ranks, config.for_ranks, part="teacher", on_span=on_span), top_k=teacher.top_k)
             case of:
                 max_tokens = min(inputs.supervision.context, config.train.max_tokens_per_microbatch + 1)
                 contexts = Contexts(inputs.tokenizer, config.data, teacher.template, max_tokens)
-                return SelfTeacher(Trainers(ranks, config, on_span=on_span), contexts, of=of)
+                return SelfTeacher(Trainers(ranks, config.for_ranks, on_span=on_span), contexts, of=of)
 
     return make
 

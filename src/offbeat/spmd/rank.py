@@ -90,8 +90,8 @@ async def _open(
     one_loads = config.rollout.single_rank_load
     if not inputs.plays:
         own_trainers = await _build_trainers(config, inputs, groups, thread, peers)
-        loads = OneRankLoads(groups.sync, Sharder.of(config, model=inputs.model, num_ranks=rank_info.world))
-        trainers = Trainers(OwnRank(own_trainers, loads, thread, host=rank_info.store_host), config, on_span=record.on_span)
+        loads = OneRankLoads(groups.sync, Sharder.of(config.for_ranks, model=inputs.model, num_ranks=rank_info.world))
+        trainers = Trainers(OwnRank(own_trainers, loads, thread, host=rank_info.store_host), config.for_ranks, on_span=record.on_span)
         none = NoEngines(draws=rank_info.leads)
         return RunParts(config, record, inputs, trainers, none, none, peers, none.watch)
     own, rows = (config, inputs) if one_loads else (share_limits(config, rank_info), share_rows(inputs, rank_info))
@@ -107,10 +107,10 @@ async def _open(
         return await engines.serve(model=inputs.model, tokenizer=inputs.tokenizer_folder, version=UNPUBLISHED)
 
     addresses = await peers.lead("engines", serve, EngineAddresses)
-    sharder = Sharder.of(config, model=inputs.model, num_ranks=rank_info.world if one_loads else 1)
+    sharder = Sharder.of(config.for_ranks, model=inputs.model, num_ranks=rank_info.world if one_loads else 1)
     loading = (OneRankLoads if one_loads else HeadsLoad)(groups.sync, sharder)
     ranks = OwnRank(own_trainers, loading, thread, host=rank_info.store_host)
-    trainers = Trainers(ranks, config, on_span=record.on_span)
+    trainers = Trainers(ranks, config.for_ranks, on_span=record.on_span)
     num_heads, head = (1, 0) if one_loads else (rank_info.world, rank_info.rank)
     parts = partial(
         RunParts, own, record, rows, trainers, peers=peers, num_heads=num_heads, head=head, critic=make_critic(ranks, config, record),
@@ -153,7 +153,7 @@ async def _build_trainers(
 
     def load() -> dict[str, Part]:
         with groups.sync.region("load_policy"):  # DDP and FSDP let ranks wait for each other in collectives
-            return build_trainers(inputs.model, config, groups, trains=inputs.trains)
+            return build_trainers(inputs.model, config.for_ranks, groups, trains=inputs.trains)
 
     await peers.lead("build_model", build, None)
     return await thread.run("load the model", load)

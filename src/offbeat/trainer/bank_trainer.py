@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from offbeat.algorithms.adam import AdamParams
+from offbeat.config.for_processes import RankConfig
 from offbeat.config.objectives import objective_of
-from offbeat.config.root import Config
 from offbeat.data.batch import Batch
 from offbeat.data.packing import PackedRow, plan_microbatches
 from offbeat.errors import ConfigError, ModelError, StorageError, UserError
@@ -48,7 +48,7 @@ T = TypeVar("T")
 class BankTrainer(Trainer):
     """A frozen model, a bank of named adapters, and an optimizer for each of them."""
 
-    def __init__(self, model: PreTrainedModel, strategy: Strategy, *, base: str, config: Config, groups: ProcessGroups) -> None:
+    def __init__(self, model: PreTrainedModel, strategy: Strategy, *, base: str, config: RankConfig, groups: ProcessGroups) -> None:
         """`strategy` distributes `model` over the ranks, and `base` names it in the folders of its adapters."""
         lora = config.model.lora
         super().__init__(strategy.forward, config, groups)
@@ -65,7 +65,7 @@ class BankTrainer(Trainer):
         self._norms: dict[str, float] = {}
 
     @classmethod
-    def build(cls, folder: str, *, config: Config, groups: ProcessGroups) -> Self:
+    def build(cls, folder: str, *, config: RankConfig, groups: ProcessGroups) -> Self:
         """Load the model for a run that trains one adapter, and distribute it over the ranks; collective.
 
         Args:
@@ -81,7 +81,7 @@ class BankTrainer(Trainer):
         return trainer
 
     @classmethod
-    def build_empty(cls, folder: str, *, config: Config, groups: ProcessGroups) -> Self:
+    def build_empty(cls, folder: str, *, config: RankConfig, groups: ProcessGroups) -> Self:
         """Load the model for adapters that come and go; each rank holds all of it.
 
         Args:
@@ -362,7 +362,7 @@ class BankTrainer(Trainer):
         return result  # pyright: ignore[reportReturnType]
 
 
-def _load_base(folder: str, config: Config, groups: ProcessGroups) -> tuple[PreTrainedModel, Strategy]:
+def _load_base(folder: str, config: RankConfig, groups: ProcessGroups) -> tuple[PreTrainedModel, Strategy]:
     """Load the frozen model, whole or divided, and distribute it over the ranks; collective."""
 
     def read(divide: Divide | None) -> PreTrainedModel:

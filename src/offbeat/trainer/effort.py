@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from offbeat.config.root import Config
+from offbeat.config.for_processes import RankConfig
 from offbeat.data.cost import forward_flops
 from offbeat.data.packing import PackedRow
 from offbeat.sync.platform import current_platform
@@ -17,7 +17,7 @@ from offbeat.trainer.messages import Trained
 class Effort:
     """Per training step: `begin`, then `computing` around everything that computes and `passes` for each row, then `trained`."""
 
-    def __init__(self, model_config: Mapping[str, Any], config: Config, *, ranks_per_share: int) -> None:
+    def __init__(self, model_config: Mapping[str, Any], config: RankConfig, *, ranks_per_share: int) -> None:
         """Count for a model of this configuration.
 
         Args:

@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from offbeat.config.root import Config
+from offbeat.config.for_processes import RankConfig
 from offbeat.config.train import TrainConfig
 from offbeat.data.packing import PackedRow
 from offbeat.model.divided_read import Divide
@@ -41,7 +41,7 @@ def load_frozen(
 class TeacherModel:
     """The model of [teacher] on one rank. It only scores, in the way of `Trainer.score`: it has no optimizer and nothing to save."""
 
-    def __init__(self, config: Config, groups: ProcessGroups) -> None:
+    def __init__(self, config: RankConfig, groups: ProcessGroups) -> None:
         """Load the model; collective."""
         progress("load_teacher")
         self.groups = groups

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from offbeat.config.root import Config
+from offbeat.config.for_processes import RankConfig
 from offbeat.config.train import Recompute
 from offbeat.data.batch import Batch
 from offbeat.data.model_folder import check_model_folder
@@ -86,7 +86,7 @@ class MemoryEstimate:
         return sum(asdict(self).values()) - self.host
 
 
-def estimate_memory(model_config: Any, config: Config, *, num_ranks: int, on_cpu: bool = False) -> MemoryEstimate:
+def estimate_memory(model_config: Any, config: RankConfig, *, num_ranks: int, on_cpu: bool = False) -> MemoryEstimate:
     """Estimate the memory of one rank.
 
     The division of a layer by a tensor group is not imitated: weights and activations are counted as if it divided all of them evenly,
@@ -144,7 +144,7 @@ def _count(folder: str, unknown: int) -> int:
         return unknown
 
 
-def advise(model_config: Any, config: Config, *, num_ranks: int, available: int) -> str:
+def advise(model_config: Any, config: RankConfig, *, num_ranks: int, available: int) -> str:
     """Return "" if a rank fits into `available` bytes of a device; otherwise a sentence with the first setting that would make it fit."""
     needed = estimate_memory(model_config, config, num_ranks=num_ranks)
     if needed.total <= _USABLE * available:
@@ -176,7 +176,7 @@ def advise(model_config: Any, config: Config, *, num_ranks: int, available: int)
         f" {_gib(available)} GiB are there; use {settings}")
 
 
-def check_memory(folder: str, config: Config, *, groups: ProcessGroups, device: int) -> None:
+def check_memory(folder: str, config: RankConfig, *, groups: ProcessGroups, device: int) -> None:
     """Check that a run fits, before anything is loaded; collective. A model that cannot be estimated is let through.
 
     Args:
@@ -305,7 +305,7 @@ def _gib(size: int) -> str:
 
 def main() -> None:
     """Read a configuration from standard input, and print its estimate."""
-    config = Config.model_validate_json(sys.stdin.read())
+    config = RankConfig.model_validate_json(sys.stdin.read())
     estimate = estimate_memory(_config_of(config.model.path), config, num_ranks=config.train.num_ranks)
     print(json.dumps(asdict(estimate)))
 

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
 from offbeat.algorithms.adam import AdamParams
-from offbeat.config.root import Config
+from offbeat.config.for_processes import RankConfig
 from offbeat.data.batch import Batch
 from offbeat.data.model_folder import check_model_folder
 from offbeat.data.packing import PackedRow, plan_microbatches
@@ -37,7 +37,7 @@ from offbeat.trainer.trainer import WHOLE, Trainer
 class ModelTrainer(Trainer):
     """A model, its optimizer, and if the configuration needs it a reference: a frozen copy of the initial weights; the only name is ""."""
 
-    def __init__(self, model: PreTrainedModel, strategy: Strategy, *, folder: str, config: Config, groups: ProcessGroups) -> None:
+    def __init__(self, model: PreTrainedModel, strategy: Strategy, *, folder: str, config: RankConfig, groups: ProcessGroups) -> None:
         """`strategy` distributes `model`, which was loaded from the folder or hub id `folder`, over the ranks."""
         super().__init__(strategy.forward, config, groups)
         self._model = model
@@ -54,7 +54,7 @@ class ModelTrainer(Trainer):
             keeps_last=config.weights.whole_every_versions > 1)
 
     @classmethod
-    def build(cls, folder: str, *, config: Config, groups: ProcessGroups) -> Self:
+    def build(cls, folder: str, *, config: RankConfig, groups: ProcessGroups) -> Self:
         """Load weights in float32 and distribute them over the ranks; collective.
 
         Args:
@@ -73,7 +73,7 @@ class ModelTrainer(Trainer):
         return self._strategy.model
 
     @classmethod
-    def _load_model(cls, folder: str, config: Config, divide: Divide | None) -> PreTrainedModel:
+    def _load_model(cls, folder: str, config: RankConfig, divide: Divide | None) -> PreTrainedModel:
         return load_policy(folder, config=config.train, divide=divide, float32_head=config.algorithm.float32_head)
 
     def snapshot(self, dtype: Dtype, *, name: str = WHOLE, merges: bool = False) -> ModelSnapshot:  # noqa: ARG002

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from offbeat.config.root import Config
+from offbeat.config.for_processes import RankConfig
 from offbeat.data.tokenizer import load_tokenizer
 from offbeat.errors import ConfigError
 from offbeat.model.checkpoint_names import published_names
@@ -24,7 +24,7 @@ class RewardTrainer(ValueTrainer):
     _has_bias = False
 
     @classmethod
-    def _load_model(cls, folder: str, config: Config, divide: Divide | None) -> PreTrainedModel:
+    def _load_model(cls, folder: str, config: RankConfig, divide: Divide | None) -> PreTrainedModel:
         """See `ValueTrainer`.
 
         Raises:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from offbeat.algorithms.adam import AdamParams
 from offbeat.algorithms.objectives import reads_of
-from offbeat.config.root import Config
+from offbeat.config.for_processes import RankConfig
 from offbeat.data.batch import Batch
 from offbeat.data.packing import PackedRow, find_prompts
 from offbeat.errors import ConfigError, DivergedError
@@ -76,7 +76,7 @@ class Trainer(ABC):
     _predicts = "logprobs"
     """Name of `_predict`'s result among the columns of `TargetScores`."""
 
-    def __init__(self, module: nn.Module, config: Config, groups: ProcessGroups) -> None:
+    def __init__(self, module: nn.Module, config: RankConfig, groups: ProcessGroups) -> None:
         """`module` is the model to call in forward passes."""
         self.step = 0
         self.groups = groups

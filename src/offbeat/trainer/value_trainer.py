@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from offbeat.config.algorithms import AlgorithmConfig
-from offbeat.config.root import Config
+from offbeat.config.for_processes import RankConfig
 from offbeat.data.batch import Batch
 from offbeat.model.divided_read import Divide
 from offbeat.model.values import ValueHead, check_value_head, put_value_head
@@ -33,7 +33,7 @@ class ValueTrainer(ModelTrainer):
     _normalises = False
 
     @classmethod
-    def build_critic(cls, folder: str, *, config: Config, groups: ProcessGroups, policy: ModelTrainer | None) -> Self:
+    def build_critic(cls, folder: str, *, config: RankConfig, groups: ProcessGroups, policy: ModelTrainer | None) -> Self:
         """Build the critic of a run; raises as `build`.
 
         Args:
@@ -57,7 +57,7 @@ class ValueTrainer(ModelTrainer):
         super().restart_optimizer(request)
 
     @classmethod
-    def _load_model(cls, folder: str, config: Config, divide: Divide | None) -> PreTrainedModel:
+    def _load_model(cls, folder: str, config: RankConfig, divide: Divide | None) -> PreTrainedModel:
         give_head = partial(put_value_head, bias=cls._has_bias)
         model = load_policy(folder, config=config.train, divide=divide, give_head=give_head)
         check_value_head(model)

@@ -7,8 +7,8 @@ import gc
 from collections.abc import Mapping
 from pathlib import Path
 
+from offbeat.config.for_processes import RankConfig
 from offbeat.config.model import TinyConfig
-from offbeat.config.root import Config
 from offbeat.errors import StuckError, SyncError, UserError
 from offbeat.model.tiny import build_tiny
 from offbeat.process.serving import Lifeline
@@ -38,7 +38,7 @@ def build_model(request: BuildRequest) -> None:
         eos_token_id=request.eos_token_id, pad_token_id=request.pad_token_id, seed=request.seed)
 
 
-def build_trainers(model: str, config: Config, groups: ProcessGroups, *, trains: Trainee = "policy") -> dict[str, Part]:
+def build_trainers(model: str, config: RankConfig, groups: ProcessGroups, *, trains: Trainee = "policy") -> dict[str, Part]:
     """Load models, and build the trainers of a run by the part that they train; collective.
 
     Args:
@@ -117,7 +117,7 @@ class TrainWorker(WorkerService):
     def join(self, request: JoinRequest) -> Nothing:
         """Meet the other ranks."""
         self._request = request
-        config = Config.model_validate_json(request.config)
+        config = RankConfig.model_validate_json(request.config)
         at = request.store
         store = self._store or connect_store(at.host, at.port, timeout_s=config.dist.init_timeout_s, server=at.server)
         self._groups = join(
@@ -129,7 +129,7 @@ class TrainWorker(WorkerService):
         """Load the model that this rank joined for."""
         request, groups = self._request, self._groups
         assert request is not None and groups is not None, "a rank joins before it loads"
-        self._trainers = build_trainers(request.model, Config.model_validate_json(request.config), groups, trains=request.trains)
+        self._trainers = build_trainers(request.model, RankConfig.model_validate_json(request.config), groups, trains=request.trains)
         return Nothing()
 
     def _give_up(self, error: StuckError) -> None:

@@ -1,0 +1,60 @@
+"""The sections of a configuration that train ranks get, and those that engines are started by; the rest of it does not concern them.
+
+`Config.for_ranks` and `Config.for_engines` make them. The former crosses to the ranks' processes as JSON.
+"""
+
+from pathlib import Path
+
+from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.config.base import Section
+from offbeat.config.checkpoint import CheckpointConfig
+from offbeat.config.cluster import ClusterConfig
+from offbeat.config.critic import CriticConfig
+from offbeat.config.dist import DistConfig
+from offbeat.config.inference import InferenceConfig
+from offbeat.config.model import ModelConfig, NumberFormat
+from offbeat.config.rollout import RolloutConfig
+from offbeat.config.run import RunConfig
+from offbeat.config.teacher import TeacherConfig
+from offbeat.config.telemetry import TelemetryConfig
+from offbeat.config.train import TrainConfig
+from offbeat.config.weights import WeightsConfig
+
+
+class RankConfig(Section):
+    """The sections that train ranks read, and the process that calls them.
+
+    Attributes:
+        run_dir: folder of the run, such as "runs/quickstart".
+    """
+
+    run: RunConfig
+    model: ModelConfig
+    algorithm: AlgorithmConfig
+    teacher: TeacherConfig
+    train: TrainConfig
+    critic: CriticConfig
+    rollout: RolloutConfig
+    weights: WeightsConfig
+    checkpoint: CheckpointConfig
+    cluster: ClusterConfig
+    dist: DistConfig
+    telemetry: TelemetryConfig
+    run_dir: Path
+
+
+class EngineConfig(Section):
+    """The sections by which engines are started, published to and healed.
+
+    Attributes:
+        run_dir: folder of the run, such as "runs/quickstart".
+        canary_dtype: see `Config.canary_dtype`.
+    """
+
+    run: RunConfig
+    model: ModelConfig
+    inference: InferenceConfig
+    weights: WeightsConfig
+    cluster: ClusterConfig
+    run_dir: Path
+    canary_dtype: NumberFormat
