@@ -76,10 +76,11 @@ async def measure(folder: str, work: Path, channels: list[str], *, rate: float, 
         "model": {"path": folder, "dtype": "bfloat16"}, "weights": {"whole_every_versions": EVERY},
         "inference": {"engine": "vllm", "python": str(ROOT / ".venv-vllm" / "bin" / "python"), "threads": 1}})
     async with LocalLauncher(stop_timeout_s=5) as launcher, EngineSession() as http:
-        group = await EngineGroup.start(launcher, config, log_dir=WORK)
+        group = await EngineGroup.start(launcher, config.for_engines, log_dir=WORK)
         served = await group.serve(model=folder, tokenizer=folder, version=-1)
         ((name, url),) = served.urls.items()
-        client = EngineClient(name, url, http.session, dialect=MAKERS[config.inference.engine].dialect(config, folder), api_key=served.key)
+        dialect = MAKERS[config.inference.engine].dialect(config.for_engines, folder)
+        client = EngineClient(name, url, http.session, dialect=dialect, api_key=served.key)
         found: dict[tuple[str, str], list[Publish]] = {}
         for number, state in enumerate(learning(folder, rate)):
             channel, kind = channels[number // EVERY % len(channels)], "changes" if number % EVERY else "whole"

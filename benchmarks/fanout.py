@@ -91,9 +91,9 @@ def serving(runner: asyncio.Runner, model: str, num_engines: int) -> Iterator[Fl
         launcher = await stack.enter_async_context(LocalLauncher(stop_timeout_s=5))
         record = SilentRecord(config.run_dir)
         record.log_dir.mkdir(parents=True)
-        group = await EngineGroup.start(launcher, config, log_dir=record.log_dir)
+        group = await EngineGroup.start(launcher, config.for_engines, log_dir=record.log_dir)
         addresses = await group.serve(model=model, tokenizer=model, version=-1)
-        return await open_fleet(stack, group, addresses, config, record, model=model)
+        return await open_fleet(stack, group, addresses, config.for_engines, record, model=model)
 
     stack = AsyncExitStack()
     try:

@@ -159,10 +159,10 @@ async def main(args: argparse.Namespace) -> None:
             "data": {"task": "sort_digits"}, "run": {"dir": str(WORK)}}
         config = Config.model_validate(settings)
         launcher = await stack.enter_async_context(LocalLauncher(stop_timeout_s=10))
-        engines = await EngineGroup.start(launcher, config, log_dir=directory)
+        engines = await EngineGroup.start(launcher, config.for_engines, log_dir=directory)
         served = await engines.serve(model=model, tokenizer=model, version=-1)
         http = await stack.enter_async_context(EngineSession())
-        dialect = MAKERS[config.inference.engine].dialect(config, model)
+        dialect = MAKERS[config.inference.engine].dialect(config.for_engines, model)
         client = EngineClient("vllm", served.urls["engine 0"], http.session, dialect=dialect, api_key=served.key)
         version = 0
         for lr in args.lrs:

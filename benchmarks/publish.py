@@ -116,10 +116,11 @@ async def measure(model: str, engine: str, interrupt: Interrupt, places: dict[st
     quiet: list[float] = []
     async with AsyncExitStack() as stack:
         launcher = await stack.enter_async_context(LocalLauncher(stop_timeout_s=5))
-        group = await EngineGroup.start(launcher, config, log_dir=WORK)
+        group = await EngineGroup.start(launcher, config.for_engines, log_dir=WORK)
         ((name, url),) = (await group.serve(model=folder, tokenizer=folder, version=-1)).urls.items()
         http = await stack.enter_async_context(EngineSession())
-        client = EngineClient(name, url, http.session, dialect=MAKERS[config.inference.engine].dialect(config, folder), api_key=group.key)
+        dialect = MAKERS[config.inference.engine].dialect(config.for_engines, folder)
+        client = EngineClient(name, url, http.session, dialect=dialect, api_key=group.key)
         gaps: list[Gap] = []
         numbers = itertools.count(1)
         streams = [
@@ -174,7 +175,7 @@ async def measure_loop(model: str, way: str, *, num_publishes: int) -> None:
         async with LocalLauncher(stop_timeout_s=5) as launcher, EngineSession() as http:
             ranks, group = await both(
                 WorkerRanks.start(launcher, config.for_ranks, model=folder, build=None, log_dir=WORK),
-                EngineGroup.start(launcher, config, log_dir=WORK))
+                EngineGroup.start(launcher, config.for_engines, log_dir=WORK))
             ((name, url),) = (await group.serve(model=folder, tokenizer=folder, version=-1)).urls.items()
             pool, trainers = EnginePool([EngineClient(name, url, http.session, api_key=group.key)]), Trainers(ranks, config.for_ranks)
             channel = Channel(

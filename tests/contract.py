@@ -207,7 +207,7 @@ def vllm_group(root: Path, *runs: tuple[str, dict[str, str]]) -> Iterator[list[t
         config = small_config(
             root, model, inference__engine="vllm", inference__max_running="64", inference__start_timeout_s="240", **settings)
         (root / str(index)).mkdir()
-        group = await EngineGroup.start(launcher, config, log_dir=root / str(index))
+        group = await EngineGroup.start(launcher, config.for_engines, log_dir=root / str(index))
         return (await group.serve(model=model, tokenizer=model, version=-1)).urls["engine 0"], group.key
 
     launcher = LocalLauncher(stop_timeout_s=5)

@@ -12,9 +12,9 @@ from offbeat.controller.batches import StepBatches
 from offbeat.controller.state import LoopStep
 from offbeat.data.trajectory import Group, Trajectory
 from offbeat.telemetry.trace import Tracer
-from small_run import small_config
 
 PLAIN = AlgorithmConfig()
+LIMITS = {"max_new_tokens": 8, "timeout_s": 60.0}
 FIRST = LoopStep(1, 0, 1)
 
 
@@ -43,7 +43,7 @@ class Released:
             self.num_waiting -= 1
 
 
-def parts_of(tmp_path, *, critic: object = None) -> tuple[Any, list[int]]:
+def parts_of(*, critic: object = None) -> tuple[Any, list[int]]:
     """The parts that batches use, and the number of sequences of each batch that ranks are given ahead of its step."""
     prepared: list[int] = []
 
@@ -52,15 +52,15 @@ def parts_of(tmp_path, *, critic: object = None) -> tuple[Any, list[int]]:
         prepared.append(len(batch))
 
     return SimpleNamespace(
-        config=small_config(tmp_path), record=SimpleNamespace(tracer=Tracer(None)), trainers=SimpleNamespace(prepare=prepare),
+        record=SimpleNamespace(tracer=Tracer(None)), trainers=SimpleNamespace(prepare=prepare),
         critic=critic), prepared
 
 
-def test_a_batch_that_was_made_ahead_is_taken_once(tmp_path) -> None:
+def test_a_batch_that_was_made_ahead_is_taken_once() -> None:
     async def main() -> None:
-        parts, prepared = parts_of(tmp_path)
+        parts, prepared = parts_of()
         rollouts = Released()
-        async with StepBatches(parts) as batches:
+        async with StepBatches(parts, **LIMITS) as batches:
             first, _ = await batches.take([group("0:0")], FIRST, PLAIN)
             batches.make_ahead(FIRST.following(), rollouts, PLAIN)
             rollouts.release([group("0:1"), group("0:2")])
@@ -72,10 +72,10 @@ def test_a_batch_that_was_made_ahead_is_taken_once(tmp_path) -> None:
     asyncio.run(main())
 
 
-def test_a_step_does_not_wait_for_groups_that_were_not_released(tmp_path) -> None:
+def test_a_step_does_not_wait_for_groups_that_were_not_released() -> None:
     async def main() -> None:
         rollouts = Released()
-        async with StepBatches(parts_of(tmp_path)[0]) as batches:
+        async with StepBatches(parts_of()[0], **LIMITS) as batches:
             batches.make_ahead(FIRST.following(), rollouts, PLAIN)
             await asyncio.sleep(0)
             assert rollouts.num_waiting == 1
@@ -93,10 +93,10 @@ def test_a_step_does_not_wait_for_groups_that_were_not_released(tmp_path) -> Non
 
 
 @pytest.mark.parametrize("settings", [{"kl_target": 0.1, "kl_loss": "k3"}, {"entropy_target": 1.0}])
-def test_nothing_is_made_ahead_with_coefficients_that_depend_on_the_step_in_training(settings, tmp_path) -> None:
+def test_nothing_is_made_ahead_with_coefficients_that_depend_on_the_step_in_training(settings) -> None:
     async def main() -> None:
         rollouts = Released()
-        async with StepBatches(parts_of(tmp_path)[0]) as batches:
+        async with StepBatches(parts_of()[0], **LIMITS) as batches:
             batches.make_ahead(FIRST.following(), rollouts, AlgorithmConfig(**settings))
             await asyncio.sleep(0)
             assert rollouts.num_waiting == 0
@@ -105,11 +105,11 @@ def test_nothing_is_made_ahead_with_coefficients_that_depend_on_the_step_in_trai
 
 
 @pytest.mark.parametrize(("settings", "critic"), [({"kl_loss": "k3"}, None), ({}, object())], ids=["scores", "critic"])
-def test_ranks_are_given_nothing_ahead_to_which_something_is_added(settings, critic, tmp_path) -> None:
+def test_ranks_are_given_nothing_ahead_to_which_something_is_added(settings, critic) -> None:
     async def main() -> None:
-        parts, prepared = parts_of(tmp_path, critic=critic)
+        parts, prepared = parts_of(critic=critic)
         rollouts, algorithm = Released(), AlgorithmConfig(**settings)
-        async with StepBatches(parts) as batches:
+        async with StepBatches(parts, **LIMITS) as batches:
             batches.make_ahead(FIRST.following(), rollouts, algorithm)
             rollouts.release([group("0:1")])
             batch, _ = await batches.take([], FIRST.following(), algorithm)

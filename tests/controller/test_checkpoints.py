@@ -66,13 +66,13 @@ def checkpoints_of(
     ranks: Ranks, root: Path, *, kind: str = TRAINING, num_heads: int = 1, engines: Engines | None = None,
     notes: list[str] | None = None, identity: Identity = IDENTITY, **changes: str,
 ) -> RunCheckpoints:
-    said = [] if notes is None else notes
+    said, config = [] if notes is None else notes, small_config(root, **changes)
     parts = SimpleNamespace(
-        trainers=ranks, critic=None, config=small_config(root, **changes), peers=SingleProcess(), num_heads=num_heads,
+        trainers=ranks, critic=None, config=config, peers=SingleProcess(), num_heads=num_heads,
         publisher=engines or Engines(),
         inputs=SimpleNamespace(tokenizer=SimpleNamespace(has_own_template=False), tokenizer_folder="tokenizer", identity=identity),
-        record=SimpleNamespace(writes=True, note=lambda _kind, text: said.append(text)))
-    return RunCheckpoints(parts, kind)
+        record=SimpleNamespace(run_dir=config.run_dir, writes=True, note=lambda _kind, text: said.append(text)))
+    return RunCheckpoints(parts, config.checkpoint, kind=kind)
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint_and_keeps_as_many_as_it_is_told(tmp_path: Path) -> None:

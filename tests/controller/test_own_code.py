@@ -17,7 +17,7 @@ LOSS, CREDIT = f"{SUPPORT / 'own_losses.py'}:", f"{SUPPORT / 'own_credits.py'}:"
 
 
 def check(**settings):
-    return check_own_code(load_config(None, [(f"algorithm.{name}", value) for name, value in settings.items()]))
+    return check_own_code(load_config(None, [(f"algorithm.{name}", value) for name, value in settings.items()]).algorithm)
 
 
 def test_settings_without_own_code_start_no_process() -> None:
@@ -35,7 +35,7 @@ def test_the_controller_stays_without_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from offbeat.config.load import load_config; from offbeat.controller.own_code import check_own_code\n"
         f"config = load_config(None, [('algorithm.objective', '{LOSS}geometric'), ('algorithm.credit', '{CREDIT}centred')])\n"
-        "print(len(check_own_code(config)), 'torch' in sys.modules)")
+        "print(len(check_own_code(config.algorithm)), 'torch' in sys.modules)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path)
     assert done.stdout.split() == ["2", "False"], done.stderr
 
@@ -66,4 +66,4 @@ def test_a_credit_that_never_returns_is_found_when_it_is_tried_out(tmp_path: Pat
     (tmp_path / "mine.py").write_text("import threading\ndef stuck(groups, constants): threading.Event().wait()\n")
     monkeypatch.setattr(own_code, "_TIMEOUT_S", 0.05)
     with pytest.raises(CodeError, match=r"mine.py:stuck' has not returned after 0.05 s, when it was tried out on made-up samples"):
-        check_own_code(load_config(None, [("algorithm.credit", f"{tmp_path}/mine.py:stuck")]))
+        check_own_code(load_config(None, [("algorithm.credit", f"{tmp_path}/mine.py:stuck")]).algorithm)

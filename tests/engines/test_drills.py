@@ -154,7 +154,7 @@ def faulty_servers(models: Models, root: Path, *servers: Server) -> Iterator[dic
         config = small_config(
             root, model, inference__engine="vllm", model__dtype=dtype, model__lora__rank="4", inference__max_running="64",
             inference__max_adapters=str(MAX_ADAPTERS), inference__max_adapter_rank=str(MAX_RANK))
-        command, env = server_command(config, model=model, tokenizer=model, version=-1, seed=0, key="")
+        command, env = server_command(config.for_engines, model=model, tokenizer=model, version=-1, seed=0, key="")
         name = dtype + "".join(arguments)
         path = root / f"{name}.json"
         env |= {"OFFBEAT_TEST_FAULT": str(path), "PYTHONPATH": os.pathsep.join([env["PYTHONPATH"], str(SUPPORT)])}

@@ -255,7 +255,7 @@ class Ring:
             try:
                 async with asyncio.timeout(_CASE_TIMEOUT_S), AsyncExitStack() as stack:
                     user_code = await open_user_code(
-                        stack, self._parts.inputs, config, record, launcher=LocalLauncher.from_config(config))
+                        stack, self._parts.inputs, config, record, launcher=LocalLauncher.from_config(config.for_launcher))
                     assert isinstance(self._parts.source, EngineRollouts), "a controller rolls out itself"
                     source = EngineRollouts(config, record, self._parts.inputs, self._parts.source.generate, user_code)
                     rollouts = source.rollouts(stream, version=self._version, last_version=self._version + STEPS)

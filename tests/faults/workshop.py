@@ -68,11 +68,11 @@ class Workshop:
     async def _open(self, config: Config) -> None:
         inputs = read_inputs(config)
         record = self._stack.enter_context(RunRecord(config.run_dir, trace=False, console=Console("quiet")))
-        launcher = self._launcher = await self._stack.enter_async_context(make_launcher(config))
+        launcher = self._launcher = await self._stack.enter_async_context(make_launcher(config.for_launcher))
         ranks, (engines, self._user_code) = await both(
             WorkerRanks.start(launcher, config.for_ranks, model=inputs.model, build=None, log_dir=record.log_dir),
             both(
-                EngineGroup.start(launcher, config, log_dir=record.log_dir),
+                EngineGroup.start(launcher, config.for_engines, log_dir=record.log_dir),
                 open_user_code(self._stack, inputs, config, record, launcher=launcher)))
         self._code = _code(config)
         self._trainers = Trainers(ranks, config.for_ranks)
@@ -124,7 +124,7 @@ class Workshop:
             return manifest
 
         async with AsyncExitStack() as stack:
-            fleet = await open_fleet(stack, self._engines, self._addresses, config, record, model=inputs.model)
+            fleet = await open_fleet(stack, self._engines, self._addresses, config.for_engines, record, model=inputs.model)
             policy = await open_policy(stack, fleet, inputs, config, write=write)
             own = _code(config) != self._code
             user_code = await open_user_code(stack, inputs, config, record, launcher=self._launcher) if own else self._user_code

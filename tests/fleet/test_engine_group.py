@@ -35,7 +35,7 @@ def test_engines_serve_and_one_that_dies_is_told_once_and_restarted(tmp_path: Pa
 
     async def main() -> None:
         async with LocalLauncher(stop_timeout_s=5) as launcher, EngineSession() as http:
-            group = await EngineGroup.start(launcher, config, log_dir=tmp_path)
+            group = await EngineGroup.start(launcher, config.for_engines, log_dir=tmp_path)
             urls = (await group.serve(model=model_dir, tokenizer=model_dir, version=-1)).urls
             assert list(urls) == ["engine 0", "engine 1"]
 
@@ -69,9 +69,9 @@ def test_engines_serve_and_one_that_dies_is_told_once_and_restarted(tmp_path: Pa
 
 def test_each_run_has_a_key_of_its_own_which_nothing_shows(tmp_path: Path) -> None:
     config = small_config(tmp_path)
-    keys = [EngineGroup(config).key for _ in range(2)]
+    keys = [EngineGroup(config.for_engines).key for _ in range(2)]
     assert keys[0] != keys[1] and all(len(key) == 43 for key in keys)
-    options = engine_options(config, "model", "tokenizer", -1, 0, api_key=keys[0])
+    options = engine_options(config.for_engines, "model", "tokenizer", -1, 0, api_key=keys[0])
     assert options.api_key == keys[0]
     server = ServerStart((), {"VLLM_API_KEY": keys[0]}, "", 1.0, keys[0])
     for shown in (options, server, EngineAddresses({}, keys[0]), EngineStart(keys[0])):
@@ -83,7 +83,7 @@ def test_engines_by_url_are_named_and_nothing_is_started(tmp_path: Path, monkeyp
     monkeypatch.setenv("OFFBEAT_API_KEY", "theirs")
 
     async def main() -> None:
-        group = await EngineGroup.start(LocalLauncher(stop_timeout_s=1), config, log_dir=tmp_path)
+        group = await EngineGroup.start(LocalLauncher(stop_timeout_s=1), config.for_engines, log_dir=tmp_path)
         addresses = await group.serve(model="", tokenizer="", version=-1)
         assert addresses == EngineAddresses({"engine 0": "http://a:1", "engine 1": "http://b:2"}, "theirs", addresses.owner)
         assert addresses.owner.startswith("small-") and addresses.owner.endswith(" 1 exclusive")
@@ -95,20 +95,21 @@ def test_engines_by_url_are_named_and_nothing_is_started(tmp_path: Path, monkeyp
 def test_engines_of_another_make_need_their_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="run `make vllm`"):
-        asyncio.run(EngineGroup.start(LocalLauncher(stop_timeout_s=1), small_config(tmp_path, inference__engine="vllm"), log_dir=tmp_path))
+        config = small_config(tmp_path, inference__engine="vllm").for_engines
+        asyncio.run(EngineGroup.start(LocalLauncher(stop_timeout_s=1), config, log_dir=tmp_path))
 
 
 def test_options_come_from_the_configuration_and_seeds_differ(tmp_path: Path) -> None:
     config = small_config(
         tmp_path, inference__max_running="7", inference__forward="hf", inference__max_prefill_per_round="99", run__seed="3")
-    options = [engine_options(config, "model", "tokenizer", -1, index) for index in range(2)]
+    options = [engine_options(config.for_engines, "model", "tokenizer", -1, index) for index in range(2)]
     assert (options[0].model, options[0].tokenizer, options[0].version) == ("model", "tokenizer", -1)
     assert (options[0].max_running, options[0].forward, options[0].max_prefill_per_round) == (7, "hf", 99)
     assert options[0].seed != options[1].seed
 
 
 def test_one_engine_outside_of_any_run_ends_with_its_context(tmp_path: Path, model_dir: str) -> None:
-    options = engine_options(small_config(tmp_path), model_dir, "", 0, 0)
+    options = engine_options(small_config(tmp_path).for_engines, model_dir, "", 0, 0)
 
     async def main() -> int:
         async with serve_one(options, host="127.0.0.1", port=0, threads=1, device=None) as (url, worker):
@@ -136,7 +137,7 @@ def test_a_folder_is_sent_to_an_engine_on_another_machine_unless_it_is_shared(tm
     for folder in (tmp_path / "run" / "v1", tmp_path / "shared" / "v1"):
         folder.mkdir(parents=True)
         (folder / "adapter").write_bytes(b"weights")
-    group = EngineGroup(small_config(tmp_path, weights__dir=str(tmp_path / "shared")))
+    group = EngineGroup(small_config(tmp_path, weights__dir=str(tmp_path / "shared")).for_engines)
     near, far = SimpleNamespace(name="engine 0", disk=None), SimpleNamespace(name="engine 1", disk=far_disk(tmp_path / "far", meddle=die))
     group.workers = [near, far]  # pyright: ignore[reportAttributeAccessIssue]
 

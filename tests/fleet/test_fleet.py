@@ -32,7 +32,7 @@ def test_a_quarantine_is_recorded_and_shown_once(tmp_path: Path) -> None:
     async def main(record: RunRecord) -> None:
         async with AsyncExitStack() as stack:
             addresses = EngineAddresses({"engine 0": "http://127.0.0.1:9", "engine 1": "http://127.0.0.1:9"}, "")
-            fleet = await open_fleet(stack, EngineGroup(config), addresses, config, record, model="model")
+            fleet = await open_fleet(stack, EngineGroup(config.for_engines), addresses, config.for_engines, record, model="model")
             fleet.pool.quarantine("engine 0", "its process died")
             fleet.pool.quarantine("engine 0", "cannot be reached")  # the first reason stands
             assert set(fleet.pool.healthy) == {"engine 1"}
@@ -50,7 +50,7 @@ def test_an_engine_by_url_that_is_not_there_is_named_with_its_url(tmp_path: Path
     async def main(record: RunRecord) -> None:
         async with AsyncExitStack() as stack:
             addresses = EngineAddresses({"engine 0": "http://127.0.0.1:9"}, "")
-            await open_fleet(stack, EngineGroup(config), addresses, config, record, model="model")
+            await open_fleet(stack, EngineGroup(config.for_engines), addresses, config.for_engines, record, model="model")
 
     with RunRecord(tmp_path / "run", trace=False, console=Console("quiet")) as record:
         with pytest.raises(ConfigError, match=r"inference.urls names http://127.0.0.1:9, but engine 0 .* cannot be reached"):
@@ -62,10 +62,10 @@ def opened(config: Config, url: str, root: Path, *, model: str) -> int:
 
     async def main(record: RunRecord) -> int:
         async with AsyncExitStack() as stack:
-            engines = EngineGroup(config)
+            engines = EngineGroup(config.for_engines)
             addresses = await engines.serve(model=model, tokenizer=model, version=-1)
             assert addresses.urls == {"engine 0": url}
-            fleet = await open_fleet(stack, engines, addresses, config, record, model=model)
+            fleet = await open_fleet(stack, engines, addresses, config.for_engines, record, model=model)
             return (await fleet.pool.client("engine 0").health(timeout_s=60))["version"]
 
     with RunRecord(root / "run", trace=False, console=Console("quiet")) as record:
@@ -105,7 +105,7 @@ def test_a_run_that_starts_again_unloads_what_it_has_left_in_engines_by_url_and_
     async def main(record: RunRecord) -> None:
         async with AsyncExitStack() as stack:
             addresses = EngineAddresses({"engine 0": url}, "")
-            fleet = await open_fleet(stack, EngineGroup(config), addresses, config, record, model=model_dir)
+            fleet = await open_fleet(stack, EngineGroup(config.for_engines), addresses, config.for_engines, record, model=model_dir)
             client = fleet.pool.client("engine 0")
             for name, folder in (left | stays).items():
                 await client.load_adapter(name, str(folder), timeout_s=60)
@@ -123,7 +123,7 @@ def test_a_run_that_starts_again_unloads_what_it_has_left_in_engines_by_url_and_
 
 
 def test_an_engine_that_is_restarted_is_judged_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, engines = small_config(tmp_path), EngineGroup(small_config(tmp_path))
+    config, engines = small_config(tmp_path), EngineGroup(small_config(tmp_path).for_engines)
 
     async def restart(name: str) -> str:
         return f"another {name}"
@@ -132,7 +132,7 @@ def test_an_engine_that_is_restarted_is_judged_anew(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(engines, "restart", restart)
         async with AsyncExitStack() as stack:
             addresses = EngineAddresses({"engine 0": "http://127.0.0.1:9"}, "")
-            fleet = await open_fleet(stack, engines, addresses, config, record, model="model")
+            fleet = await open_fleet(stack, engines, addresses, config.for_engines, record, model="model")
             for version, logprob in ((1, -1.0), (2, -1.0004)):
                 wanted = Manifest(version, "", "", (1, 2), (logprob,))
                 verdict = fleet.judge.judge("engine 0", wanted, Proof(version, None, (-1.0,)))
@@ -154,5 +154,6 @@ def test_vllm_is_asked_to_keep_weights_where_their_changes_are_published(whole_e
             return {}
 
     config = small_config(tmp_path, inference__engine="vllm", weights__whole_every_versions=whole_every)
-    asyncio.run(MAKERS[config.inference.engine].dialect(config, "model").stage(cast(Any, Wire()), Manifest(1, "v1", "", (), ())))
+    dialect = MAKERS[config.inference.engine].dialect(config.for_engines, "model")
+    asyncio.run(dialect.stage(cast(Any, Wire()), Manifest(1, "v1", "", (), ())))
     assert [body.get("keep", False) for body in asked] == [keeps]

@@ -19,7 +19,7 @@ def test_the_two_tables_have_the_same_kinds() -> None:
 @pytest.mark.parametrize(("engine", "dialect"), [("embedded", EmbeddedDialect), ("vllm", VllmDialect), ("sglang", SGLangDialect)])
 def test_each_kind_has_a_dialect_to_publish_in_and_one_to_ask_in(engine: str, dialect: type, tmp_path: Path) -> None:
     config = small_config(tmp_path, inference__engine=engine)
-    assert type(MAKERS[engine].dialect(config, "model")) is dialect is type(MAKERS[engine].reader())
+    assert type(MAKERS[engine].dialect(config.for_engines, "model")) is dialect is type(MAKERS[engine].reader())
 
 
 @pytest.mark.parametrize("engine", [name for name, kind in ENGINE_KINDS.items() if not kind.inside])

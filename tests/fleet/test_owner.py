@@ -50,9 +50,9 @@ def test_an_engine_by_url_belongs_to_one_run_until_that_ends_and_a_later_start_t
 ) -> None:
     async def begin(stack: AsyncExitStack, name: str, record: RunRecord) -> Fleet:
         config = small_config(tmp_path, model_dir, run__name=name, inference__urls=json.dumps([url]))
-        group = await EngineGroup.start(LocalLauncher(stop_timeout_s=1), config, log_dir=tmp_path)
+        group = await EngineGroup.start(LocalLauncher(stop_timeout_s=1), config.for_engines, log_dir=tmp_path)
         return await open_fleet(
-            stack, group, await group.serve(model=model_dir, tokenizer="", version=-1), config, record, model=model_dir)
+            stack, group, await group.serve(model=model_dir, tokenizer="", version=-1), config.for_engines, record, model=model_dir)
 
     async def body(record: RunRecord) -> None:
         async with AsyncExitStack() as first, AsyncExitStack() as second, AsyncExitStack() as other:

@@ -12,7 +12,7 @@ from small_run import small_config
 
 def command(tmp_path: Path, **settings: str) -> tuple[list[str], dict[str, str]]:
     config = small_config(tmp_path, inference__python=sys.executable, **{"inference__engine": "vllm", **settings})
-    words, env = server_command(config, model="model", tokenizer="tokenizer", version=-1, seed=5, key="the-key")
+    words, env = server_command(config.for_engines, model="model", tokenizer="tokenizer", version=-1, seed=5, key="the-key")
     return list(words), env
 
 
@@ -87,7 +87,7 @@ def test_sglang_is_started_on_the_model(tmp_path: Path) -> None:
 def test_an_environment_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, advice: str) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"{tmp_path}/.venv-{kind}/bin/python does not exist; {advice}"):
-        engine_python(small_config(tmp_path, inference__engine=kind))
+        engine_python(small_config(tmp_path, inference__engine=kind).for_engines)
 
 
 @pytest.mark.parametrize(("program", "reason"), [
@@ -95,7 +95,7 @@ def test_an_environment_that_is_not_there_is_told(tmp_path: Path, monkeypatch: p
 ])
 def test_a_python_without_the_package_is_told(tmp_path: Path, program: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"needs a Python with sglang in it.*{program} is not one: .*{reason}.*; set inference.python"):
-        engine_python(small_config(tmp_path, inference__engine="sglang", inference__python=program))
+        engine_python(small_config(tmp_path, inference__engine="sglang", inference__python=program).for_engines)
 
 
 def test_a_python_with_the_package_is_taken_as_it_is_called(tmp_path: Path) -> None:
@@ -104,4 +104,4 @@ def test_a_python_with_the_package_is_taken_as_it_is_called(tmp_path: Path) -> N
     python.write_text(f"#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} \"$@\"\n")
     python.chmod(0o755)
     (tmp_path / "vllm.py").write_text("raise SystemExit('nobody imports it')")
-    assert engine_python(small_config(tmp_path, inference__engine="vllm", inference__python=str(python))) == python
+    assert engine_python(small_config(tmp_path, inference__engine="vllm", inference__python=str(python)).for_engines) == python

@@ -6,7 +6,6 @@ import pytest
 
 from offbeat.algorithms.objectives import policy_loss
 from offbeat.config.algorithms import AlgorithmConfig
-from offbeat.config.root import Config
 from offbeat.errors import CodeError
 from offbeat.losses.own_check import OwnObjectiveCheck, check_objective
 from offbeat.user_code.handshake import Handshake
@@ -46,7 +45,7 @@ def test_what_cannot_work_is_refused_in_one_sentence(function, sentence) -> None
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_the_check_takes_a_configuration_as_json() -> None:
+def test_the_check_takes_settings_as_json() -> None:
     settings = {"objective": f"{FILE}:clipped", "constants": {"low": 0.8, "high": 1.2}}
-    config = Config.model_validate({"algorithm": settings})
-    assert OwnObjectiveCheck().handle("load", Handshake(config.model_dump_json().encode()).pack()) == b""
+    algorithm = AlgorithmConfig.model_validate(settings)
+    assert OwnObjectiveCheck().handle("load", Handshake(algorithm.model_dump_json().encode()).pack()) == b""

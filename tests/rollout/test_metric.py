@@ -56,5 +56,6 @@ def test_what_hangs_is_ended_at_its_deadline() -> None:
 def test_a_wrong_name_is_found_before_anything_is_evaluated(tmp_path: Path) -> None:
     config = small_config(tmp_path, evaluate__metric=f"{METRICS}:mean_lenght")
     with pytest.raises(CodeError, match="did you mean 'mean_length'"):
-        asyncio.run(check_metrics([config], log_dir=tmp_path))
-    assert Metric.of(small_config(tmp_path), log_dir=tmp_path) is None
+        asyncio.run(check_metrics([(config.evaluate, config.rollout)], log_dir=tmp_path))
+    config = small_config(tmp_path)
+    assert Metric.of(config.evaluate, config.rollout, log_dir=tmp_path) is None

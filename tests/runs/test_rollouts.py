@@ -40,7 +40,8 @@ def test_a_reward_that_cannot_be_called_is_found_before_the_run(tmp_path: Path) 
 
     async def main(record: RunRecord) -> None:
         async with AsyncExitStack() as stack:
-            await open_rewards(stack, read_inputs(config).train.row(0), config, record, launcher=LocalLauncher.from_config(config))
+            launcher = LocalLauncher.from_config(config.for_launcher)
+            await open_rewards(stack, read_inputs(config).train.row(0), config, record, launcher=launcher)
 
     with RunRecord(tmp_path / "run", trace=False, console=Console("quiet")) as record:
         with pytest.raises(CodeError, match="no answer"):

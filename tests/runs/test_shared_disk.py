@@ -23,12 +23,12 @@ def test_those_apart_are_named_in_their_order_and_noted() -> None:
 
 def test_where_all_share_a_disk_nothing_changes(tmp_path: Path) -> None:
     config = small_config(tmp_path)
-    assert without_shared_disk(config, apart=(), builds=True) is config
+    assert without_shared_disk(config.for_engines, apart=(), builds=True) is config.weights
 
 
 @pytest.mark.parametrize("apart", [("engine 0",), ("rank 0",)])
 def test_whole_weights_are_broadcast_where_they_would_have_to_travel(apart: tuple[str, ...], tmp_path: Path) -> None:
-    assert without_shared_disk(small_config(tmp_path), apart=apart).weights.channel == "collective"
+    assert without_shared_disk(small_config(tmp_path).for_engines, apart=apart).channel == "collective"
 
 
 @pytest.mark.parametrize("changes", [
@@ -36,9 +36,9 @@ def test_whole_weights_are_broadcast_where_they_would_have_to_travel(apart: tupl
 ])
 def test_what_engines_read_from_folders_stays_in_folders(changes: dict[str, str], tmp_path: Path) -> None:
     given = small_config(tmp_path, **changes)
-    assert without_shared_disk(given, apart=("engine 0", "rank 1")) is given
+    assert without_shared_disk(given.for_engines, apart=("engine 0", "rank 1")) is given.weights
 
 
 def test_a_model_that_is_made_in_the_runs_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\[model\.tiny\] makes a model in .*small, which rank 0 and rank 1 cannot see; give"):
-        without_shared_disk(small_config(tmp_path), apart=("rank 0", "rank 1"), builds=True)
+        without_shared_disk(small_config(tmp_path).for_engines, apart=("rank 0", "rank 1"), builds=True)

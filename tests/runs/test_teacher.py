@@ -21,7 +21,8 @@ ALIKE = {"algorithm__preset": "opd", "rollout__reward": ""}
 def taught(config: Config) -> object:
     async def main() -> object:
         async with AsyncExitStack() as stack:
-            return (await open_teacher(stack, config, read_inputs(config)))(None, lambda *_: None)  # pyright: ignore[reportArgumentType]
+            make = await open_teacher(stack, config.for_ranks, read_inputs(config), data=config.data)
+            return make(None, lambda *_: None)  # pyright: ignore[reportArgumentType]
 
     return type(asyncio.run(main())).__name__
 

@@ -9,7 +9,6 @@ import pytest
 
 from offbeat.aio import SideThread, beside
 from offbeat.config.inference import InferenceConfig
-from offbeat.config.root import Config
 from offbeat.errors import EngineError
 from offbeat.fleet.pool import EnginePool
 from offbeat.fleet.publication import PublishReport
@@ -46,7 +45,7 @@ def talk_and_publish(groups, _):
         return [led, gathered]
 
     async def lead(peers: RankPeers) -> bool:
-        release = make_release(make_pool(), Config(), peers)
+        release = make_release(make_pool(), peers, timeout_s=30)
         await release(REPORT)
         await release(None)
         return True

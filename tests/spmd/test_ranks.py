@@ -113,7 +113,7 @@ def by_sequence(batch: Batch, values: np.ndarray) -> dict[str, list[float]]:
 
 
 async def with_workers(config: Config, num_groups: int, folder: Path) -> list[list[float]]:
-    async with make_launcher(config) as launcher:
+    async with make_launcher(config.for_launcher) as launcher:
         ranks = await WorkerRanks.start(launcher, config.for_ranks, model=config.model.path, build=None, log_dir=folder)
         group = Trainers(ranks, config.for_ranks)
         await group.restart_optimizer(config.train.optimizer, total_steps=10)

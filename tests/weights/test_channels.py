@@ -228,7 +228,7 @@ async def cast(root: Path, config: Config, model: str) -> AsyncIterator[tuple[Tr
     async with LocalLauncher(stop_timeout_s=5) as launcher, EngineSession() as http:
         ranks, engines = await both(
             WorkerRanks.start(launcher, config.for_ranks, model=model, build=None, log_dir=root),
-            EngineGroup.start(launcher, config, log_dir=root))
+            EngineGroup.start(launcher, config.for_engines, log_dir=root))
         served = await engines.serve(model=model, tokenizer=model, version=-1)
         clients = {name: EngineClient(name, url, http.session, api_key=served.key) for name, url in served.urls.items()}
         yield Trainers(ranks, config.for_ranks), clients, engines

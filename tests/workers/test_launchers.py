@@ -216,4 +216,4 @@ def test_a_rank_that_was_promised_a_device_and_has_none_says_so(tmp_path: Path, 
 
 
 def test_the_launcher_is_the_configured_one(tmp_path: Path) -> None:
-    assert isinstance(make_launcher(small_config(tmp_path)), LocalLauncher)
+    assert isinstance(make_launcher(small_config(tmp_path).for_launcher), LocalLauncher)

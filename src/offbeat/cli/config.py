@@ -92,7 +92,7 @@ def _try(config: Config) -> list[str]:
     from offbeat.controller.own_code import check_own_code  # noqa: PLC0415 - needs packages that may be missing
     from offbeat.runs.check import check_named, pairs_in  # noqa: PLC0415
 
-    return [*check_named(config), *check_own_code(config), *rates_of_check(config, pairs=pairs_in(config.data))]
+    return [*check_named(config), *check_own_code(config.algorithm), *rates_of_check(config, pairs=pairs_in(config.data))]
 
 
 def _about(config: Config) -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""The sections of a configuration that train ranks get, and those that engines are started by; the rest of it does not concern them.
+"""The sections of a configuration that train ranks get, and those that engines and launchers are made by; the rest does not concern them.
 
-`Config.for_ranks` and `Config.for_engines` make them. The former crosses to the ranks' processes as JSON.
+`Config.for_ranks`, `for_engines` and `for_launcher` make them. The first crosses to the ranks' processes as JSON.
 """
 
 from pathlib import Path
@@ -48,6 +48,7 @@ class EngineConfig(Section):
 
     Attributes:
         run_dir: folder of the run, such as "runs/quickstart".
+        weights_dir: folder where versions are published; see `Config.weights_dir`.
         canary_dtype: see `Config.canary_dtype`.
     """
 
@@ -57,4 +58,18 @@ class EngineConfig(Section):
     weights: WeightsConfig
     cluster: ClusterConfig
     run_dir: Path
+    weights_dir: Path
     canary_dtype: NumberFormat
+
+
+class LauncherConfig(Section):
+    """The settings of the launcher that starts all workers of a run.
+
+    Attributes:
+        num_cores: number of cores that all workers request together, such as 6.
+        wants_devices: whether any of them requests an accelerator.
+    """
+
+    cluster: ClusterConfig
+    num_cores: int
+    wants_devices: bool

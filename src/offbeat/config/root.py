@@ -19,7 +19,7 @@ from offbeat.config.data_sets import check_sets, errors_in_data_set, values_of_d
 from offbeat.config.dist import DistConfig
 from offbeat.config.evaluate import EvaluateConfig
 from offbeat.config.evaluation_sets import check_best, errors_in_set, values_of_set
-from offbeat.config.for_processes import EngineConfig, RankConfig
+from offbeat.config.for_processes import EngineConfig, LauncherConfig, RankConfig
 from offbeat.config.inference import InferenceConfig
 from offbeat.config.model import ModelConfig
 from offbeat.config.preference import PreferenceConfig
@@ -97,6 +97,15 @@ class Config(Section):
     def for_engines(self) -> EngineConfig:
         """The sections by which engines are started."""
         return EngineConfig(**{name: getattr(self, name) for name in EngineConfig.model_fields})
+
+    @property
+    def for_launcher(self) -> LauncherConfig:
+        """The settings of the launcher, with `train.threads` and `inference.threads` chosen."""
+        train, inference = self.train, self.inference
+        computing = inference.num_engines + self.rollout.reward_workers  # a reward may be a model that computes as engines do
+        return LauncherConfig(
+            cluster=self.cluster, num_cores=train.num_ranks * train.threads + computing * (inference.threads or 1),
+            wants_devices=train.devices_per_rank + inference.devices_per_engine > 0)
 
     @property
     def timed_rollout(self) -> RolloutConfig:

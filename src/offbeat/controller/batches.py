@@ -25,8 +25,11 @@ MadeBatch = tuple[Batch, StatsPart]
 class StepBatches:
     """Makes one run's batches. Use as `async with`; on leaving, a batch that is being made ahead is cancelled."""
 
-    def __init__(self, parts: RunParts) -> None:
+    def __init__(self, parts: RunParts, *, max_new_tokens: int, timeout_s: float) -> None:
+        """`max_new_tokens` are the most of an answer; the user's own credit has `timeout_s` for a batch."""
         self._parts = parts
+        self._max_new_tokens = max_new_tokens
+        self._timeout_s = timeout_s
         self._ahead: asyncio.Task[MadeBatch] | None = None
 
     async def __aenter__(self) -> Self:
@@ -65,13 +68,12 @@ class StepBatches:
         return batch, stats
 
     async def _make(self, groups: Sequence[Group], step: LoopStep, algorithm: AlgorithmConfig) -> MadeBatch:
-        config = self._parts.config
 
         def make() -> MadeBatch:
             with at_step(step.global_step):
-                batch = make_batch(groups, config=algorithm, max_new_tokens=config.rollout.max_new_tokens)
+                batch = make_batch(groups, config=algorithm, max_new_tokens=self._max_new_tokens)
             return batch, batch_stats(groups, version=step.version, config=algorithm)
 
         if algorithm.credit:
-            return await with_credit(make, credit=algorithm.credit, step=step.global_step, timeout_s=config.train.step_timeout_s)
+            return await with_credit(make, credit=algorithm.credit, step=step.global_step, timeout_s=self._timeout_s)
         return await asyncio.to_thread(make)

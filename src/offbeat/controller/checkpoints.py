@@ -9,8 +9,8 @@ from pathlib import Path
 from offbeat.algorithms.coefficients import Coefficients
 from offbeat.checkpoint.manifest import is_sealed
 from offbeat.checkpoint.recover import CheckpointIndex, Damage, none_sound
+from offbeat.config.checkpoint import CheckpointConfig
 from offbeat.config.resume import Part
-from offbeat.config.root import Config
 from offbeat.controller.inputs import write_tokenizer
 from offbeat.controller.parts import RunParts
 from offbeat.controller.resume import compare
@@ -36,9 +36,9 @@ class _Found:
     sealed: bool
 
 
-def index_of(config: Config, kind: str) -> CheckpointIndex:
+def index_of(run_dir: Path, kind: str) -> CheckpointIndex:
     """The checkpoints of a kind in a run's folder."""
-    return CheckpointIndex(config.run_dir / "checkpoints", kind)
+    return CheckpointIndex(run_dir / "checkpoints", kind)
 
 
 def check_heads(folder: Path, saved: SavedState, num_heads: int) -> None:
@@ -62,14 +62,16 @@ class RunCheckpoints:
     """The resumable checkpoints of a run or of its warm-up, and its exports."""
 
     def __init__(
-        self, parts: RunParts, kind: str = TRAINING, *, export: Callable[[Path], Awaitable[None]] | None = None,
+        self, parts: RunParts, settings: CheckpointConfig, *, kind: str = TRAINING,
+        export: Callable[[Path], Awaitable[None]] | None = None,
     ) -> None:
         """`export` writes the model to a folder; by default it writes the language model that is trained."""
         self._parts = parts
         self._write = export or self._write_model
         self._trainers = parts.trainers
-        self._config = parts.config
-        self._index = index_of(parts.config, kind)
+        self._settings = settings
+        self._run_dir = parts.record.run_dir
+        self._index = index_of(self._run_dir, kind)
         self._critic = parts.critic if kind == TRAINING else None
         self._saved_at_s, self._save_s = time.monotonic(), 0.0
         self._newest: SavedState | None = None
@@ -107,12 +109,12 @@ class RunCheckpoints:
 
         Clocks differ, so the leader's answer is for all peers; see `RunState.agree`.
         """
-        every_s = 60 * self._config.checkpoint.every_minutes
+        every_s = 60 * self._settings.every_minutes
         return every_s > 0 and time.monotonic() - self._saved_at_s >= max(every_s, _SAVES_APART * self._save_s)
 
     def due(self, global_step: int, *, last: bool) -> bool:
         """Whether to save after this step, by its number."""
-        every = self._config.checkpoint.every_steps
+        every = self._settings.every_steps
         return last or (every > 0 and global_step % every == 0)
 
     def has(self, global_step: int) -> bool:
@@ -150,9 +152,9 @@ class RunCheckpoints:
             await asyncio.to_thread(self._index.complete, global_step, wire.encode_json(saved))  # reads all that the ranks wrote
             if unproven:
                 return  # earlier ones stay, too
-            self._index.prune(self._config.checkpoint.keep)
+            self._index.prune(self._settings.keep)
             if self._index.kind == TRAINING:
-                index_of(self._config, WARM_UP).clear()  # nobody goes back to it
+                index_of(self._run_dir, WARM_UP).clear()  # nobody goes back to it
 
         await self._trainers.save(self._index.folder(global_step) / "ranks")
         if self._critic is not None:
@@ -178,12 +180,12 @@ class RunCheckpoints:
 
     async def export(self) -> None:
         """Write the final model and the tokenizer as a Hugging Face folder, if configured."""
-        if self._config.checkpoint.export:
+        if self._settings.export:
             await self._export("export")
 
     async def export_step(self, global_step: int) -> None:
         """Write the model after this step, if one is due. Comes before its checkpoint, so that a resumed run leaves none out."""
-        every = self._config.checkpoint.export_every_steps
+        every = self._settings.export_every_steps
         if every and global_step % every == 0:
             await self._export(f"exports/step-{global_step:08d}")
 
@@ -192,10 +194,10 @@ class RunCheckpoints:
         await self._export("best")
 
     async def _export(self, folder: str) -> None:
-        await self._write(self._config.run_dir / folder)
+        await self._write(self._run_dir / folder)
 
     async def _write_model(self, folder: Path) -> None:
-        tokenizer = write_tokenizer(self._parts.inputs, self._config.run_dir, writes=self._parts.record.writes)
+        tokenizer = write_tokenizer(self._parts.inputs, self._run_dir, writes=self._parts.record.writes)
         await self._trainers.export(folder, tokenizer=tokenizer)
 
     async def _find(self) -> _Found | None:
@@ -205,7 +207,7 @@ class RunCheckpoints:
                 raise none_sound(finished)
             return None
         saved = wire.decode_json(SavedState, newest.payload)
-        lines = compare(self._parts.inputs.identity, saved, run_dir=self._config.run_dir, part=part_of(self._index.kind))
+        lines = compare(self._parts.inputs.identity, saved, run_dir=self._run_dir, part=part_of(self._index.kind))
         for line in (*self._set_aside(damages, newest.folder.name), *lines):
             self._parts.record.note("resuming", line)
         return _Found(str(newest.folder), saved, is_sealed(newest.payload))

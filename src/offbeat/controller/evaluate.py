@@ -140,10 +140,11 @@ def make_evaluators(
         log_dir: folder for the output of metrics' processes.
     """
     made = [Evaluator(
-        rollouts, inputs.heldout, config.timed_evaluate, peers, tokenizer=inputs.tokenizer, metric=Metric.of(config, log_dir=log_dir))]
+        rollouts, inputs.heldout, config.timed_evaluate, peers, tokenizer=inputs.tokenizer,
+        metric=Metric.of(config.evaluate, config.rollout, log_dir=log_dir))]
     for name, of_set in inputs.sets.items():
         own = config.evaluation_set(name)
         made.append(Evaluator(
             source.rollouts_of_set(name), of_set.heldout, own.timed_evaluate, peers, tokenizer=inputs.tokenizer, name=name,
-            metric=Metric.of(own, log_dir=log_dir)))
+            metric=Metric.of(own.evaluate, own.rollout, log_dir=log_dir)))
     return tuple(made)

@@ -103,8 +103,8 @@ class _Training:
         self._state = state
         self._config = parts.config
         self._record = parts.record
-        self._batches = StepBatches(parts)
-        self._checkpoints = RunCheckpoints(parts)
+        self._batches = StepBatches(parts, max_new_tokens=parts.config.rollout.max_new_tokens, timeout_s=parts.config.train.step_timeout_s)
+        self._checkpoints = RunCheckpoints(parts, parts.config.checkpoint)
         self._stream = PromptStream(
             parts.inputs.train, seed=parts.config.run.seed, shuffle=parts.config.data.shuffle, curriculum=parts.config.curriculum)
         self._num_flat_rejected = 0

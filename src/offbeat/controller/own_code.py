@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from offbeat.aio import SideThread
 from offbeat.algorithms.own_credit import check_credit
-from offbeat.config.root import Config
+from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.errors import CodeError, DeadlineError, OwnCodeError
 from offbeat.extras import TRAIN, require
 from offbeat.user_code.pool import CodePool, CodeRole
@@ -21,7 +21,7 @@ T = TypeVar("T")
 _TIMEOUT_S = 120.0
 
 
-def check_own_code(config: Config) -> list[str]:
+def check_own_code(algorithm: AlgorithmConfig) -> list[str]:
     """Call each function of the user's own that [algorithm] names on made-up samples.
 
     Returns:
@@ -31,13 +31,13 @@ def check_own_code(config: Config) -> list[str]:
         CodeError: a function failed; says why in one sentence.
         MissingExtraError: there is an objective, and torch is not installed.
     """
-    algorithm, lines = config.algorithm, []
+    lines = []
     if algorithm.credit:
         _check_credit(algorithm.credit, algorithm.constants)
         lines.append(f"algorithm.credit = {algorithm.credit!r} gives finite advantages of the right shape for made-up samples")
     if algorithm.has_own_objective:
         require("train", TRAIN, wanted_by="the check of algorithm.objective")
-        asyncio.run(_check_objective(config))
+        asyncio.run(_check_objective(algorithm))
         lines.append(f"algorithm.objective = {algorithm.objective!r} gives finite losses with gradients for made-up tokens")
     return lines
 
@@ -71,9 +71,9 @@ def _check_credit(credit: str, constants: Mapping[str, Any]) -> None:
             " it can wait for something without end") from exc
 
 
-async def _check_objective(config: Config) -> None:
+async def _check_objective(algorithm: AlgorithmConfig) -> None:
     role = CodeRole(
-        "the check of algorithm.objective", "offbeat.losses.own_check:OwnObjectiveCheck", load=config.model_dump_json().encode(),
+        "the check of algorithm.objective", "offbeat.losses.own_check:OwnObjectiveCheck", load=algorithm.model_dump_json().encode(),
         hides_secrets=False,  # as in a rank, where it is called in a run
         variables={"CUDA_VISIBLE_DEVICES": ""},  # a few tokens need no device
         start_timeout_s=_TIMEOUT_S)

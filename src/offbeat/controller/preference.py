@@ -57,7 +57,7 @@ class PreferenceLesson(Lesson):
     async def prepare(self) -> None:
         """Compute the reference's log-probabilities, unless an earlier start has."""
         if self._refers:
-            index = index_of(self._parts.config, self.kind)
+            index = index_of(self._parts.record.run_dir, self.kind)
             self._reference = await self._open(
                 "train", self.dataset, self._sequences, self.dataset.num_rows or 0, resumes=lambda: index.newest() is not None)
             self._heldout_reference = await self._open(

@@ -195,7 +195,7 @@ class _Teaching:
         self._state = state
         self._lesson = lesson
         self._record = parts.record
-        self._checkpoints = RunCheckpoints(parts, lesson.kind, export=lesson.export)
+        self._checkpoints = RunCheckpoints(parts, parts.config.checkpoint, kind=lesson.kind, export=lesson.export)
         self._stream = PromptStream(lesson.dataset, seed=config.run.seed + 1, shuffle=config.data.shuffle)
         self._step = 0
         self._trained_tokens = 0

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from offbeat.aio import gather_all
-from offbeat.config.root import Config
+from offbeat.config.for_processes import EngineConfig
 from offbeat.data import wire
 from offbeat.engine.options import EngineAddress, EngineOptions, EngineStart
 from offbeat.errors import EngineError, StorageError, WorkerError
@@ -63,7 +63,7 @@ class EngineGroup:
     """
 
     def __init__(
-        self, config: Config, *, launcher: Launcher | None = None, specs: Sequence[WorkerSpec] = (), publishes: bool = False,
+        self, config: EngineConfig, *, launcher: Launcher | None = None, specs: Sequence[WorkerSpec] = (), publishes: bool = False,
     ) -> None:
         self.workers: list[Worker] = []
         self.key = os.environ.get("OFFBEAT_API_KEY", "") if config.inference.urls else secrets.token_urlsafe(_KEY_BYTES)
@@ -76,7 +76,7 @@ class EngineGroup:
         self._deliveries = Deliveries()
 
     @classmethod
-    async def start(cls, launcher: Launcher, config: Config, *, log_dir: Path, publishes: bool = True) -> "EngineGroup":
+    async def start(cls, launcher: Launcher, config: EngineConfig, *, log_dir: Path, publishes: bool = True) -> "EngineGroup":
         """Start the processes; they serve nothing before `serve`.
 
         Args:
@@ -192,12 +192,12 @@ def engine_names(count: int) -> list[str]:
     return [f"engine {index}" for index in range(count)]
 
 
-def engine_seed(config: Config, index: int) -> int:
+def engine_seed(config: EngineConfig, index: int) -> int:
     """Return the seed of engine `index`, for requests that have none."""
     return config.run.seed * 1000 + index
 
 
-def engine_options(config: Config, model: str, tokenizer: str, version: int, index: int, *, api_key: str = "") -> EngineOptions:
+def engine_options(config: EngineConfig, model: str, tokenizer: str, version: int, index: int, *, api_key: str = "") -> EngineOptions:
     """Return the options that engine `index` of a run starts with."""
     inference = config.inference
     return EngineOptions(

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.aio import HaltingClock, gather_all, run_beside
+from offbeat.config.for_processes import EngineConfig
 from offbeat.config.inference import InferenceConfig
-from offbeat.config.root import Config
 from offbeat.errors import ConfigError, EngineError, OffbeatError
 from offbeat.fleet.adapters import AdapterCache
 from offbeat.fleet.dispatch import Dispatcher
@@ -35,7 +35,7 @@ Reload = Callable[[EngineClient], Awaitable[Version | None]]
 """Brings an engine to the current weights and adapters, and returns the version of its whole weights; see `Healer`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fleet:
     """Engines in service.
 
@@ -46,6 +46,7 @@ class Fleet:
         dispatcher: sends requests to the engines.
         publisher: brings versions of adapters to the engines.
         judge: decides whether an engine's proof is believed.
+        addresses: where they are, and how to call them.
     """
 
     engines: EngineGroup
@@ -54,7 +55,8 @@ class Fleet:
     dispatcher: Dispatcher
     publisher: AdapterPublisher
     judge: ProofJudge
-    config: Config
+    addresses: EngineAddresses
+    config: EngineConfig
     record: RunRecord
 
     async def watch(self, reload: Reload | None = None) -> None:
@@ -90,8 +92,16 @@ class Fleet:
             self.record.console.note(f"{fields['engine']} is healed after {fields['seconds']:.1f} s and serves again")
 
 
+async def open_engines(
+    stack: AsyncExitStack, engines: EngineGroup, config: EngineConfig, record: RunRecord, *, model: str, tokenizer: str,
+) -> Fleet:
+    """Have the engines of a run load `model` with the tokenizer of the folder `tokenizer`, and bring them together; see `open_fleet`."""
+    addresses = await engines.serve(model=model, tokenizer=tokenizer, version=UNPUBLISHED)
+    return await open_fleet(stack, engines, addresses, config, record, model=model)
+
+
 async def open_fleet(
-    stack: AsyncExitStack, engines: EngineGroup, addresses: EngineAddresses, config: Config, record: RunRecord, *, model: str,
+    stack: AsyncExitStack, engines: EngineGroup, addresses: EngineAddresses, config: EngineConfig, record: RunRecord, *, model: str,
 ) -> Fleet:
     """Connect to the engines at these addresses, which have to serve `model`.
 
@@ -107,11 +117,13 @@ async def open_fleet(
         keep=config.weights.keep, on_event=record.events.record))
     dispatcher = make_dispatcher(pool, config.inference, record, adapters=adapters)
     publisher = AdapterPublisher(pool, adapters, on_event=record.events.record)
-    return Fleet(engines, pool, adapters, dispatcher, publisher, judge, config, record)
+    return Fleet(
+        engines=engines, pool=pool, adapters=adapters, dispatcher=dispatcher, publisher=publisher, judge=judge, addresses=addresses,
+        config=config, record=record)
 
 
 async def open_pool(
-    stack: AsyncExitStack, addresses: EngineAddresses, config: Config, record: RunRecord, *, model: str,
+    stack: AsyncExitStack, addresses: EngineAddresses, config: EngineConfig, record: RunRecord, *, model: str,
     deliver: Deliver = deliver_nothing,
 ) -> EnginePool:
     """Connect to the engines at these addresses; see `open_fleet`."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
-from offbeat.config.root import Config
+from offbeat.config.for_processes import EngineConfig
 from offbeat.engine import inside
 from offbeat.errors import ConfigError
 from offbeat.inference.dialects.base import Dialect
@@ -40,7 +40,7 @@ class Serving:
 class Maker(Protocol):
     """Makes the dialects of a kind of engine, and the command that starts one."""
 
-    def dialect(self, config: Config, model: str) -> Dialect:
+    def dialect(self, config: EngineConfig, model: str) -> Dialect:
         """Return the dialect of a run's engines, to which weights or adapters of `model` are published."""
         ...
 
@@ -48,7 +48,7 @@ class Maker(Protocol):
         """Return the dialect of an engine to which nothing is published: a teacher's, or one of `serve.sampling_models`."""
         ...
 
-    def command(self, config: Config, serving: Serving) -> tuple[list[str], dict[str, str]]:
+    def command(self, config: EngineConfig, serving: Serving) -> tuple[list[str], dict[str, str]]:
         """Return the arguments of Python that start a server, without its address, and its environment variables.
 
         Raises:
@@ -60,18 +60,18 @@ class Maker(Protocol):
 class _Embedded:
     """Started in a worker by `fleet.engine_group`, without a command."""
 
-    def dialect(self, config: Config, model: str) -> Dialect:
+    def dialect(self, config: EngineConfig, model: str) -> Dialect:
         return EmbeddedDialect(model=model, lora_rank=config.model.lora.rank)
 
     def reader(self) -> Dialect:
         return EmbeddedDialect()
 
-    def command(self, config: Config, serving: Serving) -> tuple[list[str], dict[str, str]]:  # noqa: ARG002 - of the protocol
+    def command(self, config: EngineConfig, serving: Serving) -> tuple[list[str], dict[str, str]]:  # noqa: ARG002 - of the protocol
         raise AssertionError("the embedded engine has no command")
 
 
 class _Vllm:
-    def dialect(self, config: Config, model: str) -> Dialect:
+    def dialect(self, config: EngineConfig, model: str) -> Dialect:
         lora = config.model.lora.rank > 0
         on_cpu = not config.inference.devices_per_engine  # also of engines by URL, for which there is no other sign
         changes = config.weights.whole_every_versions > 1
@@ -80,7 +80,7 @@ class _Vllm:
     def reader(self) -> Dialect:
         return VllmDialect(model="", whole_weights=False, lora=False)
 
-    def command(self, config: Config, serving: Serving) -> tuple[list[str], dict[str, str]]:
+    def command(self, config: EngineConfig, serving: Serving) -> tuple[list[str], dict[str, str]]:
         inference, lora = config.inference, config.model.lora
         command = [
             str(_INSIDE / "vllm_serve.py"),  # vLLM's own command line, which a signal to the whole job does not end
@@ -115,13 +115,13 @@ class _Vllm:
 
 
 class _SGLang:
-    def dialect(self, config: Config, model: str) -> Dialect:  # noqa: ARG002 - of the protocol
+    def dialect(self, config: EngineConfig, model: str) -> Dialect:  # noqa: ARG002 - of the protocol
         return SGLangDialect()
 
     def reader(self) -> Dialect:
         return SGLangDialect()
 
-    def command(self, config: Config, serving: Serving) -> tuple[list[str], dict[str, str]]:
+    def command(self, config: EngineConfig, serving: Serving) -> tuple[list[str], dict[str, str]]:
         inference, lora = config.inference, config.model.lora
         command = [
             str(_INSIDE / "sglang_keyed.py"),  # the server, which takes its key from its environment
@@ -142,7 +142,7 @@ class _SGLang:
         return command, {"OFFBEAT_ENGINE_KEY": serving.key}
 
 
-def _lora_rank(config: Config) -> int:
+def _lora_rank(config: EngineConfig) -> int:
     wanted = config.inference.max_adapter_rank
     if wanted > _LORA_RANKS[-1]:
         raise ConfigError(f"inference.max_adapter_rank must be <= {_LORA_RANKS[-1]} with vLLM, got {wanted}")

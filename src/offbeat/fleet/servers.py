@@ -6,7 +6,7 @@
 import subprocess
 from pathlib import Path
 
-from offbeat.config.root import Config
+from offbeat.config.for_processes import EngineConfig
 from offbeat.errors import ConfigError
 from offbeat.fleet.kinds import MAKERS, Serving
 
@@ -15,7 +15,7 @@ _ASK_TIMEOUT_S = 30.0
 
 
 def server_command(
-    config: Config, *, model: str, tokenizer: str, version: int, seed: int, key: str,
+    config: EngineConfig, *, model: str, tokenizer: str, version: int, seed: int, key: str,
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the command (without its address) and the environment variables of one server of kind `inference.engine`.
 
@@ -30,7 +30,7 @@ def server_command(
     return (str(python), *command, *config.inference.arguments), env
 
 
-def engine_python(config: Config) -> Path:
+def engine_python(config: EngineConfig) -> Path:
     """Find the Python that starts the servers, and check that it has their package.
 
     Raises:
@@ -49,7 +49,7 @@ def engine_python(config: Config) -> Path:
     return python
 
 
-def _find_python(config: Config) -> Path:
+def _find_python(config: EngineConfig) -> Path:
     """Return the path unresolved, since it is a link that leads out of its environment."""
     kind = config.inference.engine
     python = Path(config.inference.python or f".venv-{kind}/bin/python").absolute()

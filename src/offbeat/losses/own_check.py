@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offbeat.algorithms.objectives import policy_loss
-from offbeat.config.root import Config
+from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.data.batch import Batch, LossSpec
 from offbeat.errors import CodeError, OwnCodeError, describe
 from offbeat.losses.compose import target_losses
@@ -26,10 +26,10 @@ class OwnObjectiveCheck:
     """Handler of the child process."""
 
     def handle(self, method: str, payload: bytes) -> bytes:
-        """Check the objective of a configuration, which comes as JSON, with the call `load`; raises as `check_objective`."""
+        """Check the objective of [algorithm], which comes as JSON, with the call `load`; raises as `check_objective`."""
         assert method == "load", f"there is no call {method!r}"
-        config = Config.model_validate_json(enter(payload).load)
-        check_objective(policy_loss(config.algorithm), name=config.algorithm.objective, drops=config.algorithm.drop_zero_advantage)
+        algorithm = AlgorithmConfig.model_validate_json(enter(payload).load)
+        check_objective(policy_loss(algorithm), name=algorithm.objective, drops=algorithm.drop_zero_advantage)
         return b""
 
 

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from offbeat.config.root import Config
+from offbeat.config.evaluate import EvaluateConfig
+from offbeat.config.rollout import RolloutConfig
 from offbeat.data import wire
 from offbeat.errors import CodeError, DeadlineError, WorkerError
 from offbeat.evaluation.samples import EvaluatedSet
@@ -39,9 +40,8 @@ class Metric:
             functions=(dotted,), memory_bytes=memory_bytes, allowed=frozenset(allowed), start_timeout_s=timeout_s)
 
     @classmethod
-    def of(cls, config: Config, *, log_dir: Path) -> "Metric | None":
-        """Return the metric that [evaluate] names; None without one."""
-        evaluate, rollout = config.evaluate, config.rollout
+    def of(cls, evaluate: EvaluateConfig, rollout: RolloutConfig, *, log_dir: Path) -> "Metric | None":
+        """Return the metric that [evaluate] names, with the limits of [rollout] for user code; None without one."""
         if not evaluate.metric:
             return None
         return cls(
@@ -83,9 +83,9 @@ class Metric:
             raise CodeError(f"the metric {self.dotted} ended its process: {exc}") from exc
 
 
-async def check_metrics(configs: Iterable[Config], *, log_dir: Path) -> None:
-    """Check each metric that these configurations name, once; see `Metric.check`."""
-    metrics = {config.evaluate.metric: Metric.of(config, log_dir=log_dir) for config in configs}
+async def check_metrics(settings: Iterable[tuple[EvaluateConfig, RolloutConfig]], *, log_dir: Path) -> None:
+    """Check each metric that these settings name, once; see `Metric.of` and `Metric.check`."""
+    metrics = {evaluate.metric: Metric.of(evaluate, rollout, log_dir=log_dir) for evaluate, rollout in settings}
     for metric in metrics.values():
         if metric is not None:
             await metric.check()

@@ -18,23 +18,18 @@ from offbeat.aio import beside, both
 from offbeat.algorithms.adam import AdamParams
 from offbeat.config.root import Config
 from offbeat.controller.inputs import base_ends, read_base
-from offbeat.cpu import this_cpu
 from offbeat.data.batch import Batch
 from offbeat.data.model_folder import read_model_config
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import ConfigError, DataError
 from offbeat.fleet.engine_group import EngineGroup
-from offbeat.fleet.fleet import UNPUBLISHED, Fleet, open_fleet
+from offbeat.fleet.fleet import Fleet, open_engines
 from offbeat.fleet.publication import PublishReport
 from offbeat.inference.sampling import Sample, Sampling
-from offbeat.machine import smallest_device
 from offbeat.ranks.ranks import WorkerRanks
 from offbeat.ranks.trainers import Trainers
-from offbeat.runs.devices import choose_devices, usable_devices
-from offbeat.runs.number_format import choose_number_format, slow_formats
+from offbeat.runs.plan import make_plan
 from offbeat.runs.shared_disk import apart, note_apart, without_shared_disk
-from offbeat.runs.step_choice import choose_step, shape_of
-from offbeat.runs.threads import choose_threads, usable_cores
 from offbeat.telemetry.record import RunRecord
 from offbeat.trainer.messages import NewAdapter, Scores
 from offbeat.types import Version
@@ -326,26 +321,23 @@ async def open_adapters(config: Config, record: RunRecord) -> AsyncIterator[Adap
         raise ConfigError(
             "cluster.take_turns must be false to serve tenants, got true; some sample while others train, so leave it out, or set"
             " cluster.share_devices")
-    placed = choose_devices(config, devices=usable_devices())
-    device = smallest_device() if placed.train.devices_per_rank else None
-    config = choose_threads(choose_number_format(choose_step(placed, device=device, shape=shape_of(placed))), cores=usable_cores())
-    for advice in slow_formats(config, cpu=this_cpu()):
-        record.note("advice", advice)
+    plan = make_plan(config)
+    config = plan.config
+    plan.advise(record)
     record.events.record("threads", rank=config.train.threads, engine=config.inference.threads)
     base = read_base(config)
     ends = base_ends(base)
     if base.build is not None:
         base.tokenizer.save(base.model)
     async with AsyncExitStack() as stack:
-        launcher = await stack.enter_async_context(make_launcher(config))
+        launcher = await stack.enter_async_context(make_launcher(config.for_launcher))
         ranks, engines = await both(
             WorkerRanks.start(launcher, config.for_ranks, model=base.model, build=base.build, log_dir=record.log_dir, trains="adapters"),
-            EngineGroup.start(launcher, config, log_dir=record.log_dir))
+            EngineGroup.start(launcher, config.for_engines, log_dir=record.log_dir))
         names = note_apart(record, apart((*ranks.workers, *engines.workers)))
-        without_shared_disk(config, apart=names, builds=base.build is not None)
+        without_shared_disk(config.for_engines, apart=names, builds=base.build is not None)
         trainers = Trainers(ranks, config.for_ranks)
-        addresses = await engines.serve(model=base.model, tokenizer=base.tokenizer_folder, version=UNPUBLISHED)
-        fleet = await open_fleet(stack, engines, addresses, config, record, model=base.model)
+        fleet = await open_engines(stack, engines, config.for_engines, record, model=base.model, tokenizer=base.tokenizer_folder)
         canary = tuple(range(min(base.tokenizer.vocab_size, 16)))
         async with beside(fleet.watch()):
             await fleet.adapters.serve_base(canary, await trainers.score_base(canary))

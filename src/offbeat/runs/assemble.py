@@ -14,7 +14,7 @@ from offbeat.config.root import Config
 from offbeat.controller.inputs import RunInputs, choose_canary
 from offbeat.controller.parts import DeviceTurns, NoTurns, Publishing, RunParts, SingleProcess
 from offbeat.fleet.engine_group import EngineGroup
-from offbeat.fleet.fleet import UNPUBLISHED, Fleet, open_fleet
+from offbeat.fleet.fleet import Fleet, open_engines
 from offbeat.fleet.publishers import PolicyPublisher, Release, WeightsPublisher, release_nobody, wake_nobody
 from offbeat.fleet.turns import EngineTurns
 from offbeat.ranks.ranks import Ranks, WorkerRanks
@@ -38,8 +38,8 @@ async def open_controller(config: Config, rank_info: RankInfo, inputs: RunInputs
     if inputs.build is not None:
         inputs.tokenizer.save(inputs.model)
     async with AsyncExitStack() as stack:
-        teacher = await open_teacher(stack, config, inputs)
-        launcher = await stack.enter_async_context(make_launcher(config))
+        teacher = await open_teacher(stack, config.for_ranks, inputs, data=config.data)
+        launcher = await stack.enter_async_context(make_launcher(config.for_launcher))
         if not inputs.plays:
             ranks = await WorkerRanks.start(
                 launcher, config.for_ranks, model=inputs.model, build=inputs.build, log_dir=record.log_dir, trains=inputs.trains)
@@ -50,14 +50,14 @@ async def open_controller(config: Config, rank_info: RankInfo, inputs: RunInputs
         ranks, (engines, user_code) = await both(
             WorkerRanks.start(launcher, config.for_ranks, model=inputs.model, build=inputs.build, log_dir=record.log_dir),
             both(
-                EngineGroup.start(launcher, config, log_dir=record.log_dir),
+                EngineGroup.start(launcher, config.for_engines, log_dir=record.log_dir),
                 open_user_code(stack, inputs, config, record, launcher=launcher)))
         names = note_apart(record, apart((*ranks.workers, *engines.workers)))
-        given, config = config, without_shared_disk(config, apart=names, builds=inputs.build is not None)
-        if config != given:
+        weights = without_shared_disk(config.for_engines, apart=names, builds=inputs.build is not None)
+        if weights != config.weights:
+            config = config.model_copy(update={"weights": weights})
             record.note("broadcasts", "weights are broadcast to the engines (weights.channel), because they would have to travel twice")
-        addresses = await engines.serve(model=inputs.model, tokenizer=inputs.tokenizer_folder, version=UNPUBLISHED)
-        fleet = await open_fleet(stack, engines, addresses, config, record, model=inputs.model)
+        fleet = await open_engines(stack, engines, config.for_engines, record, model=inputs.model, tokenizer=inputs.tokenizer_folder)
         trainers = Trainers(ranks, config.for_ranks, on_span=record.on_span)
         policy = await open_policy(stack, fleet, inputs, config, write=trainers.write_weights, holds=trainers.holds)
         source = EngineRollouts(config, record, inputs, policy.generate, user_code, engines=fleet.pool.clock)

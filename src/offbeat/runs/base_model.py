@@ -26,7 +26,7 @@ def on_base(config: Config, make: Callable[[Config], object], *, fresh: bool) ->
     """Return the configuration of this run on its base, which `make` trains and exports unless this run goes on from a checkpoint."""
     base = base_config(config)
     export = base.run_dir / "export"
-    goes_on = not fresh and index_of(config, TRAINING).newest() is not None
+    goes_on = not fresh and index_of(config.run_dir, TRAINING).newest() is not None
     if not (goes_on and (export / "config.json").exists()):
         make(base)
     model = config.model.model_copy(update={"path": str(export), "tokenizer": ""})

@@ -16,28 +16,25 @@ from urllib.parse import urlsplit
 from offbeat.aio import both, run_beside, run_interruptible
 from offbeat.config.root import Config
 from offbeat.controller.evaluate import make_evaluators, score
-from offbeat.controller.inputs import RunInputs, choose_canary, read_inputs
+from offbeat.controller.inputs import choose_canary, read_inputs
 from offbeat.controller.parts import SingleProcess
 from offbeat.controller.reward_choice import what_judges
 from offbeat.controller.template_choice import choose_templates
-from offbeat.cpu import this_cpu
 from offbeat.data.stream import PromptStream
 from offbeat.errors import ConfigError
 from offbeat.evaluation.result import ModelResult, SetResult, write
 from offbeat.evaluation.samples import EvaluatedSet
 from offbeat.evaluation.scores import Evaluation
 from offbeat.fleet.engine_group import EngineGroup
-from offbeat.fleet.fleet import UNPUBLISHED, Fleet, open_fleet
+from offbeat.fleet.fleet import UNPUBLISHED, Fleet, open_engines
 from offbeat.hosts import is_this_machine
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.rollout.episode import Generate
 from offbeat.rollout.metric import Metric, check_metrics
-from offbeat.runs.devices import choose_devices, usable_devices
 from offbeat.runs.endpoint import AskedSet, ModelEndpoint, read_sets
 from offbeat.runs.evaluated_model import KEY_ENV, EvaluatedModel, find_models
-from offbeat.runs.number_format import choose_number_format, slow_formats
+from offbeat.runs.plan import make_plan
 from offbeat.runs.rollouts import EngineRollouts, Rewards, open_rewards, open_user_code
-from offbeat.runs.threads import choose_threads, usable_cores
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.evaluation_log import RESULT_NAME
 from offbeat.telemetry.record import RunRecord
@@ -141,20 +138,20 @@ async def _ask_endpoint(
         elsewhere = not is_this_machine(urlsplit(model.url).hostname or "")
         http = await stack.enter_async_context(EngineSession(through_proxies=elsewhere))
         endpoint = await ModelEndpoint.connect(http.session, model, key_env=key_env)
-        await check_metrics([of_set.config for of_set in asked], log_dir=record.log_dir)
+        await check_metrics([(of_set.config.evaluate, of_set.config.rollout) for of_set in asked], log_dir=record.log_dir)
         rewards = await _open_rewards(stack, asked, config, record)
         results = []
         for of_set in asked:
             told = _Counter(model.name, of_set.name, len(of_set.rows), on_progress)
             played = await endpoint.play(of_set, rewards[of_set.name], on_prompt=told.count)
-            results.append(told.result(played, await score(played, Metric.of(of_set.config, log_dir=record.log_dir))))
+            metric = Metric.of(of_set.config.evaluate, of_set.config.rollout, log_dir=record.log_dir)
+            results.append(told.result(played, await score(played, metric)))
         return results
 
 
 async def _open_rewards(stack: AsyncExitStack, asked: Sequence[AskedSet], config: Config, record: RunRecord) -> dict[str, Rewards]:
     """Start the rewards of each set, by its name; sets with equal rewards share them."""
-    chosen = choose_number_format(choose_devices(config, devices=usable_devices(), trains=False))
-    launcher = await stack.enter_async_context(make_launcher(chosen))
+    launcher = await stack.enter_async_context(make_launcher(make_plan(config, trains=False).config.for_launcher))
     opened: dict[Hashable, Rewards] = {}
     for of_set in asked:
         if (judges := what_judges(of_set.config)) not in opened:
@@ -209,21 +206,18 @@ async def open_rollouts(
     """
     if not config.model.path:
         raise ConfigError("model.path is empty, so there is no model to evaluate; give a folder or hub id, such as runs/quickstart/export")
-    config = choose_number_format(choose_devices(config, devices=usable_devices(), trains=False))
-    for advice in slow_formats(config, cpu=this_cpu()):
-        record.note("advice", advice)
-    config = choose_threads(config, cores=usable_cores(), trains=False)
-    config, templates = choose_templates(config)
+    plan = make_plan(config, trains=False)
+    plan.advise(record)
+    config, templates = choose_templates(plan.config)
     for choice in templates:
         record.console.note(choice)
     inputs = read_inputs(config, trains=False)
     async with AsyncExitStack() as stack:
-        launcher = await stack.enter_async_context(make_launcher(config))
+        launcher = await stack.enter_async_context(make_launcher(config.for_launcher))
         engines, user_code = await both(
-            EngineGroup.start(launcher, config, log_dir=record.log_dir, publishes=False),
+            EngineGroup.start(launcher, config.for_engines, log_dir=record.log_dir, publishes=False),
             open_user_code(stack, inputs, config, record, launcher=launcher))
-        addresses = await engines.serve(model=inputs.model, tokenizer=inputs.tokenizer_folder, version=UNPUBLISHED)
-        fleet = await open_fleet(stack, engines, addresses, config, record, model=inputs.model)
+        fleet = await open_engines(stack, engines, config.for_engines, record, model=inputs.model, tokenizer=inputs.tokenizer_folder)
 
         async def version_of(engine: EngineClient) -> Version:
             """Return the version served: of the initial weights, or of weights that another run left in an engine by URL."""
@@ -231,18 +225,18 @@ async def open_rollouts(
 
         for name in fleet.pool.states:
             fleet.pool.admit(name, await version_of(fleet.pool.client(name)))
-        generate = await _load_adapter(stack, fleet, inputs, adapter) if adapter else fleet.dispatcher.generate
+        generate = await _load_adapter(stack, fleet, choose_canary(inputs, config), adapter) if adapter else fleet.dispatcher.generate
         yield EngineRollouts(config, record, inputs, generate, user_code), partial(fleet.watch, version_of)
 
 
-async def _load_adapter(stack: AsyncExitStack, fleet: Fleet, inputs: RunInputs, folder: str) -> Generate:
+async def _load_adapter(stack: AsyncExitStack, fleet: Fleet, canary: tuple[int, ...], folder: str) -> Generate:
     """Load an adapter on an engine, and return a `Generate` that samples it; other engines load it at a request, and must agree with it.
 
     Raises:
         RefusedError: it is no adapter of this model.
     """
     client, timeout_s = fleet.pool.client(next(iter(fleet.pool.states))), fleet.config.weights.stage_timeout_s
-    adapter, canary = f"evaluated.{draw_incarnation()}", choose_canary(inputs, fleet.config)
+    adapter = f"evaluated.{draw_incarnation()}"
     name = adapter_name(adapter, 0)
     await client.load_adapter(name, folder, timeout_s=timeout_s)
     proof = await client.prove(canary, timeout_s=timeout_s, adapter=name)

@@ -241,7 +241,8 @@ async def open_user_code(
     else:
         code = UserCode(*await both(
             open_rewards(stack, inputs.train.row(0), config, record, launcher=launcher), workflow_of(config, inputs, record.log_dir)))
-    await check_metrics([config, *map(config.evaluation_set, inputs.sets)], log_dir=record.log_dir)
+    evaluated = [config, *map(config.evaluation_set, inputs.sets)]
+    await check_metrics([(each.evaluate, each.rollout) for each in evaluated], log_dir=record.log_dir)
     rewards, workflows = {what_judges(config): code.rewards}, {_what_plays(config): code.workflow}
     sets: dict[str, UserCode] = {}
     for name, of_set in inputs.sets.items():

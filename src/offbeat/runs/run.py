@@ -33,23 +33,19 @@ from offbeat.controller.reward_model import train_reward_model
 from offbeat.controller.state import Best, Highlights, RunState, SetHighlights
 from offbeat.controller.supervised import SftResult, fine_tune
 from offbeat.controller.template_choice import choose_templates
-from offbeat.cpu import this_cpu
 from offbeat.data import wire
 from offbeat.data.identity import Identity
 from offbeat.data.model_folder import router_loss_note
 from offbeat.data.template_use import replaced_forms, unused_template
 from offbeat.errors import of_disk
 from offbeat.loading import load_module
-from offbeat.machine import PROMISED_DEVICES, smallest_device
+from offbeat.machine import PROMISED_DEVICES
 from offbeat.memory import steady_memory
 from offbeat.runs.base_model import needs_base, on_base
-from offbeat.runs.devices import choose_devices, describe_devices, usable_devices
 from offbeat.runs.learning_rates import choose_rates
-from offbeat.runs.number_format import choose_number_format, slow_formats
+from offbeat.runs.plan import RunPlan, make_plan
 from offbeat.runs.rank_info import RankInfo, read_rank_info, resolve_ranks
 from offbeat.runs.run_dir import check_resumption, completed, prepare_run_dir, remembered_settings
-from offbeat.runs.step_choice import choose_step, shape_of
-from offbeat.runs.threads import choose_threads, usable_cores
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.log import set_up_logging
 from offbeat.telemetry.record import RunRecord, SilentRecord
@@ -136,7 +132,7 @@ def run_training(config: Config, console: Console, *, debug: bool = False, fresh
     """
     start = time.monotonic()
     if read_rank_info(config).leads:
-        check_own_code(config)
+        check_own_code(config.algorithm)
     base_steps, base_wall_s = 0, 0.0
     if needs_base(config):
         config, base_steps, base_wall_s = _make_base(config, console, debug=debug, fresh=fresh)
@@ -146,7 +142,7 @@ def run_training(config: Config, console: Console, *, debug: bool = False, fresh
         warm_up_steps = base_steps
 
         async def begins() -> bool:
-            index = index_of(config, TRAINING)
+            index = index_of(config.run_dir, TRAINING)
             return index.newest() is None and not index.damaged()
 
         if config.run.warm_up and await parts.peers.lead("warm_up", begins, bool):
@@ -269,7 +265,7 @@ def execute(
     not lead.
     """
     config, rank_info = anchored(config), read_rank_info(config)
-    given, cores = resolve_ranks(config, rank_info), usable_cores()
+    given = resolve_ranks(config, rank_info)
     if rank_info.leads:
         console.hint(f"{config.run.name}: reading the model and the data")
     was = {} if fresh else remembered_settings(given, kind=kind)
@@ -277,12 +273,11 @@ def execute(
     given, templates = choose_templates(given, was=was)
     inputs = _READERS[kind](given)
     router = router_loss_note(given.model.path, coefficient=given.train.router_aux_loss_coefficient) if given.model.path else ""
-    devices = usable_devices()
-    placed = choose_devices(given, devices=devices, rank_info=rank_info, serves=inputs.plays)
-    config = choose_threads(_with_step(placed, rank_info), cores=cores, rank_info=rank_info, serves=inputs.plays)
+    plan = make_plan(given, rank_info=rank_info, serves=inputs.plays).having(rates)
+    config = plan.config
     # Checkpoints hold the choices for "auto", since they may differ where the run is resumed.
     inputs = replace(inputs, identity=replace(inputs.identity, settings=remembered(config)))
-    with _open_record(config, rank_info, console, inputs.identity, kind=kind, fresh=fresh, debug=debug) as record:
+    with _open_record(plan, rank_info, console, inputs.identity, kind=kind, fresh=fresh, debug=debug) as record:
         record.console.open(config.run.name)
         for choice in (*rates, *templates):
             record.console.note(str(choice))
@@ -297,15 +292,7 @@ def execute(
                 f" {inputs.unusable[0]}")
         for advice in filter(None, (inputs.unwritable, _unused_template(config, inputs), _replaced_forms(config, inputs, kind=kind))):
             record.note("advice", advice)
-        if devices:
-            record.console.note(describe_devices(config, devices=devices))
-            record.console.note(f"training steps: {config.train.computes_in}, activations computed again: {config.train.recomputes}")
-        for advice in slow_formats(config, cpu=this_cpu()):
-            record.note("advice", advice)
-        if (config.train.threads, config.inference.threads) != (placed.train.threads, placed.inference.threads):
-            users = (("train rank", config.train.threads), ("engine", config.inference.threads))
-            threads = ", ".join(f"{count} for each {user}" for user, count in users if count)
-            record.console.note(f"CPU threads: {threads}, of {cores} cores")
+        plan.tell(record)
         try:
             main = _with_parts(config, rank_info, inputs, record, body)
             result = ending.run(main, tell=partial(record.note, "left_behind"))
@@ -327,15 +314,10 @@ def anchored(config: Config) -> Config:
     return config.model_copy(update={"run": run, "weights": weights})
 
 
-def _with_step(config: Config, rank_info: RankInfo) -> Config:
-    """Choose precision, recomputation and format. In SPMD mode over several machines, each sees only its own devices: they are unknown."""
-    known = config.train.devices_per_rank and (config.run.mode != "spmd" or rank_info.local_world == rank_info.world)
-    return choose_number_format(choose_step(config, device=smallest_device() if known else None, shape=shape_of(config)))
-
-
 def _open_record(
-    config: Config, rank_info: RankInfo, console: Console, identity: Identity, *, kind: str, fresh: bool, debug: bool,
+    plan: RunPlan, rank_info: RankInfo, console: Console, identity: Identity, *, kind: str, fresh: bool, debug: bool,
 ) -> RunRecord:
+    config = plan.config
     if not rank_info.leads:
         # Its log is opened when it has met the leader, who may first move an older run of this name out of the way.
         return SilentRecord(config.run_dir)
@@ -349,6 +331,7 @@ def _open_record(
     if aside is not None and not fresh:
         record.note("begun_anew", f"there was no checkpoint to resume from, so the run starts over; its old folder is kept as {aside}")
     (config.run_dir / "config.toml").write_text(dump_toml(config))
+    plan.write(config.run_dir)
     return record
 
 

@@ -56,7 +56,7 @@ def prepare_run_dir(config: Config, *, kind: str = TRAINING, fresh: bool = False
         raise ConfigError(f"the run folder {str(run_dir)!r} exists and run.resume is false; give run.name a new name, or set run.resume")
     if done := completed(config, kind):
         raise ConfigError(f"the run {str(run_dir)!r} {done}, or give run.name a new name")
-    indexes = [index_of(config, each) for each in _goes_on_from(config, kind)]
+    indexes = [index_of(config.run_dir, each) for each in _goes_on_from(config, kind)]
     if any(index.newest() for index in indexes):
         return None
     if damages := [damage for index in indexes for damage in index.damaged()]:
@@ -101,7 +101,7 @@ def check_resumption(config: Config, identity: Identity, *, kind: str = TRAINING
         ConfigError: names the setting or other input that has changed.
     """
     for each in _goes_on_from(config, kind):
-        if newest := index_of(config, each).newest():
+        if newest := index_of(config.run_dir, each).newest():
             check_heads(newest.folder, _saved(newest), num_heads)
             compare(identity, _saved(newest), run_dir=config.run_dir, part=part_of(each))
             return
@@ -115,7 +115,7 @@ def remembered_settings(config: Config, *, kind: str = TRAINING) -> Mapping[str,
     """
     _check_kinds(config.run_dir)
     for each in _goes_on_from(config, kind):
-        if newest := index_of(config, each).newest():
+        if newest := index_of(config.run_dir, each).newest():
             identity = _saved(newest).identity
             return {} if identity is None else identity.settings
     return {}
@@ -132,7 +132,7 @@ def _saved(checkpoint: Checkpoint) -> SavedState:
 
 def _done_steps(config: Config, kind: str, *, section: str, word: str = "") -> str | None:
     """Say that a run of a kind that ends after `total_steps` of its section is complete, and how to continue; None if it is not."""
-    newest = index_of(config, kind).newest()
+    newest = index_of(config.run_dir, kind).newest()
     if newest is None or newest.step < getattr(config, section).total_steps or _saved(newest).unevaluated is not None:
         return None
     return f"is already complete ({newest.step} {word}steps); raise {section}.total_steps to continue"
@@ -140,7 +140,7 @@ def _done_steps(config: Config, kind: str, *, section: str, word: str = "") -> s
 
 def _trained(config: Config) -> str | None:
     """Say that a run of `offbeat train` is complete, and how to continue it; None if it is not."""
-    newest = index_of(config, TRAINING).newest()
+    newest = index_of(config.run_dir, TRAINING).newest()
     best = None if newest is None else _saved(newest).highlights.best
     if newest is None or best is None or not best.is_final(config.evaluate):
         return _done_steps(config, TRAINING, section="run")
@@ -151,7 +151,7 @@ def _trained(config: Config) -> str | None:
 
 def _fine_tuned(config: Config) -> str | None:
     """Say that a run of `offbeat sft` is complete, and how to continue it; None if it is not."""
-    newest = index_of(config, FINE_TUNING).newest()
+    newest = index_of(config.run_dir, FINE_TUNING).newest()
     if newest is None or _saved(newest).unevaluated is not None:
         return None
     accuracy = _saved(newest).highlights.heldout_after

@@ -5,7 +5,8 @@ Called once all workers have started. Logs, checkpoints, exports and adapters tr
 
 from collections.abc import Iterable, Sequence
 
-from offbeat.config.root import Config
+from offbeat.config.for_processes import EngineConfig
+from offbeat.config.weights import WeightsConfig
 from offbeat.ranks.ranks import unseen_model
 from offbeat.telemetry.record import RunRecord
 from offbeat.workers.worker import Worker
@@ -24,8 +25,8 @@ def note_apart(record: RunRecord, apart: tuple[str, ...]) -> tuple[str, ...]:
     return apart
 
 
-def without_shared_disk(config: Config, *, apart: Sequence[str], builds: bool = False) -> Config:
-    """Return the configuration for a run whose ranks and engines `apart` do not see its folder.
+def without_shared_disk(config: EngineConfig, *, apart: Sequence[str], builds: bool = False) -> WeightsConfig:
+    """Return [weights] for a run whose ranks and engines `apart` do not see its folder.
 
     A `weights.dir` of the user counts as shared with all of them. Adapters, and weights for SGLang, stay in folders, which travel.
 
@@ -39,5 +40,5 @@ def without_shared_disk(config: Config, *, apart: Sequence[str], builds: bool = 
         raise unseen_model(config.run_dir, apart)
     by_folder = config.model.lora.rank or not config.inference.kind.takes_broadcasts or config.inference.urls or config.weights.dir
     if not apart or by_folder or config.weights.channel == "collective":
-        return config
-    return config.model_copy(update={"weights": config.weights.model_copy(update={"channel": "collective"})})
+        return config.weights
+    return config.weights.model_copy(update={"channel": "collective"})

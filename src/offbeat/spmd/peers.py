@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 
 from offbeat.aio import SideThread
 from offbeat.config.inference import InferenceConfig
-from offbeat.config.root import Config
-from offbeat.controller.inputs import RunInputs, choose_canary
 from offbeat.data import wire
 from offbeat.errors import DeadlineError, EngineError, PeerError, SyncError, describe
 from offbeat.fleet.health import Healer
@@ -169,12 +167,12 @@ class FollowingPublisher:
         """Do nothing, for the same reason; see `Publishing.watch`."""
 
 
-def make_release(pool: EnginePool, config: Config, peers: RankPeers) -> Release:
+def make_release(pool: EnginePool, peers: RankPeers, *, timeout_s: float) -> Release:
     """Return the function by which rank 0, which brings weights to the pool's engines, releases the other ranks."""
 
     async def release(report: PublishReport | None) -> None:
         published = report and Published(report, _urls_of(pool))
-        await _pass_published(peers, published, timeout_s=config.weights.stage_timeout_s)
+        await _pass_published(peers, published, timeout_s=timeout_s)
 
     return release
 
@@ -189,15 +187,19 @@ async def _pass_published(peers: RankPeers, published: Published | None, *, time
 
 
 def follow(
-    trainers: Trainers, inputs: RunInputs, config: Config, peers: RankPeers, *, followed: "Followed | None" = None,
+    trainers: Trainers, peers: RankPeers, *, canary: tuple[int, ...], timeout_s: float, followed: "Followed | None" = None,
 ) -> FollowingPublisher:
-    """Create the publisher of a rank that does not lead; one that rolls out routes to the engines that rank 0 has proven."""
-    canary = choose_canary(inputs, config)
+    """Create the publisher of a rank that does not lead; one that rolls out routes to the engines that rank 0 has proven.
+
+    Args:
+        canary: tokens that prove each version.
+        timeout_s: time for rank 0 to write the weights.
+    """
 
     async def give_weights(version: Version) -> None:
         await trainers.write_weights(version, Path(), canary=canary)
 
-    publisher = partial(FollowingPublisher, give_weights, peers, config.weights.stage_timeout_s)
+    publisher = partial(FollowingPublisher, give_weights, peers, timeout_s)
     return publisher(followed.take) if followed is not None else publisher()
 
 

@@ -20,12 +20,12 @@ import torch
 
 from offbeat.aio import SideThread, beside, both, run_beside
 from offbeat.config.root import Config
-from offbeat.controller.inputs import RunInputs
+from offbeat.controller.inputs import RunInputs, choose_canary
 from offbeat.controller.parts import RunParts
 from offbeat.controller.reward_choice import devices_per_reward_model, num_reward_models, num_set_reward_models
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.fleet.engine_group import EngineAddresses, EngineGroup
-from offbeat.fleet.fleet import UNPUBLISHED, make_dispatcher, open_fleet, open_pool
+from offbeat.fleet.fleet import Fleet, make_dispatcher, open_engines, open_pool
 from offbeat.pulse import work
 from offbeat.ranks.sharding import Sharder
 from offbeat.ranks.trainers import Trainers
@@ -86,7 +86,7 @@ async def _open(
     stack: AsyncExitStack, config: Config, rank_info: RankInfo, inputs: RunInputs, record: RunRecord, groups: ProcessGroups,
     thread: SideThread, peers: RankPeers,
 ) -> RunParts:
-    teacher = await open_teacher(stack, config, inputs)
+    teacher = await open_teacher(stack, config.for_ranks, inputs, data=config.data)
     one_loads = config.rollout.single_rank_load
     if not inputs.plays:
         own_trainers = await _build_trainers(config, inputs, groups, thread, peers)
@@ -102,9 +102,13 @@ async def _open(
         _build_trainers(config, inputs, groups, thread, peers),
         both(_start_engines(launcher, config, rank_info, record), _start_user_code(stack, launcher, own, rank_info, rows, record)))
 
+    fleets: list[Fleet] = []
+
     async def serve() -> EngineAddresses:
         assert engines is not None, "the leader has started engines"
-        return await engines.serve(model=inputs.model, tokenizer=inputs.tokenizer_folder, version=UNPUBLISHED)
+        fleets.append(await open_engines(
+            stack, engines, config.for_engines, record, model=inputs.model, tokenizer=inputs.tokenizer_folder))
+        return fleets[0].addresses
 
     addresses = await peers.lead("engines", serve, EngineAddresses)
     sharder = Sharder.of(config.for_ranks, model=inputs.model, num_ranks=rank_info.world if one_loads else 1)
@@ -115,16 +119,18 @@ async def _open(
     parts = partial(
         RunParts, own, record, rows, trainers, peers=peers, num_heads=num_heads, head=head, critic=make_critic(ranks, config, record),
         teacher=teacher(ranks, record.on_span))
+    following = partial(follow, trainers, peers, canary=choose_canary(inputs, config), timeout_s=config.weights.stage_timeout_s)
     if user_code is None:
-        return parts(follow(trainers, inputs, config, peers), NoRolloutSource(inputs), watch=_watch_nothing)
-    if engines is None:
-        pool = await open_pool(stack, addresses, config, record, model=inputs.model)
+        return parts(following(), NoRolloutSource(inputs), watch=_watch_nothing)
+    if not fleets:
+        pool = await open_pool(stack, addresses, config.for_engines, record, model=inputs.model)
         source = EngineRollouts(own, record, rows, make_dispatcher(pool, config.inference, record).generate, user_code)
         followed = Followed(pool, config.inference, news=await _open_news(stack, config, rank_info))
-        return parts(follow(trainers, inputs, config, peers, followed=followed), source, watch=followed.watch)
-    fleet = await open_fleet(stack, engines, addresses, config, record, model=inputs.model)
+        return parts(following(followed=followed), source, watch=followed.watch)
+    (fleet,) = fleets
     policy = await open_policy(
-        stack, fleet, inputs, config, write=trainers.write_weights, release=make_release(fleet.pool, config, peers), waits=not one_loads)
+        stack, fleet, inputs, config, write=trainers.write_weights,
+        release=make_release(fleet.pool, peers, timeout_s=config.weights.stage_timeout_s), waits=not one_loads)
     source = EngineRollouts(own, record, rows, policy.generate, user_code, engines=fleet.pool.clock)
     if one_loads:
         return parts(policy.publisher, source, watch=policy.watch, turns=policy.turns)
@@ -163,17 +169,17 @@ async def _open_launcher(stack: AsyncExitStack, config: Config, rank_info: RankI
     """Return the launcher of this rank's workers: engines if it leads, and the reward model if it rolls out."""
     taken = rank_info.local_world * config.train.devices_per_rank
     if rank_info.leads:
-        return await stack.enter_async_context(make_launcher(config, devices_taken=taken))
+        return await stack.enter_async_context(make_launcher(config.for_launcher, devices_taken=taken))
     # Where the engines are, they take accelerators, too.
     num_engines = config.inference.num_engines if rank_info.is_on_first_machine and not config.inference.urls else 0
     of_sets = num_set_reward_models(config) if rank_info.is_on_first_machine else 0
     judges = of_sets + num_reward_models(config) * rank_info.local_rank
     taken += config.inference.devices_per_engine * num_engines + devices_per_reward_model(config) * judges
-    return await stack.enter_async_context(LocalLauncher.from_config(config, devices_taken=taken))
+    return await stack.enter_async_context(LocalLauncher.from_config(config.for_launcher, devices_taken=taken))
 
 
 async def _start_engines(launcher: Launcher, config: Config, rank_info: RankInfo, record: RunRecord) -> EngineGroup | None:
-    return await EngineGroup.start(launcher, config, log_dir=record.log_dir) if rank_info.leads else None
+    return await EngineGroup.start(launcher, config.for_engines, log_dir=record.log_dir) if rank_info.leads else None
 
 
 async def _start_user_code(

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from typing import Self
 
-from offbeat.config.root import Config
+from offbeat.config.for_processes import LauncherConfig
 from offbeat.errors import ConfigError, DeadlineError
 from offbeat.machine import VISIBLE_DEVICES, visible_devices
 from offbeat.phase import phase
@@ -27,7 +27,7 @@ class LocalLauncher:
         self._devices: dict[str, list[str]] = {}
 
     @classmethod
-    def from_config(cls, config: Config, *, devices_taken: int = 0) -> Self:
+    def from_config(cls, config: LauncherConfig, *, devices_taken: int = 0) -> Self:
         cluster = config.cluster
         return cls(stop_timeout_s=cluster.stop_timeout_s, devices_taken=devices_taken, share_devices=cluster.devices_are_shared)
 

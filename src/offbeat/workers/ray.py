@@ -21,7 +21,7 @@ from typing import Any, Self
 import psutil
 
 from offbeat.aio import SideThread, deadline
-from offbeat.config.root import Config
+from offbeat.config.for_processes import LauncherConfig
 from offbeat.disk import discard
 from offbeat.errors import ConfigError, DeadlineError, DeathError, MissingExtraError, OffbeatError
 from offbeat.process.child import Child, ChildSpec
@@ -295,14 +295,11 @@ class RayLauncher:
         self._beside: dict[Path, Path] = {}
 
     @classmethod
-    def from_config(cls, config: Config, *, devices_taken: int = 0) -> Self:  # noqa: ARG003 (Ray deals devices out itself)
-        computing = config.inference.num_engines + config.rollout.reward_workers  # a reward may be a model that computes as engines do
-        num_cpus = config.train.num_ranks * config.train.threads + computing * (config.inference.threads or 1)
+    def from_config(cls, config: LauncherConfig, *, devices_taken: int = 0) -> Self:  # noqa: ARG003 (Ray deals devices out itself)
         return cls(
-            address=config.cluster.ray_address, num_cpus=num_cpus, start_timeout_s=config.cluster.start_timeout_s,
+            address=config.cluster.ray_address, num_cpus=config.num_cores, start_timeout_s=config.cluster.start_timeout_s,
             stop_timeout_s=config.cluster.stop_timeout_s,
-            wants_devices=config.train.devices_per_rank + config.inference.devices_per_engine > 0,
-            scratch_dir=config.cluster.scratch_dir)
+            wants_devices=config.wants_devices, scratch_dir=config.cluster.scratch_dir)
 
     async def __aenter__(self) -> Self:
         logging.getLogger("ray").setLevel(logging.ERROR)  # its messages would mix with ours on the terminal

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, get_type_hints
 
-from offbeat.config.root import Config
+from offbeat.config.for_processes import LauncherConfig
 from offbeat.data import wire
 from offbeat.errors import PeerError, first_line
 from offbeat.machine import PROMISED_DEVICES, VISIBLE_DEVICES
@@ -166,7 +166,7 @@ class Launcher(Protocol):
         ...
 
 
-def make_launcher(config: Config, *, devices_taken: int = 0) -> Launcher:
+def make_launcher(config: LauncherConfig, *, devices_taken: int = 0) -> Launcher:
     """Create the launcher that [cluster] names; the first `devices_taken` accelerators belong to other processes."""
     module, name = _LAUNCHERS[config.cluster.launcher]
     return getattr(importlib.import_module(module), name).from_config(config, devices_taken=devices_taken)

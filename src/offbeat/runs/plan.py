@@ -1,0 +1,136 @@
+"""The plan of a run: its configuration with everything chosen that depends on the machine, and the reasons.
+
+Runs in both modes, programs that serve many adapters, and evaluations make one plan before they start anything. A run keeps it in its
+folder as `plan.json`, for example
+
+    {"devices": 0, "cores": 8, "settings": {"train.threads": {"value": 4, "why": "of 8 cores"}}, "notes": ["CPU threads: 4 for ..."]}
+
+Torch-free.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from offbeat.config.root import Config
+from offbeat.cpu import this_cpu
+from offbeat.data import wire
+from offbeat.machine import Device, smallest_device
+from offbeat.runs.devices import choose_devices, describe_devices, usable_devices
+from offbeat.runs.number_format import choose_number_format, format_choice, slow_formats
+from offbeat.runs.rank_info import RankInfo
+from offbeat.runs.step_choice import Choice, choose_step, shape_of, step_choices
+from offbeat.runs.threads import choose_threads, usable_cores
+from offbeat.telemetry.record import RunRecord
+
+PLAN_NAME = "plan.json"
+_CONTROLLER = RankInfo()
+_DEVICES = ("train.devices_per_rank", "inference.devices_per_engine", "cluster.share_devices")
+_THREADS = ("train.threads", "inference.threads")
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Everything that is decided before a run starts its processes.
+
+    Attributes:
+        config: the configuration with all choices in place.
+        num_devices: devices of this machine that processes may compute on.
+        num_cores: cores of this machine that they may use.
+        choices: settings that were left open, such as "train.threads", with their values and reasons.
+        notes: sentences about devices, steps and threads for the console.
+        advice: warnings, such as of a number format that is slow on this CPU.
+    """
+
+    config: Config
+    num_devices: int
+    num_cores: int
+    choices: tuple[Choice, ...]
+    notes: tuple[str, ...]
+    advice: tuple[str, ...]
+
+    def having(self, choices: Sequence[Choice]) -> "RunPlan":
+        """Return the plan with choices that were made before it, such as learning rates."""
+        return replace(self, choices=(*choices, *self.choices))
+
+    def tell(self, record: RunRecord) -> None:
+        """Show the notes on the console, and give the advice."""
+        for note in self.notes:
+            record.console.note(note)
+        self.advise(record)
+
+    def advise(self, record: RunRecord) -> None:
+        """Give the advice, on the console and as events."""
+        for advice in self.advice:
+            record.note("advice", advice)
+
+    def write(self, run_dir: Path) -> None:
+        """Write `plan.json` to the run's folder."""
+        part = run_dir / f".{PLAN_NAME}.tmp"
+        settings = {choice.setting: {"value": _value(self.config, choice.setting), "why": choice.why} for choice in self.choices}
+        part.write_bytes(wire.encode_json({
+            "devices": self.num_devices, "cores": self.num_cores, "settings": settings, "notes": self.notes}) + b"\n")
+        part.replace(run_dir / PLAN_NAME)
+
+
+def make_plan(config: Config, *, rank_info: RankInfo = _CONTROLLER, trains: bool = True, serves: bool = True) -> RunPlan:
+    """Choose devices, precision, recomputation, number format and threads, in this order, where they are left open.
+
+    Args:
+        rank_info: place of this process in SPMD mode.
+        trains: whether there are train ranks.
+        serves: whether there are engines.
+
+    Raises:
+        ConfigError: as `choose_devices`.
+    """
+    num_devices, num_cores = usable_devices(), usable_cores()
+    placed = choose_devices(config, devices=num_devices, rank_info=rank_info, trains=trains, serves=serves)
+    device, shape = _rank_device(placed, rank_info), shape_of(placed) if trains else None
+    stepped = choose_step(placed, device=device, shape=shape) if trains else placed
+    formatted = choose_number_format(stepped)
+    chosen = choose_threads(formatted, cores=num_cores, rank_info=rank_info, trains=trains, serves=serves)
+    reasons: Mapping[str, str] = {
+        **dict.fromkeys(_DEVICES, f"of {num_devices} that are visible"), **dict.fromkeys(_THREADS, f"of {num_cores} cores"),
+        **({choice.setting: choice.why for choice in step_choices(placed, device=device, shape=shape)} if trains else {}),
+        "model.dtype": format_choice(stepped, device=_engine_device(stepped), cpu=this_cpu()).why}
+    choices = (
+        Choice(setting, _shown(value), why) for setting, why in reasons.items()
+        if (value := _value(chosen, setting)) is not None and value != _value(config, setting))
+    return RunPlan(
+        chosen, num_devices, num_cores, tuple(choices), tuple(_notes(chosen, formatted, num_devices=num_devices, num_cores=num_cores)),
+        tuple(slow_formats(chosen, cpu=this_cpu())))
+
+
+def _rank_device(placed: Config, rank_info: RankInfo) -> Device | None:
+    """Return the device of a rank. In SPMD mode over several machines, each sees only its own devices: they are unknown."""
+    known = placed.train.devices_per_rank and (placed.run.mode != "spmd" or rank_info.local_world == rank_info.world)
+    return smallest_device() if known else None
+
+
+def _engine_device(placed: Config) -> Device | None:
+    return smallest_device() if placed.inference.devices_per_engine else None
+
+
+def _notes(chosen: Config, formatted: Config, *, num_devices: int, num_cores: int) -> Iterator[str]:
+    """Yield what the console shows about devices and threads; `formatted` is the configuration before threads were chosen."""
+    if num_devices:
+        yield describe_devices(chosen, devices=num_devices)
+        yield f"training steps: {chosen.train.computes_in}, activations computed again: {chosen.train.recomputes}"
+    if (chosen.train.threads, chosen.inference.threads) != (formatted.train.threads, formatted.inference.threads):
+        users = (("train rank", chosen.train.threads), ("engine", chosen.inference.threads))
+        threads = ", ".join(f"{count} for each {user}" for user, count in users if count)
+        yield f"CPU threads: {threads}, of {num_cores} cores"
+
+
+def _value(config: Config, setting: str) -> Any:
+    """Return the value of a setting, such as "train.threads"; None of "attention", which is none."""
+    found: Any = config
+    for name in setting.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,46 @@
+"""Plans of runs: everything that depends on the machine is chosen once, and is in the run's folder with the reasons."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from offbeat.config.root import Config
+from offbeat.runs import plan as module
+from offbeat.runs.plan import make_plan
+from offbeat.runs.step_choice import Choice
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "usable_cores", lambda: 8)
+    monkeypatch.setattr(module, "usable_devices", lambda: 0)
+
+
+def test_a_plan_has_the_chosen_settings_and_says_of_what_they_are(tmp_path: Path) -> None:
+    given = Config.model_validate({
+        "run": {"name": "a", "dir": str(tmp_path)}, "model": {"dtype": "auto"}, "inference": {"num_engines": 2, "threads": 1}})
+    plan = make_plan(given).having([Choice("train.optimizer.lr", "0.001", "a rate")])
+    assert (plan.config.train.threads, plan.config.inference.threads, plan.config.train.precision) == (6, 1, "float32")
+    assert plan.notes == ("CPU threads: 6 for each train rank, 1 for each engine, of 8 cores",)
+    plan.write(tmp_path)
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert (found["devices"], found["cores"], tuple(found["notes"])) == (0, 8, plan.notes)
+    assert found["settings"]["train.threads"] == {"value": 6, "why": "of 8 cores"}
+    assert found["settings"]["train.precision"]["value"] == "float32"
+    assert found["settings"]["model.dtype"]["why"] == "a tiny model gains nothing from bfloat16"
+    assert found["settings"]["train.optimizer.lr"]["why"] == "a rate"
+    assert not {"inference.threads", "train.devices_per_rank", "attention"} & found["settings"].keys()  # given, unchanged, and no setting
+
+
+def test_a_plan_of_a_plan_changes_nothing(tmp_path: Path) -> None:
+    chosen = make_plan(Config.model_validate({"run": {"name": "a", "dir": str(tmp_path)}})).config
+    again = make_plan(chosen)
+    assert again.config == chosen
+    assert (again.choices, again.notes) == ((), ())
+
+
+def test_without_ranks_a_plan_leaves_the_training_step_open() -> None:
+    plan = make_plan(Config(), trains=False)
+    assert (plan.config.train.precision, plan.config.train.threads, plan.config.inference.threads) == ("auto", 0, 8)
+    assert all(not choice.setting.startswith("train.") for choice in plan.choices)
