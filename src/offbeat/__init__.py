@@ -54,7 +54,15 @@ def __getattr__(name: str) -> Any:
     with warnings.catch_warnings():  # of tqdm, which libraries load, in a notebook without ipywidgets; a run shows its progress as text
         warnings.filterwarnings("ignore", message="IProgress not found")
         module, _, place = _PLACES[name].partition(":")
-        found = getattr(importlib.import_module(f"offbeat.{module}"), place)
+        try:
+            found = getattr(importlib.import_module(f"offbeat.{module}"), place)
+        except ModuleNotFoundError:
+            extras = importlib.import_module("offbeat.extras")
+            try:
+                extras.require("train", extras.TRAIN, wanted_by=f"offbeat.{name}")
+            except ImportError as missing:
+                raise missing from None  # what module it was that came first says nothing
+            raise
     globals()[name] = found
     return found
 
