@@ -12,7 +12,8 @@ import pytest
 
 from offbeat.data.reward import FailedReward, NamedReward
 from offbeat.data.row import Row
-from offbeat.errors import CodeError
+from offbeat.errors import CodeError, DeadlineError
+from offbeat.process import child
 from offbeat.rollout.reward_pool import RewardPool
 from waiting import until
 
@@ -33,6 +34,19 @@ def check(
     before = set(psutil.Process().children())
     asyncio.run(main())
     assert not set(psutil.Process().children()) - before
+
+
+def test_a_process_that_does_not_start_in_time_names_the_setting_and_is_not_said_to_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "_STACK_TIMEOUT_S", 0.01)
+
+    async def main() -> None:
+        async with RewardPool(f"{REWARDS}:equal", num_workers=1, timeout_s=20.0, log_dir=None, start_timeout_s=0.01):
+            pass
+
+    with pytest.raises(DeadlineError, match=r"waiting for reward 0 to start passed its deadline of 0\.01 s") as caught:
+        asyncio.run(main())
+    stack, remedy = caught.value.__notes__
+    assert "does not answer: it is still starting; " in stack and remedy == "if the machine is busy, raise cluster.start_timeout_s"
 
 
 def test_groups_are_scored_by_all_workers() -> None:

@@ -185,7 +185,8 @@ class Child:
                     stacks = await stacks_come
                     assert isinstance(stacks, bytes), "a stack is no failure"
                     return f"stack of {self.name}:\n{stacks.decode()}"
-            guess = "native code holds its interpreter lock; " if self.alive else ""
+            if self.alive:
+                guess = "it is still starting; " if self._ready.cancelled() else "native code holds its interpreter lock; "
         return f"{self.name} (process {self.pid}) does not answer: {guess}{system_view(self.pid)}"
 
     async def ended(self) -> None:

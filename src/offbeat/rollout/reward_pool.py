@@ -23,7 +23,7 @@ class RewardPool:
 
     def __init__(
         self, reward: str | Mapping[str, float], *, num_workers: int, timeout_s: float, log_dir: Path | None, memory_bytes: int = 0,
-        allowed: Collection[str] = (),
+        allowed: Collection[str] = (), start_timeout_s: float = 120.0,
     ) -> None:
         """Prepare the pool; its processes start on entering it.
 
@@ -32,6 +32,7 @@ class RewardPool:
             timeout_s: limit for scoring one completion.
             memory_bytes: memory limit of each process; 0 for none.
             allowed: environment variables that the processes see although they look like secrets.
+            start_timeout_s: limit for starting a process, and for loading the function.
         """
         weights = {} if isinstance(reward, str) else dict(reward)
         self._dotted = reward if isinstance(reward, str) else " or ".join(reward)
@@ -40,11 +41,15 @@ class RewardPool:
             CodeRole(
                 "reward {}", "offbeat.rollout.reward_worker:RewardWorker", log="reward-{}.log",
                 load=wire.encode(RewardLoadRequest("" if weights else self._dotted, weights)), functions=(*weights,) or (self._dotted,),
-                memory_bytes=memory_bytes, allowed=allowed),
+                memory_bytes=memory_bytes, allowed=allowed, start_timeout_s=start_timeout_s),
             num_processes=num_workers, log_dir=log_dir)
 
     async def __aenter__(self) -> Self:
-        await self._pool.__aenter__()
+        try:
+            await self._pool.__aenter__()
+        except DeadlineError as exc:
+            exc.add_note("if the machine is busy, raise cluster.start_timeout_s")
+            raise
         return self
 
     async def __aexit__(self, *exc: object) -> None:

@@ -315,6 +315,7 @@ async def open_rewards(
         weights = choose_rewards(config)
         rewards = await stack.enter_async_context(RewardPool(
             weights if rollout.rewards else next(iter(weights)), num_workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s,
-            log_dir=log_dir, memory_bytes=rollout.reward_memory_bytes, allowed=rollout.reward_env))
+            log_dir=log_dir, memory_bytes=rollout.reward_memory_bytes, allowed=rollout.reward_env,
+            start_timeout_s=config.cluster.start_timeout_s))
     await rewards.check(row)
     return rewards
