@@ -9,6 +9,7 @@ from offbeat.data.row import Row
 from offbeat.data.trajectory import Trajectory, failed_trajectory
 from offbeat.errors import describe
 from offbeat.rollout.episode import Episode, accounted
+from offbeat.user_code.boundary import Caught
 
 _TRIES = 2
 """An episode whose process ended is played once more, since another one may have ended it."""
@@ -23,21 +24,17 @@ async def play_group(episode: Episode, play: Callable[[Episode, int], Awaitable[
     Raises:
         Exception: the first episode's error, if all failed.
     """
-    failures: list[Exception] = []
+    failures: list[BaseException] = []
 
     async def play_safely(index: int) -> Sequence[Trajectory]:
         with episode.account(index) as account:
             own = accounted(episode, account)
-            for tries in range(_TRIES):
-                try:
+            for _ in range(_TRIES):
+                with Caught() as caught:
                     return await play(own, index)
-                except LostError as exc:
-                    error: Exception = exc
-                    if tries + 1 < _TRIES:
-                        continue
-                except Exception as exc:  # boundary to user code, engines and deadlines
-                    error = exc
-                break
+                if not isinstance(caught.error, LostError):
+                    break
+        error = caught.take()
         failures.append(error)
         return [failed_trajectory(describe(error), episode=index)]
 

@@ -37,6 +37,7 @@ from offbeat.hosts import LOOPBACK, bearer_key, is_loopback
 from offbeat.inference.sampling import Sampling
 from offbeat.listening import BodyTooLargeError, GuestServer, SlowBodyError, bind, decode, read_body, run_bounds, server_config, url_of
 from offbeat.rollout.episode import Generate
+from offbeat.user_code.boundary import Caught
 
 MAX_BODY_BYTES = 32 << 20
 _START_S = _STOP_S = 10.0
@@ -158,28 +159,27 @@ class Proxy:
 
     def _answering(self, dialect: ChatDialect) -> Callable[[Request], Awaitable[Response]]:
         async def answer(http: Request) -> Response:
-            try:
+            with Caught() as caught:
                 session = self._session_of(http)
                 body = await _body(http)
                 request = await decode(dialect.read, body)
                 call = await session.receive(request, _attempt(http, body))
-            except Exception as exc:
-                return _refuse(dialect, exc)
-            return ChatResponse(
-                call.task, dialect, request, explain=_explain, leave=lambda: session.leave(call), keep_alive_s=self._keep_alive_s,
-                sending=lambda: session.mark_read(call))  # before: a program may end its episode as soon as it has read the last answer
+                return ChatResponse(
+                    call.task, dialect, request, explain=_explain, leave=lambda: session.leave(call), keep_alive_s=self._keep_alive_s,
+                    # before it is sent, since a program may end its episode as soon as it has read the last answer
+                    sending=lambda: session.mark_read(call))
+            return _refuse(dialect, caught.take())
 
         return answer
 
     def _counting(self, dialect: Anthropic) -> Callable[[Request], Awaitable[Response]]:
         async def count(http: Request) -> Response:
-            try:
+            with Caught() as caught:
                 self._session_of(http)
                 request = await decode(dialect.read_count, await _body(http))
                 prompt = await asyncio.to_thread(self._renderer.prompt, request.messages, request.tools)
                 return json_response(dialect.count(len(prompt)))
-            except Exception as exc:
-                return _refuse(dialect, exc)
+            return _refuse(dialect, caught.take())
 
         return count
 
@@ -229,5 +229,5 @@ def _explain(exc: BaseException) -> Refusal:
     return _REFUSALS.explain(SealedError("this episode ended before the answer was complete") if sealed else exc)
 
 
-def _refuse(dialect: ChatDialect, exc: Exception) -> Response:
+def _refuse(dialect: ChatDialect, exc: BaseException) -> Response:
     return Response(status_code=GONE) if isinstance(exc, ClientDisconnect) else error_response(_explain(exc), dialect.error)

@@ -18,6 +18,7 @@ from offbeat.data import wire
 from offbeat.data.row import Row
 from offbeat.errors import OffbeatError
 from offbeat.raised import FirstTracebacks
+from offbeat.user_code.boundary import Caught
 from offbeat.user_code.calling import blame, call
 from offbeat.user_code.functions import check_takes, resolve
 from offbeat.user_code.handshake import enter
@@ -139,10 +140,9 @@ class PlayWorker:
         task = asyncio.ensure_future(playing)
         episode.calls.add(task)
         try:
-            return await task
-        except OffbeatError:
-            raise
-        except Exception as exc:
+            with Caught(passes=(OffbeatError,)) as caught:
+                return await task
+            exc = caught.take()
             if told := self._tracebacks.take(exc):
                 logger.warning("episode %d: %s raised\n%s", number, self._name, told)
             raise blame(exc, self._name) from exc

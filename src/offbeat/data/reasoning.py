@@ -16,6 +16,7 @@ from typing import Any
 from offbeat.data.files import import_extra
 from offbeat.data.row import Row
 from offbeat.errors import DataError
+from offbeat.user_code.boundary import Caught
 
 PREFIX = "reasoning_gym:"
 REWARD = "offbeat.rollout.rewards.reasoning:reasoning"
@@ -99,10 +100,9 @@ def verify(completion: str, row: Row) -> float:
         KeyError: the row was not made by `ReasoningTask`.
     """
     dataset, entry = _entry(row.extra["family"], row.extra["options"], row.extra["seed"])
-    try:
+    with Caught():  # a parser of the library may raise anything
         return float(dataset.score_answer(completion, entry))
-    except Exception:  # a parser of the library may raise anything
-        return 0.0
+    return 0.0
 
 
 def _entry(family: str, options: str, seed: str) -> tuple[Any, Any]:
@@ -135,9 +135,9 @@ def _check(family: ReasoningFamily) -> None:
     if family.name not in known:
         near = get_close_matches(family.name, known, n=3, cutoff=0.4) or sorted(known)
         raise DataError(f"reasoning-gym has no family {family.name!r}; it has {', '.join(near)}")
-    try:
+    with Caught() as caught:  # the library checks its options with assertions, and may raise anything
         _entry(family.name, json.dumps(dict(family.options)), "0")
-    except Exception as exc:  # the library checks its options with assertions, and may raise anything
+    if (exc := caught.error) is not None:
         raise DataError(
             f"reasoning-gym refuses {family.name} with {dict(family.options) or 'its defaults'}: {exc or type(exc).__name__}; "
             "correct data.task_options") from exc

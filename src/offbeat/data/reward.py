@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from offbeat.config.rollout import reward_name
 from offbeat.errors import shorten
+from offbeat.user_code.boundary import Caught
 
 RIGHT = 1 - 1e-9
 """An answer of at least this reward counts as right: several rewards that sum to 1 may be rounded."""
@@ -95,10 +96,9 @@ def check_reward(value: Any) -> float:
         return value
     if isinstance(value, Mapping):
         return _check_parts(value)
-    try:
+    number = None
+    with Caught():  # a value from user code may raise anything when it is inspected
         number = _number(value)
-    except Exception:  # a value from user code may raise anything when it is inspected
-        number = None
     if number is None:
         return FailedReward(f"{shorten(value)} is not a number")
     if not abs(number) <= LARGEST_REWARD:  # also NaN
@@ -114,10 +114,9 @@ def _number(value: Any) -> float | None:
 
 
 def _check_parts(value: Mapping[Any, Any]) -> float:
-    try:
+    parts = {}
+    with Caught():  # a mapping of user code may raise anything
         parts = {name: check_reward(part) for name, part in value.items() if part is not None}
-    except Exception:  # a mapping of user code may raise anything
-        parts = {}
     if not parts or not all(isinstance(name, str) for name in parts):
         return FailedReward(f"{shorten(value)} is not a mapping of names to numbers, of which one at least is not None")
     for name, part in parts.items():

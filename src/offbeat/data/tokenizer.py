@@ -24,6 +24,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, rend
 
 from offbeat.data.forms import Form, Messages, Tools, find_form
 from offbeat.errors import DataError, ModelError
+from offbeat.user_code.boundary import Caught
 
 DEFAULT_ALPHABET = string.digits + string.ascii_lowercase + " \n+-*/=()>,.?#:"
 """Characters that the built-in tasks and the default chat template need; 54 tokens with the three special ones."""
@@ -322,11 +323,10 @@ class Tokenizer:
     def render(self, messages: Messages, tools: Tools = (), *, to_answer: bool = True) -> str:
         """Render a chat that already has the form for the template. Errors as of `chat_text`."""
         template = self.template(with_tools=bool(tools))
-        try:
+        with Caught() as caught:  # a template is a program, and may raise anything
             return _render(template, self._template_variables, messages, tools, to_answer=to_answer)
-        except Exception as exc:  # a template is a program, and may raise anything
-            roles = ", ".join(str(m.get("role")) for m in messages)
-            raise ModelError(f"the chat template of tokenizer {self.name!r} refuses messages with roles {roles}: {exc}") from exc
+        roles, exc = ", ".join(str(m.get("role")) for m in messages), caught.take()
+        raise ModelError(f"the chat template of tokenizer {self.name!r} refuses messages with roles {roles}: {exc}") from exc
 
     def generated(self, messages: Messages, tools: Tools = ()) -> tuple[str, list[tuple[int, int]]]:
         """Render a chat as `render` does, and return the ranges of characters between the template's marks of generation as well."""
@@ -372,10 +372,9 @@ def _find_form(template: str, special_tokens: str, template_kwargs: str, with_to
     variables = {**json.loads(special_tokens), **json.loads(template_kwargs)}
 
     def render(messages: Messages, tools: Tools) -> str | None:
-        try:
+        with Caught():  # a template may raise anything on these unusual chats
             return _render(template, variables, messages, tools, to_answer=False)
-        except Exception:  # a template may raise anything on these unusual chats
-            return None
+        return None
 
     return find_form(render, with_tools=with_tools)
 
@@ -392,9 +391,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     missing = [name for name in _REQUIRED if not (folder / name).is_file()]
     if missing:
         raise ModelError(f"tokenizer {str(path)!r} has no {' and no '.join(missing)}; it needs {' and '.join(_REQUIRED)}")
-    try:
+    with Caught() as caught:  # the Rust library raises bare Exception
         hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    except Exception as exc:  # the Rust library raises bare Exception
+    if (exc := caught.error) is not None:
         raise ModelError(f"tokenizer {str(path)!r} cannot be read: {exc}; save it again with save_pretrained") from exc
     return Tokenizer(hf, str(path))
 

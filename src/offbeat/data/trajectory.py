@@ -21,6 +21,7 @@ import numpy as np
 from offbeat.data.reward import FailedReward, NamedReward, check_reward
 from offbeat.errors import describe, printable, shorten
 from offbeat.types import PROMPT_VERSION, Version
+from offbeat.user_code.boundary import Caught
 
 Unusable = Literal["reward failed", "too long", "malformed", "wrong tokens", "wrong logprobs", "wrong versions", "episode failed"]
 """Why a trajectory is not trained on, as the first words of its reason."""
@@ -116,9 +117,11 @@ class Trajectory:
         """Copy the arrays; returns their fault, or an empty string."""
         length = None
         for name, dtype in DTYPES.items():
-            try:
+            array: np.ndarray | None = None
+            with Caught() as caught:  # user code may pass anything, and numpy may then raise anything
                 array = _vector(getattr(self, name), dtype)
-            except Exception as exc:  # user code may pass anything, and numpy may then raise anything
+            if array is None:
+                exc = caught.take()
                 return f"Trajectory.{name} {exc if isinstance(exc, _VectorError) else f'cannot be read: {describe(exc)}'}"
             length = len(array) if length is None else length
             if len(array) != length:

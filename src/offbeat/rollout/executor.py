@@ -38,6 +38,7 @@ from offbeat.rollout.player import CALLERS, GroupPlayer, RolloutParts
 from offbeat.rollout.staleness import Gate
 from offbeat.telemetry.tracker import StatsPart, combine
 from offbeat.types import Version
+from offbeat.user_code.boundary import Caught
 
 _ADMITTED_AT_ONCE = 128
 """Groups that one callback of the event loop admits: thousands, for which a new version may make room, would hold it up."""
@@ -228,10 +229,10 @@ class RolloutExecutor:
         self.idle.look()
 
     def _admit_rest(self) -> None:
-        try:
+        with Caught() as caught:  # a callback of the loop has nobody to raise to
             self._admit()
-        except Exception as exc:  # a callback of the loop has nobody to raise to
-            self._crash = exc
+        if caught.error is not None:
+            self._crash = caught.error
             self._changed.set()
 
     def _notice_crash(self, task: asyncio.Task[None]) -> None:

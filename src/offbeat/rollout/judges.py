@@ -35,6 +35,7 @@ from offbeat.data.reward import FailedReward, NamedReward, check_reward, of_grou
 from offbeat.data.row import Row
 from offbeat.errors import CodeError, describe, printable
 from offbeat.hosts import open_url
+from offbeat.user_code.boundary import Caught
 
 SCORE_PROMPT = """Judge how well the answer meets the request.
 
@@ -232,12 +233,10 @@ class Judge:
         return [future.result() if future in done else late for future in futures]
 
     def _judged(self, call: Callable[[float], float], until: float) -> float:
-        try:
+        with Caught() as caught:  # the user's `parse` and the cache's disk may raise, too
             return check_reward(call(until))
-        except JudgeError as exc:
-            return FailedReward(f"the judge {self.model}: {exc}")
-        except Exception as exc:  # from the user's `parse`, or from the cache's disk
-            return FailedReward(f"the judge {self.model}: {describe(exc)}")
+        exc = caught.take()
+        return FailedReward(f"the judge {self.model}: {exc if isinstance(exc, JudgeError) else describe(exc)}")
 
     def _ask(self, text: str, read: Callable[[str], float], until: float) -> float:
         """Return the score that `read` finds in the judge's answer, from the cache if it is there. Only answers with a score are kept."""

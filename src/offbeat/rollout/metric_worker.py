@@ -12,6 +12,7 @@ from offbeat.data.reward import FailedReward, NamedReward, check_reward
 from offbeat.errors import CodeError, printable, shorten
 from offbeat.evaluation.samples import MetricSample
 from offbeat.raised import describe_at, traceback_of
+from offbeat.user_code.boundary import Caught
 from offbeat.user_code.functions import resolve
 from offbeat.user_code.handshake import enter
 
@@ -54,11 +55,12 @@ class MetricWorker:
             self._function = resolve(self._dotted, kind="metric")
             return b""
         assert self._function is not None, "measure before load"
-        try:
-            found = self._function(list(wire.decode(MetricRequest, payload).samples))
-        except BaseException as exc:  # sys.exit() too
+        samples = list(wire.decode(MetricRequest, payload).samples)
+        with Caught(BaseException) as caught:  # sys.exit() too
+            found = self._function(samples)
+        if (exc := caught.error) is not None:
             sys.stderr.write(traceback_of(exc))
-            raise CodeError(printable(f"the metric {self._dotted} raised {describe_at(exc)}", most=1000)) from None
+            raise CodeError(printable(f"the metric {self._dotted} raised {describe_at(exc)}", most=1000))
         return wire.encode(MetricValues(metric_values(found, self._dotted)))
 
 

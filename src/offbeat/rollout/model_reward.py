@@ -18,6 +18,7 @@ from offbeat.data.row import Prompt, Row
 from offbeat.engine.reward_options import RewardModelOptions, ScoredTexts, TextsToScore
 from offbeat.errors import CodeError, DeadlineError, DeathError, WorkerError, first_line
 from offbeat.rollout.reward_pool import check_call
+from offbeat.user_code.boundary import Caught
 from offbeat.workers.worker import FAILED_STOP_S, Launcher, Nothing, Worker, WorkerSpec, ask
 
 _MOST_TEXTS = 64
@@ -105,12 +106,13 @@ class ModelReward:
             while len(batch) < _MOST_TEXTS and not self._waiting.empty():
                 batch.append(self._waiting.get_nowait())
             batch = [each for each in batch if not each.reward.done()]  # an episode that was cancelled waits no more
-            try:
-                rewards: Sequence[float] = await self._score(index, batch) if batch else ()
-            except Exception as exc:  # this loop goes on, and whoever waits decides
+            rewards: Sequence[float] = ()
+            with Caught() as caught:  # this loop goes on, and whoever waits decides
+                rewards = await self._score(index, batch) if batch else ()
+            if caught.error is not None:
                 for each in batch:
                     if not each.reward.done():
-                        each.reward.set_exception(exc)
+                        each.reward.set_exception(caught.error)
                 continue
             for each, reward in zip(batch, rewards, strict=True):
                 if not each.reward.done():

@@ -32,6 +32,7 @@ from offbeat.rollout.idle import IdleMeter
 from offbeat.rollout.outcomes import GroupFailure, Kind, RolloutListener, failure_of, failure_to_ask, unwrap
 from offbeat.rollout.trajectory_checks import ANY, TrajectoryChecks, members
 from offbeat.types import Version
+from offbeat.user_code.boundary import Caught
 
 logger = logging.getLogger(__name__)
 
@@ -100,28 +101,29 @@ class GroupPlayer:
         Returns:
             The group, and why it failed. A failure is data: the group has the reason in place of trajectories.
         """
-        try:
+        with Caught() as caught:
             episode = self._make_episode(row, group_size, sampling)
-        except Exception as exc:  # the tokenizer or the chat template cannot handle the prompt
+        if isinstance(exc := caught.error, Exception):  # the tokenizer or the chat template cannot handle the prompt
             return Group(prompt_id, version, rejected=describe(exc)), failure_to_ask(exc)
         here = Path.cwd()
         try:
-            async with EpisodeClock(f"group {prompt_id}", self._config.episode_timeout_s, engines=self._engines) as clock:
-                returned = await self._call_within_bounds(replace(
-                    self._watched(episode, clock), account=partial(accounts.open, prompt_id), measured=accounts.measures.add))
-            return Group(prompt_id, version, members(returned, group_size, workflow=self._config.workflow)), None
+            with Caught() as caught:  # any error of a workflow rejects only its own group
+                async with EpisodeClock(f"group {prompt_id}", self._config.episode_timeout_s, engines=self._engines) as clock:
+                    returned = await self._call_within_bounds(replace(
+                        self._watched(episode, clock), account=partial(accounts.open, prompt_id), measured=accounts.measures.add))
+                return Group(prompt_id, version, members(returned, group_size, workflow=self._config.workflow)), None
+            raised = caught.take()
+            error = unwrap(raised.error if isinstance(raised, _RaisedError) else raised)
+            if isinstance(error, OffbeatError):
+                return Group(prompt_id, version, rejected=describe(error)), failure_of(error)
+            self._log(f"the workflow {self._config.workflow}", error)
+            return Group(prompt_id, version, rejected=describe_at(error)), failure_of(error)
         except asyncio.CancelledError as exc:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise  # the cancellation is ours, not the workflow's
             failure = CodeError(f"the workflow {self._config.workflow} let a cancellation of its own escape: {exc!r}")
             return Group(prompt_id, version, rejected=str(failure)), failure_of(failure)
-        except Exception as exc:  # boundary to user code: any error of a workflow rejects only its own group
-            error = unwrap(exc.error if isinstance(exc, _RaisedError) else exc)
-            if isinstance(error, OffbeatError):
-                return Group(prompt_id, version, rejected=describe(error)), failure_of(error)
-            self._log(f"the workflow {self._config.workflow}", error)
-            return Group(prompt_id, version, rejected=describe_at(error)), failure_of(error)
         finally:
             self._go_back(here, f"the workflow {self._config.workflow}")
 
@@ -162,15 +164,13 @@ class GroupPlayer:
         return playing.result()
 
     async def _call_workflow(self, episode: Episode) -> object:
-        try:
+        with Caught(BaseException, passes=(Exception, asyncio.CancelledError, GeneratorExit)) as caught:
             playing: object = self._workflow(episode)
             if not inspect.isawaitable(playing):
                 raise CodeError(f"the workflow {self._config.workflow} must be an async function, but calling it gave {shorten(playing)}")
             return await playing
-        except (Exception, asyncio.CancelledError, GeneratorExit):
-            raise
-        except BaseException as exc:  # which would end the event loop, or the task that awaits it
-            raise _RaisedError(exc) from exc
+        exc = caught.take()
+        raise _RaisedError(exc) from exc  # it would end the event loop, or the task that awaits it
 
     def ask_filter(self, group: Group) -> tuple[Group, GroupFailure | None, Kind | None]:
         """Ask the user's filter; returns the group, and why it failed or is refused, if it is.
@@ -178,13 +178,13 @@ class GroupPlayer:
         If the filter raises, or does not return a yes or no, the group fails.
         """
         here = Path.cwd()
-        try:
-            answer: object = self._accept(group)
-        except BaseException as exc:
+        answer: object = None
+        with Caught(BaseException) as caught:
+            answer = self._accept(group)
+        self._go_back(here, "should_accept")
+        if (exc := caught.error) is not None:
             self._log("should_accept", exc)
             return self._fail_filter(group, f"raised {describe_at(exc)}")
-        finally:
-            self._go_back(here, "should_accept")
         if inspect.iscoroutine(answer):
             answer.close()
             return self._fail_filter(group, "must not be an async function, since it is called between two steps of the event loop")

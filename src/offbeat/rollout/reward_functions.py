@@ -26,6 +26,7 @@ from offbeat.data.row import Row
 from offbeat.errors import CodeError, printable, shorten
 from offbeat.raised import FirstTracebacks, describe_at
 from offbeat.rollout.judges import judge_reward
+from offbeat.user_code.boundary import Caught
 from offbeat.user_code.functions import check_takes, resolve
 
 _LONGEST_REASON = 1000
@@ -95,12 +96,11 @@ class RewardFunction:
             found = self._called(completions[0], *self._given(list(completions), row))
         if isinstance(found, FailedReward):
             return [found] * len(completions)
-        try:
+        listed = None
+        with _called() as caught:  # a generator of user code may raise
             listed = _listed(found)
-        except MemoryError:
-            raise
-        except BaseException as exc:  # a generator of user code
-            return [self._raised(exc, completions[0])] * len(completions)
+        if caught.error is not None:
+            return [self._raised(caught.take(), completions[0])] * len(completions)
         if listed is None or len(listed) != len(completions):
             return self._failed_group(f"must return a list of {len(completions)} rewards, returned {shorten(found)}", completions)
         return [self._checked(value, completion) for value, completion in zip(listed, completions, strict=True)]
@@ -111,22 +111,16 @@ class RewardFunction:
 
     def _called(self, shown: str, *arguments: Any, **columns: Any) -> Any:
         """Return the function's result, or a `FailedReward` if it raised; the reason quotes the completion `shown`."""
-        try:
+        with _called() as caught:
             found = self._function(*arguments, **columns)
             return self._finish(found) if inspect.isawaitable(found) else found
-        except MemoryError:
-            raise
-        except BaseException as exc:  # sys.exit() too, since restarting a process takes a second
-            return self._raised(exc, shown)
+        return self._raised(caught.take(), shown)
 
     async def _together(self, completions: Sequence[str], row: Row) -> list[Any]:
         async def one(completion: str) -> Any:
-            try:
+            with _called() as caught:
                 return await self._function(*self._given(completion, row))
-            except MemoryError:
-                raise
-            except BaseException as exc:
-                return self._raised(exc, completion)
+            return self._raised(caught.take(), completion)
 
         return list(await asyncio.gather(*map(one, completions)))
 
@@ -162,6 +156,11 @@ class RewardFunction:
 
     def _failed_group(self, how: str, completions: Sequence[str]) -> list[float | None]:
         return [self._failed(how, completions[0])] * len(completions)
+
+
+def _called() -> Caught:
+    """Keep an error of the reward: of `sys.exit()` too, since restarting a process takes a second, but not that memory ran out."""
+    return Caught(BaseException, passes=(MemoryError,))
 
 
 def _listed(found: Any) -> list[Any] | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from offbeat.errors import CodeError, describe
 from offbeat.raised import describe_at
+from offbeat.user_code.boundary import Caught
 
 _UNHELD = (StopIteration, SystemExit, KeyboardInterrupt)
 """Exceptions that no future can hold, or that end the event loop when they are taken out of one."""
@@ -38,11 +39,10 @@ async def _call(function: Callable[..., Any], *arguments: Any, **named: Any) -> 
     done: asyncio.Future[Any] = loop.create_future()
 
     def work() -> None:
-        result, error = None, None
-        try:
+        result = None
+        with Caught(BaseException) as caught:
             result = function(*arguments, **named)
-        except BaseException as exc:
-            error = EndedError(describe(exc)) if isinstance(exc, _UNHELD) else exc
+        error = EndedError(describe(caught.error)) if isinstance(caught.error, _UNHELD) else caught.error
         loop.call_soon_threadsafe(finish, result, error)
 
     def finish(result: Any, error: BaseException | None) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from offbeat.errors import CodeError, OwnCodeError, describe
 from offbeat.raised import describe_at
+from offbeat.user_code.boundary import Caught
 from offbeat.user_code.given import find
 
 
@@ -84,11 +85,9 @@ def blaming(dotted: str, function: Callable[..., Any], *, kind: str) -> Iterator
     Raises:
         OwnCodeError: the code raised an exception, of any class but this one.
     """
-    try:
+    with Caught(passes=(OwnCodeError,)) as caught:
         yield
-    except OwnCodeError:
-        raise
-    except Exception as exc:
+    if (exc := caught.error) is not None:
         frames = traceback.extract_tb(exc.__traceback__)
         file = getattr(getattr(function, "__code__", None), "co_filename", "")
         at = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
@@ -105,16 +104,16 @@ def at_step(step: int) -> Iterator[None]:
 
 
 def _import(name: str, kind: str) -> ModuleType:
-    try:
+    with Caught(Exception, SystemExit) as caught:
         return importlib.import_module(name)
-    except ModuleNotFoundError as exc:
+    exc = caught.take()
+    if isinstance(exc, ModuleNotFoundError):
         # If a parent of `name` is missing, the name is wrong; otherwise an import inside the module failed.
         if exc.name is None or not f"{name}.".startswith(f"{exc.name}."):
             raise CodeError(f"{kind} module {name!r} needs the module {exc.name!r}, which is not installed") from exc
         raise CodeError(
             f"{kind} module {name!r} was not found; check the spelling, install it, or name its file: path/to/file.py:function") from exc
-    except (Exception, SystemExit) as exc:
-        raise CodeError(f"{kind} module {name!r} failed on import: {describe_at(exc)}") from exc
+    raise CodeError(f"{kind} module {name!r} failed on import: {describe_at(exc)}") from exc
 
 
 @functools.cache  # so that functions from one file share its state
@@ -124,9 +123,9 @@ def _load_file(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None, f"{path} ends in .py, so it has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look up the module here
-    try:
+    with Caught(Exception, SystemExit) as caught:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as exc:
-        del sys.modules[name]
-        raise CodeError(f"file {str(path)!r} failed on import: {describe_at(exc)}") from exc
-    return module
+        return module
+    del sys.modules[name]
+    exc = caught.take()
+    raise CodeError(f"file {str(path)!r} failed on import: {describe_at(exc)}") from exc

@@ -18,7 +18,8 @@ from typing import Any
 
 import cloudpickle
 
-from offbeat.errors import CodeError, describe, shorten
+from offbeat.errors import CodeError, shorten
+from offbeat.user_code.boundary import told_as
 
 PREFIX = "python:"
 """Marks the name of a function that cannot be imported, such as one of a script or a notebook."""
@@ -106,10 +107,8 @@ def receive(given: Iterable[Given]) -> None:
     """
     for each in given:
         sys.path.extend(folder for folder in each.search_path if folder not in sys.path)
-        try:
+        with told_as(f"{each.name!r} cannot be loaded in a process of its own: "):
             _GIVEN[each.name] = pickle.loads(each.pickled)  # noqa: S301 - the parent made these bytes from its own memory
-        except (Exception, SystemExit) as exc:
-            raise CodeError(f"{each.name!r} cannot be loaded in a process of its own: {describe(exc)}") from exc
 
 
 def import_name(function: Any) -> str:
@@ -135,12 +134,10 @@ def _free_name(function: object) -> str:
 
 
 def _pickle(name: str, function: object, kind: str) -> bytes:
-    try:
+    with told_as(
+            f"{kind}: {name.removeprefix(PREFIX)!r} cannot be sent to the process that calls it (",
+            "); make what it needs, such as an open file or a connection, inside of it, or move it to a file of its own and import it"):
         pickled = cloudpickle.dumps(function)
-    except Exception as exc:  # pickling may raise anything of the user's objects
-        raise CodeError(
-            f"{kind}: {name.removeprefix(PREFIX)!r} cannot be sent to the process that calls it ({describe(exc)}); make what it needs, such"
-            " as an open file or a connection, inside of it, or move it to a file of its own and import it") from exc
     if len(pickled) > _MOST_BYTES:
         raise CodeError(
             f"{kind}: {name.removeprefix(PREFIX)!r} refers to {len(pickled) >> 20} MiB of data, and at most {_MOST_BYTES >> 20} are sent"

@@ -12,6 +12,7 @@ from typing import Any
 
 from offbeat.chat.messages import Tool
 from offbeat.errors import CodeError, MissingExtraError, describe
+from offbeat.user_code.boundary import Caught, told_as
 
 _START_TIMEOUT_S = 60.0
 
@@ -41,16 +42,12 @@ class McpServer:
                 return
             ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             self._holding = asyncio.create_task(self._hold(ready), name=self._name)
-            try:
+            with told_as(f"{self._name} does not start or answer: ", passes=(MissingExtraError,)):
                 async with asyncio.timeout(_START_TIMEOUT_S):
                     self._client = await ready
                     if not self.tools:
                         self.tools = tuple(
                             Tool(tool.name, tool.description or "", tool.input_schema) for tool in (await self._client.list_tools()).tools)
-            except MissingExtraError:
-                raise
-            except Exception as exc:
-                raise CodeError(f"{self._name} does not start or answer: {describe(exc)}") from exc
 
     async def close(self) -> None:
         """Disconnect, which ends a server that was started here."""
@@ -72,11 +69,9 @@ class McpServer:
             raise ValueError("the arguments must be a JSON object")
         await self.open()
         client = self._client
-        try:
+        with Caught() as caught:
             result = await client.call_tool(name, given)
-        except asyncio.CancelledError:
-            raise
-        except Exception as exc:
+        if (exc := caught.error) is not None:
             if type(exc).__name__ == "MCPError" and not _is_gone(exc):  # the server's answer, which is for the model
                 return f"Error: {describe(exc)}"
             if self._client is client:
@@ -97,14 +92,13 @@ class McpServer:
             return
         where = self._words[0] if self._words[0].startswith(("http://", "https://")) else mcp.StdioServerParameters(
             command=self._words[0], args=list(self._words[1:]), env=dict(os.environ))
-        try:
+        with Caught() as caught:
             async with mcp.Client(where) as client:
                 ready.set_result(client)
                 await self._ended.wait()
-        except Exception as exc:
-            if not ready.done():
-                ready.set_exception(exc)
+        if caught.error is not None and not ready.done():
+            ready.set_exception(caught.error)
 
 
-def _is_gone(exc: Exception) -> bool:
+def _is_gone(exc: BaseException) -> bool:
     return "closed" in str(exc).lower()

@@ -6,6 +6,7 @@ from typing import Any
 import reasoning_gym
 
 from offbeat.data.row import Row
+from offbeat.user_code.boundary import Caught
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _NUMBER = re.compile(r"-?\d+(?:[.,]\d+)*")
@@ -34,7 +35,6 @@ class ReasoningGym:
 
     def _score(self, text: str) -> float:
         found = _ANSWER.findall(text) or _NUMBER.findall(text) or [text.strip()]
-        try:
+        with Caught():  # some tasks raise on text that is no answer of their kind
             return float(self._data.score_answer(found[-1].strip(), self._item))
-        except Exception:  # some tasks raise on text that is no answer of their kind
-            return 0.0
+        return 0.0

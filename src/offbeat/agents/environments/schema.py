@@ -11,6 +11,7 @@ from pydantic.errors import PydanticUserError
 
 from offbeat.chat.messages import Tool
 from offbeat.errors import CodeError
+from offbeat.user_code.boundary import Caught
 
 _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?):\s*$", re.MULTILINE)
 _ARGUMENT = re.compile(r"^\s*\**(\w+)\s*(?:\([^)]*\))?\s*:\s*(.+)$")
@@ -36,10 +37,11 @@ def tool_of(function: Callable[..., Any]) -> Tool:
 def arguments_of(function: Callable[..., Any]) -> type[BaseModel]:
     """Return a model of a function's arguments, which converts and checks them; raises CodeError as `tool_of`."""
     name, notes, fields = function.__name__, _argument_notes(inspect.getdoc(function) or ""), {}
-    try:
+    hints: dict[str, Any] = {}
+    with Caught() as caught:  # annotations are text that may say anything
         hints = get_type_hints(function, include_extras=True)
-    except Exception as exc:  # annotations are text that may say anything
-        raise CodeError(f"the types of tool {name} cannot be read: {exc}") from exc
+    if caught.error is not None:
+        raise CodeError(f"the types of tool {name} cannot be read: {caught.error}") from caught.error
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise CodeError(f"tool {name} must name all of its arguments, got {parameter}; models call it by name")

@@ -20,6 +20,7 @@ from offbeat.data.messages import with_arguments
 from offbeat.data.reward import FailedReward, NamedReward, check_reward
 from offbeat.data.row import Row
 from offbeat.errors import CodeError, describe
+from offbeat.user_code.boundary import Caught
 from offbeat.user_code.calling import call
 
 
@@ -119,20 +120,20 @@ class _ToolEpisode:
 
     async def _answer(self, called: ToolCall) -> Message:
         calling = asyncio.ensure_future(self._call(called))
+        result: Any = None
         try:
-            if not (await asyncio.wait([calling], timeout=self._timeout_s))[0]:
-                self._late.append(calling)
-                calling.cancel()
-                result = f"Error: it did not answer within {self._timeout_s:g} s"
-            else:
-                result = calling.result()
+            with Caught(passes=(CodeError,)) as caught:  # a lost server is not the model's fault, which reads every other error of a tool
+                if not (await asyncio.wait([calling], timeout=self._timeout_s))[0]:
+                    self._late.append(calling)
+                    calling.cancel()
+                    result = f"Error: it did not answer within {self._timeout_s:g} s"
+                else:
+                    result = calling.result()
         except asyncio.CancelledError:
             self._late.append(calling)
             calling.cancel()
             raise
-        except CodeError:  # a server is lost, which is not the model's fault
-            raise
-        except Exception as exc:  # the model reads every error of a tool
+        if (exc := caught.error) is not None:
             result = f"Error: {exc if type(exc) is ValueError else describe(exc)}"
         text = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
         return Message("tool", text, call_id=called.id, name=called.name)

@@ -22,6 +22,7 @@ from math_verify import LatexExtractionConfig, parse, verify
 from sympy.core.function import AppliedUndef
 
 from offbeat.rollout.rewards.final_answer import LONGEST
+from offbeat.user_code.boundary import Caught
 
 # It warns on every call that its timeouts are off: they need SIGALRM, which a user's reward may use in the same process.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
@@ -245,10 +246,9 @@ def _bounded(compute: Callable[[], _T]) -> _T | None:
 
     Signals reach the main thread alone, which is where a reward process calls rewards; in others only the process's own deadline ends it.
     """
-    try:
+    with Caught(Exception, _Late):  # sympy raises many errors about expressions that it cannot compute, MemoryError among them
         return _timed(compute) if threading.current_thread() is threading.main_thread() else compute()
-    except (Exception, _Late):  # sympy raises many errors about expressions that it cannot compute, MemoryError among them
-        return None
+    return None
 
 
 def _timed(compute: Callable[[], _T]) -> _T:
