@@ -26,7 +26,7 @@ export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart test test-drills test-wheel test-avx2 test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real test-templates cookbook verifiers test-verifiers test-agents smollm2 qwen check docs bench gpu-check operator-schemas gpu-matrix faults soak clean
+.PHONY: help quickstart test test-drills test-wheel test-avx2 test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real test-templates cookbook verifiers test-verifiers test-agents smollm2 qwen check docs bench release gpu-check operator-schemas gpu-matrix faults soak clean
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
 
@@ -167,6 +167,15 @@ bench: $(DEV_STAMP) $(TINKER_STAMP)  ## run the benchmarks; each prints one JSON
 	$(BIN)/python benchmarks/publish.py
 	$(BIN)/python benchmarks/service.py
 	$(BIN)/python benchmarks/async_env.py
+
+release: $(DEV_STAMP)  ## cut the changelog for VERSION, build the wheel and the source distribution into dist/, and try them; a tag comes after
+	$(BIN)/python tools/release.py cut $(VERSION)
+	rm -rf dist build/release
+	$(PYTHON) -m venv build/release
+	build/release/bin/python -m pip install --quiet --disable-pip-version-check build
+	build/release/bin/python -m build --outdir dist
+	OFFBEAT_DIST=$(CURDIR)/dist $(BIN)/python -m pytest --timeout=1200 tests/wheel
+	@echo 'Tried: dist/. Next: git commit -am "Release $(VERSION)", git tag v$(VERSION), and push both.'
 
 operator-schemas: $(DEV_STAMP)  ## list what is used of torch, transformers and Ray that these may change, and check it with the installed versions
 	$(BIN)/python -W ignore tools/operator_schemas.py
