@@ -19,7 +19,7 @@ from offbeat.model.changes_io import read_weights
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.load import load_causal_lm
 from offbeat.model.tiny import build_tiny
-from offbeat.sync import deal
+from offbeat.sync import shard_exchange
 from offbeat.trainer import parts
 from offbeat.trainer.memory import LiveBytes
 from offbeat.trainer.messages import BroadcastRequest, WriteRequest
@@ -52,14 +52,14 @@ class OwnBytes(LiveBytes):
 @contextmanager
 def counted(model):
     """Bytes that this rank sends and receives by dealing, and most that live in tensors made meanwhile."""
-    seen, original = {"sent": 0, "received": 0}, deal.dist.all_to_all_single
+    seen, original = {"sent": 0, "received": 0}, shard_exchange.dist.all_to_all_single
 
     def counting(got, given, **kwargs):
         seen["sent"] += len(given)
         seen["received"] += len(got)
         return original(got, given, **kwargs)
 
-    deal.dist.all_to_all_single = counting
+    shard_exchange.dist.all_to_all_single = counting
     live = OwnBytes()
     for parameter in model.parameters():
         live.ignore(parameter.detach().to_local())
@@ -67,7 +67,7 @@ def counted(model):
         with live:
             yield seen
     finally:
-        deal.dist.all_to_all_single = original
+        shard_exchange.dist.all_to_all_single = original
     seen["peak"] = live.peak
 
 
@@ -81,7 +81,7 @@ def files(folder):
 
 def _write(groups, root):
     """Everything that is to be known of versions of one trainer, on rank 0; and what each rank moved and held."""
-    deal.BUCKET_BYTES, deal._LEAST_BYTES = BUCKET, 1 << 10
+    shard_exchange.BUCKET_BYTES, shard_exchange._LEAST_BYTES = BUCKET, 1 << 10
     root, there = Path(root), arranged(groups, MESH)
     config = configure(root / "model").model_copy(update={"weights": WeightsConfig(whole_every_versions=8)})
     trainer = ModelTrainer.build(str(root / "model"), config=config.for_ranks, groups=there)

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from offbeat.model.checkpoint_names import published_together
 from offbeat.sync.broadcast import Spec
-from offbeat.sync.deal import Deal, Holdings
 from offbeat.sync.mesh import ProcessGroups
+from offbeat.sync.shard_exchange import ShardExchange, Holdings
 from offbeat.trainer.messages import Dtype
 from offbeat.trainer.state import owned, target_dtype
 
@@ -26,7 +26,7 @@ class Dealer:
         self._model = model
         self._groups = groups
         self._holdings: list[Holdings] = []
-        self._deals: dict[tuple[Dtype, tuple[int, ...]], Deal] = {}
+        self._exchanges: dict[tuple[Dtype, tuple[int, ...]], ShardExchange] = {}
 
     @classmethod
     def of(cls, model: PreTrainedModel, groups: ProcessGroups) -> Self | None:
@@ -38,18 +38,18 @@ class Dealer:
         """Return the size of all weights in this number format; not collective."""
         return sum(tensor.numel() * target_dtype(tensor, dtype).itemsize for _, tensor in owned(self._model))
 
-    def plan(self, dtype: Dtype, owners: Sequence[int]) -> Deal:
-        """Return the deal of all ranks; collective where the plan is new, and every rank asks for the same."""
+    def plan(self, dtype: Dtype, owners: Sequence[int]) -> ShardExchange:
+        """Return the exchange of all ranks; collective where the plan is new, and every rank asks for the same."""
         key = dtype, tuple(owners)
-        if key not in self._deals:
+        if key not in self._exchanges:
             tensors = dict(owned(self._model))
             self._holdings = self._holdings or self._groups.sync.gather("publish_layout", Holdings.of(tensors))
             specs = [
                 Spec(name, str(target_dtype(tensor, dtype)).removeprefix("torch."), tuple(tensor.shape))
                 for name, tensor in tensors.items()]
-            self._deals[key] = Deal.plan(
+            self._exchanges[key] = ShardExchange.plan(
                 self._holdings, specs, together=published_together(self._model, tensors), owners=owners)
-        return self._deals[key]
+        return self._exchanges[key]
 
     @torch.no_grad()
     def state(self, dtype: Dtype, owners: Sequence[int]) -> dict[str, Tensor]:

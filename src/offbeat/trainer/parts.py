@@ -101,10 +101,10 @@ class PartWriter:
             return None
         sees = sync.gather("publish_writers", target.staging.is_dir())
         owners = [rank for rank, seen in enumerate(sees) if seen]
-        deal = self._dealer.plan(request.dtype, owners)
+        plan = self._dealer.plan(request.dtype, owners)
         with sync.region("publish"):
             snapshot = replace(self._like, state=self._dealer.state(request.dtype, owners), dtype=request.dtype)
-        writers = [rank for rank in owners if deal.names(rank)]
+        writers = [rank for rank in owners if plan.names(rank)]
         changes = self._find_changes(snapshot, last, target.base)
         share = self._write_share(snapshot, changes, target, writers)
         shares = sync.gather("publish_written", share, timeout_s=self._timeout_s)

@@ -73,7 +73,7 @@ class Parcel:
 
 
 @dataclass(frozen=True, eq=False)
-class Deal:
+class ShardExchange:
     """Who gets which tensor, and who sends which part of it; the same on every rank.
 
     Attributes:
@@ -91,7 +91,7 @@ class Deal:
     @classmethod
     def plan(
         cls, holdings: Sequence[Holdings], specs: Sequence[Spec], *, together: Sequence[Sequence[str]], owners: Sequence[int],
-    ) -> "Deal":
+    ) -> "ShardExchange":
         """Assign tensors to owners: about as many bytes to each, and each part from the nearest rank that holds it.
 
         Args:

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offbeat.sync import deal
+from offbeat.sync import shard_exchange
 from offbeat.sync.broadcast import Spec
-from offbeat.sync.deal import Box, Deal, Holdings
+from offbeat.sync.shard_exchange import Box, ShardExchange, Holdings
 from ranks import run_ranks
 
 WORLD = 3
@@ -26,13 +26,13 @@ def blocks_of(shape: tuple[int, ...], seed: int) -> list[Box]:
         for low, high in itertools.pairwise(bounds)]
 
 
-def planned(shapes: list[tuple[int, ...]], seed: int, *, owners: list[int], dtype: str = "float32", num_together: int = 1) -> Deal:
+def planned(shapes: list[tuple[int, ...]], seed: int, *, owners: list[int], dtype: str = "float32", num_together: int = 1) -> ShardExchange:
     names = [f"t{i}" for i in range(len(shapes))]
     blocks = {name: blocks_of(shape, seed + i) for i, (name, shape) in enumerate(zip(names, shapes, strict=True))}
     together = [names[i : i + num_together] for i in range(0, len(names), num_together)]
     holdings = [Holdings({name: each[rank] for name, each in blocks.items()}) for rank in range(WORLD)]
     specs = [Spec(name, dtype, shape) for name, shape in zip(names, shapes, strict=True)]
-    return Deal.plan(holdings, specs, together=together, owners=owners)
+    return ShardExchange.plan(holdings, specs, together=together, owners=owners)
 
 
 @settings(max_examples=100, deadline=None)
@@ -60,12 +60,12 @@ def test_every_tensor_has_one_owner_and_every_part_comes_once(
 
 def test_what_the_owner_has_itself_does_not_travel_and_the_nearest_sends_the_rest() -> None:
     halves = [Box((0,), (2,)), Box((2,), (2,)), Box((0,), (2,)), Box((2,), (2,))]  # two replicas of two shards
-    made = Deal.plan([Holdings({"a": box}) for box in halves], [Spec("a", "float32", (4,))], together=[["a"]], owners=[3])
+    made = ShardExchange.plan([Holdings({"a": box}) for box in halves], [Spec("a", "float32", (4,))], together=[["a"]], owners=[3])
     boxes = {pair: [parcel.box for parcel in parcels] for pair, parcels in made.parcels.items()}
     assert boxes == {(3, 3): [halves[3]], (2, 3): [halves[2]]}
 
 
-def _whole(made: Deal, name: str) -> Tensor:
+def _whole(made: ShardExchange, name: str) -> Tensor:
     spec = made.specs[name]
     return (torch.arange(torch.Size(spec.shape).numel(), dtype=torch.float32) * 1.37).view(spec.shape)
 
@@ -75,15 +75,15 @@ SHAPES = [(40, 33), (7,), (5, 6, 9), (64, 2), (3, 50), (1,), (28, 28), (90,)]
 
 def _exchange(groups, least_bytes):
     """Bytes that this rank sent and received in each exchange, where its tensors are what they should be."""
-    deal.BUCKET_BYTES, deal._LEAST_BYTES = least_bytes, least_bytes
+    shard_exchange.BUCKET_BYTES, shard_exchange._LEAST_BYTES = least_bytes, least_bytes
     counted = []
-    original = deal.dist.all_to_all_single
+    original = shard_exchange.dist.all_to_all_single
 
     def counting(got, given, **kwargs):
         counted.append((len(given), len(got)))
         return original(got, given, **kwargs)
 
-    deal.dist.all_to_all_single = counting
+    shard_exchange.dist.all_to_all_single = counting
     found = []
     for seed, dtype, owners in ((1, "float32", [0, 1, 2]), (5, "bfloat16", [0, 1, 2]), (8, "float32", [1])):
         made = planned(SHAPES, seed, owners=owners, dtype=dtype)
