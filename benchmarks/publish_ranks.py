@@ -3,7 +3,7 @@
 R processes hold a model in R shards over gloo, as a run with `train.parallel.shard = R` has them, and bring the weights in bfloat16 to who
 writes them, in three ways:
 
-    dealt     each rank gets whole tensors, about 1/R of the bytes (`offbeat.trainer.dealt`), as publishes do
+    dealt     each rank gets whole tensors, about 1/R of the bytes (`offbeat.trainer.weight_exchange`), as publishes do
     rank 0    rank 0 is dealt all of them, as for exports and broadcasts
     gathered  every rank gathers each tensor in float32, and rank 0 keeps a copy of all, as releases did before
 
@@ -30,10 +30,10 @@ from torch.distributed.tensor import DTensor
 from engine import build
 from offbeat.config.root import Config
 from offbeat.sync.mesh import MeshShape, ProcessGroups
-from offbeat.trainer.dealt import Dealer
 from offbeat.trainer.memory import LiveBytes
 from offbeat.trainer.model_trainer import ModelTrainer
 from offbeat.trainer.state import full_state
+from offbeat.trainer.weight_exchange import WeightExchange
 
 SMOLLM2 = ROOT / ".models" / "smollm2-135m-instruct"
 WAYS = ("dealt", "rank 0", "gathered")
@@ -82,10 +82,10 @@ def compare(groups: ProcessGroups, *, model: str, num_repeats: int) -> tuple[Cos
     """Go all ways in turns; returns what this rank saw, and the size of all weights as they are published."""
     config = Config.model_validate({"model": {"path": model}, "train": {"num_ranks": groups.world, "parallel": {"shard": groups.world}}})
     trainer = ModelTrainer.build(model, config=config.for_ranks, groups=groups)
-    dealer = Dealer.of(trainer.model, groups)  # pyright: ignore[reportArgumentType]
-    assert dealer is not None, "the weights are in shards"
+    exchange = WeightExchange.of(trainer.model, groups)  # pyright: ignore[reportArgumentType]
+    assert exchange is not None, "the weights are in shards"
     ways: dict[str, Callable[[], object]] = {
-        "dealt": lambda: dealer.state("bfloat16", range(groups.world)), "rank 0": lambda: dealer.state("bfloat16", [0]),
+        "dealt": lambda: exchange.state("bfloat16", range(groups.world)), "rank 0": lambda: exchange.state("bfloat16", [0]),
         "gathered": lambda: full_state(trainer.model, dtype="bfloat16", keep=groups.rank == 0)}
     costs: Costs = {way: [] for way in WAYS}
     for number in range(num_repeats + 1):
@@ -94,7 +94,7 @@ def compare(groups: ProcessGroups, *, model: str, num_repeats: int) -> tuple[Cos
                 cost = measured(trainer, act)
             if number:
                 costs[way].append(cost)
-    return costs, dealer.num_bytes("bfloat16")
+    return costs, exchange.num_bytes("bfloat16")
 
 
 def measured(trainer: ModelTrainer, act: Callable[[], object]) -> tuple[int, float]:

@@ -22,7 +22,6 @@ from offbeat.model.logprobs import dummy_row
 from offbeat.pulse import progress
 from offbeat.sync.mesh import ProcessGroups
 from offbeat.trainer import shards
-from offbeat.trainer.dealt import Dealer
 from offbeat.trainer.frozen import load_frozen
 from offbeat.trainer.messages import Dtype, Folder, LoadedStep, WriteRequest, Written
 from offbeat.trainer.optim import build_optimizer, set_params
@@ -32,6 +31,7 @@ from offbeat.trainer.snapshots import ModelSnapshot
 from offbeat.trainer.state import full_state, rounded
 from offbeat.trainer.strategies import Strategy, load, whole
 from offbeat.trainer.trainer import WHOLE, Trainer
+from offbeat.trainer.weight_exchange import WeightExchange
 
 
 class ModelTrainer(Trainer):
@@ -43,14 +43,14 @@ class ModelTrainer(Trainer):
         self._model = model
         self._model_folder = check_model_folder(folder)
         self._strategy = strategy
-        self._dealer = Dealer.of(model, groups)
+        self._exchange = WeightExchange.of(model, groups)
         self._optimizer = self._build_optimizer()
         self._reference = self._load_reference() if self._keeps_reference else None
         self._refreshed = False
         self._updates = 0
         self._norm: Tensor = torch.zeros(())
-        self._parts = None if self._dealer is None else PartWriter(
-            ModelSnapshot(model, self._model_folder, {}, "float32"), self._dealer, groups, timeout_s=config.weights.stage_timeout_s,
+        self._parts = None if self._exchange is None else PartWriter(
+            ModelSnapshot(model, self._model_folder, {}, "float32"), self._exchange, groups, timeout_s=config.weights.stage_timeout_s,
             keeps_last=config.weights.whole_every_versions > 1)
 
     @classmethod
@@ -83,8 +83,8 @@ class ModelTrainer(Trainer):
 
     def _whole_state(self, dtype: Dtype) -> dict[str, Tensor]:
         """Return all weights on rank 0, such as "lm_head.weight" [V, H], and none on others; collective, for the inside of a region."""
-        if self._dealer is not None:
-            return self._dealer.state(dtype, [0])
+        if self._exchange is not None:
+            return self._exchange.state(dtype, [0])
         return full_state(self._model, dtype=dtype, keep=self.groups.rank == 0)
 
     def _write(self, request: WriteRequest) -> Written:

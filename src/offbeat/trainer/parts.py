@@ -20,10 +20,10 @@ from offbeat.model.changes_io import changes_file, find_changes, save_changes
 from offbeat.model.fingerprint import combine
 from offbeat.model.hf_io import check_room, save_weights, weight_file, without_tied
 from offbeat.sync.mesh import ProcessGroups
-from offbeat.trainer.dealt import Dealer
 from offbeat.trainer.export import complete_folder
 from offbeat.trainer.messages import WriteRequest, Written
 from offbeat.trainer.snapshots import ModelSnapshot
+from offbeat.trainer.weight_exchange import WeightExchange
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Share:
 class PartWriter:
     """Writes versions of one model."""
 
-    def __init__(self, like: ModelSnapshot, dealer: Dealer, groups: ProcessGroups, *, timeout_s: float, keeps_last: bool) -> None:
+    def __init__(self, like: ModelSnapshot, exchange: WeightExchange, groups: ProcessGroups, *, timeout_s: float, keeps_last: bool) -> None:
         """Write versions.
 
         Args:
@@ -77,7 +77,7 @@ class PartWriter:
             keeps_last: whether each rank keeps its part, because the next version may be written as its changes.
         """
         self._like = like
-        self._dealer = dealer
+        self._exchange = exchange
         self._groups = groups
         self._timeout_s = timeout_s
         self._keeps_last = keeps_last
@@ -101,9 +101,9 @@ class PartWriter:
             return None
         sees = sync.gather("publish_writers", target.staging.is_dir())
         owners = [rank for rank, seen in enumerate(sees) if seen]
-        plan = self._dealer.plan(request.dtype, owners)
+        plan = self._exchange.plan(request.dtype, owners)
         with sync.region("publish"):
-            snapshot = replace(self._like, state=self._dealer.state(request.dtype, owners), dtype=request.dtype)
+            snapshot = replace(self._like, state=self._exchange.state(request.dtype, owners), dtype=request.dtype)
         writers = [rank for rank in owners if plan.names(rank)]
         changes = self._find_changes(snapshot, last, target.base)
         share = self._write_share(snapshot, changes, target, writers)
@@ -122,7 +122,7 @@ class PartWriter:
         try:
             discard(target.staging)
             target.staging.mkdir(parents=True)
-            check_room(target.staging, self._dealer.num_bytes(request.dtype))
+            check_room(target.staging, self._exchange.num_bytes(request.dtype))
         except OSError as exc:
             discard(target.staging)
             return Target(error=str(exc) if isinstance(exc, StorageError) else _unwritable(target, str(exc)))

@@ -7,9 +7,9 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from offbeat.model.checkpoint_names import published_names
-from offbeat.trainer.dealt import Dealer
 from offbeat.trainer.model_trainer import ModelTrainer
 from offbeat.trainer.state import full_state
+from offbeat.trainer.weight_exchange import WeightExchange
 from ranks import run_alone, run_ranks
 from train_samples import TINY, VOCAB, arranged, build_model, build_trainer, configure
 
@@ -23,14 +23,14 @@ def _deal(groups, folder):
 
 def _check(trainer, groups, case):
     model = trainer.model
-    dealer = Dealer.of(model, groups)
-    assert dealer is not None, case
+    exchange = WeightExchange.of(model, groups)
+    assert exchange is not None, case
     for dtype in ("float32", "bfloat16"):
         whole = full_state(model, dtype=dtype, keep=True)
-        assert dealer.num_bytes(dtype) == sum(tensor.nbytes for tensor in whole.values())
+        assert exchange.num_bytes(dtype) == sum(tensor.nbytes for tensor in whole.values())
         for owners in ([0, 1, 2, 3][: groups.world], [0]):
-            state = dealer.state(dtype, owners)
-            made = dealer.plan(dtype, owners)
+            state = exchange.state(dtype, owners)
+            made = exchange.plan(dtype, owners)
             assert sorted(made.owners) == sorted(whole) and list(state) == made.names(groups.rank), case
             for name, tensor in state.items():
                 assert torch.equal(tensor, whole[name]) and tensor.dtype == whole[name].dtype, (case, name)
@@ -64,4 +64,4 @@ def test_experts_that_are_fused_here_are_published_one_by_one(tmp_path):
 
 def test_a_rank_that_has_everything_deals_nothing_out(tmp_path):
     folder = build_model(tmp_path)
-    assert run_alone(lambda groups, _: Dealer.of(build_trainer(groups, folder, precision="bf16_mixed").model, groups)) is None
+    assert run_alone(lambda groups, _: WeightExchange.of(build_trainer(groups, folder, precision="bf16_mixed").model, groups)) is None

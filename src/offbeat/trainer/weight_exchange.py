@@ -19,7 +19,7 @@ from offbeat.trainer.messages import Dtype
 from offbeat.trainer.state import owned, target_dtype
 
 
-class Dealer:
+class WeightExchange:
     """Deals a model's weights out, by plans that it makes once."""
 
     def __init__(self, model: PreTrainedModel, groups: ProcessGroups) -> None:
@@ -30,7 +30,7 @@ class Dealer:
 
     @classmethod
     def of(cls, model: PreTrainedModel, groups: ProcessGroups) -> Self | None:
-        """Return a dealer for a model that is in shards; None if this rank has all of it."""
+        """Return a exchange for a model that is in shards; None if this rank has all of it."""
         in_shards = groups.world > 1 and any(isinstance(parameter, DTensor) for parameter in model.parameters())
         return cls(model, groups) if in_shards else None
 
