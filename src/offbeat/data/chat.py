@@ -1,7 +1,7 @@
 """Chats for training: the tokens of prompts and answers as generation has them, and a mask of those that the model writes.
 
 Called for supervised fine-tuning, preferences and reward models. A text begins with the prompt that generation would get, and goes on with
-the template's text of the answer up to the token that ends its turn. Positions (`data.places`) separate the two, never a search in the
+the template's text of the answer up to the token that ends its turn. Positions (`data.text_positions`) separate the two, never a search in the
 text. The `{% generation %}` marks of a template, if it has them, choose the trained part of an answer.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from offbeat.data.forms import REASONING
 from offbeat.data.messages import is_learnt
-from offbeat.data.places import Place, find_places
+from offbeat.data.text_positions import Place, find_places
 from offbeat.data.thoughts import CLOSED, OPENED, close_thought, skip_empty, split_thought, write_thought
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import DataError, ModelError

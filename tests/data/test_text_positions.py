@@ -5,7 +5,7 @@ import json
 import pytest
 
 from offbeat.data.forms import Messages, Tools
-from offbeat.data.places import find_places
+from offbeat.data.text_positions import find_places
 from offbeat.errors import DataError
 
 
