@@ -23,9 +23,9 @@ from offbeat.agents import bridges
 from offbeat.agents.command import end_group, launcher
 from offbeat.agents.pool import LostError
 from offbeat.agents.task import AgentTask, Played, played
+from offbeat.child_watch import log_tail
 from offbeat.errors import CodeError, WorkerError, printable
 from offbeat.hosts import LOOPBACK
-from offbeat.onlooker import log_tail
 from offbeat.rollout.clock import EpisodeClock, agent_clock
 from offbeat.rollout.measures import numbers_of
 from offbeat.user_code.places import Places, Waiting, on_the_clock

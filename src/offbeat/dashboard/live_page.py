@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from offbeat.onlooker import log_tail
+from offbeat.child_watch import log_tail
 from offbeat.telemetry.console import Console
 
 _CLOSE_S = 5.0

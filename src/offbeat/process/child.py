@@ -23,7 +23,7 @@ from pathlib import Path
 
 from offbeat import errors
 from offbeat.aio import deadline
-from offbeat.onlooker import LOOK_S, Onlooker, bound_log, is_stopped, log_tail, system_view
+from offbeat.child_watch import LOOK_S, ChildWatch, bound_log, is_stopped, log_tail, system_view
 from offbeat.process.frames import BEAT, CALL, CANCEL, FAILURE, HEADER, STACK, STOP, CallFailure, Payload
 
 _STACK_TIMEOUT_S = 1.0
@@ -87,7 +87,7 @@ class Child:
         self._ready: asyncio.Future[bytes | CallFailure] = asyncio.get_running_loop().create_future()
         self._pending[0] = self._ready
         self._beat: tuple[float, str] | None = None
-        self._onlooker = Onlooker(spec.name)
+        self._watch = ChildWatch(spec.name)
         self._looking: asyncio.Task[None] | None = None
         self._unsent: deque[bytes | memoryview] = deque()
         self._sending: asyncio.Task[None] | None = None
@@ -153,7 +153,7 @@ class Child:
         pieces = (payload,) if isinstance(payload, bytes) else payload
         call_id, future = self._send(CALL, method.encode() + b"\0", *pieces)
         if patience_s is not None:
-            self._onlooker.begin(method)
+            self._watch.begin(method)
             self._looking = self._looking or asyncio.create_task(self._look_on(), name=f"look at {self.name}")
         try:
             return await self._answer(future, f"in {method}", timeout_s=timeout_s, what=f"{method} on {self.name}", patience_s=patience_s)
@@ -219,7 +219,7 @@ class Child:
         try:
             async with deadline(what, timeout_s):
                 while patience_s is not None and not (await asyncio.wait([future], timeout=LOOK_S))[0]:
-                    if stuck := self._onlooker.verdict(patience_s=patience_s):
+                    if stuck := self._watch.verdict(patience_s=patience_s):
                         raise stuck
                 result = await future
         except _GoneError:
@@ -311,7 +311,7 @@ class Child:
 
     async def _look_on(self) -> None:
         while self.alive:
-            self._onlooker.look(self.pid, beat=self._beat)
+            self._watch.look(self.pid, beat=self._beat)
             await asyncio.sleep(LOOK_S)
 
     async def _death(self, doing: str) -> errors.DeathError:

@@ -3,52 +3,52 @@
 import os
 from pathlib import Path
 
+from offbeat.child_watch import LOOK_S, ChildWatch, bound_log, is_stopped, log_tail, system_view
 from offbeat.errors import StuckError
-from offbeat.onlooker import LOOK_S, Onlooker, bound_log, is_stopped, log_tail, system_view
 
 
 def looks(
-    onlooker: Onlooker, seconds: float, *, stopped: bool = False, silent: bool = True, cpu_share: float = 0.0,
+    watch: ChildWatch, seconds: float, *, stopped: bool = False, silent: bool = True, cpu_share: float = 0.0,
 ) -> StuckError | None:
     """What it says after some seconds of looks that are all alike, with a patience of 2 s."""
     for i in range(1, round(seconds / LOOK_S) + 1):
-        onlooker.see(stopped=stopped, silent=silent, cpu_s=1.0 + i * LOOK_S * cpu_share, seconds=LOOK_S)
-    return onlooker.verdict(patience_s=2.0)
+        watch.see(stopped=stopped, silent=silent, cpu_s=1.0 + i * LOOK_S * cpu_share, seconds=LOOK_S)
+    return watch.verdict(patience_s=2.0)
 
 
-def called(method: str) -> Onlooker:
-    onlooker = Onlooker("rank 1")
-    onlooker.begin(method)
-    return onlooker
+def called(method: str) -> ChildWatch:
+    watch = ChildWatch("rank 1")
+    watch.begin(method)
+    return watch
 
 
 def test_a_child_that_is_stopped_for_too_long_is_named_with_what_it_did_last() -> None:
-    onlooker = called("train_step")
-    onlooker.see(stopped=False, silent=False, cpu_s=1.0, seconds=LOOK_S, work="'train_step' (backward)")
-    onlooker.see(stopped=False, silent=False, cpu_s=1.0, seconds=LOOK_S, work="'load_model'")  # of before, and late
-    assert looks(onlooker, 2.0, stopped=True) is None
-    assert str(looks(onlooker, LOOK_S, stopped=True)) == (
+    watch = called("train_step")
+    watch.see(stopped=False, silent=False, cpu_s=1.0, seconds=LOOK_S, work="'train_step' (backward)")
+    watch.see(stopped=False, silent=False, cpu_s=1.0, seconds=LOOK_S, work="'load_model'")  # of before, and late
+    assert looks(watch, 2.0, stopped=True) is None
+    assert str(looks(watch, LOOK_S, stopped=True)) == (
         "rank 1 is stopped by a signal (SIGSTOP or a debugger), for 2.2 s in 'train_step' (backward)")
 
 
 def test_one_that_was_stopped_before_it_is_called_is_named_at_once() -> None:
-    onlooker = called("train_step")
-    looks(onlooker, 60.0, stopped=True)
-    onlooker.begin("publish")
-    assert str(onlooker.verdict(patience_s=2.0)).endswith("for 60.0 s in 'publish'")
+    watch = called("train_step")
+    looks(watch, 60.0, stopped=True)
+    watch.begin("publish")
+    assert str(watch.verdict(patience_s=2.0)).endswith("for 60.0 s in 'publish'")
 
 
 def test_one_that_goes_on_in_between_has_its_time_anew() -> None:
-    onlooker = called("train_step")
-    assert looks(onlooker, 2.0, stopped=True) is None
-    assert looks(onlooker, LOOK_S, silent=False) is None
-    assert looks(onlooker, 2.0, stopped=True) is None
+    watch = called("train_step")
+    assert looks(watch, 2.0, stopped=True) is None
+    assert looks(watch, LOOK_S, silent=False) is None
+    assert looks(watch, 2.0, stopped=True) is None
 
 
 def test_a_parent_that_was_stopped_itself_does_not_count_that() -> None:
-    onlooker = called("train_step")
-    onlooker.see(stopped=True, silent=True, cpu_s=1.0, seconds=600.0)
-    assert onlooker.verdict(patience_s=2.0) is None
+    watch = called("train_step")
+    watch.see(stopped=True, silent=True, cpu_s=1.0, seconds=600.0)
+    assert watch.verdict(patience_s=2.0) is None
 
 
 def test_a_silent_child_hangs_unless_it_computes() -> None:
@@ -56,10 +56,10 @@ def test_a_silent_child_hangs_unless_it_computes() -> None:
     assert looks(called("save"), 60.0, silent=False) is None
     error = looks(called("save"), 2.5)
     assert str(error).startswith("rank 1 hangs in 'save': for 2.2 s it has computed nothing, and native code holds its interpreter")
-    onlooker = called("save")
-    looks(onlooker, 2.5)
-    onlooker.begin("publish")
-    assert onlooker.verdict(patience_s=2.0) is None
+    watch = called("save")
+    looks(watch, 2.5)
+    watch.begin("publish")
+    assert watch.verdict(patience_s=2.0) is None
 
 
 def test_processes_and_logs_are_described(tmp_path: Path) -> None:

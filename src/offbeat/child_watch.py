@@ -76,7 +76,7 @@ def _end_of(log: Path) -> bytes:
         return file.read()
 
 
-class Onlooker:
+class ChildWatch:
     """Measures how long a child has been stopped, or silent in a call without computing. Pure apart from `look`."""
 
     def __init__(self, name: str) -> None:
