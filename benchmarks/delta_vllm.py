@@ -37,7 +37,7 @@ from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.model.changes_io import smaller_changes, write_changes
 from offbeat.model.hf_io import write_safetensors
 from offbeat.model.load import load_causal_lm
-from offbeat.sync.offer import Changes, WeightBroadcast
+from offbeat.sync.weight_broadcast import Changes, WeightBroadcast
 from offbeat.trainer.optim import build_optimizer
 from offbeat.weights.protocol import Manifest
 from offbeat.workers.local import LocalLauncher

@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM
 
 from offbeat.engine.versions import fingerprint_tensors
 from offbeat.sync.broadcast import Spec
-from offbeat.sync.offer import WeightBroadcast
 from offbeat.sync.platform import current_platform
+from offbeat.sync.weight_broadcast import WeightBroadcast
 
 ENGINE = Path(__file__).with_name("publishing_engine.py")
 ROUNDS = 4

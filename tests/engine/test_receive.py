@@ -12,7 +12,7 @@ from offbeat.errors import EngineError
 from offbeat.model.changes_io import smaller_changes
 from offbeat.model.hf_io import read_safetensors
 from offbeat.sync import broadcast
-from offbeat.sync.offer import Changes, WeightBroadcast
+from offbeat.sync.weight_broadcast import Changes, WeightBroadcast
 from small_run import build_small_model
 
 CPU = torch.device("cpu")

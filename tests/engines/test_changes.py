@@ -21,7 +21,7 @@ from offbeat.model.changes import FILE
 from offbeat.model.changes_io import smaller_changes, write_changes
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.hf_io import read_safetensors
-from offbeat.sync.offer import Changes, WeightBroadcast
+from offbeat.sync.weight_broadcast import Changes, WeightBroadcast
 from offbeat.weights.protocol import Manifest, Proof
 
 pytestmark = pytest.mark.timeout(400)  # the first test of vLLM starts the servers

@@ -35,7 +35,7 @@ from offbeat.inference.sampling import Sample, Sampling
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.hf_io import read_safetensors
 from offbeat.model.peft_io import Adapter, read_adapter, write_adapter
-from offbeat.sync.offer import WeightBroadcast
+from offbeat.sync.weight_broadcast import WeightBroadcast
 from offbeat.trainer.state import Dtype
 from offbeat.weights.proof import ProofJudge
 from offbeat.weights.protocol import Manifest, Proof

@@ -17,7 +17,7 @@ from offbeat.inference.client import EngineClient
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.hf_io import read_safetensors
-from offbeat.sync.offer import WeightBroadcast
+from offbeat.sync.weight_broadcast import WeightBroadcast
 from offbeat.weights.protocol import Interrupt, Manifest
 
 pytestmark = pytest.mark.timeout(400)  # the first test of a kind starts the servers

@@ -1,4 +1,4 @@
-"""The receiver's side of weights by broadcast: it gets a version that a sender (`sync.offer`) offers at an address.
+"""The receiver's side of weights by broadcast: it gets a version that a sender (`sync.weight_broadcast`) offers at an address.
 
 Called by engines, on any thread; needs only torch and the standard library, so that it also runs inside another engine's process.
 Receivers arrive at the sender's store and get a ticket: a place in a process group for one round of broadcasts, or the instruction to read

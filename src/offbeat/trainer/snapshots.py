@@ -20,7 +20,7 @@ from offbeat.model.changes_io import smaller_changes, write_changes
 from offbeat.model.checkpoint_names import published_names
 from offbeat.model.fingerprint import combine, digests
 from offbeat.model.peft_io import Adapter, write_adapter
-from offbeat.sync.offer import Changes, WeightBroadcast
+from offbeat.sync.weight_broadcast import Changes, WeightBroadcast
 from offbeat.trainer.export import export_folder
 from offbeat.trainer.messages import Dtype
 from offbeat.trainer.state import as_dtype, parameter_bytes

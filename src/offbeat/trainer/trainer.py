@@ -29,8 +29,8 @@ from offbeat.errors import ConfigError, DivergedError
 from offbeat.model.logprobs import packs_rows, unscored
 from offbeat.pulse import progress
 from offbeat.sync.mesh import ProcessGroups
-from offbeat.sync.offer import WeightBroadcast
 from offbeat.sync.platform import current_platform
+from offbeat.sync.weight_broadcast import WeightBroadcast
 from offbeat.telemetry.tracker import StatsTracker
 from offbeat.trainer.effort import Effort
 from offbeat.trainer.heap import Heap

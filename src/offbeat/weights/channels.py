@@ -1,6 +1,6 @@
 """Brings versions out of the trainer: each as a folder (`disk`), or by a broadcast from rank 0 to all engines at once (`collective`).
 
-`runs.assemble` makes the channel, and publishers call it. Torch-free: the broadcast itself is `offbeat.sync.offer`.
+`runs.assemble` makes the channel, and publishers call it. Torch-free: the broadcast itself is `offbeat.sync.weight_broadcast`.
 """
 
 import re

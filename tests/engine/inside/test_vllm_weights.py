@@ -14,7 +14,7 @@ from offbeat.engine.versions import fingerprint_tensors
 from offbeat.model.changes import FILE
 from offbeat.model.changes_io import find_changes, write_changes
 from offbeat.sync.broadcast import BroadcastGroup
-from offbeat.sync.offer import Changes, WeightBroadcast
+from offbeat.sync.weight_broadcast import Changes, WeightBroadcast
 
 States = list[dict[str, Tensor]]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offbeat.sync import broadcast
 from offbeat.sync.broadcast import Held, receive
-from offbeat.sync.offer import Changes, WeightBroadcast
+from offbeat.sync.weight_broadcast import Changes, WeightBroadcast
 from small_run import ENVIRONMENT
 from waiting import wait_until
 
@@ -70,7 +70,7 @@ def arrive(address: str, *, attempt: int = 0) -> tuple[dist.TCPStore, int]:
 
 
 def test_all_who_are_expected_share_one_round_and_others_get_their_own(offer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offbeat.sync.offer._QUIET_S", 60.0)
+    monkeypatch.setattr("offbeat.sync.weight_broadcast._QUIET_S", 60.0)
     made = offer(3)
     with ThreadPoolExecutor(3) as pool:
         received = list(pool.map(lambda _: receive(made.address, device=CPU), range(3)))
@@ -96,7 +96,7 @@ def holding(name: str, *, fits: bool = True, seen: list[dict[str, Tensor]] | Non
 
 
 def test_who_has_the_version_before_gets_what_has_changed_and_others_the_whole(offer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offbeat.sync.offer._QUIET_S", 60.0)  # all three come before a round begins
+    monkeypatch.setattr("offbeat.sync.weight_broadcast._QUIET_S", 60.0)  # all three come before a round begins
     made, seen = offer(3, changes=CHANGES), list[dict[str, Tensor]]()
     assert made.changes_bytes == 5 and offer(1).changes_bytes == 0 and offer(1, changes=Changes("v6", {})).changes_bytes == 1
     held = [holding("v6", seen=seen), holding("v6", seen=seen), holding("v5", seen=seen)]
@@ -190,5 +190,5 @@ def test_a_group_meets_on_accelerators_if_everyone_has_its_own(
 ) -> None:
     made = offer(1)
     made._device = torch.device("cuda", 0)
-    monkeypatch.setattr("offbeat.sync.offer.device_name", lambda _: own)
+    monkeypatch.setattr("offbeat.sync.weight_broadcast.device_name", lambda _: own)
     assert made._meeting_device(theirs).type == place
