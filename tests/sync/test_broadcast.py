@@ -1,4 +1,4 @@
-"""What is broadcast: the bytes of tensors in buckets, and how receiving ends where nobody offers; `test_offer.py` has both sides."""
+"""What is broadcast: the bytes of tensors in buckets, and how receiving ends where nobody offers; `test_weight_broadcast` has both."""
 
 import socket
 from threading import Event, Thread

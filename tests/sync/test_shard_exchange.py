@@ -9,7 +9,7 @@ from torch import Tensor
 
 from offbeat.sync import shard_exchange
 from offbeat.sync.broadcast import Spec
-from offbeat.sync.shard_exchange import Box, ShardExchange, Holdings
+from offbeat.sync.shard_exchange import Box, Holdings, ShardExchange
 from ranks import run_ranks
 
 WORLD = 3

@@ -1,8 +1,8 @@
 """Chats for training: the tokens of prompts and answers as generation has them, and a mask of those that the model writes.
 
 Called for supervised fine-tuning, preferences and reward models. A text begins with the prompt that generation would get, and goes on with
-the template's text of the answer up to the token that ends its turn. Positions (`data.text_positions`) separate the two, never a search in the
-text. The `{% generation %}` marks of a template, if it has them, choose the trained part of an answer.
+the template's text of the answer up to the token that ends its turn. Positions (`data.text_positions`) separate the two, never a search in
+the text. The `{% generation %}` marks of a template, if it has them, choose the trained part of an answer.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""A model's whole weights, in the number format in which they are published. `dealt` does this for a model in shards."""
+"""A model's whole weights, in the number format in which they are published. `weight_exchange` does this for a model in shards."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

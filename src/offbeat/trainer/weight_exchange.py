@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from offbeat.model.checkpoint_names import published_together
 from offbeat.sync.broadcast import Spec
 from offbeat.sync.mesh import ProcessGroups
-from offbeat.sync.shard_exchange import ShardExchange, Holdings
+from offbeat.sync.shard_exchange import Holdings, ShardExchange
 from offbeat.trainer.messages import Dtype
 from offbeat.trainer.state import owned, target_dtype
 

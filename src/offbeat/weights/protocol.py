@@ -20,8 +20,8 @@ class Manifest:
         canary: [n] token IDs whose log-probabilities prove the policy.
         canary_logprobs: [n - 1] log-probabilities of canary[1:] under the trainer's weights; for an adapter that an earlier Offbeat has
             written, their mean alone.
-        broadcast: `host:port` where rank 0 offers the weights (`offbeat.sync.weight_broadcast`), such as "10.0.0.4:41207"; the folder is then written
-            only for engines that it cannot reach otherwise. Empty where the folder holds them.
+        broadcast: `host:port` where rank 0 offers the weights (`offbeat.sync.weight_broadcast`), such as "10.0.0.4:41207"; the folder is
+            then written only for engines that it cannot reach otherwise. Empty where the folder holds them.
         adapter: name of the adapter; empty for whole weights.
         num_bytes: size of the tensors in the folder, or in the broadcast to engines that have `base`.
         base: folder of an earlier version, if only the changes since then are in this one's folder, or are broadcast to engines that have
