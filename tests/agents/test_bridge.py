@@ -15,6 +15,7 @@ from offbeat.agents import bridge
 from offbeat.agents.bridge import BridgePlayer
 from offbeat.agents.pool import LostError
 from offbeat.agents.task import AgentTask, Played
+from offbeat.config.agent import AgentConfig
 from offbeat.data.row import Row
 from offbeat.errors import CodeError
 from scripted_model import play_agent
@@ -30,8 +31,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     def run(body: Callable[[BridgePlayer], Coroutine[Any, Any, None]], *, environment: str = "some", **options: Any) -> None:
         async def main() -> None:
-            player = BridgePlayer(
-                f"small:{environment}", python="", options=options, model="m", max_turns=3, num_episodes=9, log_dir=None)
+            config = AgentConfig(
+                environment=f"small:{environment}", options=tuple(f"{name}={value}" for name, value in options.items()), model="m",
+                max_turns=3, episodes_per_process=9, memory_bytes=0)
+            player = BridgePlayer(config, log_dir=None)
             async with player:
                 await body(player)
 

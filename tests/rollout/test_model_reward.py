@@ -12,7 +12,7 @@ from offbeat.data.row import Row
 from offbeat.engine.reward_options import RewardModelOptions, ScoredTexts, TextsToScore
 from offbeat.errors import CodeError, DeadlineError, DeathError, WorkerError
 from offbeat.process.frames import Payload
-from offbeat.rollout.model_reward import ModelReward
+from offbeat.rollout.model_reward import ModelReward, worker_specs
 from offbeat.workers.worker import Nothing, WorkerSpec
 
 ROW = Row("12", "3")
@@ -71,7 +71,8 @@ class ScriptedLauncher:
 
 def run(launcher: ScriptedLauncher, body: Callable[[ModelReward], Awaitable[None]], *, num_workers: int = 1) -> None:
     async def main() -> None:
-        async with ModelReward(launcher, OPTIONS, num_workers=num_workers, timeout_s=5, start_timeout_s=5, log_dir=Path()) as reward:
+        async with ModelReward(
+                launcher, OPTIONS, worker_specs(num_workers, log_dir=Path()), timeout_s=5, start_timeout_s=5) as reward:
             async with asyncio.timeout(10):
                 await body(reward)
 

@@ -14,18 +14,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 from offbeat.agents import bridges
 from offbeat.agents.command import end_group, launcher
+from offbeat.agents.environments.find import read_options
 from offbeat.agents.pool import LostError
 from offbeat.agents.task import AgentTask, Played, played
 from offbeat.child_watch import log_tail
+from offbeat.config.agent import AgentConfig
 from offbeat.errors import CodeError, WorkerError, printable
-from offbeat.hosts import LOOPBACK
 from offbeat.rollout.clock import EpisodeClock, agent_clock
 from offbeat.rollout.measures import numbers_of
 from offbeat.user_code.places import Places, Waiting, on_the_clock
@@ -38,32 +39,20 @@ _LONGEST_LINE = 16 << 20
 
 
 class BridgePlayer:
-    """One process of a bridge, replaced when it dies. It plays at most `num_episodes` at a time."""
+    """One process of a bridge, replaced when it dies. It plays as many episodes at a time as [agent] has places."""
 
-    def __init__(
-        self, name: str, *, python: str, options: Mapping[str, Any], model: str, max_turns: int, num_episodes: int, log_dir: Path | None,
-        memory_bytes: int = 0, allowed: Collection[str] = (),
-        host: str = LOOPBACK,
-    ) -> None:
-        """Prepare a bridge.
-
-        Args:
-            name: "LIBRARY:ENVIRONMENT", such as "verifiers:my_env".
-            python: the interpreter; "" for this one.
-            options: the environment's options.
-            model: name of the model, for its calls.
-            allowed: environment variables that it sees although they look like secrets.
-            host: name or address under which it reaches the proxy.
-        """
-        library, _, environment = name.partition(":")
+    def __init__(self, config: AgentConfig, *, log_dir: Path | None) -> None:
+        """Prepare the bridge to `agent.environment`, which is "LIBRARY:ENVIRONMENT", such as "verifiers:my_env"."""
+        library, _, environment = config.environment.partition(":")
         self._file = Path(bridges.__file__).with_name(f"{library}_bridge.py")
-        self._first = {"environment": environment, "options": dict(options), "model": model, "max_turns": max_turns}
-        self._name = name
-        self._python = python or sys.executable
-        self._places = Places(num_episodes)
+        self._first = {
+            "environment": environment, "options": read_options(config.options), "model": config.model, "max_turns": config.max_turns}
+        self._name = config.environment
+        self._python = config.python or sys.executable
+        self._places = Places(config.processes * config.episodes_per_process)
         self._log = log_dir / "bridge.log" if log_dir is not None else None
-        self._memory_bytes = memory_bytes
-        self._environment = environment_of_programs(os.environ, allowed=allowed, host=host)
+        self._memory_bytes = config.memory_bytes
+        self._environment = environment_of_programs(os.environ, allowed=config.env, host=config.reached_at)
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._process: asyncio.subprocess.Process | None = None

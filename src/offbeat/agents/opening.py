@@ -1,6 +1,5 @@
 """Opens the workflow that `rollout.workflow` names, with the processes and the proxy that it needs. Called by `runs.rollouts`."""
 
-import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 from offbeat.agents.agent import AgentWorkflow, Player, ProgramPlayer
 from offbeat.agents.bridge import BridgePlayer
 from offbeat.agents.command import CommandPlayer
-from offbeat.agents.environments.find import read_options
 from offbeat.agents.played import PlayedWorkflow
 from offbeat.agents.pool import PlayPool
 from offbeat.agents.proxy import Proxy
@@ -68,16 +66,12 @@ async def _open_player(
     stack: AsyncExitStack, config: Config, *, log_dir: Path | None, tell: Callable[[str], None],
 ) -> Player:
     agent = config.agent
-    num_episodes = agent.processes * agent.episodes_per_process
     if agent.command:
         return await stack.enter_async_context(CommandPlayer(
-            agent.command, num_episodes=num_episodes, log_dir=log_dir, memory_bytes=agent.memory_bytes, allowed=agent.env,
-            host=agent.reached_at))
+            agent.command, num_episodes=agent.processes * agent.episodes_per_process, log_dir=log_dir, memory_bytes=agent.memory_bytes,
+            allowed=agent.env, host=agent.reached_at))
     if agent.environment:
-        return await stack.enter_async_context(BridgePlayer(
-            agent.environment, python=agent.python or sys.executable, options=read_options(agent.options), model=agent.model,
-            max_turns=agent.max_turns, num_episodes=num_episodes, log_dir=log_dir, memory_bytes=agent.memory_bytes, allowed=agent.env,
-            host=agent.reached_at))
+        return await stack.enter_async_context(BridgePlayer(agent, log_dir=log_dir))
     request = PlayLoadRequest(program=agent.program)
     return ProgramPlayer(await stack.enter_async_context(PlayPool(request, agent, log_dir=log_dir, tell=tell)))
 

@@ -34,31 +34,39 @@ class _Waiting:
     reward: "asyncio.Future[float]"
 
 
+def worker_specs(num_workers: int, *, log_dir: Path, threads: int = 1, num_devices: int = 0, of_set: str = "") -> list[WorkerSpec]:
+    """Return the processes of a reward model.
+
+    Args:
+        threads, num_devices: of each process.
+        of_set: name of the evaluation set that it judges, part of the processes' names; "" for the run.
+    """
+    names = [f"{of_set} reward model {index}".lstrip() for index in range(num_workers)]
+    return [
+        WorkerSpec(
+            name, "offbeat.engine.reward_worker:RewardModelWorker", log_dir / f"{name.replace(' ', '-')}.log", threads=threads,
+            num_devices=num_devices)
+        for name in names]
+
+
 class ModelReward:
-    """A reward model in `num_workers` processes; may be used where a `RewardPool` may."""
+    """A reward model in processes of its own; may be used where a `RewardPool` may."""
 
     def __init__(
-        self, launcher: Launcher, options: RewardModelOptions, *, num_workers: int, timeout_s: float, start_timeout_s: float,
-        log_dir: Path, threads: int = 1, num_devices: int = 0, of_set: str = "",
+        self, launcher: Launcher, options: RewardModelOptions, specs: Sequence[WorkerSpec], *, timeout_s: float, start_timeout_s: float,
     ) -> None:
         """Prepare it; its processes start on entering it.
 
         Args:
+            specs: its processes; see `worker_specs`.
             timeout_s: limit for one call.
             start_timeout_s: limit for starting a process, and for loading the model.
-            threads, num_devices: of each process.
-            of_set: name of the evaluation set that it judges, part of the processes' names; "" for the run.
         """
         self._launcher = launcher
         self._options = options
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
-        names = [f"{of_set} reward model {index}".lstrip() for index in range(num_workers)]
-        self._specs = [
-            WorkerSpec(
-                name, "offbeat.engine.reward_worker:RewardModelWorker", log_dir / f"{name.replace(' ', '-')}.log", threads=threads,
-                num_devices=num_devices)
-            for name in names]
+        self._specs = list(specs)
         self._workers: dict[int, Worker] = {}
         self._waiting: asyncio.Queue[_Waiting] = asyncio.Queue()
         self._serving: list[asyncio.Task[None]] = []

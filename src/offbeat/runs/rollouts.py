@@ -36,7 +36,7 @@ from offbeat.rollout.episode import Episode, Generate, Workflow
 from offbeat.rollout.executor import RolloutExecutor
 from offbeat.rollout.idle import IdleMeter
 from offbeat.rollout.metric import check_metrics
-from offbeat.rollout.model_reward import ModelReward
+from offbeat.rollout.model_reward import ModelReward, worker_specs
 from offbeat.rollout.outcomes import RolloutListener, Settled
 from offbeat.rollout.player import Accept, RolloutParts
 from offbeat.rollout.reward_pool import RewardPool, check_call
@@ -308,9 +308,10 @@ async def open_rewards(
         options = RewardModelOptions(
             model, config.model.number_format, config.data.system_prompt, config.train.max_tokens_per_microbatch)
         rewards = await stack.enter_async_context(ModelReward(
-            launcher, options, num_workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s,
-            start_timeout_s=config.cluster.start_timeout_s, log_dir=log_dir, threads=config.inference.threads or 1,
-            num_devices=devices_per_reward_model(config), of_set=of_set))
+            launcher, options, worker_specs(
+                rollout.reward_workers, log_dir=log_dir, threads=config.inference.threads or 1,
+                num_devices=devices_per_reward_model(config), of_set=of_set),
+            timeout_s=rollout.reward_timeout_s, start_timeout_s=config.cluster.start_timeout_s))
     else:
         weights = choose_rewards(config)
         rewards = await stack.enter_async_context(RewardPool(
