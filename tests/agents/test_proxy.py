@@ -46,6 +46,7 @@ class Script:
     error: Exception | None = None
     prompts: list[tuple[int, ...]] = field(default_factory=list)
     num_cancelled: int = 0
+    num_cached: int = 0
 
     async def __call__(self, prompt: tuple[int, ...], sampling: Sampling, *, n: int, session: str = "") -> list[Sample]:
         self.prompts.append(prompt)
@@ -60,7 +61,8 @@ class Script:
 
     def _sample(self, text: str) -> Sample:
         ids = tuple(self.tokenizer.encode(text + "<|im_end|>"))
-        return Sample(ids, (-0.5,) * len(ids), (len(self.prompts),) * len(ids), text, "stop")
+        versions = (len(self.prompts),) * len(ids)
+        return Sample(ids, (-0.5,) * len(ids), versions, text, "stop", num_cached_tokens=self.num_cached)
 
 
 @dataclass
@@ -179,6 +181,17 @@ def test_a_chat_may_be_told_its_tokens():
         mask = trajectory.loss_mask
         assert answer["prompt_token_ids"] + answer["choices"][0]["token_ids"] == trajectory.tokens.tolist()
         assert answer["choices"][0]["versions"] == trajectory.versions[mask].tolist()
+
+    play(body)
+
+
+def test_answers_tell_how_much_of_the_prompt_the_engine_had_computed_before():
+    async def body(world: World) -> None:
+        world.script.num_cached = 16
+        _, told = await world.post({"messages": [{"role": "user", "content": "hi"}]})
+        assert told["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
+        _, told = await world.post({"input": "hi"}, "/v1/responses")
+        assert told["usage"]["input_tokens_details"]["cached_tokens"] == 16
 
     play(body)
 

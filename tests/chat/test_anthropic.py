@@ -21,7 +21,7 @@ def read(messages=USER, at="engine", **body) -> ChatRequest:
 
 
 def answer(reply: Reply) -> ChatAnswer:
-    return ChatAnswer(id="1", created=7, model="m", replies=(reply,), num_prompt_tokens=5)
+    return ChatAnswer(id="1", created=7, model="m", replies=(reply,), num_prompt_tokens=8, num_cached_tokens=3)
 
 
 def whole(reply: Reply) -> dict:
@@ -114,7 +114,8 @@ def test_a_whole_answer_has_a_block_for_each_thing_and_can_be_sent_back() -> Non
     assert told["content"] == [
         {"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "ok"},
         {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 3}}]
-    assert (told["usage"]["input_tokens"], told["usage"]["output_tokens"]) == (5, 4)
+    assert told["usage"] == {
+        "input_tokens": 5, "output_tokens": 4, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 3}, "5 of 8 were computed"
     back = read([*USER, {"role": "assistant", "content": told["content"]}, {"role": "user", "content": "x"}]).messages[1]
     assert (back.content, back.reasoning, json.loads(back.calls[0].arguments)) == ("ok", "hm", {"a": 3})
 
@@ -132,7 +133,8 @@ def test_a_stream_tells_each_block_from_its_beginning_to_its_end() -> None:
     block = ["content_block_start", "content_block_delta", "content_block_stop"]
     assert [event["type"] for event in told] == [
         "message_start", block[0], block[1], *block[1:], *block, *block, "message_delta", "message_stop"]
-    assert told[0]["message"]["content"] == [] and told[0]["message"]["usage"]["input_tokens"] == 5
+    assert told[0]["message"]["content"] == [] and told[0]["message"]["usage"] == {
+        "input_tokens": 5, "output_tokens": 0, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 3}
     assert [event["index"] for event in told if "index" in event] == [0] * 4 + [1] * 3 + [2] * 3
     assert [event["content_block"] for event in told if "content_block" in event] == [
         {"type": "thinking", "thinking": "", "signature": ""}, {"type": "text", "text": ""},

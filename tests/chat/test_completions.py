@@ -20,7 +20,7 @@ def read(messages=USER, at="engine", **body) -> ChatRequest:
 
 
 def answer(*replies: Reply) -> ChatAnswer:
-    return ChatAnswer(id="1", created=7, model="m", replies=replies, num_prompt_tokens=5)
+    return ChatAnswer(id="1", created=7, model="m", replies=replies, num_prompt_tokens=5, num_cached_tokens=3)
 
 
 def events(reply: ChatAnswer, request: ChatRequest | None = None) -> list[dict]:
@@ -138,7 +138,7 @@ def test_a_whole_answer_has_calls_beside_null() -> None:
         Reply(Message("assistant", "seven"), "stop", num_tokens=2, logprobs=(
             TokenLogprob("sev", -1.0, b"sev"), TokenLogprob("en", -0.5, b"en"))))))
     assert whole["id"] == "chatcmpl-1" and whole["object"] == "chat.completion" and (whole["created"], whole["model"]) == (7, "m")
-    assert whole["usage"] == {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11}
+    assert whole["usage"] == {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11, "prompt_tokens_details": {"cached_tokens": 3}}
     first, second = whole["choices"]
     assert first["finish_reason"] == "tool_calls" and first["message"] == {
         "role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [
@@ -167,7 +167,8 @@ def test_a_stream_of_calls_has_their_names_first_and_their_arguments_after() -> 
 def test_a_stream_ends_with_the_numbers_of_tokens_if_they_are_wanted() -> None:
     replies = [Reply(Message("assistant", text), "stop", num_tokens=2) for text in ("a", "b")]
     told = events(answer(*replies), ChatRequest((), include_usage=True))
-    assert told[-1]["choices"] == [] and told[-1]["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
+    assert told[-1]["choices"] == [] and told[-1]["usage"] == {
+        "prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9, "prompt_tokens_details": {"cached_tokens": 3}}
     assert all(event["usage"] is None for event in told[:-1])
     assert [event["choices"][0]["index"] for event in told[:-1]] == [0, 0, 0, 1, 1, 1]
 

@@ -18,7 +18,7 @@ def read(items="hi", at="engine", **body) -> ChatRequest:
 
 
 def answer(reply: Reply) -> ChatAnswer:
-    return ChatAnswer(id="1", created=7, model="m", replies=(reply,), num_prompt_tokens=5)
+    return ChatAnswer(id="1", created=7, model="m", replies=(reply,), num_prompt_tokens=5, num_cached_tokens=3)
 
 
 def whole(reply: Reply, **request) -> dict:
@@ -98,7 +98,7 @@ def test_a_whole_answer_has_an_item_for_each_thing() -> None:
     assert told["output"][2] == {
         "type": "function_call", "id": "fc_1_0", "call_id": "call_1", "name": "add", "arguments": '{"a": 3}', "status": "completed"}
     assert told["usage"] == {
-        "input_tokens": 5, "output_tokens": 4, "total_tokens": 9, "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "input_tokens": 5, "output_tokens": 4, "total_tokens": 9, "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
         "output_tokens_details": {"reasoning_tokens": 0}}
     assert told["tools"][0]["name"] == "add" and told["tool_choice"] == "auto" and told["parallel_tool_calls"] is True
 

@@ -31,8 +31,32 @@ def test_samples_come_in_order_with_their_usage() -> None:
     assert (whole["id"], whole["object"], whole["model"]) == ("id-1", "text_completion", "tiny")
     assert [(c["index"], c["text"], c["finish_reason"], c["logprobs"]) for c in whole["choices"]] == [
         (0, "1", "length", None), (1, "34", "stop", None)]
-    assert whole["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert whole["usage"] == {
+        "prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6, "prompt_tokens_details": {"cached_tokens": 0}}
     assert "token_ids" not in whole["choices"][0]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_cached_tokens_are_counted_once_for_each_prompt_and_read_by_clients(streams: bool) -> None:
+    options = {"n": 2, "stream": streams, "stream_options": StreamOptions(include_usage=True), "logprobs": 0, "return_token_ids": True}
+    outputs = [replace(output(index, "12"), num_cached=16 * (1 + index // 2)) for index in (3, 0, 1, 2)]
+    told = answer(CompletionFormat(), **options)
+    if streams:
+        for part in outputs:
+            told.piece(part)
+        usage = json.loads(told.ending().split(b"\n")[0].removeprefix(b"data: "))["usage"]
+    else:
+        whole = told.whole(outputs)
+        usage = json.loads(whole)["usage"]
+        assert [sample.num_cached_tokens for sample in read_samples(whole, adapter="", num_top=0)] == [48] * 4
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 16 + 32}
+
+
+@pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens_details": None}, {"prompt_tokens_details": {"cached_tokens": None}}])
+def test_engines_that_do_not_tell_cached_tokens_have_none(usage: dict | None) -> None:
+    told = json.loads(answer(CompletionFormat(), logprobs=0, return_token_ids=True).whole([output(0, "12")]))
+    (sample,) = read_samples(json.dumps({**told, "usage": usage}).encode(), adapter="", num_top=0)
+    assert sample.num_cached_tokens == 0
 
 
 def test_tokens_logprobs_and_versions_are_given_on_request_and_text_is_cut_at_a_stop() -> None:
@@ -105,5 +129,6 @@ def test_a_stream_ends_with_the_numbers_of_tokens_if_they_are_wanted() -> None:
     assert all(json.loads(piece.removeprefix(b"data: "))["usage"] is None for piece in pieces)
     last, done = counted.ending().decode().removesuffix("\n\n").split("\n\n")
     told = json.loads(last.removeprefix("data: "))
-    assert told["choices"] == [] and told["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    assert told["choices"] == [] and told["usage"] == {
+        "prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7, "prompt_tokens_details": {"cached_tokens": 0}}
     assert done == "data: [DONE]"

@@ -162,6 +162,33 @@ def test_an_answer_may_hold_several_calls_or_only_one(serve) -> None:
     assert len(one["choices"][0]["message"]["tool_calls"]) == 1 and one["usage"]["completion_tokens"] == 1
 
 
+def test_each_api_tells_how_much_of_a_prompt_was_computed_before(serve) -> None:
+    url = serve({"\n": CALL, CALL: "7"})
+    chat = [{"role": "user", "content": "What is 3 times 3, and what comes after it?"}]
+
+    def cached(path: str, usage: dict) -> tuple[int, int]:
+        if path == "/v1/messages":
+            return usage["input_tokens"] + usage["cache_read_input_tokens"], usage["cache_read_input_tokens"]
+        if path == "/v1/responses":
+            return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]
+        return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+
+    first = cached("", answer(url, "/v1/chat/completions", messages=chat, max_tokens=2)["usage"])
+    length, known = first[0], (first[0] - 1) // 16 * 16
+    assert first[1] == 0 and known > 0
+    for path, body in (
+        ("/v1/chat/completions", {"messages": chat}), ("/v1/responses", {"input": chat}), ("/v1/messages", {"messages": chat}),
+    ):
+        most = {"max_output_tokens": 2} if path == "/v1/responses" else {"max_tokens": 2}
+        assert cached(path, answer(url, path, **body, **most)["usage"]) == (length, known)
+    told = events(url, "/v1/chat/completions", messages=chat, max_tokens=2, stream_options={"include_usage": True})
+    assert cached("", told[-1]["usage"]) == (length, known)
+    told = events(url, "/v1/messages", messages=chat, max_tokens=2)
+    assert cached("/v1/messages", told[0]["message"]["usage"]) == (length, known)
+    told = events(url, "/v1/responses", input=chat, max_output_tokens=2)
+    assert cached("/v1/responses", told[-1]["response"]["usage"]) == (length, known)
+
+
 def test_responses_and_messages_answer_alike(calls) -> None:
     told = answer(calls, "/v1/responses", input="3?", tools=[FLAT])
     (item,) = told["output"]
@@ -173,7 +200,7 @@ def test_responses_and_messages_answer_alike(calls) -> None:
     (block,) = told["content"]
     assert told["stop_reason"] == "tool_use" and (block["type"], block["name"], block["input"]) == ("tool_use", "add", {"a": 3})
     counted = answer(calls, "/v1/messages/count_tokens", messages=USER, tools=[BLOCK])
-    assert counted["input_tokens"] == told["usage"]["input_tokens"]
+    assert counted["input_tokens"] == told["usage"]["input_tokens"] + told["usage"]["cache_read_input_tokens"]
 
 
 def test_reasoning_is_told_apart_but_in_plain_chat_completions(serve) -> None:
@@ -188,7 +215,8 @@ def test_reasoning_is_told_apart_but_in_plain_chat_completions(serve) -> None:
 def test_prompts_are_those_of_the_renderer(calls, tmp_path) -> None:
     tokenizer = load_tokenizer(write_model(tmp_path, {}))
     told = answer(calls, "/v1/messages", messages=USER, max_tokens=3)
-    assert told["usage"]["input_tokens"] == len(Renderer(tokenizer).prompt([Message("user", "3?")]))
+    length = told["usage"]["input_tokens"] + told["usage"]["cache_read_input_tokens"]
+    assert length == len(Renderer(tokenizer).prompt([Message("user", "3?")]))
 
 
 # -- streams -------------------------------------------------------------------------------------------------------------------------------

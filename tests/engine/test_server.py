@@ -86,7 +86,8 @@ def test_a_completion_from_token_ids_has_tokens_logprobs_and_versions(url, refer
     prompt = [5, 9, 20, 3]
     status, _, answer = fetch(url, "/v1/completions", {"prompt": prompt, "n": 3, "max_tokens": 7, "seed": 1, **RL})
     assert status == 200 and answer["object"] == "text_completion" and answer["id"].startswith("cmpl-")
-    assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 21, "total_tokens": 25}
+    assert answer["usage"] == {
+        "prompt_tokens": 4, "completion_tokens": 21, "total_tokens": 25, "prompt_tokens_details": {"cached_tokens": 0}}
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     for choice in answer["choices"]:
         assert choice["finish_reason"] == "length" and choice["versions"] == [0] * 7
@@ -110,7 +111,8 @@ def test_several_prompts_have_the_answers_that_each_would_have_alone(url, stream
     else:
         answer = fetch(url, "/v1/completions", {"prompt": prompts, **more})[2]
         assert [choice["index"] for choice in answer["choices"]] == list(range(6))
-        assert answer["usage"] == {"prompt_tokens": 11, "completion_tokens": 36, "total_tokens": 47}
+        assert answer["usage"] == {
+            "prompt_tokens": 11, "completion_tokens": 36, "total_tokens": 47, "prompt_tokens_details": {"cached_tokens": 0}}
         together = [choice["token_ids"] for choice in answer["choices"]]
     assert together == alone
 

@@ -179,7 +179,8 @@ class Session:
         except BaseException:
             self._recorder.drop(turn)
             raise
-        return answer_of(request, turn.prompt, replies, model=request.model)
+        cached = max(sample.num_cached_tokens for sample in samples)
+        return answer_of(request, turn.prompt, replies, model=request.model, num_cached_tokens=cached)
 
     def _check_open(self) -> None:
         if self._is_sealed:

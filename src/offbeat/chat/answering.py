@@ -210,11 +210,13 @@ def check_structure(request: ChatRequest) -> None:
             " to 'none', or leave one of them out", param="tool_choice")
 
 
-def answer_of(request: ChatRequest, prompt: Sequence[int], replies: Sequence[Reply], *, model: str) -> ChatAnswer:
+def answer_of(
+    request: ChatRequest, prompt: Sequence[int], replies: Sequence[Reply], *, model: str, num_cached_tokens: int = 0
+) -> ChatAnswer:
     """Put replies together to an answer, which gets a random id. An answer that will be streamed begins without replies."""
     return ChatAnswer(
         uuid.uuid4().hex, int(time.time()), model, tuple(replies), len(prompt),
-        prompt_ids=tuple(prompt) if request.return_token_ids else ())
+        prompt_ids=tuple(prompt) if request.return_token_ids else (), num_cached_tokens=num_cached_tokens)
 
 
 def split_stops(stop: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[str, ...], tuple[int, ...]]:

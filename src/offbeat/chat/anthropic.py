@@ -28,7 +28,6 @@ from offbeat.errors import RefusedError
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "pause_turn"}
 _ERRORS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
-_NO_CACHE = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 
 
 class _Block(msgspec.Struct):
@@ -141,7 +140,8 @@ class Anthropic:
 
     def whole(self, request: ChatRequest, answer: ChatAnswer) -> bytes:  # noqa: ARG002
         reply = answer.replies[0]
-        return msgspec.json.encode({**_head(answer), "content": _blocks(reply.message), **_ending(reply), "usage": _usage(answer)})
+        usage = _usage(answer, reply.num_tokens)
+        return msgspec.json.encode({**_head(answer), "content": _blocks(reply.message), **_ending(reply), "usage": usage})
 
     def stream(self, request: ChatRequest, begun: ChatAnswer) -> AnswerStream:  # noqa: ARG002
         return _AnthropicStream(begun)
@@ -246,9 +246,12 @@ def _ending(reply: Reply) -> dict[str, Any]:
     return {"stop_reason": _STOP_REASONS[reply.finish], "stop_sequence": None}
 
 
-def _usage(answer: ChatAnswer) -> dict[str, int]:
+def _usage(answer: ChatAnswer, num_generated: int) -> dict[str, int]:
+    """Count tokens; in this API the prompt's are split into those that are computed and those that were computed before."""
+    cached = answer.num_cached_tokens
     return {
-        "input_tokens": answer.num_prompt_tokens, "output_tokens": answer.replies[0].num_tokens, **_NO_CACHE}
+        "input_tokens": answer.num_prompt_tokens - cached, "output_tokens": num_generated, "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached}
 
 
 def _blocks(message: Message) -> list[dict[str, Any]]:
@@ -272,8 +275,7 @@ class _AnthropicStream:
         self._has_answered = False  # with text or a call
 
     def begin(self) -> bytes:
-        usage = {"input_tokens": self._answer.num_prompt_tokens, "output_tokens": 0, **_NO_CACHE}
-        message = {**_head(self._answer), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        message = {**_head(self._answer), "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(self._answer, 0)}
         return event({"type": "message_start", "message": message})
 
     def pieces(self, index: int, pieces: Sequence[Piece], logprobs: Sequence[TokenLogprob] = ()) -> bytes:  # noqa: ARG002

@@ -123,7 +123,7 @@ class Completions:
              **_ids(reply)}
             for index, reply in enumerate(answer.replies)
         ]
-        told = {**_head(answer), "object": "chat.completion", "choices": choices, "usage": usage_of(answer)}
+        told = {**_head(answer), "object": "chat.completion", "choices": choices, "usage": _usage(answer)}
         return msgspec.json.encode({**told, "prompt_token_ids": answer.prompt_ids} if answer.prompt_ids else told)
 
     def stream(self, request: ChatRequest, begun: ChatAnswer) -> AnswerStream:
@@ -150,11 +150,16 @@ def message_of(message: Message) -> dict[str, Any]:
     return written
 
 
-def usage_of(answer: ChatAnswer) -> dict[str, int]:
-    """Count the tokens of an answer."""
+def usage_of(prompt: int, generated: int, *, num_cached: int) -> dict[str, Any]:
+    """Write the numbers of tokens; `num_cached` of the prompt's were not computed, because an earlier prompt began with them."""
+    return {
+        "prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": num_cached}}
+
+
+def _usage(answer: ChatAnswer) -> dict[str, Any]:
     generated = sum(reply.num_tokens for reply in answer.replies)
-    prompt = answer.num_prompt_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+    return usage_of(answer.num_prompt_tokens, generated, num_cached=answer.num_cached_tokens)
 
 
 def _head(answer: ChatAnswer) -> dict[str, Any]:
@@ -183,7 +188,7 @@ class _CompletionsStream:
         return begun + self._chunk(index, {}, finish_reason=reply.finish, **_ids(reply))
 
     def end(self, answer: ChatAnswer) -> bytes:
-        return (data({**self._head, "choices": [], "usage": usage_of(answer)}) if self._request.include_usage else b"") + DONE
+        return (data({**self._head, "choices": [], "usage": _usage(answer)}) if self._request.include_usage else b"") + DONE
 
     def error(self, message: str, *, status: int) -> bytes:
         return data(openai_error(message, status=status))

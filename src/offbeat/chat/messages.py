@@ -165,6 +165,7 @@ class ChatAnswer:
         created: seconds since the epoch.
         num_prompt_tokens: length of the prompt.
         prompt_ids: the prompt's tokens, if they are wanted.
+        num_cached_tokens: number of tokens at its beginning that the engine did not compute, because an earlier prompt began with them.
     """
 
     id: str
@@ -173,3 +174,4 @@ class ChatAnswer:
     replies: tuple[Reply, ...]
     num_prompt_tokens: int
     prompt_ids: tuple[int, ...] = ()
+    num_cached_tokens: int = 0

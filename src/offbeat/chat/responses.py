@@ -210,8 +210,8 @@ def _call_item(item_id: str, call: ToolCall, *, status: str) -> dict[str, Any]:
 def _response(request: ChatRequest, answer: ChatAnswer, items: list[dict[str, Any]], status: str) -> dict[str, Any]:
     prompt, generated = answer.num_prompt_tokens, sum(reply.num_tokens for reply in answer.replies)
     usage = {
-        "input_tokens": prompt, "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}, "output_tokens": generated,
-        "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": prompt + generated}
+        "input_tokens": prompt, "input_tokens_details": {"cached_tokens": answer.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": generated, "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": prompt + generated}
     reason = "max_output_tokens" if any(reply.finish == "length" for reply in answer.replies) else "aborted"
     return {
         "id": f"resp_{answer.id}", "object": "response", "created_at": answer.created, "status": status, "model": answer.model,

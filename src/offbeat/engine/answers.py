@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from offbeat.chat.answering import token_logprobs
-from offbeat.chat.completions import DONE, told_logprob
+from offbeat.chat.completions import DONE, told_logprob, usage_of
 from offbeat.chat.dialects import data
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.engine.request import Output, Scored
@@ -137,12 +137,13 @@ class Answer:
         self._tokenizer = tokenizer
         self._prompt_len = prompt_len
         self._num_generated = 0
+        self._num_cached: dict[int, int] = {}  # of each prompt
         self._streams: dict[int, TextStream] = {}
         self._head = {"id": request_id, "created": int(time.time()), "model": model}
 
     def whole(self, outputs: Sequence[Output]) -> bytes:
         """Encode the answer to a request that does not stream, once all samples are done."""
-        self._num_generated = sum(len(output.token_ids) for output in outputs)
+        self._add_counts(*outputs)
         choices = []
         for output in sorted(outputs, key=lambda o: o.index):
             text = self._text(told_ids(output, self._body))
@@ -151,7 +152,7 @@ class Answer:
 
     def piece(self, output: Output) -> bytes:
         """Encode one event of a streaming answer."""
-        self._num_generated += len(output.token_ids)
+        self._add_counts(output)
         first = output.index not in self._streams
         stream = self._streams.setdefault(output.index, self._stream())
         text = "".join(map(stream.push, told_ids(output, self._body)))
@@ -181,9 +182,12 @@ class Answer:
         usage = usage if self._body.include_usage else {}
         return data({**self._head, "object": self._form.chunk_kind, "choices": choices, **usage})
 
-    def _usage(self) -> dict[str, int]:
-        prompt, generated = self._prompt_len, self._num_generated
-        return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+    def _add_counts(self, *outputs: Output) -> None:
+        self._num_generated += sum(len(output.token_ids) for output in outputs)
+        self._num_cached |= {output.index // self._body.n: output.num_cached for output in outputs}
+
+    def _usage(self) -> dict[str, Any]:
+        return usage_of(self._prompt_len, self._num_generated, num_cached=sum(self._num_cached.values()))
 
     def _choice(self, output: Output, text: str, *, first: bool) -> dict[str, Any]:
         body, prompt = self._body, None

@@ -58,7 +58,7 @@ class ChatEvents:
     """Writes the outputs of one request as events."""
 
     def __init__(self, chat: Chat, answering: Answering, dialect: ChatDialect, tokenizer: Tokenizer, *, model: str) -> None:
-        self._chat, self._answering, self._tokenizer = chat, answering, tokenizer
+        self._chat, self._answering, self._dialect, self._tokenizer = chat, answering, dialect, tokenizer
         self._begun = answer_of(chat.request, chat.prompt, (), model=model)
         self._stream = dialect.stream(chat.request, self._begun)
         self._has_begun = False
@@ -67,7 +67,7 @@ class ChatEvents:
 
     def piece(self, output: Output) -> bytes:
         """Return the events of an output, which may be none."""
-        begun = b"" if self._has_begun else self._stream.begin()
+        begun = b"" if self._has_begun else self._begin(output)
         self._has_begun = True
         sample = self._samples.get(output.index)
         if sample is None:
@@ -81,6 +81,11 @@ class ChatEvents:
         del self._samples[output.index]
         self._replies[output.index] = reply
         return begun + self._stream.pieces(output.index, pieces, logprobs) + self._stream.close(output.index, reply)
+
+    def _begin(self, first: Output) -> bytes:
+        self._begun = replace(self._begun, num_cached_tokens=first.num_cached)
+        self._stream = self._dialect.stream(self._chat.request, self._begun)
+        return self._stream.begin()
 
     def ending(self) -> bytes:
         """Return the events behind the last output."""

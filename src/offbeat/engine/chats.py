@@ -98,7 +98,7 @@ class Chats:
                 made = [output async for output in outputs]
             made.sort(key=lambda output: output.index)
             replies = await asyncio.to_thread(lambda: [self._answering.reply(chat, output) for output in made])
-            return answer_of(asked, chat.prompt, replies, model=model)
+            return answer_of(asked, chat.prompt, replies, model=model, num_cached_tokens=made[0].num_cached)
 
         return ChatResponse(asyncio.create_task(answer(), name=f"chat {request.id}"), dialect, asked, explain=refusal_of)
 

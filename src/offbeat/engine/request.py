@@ -187,6 +187,7 @@ class Output:
         versions: version of the weights that sampled each token.
         finish_reason: None while the sample continues.
         top_logprobs: the most likely tokens at the same positions, under the same distribution; None if not requested.
+        num_cached: number of tokens at the prompt's beginning that were not computed, because an earlier prompt began with them.
     """
 
     index: int
@@ -195,6 +196,7 @@ class Output:
     versions: list[Version]
     finish_reason: FinishReason | None
     top_logprobs: list[TopTokens] | None = None
+    num_cached: int = 0
 
 
 @dataclass(frozen=True, eq=False)

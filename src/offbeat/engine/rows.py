@@ -26,6 +26,7 @@ class RunningSample:
         top: the most likely tokens at each position so far, where the request wants them, else None.
         sent: number of generated tokens already sent to a streaming request.
         shaped: follows the tokens where the request has a shaping, else None.
+        num_cached: number of prompt tokens that were not computed; see `Output`.
         mixed: whether weights that served before have computed a part of its cache.
     """
 
@@ -35,6 +36,7 @@ class RunningSample:
     top: list[TopTokens] | None
     sent: int = 0
     shaped: ShapedSample | None = None
+    num_cached: int = 0
     mixed: bool = False
 
 
@@ -181,7 +183,9 @@ class Rows:
         if sample.request.stream:
             sample.sent = int(self.length[row] - self._prompt_len[row])
         columns = (self._tokens, self._logprobs, self._versions)
-        return Output(sample.index, *(column[row, span].tolist() for column in columns), finish_reason=reason, top_logprobs=top)
+        return Output(
+            sample.index, *(column[row, span].tolist() for column in columns), finish_reason=reason, top_logprobs=top,
+            num_cached=sample.num_cached)
 
     def compact(self, sources: list[int], targets: list[int], *, running: int) -> None:
         """Move rows as returned by `Scheduler.compact`, and drop those from `running` on."""

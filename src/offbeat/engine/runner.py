@@ -78,6 +78,8 @@ class Runner:
         self.num_cached_tokens += int(known.sum())
         repeats = np.arange(old, len(self._rows))
         prompts = np.repeat(np.arange(len(requests)), counts)
+        for sample, num_cached in zip(self._rows.samples[old:], known[prompts].tolist(), strict=True):
+            sample.num_cached = num_cached
         copies = repeats != first[prompts]
         self._cache.move(first[prompts][copies].tolist(), repeats[copies].tolist(), positions=max(map(len, sequences)))
         return logits[self._send(prompts)]

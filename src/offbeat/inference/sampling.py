@@ -61,6 +61,8 @@ class Sample:
         num_retries: number of engines that failed this request before one finished it.
         top_logprobs: [L], under the same distribution as the log-probabilities; fewer than requested where the distribution holds fewer
             tokens; () if not requested.
+        num_cached_tokens: number of the prompt's tokens that the engine did not compute, because an earlier prompt began with them; 0
+            where it does not tell.
 
     The arrays may be given as any sequences of numbers, and are read-only. `token_ids`, `logprobs` and `versions` are the same as tuples.
     """
@@ -72,6 +74,7 @@ class Sample:
     finish_reason: str
     num_retries: int = 0
     top_logprobs: tuple[TopTokens, ...] = ()
+    num_cached_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name, dtype in (("tokens", np.int32), ("token_logprobs", np.float32), ("token_versions", np.int32)):

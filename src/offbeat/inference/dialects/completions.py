@@ -35,8 +35,23 @@ class _Choice(msgspec.Struct):
     versions: bytes | list[int] | None = None
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _PromptDetails | None = None
+
+
 class _Completion(msgspec.Struct):
     choices: list[msgspec.Raw]
+    usage: _Usage | None = None
+
+    @property
+    def num_cached(self) -> int:
+        """Number of prompt tokens that were not computed; 0 where the engine does not tell, as vLLM by default."""
+        details = None if self.usage is None else self.usage.prompt_tokens_details
+        return 0 if details is None else details.cached_tokens or 0
 
 
 _COMPLETION, _CHOICE = msgspec.json.Decoder(_Completion), msgspec.json.Decoder(_Choice)
@@ -54,10 +69,11 @@ def read_samples(data: bytes, *, adapter: str, num_top: int, unversioned: Versio
     Raises:
         msgspec.DecodeError, KeyError, EngineError: the answer is not JSON, lacks something, or a sample is not complete.
     """
-    return [_sample(_CHOICE.decode(raw), adapter, num_top, unversioned) for raw in _COMPLETION.decode(data).choices]
+    answer = _COMPLETION.decode(data)
+    return [_sample(_CHOICE.decode(raw), adapter, num_top, unversioned, num_cached=answer.num_cached) for raw in answer.choices]
 
 
-def _sample(choice: _Choice, adapter: str, num_top: int, unversioned: Version | None) -> Sample:
+def _sample(choice: _Choice, adapter: str, num_top: int, unversioned: Version | None, *, num_cached: int) -> Sample:
     tokens = _vector(choice.token_ids, np.int32)
     told = choice.versions
     if adapter or told is None:
@@ -70,7 +86,7 @@ def _sample(choice: _Choice, adapter: str, num_top: int, unversioned: Version | 
     top = tuple(top_tokens(_by_id(row), num_top) for row in _TOP.decode(choice.logprobs.top_logprobs)) if num_top else ()
     return Sample(
         tokens, _vector(choice.logprobs.token_logprobs, np.float32), versions, choice.text, choice.finish_reason or "",
-        top_logprobs=top).check()
+        top_logprobs=top, num_cached_tokens=num_cached).check()
 
 
 def top_tokens(logprobs: Mapping[int, float], num: int) -> TopTokens:
