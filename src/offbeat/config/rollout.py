@@ -51,7 +51,8 @@ class RolloutConfig(Section):
         " or keep it and train on it anyway.")
     workflow: str = field(
         "offbeat.rollout.workflows.single_turn:single_turn", "How an episode is played: single_turn; agent, tool_loop or gym, configured in"
-        " [agent]; or an async function of your own, as module:function.", on_resume=Change.CODE)
+        " [agent]; or an async function of your own, as module:function, which runs in the controller's process and must only wait"
+        " (`offbeat docs rewards-and-workflows`).", on_resume=Change.CODE)
     reward: str = field(
         "", "Dotted name, module:function or file.py:function, of the reward; exact_match, math, countdown or reasoning; model:FOLDER for "
         "a reward model, or judge:FILE for a judge behind an endpoint. Empty takes the task's own, math for GSM8K, else exact_match. A "
