@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeVar
@@ -24,7 +25,7 @@ from offbeat.aio import ASKED_TO_STOP, PRESSED, End, Terminations, listener
 from offbeat.config.root import Config
 from offbeat.dashboard.live_page import LivePage
 from offbeat.errors import CodeError, ConfigError, RunError, StorageError
-from offbeat.settling import settle
+from offbeat.settling import outcome_of, settle
 from offbeat.telemetry.console import Console, Mode, choose_mode
 from offbeat.workers.worker import library_environment
 
@@ -190,18 +191,23 @@ def _in_thread(
     failed: list[BaseException] = []
     thread = threading.Thread(target=body, name="offbeat run", daemon=True)
     with _terminations(ending), _interrupts(ending) as interruptible:
+
+        def tell_interruptibly(step: Step) -> None:
+            with interruptible():
+                tell(step)
+
         thread.start()
         while (step := _next(inbox)) is not None:
             if failed:
                 continue
-            try:
-                with interruptible():
-                    tell(step)
-            except KeyboardInterrupt:
-                ending.ask(_INTERRUPTED)
-            except BaseException as exc:  # sys.exit() too: it ends the program when the run has ended
-                failed.append(exc)
-                ending.after_step("a callback has failed, so this step is the last")
+            match outcome_of(partial(tell_interruptibly, step)).exception():
+                case None:
+                    pass
+                case KeyboardInterrupt():
+                    ending.ask(_INTERRUPTED)
+                case error:  # sys.exit() too: it ends the program when the run has ended
+                    failed.append(error)
+                    ending.after_step("a callback has failed, so this step is the last")
         thread.join()
     if failed and not isinstance(outcome.exception(), Exception):
         raise failed[0]

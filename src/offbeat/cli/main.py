@@ -108,7 +108,7 @@ def _run(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("offbeat: interrupted", file=sys.stderr)
         return 130
-    except Exception as exc:
+    except Exception as exc:  # the outermost boundary: a sentence instead of a traceback
         if debug:
             raise
         if (told := of_disk(exc)) is not None:

@@ -279,7 +279,7 @@ class Child:
                 self._bound_log()
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
-        except Exception:
+        except Exception:  # of whatever kind: the calls that wait must end below
             _log.exception("%s has sent what is no answer, and is killed", self.name)
         await self._end_without_wire()
         for future in self._pending.values():

@@ -119,7 +119,7 @@ class _Server:
             try:
                 result = handler.handle(method.decode(), argument)
                 assert isinstance(result, bytes), "only a coroutine function has anything to await"
-            except Exception as exc:
+            except Exception as exc:  # of whatever kind: the parent waits for an answer
                 result = self._failure(exc)
             self._end_call(result)
 

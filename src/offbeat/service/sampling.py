@@ -305,7 +305,7 @@ class SamplingService:
                     await self._sample(adapter, part)
                 finally:
                     job.running.discard(scope)
-        except Exception as exc:
+        except Exception as exc:  # of whatever kind: the request waits for this part
             job.failed = job.failed or _explain(job.future.request_id, exc)
 
     def _engines_of(self, row: SamplerRow) -> Engines:

@@ -136,7 +136,7 @@ class ServiceCore:
         while True:
             try:
                 await self.sweep()
-            except Exception:
+            except Exception:  # the service goes on, and the next sweep may succeed
                 _log.exception("sweeping failed, and is tried again")
             await asyncio.sleep(_SWEEP_EVERY_S)
 

@@ -232,7 +232,7 @@ class Training:
                 parts = [part for part in parts if await self._enter(part.job, wanted)]
                 if parts:
                     await self._do(turn.lane, parts)
-            except Exception as exc:
+            except Exception as exc:  # of whatever kind: the clients wait for outcomes
                 await self._fail_turn(turn.lane, parts, exc)
 
     async def _fail_turn(self, lane: Lane, parts: list[JobPart[Work]], exc: Exception) -> None:
@@ -363,7 +363,7 @@ class Training:
         async with rest.stack:
             try:
                 outcome = await rest.finish()
-            except Exception as exc:
+            except Exception as exc:  # of whatever kind: the client waits for an outcome
                 outcome = explain(exc, name=work.name)
         self.work.end_soon(work, outcome)
 
@@ -397,7 +397,7 @@ class Training:
         self.work.tell(_RESTARTING)
         try:
             await self._adapters.restart_trainers()
-        except Exception as exc:
+        except (OffbeatError, OSError) as exc:
             for job in tuple(self._schedule):
                 self._fail(job, exc)
             await asyncio.sleep(_IDLE_S)

@@ -61,7 +61,7 @@ class Arrivals:
                     self._passed = wait.n
             except dist.DistError:
                 self._board.fail(self._peers.store_lost())
-            except Exception as exc:
+            except Exception as exc:  # of whatever kind: the peers must hear that this rank is out
                 self._post(breakage(self._board.rank, exc))
 
     def _arrive(self, wait: Wait) -> Message:

@@ -118,7 +118,7 @@ class SyncJudge:
                     self._take(case)
             except dist.DistError:  # the store does not answer: its host is dead, stopped, or cut off
                 self._board.fail(self._peers.store_lost())
-            except Exception as exc:
+            except Exception as exc:  # of whatever kind: the peers must hear that this rank is out
                 announcement = breakage(self._board.rank, exc)
                 if not self._board.failure:  # once only, because the announcement itself may break
                     self._board.fail(announcement.verdict)

@@ -54,7 +54,7 @@ class Watcher:
                 open_ = self._answer(decode_json(Mail, self._client.queue_pop(self._keys.mail(self._board.rank))))
             except dist.DistError:
                 return  # the store is gone; a rank learns that at its next point
-            except Exception as exc:
+            except Exception as exc:  # of whatever kind: the peers must hear that this rank is out
                 self._post(breakage(self._board.rank, exc))
 
     def _answer(self, mail: Mail) -> bool:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from offbeat.settling import outcome_of
 from offbeat.telemetry.sample_table import MakeTable
 from offbeat.telemetry.sinks import Sink
 
@@ -83,11 +84,13 @@ class BackgroundSink:
             self._on_drop(self._name, reason)
 
     def _work(self) -> None:
-        try:
-            sink = self._open_sink()
-            while (task := self._tasks.get()) is not None:
-                task(sink)
-            sink.close()
-        except BaseException as exc:  # the run goes on after any error, even an exit
-            _LOG.debug("sink %s raised", self._name, exc_info=True)
-            self._failure = f"{type(exc).__name__}: {exc}"
+        error = outcome_of(self._serve).exception()  # the run goes on after any error, even an exit
+        if error is not None:
+            _LOG.debug("sink %s raised", self._name, exc_info=error)
+            self._failure = f"{type(error).__name__}: {error}"
+
+    def _serve(self) -> None:
+        sink = self._open_sink()
+        while (task := self._tasks.get()) is not None:
+            task(sink)
+        sink.close()
