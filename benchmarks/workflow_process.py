@@ -54,7 +54,7 @@ def _sample(num_tokens: int) -> Sample:
 
 
 async def _cpu_inside(samples: list[Sample], num_groups: int) -> float:
-    async def generate(_prompt: tuple[int, ...], _sampling: Sampling, *, n: int, session: str = "") -> list[Sample]:  # noqa: ARG001
+    async def generate(prompt: tuple[int, ...], sampling: Sampling, *, n: int, session: str = "") -> list[Sample]:  # noqa: ARG001
         return samples
 
     async def score(texts: Sequence[str], _row: Row) -> list[float]:
