@@ -9,6 +9,7 @@ from offbeat.aio import SideThread
 from offbeat.config.root import Config
 from offbeat.controller.parts import RunParts
 from offbeat.controller.state import RunState
+from offbeat.controller.supervised import Lesson, SftResult, teach
 from offbeat.ranks.sharding import Sharder
 from offbeat.ranks.trainers import Trainers
 from offbeat.runs.rollouts import NoEngines
@@ -36,8 +37,9 @@ class Crashing(Trainers):
         return await super().train_step(batch, num_minibatches=num_minibatches)
 
 
-def play_pairs(groups, config: Config, inputs, learn, *, crash_at: int = 0):
-    """One process's part of a run that learns from pairs; returns what `learn(parts, state)` does."""
+def play_pairs(groups, config: Config, lesson: type[Lesson], *, crash_at: int = 0) -> SftResult:
+    """One process's part of a run that learns from pairs."""
+    inputs, state = lesson.read(config), RunState(total_steps=1)
     thread = SideThread("rank")
     loads = OneRankLoads(groups.sync, Sharder.of(config.for_ranks, model=config.model.path, num_ranks=groups.world))
     own = build_trainers(config.model.path, config.for_ranks, groups, trains=inputs.trains)
@@ -48,7 +50,7 @@ def play_pairs(groups, config: Config, inputs, learn, *, crash_at: int = 0):
     with RunRecord(config.run_dir, trace=False, console=Console("quiet")) if leads else SilentRecord(config.run_dir) as record:
         parts = RunParts(config, record, inputs, trainers, none, none, RankPeers(groups.sync, thread), none.watch)
         try:
-            return asyncio.run(learn(parts, RunState(total_steps=1)))
+            return asyncio.run(teach(parts, state, lesson(parts, state)))
         finally:
             thread.close()
 

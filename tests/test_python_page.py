@@ -77,9 +77,9 @@ def place(
 
     training = "offbeat.api.training"
     monkeypatch.setattr(f"{training}.run_training", trained(first_row))
-    monkeypatch.setattr(f"{training}.run_supervised", trained(first_row))
-    monkeypatch.setattr(f"{training}.run_preference", trained(first_pair))
-    monkeypatch.setattr(f"{training}.run_reward_model", trained(first_pair))
+    on_rows, on_pairs = trained(first_row), trained(first_pair)
+    monkeypatch.setattr(
+        f"{training}.run_lesson", lambda kind, *args, **settings: (on_pairs if kind.pairs else on_rows)(*args, **settings))
 
     def evaluated(config: Config, _console: Console) -> list[Evaluation]:
         num_rows = open_datasets(config.data, seed=0)[1].num_rows

@@ -5,7 +5,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from offbeat.config.base import PARTS, Change, Section, declared, field
+from offbeat.config.base import EXAMPLES, Change, Section, Setting, declared, field
 from offbeat.config.load import settings
 
 
@@ -63,8 +63,16 @@ def test_a_field_answers_before_its_section_and_that_before_the_field_that_holds
     assert {key: setting.on_resume for key, setting in found.items()} == {
         "count": Change.TOLD, "strict.rate": Change.REFUSED, "strict.folder": Change.FREE, "plain.rate": Change.TOLD,
         "plain.folder": Change.FREE}
-    assert found["count"].read_by == PARTS
+    assert found["count"].read_by is None
     assert found["strict.rate"].read_by == ("sft",) and found["strict.folder"].read_by == ("rl",)
+
+
+@pytest.mark.parametrize(("words", "parts"), [
+    (None, {"rl", "sft", "preference"}), (("rl",), {"rl"}), (("sft",), {"sft"}), ((EXAMPLES,), {"sft", "preference"}),
+    (("rl", "sft"), {"rl", "sft"})])
+def test_a_setting_is_read_by_the_parts_that_it_names(words: tuple[str, ...] | None, parts: set[str]) -> None:
+    setting = Setting("a.b", Example.model_fields["size"], None, words, False)
+    assert {part for part in ("rl", "sft", "preference") if setting.is_read_by(part)} == parts
 
 
 def test_a_table_that_is_not_basic_has_no_basic_settings():

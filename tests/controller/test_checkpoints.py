@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from offbeat.controller.checkpoints import FINE_TUNING, TRAINING, WARM_UP, RunCheckpoints
+from offbeat.controller.checkpoints import TRAINING, WARM_UP, RunCheckpoints
 from offbeat.controller.parts import SingleProcess
 from offbeat.controller.state import HeadState, Highlights, SavedState
 from offbeat.data.identity import Identity
@@ -150,14 +150,14 @@ def test_a_save_is_overdue_after_some_minutes_and_not_before_it_is_worth_it(tmp_
 
 
 def test_reinforcement_learning_and_fine_tuning_keep_out_of_each_others_checkpoints(tmp_path: Path) -> None:
-    by_kind = {kind: checkpoints_of(Ranks(), tmp_path, kind=kind) for kind in (FINE_TUNING, WARM_UP, TRAINING)}
-    save(by_kind[FINE_TUNING], 2)
+    by_kind = {kind: checkpoints_of(Ranks(), tmp_path, kind=kind) for kind in ("sft", WARM_UP, TRAINING)}
+    save(by_kind["sft"], 2)
     save(by_kind[WARM_UP], 4)
     found = {kind: asyncio.run(checkpoints.restore()) for kind, checkpoints in by_kind.items()}
-    assert found == {FINE_TUNING: saved(2), WARM_UP: saved(4), TRAINING: None}
+    assert found == {"sft": saved(2), WARM_UP: saved(4), TRAINING: None}
     save(by_kind[TRAINING], 1)
     assert asyncio.run(by_kind[WARM_UP].restore()) is None, "a run that has trained does not go back to its warm-up"
-    assert asyncio.run(by_kind[FINE_TUNING].restore()) == saved(2)
+    assert asyncio.run(by_kind["sft"].restore()) == saved(2)
 
 
 def test_exports_in_between_come_at_their_steps(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from safetensors.numpy import load_file
 
 from crashing import CrashError, play_pairs, whole_and_cut
 from offbeat.config.root import Config
-from offbeat.controller.inputs import read_pair_inputs
-from offbeat.controller.preference import _derangement, prefer
+from offbeat.controller.preference import PreferenceLesson, _derangement
 from offbeat.controller.supervised import SftResult
 from offbeat.errors import ConfigError
 from ranks import run_alone, run_ranks
@@ -33,8 +32,7 @@ def write_pairs(path: Path, count: int = 13, *, right: str = "ok", labelled: boo
 
 def play(groups, config: Config, *, crash_at: int = 0) -> SftResult:
     """One process's part of a run."""
-    inputs = read_pair_inputs(config, unpaired=config.preference.loss == "kto")
-    return play_pairs(groups, config, inputs, prefer, crash_at=crash_at)
+    return play_pairs(groups, config, PreferenceLesson, crash_at=crash_at)
 
 
 def cut_off_and_whole(groups, argument: dict) -> list[list[dict]] | None:
@@ -87,7 +85,7 @@ def test_ranks_that_draw_each_for_itself_are_refused(tmp_path: Path, model_dir: 
     config = small_config(
         tmp_path, model_dir, **SETTINGS, data__path=write_pairs(tmp_path / "p.jsonl"), run__mode="spmd", rollout__single_rank_load="false")
     with pytest.raises(ConfigError, match="rollout.single_rank_load must be true to train on preferences, got false"):
-        read_pair_inputs(config)
+        PreferenceLesson.read(config)
 
 
 @pytest.mark.parametrize("count", [2, 3, 10])

@@ -7,8 +7,7 @@ import pytest
 
 from crashing import play_pairs, whole_and_cut
 from offbeat.config.root import Config
-from offbeat.controller.inputs import read_pair_inputs
-from offbeat.controller.reward_model import train_reward_model
+from offbeat.controller.reward_model import RewardLesson
 from offbeat.controller.supervised import SftResult
 from offbeat.data.reward_model import open_reward_folder
 from offbeat.errors import ConfigError
@@ -33,7 +32,7 @@ def write_pairs(path: Path) -> str:
 
 def play(groups, config: Config, *, crash_at: int = 0) -> SftResult:
     """One process's part of a run."""
-    return play_pairs(groups, config, read_pair_inputs(config, rewards=True), train_reward_model, crash_at=crash_at)
+    return play_pairs(groups, config, RewardLesson, crash_at=crash_at)
 
 
 def cut_off_and_whole(groups, argument: dict) -> list[list[dict]] | None:
@@ -56,4 +55,4 @@ def test_ranks_that_draw_each_for_itself_are_refused(tmp_path: Path, model_dir: 
     config = small_config(
         tmp_path, model_dir, **SETTINGS, data__path=write_pairs(tmp_path / "p.jsonl"), run__mode="spmd", rollout__single_rank_load="false")
     with pytest.raises(ConfigError, match="rollout.single_rank_load must be true to train on preferences, got false"):
-        read_pair_inputs(config, rewards=True)
+        RewardLesson.read(config)

@@ -12,13 +12,13 @@ from crashing import CrashError, rows_of
 from faults.workshop import Workshop
 from offbeat.aio import SideThread
 from offbeat.algorithms.experience import sft_batch
-from offbeat.config.root import Config
+from offbeat.config.root import TRAINING_KINDS, Config
 from offbeat.config.train import SftConfig
 from offbeat.controller.evaluate import Evaluator
 from offbeat.controller.inputs import read_inputs
 from offbeat.controller.parts import RunParts
 from offbeat.controller.state import RunState
-from offbeat.controller.supervised import SftResult, fine_tune, is_finished
+from offbeat.controller.supervised import Imitation, SftResult, teach
 from offbeat.data.tokenizer import Tokenizer, load_tokenizer
 from offbeat.errors import ConfigError, RolloutError
 from offbeat.evaluation.samples import EvaluatedSet
@@ -92,7 +92,7 @@ def play(groups, config: Config, trouble: Trouble = lambda _step, _state: None, 
     with record:
         parts = RunParts(config, record, inputs, trainers, Published(), source, RankPeers(groups.sync, thread), nothing)
         try:
-            return asyncio.run(fine_tune(parts, state, standalone=standalone))
+            return asyncio.run(teach(parts, state, Imitation(parts, state, standalone=standalone)))
         finally:
             thread.close()
 
@@ -214,7 +214,8 @@ def test_an_evaluation_of_a_fine_tuning_that_fails_costs_no_step_and_is_made_up_
 
 @pytest.mark.parametrize(("steps", "accuracy", "finished"), [(9, None, False), (10, None, True), (3, 0.5, True), (3, 0.4, False)])
 def test_a_fine_tuning_is_finished_by_its_steps_or_its_accuracy(steps: int, accuracy: float | None, finished: bool) -> None:
-    assert is_finished(SftConfig(total_steps=10, stop_at_accuracy=0.5), steps=steps, accuracy=accuracy) is finished
+    config = Config(sft=SftConfig(total_steps=10, stop_at_accuracy=0.5))
+    assert (Imitation.completed(config, steps=steps, accuracy=accuracy) is not None) is finished
 
 
 @pytest.mark.whole_run
@@ -241,8 +242,8 @@ def test_a_run_killed_while_it_fine_tunes_goes_on_and_then_says_that_it_is_finis
     assert resumed["step"] >= rows - 3
     assert json.loads(done.stdout.splitlines()[-1])["steps"] == 30
     with pytest.raises(ConfigError, match=r"is already complete \(30 supervised steps\); raise sft.total_steps to continue, or"):
-        prepare_run_dir(config, kind="sft")
-    prepare_run_dir(small_config(tmp_path, model_dir, **changes | {"sft__total_steps": "31"}), kind="sft")
+        prepare_run_dir(config, kind=TRAINING_KINDS["sft"])
+    prepare_run_dir(small_config(tmp_path, model_dir, **changes | {"sft__total_steps": "31"}), kind=TRAINING_KINDS["sft"])
     assert run.folder.exists(), "a run with more to do goes on in its folder"
     prepare_run_dir(config)
     assert not run.folder.exists(), "reinforcement learning does not go on from fine-tuning, which is moved aside"

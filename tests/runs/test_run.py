@@ -15,7 +15,7 @@ import offbeat.runs.run as run_module
 from faults.workshop import Workshop
 from offbeat.aio import End
 from offbeat.config.load import load_config
-from offbeat.controller.checkpoints import FINE_TUNING, PREFERENCE, REWARD_MODEL, TRAINING
+from offbeat.config.root import TRAINING_KINDS
 from offbeat.controller.evaluate import Evaluator, Keep
 from offbeat.data.tokenizer import load_tokenizer
 from offbeat.data.trajectory import Group
@@ -243,8 +243,8 @@ NO_SYSTEM = (
 
 
 @pytest.mark.parametrize(("kind", "row"), [
-    (TRAINING, {"prompt": ASKED, "answer": "1"}), (FINE_TUNING, {"prompt": ASKED, "answer": "1"}),
-    (PREFERENCE, {"prompt": ASKED, "chosen": "1", "rejected": "2"}), (REWARD_MODEL, {"prompt": ASKED, "chosen": "1", "rejected": "2"})])
+    ("train", {"prompt": ASKED, "answer": "1"}), ("sft", {"prompt": ASKED, "answer": "1"}),
+    ("dpo", {"prompt": ASKED, "chosen": "1", "rejected": "2"}), ("reward-model", {"prompt": ASKED, "chosen": "1", "rejected": "2"})])
 def test_what_a_chat_template_does_not_write_is_advice_at_the_start_of_each_kind_of_run(
     tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch, kind: str, row: dict,
 ) -> None:
@@ -255,7 +255,7 @@ def test_what_a_chat_template_does_not_write_is_advice_at_the_start_of_each_kind
     rows = tmp_path / "rows.jsonl"
     rows.write_text(f"{json.dumps(row)}\n" * 3)
     own = {"data__task": "", "data__path": str(rows), "data__heldout_size": "0", "data__chat_template": NO_SYSTEM}
-    execute(small_config(tmp_path, model_dir, **own), Console("quiet"), lambda _parts, _state: start_nothing(), kind=kind)
+    execute(small_config(tmp_path, model_dir, **own), Console("quiet"), lambda _parts, _state: start_nothing(), kind=TRAINING_KINDS[kind])
     told = [event["text"] for event in SmallRun(tmp_path, model_dir).events("advice")]
     [advice] = [text for text in told if "chat template" in text]
     assert advice.startswith(f"the chat template of tokenizer {model_dir!r} does not write system messages, which are put before")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.checkpoint.recover import CheckpointIndex
+from offbeat.config.root import TRAINING_KINDS
 from offbeat.controller.state import HeadState, Highlights, SavedState
 from offbeat.data.identity import Identity
 from offbeat.data.stream import StreamState
@@ -34,17 +35,17 @@ def test_a_run_that_got_somewhere_but_has_no_checkpoint_is_moved_aside(tmp_path:
 
 
 @pytest.mark.parametrize(("kind", "event"), [
-    ("step", {"kind": "checkpoint", "global_step": 40}), ("sft", {"kind": "sft_checkpoint", "step": 40}),
-    ("dpo", {"kind": "preference_checkpoint", "step": 40}), ("reward", {"kind": "reward_model_checkpoint", "step": 40})])
+    ("train", {"kind": "checkpoint", "global_step": 40}), ("sft", {"kind": "sft_checkpoint", "step": 40}),
+    ("dpo", {"kind": "preference_checkpoint", "step": 40}), ("reward-model", {"kind": "reward_model_checkpoint", "step": 40})])
 def test_a_run_whose_checkpoints_are_gone_is_refused(kind: str, event: dict[str, object], tmp_path: Path) -> None:
     config = small_config(tmp_path)
     config.run_dir.mkdir()
     (config.run_dir / "config.toml").touch()
     (config.run_dir / "events.jsonl").write_text(f'{{"kind": "publish", "version": 41}}\n{json.dumps(event)}\n')
     with pytest.raises(StorageError, match="has saved a checkpoint of step 40, and .* has none any more; put it back, or"):
-        prepare_run_dir(config, kind=kind)
+        prepare_run_dir(config, kind=TRAINING_KINDS[kind])
     assert config.run_dir.exists()
-    prepare_run_dir(config, kind=kind, fresh=True)
+    prepare_run_dir(config, kind=TRAINING_KINDS[kind], fresh=True)
 
 
 def test_another_number_of_processes_that_draw_data_is_refused_before_anything_is_started(tmp_path: Path) -> None:
@@ -69,7 +70,7 @@ def test_a_run_goes_on_only_from_checkpoints_of_its_own_kind(
     index.complete(3, encode_json(SavedState(3, 3, ())))
     for name in ("config.toml", "metrics.jsonl"):
         (config.run_dir / name).touch()
-    prepare_run_dir(config, kind="sft" if supervised else "step")
+    prepare_run_dir(config, kind=TRAINING_KINDS["sft" if supervised else "train"])
     assert config.run_dir.exists() is goes_on
 
 
@@ -79,7 +80,7 @@ def test_a_fine_tuning_that_has_reached_its_accuracy_says_so(tmp_path: Path) -> 
     index.complete(3, encode_json(SavedState(3, 3, (), Highlights(heldout_after=0.625))))
     (config.run_dir / "config.toml").touch()
     with pytest.raises(ConfigError, match=r"reached a held-out accuracy of 0.625 after 3 supervised steps; set sft.stop_at"):
-        prepare_run_dir(config, kind="sft")
+        prepare_run_dir(config, kind=TRAINING_KINDS["sft"])
 
 
 def test_a_fresh_run_moves_an_older_one_aside_if_it_got_anywhere(tmp_path: Path) -> None:

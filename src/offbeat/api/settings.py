@@ -14,11 +14,12 @@ from typing import Any, get_origin
 from pydantic import ValidationError
 
 from offbeat.api.rows import FOLDER, Rows, RowsFile, is_named, write_rows
+from offbeat.config.base import Setting, declared
 from offbeat.config.data import DataConfig
 from offbeat.config.evaluation_sets import setting_of
 from offbeat.config.load import ALIASES, load_config, near_settings, suggestion
 from offbeat.config.load import settings as all_settings
-from offbeat.config.root import Config
+from offbeat.config.root import TRAINING_KINDS, Config
 from offbeat.data.files import named
 from offbeat.errors import CodeError, ConfigError, shorten
 from offbeat.user_code.given import give, import_name, withdraw
@@ -32,11 +33,9 @@ Source = str | os.PathLike[str] | Settings
 _NOT_YET = "(rows)"
 _MOST_NAMED = 6
 
-_OWN_SECTIONS = {"sft": "sft", "preference": "dpo", "reward_model": "reward_model", "serve": "service"}
+_LESSONS = {kind.section: kind for kind in TRAINING_KINDS.values() if kind.lesson}
+_OWN_SECTIONS = {section: kind.function for section, kind in _LESSONS.items()} | {"serve": "service"}
 """Sections that one kind of call reads, by the function that does."""
-
-_ALSO_READ_BY = {"sft": {"algorithm"}, "sft.too_long": {"algorithm", "preference", "reward_model"}}
-"""Homes of other calls that read such a section, or one setting of it: `train` has a warm-up, and pairs may be too long as well."""
 
 
 @contextmanager
@@ -164,7 +163,18 @@ def _near(name: str, homes: Sequence[str]) -> list[str]:
 def _is_of_others(key: str, *, homes: Sequence[str]) -> bool:
     """Whether no call with these homes reads a setting."""
     section = key.partition(".")[0]
-    return section in _OWN_SECTIONS and ({section} | _ALSO_READ_BY.get(key, _ALSO_READ_BY.get(section, set()))).isdisjoint(homes)
+    if section not in _OWN_SECTIONS or section in homes:
+        return False
+    if section not in _LESSONS:
+        return True
+    parts = [kind.part for home, kind in _LESSONS.items() if home in homes]
+    parts += [TRAINING_KINDS["sft"].part] if "algorithm" in homes else []  # `train` has a warm-up
+    return not any(_declared()[key].is_read_by(part) for part in parts)
+
+
+@cache
+def _declared() -> Mapping[str, Setting]:
+    return {setting.key: setting for setting in declared(Config)}
 
 
 def _advice(near: Sequence[str]) -> str:

@@ -2,18 +2,21 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from textwrap import indent
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from offbeat.api.rows import Rows, Sets, sets_of
 from offbeat.api.run import Run
 from offbeat.api.sentence import short_errors
 from offbeat.api.session import Callback, run_alone, telling_how_to_go_on
 from offbeat.api.settings import Settings, Source, configured
-from offbeat.config.root import Config
+from offbeat.config.root import TRAINING_KINDS, Config
+from offbeat.config.training_kinds import TrainingKind
 from offbeat.dashboard.report import write_report
 from offbeat.errors import RunError
-from offbeat.runs.run import run_preference, run_reward_model, run_supervised, run_training
+from offbeat.runs.run import run_lesson, run_training
 from offbeat.telemetry.console import Console
 
 Code = str | Callable[..., Any]
@@ -79,78 +82,44 @@ def train(
         return _run(run_training, chosen, callbacks=callbacks, fresh=fresh, progress=progress, dashboard=dashboard)
 
 
-@short_errors
-def sft(
-    *, model: str | os.PathLike[str] | None = None, data: Rows | None = None, evaluate: Rows | None = None, config: Source | None = None,
-    settings: Settings | None = None, callbacks: Iterable[Callback] = (), fresh: bool = False, progress: bool = True,
-    dashboard: bool = False, **keywords: Any,
-) -> Run:
-    """Fine-tune a model on the answers of a data set, as `offbeat sft` does; arguments and errors are those of `train`.
+class TrainOnExamples(Protocol):
+    """A function that trains a model on examples, such as `offbeat.sft`."""
 
-        rows = [{"prompt": "reverse abc: ", "answer": "cba"}, {"prompt": "reverse hello: ", "answer": "olleh"}]
-        run = offbeat.sft(model="models/small", data=rows, total_steps=20, lr=1e-4)
-
-    Keywords are settings of [sft], [sft.optimizer] and [run] first.
-    """
-    given = _Lesson(model, data, evaluate, config, settings, keywords)
-    return given.run(run_supervised, "sft", callbacks=callbacks, fresh=fresh, progress=progress, dashboard=dashboard)
-
-
-@short_errors
-def dpo(
-    *, model: str | os.PathLike[str] | None = None, data: Rows | None = None, evaluate: Rows | None = None, config: Source | None = None,
-    settings: Settings | None = None, callbacks: Iterable[Callback] = (), fresh: bool = False, progress: bool = True,
-    dashboard: bool = False, **keywords: Any,
-) -> Run:
-    """Train a model on chosen and rejected answers, as `offbeat dpo` does; arguments and errors are those of `train`.
-
-        pairs = [{"prompt": "7+5=", "chosen": "12", "rejected": "13"}]
-        run = offbeat.dpo(model="models/small", data=pairs, loss="simpo", beta=2.0, total_steps=20)
-
-    Keywords are settings of [preference], [preference.optimizer] and [run] first.
-    """
-    given = _Lesson(model, data, evaluate, config, settings, keywords)
-    return given.run(run_preference, "preference", callbacks=callbacks, fresh=fresh, progress=progress, dashboard=dashboard)
-
-
-@short_errors
-def reward_model(
-    *, model: str | os.PathLike[str] | None = None, data: Rows | None = None, evaluate: Rows | None = None, config: Source | None = None,
-    settings: Settings | None = None, callbacks: Iterable[Callback] = (), fresh: bool = False, progress: bool = True,
-    dashboard: bool = False, **keywords: Any,
-) -> Run:
-    """Train a reward model on chosen and rejected answers, as `offbeat reward-model` does; arguments and errors are those of `train`.
-
-        pairs = [{"prompt": "7+5=", "chosen": "12", "rejected": "13"}]
-        judge = offbeat.reward_model(model="models/small", data=pairs, name="judge", total_steps=20)
-        run = offbeat.train(model="models/small", data="addition", reward=f"model:{judge.model}")
-
-    Keywords are settings of [reward_model], [reward_model.optimizer] and [run] first.
-    """
-    given = _Lesson(model, data, evaluate, config, settings, keywords)
-    return given.run(run_reward_model, "reward_model", callbacks=callbacks, fresh=fresh, progress=progress, dashboard=dashboard)
-
-
-@dataclass(frozen=True)
-class _Lesson:
-    """Arguments of a function that trains on examples, under their names."""
-
-    model: str | os.PathLike[str] | None
-    data: Rows | None
-    evaluate: Rows | None
-    config: Source | None
-    settings: Settings | None
-    keywords: Settings
-
-    def run(
-        self, learn: Callable[..., object], section: str, *, callbacks: Iterable[Callback], fresh: bool, progress: bool, dashboard: bool,
+    def __call__(
+        self, *, model: str | os.PathLike[str] | None = None, data: Rows | None = None, evaluate: Rows | None = None,
+        config: Source | None = None, settings: Settings | None = None, callbacks: Iterable[Callback] = (), fresh: bool = False,
+        progress: bool = True, dashboard: bool = False, **keywords: Any,
     ) -> Run:
-        """Train, with keywords that are looked for in `section` first."""
-        homes = (section, f"{section}.optimizer", "run", "train", "data", "model")
-        rows = {"data": self.data, "data.heldout_path": self.evaluate}
-        with configured(
-                self.config, self.settings, self.keywords, homes=homes, given={"model.path": self.model}, rows=rows) as chosen:
-            return _run(learn, chosen, callbacks=callbacks, fresh=fresh, progress=progress, dashboard=dashboard)
+        """Train, as the command of the same name does; arguments and errors are those of `train`."""
+        ...
+
+
+def _function_of(kind: TrainingKind) -> TrainOnExamples:
+    """Return the function of a kind of training, under its name and with its own docstring."""
+
+    def train_on_examples(
+        *, model: str | os.PathLike[str] | None = None, data: Rows | None = None, evaluate: Rows | None = None,
+        config: Source | None = None, settings: Settings | None = None, callbacks: Iterable[Callback] = (), fresh: bool = False,
+        progress: bool = True, dashboard: bool = False, **keywords: Any,
+    ) -> Run:
+        homes = (kind.section, f"{kind.section}.optimizer", "run", "train", "data", "model")
+        rows = {"data": data, "data.heldout_path": evaluate}
+        with configured(config, settings, keywords, homes=homes, given={"model.path": model}, rows=rows) as chosen:
+            return _run(partial(run_lesson, kind), chosen, callbacks=callbacks, fresh=fresh, progress=progress, dashboard=dashboard)
+
+    first, example = kind.python
+    train_on_examples.__name__ = train_on_examples.__qualname__ = kind.function
+    train_on_examples.__doc__ = (
+        f"{first}, as `offbeat {kind.command}` does; arguments and errors are those of `train`.\n\n{indent(example, '    ')}\n"
+        f"Keywords are settings of [{kind.section}], [{kind.section}.optimizer] and [run] first.\n")
+    return short_errors(train_on_examples)
+
+
+ON_EXAMPLES: Mapping[str, TrainOnExamples] = MappingProxyType({
+    kind.function: _function_of(kind) for kind in TRAINING_KINDS.values() if kind.lesson})
+"""The function of each kind of training on examples, by its name."""
+
+sft, dpo, reward_model = ON_EXAMPLES["sft"], ON_EXAMPLES["dpo"], ON_EXAMPLES["reward_model"]
 
 
 def _run(

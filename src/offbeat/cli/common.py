@@ -7,63 +7,18 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from offbeat.api import session
-from offbeat.api.session import PRIVATE_UMASK, hearing_signals
-from offbeat.cli.help import HelpFormatter
+from offbeat.api.session import PRIVATE_UMASK
 from offbeat.cli.main import loading_hint
-from offbeat.cli.named import add_named_arguments, named_config
 from offbeat.config.root import Config
 from offbeat.dashboard.live_page import LivePage
 from offbeat.dashboard.report import write_report
 from offbeat.loading import load_module
 from offbeat.runs.rank_info import read_rank_info
 from offbeat.telemetry.console import Console, choose_mode
-
-
-class Result(Protocol):
-    """The part of a run's result that commands use."""
-
-    @property
-    def stopped_early(self) -> bool: ...
-
-
-
-def add_training_command(
-    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, function: str, *, description: str, examples: str,
-    data: str, rewards: bool = False,
-) -> None:
-    """Add a command that trains as CONFIG and named options say.
-
-    Args:
-        function: name of the function that trains, for `load_run`.
-        data: help of `--data`.
-        rewards: whether it calls a reward.
-    """
-    parser = subparsers.add_parser(
-        name, description=description, epilog=examples, formatter_class=HelpFormatter)
-    add_config_argument(parser, optional=True)
-    add_named_arguments(parser, data=data, rewards=rewards)
-    add_dashboard_argument(parser)
-    parser.set_defaults(run=partial(_train, name, function))
-
-
-def _train(command: str, function: str, args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Train, and print where the report is; return 130 if stopped before the end, like any interrupted command."""
-    config = named_config(args, overrides, command=command)
-    keep_private(config)
-    train = load_run(function)
-    with hearing_signals(), telling_how_to_go_on(config, args, given_words()) as stopped, run_console(config, args) as console:
-        result = train(config, console, debug=args.debug)
-        if result is None:  # the leader reports for all
-            return 0
-        if result.stopped_early:
-            stopped()
-        report_line(config, args)
-    return 130 if result.stopped_early else 0
 
 
 def load_run(function: str) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from offbeat.cli.help import HelpFormatter
 from offbeat.config.load import Override, load_config
+from offbeat.config.root import TRAINING_KINDS
 from offbeat.errors import StorageError
 from offbeat.runs.slurm import SlurmJob, slurm_script
 
@@ -49,7 +50,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--setup", action="append", default=[], metavar="COMMAND", help="shell command to run first; may be repeated")
     parser.add_argument("--python", default=sys.executable, metavar="PATH", help="Python that has Offbeat (default: this one)")
     parser.add_argument(
-        "--command", choices=("train", "sft", "dpo", "reward-model", "eval"), default="train", help="what is run (default: train)")
+        "--command", choices=(*TRAINING_KINDS, "eval"), default="train", help="what is run (default: train)")
     parser.set_defaults(run=run)
 
 

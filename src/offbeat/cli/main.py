@@ -15,6 +15,8 @@ from typing import Any
 
 from offbeat.cli.help import HelpFormatter
 from offbeat.config.load import listed_errors, near_settings, split_overrides, suggestion, unknown_setting
+from offbeat.config.root import TRAINING_KINDS
+from offbeat.config.training_kinds import TrainingKind
 from offbeat.errors import ConfigError, OffbeatError, of_disk
 from offbeat.extras import TRAIN, require
 from offbeat.loading import load_module
@@ -31,22 +33,21 @@ class Command:
         summary: its line in the list.
         needs_train: whether it loads models or runs workers, for which the extra `train` must be installed. Such work goes on when
             nobody reads its output any more.
+        training: the kind of training that it does, which its module is given.
     """
 
     group: str
     module: str
     summary: str
     needs_train: bool = False
+    training: TrainingKind | None = None
 
 
 COMMANDS = {
     "quickstart": Command("train", "quickstart", "learn to sort digits from scratch, in about a minute", needs_train=True),
     "init": Command("train", "init", "write a folder with a task of your own to begin with"),
     "config": Command("train", "config", "show, check or explain configurations"),
-    "train": Command("train", "train", "train with reinforcement learning", needs_train=True),
-    "sft": Command("train", "sft", "fine-tune on a dataset's answers", needs_train=True),
-    "dpo": Command("train", "dpo", "train on chosen and rejected answers", needs_train=True),
-    "reward-model": Command("train", "reward_model", "train a reward model on pairs of answers", needs_train=True),
+    **{name: Command("train", "train", kind.summary, needs_train=True, training=kind) for name, kind in TRAINING_KINDS.items()},
     "data": Command("data and evaluation", "data", "show what the model will see of the data", needs_train=True),
     "eval": Command("data and evaluation", "evaluate", "measure held-out accuracy", needs_train=True),
     "compare": Command("data and evaluation", "compare", "compare two evaluations or runs, prompt by prompt"),
@@ -139,7 +140,8 @@ def build_parser(command: str) -> argparse.ArgumentParser:
     if COMMANDS[command].needs_train:
         require("train", TRAIN, wanted_by=command)
     with loading_hint() if COMMANDS[command].needs_train else nullcontext():
-        load_module(f"offbeat.cli.{COMMANDS[command].module}").add_parser(commands)
+        add_parser, training = load_module(f"offbeat.cli.{COMMANDS[command].module}").add_parser, COMMANDS[command].training
+        add_parser(commands) if training is None else add_parser(commands, training)
     return parser
 
 

@@ -1,29 +1,45 @@
-"""`offbeat train`: reinforcement learning, from a configuration file or named options."""
+"""`offbeat train`, `sft`, `dpo`, `reward-model`: training of each kind, from a configuration file or named options."""
 
 import argparse
+from collections.abc import Sequence
+from functools import partial
 
-from offbeat.cli.common import add_training_command
-
-_EXAMPLES = """\
-a task of your own, without a file:
-  offbeat train --model HuggingFaceTB/SmolLM2-135M-Instruct --data rows.jsonl --reward rewards.py:score
-
-where rows.jsonl has lines such as {"prompt": "2+2=", "answer": "4"}, and rewards.py holds a function that returns 1 for what is right:
-  def score(completion, row): return float(row.answer in completion)
-
-examples:
-  offbeat train task.toml
-  offbeat train task.toml --name second --rollout.max_head_offpolicyness 4
-  offbeat train task.toml --train.num_ranks 2 --inference.num_engines 2 --cluster.launcher ray
-  torchrun --nproc-per-node 2 -m offbeat train task.toml --run.mode spmd
-
-A run that was interrupted continues from its newest checkpoint when it is started again. Ctrl-C once finishes the step and saves.
-"""
+from offbeat.api.session import hearing_signals
+from offbeat.cli.common import (
+    add_config_argument,
+    add_dashboard_argument,
+    given_words,
+    keep_private,
+    load_run,
+    report_line,
+    run_console,
+    telling_how_to_go_on,
+)
+from offbeat.cli.help import HelpFormatter
+from offbeat.cli.named import add_named_arguments, named_config
+from offbeat.config.training_kinds import TrainingKind
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `train` to the parser."""
-    add_training_command(
-        subparsers, "train", "run_training",
-        description="Train a model with asynchronous reinforcement learning; algorithm.preset chooses how.", examples=_EXAMPLES,
-        data="rows with prompts and answers: a file, a folder, a hub id or a built-in task", rewards=True)
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]", kind: TrainingKind) -> None:
+    """Add the command of a kind of training to the parser."""
+    parser = subparsers.add_parser(
+        kind.command, description=kind.description, epilog=kind.examples, formatter_class=HelpFormatter)
+    add_config_argument(parser, optional=True)
+    add_named_arguments(parser, data=kind.data, rewards=not kind.lesson)
+    add_dashboard_argument(parser)
+    parser.set_defaults(run=partial(_train, kind))
+
+
+def _train(kind: TrainingKind, args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+    """Train, and print where the report is; return 130 if stopped before the end, like any interrupted command."""
+    config = named_config(args, overrides, command=kind.command)
+    keep_private(config)
+    train = load_run("run_kind")
+    with hearing_signals(), telling_how_to_go_on(config, args, given_words()) as stopped, run_console(config, args) as console:
+        result = train(kind, config, console, debug=args.debug)
+        if result is None:  # the leader reports for all
+            return 0
+        if result.stopped_early:
+            stopped()
+        report_line(config, args)
+    return 130 if result.stopped_early else 0

@@ -14,13 +14,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticKnownError
 
+from offbeat.config.training_kinds import TrainingKind
+
 NUMBER_OR_AUTO = float | Literal["auto"]
 """Type of a setting whose number a run can choose."""
 
-Part = Literal["rl", "sft", "preference", "reward_model"]
-"""Reinforcement learning, supervised fine-tuning by `offbeat sft` or as a warm-up, preference training, or training of a reward model."""
+Part = str
+"""A part of a run that reads settings: "rl", or another kind of training by its section, such as "sft", which is also the warm-up."""
 
-PARTS: tuple[Part, ...] = ("rl", "sft", "preference", "reward_model")
+EXAMPLES: Part = "examples"
+"""All parts but "rl", in `read_by`: they train on examples."""
 
 
 class Change(Enum):
@@ -40,10 +43,12 @@ class Section(BaseModel):
     Attributes:
         on_resume: meaning of a change of fields without their own; None leaves it to the field that holds the table.
         read_by: parts of a run that read the fields without their own; None as above.
+        training: the kind of training that the table is the section of; None of all other tables.
     """
 
     on_resume: ClassVar[Change | None] = None
     read_by: ClassVar[tuple[Part, ...] | None] = None
+    training: ClassVar[TrainingKind | None] = None
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
@@ -102,19 +107,24 @@ class Setting:
         key: "section.name", such as "train.optimizer.lr".
         info: its type, default, sentence and bounds.
         on_resume: meaning of a change; None if neither field nor section has one, which a test refuses.
-        read_by: the parts of a run that read it.
+        read_by: the parts of a run that read it; None if all do.
         basic: whether a first run needs it.
     """
 
     key: str
     info: FieldInfo
     on_resume: Change | None
-    read_by: tuple[Part, ...]
+    read_by: tuple[Part, ...] | None
     basic: bool
+
+    def is_read_by(self, part: Part) -> bool:
+        """Whether this part of a run reads it."""
+        return self.read_by is None or part in self.read_by or (EXAMPLES in self.read_by and part != "rl")
 
 
 def declared(
-    section: type[Section], prefix: str = "", *, on_resume: Change | None = None, read_by: tuple[Part, ...] = PARTS, basic: bool = True,
+    section: type[Section], prefix: str = "", *, on_resume: Change | None = None, read_by: tuple[Part, ...] | None = None,
+    basic: bool = True,
 ) -> Iterator[Setting]:
     """Yield the settings of a section and of the tables in it, in the order of the files.
 
@@ -129,7 +139,7 @@ def declared(
     for name, info in section.model_fields.items():
         said: Any = info.json_schema_extra or {}
         change = Change[said["on_resume"]] if said.get("on_resume") else on_resume
-        parts = tuple(said.get("read_by") or read_by)
+        parts = tuple(said["read_by"]) if said.get("read_by") else read_by
         if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
             shows = basic and said.get("basic") is not False
             yield from declared(info.annotation, f"{prefix}{name}.", on_resume=change, read_by=parts, basic=shows)

@@ -7,10 +7,10 @@ from its default, so that a file that names every default is not told of it.
 from collections.abc import Iterator
 
 from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.config.base import Part
 from offbeat.config.critic import CriticConfig
 from offbeat.config.objectives import objective_of
 from offbeat.config.preference import PreferenceConfig
-from offbeat.config.resume import Part
 from offbeat.config.root import Config
 from offbeat.config.train import OptimizerConfig
 

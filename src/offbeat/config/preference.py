@@ -5,6 +5,29 @@ from typing import Literal
 from offbeat.config.base import Change, Section, field
 from offbeat.config.objectives import OBJECTIVES, names_for, names_with
 from offbeat.config.train import OptimizerConfig
+from offbeat.config.training_kinds import TrainingKind
+
+_DESCRIPTION = """\
+Preference training: makes the chosen answer of each pair likelier than the rejected one. The result is in the run's folder export.
+
+The data are a file, a folder or a hub id, whose rows have one of these layouts:
+  {"prompt": "7+5=", "chosen": "12", "rejected": "13"}
+  {"prompt": [messages], "chosen": [message], "rejected": [message]}
+  {"chosen": [the whole chat], "rejected": [the whole chat]}
+  {"prompt": "7+5=", "completion": "12", "label": true}
+The last one is for preference.loss = "kto" alone.
+
+preference.loss is dpo, ipo, simpo, orpo, kto or another that `offbeat config docs` lists; preference.mix sums several. All but simpo,
+orpo and sft keep the model near the initial model, whose log-probabilities of all answers are computed once, before the first step. Watch
+eval/accuracy, the share of held-out pairs that the model ranks correctly, and preference/chosen_logratio_mean: if it falls together with
+that of rejected answers, both become less likely; then lower the learning rate or raise beta.
+"""
+_EXAMPLES = """\
+examples:
+  offbeat dpo --model HuggingFaceTB/SmolLM2-135M-Instruct --data pairs.jsonl
+  offbeat dpo --model org/model --data pairs.jsonl --preference.loss simpo --preference.beta 2 --name simpo
+  offbeat dpo pairs.toml --model.lora.rank 16 --name adapter
+"""
 
 USUAL_GAMMA = 0.5
 _LOSSES = names_for("preference")
@@ -17,6 +40,15 @@ class PreferenceConfig(Section):
 
     on_resume = Change.TOLD
     read_by = ("preference",)
+    training = TrainingKind(
+        command="dpo", section="preference", checkpoints="dpo", lesson="preference:PreferenceLesson",
+        summary="train on chosen and rejected answers", description=_DESCRIPTION, examples=_EXAMPLES,
+        data="pairs of answers: a file, a folder or a hub id", pairs=True,
+        python=("Train a model on chosen and rejected answers", """\
+pairs = [{"prompt": "7+5=", "chosen": "12", "rejected": "13"}]
+run = offbeat.dpo(model="models/small", data=pairs, loss="simpo", beta=2.0, total_steps=20)
+"""),
+        word="preference", method="preference training", named_by="preference.loss", metrics=("preference",), rates="preference")
 
     loss: Literal[_LOSSES] = field(  # pyright: ignore[reportInvalidTypeForm]
         "dpo", "Formula (`offbeat docs algorithms`): DPO; IPO, which stops at a distance and suits clear preferences; SimPO and ORPO, which"

@@ -50,7 +50,7 @@ def changes(now: Mapping[str, Any], was: Mapping[str, Any], *, part: Part) -> di
     """
     found: dict[Change, list[Changed]] = {change: [] for change in Change}
     for key, change in CHANGES.items():
-        if key in now and key in was and now[key] != was[key] and part in _SETTINGS[key].read_by:
+        if key in now and key in was and now[key] != was[key] and _SETTINGS[key].is_read_by(part):
             found[change].append(Changed(key, now[key], was[key]))
     return found
 

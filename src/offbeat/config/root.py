@@ -1,7 +1,9 @@
 """The whole configuration, and the rules that span sections: of processes in `process_rules`, of algorithms in `algorithm_rules`."""
 
 import hashlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, Self
 
 from pydantic import ValidationError, model_validator
@@ -40,6 +42,7 @@ from offbeat.config.service import ServeConfig
 from offbeat.config.teacher import TeacherConfig
 from offbeat.config.telemetry import TelemetryConfig
 from offbeat.config.train import SftConfig, TrainConfig
+from offbeat.config.training_kinds import TrainingKind
 from offbeat.config.weights import WeightsConfig
 
 
@@ -208,3 +211,13 @@ class Config(Section):
                 f"weights.switch_timeout_s must be at least {longest_s:g} with weights.interrupt = 'drain', got"
                 f" {self.weights.switch_timeout_s:g}; a switch waits for answers of rollout.max_new_tokens = {rollout.max_new_tokens}, each"
                 " token of which is allowed inference.token_timeout_s")
+
+
+def _training_kinds() -> Iterator[TrainingKind]:
+    for info in Config.model_fields.values():
+        if (kind := getattr(info.annotation, "training", None)) is not None:
+            yield kind
+
+
+TRAINING_KINDS: Mapping[str, TrainingKind] = MappingProxyType({kind.command: kind for kind in _training_kinds()})
+"""All kinds of training by their commands: "train", which is reinforcement learning, "sft", "dpo" and "reward-model"."""

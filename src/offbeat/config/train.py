@@ -4,10 +4,20 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
-from offbeat.config.base import Change, Section, check_number, field
+from offbeat.config.base import EXAMPLES, Change, Section, check_number, field
+from offbeat.config.training_kinds import TrainingKind
 
 Precision = Literal["float32", "bf16_mixed"]
 Recompute = Literal["off", "selective", "full"]
+
+_EXAMPLES = """\
+examples:
+  offbeat sft --model HuggingFaceTB/SmolLM2-135M-Instruct --data rows.jsonl --name imitation
+  offbeat sft task.toml --sft.total_steps 60 --sft.evaluate_every_steps 10
+  offbeat train task.toml --model runs/imitation/export
+
+where rows.jsonl has lines such as {"prompt": "2+2=", "answer": "4"}, or {"messages": [...]} with whole chats.
+"""
 
 
 class OptimizerConfig(Section):
@@ -125,6 +135,15 @@ class SftConfig(Section):
 
     on_resume = Change.TOLD
     read_by = ("sft",)
+    training = TrainingKind(
+        command="sft", section="sft", checkpoints="sft", lesson="supervised:Imitation", summary="fine-tune on a dataset's answers",
+        description="Supervised fine-tuning; the result is in the run's folder export.", examples=_EXAMPLES,
+        data="rows with answers to imitate: a file, a folder, a hub id or a built-in task",
+        python=("Fine-tune a model on the answers of a data set", """\
+rows = [{"prompt": "reverse abc: ", "answer": "cba"}, {"prompt": "reverse hello: ", "answer": "olleh"}]
+run = offbeat.sft(model="models/small", data=rows, total_steps=20, lr=1e-4)
+"""),
+        word="supervised", method="supervised fine-tuning", rates="sft")
 
     total_steps: int = field(200, "Most optimizer steps.", ge=1, basic=True)
     batch_size: int = field(128, "Rows per step.", ge=1, basic=True)
@@ -132,7 +151,7 @@ class SftConfig(Section):
         "all", "Which of the assistant's messages in a chat are trained on; earlier ones may be weaker than the last.")
     too_long: Literal["refuse", "drop"] = field(
         "refuse", "What happens to rows longer than the context or than train.max_tokens_per_microbatch; none is ever cut.",
-        read_by=("sft", "preference", "reward_model"))
+        read_by=(EXAMPLES,))
     optimizer: OptimizerConfig = field(OptimizerConfig(warmup_steps=30), "AdamW and its schedule.")
     evaluate_every_steps: int = field(
         0, "Steps between evaluations on held-out prompts; 0 evaluates only at the end.", ge=0, on_resume=Change.FREE)

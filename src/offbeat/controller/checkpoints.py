@@ -9,8 +9,9 @@ from pathlib import Path
 from offbeat.algorithms.coefficients import Coefficients
 from offbeat.checkpoint.manifest import is_sealed
 from offbeat.checkpoint.recover import CheckpointIndex, Damage, none_sound
+from offbeat.config.base import Part
 from offbeat.config.checkpoint import CheckpointConfig
-from offbeat.config.resume import Part
+from offbeat.config.root import TRAINING_KINDS
 from offbeat.controller.inputs import write_tokenizer
 from offbeat.controller.parts import RunParts
 from offbeat.controller.resume import compare
@@ -19,14 +20,13 @@ from offbeat.data import wire
 from offbeat.errors import ConfigError, StorageError
 from offbeat.types import Version
 
-TRAINING, FINE_TUNING, WARM_UP, PREFERENCE, REWARD_MODEL = "step", "sft", "warm-up", "dpo", "reward"
-"""First words of checkpoints' names, such as "step-00000050": of reinforcement learning, `offbeat sft`, the warm-up of `offbeat train`,
-`offbeat dpo`, and `offbeat reward-model`."""
+TRAINING, WARM_UP = TRAINING_KINDS["train"].checkpoints, "warm-up"
+"""First words of the names of checkpoints of `offbeat train`, such as "step-00000050", and of its warm-up."""
 
 _SAVES_APART = 20
 """Least time between two checkpoints by time, as a multiple of the last save's: they take a twentieth of a run's time at most."""
 
-_PARTS: dict[str, Part] = {TRAINING: "rl", FINE_TUNING: "sft", WARM_UP: "sft", PREFERENCE: "preference", REWARD_MODEL: "reward_model"}
+_PARTS: dict[str, Part] = {kind.checkpoints: kind.part for kind in TRAINING_KINDS.values()} | {WARM_UP: TRAINING_KINDS["sft"].part}
 
 
 @dataclass(frozen=True)

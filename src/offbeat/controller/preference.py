@@ -8,22 +8,19 @@ import numpy as np
 from offbeat.algorithms.objectives import first_of, preference_loss
 from offbeat.algorithms.preference import PairEvaluation, answer_batch, answer_values, evaluate_pairs, pair_batch
 from offbeat.config.objectives import OBJECTIVES
-from offbeat.controller.checkpoints import PREFERENCE, index_of
+from offbeat.config.root import TRAINING_KINDS, Config
+from offbeat.controller.checkpoints import index_of
+from offbeat.controller.inputs import RunInputs, read_pair_inputs
 from offbeat.controller.parts import RunParts
 from offbeat.controller.reference import Reference, open_reference
 from offbeat.controller.state import RunState
-from offbeat.controller.supervised import Lesson, SftResult, teach
+from offbeat.controller.supervised import Lesson
 from offbeat.data.batch import Batch
 from offbeat.data.dataset import Dataset
 from offbeat.data.identity import digest_of
 from offbeat.data.pairs import EncodedPair, Preference
 from offbeat.data.stream import PromptStream
 from offbeat.data.supervised import Sequence as Encoded
-
-
-async def prefer(parts: RunParts, state: RunState) -> SftResult:
-    """Train on preferences until `preference.total_steps`."""
-    return await teach(parts, state, PreferenceLesson(parts))
 
 
 class PreferenceLesson(Lesson):
@@ -33,15 +30,13 @@ class PreferenceLesson(Lesson):
     row's prompt with the answer of another row: the ratio of policy to reference there estimates how far the policy has moved.
     """
 
-    kind = PREFERENCE
-    events = "preference"
-    word = "preference"
+    kind = TRAINING_KINDS["dpo"]
 
-    def __init__(self, parts: RunParts) -> None:
-        super().__init__(parts)
+    def __init__(self, parts: RunParts, state: RunState) -> None:
+        super().__init__(parts, state)
         pairs, config = parts.inputs.pairs, parts.config
         assert pairs is not None, "a run of preference training has read preferences"
-        self.config = self._settings = config.preference
+        self._settings = config.preference
         self.dataset = pairs.train
         self._encoder = pairs.encoder
         self._loss = preference_loss(config.preference)
@@ -54,10 +49,15 @@ class PreferenceLesson(Lesson):
         encoded = [self._encoder.encode(pairs.heldout.row(index), name=f"held-out row {index}") for index in range(count)]
         self._heldout = [pair for pair in encoded if pair is not None]
 
+    @classmethod
+    def read(cls, config: Config) -> RunInputs:
+        """See `Lesson.read`."""
+        return read_pair_inputs(config, unpaired=OBJECTIVES[config.preference.loss].group == "answer")
+
     async def prepare(self) -> None:
         """Compute the reference's log-probabilities, unless an earlier start has."""
         if self._refers:
-            index = index_of(self._parts.record.run_dir, self.kind)
+            index = index_of(self._parts.record.run_dir, self.kind.checkpoints)
             self._reference = await self._open(
                 "train", self.dataset, self._sequences, self.dataset.num_rows or 0, resumes=lambda: index.newest() is not None)
             self._heldout_reference = await self._open(

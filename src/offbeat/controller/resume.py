@@ -7,8 +7,9 @@ how a change of it is treated.
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from offbeat.config.base import Part
 from offbeat.config.dump import toml_value
-from offbeat.config.resume import Change, Changed, Part, changes, listed
+from offbeat.config.resume import Change, Changed, changes, listed
 from offbeat.controller.state import SavedState
 from offbeat.data.identity import Identity
 from offbeat.errors import ConfigError

@@ -6,39 +6,38 @@ from pathlib import Path
 import numpy as np
 
 from offbeat.algorithms.reward_model import RewardEvaluation, compare_rewards, reward_batch
-from offbeat.controller.checkpoints import REWARD_MODEL
+from offbeat.config.root import TRAINING_KINDS, Config
+from offbeat.controller.inputs import RunInputs, read_pair_inputs
 from offbeat.controller.parts import RunParts
 from offbeat.controller.state import RunState
-from offbeat.controller.supervised import Lesson, SftResult, teach
+from offbeat.controller.supervised import Lesson
 from offbeat.data.batch import Batch
 from offbeat.data.pairs import EncodedPair, Preference
 from offbeat.data.reward_model import write_tokenizer
 from offbeat.data.stream import PromptStream
 
 
-async def train_reward_model(parts: RunParts, state: RunState) -> SftResult:
-    """Train on preferences until `reward_model.total_steps`."""
-    return await teach(parts, state, RewardLesson(parts))
-
-
 class RewardLesson(Lesson):
     """A reward model on the preferences of the run, exported as a Hugging Face folder for sequence classification."""
 
-    kind = REWARD_MODEL
-    events = "reward_model"
-    word = "reward model"
+    kind = TRAINING_KINDS["reward-model"]
 
-    def __init__(self, parts: RunParts) -> None:
-        super().__init__(parts)
+    def __init__(self, parts: RunParts, state: RunState) -> None:
+        super().__init__(parts, state)
         pairs = parts.inputs.pairs
         assert pairs is not None, "a run of a reward model has read pairs"
-        self.config = self._settings = parts.config.reward_model
+        self._settings = parts.config.reward_model
         self.dataset = pairs.train
         self._encoder = pairs.encoder
         count = min(parts.config.evaluate.num_prompts, pairs.heldout.num_rows or 0)
         encoded = [self._encoder.encode(pairs.heldout.row(index), name=f"held-out row {index}") for index in range(count)]
         self._heldout = [pair for pair in encoded if pair is not None]
         self._tokenizer_folder = parts.config.run_dir / "tokenizer"
+
+    @classmethod
+    def read(cls, config: Config) -> RunInputs:
+        """See `Lesson.read`."""
+        return read_pair_inputs(config, rewards=True)
 
     async def prepare(self) -> None:
         """Write the tokenizer as exports have it."""

@@ -1,8 +1,8 @@
 """The loop of all training on rows with known answers: `offbeat sft`, the warm-up of `offbeat train`, and every other `Lesson`.
 
-A lesson defines one kind of training: its rows, how they become batches, its evaluation and its export. The loop does the rest: steps,
-metrics, events, checkpoints. It saves and resumes as reinforcement learning does, under names of its own: a run that is started again goes
-on with the very losses that it would have had.
+A lesson defines one kind of training: its reader of rows, how they become batches, its evaluation and its export. The loop does the rest:
+steps, metrics, events, checkpoints. It saves and resumes as reinforcement learning does, under names of its own: a run that is started
+again goes on with the very losses that it would have had.
 """
 
 import math
@@ -10,19 +10,22 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from offbeat.aio import run_beside
-from offbeat.config.train import OptimizerConfig, SftConfig
-from offbeat.controller.checkpoints import FINE_TUNING, WARM_UP, RunCheckpoints
+from offbeat.config.root import TRAINING_KINDS, Config
+from offbeat.config.train import OptimizerConfig
+from offbeat.config.training_kinds import TrainingKind
+from offbeat.controller.checkpoints import WARM_UP, RunCheckpoints
 from offbeat.controller.evaluate import Evaluator
-from offbeat.controller.inputs import write_tokenizer
+from offbeat.controller.inputs import RunInputs, read_inputs, write_tokenizer
 from offbeat.controller.parts import RunParts
 from offbeat.controller.state import HeadState, Highlights, RunState, SavedState
 from offbeat.data.batch import Batch
 from offbeat.data.dataset import Dataset
 from offbeat.data.stream import PromptStream
 from offbeat.errors import OffbeatError
+from offbeat.loading import load_module
 
 _RECORDED = ("train/loss", "train/grad_norm", "step/total_s", "eval/accuracy")
 
@@ -53,23 +56,37 @@ class Lesson(ABC):
     """One kind of supervised training. In SPMD mode every rank has one, and calls the same methods in the same order.
 
     Attributes:
-        kind: first word of its checkpoints' names; see `controller.checkpoints`.
-        events: first word of its events' names, such as "sft" in "sft_step".
-        word: adjective for its steps in messages, such as "supervised".
+        kind: its row in the table of kinds.
         standalone: whether the run keeps its metrics and exports the model; a warm-up leaves both to reinforcement learning.
         config: its section of the settings.
         dataset: rows to train on.
     """
 
-    kind: str
-    events: str
-    word: str
+    kind: ClassVar[TrainingKind]
     standalone: bool = True
     config: LessonConfig
     dataset: Dataset[Any]
 
-    def __init__(self, parts: RunParts) -> None:
+    def __init__(self, parts: RunParts, state: RunState) -> None:
         self._parts = parts
+        self._state = state
+        self.config = getattr(parts.config, self.kind.section)
+
+    @classmethod
+    @abstractmethod
+    def read(cls, config: Config) -> RunInputs:
+        """Read model configuration, tokenizer and rows; writes nothing. Raises errors as `controller.inputs.read_inputs`."""
+
+    @classmethod
+    def completed(cls, config: Config, *, steps: int, accuracy: float | None) -> str | None:  # noqa: ARG003
+        """Say that nothing is left to do after so many steps with this held-out accuracy, and how to continue; None if something is.
+
+        By default accuracy does not matter.
+        """
+        section = cls.kind.section
+        if steps < getattr(config, section).total_steps:
+            return None
+        return f"is already complete ({steps} {cls.kind.word} steps); raise {section}.total_steps to continue"
 
     async def prepare(self) -> None:  # noqa: B027
         """Compute with the initial weights, on every start: the checkpoint is restored afterwards. By default nothing."""
@@ -91,9 +108,11 @@ class Lesson(ABC):
         tokenizer = write_tokenizer(parts.inputs, parts.config.run_dir, writes=parts.record.writes)
         await parts.trainers.export(folder, tokenizer=tokenizer)
 
-    def finished(self, *, steps: int, accuracy: float | None) -> bool:  # noqa: ARG002
-        """Whether nothing is left to do after so many steps with this held-out accuracy. By default accuracy does not matter."""
-        return steps >= self.config.total_steps
+
+def lesson_of(kind: TrainingKind) -> type[Lesson]:
+    """Return the lesson of a kind of training that is not reinforcement learning."""
+    module, _, name = kind.lesson.partition(":")
+    return getattr(load_module(f"offbeat.controller.{module}"), name)
 
 
 @dataclass(frozen=True)
@@ -117,20 +136,6 @@ class SftResult:
     stopped_early: bool
 
 
-def is_finished(config: SftConfig, *, steps: int, accuracy: float | None) -> bool:
-    """Whether nothing is left to do after so many steps with this held-out accuracy."""
-    return steps >= config.total_steps or (accuracy is not None and accuracy >= config.stop_at_accuracy)
-
-
-async def fine_tune(parts: RunParts, state: RunState, *, standalone: bool) -> SftResult:
-    """Imitate the dataset's answers until `sft.total_steps`, or until held-out accuracy reaches `sft.stop_at_accuracy`.
-
-    Evaluations publish the weights first, so `state.version` rises with each. A `standalone` run keeps its metrics and exports the model;
-    a warm-up leaves both to the reinforcement learning that follows.
-    """
-    return await teach(parts, state, Imitation(parts, state, standalone=standalone))
-
-
 async def teach(parts: RunParts, state: RunState, lesson: Lesson) -> SftResult:
     """Train until the lesson is finished or the user asks to stop."""
     teaching = _Teaching(parts, state, lesson)
@@ -143,18 +148,18 @@ async def teach(parts: RunParts, state: RunState, lesson: Lesson) -> SftResult:
 
 
 class Imitation(Lesson):
-    """Supervised fine-tuning: the answers are imitated, and held-out prompts are answered through the engines."""
+    """Supervised fine-tuning: the answers are imitated, and held-out prompts are answered through the engines.
 
-    events = "sft"
-    word = "supervised"
+    Evaluations publish the weights first, so the state's `version` rises with each. It ends after `sft.total_steps`, or when held-out
+    accuracy reaches `sft.stop_at_accuracy`. A warm-up is one that is not `standalone`.
+    """
 
-    def __init__(self, parts: RunParts, state: RunState, *, standalone: bool) -> None:
-        super().__init__(parts)
-        self.kind = FINE_TUNING if standalone else WARM_UP
+    kind = TRAINING_KINDS["sft"]
+
+    def __init__(self, parts: RunParts, state: RunState, *, standalone: bool = True) -> None:
+        super().__init__(parts, state)
         self.standalone = standalone
-        self.config = self._sft = parts.config.sft
         self.dataset = parts.inputs.train
-        self._state = state
         self._evaluator: Evaluator | None = None
 
     def begin(self, stream: PromptStream[Any]) -> None:
@@ -166,7 +171,7 @@ class Imitation(Lesson):
 
     async def batch(self, stream: PromptStream[Any]) -> Batch:
         """See `Lesson.batch`."""
-        return self._parts.source.sft_batch(stream, self._sft.batch_size)
+        return self._parts.source.sft_batch(stream, self._parts.config.sft.batch_size)
 
     async def evaluate(self) -> EvaluationOutcome | None:
         """See `Lesson.evaluate`."""
@@ -181,9 +186,20 @@ class Imitation(Lesson):
         with parts.record.tracer.span("evaluate", "controller"):
             return await evaluator.run()
 
-    def finished(self, *, steps: int, accuracy: float | None) -> bool:
-        """See `Lesson.finished`."""
-        return is_finished(self._sft, steps=steps, accuracy=accuracy)
+    @classmethod
+    def read(cls, config: Config) -> RunInputs:
+        """See `Lesson.read`."""
+        return read_inputs(config, supervised=True)
+
+    @classmethod
+    def completed(cls, config: Config, *, steps: int, accuracy: float | None) -> str | None:
+        """See `Lesson.completed`."""
+        enough = config.sft.stop_at_accuracy
+        if steps >= config.sft.total_steps or accuracy is None or accuracy < enough:
+            return super().completed(config, steps=steps, accuracy=accuracy)
+        return (
+            f"reached a held-out accuracy of {accuracy:.3f} after {steps} supervised steps; set sft.stop_at_accuracy = {enough:g} above"
+            " that to continue")
 
 
 class _Teaching:
@@ -195,7 +211,8 @@ class _Teaching:
         self._state = state
         self._lesson = lesson
         self._record = parts.record
-        self._checkpoints = RunCheckpoints(parts, parts.config.checkpoint, kind=lesson.kind, export=lesson.export)
+        kind = lesson.kind.checkpoints if lesson.standalone else WARM_UP
+        self._checkpoints = RunCheckpoints(parts, parts.config.checkpoint, kind=kind, export=lesson.export)
         self._stream = PromptStream(lesson.dataset, seed=config.run.seed + 1, shuffle=config.data.shuffle)
         self._step = 0
         self._trained_tokens = 0
@@ -215,7 +232,7 @@ class _Teaching:
         if saved is not None:
             self._resume(saved)
         lesson.begin(self._stream)
-        self._record.console.start(f"{parts.config.run.name} · {lesson.word}", lesson.config.total_steps)
+        self._record.console.start(f"{parts.config.run.name} · {lesson.kind.word}", lesson.config.total_steps)
         if parts.inputs.num_dropped:
             self._record.console.note(f'{parts.inputs.num_dropped} rows are too long and dropped, as sft.too_long = "drop" says')
         await state.agree(parts.peers)
@@ -231,7 +248,7 @@ class _Teaching:
 
     @property
     def _finished(self) -> bool:
-        return self._lesson.finished(steps=self._step, accuracy=self._accuracy)
+        return self._lesson.completed(self._parts.config, steps=self._step, accuracy=self._accuracy) is not None
 
     async def _train(self) -> None:
         """One step, with its evaluation, checkpoint and export if they are due."""
@@ -264,12 +281,12 @@ class _Teaching:
         if self._unevaluated is not None and (outcome := await lesson.evaluate()) is not None:
             self._accuracy, self._accuracy_step = outcome.accuracy, self._step
             stats = stats | outcome.metrics() | {"step/total_s": stats["step/total_s"] + time.monotonic() - start}
-            self._record.console.note(f"held-out accuracy {outcome.accuracy:.3f} after {self._step} {lesson.word} steps")
+            self._record.console.note(f"held-out accuracy {outcome.accuracy:.3f} after {self._step} {lesson.kind.word} steps")
         self._unevaluated = None
         self._record.console.update(self._step, stats)
         if lesson.standalone:
             self._record.stats.commit(self._stream.state().epoch, self._step, self._step, stats)
-        self._record.events.record(f"{lesson.events}_step", step=self._step, **{name: stats[name] for name in _RECORDED if name in stats})
+        self._record.events.record(lesson.kind.event("step"), step=self._step, **{name: stats[name] for name in _RECORDED if name in stats})
         await parts.peers.meet("commit_stats")
         if lesson.standalone:
             await self._checkpoints.export_step(self._step)
@@ -305,7 +322,7 @@ class _Teaching:
             await self._checkpoints.save(
                 self._step, version=self._state.version, head=HeadState(self._stream.state(), ()), highlights=self._highlights,
                 unevaluated=self._unevaluated, unproven=unproven)
-        self._record.events.record(f"{self._lesson.events}_checkpoint", step=self._step)
+        self._record.events.record(self._lesson.kind.event("checkpoint"), step=self._step)
 
     def _resume(self, saved: SavedState) -> None:
         lesson = self._lesson
@@ -316,5 +333,5 @@ class _Teaching:
         # Rows after a warm-up come from reinforcement learning that left no checkpoint, and begins again.
         self._unevaluated = saved.unevaluated
         self._record.resume_after(saved.global_step if lesson.standalone else -1, repeats_row=saved.unevaluated is not None)
-        self._record.events.record(f"{lesson.events}_resumed", step=saved.global_step, version=saved.version)
-        self._record.console.note(f"resumed after {saved.global_step} {lesson.word} steps")
+        self._record.events.record(lesson.kind.event("resumed"), step=saved.global_step, version=saved.version)
+        self._record.console.note(f"resumed after {saved.global_step} {lesson.kind.word} steps")

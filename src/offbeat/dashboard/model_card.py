@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from offbeat.config.root import TRAINING_KINDS
+from offbeat.config.training_kinds import TrainingKind
 from offbeat.dashboard.evaluations import figures_of
 from offbeat.dashboard.run_files import RunFiles
 
@@ -81,7 +83,7 @@ def _training(run: RunFiles, run_dir: Path, card: CardDetails) -> Iterator[tuple
     if steps:
         yield "steps", str(max(steps) if card.step is None else card.step)
     yield "data", ", ".join(_data(run, run_dir)) or "not recorded"
-    if _kind(run) == "train" and (reward := run.setting("rollout", "reward")):
+    if not _kind(run).lesson and (reward := run.setting("rollout", "reward")):
         yield "reward", _last_part(str(reward))
     if (seed := run.setting("run", "seed")) is not None:
         yield "seed", str(seed)
@@ -119,25 +121,23 @@ def _use(card: CardDetails) -> Iterator[str]:
                     f'tokenizer = AutoTokenizer.from_pretrained("{card.repo_id}")', "```")
 
 
-def _kind(run: RunFiles) -> str:
-    """Return the command that trained, told by the metrics that it alone has: "train", "sft", "dpo" or "reward-model"."""
-    prefixes = {name.partition("/")[0] for row in run.metrics for name in row}
-    by_prefix = {"reward": "train", "policy": "train", "preference": "dpo", "reward_model": "reward-model"}
-    return next((kind for prefix, kind in by_prefix.items() if prefix in prefixes), "sft")
+def _kind(run: RunFiles) -> TrainingKind:
+    """Return the kind of training, told by the metrics that it alone has, which supervised fine-tuning has none of."""
+    folders = {name.partition("/")[0] for row in run.metrics for name in row}
+    return next((kind for kind in TRAINING_KINDS.values() if not folders.isdisjoint(kind.metrics)), TRAINING_KINDS["sft"])
 
 
 def _tag(run: RunFiles) -> str:
-    """Return the tag of the algorithm."""
-    named = {"train": run.setting("algorithm", "preset"), "dpo": run.setting("preference", "loss")}
-    return str(named.get(_kind(run)) or _kind(run))
+    """Return the tag of the algorithm, such as "simpo" or "reward-model"."""
+    kind = _kind(run)
+    section, _, name = kind.named_by.partition(".")
+    return str((name and run.setting(section, name)) or kind.command)
 
 
 def _method(run: RunFiles) -> str:
     """Say in words how it was trained."""
-    kind, tag = _kind(run), _tag(run)
-    return {
-        "train": f"reinforcement learning ({tag})", "dpo": f"preference training ({tag})", "sft": "supervised fine-tuning",
-        "reward-model": "learning a reward from pairs of answers"}[kind]
+    kind = _kind(run)
+    return f"{kind.method} ({_tag(run)})" if kind.named_by else kind.method
 
 
 def _base(run: RunFiles) -> str:

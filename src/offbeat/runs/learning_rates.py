@@ -8,15 +8,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from offbeat.config.base import Part
 from offbeat.config.rates import Task, choose_rate
-from offbeat.config.resume import Part
-from offbeat.config.root import Config
+from offbeat.config.root import TRAINING_KINDS, Config
 from offbeat.data.model_folder import read_width
 from offbeat.runs.step_choice import Choice
 
 _NOTHING: Mapping[str, Any] = {}
-_OPTIMIZERS = ("train", "sft", "critic", "preference", "reward_model")
+_OPTIMIZERS = tuple(name for name, info in Config.model_fields.items() if "optimizer" in getattr(info.annotation, "model_fields", {}))
 """Sections with an optimizer."""
+_RATES: Mapping[Part, Task] = {kind.part: kind.rates for kind in TRAINING_KINDS.values() if kind.lesson}
+"""Rows of the table of rates by the sections of lessons."""
 _IN_WORDS: Mapping[Task, str] = {
     "sft": "supervised fine-tuning", "preference": "preference training", "reward_model": "a reward model", "rl": "reinforcement learning",
     "distillation": "distillation", "critic": "a critic"}
@@ -64,9 +66,8 @@ def rates_of_check(config: Config, *, pairs: bool) -> Iterator[str]:
     Raises:
         ModelError: as `read_width`.
     """
-    parts: tuple[Part, ...] = ("preference", "reward_model") if pairs else ("rl", "sft")
     model = config.model.path
-    for part in parts:
+    for part in [kind.part for kind in TRAINING_KINDS.values() if kind.pairs == pairs]:
         if model and not (Path(model).expanduser() / "config.json").is_file():
             yield from (
                 f'{section}.optimizer.lr = "auto": chosen at the start, by the config.json of {model}, which is no folder here'
@@ -81,8 +82,8 @@ def _open(config: Config) -> list[str]:
 
 def _tasks(config: Config, part: Part) -> Iterator[tuple[str, Task]]:
     """Yield the sections whose optimizers a part of a run uses, with their tasks, for example ("train", "rl")."""
-    if part != "rl":
-        yield part, part
+    if part in _RATES:
+        yield part, _RATES[part]
         return
     yield "train", "distillation" if config.algorithm.needs_teacher else "rl"
     if config.algorithm.needs_critic:

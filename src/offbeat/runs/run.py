@@ -20,18 +20,16 @@ from offbeat.aio import listener
 from offbeat.config.agent import PLAYS
 from offbeat.config.dump import dump_toml
 from offbeat.config.notes import notes
-from offbeat.config.objectives import OBJECTIVES
 from offbeat.config.resume import remembered
-from offbeat.config.root import Config
-from offbeat.controller.checkpoints import FINE_TUNING, PREFERENCE, REWARD_MODEL, TRAINING, index_of, part_of
-from offbeat.controller.inputs import RunInputs, read_inputs, read_pair_inputs
+from offbeat.config.root import TRAINING_KINDS, Config
+from offbeat.config.training_kinds import TrainingKind
+from offbeat.controller.checkpoints import TRAINING, index_of
+from offbeat.controller.inputs import RunInputs, read_inputs
 from offbeat.controller.loop import TrainResult, train
 from offbeat.controller.own_code import check_own_code
 from offbeat.controller.parts import RunParts
-from offbeat.controller.preference import prefer
-from offbeat.controller.reward_model import train_reward_model
 from offbeat.controller.state import Best, Highlights, RunState, SetHighlights
-from offbeat.controller.supervised import SftResult, fine_tune
+from offbeat.controller.supervised import Imitation, lesson_of, teach
 from offbeat.controller.template_choice import choose_templates
 from offbeat.data import wire
 from offbeat.data.identity import Identity
@@ -54,13 +52,7 @@ from offbeat.workers.worker import library_environment
 
 # By name, because SPMD mode imports torch.
 _MODES = {"controller": ("offbeat.runs.assemble", "open_controller"), "spmd": ("offbeat.spmd.rank", "open_rank")}
-_READERS: dict[str, Callable[[Config], RunInputs]] = {
-    TRAINING: read_inputs,
-    FINE_TUNING: partial(read_inputs, supervised=True),
-    PREFERENCE: lambda config: read_pair_inputs(config, unpaired=OBJECTIVES[config.preference.loss].group == "answer"),
-    REWARD_MODEL: partial(read_pair_inputs, rewards=True),
-}
-"""Readers of inputs by the kind of run, which is the first word of its checkpoints' names, such as "step"."""
+_RL = TRAINING_KINDS["train"]
 
 T = TypeVar("T")
 Body = Callable[[RunParts, RunState], Awaitable[T]]
@@ -110,7 +102,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class SupervisedResult:
-    """Contents of `result.json` of `offbeat sft` and `offbeat dpo`; see `SftResult`, `RunResult`. Wall times are of this start."""
+    """Contents of `result.json` of all training on examples; see `SftResult`, `RunResult`. Wall times are of this start."""
 
     steps: int
     trained_tokens: int
@@ -146,7 +138,7 @@ def run_training(config: Config, console: Console, *, debug: bool = False, fresh
             return index.newest() is None and not index.damaged()
 
         if config.run.warm_up and await parts.peers.lead("warm_up", begins, bool):
-            warm_up_steps = (await fine_tune(parts, state, standalone=False)).steps
+            warm_up_steps = (await teach(parts, state, Imitation(parts, state, standalone=False))).steps
             state.version += 1
         begun = Highlights(warm_up_steps=warm_up_steps)
         interrupted = warm_up_steps > base_steps and state.stopping
@@ -165,40 +157,27 @@ def run_training(config: Config, console: Console, *, debug: bool = False, fresh
     return _finish(execute(config, console, body, debug=debug, fresh=fresh), config, console)
 
 
-def run_supervised(config: Config, console: Console, *, debug: bool = False, fresh: bool = False) -> SupervisedResult | None:
-    """`offbeat sft`: supervised fine-tuning, exported to the run's folder; writes `result.json`. None on a rank that does not lead.
-
-    A `fresh` run never resumes: an older one of its name is moved aside.
-    """
-    return _run_lesson(
-        config, console, FINE_TUNING, lambda parts, state: fine_tune(parts, state, standalone=True), debug=debug, fresh=fresh)
-
-
-def run_preference(config: Config, console: Console, *, debug: bool = False, fresh: bool = False) -> SupervisedResult | None:
-    """`offbeat dpo`: preference training, exported to the run's folder; writes `result.json`. None on a rank that does not lead.
-
-    A `fresh` run never resumes: an older one of its name is moved aside.
-    """
-    return _run_lesson(config, console, PREFERENCE, prefer, debug=debug, fresh=fresh)
+def run_kind(
+    kind: TrainingKind, config: Config, console: Console, *, debug: bool = False, fresh: bool = False,
+) -> RunResult | SupervisedResult | None:
+    """Train as the command of this kind does; see `run_training` and `run_lesson`."""
+    if kind.lesson:
+        return run_lesson(kind, config, console, debug=debug, fresh=fresh)
+    return run_training(config, console, debug=debug, fresh=fresh)
 
 
-def run_reward_model(config: Config, console: Console, *, debug: bool = False, fresh: bool = False) -> SupervisedResult | None:
-    """`offbeat reward-model`: a reward model, exported to the run's folder; writes `result.json`. None on a rank that does not lead.
-
-    A `fresh` run never resumes: an older one of its name is moved aside.
-    """
-    return _run_lesson(config, console, REWARD_MODEL, train_reward_model, debug=debug, fresh=fresh)
-
-
-def _run_lesson(
-    config: Config, console: Console, kind: str, learn: Body[SftResult], *, debug: bool, fresh: bool,
+def run_lesson(
+    kind: TrainingKind, config: Config, console: Console, *, debug: bool = False, fresh: bool = False,
 ) -> SupervisedResult | None:
-    """Run a lesson from its start to its result."""
+    """Train on examples, such as `offbeat sft`, exported to the run's folder; writes `result.json`. None on a rank that does not lead.
+
+    A `fresh` run never resumes: an older one of its name is moved aside.
+    """
     start = time.monotonic()
 
     async def body(parts: RunParts, state: RunState) -> SupervisedResult:
         ready = time.monotonic()
-        result = await learn(parts, state)
+        result = await teach(parts, state, lesson_of(kind)(parts, state))
         return SupervisedResult(
             steps=result.steps, trained_tokens=result.trained_tokens, final_loss=result.final_loss, accuracy=result.accuracy,
             accuracy_step=result.accuracy_step,
@@ -230,7 +209,8 @@ def _make_base(config: Config, console: Console, *, debug: bool, fresh: bool) ->
 
     def make(base: Config) -> None:
         console.note(f"the adapter needs a base that has learnt something: warming up a whole model as the run {base.run.name}")
-        result = run_supervised(base, console, debug=debug, fresh=fresh or completed(base, FINE_TUNING) is not None)
+        sft = TRAINING_KINDS["sft"]
+        result = run_lesson(sft, base, console, debug=debug, fresh=fresh or completed(base, sft) is not None)
         assert result is not None, "a controller leads"
         if result.stopped_early:
             raise KeyboardInterrupt
@@ -248,18 +228,18 @@ def _unused_template(config: Config, inputs: RunInputs) -> str:
     return unused_template(inputs.tokenizer, rows.row(0).prompt, config.data, model=config.model.path)
 
 
-def _replaced_forms(config: Config, inputs: RunInputs, *, kind: str) -> str:
+def _replaced_forms(config: Config, inputs: RunInputs, *, kind: TrainingKind) -> str:
     """Return advice on chats that the template does not write in full; "" for workflows that make chats of their own."""
-    if kind == TRAINING and config.rollout.workflow in PLAYS:
+    if kind is _RL and config.rollout.workflow in PLAYS:
         return ""
     rows = inputs.train if inputs.pairs is None else inputs.pairs.train
-    return replaced_forms(inputs.tokenizer, rows, config.data, imitated=kind != TRAINING or config.run.warm_up)
+    return replaced_forms(inputs.tokenizer, rows, config.data, imitated=kind is not _RL or config.run.warm_up)
 
 
 def execute(
-    config: Config, console: Console, body: Body[T], *, debug: bool = False, kind: str = TRAINING, fresh: bool = False,
+    config: Config, console: Console, body: Body[T], *, debug: bool = False, kind: TrainingKind = _RL, fresh: bool = False,
 ) -> T | None:
-    """Open the run's folder and its processes, and run `body(parts, state)`, whose checkpoints are of this kind.
+    """Open the run's folder and its processes, and run `body(parts, state)`, which does this kind of training.
 
     Ctrl-C once asks the body to end after its step and save; twice, or before the body has begun, ends at once. None on a rank that does
     not lead.
@@ -269,9 +249,9 @@ def execute(
     if rank_info.leads:
         console.hint(f"{config.run.name}: reading the model and the data")
     was = {} if fresh else remembered_settings(given, kind=kind)
-    given, rates = choose_rates(given, part_of(kind), was=was)
+    given, rates = choose_rates(given, kind.part, was=was)
     given, templates = choose_templates(given, was=was)
-    inputs = _READERS[kind](given)
+    inputs = lesson_of(kind).read(given) if kind.lesson else read_inputs(given)
     router = router_loss_note(given.model.path, coefficient=given.train.router_aux_loss_coefficient) if given.model.path else ""
     plan = make_plan(given, rank_info=rank_info, serves=inputs.plays).having(rates)
     config = plan.config
@@ -282,7 +262,7 @@ def execute(
         for choice in (*rates, *templates):
             record.console.note(str(choice))
         if rank_info.leads:
-            for text in filter(None, (*notes(config, part_of(kind)), router)):
+            for text in filter(None, (*notes(config, kind.part), router)):
                 record.note("advice", text)
         for reason in inputs.unusable:
             record.events.record("unusable_row", reason=reason)
@@ -315,7 +295,7 @@ def anchored(config: Config) -> Config:
 
 
 def _open_record(
-    plan: RunPlan, rank_info: RankInfo, console: Console, identity: Identity, *, kind: str, fresh: bool, debug: bool,
+    plan: RunPlan, rank_info: RankInfo, console: Console, identity: Identity, *, kind: TrainingKind, fresh: bool, debug: bool,
 ) -> RunRecord:
     config = plan.config
     if not rank_info.leads:

@@ -3,18 +3,18 @@
 Called by `runs.run` before anything is started. Nothing is deleted but weights that an older run has published.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from offbeat.checkpoint.manifest import MARKER
 from offbeat.checkpoint.recover import Checkpoint, none_sound
-from offbeat.config.root import Config
-from offbeat.controller.checkpoints import FINE_TUNING, PREFERENCE, REWARD_MODEL, TRAINING, WARM_UP, check_heads, index_of, part_of
+from offbeat.config.root import TRAINING_KINDS, Config
+from offbeat.config.training_kinds import TrainingKind
+from offbeat.controller.checkpoints import TRAINING, WARM_UP, check_heads, index_of, part_of
 from offbeat.controller.resume import compare
 from offbeat.controller.state import SavedState
-from offbeat.controller.supervised import is_finished
+from offbeat.controller.supervised import lesson_of
 from offbeat.data import wire
 from offbeat.data.identity import Identity
 from offbeat.disk import discard
@@ -25,18 +25,15 @@ from offbeat.telemetry.run_lock import lock_run
 _FILES = ("config.toml", "events.jsonl", "metrics.jsonl", "trace.json", "result.json", "lock", "owner.json")
 """Files that a start reads or opens."""
 
-
-_SAVED = {
-    TRAINING: "checkpoint", FINE_TUNING: "sft_checkpoint", PREFERENCE: "preference_checkpoint", REWARD_MODEL: "reward_model_checkpoint"}
-"""Events of checkpoints by the first word of their names."""
+_RL = TRAINING_KINDS["train"]
 
 
-def prepare_run_dir(config: Config, *, kind: str = TRAINING, fresh: bool = False) -> Path | None:
+def prepare_run_dir(config: Config, *, kind: TrainingKind = _RL, fresh: bool = False) -> Path | None:
     """Go on in the run's folder if it has a checkpoint, else move an older run of the same name aside if it has trained or saved anything.
     A `fresh` run always does the latter.
 
     Args:
-        kind: first word of the names of the run's checkpoints; a run goes on only from its own kind's.
+        kind: kind of training; a run goes on only from checkpoints of its own kind.
 
     Returns:
         New folder of the older run, such as `runs/NAME.1`, if it was moved.
@@ -84,14 +81,14 @@ def _got_anywhere(run_dir: Path) -> bool:
     return any(str(event.get("kind", "")).endswith("_step") for event in read_json_lines(run_dir / "events.jsonl"))
 
 
-def _last_saved(run_dir: Path, kind: str) -> int:
+def _last_saved(run_dir: Path, kind: TrainingKind) -> int:
     """Step of the last checkpoint of this kind in the run's events; 0 if there is none."""
     events = read_json_lines(run_dir / "events.jsonl")
-    steps = [event.get("global_step", event.get("step")) for event in events if event.get("kind") == _SAVED[kind]]
+    steps = [event.get("global_step", event.get("step")) for event in events if event.get("kind") == kind.event("checkpoint")]
     return next((step for step in reversed(steps) if isinstance(step, int)), 0)
 
 
-def check_resumption(config: Config, identity: Identity, *, kind: str = TRAINING, num_heads: int = 1) -> None:
+def check_resumption(config: Config, identity: Identity, *, kind: TrainingKind = _RL, num_heads: int = 1) -> None:
     """Refuse changes with which the newest checkpoint cannot go on, before anything is started; see `offbeat.controller.resume`.
 
     Args:
@@ -107,7 +104,7 @@ def check_resumption(config: Config, identity: Identity, *, kind: str = TRAINING
             return
 
 
-def remembered_settings(config: Config, *, kind: str = TRAINING) -> Mapping[str, Any]:
+def remembered_settings(config: Config, *, kind: TrainingKind = _RL) -> Mapping[str, Any]:
     """Return the settings of the checkpoint that the run goes on from, by names such as "train.optimizer.lr"; {} if there are none.
 
     Raises:
@@ -121,61 +118,38 @@ def remembered_settings(config: Config, *, kind: str = TRAINING) -> Mapping[str,
     return {}
 
 
-def _goes_on_from(config: Config, kind: str) -> tuple[str, ...]:
+def _goes_on_from(config: Config, kind: TrainingKind) -> tuple[str, ...]:
     """Return the kinds of checkpoints that the run continues from, in order of preference."""
-    return (TRAINING, WARM_UP) if kind == TRAINING and config.run.warm_up else (kind,)
+    return (TRAINING, WARM_UP) if kind is _RL and config.run.warm_up else (kind.checkpoints,)
 
 
 def _saved(checkpoint: Checkpoint) -> SavedState:
     return wire.decode_json(SavedState, checkpoint.payload)
 
 
-def _done_steps(config: Config, kind: str, *, section: str, word: str = "") -> str | None:
-    """Say that a run of a kind that ends after `total_steps` of its section is complete, and how to continue; None if it is not."""
-    newest = index_of(config.run_dir, kind).newest()
-    if newest is None or newest.step < getattr(config, section).total_steps or _saved(newest).unevaluated is not None:
-        return None
-    return f"is already complete ({newest.step} {word}steps); raise {section}.total_steps to continue"
-
-
 def _trained(config: Config) -> str | None:
     """Say that a run of `offbeat train` is complete, and how to continue it; None if it is not."""
     newest = index_of(config.run_dir, TRAINING).newest()
-    best = None if newest is None else _saved(newest).highlights.best
-    if newest is None or best is None or not best.is_final(config.evaluate):
-        return _done_steps(config, TRAINING, section="run")
+    if newest is None:
+        return None
+    saved = _saved(newest)
+    best = saved.highlights.best
+    if best is None or not best.is_final(config.evaluate):
+        is_done = newest.step >= config.run.total_steps and saved.unevaluated is None
+        return f"is already complete ({newest.step} steps); raise run.total_steps to continue" if is_done else None
     return (
         f"ended after {newest.step} steps, as {best.metric} had not risen in {best.num_since} evaluations; raise"
         " evaluate.stop_after_no_gain to continue")
 
 
-def _fine_tuned(config: Config) -> str | None:
-    """Say that a run of `offbeat sft` is complete, and how to continue it; None if it is not."""
-    newest = index_of(config.run_dir, FINE_TUNING).newest()
-    if newest is None or _saved(newest).unevaluated is not None:
-        return None
-    accuracy = _saved(newest).highlights.heldout_after
-    if not is_finished(config.sft, steps=newest.step, accuracy=accuracy):
-        return None
-    if newest.step >= config.sft.total_steps:
-        return f"is already complete ({newest.step} supervised steps); raise sft.total_steps to continue"
-    return (
-        f"reached a held-out accuracy of {accuracy:.3f} after {newest.step} supervised steps; set sft.stop_at_accuracy ="
-        f" {config.sft.stop_at_accuracy:g} above that to continue")
-
-
-_COMPLETED: dict[str, Callable[[Config], str | None]] = {
-    TRAINING: _trained,
-    FINE_TUNING: _fine_tuned,
-    PREFERENCE: partial(_done_steps, kind=PREFERENCE, section="preference", word="preference "),
-    REWARD_MODEL: partial(_done_steps, kind=REWARD_MODEL, section="reward_model", word="reward model "),
-}
-"""Checks for completed runs by kind."""
-
-
-def completed(config: Config, kind: str) -> str | None:
+def completed(config: Config, kind: TrainingKind) -> str | None:
     """Return a text that the run is complete as this kind, and how to continue it; None if it is not."""
-    return _COMPLETED[kind](config)
+    if not kind.lesson:
+        return _trained(config)
+    newest = index_of(config.run_dir, kind.checkpoints).newest()
+    if newest is None or (saved := _saved(newest)).unevaluated is not None:
+        return None
+    return lesson_of(kind).completed(config, steps=newest.step, accuracy=saved.highlights.heldout_after)
 
 
 def _move_aside(config: Config) -> Path:
