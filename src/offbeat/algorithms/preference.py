@@ -47,7 +47,7 @@ def pair_batch(pairs: Sequence[EncodedPair], loss: LossSpec, *, ref_logprobs: np
     """
     sequences = [sequence for pair in pairs for sequence in pair.sequences]
     sizes = [len(pair.sequences) for pair in pairs]
-    single = OBJECTIVES[loss.name].group == "answer"
+    single = OBJECTIVES[loss.name].takes_labels
     groups = np.arange(len(sequences)) if single else np.repeat(np.arange(len(pairs)), sizes)
     prefixes = np.zeros(len(sequences), np.int64) if single else np.repeat([pair.prefix_len for pair in pairs], sizes)
     num_groups = len(sequences) if single else len(pairs)

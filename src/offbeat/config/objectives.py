@@ -84,18 +84,23 @@ class Objective:
         return "ref_logprobs" in self.reads
 
     @property
+    def takes_labels(self) -> bool:
+        """Whether it learns single answers with a label, instead of comparing the two answers of a pair."""
+        return self.group == "answer"
+
+    @property
     def asks_teacher(self) -> bool:
         """Whether it compares with the likeliest tokens of a teacher instead of the sampled ones."""
         return "teacher_logprobs" in self.reads
 
 
 def _compares(
-    constants: Mapping[str, Constant], *, chosen_by: tuple[Chooser, ...] = ("preference",), reads: tuple[str, ...] = ("ref_logprobs",),
-    group: Literal["pair", "answer"] = "pair", by_token: bool = False, scaled_margin: bool = True,
+    constants: Mapping[str, Constant], *, reads: tuple[str, ...] = ("ref_logprobs",), group: Literal["pair", "answer"] = "pair",
+    by_token: bool = False, scaled_margin: bool = True,
 ) -> Objective:
     """Return an objective of preference training."""
     return Objective(
-        chosen_by, reads, constants, uses_anchor=False, group=group, by_token=by_token, scaled_margin=scaled_margin)
+        ("preference",), reads, constants, uses_anchor=False, group=group, by_token=by_token, scaled_margin=scaled_margin)
 
 
 _RUN: tuple[Chooser, ...] = ("algorithm",)
@@ -143,7 +148,8 @@ OBJECTIVES: Mapping[str, Objective] = MappingProxyType({
     # Its constants are the weights of its losses by name, and theirs as "dpo.beta".
     "mix": Objective(reads=("ref_logprobs",), uses_anchor=False, group="pair", mixes=True),
     # Of reward models, in `losses.pairs`, too.
-    "bradley_terry": _compares({"centring": Constant(0.01)}, chosen_by=(), reads=("margins",), scaled_margin=False),
+    "bradley_terry": Objective(
+        reads=("margins",), constants={"centring": Constant(0.01)}, uses_anchor=False, group="pair", scaled_margin=False),
 })
 """All objectives by name. Where they bound a ratio, `clip_low` and `clip_high` are the smallest and the largest unclipped ratio."""
 

@@ -41,7 +41,7 @@ class PreferenceLesson(Lesson):
         self._encoder = pairs.encoder
         self._loss = preference_loss(config.preference)
         self._refers = OBJECTIVES[self._loss.name].refers
-        single = OBJECTIVES[self._loss.name].group == "answer"
+        single = OBJECTIVES[self._loss.name].takes_labels
         self._others = _derangement(pairs.train.num_rows or 0, seed=config.run.seed) if single else None
         self._reference = self._heldout_reference = Reference(np.zeros(0, np.float32), np.zeros(1, np.int64))
         self._heldout_rows = pairs.heldout
@@ -52,7 +52,7 @@ class PreferenceLesson(Lesson):
     @classmethod
     def read(cls, config: Config) -> RunInputs:
         """See `Lesson.read`."""
-        return read_pair_inputs(config, unpaired=OBJECTIVES[config.preference.loss].group == "answer")
+        return read_pair_inputs(config, unpaired=OBJECTIVES[config.preference.loss].takes_labels)
 
     async def prepare(self) -> None:
         """Compute the reference's log-probabilities, unless an earlier start has."""

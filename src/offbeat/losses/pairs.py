@@ -86,7 +86,7 @@ def compare(name: str, targets: Targets, trained: Tensor) -> Comparison:
 def margins(name: str, found: Comparison, targets: Targets) -> Tensor:
     """Return [G] float64 margins of the groups as the loss measures them; above 0 where the answer is on the right side."""
     objective, gaps = OBJECTIVES[name], found.chosen - found.rejected
-    if objective.group == "answer":
+    if objective.takes_labels:
         z = targets.constants["z"]
         gaps = torch.where(found.has_chosen, found.chosen - z, z - found.rejected)
     return targets.constants["beta"] * gaps if objective.scaled_margin else gaps
