@@ -17,6 +17,9 @@ def test_every_setting_has_a_row_with_a_sentence():
     for line in render_docs().splitlines():
         if line.startswith("#") and "[" in line:
             section = line.partition("[")[2].rstrip("]")
+        elif line.startswith("The settings of ["):
+            first = line.partition("[")[2].partition("]")[0]
+            rows |= {key.replace(first, section): row for key, row in rows.items() if key.startswith(f"{first}.")}
         elif line.startswith("| `"):
             rows[f"{section}.{line.split('`')[1]}"] = line
     assert rows.keys() == {key for key, _ in settings()}
@@ -27,7 +30,14 @@ def test_settings_that_a_first_run_needs_are_marked():
     page = render_docs()
     assert "| `total_steps` ★ | integer ≥ 1 | `100` |" in page
     assert "| `seed` | integer ≥ 0" in page
-    assert page.count("| `lr` ★ |") == 4, "not of the critic, which a first run does without"
+    assert "| `lr` ★ |" in page
+    assert page.count("`lr` ★ for a first run") == 3, "not of the critic, which a first run does without"
+
+
+def test_a_table_that_stands_in_several_sections_is_printed_once() -> None:
+    page = render_docs()
+    assert page.count("| `beta1` |") == 1
+    assert "## [sft.optimizer]\n\nThe settings of [train.optimizer], with `warmup_steps = 30` by default; of these `lr` ★ for a" in page
 
 
 def test_bounds_choices_and_bars_are_written_so_that_a_table_holds_them():

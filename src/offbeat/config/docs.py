@@ -33,14 +33,18 @@ _BASIC = frozenset(setting.key for setting in declared(Config) if setting.basic)
 
 
 def render_docs() -> str:
-    """Render Markdown: for every section, a table of names, allowed values, defaults and meanings."""
-    return "\n".join([_HEAD, *_tables(Config(), ())])
+    """Render Markdown: for every section, a table of names, allowed values, defaults and meanings; of equal tables, only the first."""
+    return "\n".join([_HEAD, *_tables(Config(), (), {})])
 
 
-def _tables(section: Section, path: tuple[str, ...]) -> Iterator[str]:
+def _tables(section: Section, path: tuple[str, ...], printed: dict[type[Section], tuple[str, Section]]) -> Iterator[str]:
+    """Yield a section's table and those in it; `printed` has the name and the content of each type's first table."""
     fields = type(section).model_fields
     leaves = {name: info for name, info in fields.items() if not isinstance(getattr(section, name), Section)}
-    if leaves:
+    if leaves and type(section) in printed:
+        yield f"{'#' * (len(path) + 1)} [{'.'.join(path)}]\n\n{_like(section, path, *printed[type(section)])}\n"
+    elif leaves:
+        printed[type(section)] = ".".join(path), section
         yield f"{'#' * (len(path) + 1)} [{'.'.join(path)}]\n\n{' '.join((type(section).__doc__ or '').split())}\n"
         yield "| setting | allowed | default | meaning |\n|---|---|---|---|"
         for name, info in leaves.items():
@@ -53,7 +57,16 @@ def _tables(section: Section, path: tuple[str, ...]) -> Iterator[str]:
     for name in fields:
         nested = getattr(section, name)
         if isinstance(nested, Section):
-            yield from _tables(nested, (*path, name))
+            yield from _tables(nested, (*path, name), printed)
+
+
+def _like(section: Section, path: tuple[str, ...], first: str, values: Section) -> str:
+    """Say that a table has the settings of an earlier one, which defaults differ, and which settings a first run needs."""
+    own = [f"{name} = {toml_value(value)}" for name, value in section if value != getattr(values, name)]
+    basic = [f"`{name}` ★" for name in type(section).model_fields if ".".join((*path, name)) in _BASIC]
+    differs = f", with {' and '.join(map(_code, own))} by default" if own else ""
+    needed = f"; of these {' and '.join(basic)} for a first run" if basic else ""
+    return f"The settings of [{first}]{differs}{needed}."
 
 
 def _allowed(info: FieldInfo) -> str:
