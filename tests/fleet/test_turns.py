@@ -22,8 +22,25 @@ PROMPT = (13, 14, 15)
 CANARY = (13, 14, 15, 5, 6, 7, 0)
 
 
-async def settled() -> None:
-    """Everything that was published is served."""
+class Publisher:
+    """Everything that it has published is served."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    async def settle(self, *, behind: int = 0) -> None:
+        assert behind == 0
+        self._calls.append("settled")
+
+
+class Processes:
+    """Processes of engines, which have nothing to do but to end."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    async def end(self, name: str) -> None:
+        self._calls.append(f"{name} is ended")
 
 
 class Engine:
@@ -64,9 +81,6 @@ def taking_turns(
 ) -> None:
     """Run `body` with engines that have proven version 0, beside what heals them if there is a `restart`."""
 
-    async def end(name: str) -> None:
-        calls.append(f"{name} is ended")
-
     async def reload(_client: EngineClient) -> int:
         return 1
 
@@ -76,7 +90,7 @@ def taking_turns(
             pool.admit(engine.name, 0)
         healer = Healer(pool, reload=reload, restart=restart, probe_interval_s=60, probe_timeout_s=1)
         task = asyncio.create_task(healer.run() if restart is not None else asyncio.Event().wait())
-        await body(pool, EngineTurns(pool, SilentRecord(root), keep_weights=keep_weights, timeout_s=5.0, end=end))
+        await body(pool, EngineTurns(pool, SilentRecord(root), engines=Processes(calls), keep_weights=keep_weights, timeout_s=5.0))
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
@@ -87,21 +101,18 @@ def taking_turns(
 def test_engines_fall_asleep_once_they_serve_what_was_published_and_nobody_is_told_twice(tmp_path: Path) -> None:
     calls: list[str] = []
 
-    async def settle() -> None:
-        calls.append("settled")
-
     async def body(pool: EnginePool, turns: EngineTurns) -> None:
         await turns.to_engines()
         assert turns.take_metrics() == {} and calls == []
         for _ in range(2):
-            await turns.to_ranks(settle)
+            await turns.to_ranks(Publisher(calls))
         assert calls == ["settled", "a sleeps", "b sleeps"] and pool.clock.halted
         assert list(turns.take_metrics()) == ["turns/to_ranks_s"]
         for _ in range(2):
             await turns.to_engines()
         assert calls[3:] == [] and not pool.clock.halted, "the weights that are published wake them"
         assert list(turns.take_metrics()) == ["turns/asleep_s"]
-        await turns.to_ranks(settle)
+        await turns.to_ranks(Publisher(calls))
         assert calls[3:] == ["settled", "a sleeps", "b sleeps"]
 
     taking_turns([Engine("a", calls), Engine("b", calls)], tmp_path, body, calls=calls)
@@ -112,7 +123,7 @@ def test_engines_that_keep_their_weights_are_woken_and_one_that_does_not_wake_is
     broken = Engine("b", calls, wakes=DeadlineError("waiting for wake on b passed its deadline of 5 s (waited 5.0 s)"))
 
     async def body(pool: EnginePool, turns: EngineTurns) -> None:
-        await turns.to_ranks(settled)
+        await turns.to_ranks(Publisher([]))
         await turns.to_engines()
         assert calls == ["a sleeps, weights kept", "b sleeps, weights kept", "a wakes", "b wakes"]
         assert pool.states == {"a": State.SERVING, "b": State.QUARANTINED}
@@ -131,7 +142,7 @@ def test_an_engine_that_does_not_fall_asleep_ends_and_is_healed_when_it_is_the_e
         return ""
 
     async def body(pool: EnginePool, turns: EngineTurns) -> None:
-        await turns.to_ranks(settled)
+        await turns.to_ranks(Publisher([]))
         assert pool.members["a"].reason == "it did not fall asleep: a answered /v1/weights/sleep with 500: out of luck"
         engine.fails["is probed"] = EngineError("it is gone")
         await until(lambda: pool.states["a"] is State.HEALING)
@@ -139,7 +150,7 @@ def test_an_engine_that_does_not_fall_asleep_ends_and_is_healed_when_it_is_the_e
         await turns.to_engines()
         await until(lambda: pool.states["a"] is State.SERVING)
         assert calls[2:] == ["a is probed", "a is restarted", "a is probed"]
-        await turns.to_ranks(settled)
+        await turns.to_ranks(Publisher([]))
         assert calls[5:] == ["a sleeps"]
 
     taking_turns([engine], tmp_path, body, calls=calls, restart=restart)
@@ -154,7 +165,7 @@ def test_an_engine_that_dies_asleep_or_is_out_of_service_is_healed_in_the_engine
 
     async def body(pool: EnginePool, turns: EngineTurns) -> None:
         pool.quarantine("b", "it is ill")  # nobody has begun to heal it
-        await turns.to_ranks(settled)
+        await turns.to_ranks(Publisher([]))
         pool.quarantine("a", "its process died")
         await until(lambda: set(pool.states.values()) == {State.HEALING})
         assert calls == ["b is ended", "a sleeps"] or calls == ["a sleeps", "b is ended"]
@@ -172,12 +183,12 @@ def test_requests_wait_in_a_sleeping_engine_however_long_and_go_on_with_the_next
             clock = HaltingClock()
             pool = EnginePool([EngineClient("a", url, http.session, clock=clock)], clock=clock)
             pool.admit("a", 0)
-            turns = EngineTurns(pool, SilentRecord(tmp_path), keep_weights=False, timeout_s=5.0, end=pool.wait_quarantined)
+            turns = EngineTurns(pool, SilentRecord(tmp_path), engines=Processes([]), keep_weights=False, timeout_s=5.0)
             dispatcher = Dispatcher(pool, request_timeout_s=3.0)
             server._loop.pause("keep").result()
             calls = [asyncio.create_task(dispatcher.generate(PROMPT, Sampling(8, ignore_eos=True), n=2))]
             await until(lambda: server._engine.num_waiting)
-            await turns.to_ranks(settled)
+            await turns.to_ranks(Publisher([]))
             server._loop.call(server._engine.resume).result()
             calls.append(asyncio.create_task(dispatcher.generate(PROMPT, Sampling(8, ignore_eos=True), n=2)))
             await until(lambda: server._engine.num_waiting == 2)

@@ -55,10 +55,13 @@ def talk_and_publish(groups, _):
         told: list[Published] = []
         given: list[int] = []
 
-        async def give(version: int) -> None:
+        async def give(version: int, _folder: object, *, canary: tuple[int, ...]) -> None:
+            assert canary == (1, 2)
             given.append(version)
 
-        publisher = FollowingPublisher(give, peers, 10.0, told.append)
+        publisher = FollowingPublisher(
+            trainers=SimpleNamespace(write_weights=give), peers=peers, canary=(1, 2), timeout_s=10.0,
+            followed=SimpleNamespace(take=told.append))
         for version in (3, 4):
             await publisher.publish(version, on_served=served.append)
         await publisher.settle()

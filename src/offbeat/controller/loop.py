@@ -231,7 +231,7 @@ class _Training:
         with span("advantage", "controller"):
             batch, own = await self._batches.take(groups, step, algorithm)
         made_s = clock.lap()
-        await self._parts.turns.to_ranks(self._parts.publisher.settle)
+        await self._parts.turns.to_ranks(self._parts.publisher)
         clock.lap()  # which the turns have measured
         scored_s, scored, known = 0.0, StatsPart(), {}
         if algorithm.needs_scores:

@@ -16,6 +16,7 @@ from offbeat.data.row import Row
 from offbeat.data.stream import PromptStream
 from offbeat.data.trajectory import Group
 from offbeat.fleet.publishers import OnServed
+from offbeat.fleet.turns import Settling
 from offbeat.inference.sampling import Sampling
 from offbeat.ranks.trainers import Trainers
 from offbeat.telemetry.record import RunRecord
@@ -51,8 +52,8 @@ class Publishing(Protocol):
 class DeviceTurns(Protocol):
     """Whose turn it is on devices that engines and ranks share. Ranks may compute after `to_ranks`; the next publish ends their turn."""
 
-    async def to_ranks(self, settle: Callable[[], Awaitable[None]]) -> None:
-        """Call `settle`, so that engines serve the published version, and put them to sleep. Does nothing if they sleep already.
+    async def to_ranks(self, publisher: Settling) -> None:
+        """Wait until engines serve the published version, and put them to sleep. Does nothing if they sleep already.
 
         Not collective: only the process that owns the engines waits.
         """
@@ -66,7 +67,7 @@ class DeviceTurns(Protocol):
 class NoTurns:
     """Engines and ranks compute at the same time."""
 
-    async def to_ranks(self, settle: Callable[[], Awaitable[None]]) -> None:
+    async def to_ranks(self, publisher: Settling) -> None:
         """See `DeviceTurns.to_ranks`."""
 
     def take_metrics(self) -> dict[str, float]:

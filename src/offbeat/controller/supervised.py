@@ -255,7 +255,7 @@ class _Teaching:
         parts, lesson, start = self._parts, self._lesson, time.monotonic()
         self._is_whole = False
         self._step += 1
-        await parts.turns.to_ranks(parts.publisher.settle)
+        await parts.turns.to_ranks(parts.publisher)
         with self._record.tracer.span("train", "controller", step=self._step):
             stats = await parts.trainers.train_step(await lesson.batch(self._stream))
         self._trained_tokens += int(stats["train/tokens"])

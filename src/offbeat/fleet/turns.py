@@ -10,7 +10,7 @@ healed while it is the ranks' turn. Requests in flight wait in the engines, and 
 """
 
 import time
-from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from offbeat.aio import gather_all
 from offbeat.errors import OffbeatError
@@ -19,33 +19,49 @@ from offbeat.phase import phase
 from offbeat.telemetry.record import RunRecord
 
 
+class Settling(Protocol):
+    """A publisher, of which one waits for the version that it has published last."""
+
+    async def settle(self, *, behind: int = 0) -> None:
+        """Return when engines serve the version published last, or the one `behind` versions before it."""
+        ...
+
+
+class EngineProcesses(Protocol):
+    """The engines' processes, as an `EngineGroup`."""
+
+    async def end(self, name: str) -> None:
+        """End the process of an engine, such as "engine 0"."""
+        ...
+
+
 class EngineTurns:
     """Puts the engines of a pool to sleep and has them go on. Implements `controller.parts.DeviceTurns`."""
 
     def __init__(
-        self, pool: EnginePool, record: RunRecord, *, keep_weights: bool, timeout_s: float, end: Callable[[str], Awaitable[None]],
+        self, pool: EnginePool, record: RunRecord, *, engines: EngineProcesses, keep_weights: bool, timeout_s: float,
     ) -> None:
         """Begin with the engines' turn.
 
         Args:
+            engines: their processes.
             keep_weights: whether engines need their present weights when they go on; otherwise they drop them.
             timeout_s: time for an engine to fall asleep, or to bring its weights back.
-            end: ends the process of the engine of that name.
         """
         self._pool = pool
         self._record = record
         self._keep_weights = keep_weights
         self._timeout_s = timeout_s
-        self._end = end
+        self._engines = engines
         self._asleep_since_s: float | None = None
         self._metrics: dict[str, float] = {}
 
-    async def to_ranks(self, settle: Callable[[], Awaitable[None]]) -> None:
+    async def to_ranks(self, publisher: Settling) -> None:
         """See `controller.parts.DeviceTurns`."""
         if self._asleep_since_s is not None:
             return
         start_s = time.time()
-        await settle()
+        await publisher.settle()
         with phase("waiting for engines to fall asleep"):
             await gather_all(self._lay_down(name) for name in self._pool.members)
         self._pool.halt()
@@ -81,7 +97,7 @@ class EngineTurns:
                 return
             except OffbeatError as exc:
                 self._pool.quarantine(name, f"it did not fall asleep: {exc}")
-        await self._end(name)
+        await self._engines.end(name)
 
     async def _wake(self, name: str) -> None:
         member = self._pool.members[name]

@@ -104,7 +104,7 @@ async def open_policy(
     turns, on_written = NoTurns(), wake_nobody
     if config.cluster.take_turns:
         turns = EngineTurns(
-            pool, fleet.record, keep_weights=lora, timeout_s=config.weights.switch_timeout_s, end=fleet.engines.end)
+            pool, fleet.record, engines=fleet.engines, keep_weights=lora, timeout_s=config.weights.switch_timeout_s)
         on_written = turns.to_engines
     if lora:
         adapter = policy_adapter(incarnation)

@@ -130,7 +130,7 @@ class Published:
     urls: dict[str, str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FollowingPublisher:
     """Publishing on a rank that does not lead: it contributes its weights, and continues when rank 0 releases it.
 
@@ -138,15 +138,17 @@ class FollowingPublisher:
     rank 0 shows life.
 
     Attributes:
-        give: this rank's part in writing a version.
+        trainers: the ranks, to whose writing of a version this one contributes.
+        canary: tokens that prove each version.
         timeout_s: time for rank 0 to write the weights, during which it may show no life.
-        on_published: called with the result, if this rank is told.
+        followed: the engines to which this rank routes requests; None if it does not roll out.
     """
 
-    give: Callable[[Version], Awaitable[object]]
+    trainers: Trainers
     peers: RankPeers
+    canary: tuple[int, ...]
     timeout_s: float
-    on_published: Callable[[Published], None] = lambda _published: None
+    followed: "Followed | None" = None
 
     async def publish(self, version: Version, *, on_served: OnServed) -> None:
         """Contribute to a version and wait for rank 0; see `Publishing.publish`.
@@ -154,10 +156,11 @@ class FollowingPublisher:
         Raises:
             PeerError: rank 0 failed.
         """
-        await self.give(version)
+        await self.trainers.write_weights(version, Path(), canary=self.canary)
         published = await _pass_published(self.peers, None, timeout_s=self.timeout_s)
         if published is not None:
-            self.on_published(published)
+            if self.followed is not None:
+                self.followed.take(published)
             on_served(published.report)
 
     async def settle(self, *, behind: int = 0) -> None:
@@ -184,23 +187,6 @@ async def _pass_published(peers: RankPeers, published: Published | None, *, time
         return published
 
     return await peers.lead("published", told, Published | None, timeout_s=timeout_s)
-
-
-def follow(
-    trainers: Trainers, peers: RankPeers, *, canary: tuple[int, ...], timeout_s: float, followed: "Followed | None" = None,
-) -> FollowingPublisher:
-    """Create the publisher of a rank that does not lead; one that rolls out routes to the engines that rank 0 has proven.
-
-    Args:
-        canary: tokens that prove each version.
-        timeout_s: time for rank 0 to write the weights.
-    """
-
-    async def give_weights(version: Version) -> None:
-        await trainers.write_weights(version, Path(), canary=canary)
-
-    publisher = partial(FollowingPublisher, give_weights, peers, timeout_s)
-    return publisher(followed.take) if followed is not None else publisher()
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from offbeat.runs.assemble import make_critic, open_policy
 from offbeat.runs.rank_info import RankInfo
 from offbeat.runs.rollouts import EngineRollouts, NoEngines, UserCode, open_user_code
 from offbeat.runs.teacher import open_teacher
-from offbeat.spmd.peers import EngineNews, Followed, RankPeers, follow, make_release
+from offbeat.spmd.peers import EngineNews, Followed, FollowingPublisher, RankPeers, make_release
 from offbeat.spmd.ranks import HeadsLoad, OneRankLoads, OwnRank
 from offbeat.spmd.rollouts import NoRolloutSource, share_limits, share_rows
 from offbeat.sync.mesh import MeshShape, ProcessGroups, check_peers, connect_store, give_up, host_store, join, leave
@@ -119,7 +119,8 @@ async def _open(
     parts = partial(
         RunParts, own, record, rows, trainers, peers=peers, num_heads=num_heads, head=head, critic=make_critic(ranks, config, record),
         teacher=teacher(ranks, record.on_span))
-    following = partial(follow, trainers, peers, canary=choose_canary(inputs, config), timeout_s=config.weights.stage_timeout_s)
+    following = partial(
+        FollowingPublisher, trainers=trainers, peers=peers, canary=choose_canary(inputs, config), timeout_s=config.weights.stage_timeout_s)
     if user_code is None:
         return parts(following(), NoRolloutSource(inputs), watch=_watch_nothing)
     if not fleets:
