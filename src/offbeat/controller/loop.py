@@ -38,7 +38,6 @@ with objects of its own mode behind the same names; work of the leader alone is 
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -56,12 +55,14 @@ from offbeat.controller.parts import Rollouts, RunParts
 from offbeat.controller.scoring import score_batch
 from offbeat.controller.state import HeadState, Highlights, LoopStep, RunState, SavedState
 from offbeat.controller.step_record import StepRecord
+from offbeat.controller.step_times import StepTimes
 from offbeat.data.batch import Batch
 from offbeat.data.stream import PromptStream
 from offbeat.data.trajectory import Group
 from offbeat.errors import OffbeatError
 from offbeat.evaluation.files import encode_lines
 from offbeat.evaluation.samples import EvaluatedSet
+from offbeat.evaluation.scores import Evaluation
 from offbeat.fleet.publication import PublishReport
 from offbeat.phase import phase
 from offbeat.telemetry.summary import HELDOUT_FELL
@@ -149,14 +150,12 @@ class _Training:
                 stats = {name: math.nan if value is None else value for name, value in saved.unevaluated.items()}
                 await self._end_step(state.last_step, stats, rollouts, evaluators, is_saved=True)
             for step in state.steps():
-                start = time.monotonic()
                 done = await self._step(step, rollouts)
                 timer.cancel()
                 if done is None:
                     await self._stop_between_steps(rollouts)
                     break
                 groups, batch, stats = done
-                stats["step/total_s"] = time.monotonic() - start
                 await state.agree(parts.peers, overdue=self._checkpoints.overdue)
                 await self._steps.keep_rollouts(step, groups, batch)
                 last = step.global_step == state.total_steps
@@ -206,16 +205,13 @@ class _Training:
 
     async def _step(self, step: LoopStep, rollouts: Rollouts) -> tuple[list[Group], Batch, dict[str, float]] | None:
         """Do one step, from rollouts to published weights. None if the user wants the run to stop before there are groups to train on."""
-        config, span = self._config, self._record.tracer.span
+        config, times = self._config, StepTimes(self._record.tracer)
         algorithm = self._coefficients.applied(config.algorithm)
-        clock = _Clock()
-        gate_s = 0.0
 
         async def take_groups() -> list[Group] | None:
-            nonlocal gate_s
-            # Groups for this step are only released when no engine is further behind its version.
-            await self._parts.publisher.settle(behind=config.rollout.max_head_offpolicyness)
-            gate_s = clock.lap()
+            with times.stage("step/publish_s"):
+                # Groups for this step are only released when no engine is further behind its version.
+                await self._parts.publisher.settle(behind=config.rollout.max_head_offpolicyness)
             await self._batches.settle(rollouts)
             groups = await unless(self._state.asked, run_beside(take(), self._parts.publisher.watch()))
             return self._taken or None if groups is None else groups  # they may have come while the wait for them was given up
@@ -224,39 +220,31 @@ class _Training:
             self._taken = await rollouts.prepare_batch()
             return self._taken
 
-        with span("rollout", "controller", step=step.global_step):
+        with times.stage("step/rollout_wait_s", "rollout", step=step.global_step):
             if (groups := await self._parts.peers.all_ready("rollouts", take_groups)) is None:
                 return None
-        waited_s = clock.lap()
-        with span("advantage", "controller"):
+        with times.stage("step/train_s", "advantage"):
             batch, own = await self._batches.take(groups, step, algorithm)
-        made_s = clock.lap()
         await self._parts.turns.to_ranks(self._parts.publisher)
-        clock.lap()  # which the turns have measured
-        scored_s, scored, known = 0.0, StatsPart(), {}
+        scored, known = StatsPart(), {}
         if algorithm.needs_scores:
-            with span("score", "controller", step=step.global_step):
+            with times.stage("step/score_s", "score", step=step.global_step):
                 batch, scored, known = await score_batch(
                     batch, self._parts, algorithm, seed=config.run.seed + step.global_step,
                     row_of=lambda group: self._stream.row(groups[group].prompt_id))
-            scored_s = clock.lap()
         if step.global_step < self._state.total_steps:
             self._batches.make_ahead(step.following(), rollouts, algorithm)
-        with span("train", "controller", step=step.global_step):
+        with times.stage("step/train_s", "train", step=step.global_step):
             self._whole = None
             stats = await self._train(batch, step)
             self._whole, self._taken = step, []
-        trained_s = made_s + clock.lap()
-        with span("publish", "controller", version=step.next_version):
+        with times.stage("step/publish_s", "publish", version=step.next_version):
             rollouts.advance(step.next_version)
             await self._publish(step.next_version, rollouts.serve)
-        times = {
-            "step/rollout_wait_s": waited_s, **({"step/score_s": scored_s} if scored_s else {}), "step/train_s": trained_s,
-            "step/publish_s": gate_s + clock.lap()} | self._parts.turns.take_metrics()
         diverged = [await asyncio.to_thread(reference_stats, batch)] if algorithm.kl_target else []
         part = combine([own, rollouts.take_stats(), scored, *diverged])
         parts = await self._parts.peers.gather("export_stats", part)
-        stats |= batch_metrics(parts) | times | self._coefficients.metrics(config.algorithm)
+        stats |= batch_metrics(parts) | times.metrics() | self._parts.turns.take_metrics() | self._coefficients.metrics(config.algorithm)
         self._coefficients = self._coefficients.after(stats, config.algorithm)
         return groups, batch.with_columns(**known), stats
 
@@ -299,31 +287,34 @@ class _Training:
     async def _evaluate(self, evaluators: Sequence[Evaluator], global_step: int, *, last: bool) -> dict[str, float]:
         """Evaluate the sets that are due after a step, one after the other; returns metrics such as {"eval/accuracy": 0.41}."""
         stats: dict[str, float] = {}
-        clock = _Clock()
+        times = StepTimes(self._record.tracer)
         for evaluator in evaluators:
-            if not evaluator.due(global_step, last=last):
-                continue
-            await self._parts.publisher.settle()
-            with self._record.tracer.span("evaluate", "controller"):
-                evaluation = await evaluator.run(keep=partial(self._keep, global_step) if self._config.evaluate.keep_samples else None)
-            self._record.events.record("evaluation", global_step=global_step, **evaluation.metrics())
-            prompts = f"{evaluation.num_prompts} prompts"
-            told = f"{evaluation.title} {evaluation.accuracy:.3f} after step {global_step} ({prompts})"
-            self._record.console.note(f"{told}{evaluation.shares_text}")
-            self._highlights = self._highlights.evaluated(
-                evaluation.name, evaluation.accuracy, num_prompts=evaluation.num_prompts, global_step=global_step)
-            check_known(evaluation, self._config.evaluate.keep_best)
-            if (value := evaluation.metrics().get(self._config.evaluate.keep_best)) is not None:
-                self._highlights = self._highlights.measured(self._config.evaluate.keep_best, value, global_step=global_step)
-            if evaluation.own_failure:
-                self._record.note("metric_failed", f"{evaluation.title}: evaluate.metric failed: {evaluation.own_failure}")
-            stats |= evaluation.metrics()
+            if evaluator.due(global_step, last=last):
+                await self._parts.publisher.settle()
+                with times.stage("step/evaluate_s", "evaluate"):
+                    evaluation = await evaluator.run(keep=partial(self._keep, global_step) if self._config.evaluate.keep_samples else None)
+                self._note_evaluation(evaluation, global_step)
+                stats |= evaluation.metrics()
         best = self._highlights.best
         if best is not None and best.is_final(self._config.evaluate) and not last:
             self._record.note("no_gain", f"{best.metric} has not risen above {best.value:.3f}, of step {best.global_step}, in"
                               f" {best.num_since} evaluations, so step {global_step} is the last")
             self._state.total_steps = global_step
-        return stats | {"step/evaluate_s": clock.lap()} if stats else {}
+        return stats | {"step/evaluate_s": times.total_s} if stats else {}
+
+    def _note_evaluation(self, evaluation: Evaluation, global_step: int) -> None:
+        """Record and show an evaluation of one set, and count it among the highlights."""
+        self._record.events.record("evaluation", global_step=global_step, **evaluation.metrics())
+        prompts = f"{evaluation.num_prompts} prompts"
+        told = f"{evaluation.title} {evaluation.accuracy:.3f} after step {global_step} ({prompts})"
+        self._record.console.note(f"{told}{evaluation.shares_text}")
+        self._highlights = self._highlights.evaluated(
+            evaluation.name, evaluation.accuracy, num_prompts=evaluation.num_prompts, global_step=global_step)
+        check_known(evaluation, self._config.evaluate.keep_best)
+        if (value := evaluation.metrics().get(self._config.evaluate.keep_best)) is not None:
+            self._highlights = self._highlights.measured(self._config.evaluate.keep_best, value, global_step=global_step)
+        if evaluation.own_failure:
+            self._record.note("metric_failed", f"{evaluation.title}: evaluate.metric failed: {evaluation.own_failure}")
 
     async def _keep(self, global_step: int, played: EvaluatedSet) -> None:
         await self._record.evaluation(global_step, played.name, encode_lines(played))
@@ -395,15 +386,3 @@ class _Training:
         in_flight = sum(len(each.in_flight) for each in saved.heads)
         self._record.events.record("resumed", global_step=saved.global_step, version=saved.version, prompts_in_flight=in_flight)
         self._record.console.note(f"resumed after step {saved.global_step}")
-
-
-class _Clock:
-    """Seconds between laps."""
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-
-    def lap(self) -> float:
-        now = time.monotonic()
-        elapsed, self._last = now - self._last, now
-        return elapsed
