@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
@@ -95,7 +96,7 @@ def watched(act: Callable[[], object], *, patience_s: float = 0.5, for_s: float 
             while not ended.is_set():
                 act()
 
-    vigil = Vigil(patience_s=patience_s, on_hang=hangs.put, on_beat=beats.append)
+    vigil = Vigil(SimpleNamespace(beat=beats.append, hangs=hangs.put), patience_s=patience_s)
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     with suppress(TimeoutError):

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 from offbeat import phase
 
@@ -253,20 +254,25 @@ class Stillness:
         return same and not waits and self.still_s >= self._patience_s + MARGIN_S
 
 
+class VigilListener(Protocol):
+    """Hears of a process's work, in the thread of its `Vigil`."""
+
+    def beat(self, text: str) -> None:
+        """The process does this work, such as "'save' (write_checkpoint)"; called at every look."""
+        ...
+
+    def hangs(self, hang: Hang) -> None:
+        """A piece of work hangs; called once for each."""
+        ...
+
+
 class Vigil:
     """A thread that reports the beats of its process's work and detects when the work hangs."""
 
-    def __init__(self, *, patience_s: float, on_hang: Callable[[Hang], None], on_beat: Callable[[str], None] = lambda _text: None) -> None:
-        """Start the thread.
-
-        Args:
-            patience_s: for how long work may stand still.
-            on_hang: called in this thread, once for each piece of work that hangs.
-            on_beat: called in this thread at every look at work, with the work's text.
-        """
+    def __init__(self, listener: VigilListener, *, patience_s: float) -> None:
+        """Start the thread; work may stand still for `patience_s` seconds."""
+        self._listener = listener
         self._patience_s = patience_s
-        self._on_hang = on_hang
-        self._on_beat = on_beat
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vigil", daemon=True)
         self._thread.start()
@@ -284,12 +290,12 @@ class Vigil:
             if work is not seen:
                 seen, stillness, told = work, Stillness(self._patience_s), False
             if work is not None:
-                self._on_beat(work.text)
+                self._listener.beat(work.text)
                 too_long = stillness.look(work.signs(), now_s - looked_s)
                 work.still_s = stillness.still_s
                 if too_long and not told:
                     stack = phase.stack(work.thread)
                     if stillness.hangs(stack, waits=work.waits) and current() is work:
                         told = True
-                        self._on_hang(Hang(work.text, stillness.still_s, stack))
+                        self._listener.hangs(Hang(work.text, stillness.still_s, stack))
             looked_s = now_s

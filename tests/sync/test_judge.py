@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -249,7 +250,7 @@ def test_a_rank_that_has_left_cannot_come():
 def test_a_rank_that_hangs_is_told_to_all_also_to_those_that_wait_nowhere():
     heard = []
     with meeting(3) as (syncs, _):
-        syncs[2]._on_stuck = heard.append
+        syncs[2]._listener = SimpleNamespace(give_up=heard.append)
         syncs[1].hang("rank 1 hangs in 'train_step'")
         errors = together(syncs[:2], lambda sync: sync.arrive("save", timeout_s=30))
         assert {(type(error), str(error)) for error in errors} == {(StuckError, "rank 1 hangs in 'train_step'")}
@@ -269,7 +270,7 @@ def test_ranks_that_wait_for_one_that_has_left_the_region_are_told_where():
         sync.check()
 
     with meeting(2, sync_timeout_s=0.5) as (syncs, _):
-        vigil = Vigil(patience_s=0.5, on_hang=lambda hang: pytest.fail(str(hang)))
+        vigil = Vigil(SimpleNamespace(beat=lambda _text: None, hangs=lambda hang: pytest.fail(str(hang))), patience_s=0.5)
         try:
             errors = together(syncs, step)
         finally:

@@ -2,6 +2,7 @@
 
 import queue
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,7 +70,8 @@ def test_a_single_rank_joins_and_leaves_twice():
 def test_a_single_rank_that_hangs_is_told_to_whoever_waits_for_it():
     stuck, beats = queue.SimpleQueue(), []
     groups = join(
-        rank=0, world=1, store=host_store(30), config=DistConfig(sync_timeout_s=0.5), on_stuck=stuck.put, on_beat=beats.append)
+        rank=0, world=1, store=host_store(30), config=DistConfig(sync_timeout_s=0.5),
+        listener=SimpleNamespace(give_up=stuck.put, beat=beats.append))
     try:
         with work("save"):
             progress("write_checkpoint")

@@ -7,10 +7,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from offbeat import phase, pulse
+from offbeat.errors import StuckError
 from offbeat.sync.verdict import RankStatus, SyncVerdict
 
 _log = logging.getLogger(__name__)
@@ -71,6 +72,26 @@ class Wait:
         return "\0".join((self.name, *self.keys))
 
 
+class RankListener(Protocol):
+    """Hears of one rank, in other threads than the one that computes."""
+
+    def give_up(self, error: StuckError) -> None:
+        """This rank or a peer is stuck; the thread that computes may never be told."""
+        ...
+
+    def beat(self, text: str) -> None:
+        """The rank does some `offbeat.pulse.work`, such as "'save' (write_checkpoint)"; called four times a second."""
+        ...
+
+
+class BoardListener(Protocol):
+    """Hears of failures that the caller of a rank may never see, since it may be in a collective that does not end."""
+
+    def hear_of_stuck(self, verdict: SyncVerdict) -> None:
+        """This rank or a peer is stuck."""
+        ...
+
+
 class Board:
     """State of one rank.
 
@@ -84,9 +105,8 @@ class Board:
         beat_s: time.monotonic() of the last beat.
     """
 
-    def __init__(self, rank: int, *, on_stuck: Callable[[SyncVerdict], None] = lambda _verdict: None) -> None:
-        """`on_stuck` is called with a failure that the caller may never see, since it may be in a collective that does not end."""
-        self._on_stuck = on_stuck
+    def __init__(self, rank: int, listener: BoardListener | None = None) -> None:
+        self._listener = listener
         self.rank = rank
         self.wait: Wait | None = None
         self.arrivals = 0
@@ -115,8 +135,8 @@ class Board:
     def fail(self, verdict: SyncVerdict) -> Wait | None:
         """Record that no point will be passed again; the first failure stays. Returns the wait that was told, whose result is open."""
         is_first, self.failure = self.failure is None, self.failure or verdict
-        if is_first and verdict.kind == "stuck":
-            self._on_stuck(verdict)
+        if is_first and verdict.kind == "stuck" and self._listener is not None:
+            self._listener.hear_of_stuck(verdict)
         if wait := self.wait:
             wait.messages.put(self.failure)
         return wait

@@ -6,7 +6,7 @@ device mesh for tensors of the model and `cpu_group` (gloo) for scalars and byte
 
 import math
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
@@ -17,8 +17,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from offbeat.config.dist import DistConfig
 from offbeat.config.train import TrainConfig
-from offbeat.errors import ConfigError, PortBusyError, StuckError, SyncError
-from offbeat.pulse import Vigil
+from offbeat.errors import ConfigError, PortBusyError, SyncError
+from offbeat.pulse import Hang, Vigil
+from offbeat.sync.board import RankListener
 from offbeat.sync.links import reach
 from offbeat.sync.peers import Card
 from offbeat.sync.platform import current_platform
@@ -169,10 +170,26 @@ _vigils: list[Vigil] = []
 """Syncs and vigils of this process; `leave` ends them together with torch's groups, which are per process too."""
 
 
+@dataclass(frozen=True)
+class _WorkReports:
+    """Passes beats of a rank's work on to its listener, and a hang to all ranks. Implements `VigilListener`."""
+
+    sync: Sync
+    listener: RankListener | None
+
+    def beat(self, text: str) -> None:
+        """See `VigilListener.beat`."""
+        if self.listener is not None:
+            self.listener.beat(text)
+
+    def hangs(self, hang: Hang) -> None:
+        """See `VigilListener.hangs`."""
+        self.sync.hang(hang.text(f"rank {self.sync.rank}"))
+
+
 def join(
     *, rank: int, world: int, store: dist.TCPStore, config: DistConfig, local_rank: int = 0, prefix: str = "",
-    shape: MeshShape | None = None, server: Card | None = None, on_stuck: Callable[[StuckError], None] = lambda _error: None,
-    on_beat: Callable[[str], None] = lambda _text: None,
+    shape: MeshShape | None = None, server: Card | None = None, listener: RankListener | None = None,
 ) -> ProcessGroups:
     """Meet the other ranks at the sync point "join"; returns when all have arrived.
 
@@ -182,8 +199,7 @@ def join(
         prefix: prefix of every key in the store; unique per meeting where a store serves several, as torchrun's does on restarts.
         shape: layout of the ranks; by default each holds a replica of the model.
         server: the rank that serves the store, if its process is known: it may die, or be stopped, before it has joined.
-        on_stuck: called in another thread when this rank or a peer is stuck, in which case the calling thread may never be told.
-        on_beat: called in another thread, four times a second while this rank does some `offbeat.pulse.work`, with its description.
+        listener: hears of this rank's work, and of ranks that are stuck.
 
     Raises:
         ConfigError: the shape does not fit `world` ranks.
@@ -195,10 +211,9 @@ def join(
     current_platform.set_device(local_rank)
     sync = Sync.start(
         rank=rank, world=world, store=store, config=config, hosts_store=isinstance(store, HostedStore), prefix=prefix, server=server,
-        on_stuck=on_stuck)
+        listener=listener)
     _syncs.append(sync)
-    _vigils.append(Vigil(
-        patience_s=config.sync_timeout_s, on_hang=lambda hang: sync.hang(hang.text(f"rank {rank}")), on_beat=on_beat))
+    _vigils.append(Vigil(_WorkReports(sync, listener), patience_s=config.sync_timeout_s))
     try:
         with sync.region("join", timeout_s=config.init_timeout_s):
             init_timeout = timedelta(seconds=config.init_timeout_s)

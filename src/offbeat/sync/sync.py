@@ -22,7 +22,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -36,7 +36,7 @@ from offbeat.data.wire import decode, encode, encode_json
 from offbeat.errors import ConfigError, OffbeatError, PeerError, StuckError, SyncError
 from offbeat.sync import exchange
 from offbeat.sync.arrivals import Arrivals
-from offbeat.sync.board import Announcement, Board, Message, Renewed, Wait
+from offbeat.sync.board import Announcement, Board, Message, RankListener, Renewed, Wait
 from offbeat.sync.faults import FaultInjector
 from offbeat.sync.judge import STORE_S, Broken, Departure, SyncJudge
 from offbeat.sync.links import SyncPeers, connect
@@ -94,21 +94,21 @@ class Sync:
 
     cpu_group: dist.ProcessGroup
 
-    def __init__(self, *, rank: int, world: int, config: DistConfig, on_stuck: Callable[[StuckError], None]) -> None:
+    def __init__(self, *, rank: int, world: int, config: DistConfig, listener: RankListener | None) -> None:
         self.rank = rank
         self.world = world
         self._config = config
         self._injector = FaultInjector(rank)
         self._injector.arm()
-        self._on_stuck = on_stuck
-        self._board = Board(rank, on_stuck=self._hear_of_stuck)
+        self._listener = listener
+        self._board = Board(rank, self)
         self._closed = False
         self._reported: SyncVerdict | None = None
 
     @classmethod
     def start(
         cls, *, rank: int, world: int, store: dist.TCPStore, config: DistConfig, hosts_store: bool, prefix: str = "",
-        server: Card | None = None, on_stuck: Callable[[StuckError], None] = lambda _error: None,
+        server: Card | None = None, listener: RankListener | None = None,
     ) -> Self:
         """Connect to the store and start the threads that serve other ranks; not collective.
 
@@ -116,11 +116,11 @@ class Sync:
             store: any client; it is not used after this.
             hosts_store: whether this process serves the store.
             prefix: separates this meeting from others in the same store.
-            server, on_stuck: see `offbeat.sync.mesh.join`.
+            server, listener: see `offbeat.sync.mesh.join`.
         """
         if not 1 <= world <= MAX_WORLD:
             raise ConfigError(f"the number of ranks must be in 1..{MAX_WORLD}, got {world}")
-        sync = cls(rank=rank, world=world, config=config, on_stuck=on_stuck)
+        sync = cls(rank=rank, world=world, config=config, listener=listener)
         if world > 1:  # a single rank waits for nobody, and needs no threads
             sync._start(store, hosts_store=hosts_store, keys=StoreKeys(prefix), server=server)
         return sync
@@ -362,11 +362,13 @@ class Sync:
             self._announce(verdict)
         self._board.fail(verdict)  # whether or not they were told; the first failure stays
 
-    def _hear_of_stuck(self, verdict: SyncVerdict) -> None:
+    def hear_of_stuck(self, verdict: SyncVerdict) -> None:
+        """See `BoardListener.hear_of_stuck`."""
         error = StuckError(verdict.text)
         _log.error("rank %d: %s", self.rank, error)
         self._reported = verdict
-        self._on_stuck(error)
+        if self._listener is not None:
+            self._listener.give_up(error)
 
     def close(self) -> None:
         """Leave in good order; not collective. Peers that wait for this rank afterwards raise PeerError."""

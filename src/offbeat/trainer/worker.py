@@ -122,7 +122,7 @@ class TrainWorker(WorkerService):
         store = self._store or connect_store(at.host, at.port, timeout_s=config.dist.init_timeout_s, server=at.server)
         self._groups = join(
             rank=request.rank, world=request.world, store=store, config=config.dist, server=at.server,
-            shape=MeshShape.of(config.train, world=request.world), on_stuck=self._give_up, on_beat=self._beat)
+            shape=MeshShape.of(config.train, world=request.world), listener=self)
         return Nothing()
 
     def load_model(self, _request: Nothing) -> Nothing:
@@ -132,11 +132,12 @@ class TrainWorker(WorkerService):
         self._trainers = build_trainers(request.model, RankConfig.model_validate_json(request.config), groups, trains=request.trains)
         return Nothing()
 
-    def _give_up(self, error: StuckError) -> None:
+    def give_up(self, error: StuckError) -> None:
         """End the current call for the controller, though its thread may hang, or wait in a collective for a rank that hangs."""
         if self.lifeline is not None:
             self.lifeline.give_up(error)
 
-    def _beat(self, text: str) -> None:
+    def beat(self, text: str) -> None:
+        """Tell the controller that this rank works; see `Lifeline.beat`."""
         if self.lifeline is not None:
             self.lifeline.beat(text)
