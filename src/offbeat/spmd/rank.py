@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -66,7 +66,7 @@ async def open_rank(config: Config, rank_info: RankInfo, inputs: RunInputs, reco
                     record.events = EventLog(record.run_dir / f"events-rank-{rank_info.rank}.jsonl")
             peers = RankPeers(groups.sync, thread)
             async with beside(_beat(groups.sync, thread)), AsyncExitStack() as stack:
-                yield await _open(stack, config, rank_info, inputs, record, groups, thread, peers)
+                yield await _open(stack, config, rank_info, inputs, record, _Joined(groups, thread, peers))
                 await peers.meet("leave")
             await thread.run("leave", leave)
     except BaseException as exc:
@@ -82,14 +82,28 @@ async def open_rank(config: Config, rank_info: RankInfo, inputs: RunInputs, reco
         thread.close()
 
 
+@dataclass(frozen=True)
+class _Joined:
+    """This rank among its peers.
+
+    Attributes:
+        thread: the thread that computes and takes part in collectives.
+        peers: all ranks as the loop's peers.
+    """
+
+    groups: ProcessGroups
+    thread: SideThread
+    peers: RankPeers
+
+
 async def _open(
-    stack: AsyncExitStack, config: Config, rank_info: RankInfo, inputs: RunInputs, record: RunRecord, groups: ProcessGroups,
-    thread: SideThread, peers: RankPeers,
+    stack: AsyncExitStack, config: Config, rank_info: RankInfo, inputs: RunInputs, record: RunRecord, joined: _Joined,
 ) -> RunParts:
+    groups, thread, peers = joined.groups, joined.thread, joined.peers
     teacher = await open_teacher(stack, config.for_ranks, inputs, data=config.data)
     one_loads = config.rollout.single_rank_load
     if not inputs.plays:
-        own_trainers = await _build_trainers(config, inputs, groups, thread, peers)
+        own_trainers = await _build_trainers(config, inputs, joined)
         loads = OneRankLoads(groups.sync, Sharder.of(config.for_ranks, model=inputs.model, num_ranks=rank_info.world))
         trainers = Trainers(OwnRank(own_trainers, loads, thread, host=rank_info.store_host), config.for_ranks, on_span=record.on_span)
         none = NoEngines(draws=rank_info.leads)
@@ -99,7 +113,7 @@ async def _open(
     # rank.
     launcher = await _open_launcher(stack, config, rank_info)
     own_trainers, (engines, user_code) = await both(
-        _build_trainers(config, inputs, groups, thread, peers),
+        _build_trainers(config, inputs, joined),
         both(_start_engines(launcher, config, rank_info, record), _start_user_code(stack, launcher, own, rank_info, rows, record)))
 
     fleets: list[Fleet] = []
@@ -150,20 +164,18 @@ async def _watch_nothing() -> None:
     """Watch nothing: rank 0 watches the engines."""
 
 
-async def _build_trainers(
-    config: Config, inputs: RunInputs, groups: ProcessGroups, thread: SideThread, peers: RankPeers,
-) -> dict[str, Part]:
+async def _build_trainers(config: Config, inputs: RunInputs, joined: _Joined) -> dict[str, Part]:
     async def build() -> None:
         if inputs.build is not None:
             inputs.tokenizer.save(inputs.model)
             await asyncio.to_thread(build_model, inputs.build)
 
     def load() -> dict[str, Part]:
-        with groups.sync.region("load_policy"):  # DDP and FSDP let ranks wait for each other in collectives
-            return build_trainers(inputs.model, config.for_ranks, groups, trains=inputs.trains)
+        with joined.groups.sync.region("load_policy"):  # DDP and FSDP let ranks wait for each other in collectives
+            return build_trainers(inputs.model, config.for_ranks, joined.groups, trains=inputs.trains)
 
-    await peers.lead("build_model", build, None)
-    return await thread.run("load the model", load)
+    await joined.peers.lead("build_model", build, None)
+    return await joined.thread.run("load the model", load)
 
 
 async def _open_launcher(stack: AsyncExitStack, config: Config, rank_info: RankInfo) -> Launcher:
