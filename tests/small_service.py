@@ -19,7 +19,6 @@ from offbeat.service.futures import Futures
 from offbeat.service.incidents import Incidents
 from offbeat.service.limits import Limits, Usage
 from offbeat.service.results import Results
-from offbeat.service.samplers import Samplers
 from offbeat.service.service import ServiceCore, ServiceSettings
 from offbeat.service.store import Store
 from offbeat.service.types import Caller, Layout, LoraSpec, Outcome, Payload, Pending, TrainingData
@@ -144,7 +143,7 @@ class SmallCluster:
     ) -> AsyncIterator[Open]:
         """A service on a data folder, new or used before; in the end it is closed gracefully, or else just gone as by kill -9."""
         store = Store.open(f"sqlite:///{folder / 'service.db'}")
-        rows, usage, incidents = store.load(), Usage(lambda _: limits or Limits()), Incidents()
+        usage, incidents = Usage(lambda _: limits or Limits()), Incidents()
         base_models, events = BaseModels.of(BASE, self.config.serve), self.adapters.fleet.record.events
         events.listeners.append(incidents.hear)
         service: ServiceCore | None = None
@@ -152,10 +151,7 @@ class SmallCluster:
             store, Results(folder / "results"), encode=self._encode,
             owner_of=lambda session_id: service.sessions.owner_of(session_id) if service else None, usage=usage)
         service = ServiceCore(
-            self.adapters, base_models, store, rows, futures, usage, folder=folder, settings=settings or ServiceSettings(patience_s=0.5),
-            make_samplers=lambda sessions, checkpoints: Samplers(
-                rows.samplers, engines=self.adapters.fleet.adapters, base_models=base_models, store=store, usage=usage,
-                sessions=sessions, checkpoints=checkpoints, timeout_s=3600))
+            self.adapters, base_models, store, futures, folder=folder, settings=settings or ServiceSettings(patience_s=0.5))
         work = asyncio.create_task(service.run())
         try:
             yield Open(service, store, usage, self.answers, incidents)

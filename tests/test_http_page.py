@@ -10,7 +10,7 @@ from offbeat.agents.proxy import Proxy
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.engine.chats import Chats
 from offbeat.engine.server import EngineServer
-from offbeat.service.app.assembly import open_front
+from offbeat.service.app.assembly import FrontSettings, open_front
 
 PAGE = (Path(__file__).parents[1] / "docs" / "http.md").read_text(encoding="utf-8")
 
@@ -41,6 +41,6 @@ def test_the_proxys_routes_are_listed_at_the_root_and_exist_below_a_session_too(
 
 def test_the_services_routes_are_listed():
     front = open_front(
-        MagicMock(), MagicMock(), MagicMock(), tokenizer=Tokenizer(MagicMock(), "m"), keys=MagicMock(), max_body_bytes=1,
-        public_status=False)
+        MagicMock(), MagicMock(), MagicMock(), tokenizer=Tokenizer(MagicMock(), "m"), keys=MagicMock(),
+        settings=FrontSettings(max_body_bytes=1))
     assert of(front.app.routes) == listed("The service")

@@ -17,6 +17,9 @@ from typing import Any, Protocol
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+IsExempt = Callable[[str], bool]
+"""Whether an address, such as "127.0.0.1", is exempt from a bound."""
+
 _REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
 
 
@@ -73,7 +76,7 @@ class Connections:
     """All open connections of a server. For one event loop."""
 
     def __init__(
-        self, bounds: Bounds, *, is_exempt: Callable[[str], bool] = lambda _: False, write_error: WriteRefusal = write_detail,
+        self, bounds: Bounds, *, is_exempt: IsExempt = lambda _: False, write_error: WriteRefusal = write_detail,
     ) -> None:
         """Begin without connections.
 

@@ -23,6 +23,10 @@ from offbeat.connections import Bounds, Connections, GuardedProtocol
 from offbeat.errors import PortBusyError, RefusedError
 
 T = TypeVar("T")
+
+ReadBody = Callable[[bytes], T]
+"""Reads a body, such as one of JSON, as a value of one type."""
+
 LARGE_BYTES = 1 << 20
 """Size from which a body takes tens of milliseconds to decode, a pause for all clients of an event loop."""
 PATIENCE_S = 10.0
@@ -145,7 +149,7 @@ class GuestServer(BoundedServer):
         yield
 
 
-async def decode(read: Callable[[bytes], T], body: bytes) -> T:
+async def decode(read: ReadBody[T], body: bytes) -> T:
     """Decode a body, a large one on a thread, so that the event loop goes on meanwhile; errors are those of `read`."""
     return read(body) if len(body) <= LARGE_BYTES else await asyncio.to_thread(read, body)
 

@@ -16,5 +16,8 @@ Clock = Callable[[], float]
 Tell = Callable[[str], None]
 """Shows a sentence to the user."""
 
+Hook = Callable[[], object]
+"""Called at one moment, such as when a server is ready."""
+
 PROMPT_VERSION: Final = -1
 """Version recorded for prompt tokens, which no policy sampled."""

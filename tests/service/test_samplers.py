@@ -14,8 +14,8 @@ from offbeat.service.errors import BadRequestError, RequestError, UnknownError
 from offbeat.service.limits import Limits, Usage
 from offbeat.service.samplers import Samplers
 from offbeat.service.store import Store
-from offbeat.service.tables import SamplerRow
-from offbeat.service.types import Caller
+from offbeat.service.tables import ModelRow, SamplerRow
+from offbeat.service.types import Caller, LoraSpec
 from sampler_world import ALICE, BOB, CHECKPOINT, PATH, RUN, SESSION, World
 
 
@@ -39,9 +39,8 @@ async def used(samplers: Samplers, caller: Caller, sampler: str) -> str:
 
 
 async def snapshot(samplers: Samplers, seq: int, version: int) -> str:
-    return await samplers.add_ephemeral(
-        session_id=SESSION, seq=seq, owner="alice", base_model="base", run_id=RUN, version=version, folder=f"snapshot-{version}",
-        size_bytes=40)
+    model = ModelRow(RUN, SESSION, "alice", 0.0, 0.0, "base", LoraSpec(1, 1.0, 0))
+    return await samplers.add_ephemeral(model, seq=seq, version=version, folder=f"snapshot-{version}", size_bytes=40)
 
 
 def test_samplers_of_the_base_and_of_a_checkpoint_are_made_once_and_sampled_by_their_owner_alone(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from offbeat.config.root import Config
 from offbeat.dashboard.live_page import LivePage
 from offbeat.errors import CodeError, ConfigError, RunError, StorageError
 from offbeat.settling import outcome_of, settle
-from offbeat.telemetry.console import Console, Mode, choose_mode
+from offbeat.telemetry.console import Console, Mode, OnOpen, choose_mode
 from offbeat.workers.worker import library_environment
 
 T = TypeVar("T")
@@ -132,7 +132,7 @@ class StepConsole(Console):
 
     def __init__(
         self, mode: Mode, inbox: "SimpleQueue[Step | None]", *, folder: Path, ending: Ending,
-        on_open: Callable[[Console], object] | None = None,
+        on_open: OnOpen | None = None,
     ) -> None:
         super().__init__(mode, on_open=on_open)
         self._inbox, self._folder, self._ending = inbox, folder, ending

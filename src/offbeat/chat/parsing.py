@@ -19,6 +19,9 @@ from offbeat.chat.rendering import Renderer, tool_json
 from offbeat.chat.splitting import ChannelSplitter, TagSplitter
 from offbeat.errors import first_line
 
+CallIds = Callable[[], str]
+"""Returns a new id for a call of a tool."""
+
 _UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
@@ -63,7 +66,7 @@ class AnswerParser:
         self._template = load_response_template(self._format.template) if self._format is not None else None
         self._begins_with_thought = renderer.thinks_first
 
-    def parse(self, text: str, tools: Sequence[Tool], *, opening: str = "", call_ids: Callable[[], str]) -> Parsed:
+    def parse(self, text: str, tools: Sequence[Tool], *, opening: str = "", call_ids: CallIds) -> Parsed:
         """Read a whole answer.
 
         Args:
@@ -76,7 +79,7 @@ class AnswerParser:
         pieces = [*reader.feed(opening), *reader.feed(text), *reader.finish()]
         return Parsed(message_of(pieces), reader.malformed)
 
-    def reader(self, tools: Sequence[Tool], *, call_ids: Callable[[], str]) -> AnswerReader:
+    def reader(self, tools: Sequence[Tool], *, call_ids: CallIds) -> AnswerReader:
         """Return a reader of one answer, which is fed the answer's opening first."""
         described = [tool_json(tool) for tool in tools]
         if self._own is not None:
@@ -94,7 +97,7 @@ class _OwnReader:
     """Reads a whole answer by the tokenizer's own response template, whose patterns may be of any kind."""
 
     def __init__(
-        self, template: Mapping[str, Any], prefix: str, tools: Sequence[Mapping[str, Any]], call_ids: Callable[[], str]
+        self, template: Mapping[str, Any], prefix: str, tools: Sequence[Mapping[str, Any]], call_ids: CallIds
     ) -> None:
         self.malformed = ""
         self._template, self._prefix, self._tools, self._call_ids = template, prefix, tools, call_ids
@@ -137,7 +140,7 @@ def _pieces(reasoning: str, content: str, calls: Sequence[ToolCall]) -> list[Pie
 
 
 def _read_calls(
-    template: ResponseTemplate, balanced: Sequence[tuple[str, str]], tools: Sequence[Mapping[str, Any]], call_ids: Callable[[], str],
+    template: ResponseTemplate, balanced: Sequence[tuple[str, str]], tools: Sequence[Mapping[str, Any]], call_ids: CallIds,
     text: str,
 ) -> tuple[ToolCall, ...]:
     """Read the text of one call, by the template of its format.
@@ -159,7 +162,7 @@ def _check_balance(balanced: Sequence[tuple[str, str]], text: str) -> None:
             raise ValueError(f"the call has a {opened} without its {closed}")
 
 
-def _calls(raw: Sequence[Any], call_ids: Callable[[], str]) -> tuple[ToolCall, ...]:
+def _calls(raw: Sequence[Any], call_ids: CallIds) -> tuple[ToolCall, ...]:
     """Check the calls that a response template found.
 
     Raises:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from offbeat.chat.refusals import GONE, Explain
+from offbeat.types import Hook
 
 KEEP_ALIVE_S = 5.0
 """Seconds of silence after which a stream that waits sends a keep-alive event; clients and proxies wait longer."""
@@ -37,10 +38,6 @@ class Writer(Protocol):
     def error(self, message: str, *, status: int, param: str = "") -> bytes: ...
 
     def stream_error(self, message: str, *, status: int) -> bytes: ...
-
-
-Hook = Callable[[], None]
-"""Called at one moment of an answer's way."""
 
 
 def _nothing() -> None:

@@ -12,9 +12,12 @@ from offbeat.chat.messages import ChatRequest, Tool
 from offbeat.chat.shaping import JSON_SPACE, Structure
 from offbeat.errors import RefusedError
 
+SpecialTextIn = Callable[[str], str]
+"""Returns the first special token that a text contains; "" without one."""
+
 
 def call_structure(
-    form: ToolFormat, request: ChatRequest, *, tool_name: str, special_text_in: Callable[[str], str]
+    form: ToolFormat, request: ChatRequest, *, tool_name: str, special_text_in: SpecialTextIn
 ) -> Structure | None:
     """Return the form of an answer that begins with a forced call; None where no tool that may be called is strict.
 

@@ -18,7 +18,7 @@ from offbeat.dashboard.live_page import LivePage
 from offbeat.dashboard.report import write_report
 from offbeat.loading import load_module
 from offbeat.runs.rank_info import read_rank_info
-from offbeat.telemetry.console import Console, choose_mode
+from offbeat.telemetry.console import Console, OnOpen, choose_mode
 
 
 def load_run(function: str) -> Callable[..., Any]:
@@ -87,7 +87,7 @@ def run_console(config: Config, args: argparse.Namespace) -> Iterator[Console]:
 
 
 def make_console(
-    config: Config, args: argparse.Namespace, stream: TextIO, *, on_open: Callable[[Console], object] | None = None,
+    config: Config, args: argparse.Namespace, stream: TextIO, *, on_open: OnOpen | None = None,
 ) -> Console:
     """Create the console that the arguments and [telemetry] ask for; for `on_open` see `Console`."""
     return Console(choose_mode(stream, as_json=args.json, enabled=config.telemetry.console), stream=stream, on_open=on_open)

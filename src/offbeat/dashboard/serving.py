@@ -3,13 +3,14 @@
 import asyncio
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from urllib.parse import quote
 
 from offbeat.connections import Bounds, Connections
 from offbeat.dashboard.library import RunLibrary
 from offbeat.dashboard.site import make_site
 from offbeat.listening import GuestServer, num_free_files, server_config, url_of
+from offbeat.types import Hook
 
 PORT = 8765
 """Default port of the page."""
@@ -18,7 +19,7 @@ _KEEP_ALIVE_S = 5
 
 
 async def serve(
-    library: RunLibrary, listener: socket.socket, *, key: str = "", ready: Callable[[], object],
+    library: RunLibrary, listener: socket.socket, *, key: str = "", ready: Hook,
     until: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
 ) -> None:
     """Serve the page on a bound socket until a signal comes.

@@ -29,6 +29,9 @@ from offbeat.dashboard.rollout_filter import ORDERS, STATUSES, Filter
 from offbeat.data.stored_rollouts import Address, KeptGroup, KeptTrajectory, find_group
 from offbeat.errors import ConfigError, OffbeatError, UserError
 
+AnswerQuery = Callable[[RunLibrary, Request], Any]
+"""Answers a query of the page, such as "runs", with an object that JSON can hold."""
+
 _FOLDER = Path(__file__).parent
 _MOST_COMPARED = 8
 _PAGE = 60
@@ -74,7 +77,7 @@ class _EscapedJson(JSONResponse):
         return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="backslashreplace")
 
 
-def _answering(answer: Callable[[RunLibrary, Request], Any], library: RunLibrary) -> Callable[[Request], Any]:
+def _answering(answer: AnswerQuery, library: RunLibrary) -> Callable[[Request], Any]:
     """Make an endpoint of a function, which is called on a thread because it reads files."""
 
     async def endpoint(http: Request) -> Response:

@@ -13,8 +13,12 @@ from typing import Any, Literal, Self
 
 from offbeat.rollout.measures import Measures
 from offbeat.telemetry.tracker import StatsPart, combine
+from offbeat.types import Clock, Tell
 
 Doing = Literal["model", "queue", "reward", "tool"]
+Settle = Callable[["Account", bool], None]
+"""Called at the end of an account, with False if its episode raised or was cancelled."""
+
 OnSpan = Callable[[str, str, float, float, Mapping[str, Any]], None]
 """Draws a span: its name, its track, its start and end in wall-clock seconds, and details."""
 
@@ -54,9 +58,9 @@ class Account:
         num_calls: calls of the model.
     """
 
-    settle: Callable[["Account", bool], None] = lambda _account, _ended: None
+    settle: "Settle" = lambda _account, _ended: None
     most_stretches: int = 0
-    now_s: Callable[[], float] = time.monotonic
+    now_s: Clock = time.monotonic
     seconds: dict[Doing, float] = field(default_factory=dict)
     stretches: list[Stretch] = field(default_factory=list)
     num_calls: int = 0
@@ -108,8 +112,8 @@ class Accounts:
     """
 
     def __init__(
-        self, on_span: OnSpan | None = None, *, tell: Callable[[str], None] = lambda _text: None,
-        now_s: Callable[[], float] = time.monotonic,
+        self, on_span: OnSpan | None = None, *, tell: Tell = lambda _text: None,
+        now_s: Clock = time.monotonic,
     ) -> None:
         """Without `on_span`, nothing is drawn; `tell` is called once if a measurement is left out."""
         self.measures = Measures(tell)

@@ -7,12 +7,12 @@ about each played group.
 Source: DAPO, arXiv:2503.14476 section 3.2.
 """
 
-from collections.abc import Callable
 
 from offbeat.algorithms.turns import reward_range
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.data.trajectory import Group
 from offbeat.telemetry.tracker import StatsPart
+from offbeat.types import Tell
 
 
 class DynamicSampling:
@@ -23,7 +23,7 @@ class DynamicSampling:
     """
 
     def __init__(
-        self, config: AlgorithmConfig, *, batch_size: int, num_rejected: int = 0, warn: Callable[[str], None] = lambda _text: None,
+        self, config: AlgorithmConfig, *, batch_size: int, num_rejected: int = 0, warn: Tell = lambda _text: None,
     ) -> None:
         """`warn` is called once, when the bound is first reached."""
         self._config = config

@@ -9,11 +9,12 @@ where the loop is blocked, and raises an error there after the deadline. Otherwi
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
 
 from offbeat.errors import CodeError
+from offbeat.types import Tell
 
 _TELL_AFTER_S = 5.0
 _SIGNAL = signal.SIGUSR2
@@ -22,7 +23,7 @@ _SIGNAL = signal.SIGUSR2
 class HoldupGuard:
     """Watches the running loop of the main thread while it is `on`. In other threads it does nothing, as signals do not arrive there."""
 
-    def __init__(self, *, timeout_s: float, callers: tuple[CodeType, ...], tell: Callable[[str], None]) -> None:
+    def __init__(self, *, timeout_s: float, callers: tuple[CodeType, ...], tell: Tell) -> None:
         """Prepare the guard.
 
         Args:

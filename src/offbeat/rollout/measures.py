@@ -1,11 +1,12 @@
 """Measurements that programs return beside rewards: which can be metrics, and their means over a step. Pure; fed by workflows."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from offbeat.data.reward import FailedReward, NamedReward, check_reward
 from offbeat.telemetry.tracker import StatsPart
+from offbeat.types import Tell
 
 MOST_NAMES = 64
 """Number of names that a run keeps, the first ones: each is a curve of every sink."""
@@ -26,7 +27,7 @@ def numbers_of(given: Mapping[Any, Any]) -> dict[str, float]:
 class Measures:
     """Adds up the measurements since the last `take`, under names that metrics may have."""
 
-    def __init__(self, tell: Callable[[str], None] = lambda _text: None) -> None:
+    def __init__(self, tell: Tell = lambda _text: None) -> None:
         """`tell` is called once if names are left out."""
         self._tell = tell
         self._known: set[str] = set()

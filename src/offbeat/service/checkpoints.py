@@ -28,7 +28,11 @@ from offbeat.service.orphans import FOLDER, Orphans
 from offbeat.service.store import Store
 from offbeat.service.tables import CheckpointRow
 from offbeat.service.types import Caller, CheckpointKind
+from offbeat.types import Clock
 from offbeat.weights.protocol import Manifest
+
+OnRemoved = Callable[[Manifest], None]
+"""Called with the manifest of a checkpoint that was removed."""
 
 _log = logging.getLogger(__name__)
 
@@ -42,8 +46,8 @@ class Checkpoints:
 
     def __init__(
         self, rows: Iterable[CheckpointRow], *, store: Store, usage: Usage, folder: Path,
-        on_removed: Callable[[Manifest], None] = lambda _: None, orphan_retention_s: float = 7 * 86400.0,
-        clock: Callable[[], float] = steady_time,
+        on_removed: OnRemoved = lambda _: None, orphan_retention_s: float = 7 * 86400.0,
+        clock: Clock = steady_time,
     ) -> None:
         """Start from the stored rows, and charge their owners for the disk space.
 

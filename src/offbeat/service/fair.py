@@ -11,6 +11,12 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+May = Callable[[str, T], bool]
+"""Whether an owner's item can be served now."""
+
+Which = Callable[[T], bool]
+"""Whether an item is of one kind."""
+
 
 class FairQueue(Generic[T]):
     """Items of owners; first in, first out within each owner.
@@ -38,7 +44,7 @@ class FairQueue(Generic[T]):
         """Owners that have waiting items."""
         return self._queues.keys()
 
-    def pop(self, may: Callable[[str, T], bool] = lambda _owner, _item: True) -> T:
+    def pop(self, may: May[T] = lambda _owner, _item: True) -> T:
         """Remove and return the next item.
 
         Args:
@@ -60,7 +66,7 @@ class FairQueue(Generic[T]):
             del self._times[name]
         return item
 
-    def drop(self, owner: str, which: Callable[[T], bool]) -> list[T]:
+    def drop(self, owner: str, which: Which[T]) -> list[T]:
         """Remove an owner's waiting items of one kind, which are not served and cost nothing, and return them."""
         queue = self._queues.pop(owner, deque())
         kept = deque((cost, item) for cost, item in queue if not which(item))

@@ -20,6 +20,13 @@ from offbeat.service.results import Location, Results
 from offbeat.service.store import Store
 from offbeat.service.tables import FutureRow
 from offbeat.service.types import Failed, Outcome, Payload, Pending
+from offbeat.types import Clock
+
+OwnerOf = Callable[[str], str | None]
+"""Returns the owner of a session; None if there is none."""
+
+Encode = Callable[[Outcome], Payload]
+"""Writes an outcome for clients."""
 
 _log = logging.getLogger(__name__)
 _KEPT_AFTER_FETCH_S = 600
@@ -87,8 +94,8 @@ class Futures:
     """All requests of all owners."""
 
     def __init__(
-        self, store: Store, results: Results, *, encode: Callable[[Outcome], Payload], owner_of: Callable[[str], str | None],
-        usage: Usage, retention_s: float = 3600.0, clock: Callable[[], float] = steady_time,
+        self, store: Store, results: Results, *, encode: Encode, owner_of: OwnerOf,
+        usage: Usage, retention_s: float = 3600.0, clock: Clock = steady_time,
     ) -> None:
         """Read the IDs of requests that have ended before. Answers count towards their owners' disk use until they are swept.
 
@@ -105,7 +112,7 @@ class Futures:
         self._results = results
         self._encode = encode
         self._owner_of = owner_of
-        self._usage = usage
+        self.usage = usage
         self._retention_s = retention_s
         self._clock = clock
         self._open: dict[str, Future] = {}
@@ -186,7 +193,7 @@ class Futures:
         await self._store.delete(*rows)  # afterwards, all answers stored earlier are in the database
         self._on_disk.difference_update([hash(row.request_id) for row in rows])
         for row in rows:
-            self._usage.release(row.owner, disk_bytes=row.length + ANSWER_ROW_BYTES)
+            self.usage.release(row.owner, disk_bytes=row.length + ANSWER_ROW_BYTES)
         first = await asyncio.to_thread(self._store.first_segment)
         await asyncio.to_thread(self._results.delete_before, active if first is None else min(first, active))
 
@@ -203,7 +210,7 @@ class Futures:
                 await self._store.put(store_answer)
                 self._on_disk.add(hash(future.request_id))
                 assert answer is not None, "a stored answer was encoded"
-                self._usage.add(future.owner, disk_bytes=len(answer.data) + ANSWER_ROW_BYTES)
+                self.usage.add(future.owner, disk_bytes=len(answer.data) + ANSWER_ROW_BYTES)
             else:
                 answer = await asyncio.to_thread(self._encode, outcome)
         except Exception as exc:

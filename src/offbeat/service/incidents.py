@@ -1,11 +1,11 @@
 """Counts failures of ranks and engines and keeps the latest incidents, for the status page and metrics. Fed by the event log."""
 
 from collections import Counter, deque
-from collections.abc import Callable
 from typing import Any
 
 from offbeat.service.clock import steady_time
 from offbeat.service.types import Incident, IncidentCounts
+from offbeat.types import Clock
 
 _KEPT = 50
 
@@ -13,7 +13,7 @@ _KEPT = 50
 class Incidents:
     """Counts and latest incidents. Its `hear` is a listener of `offbeat.telemetry.events.EventLog`."""
 
-    def __init__(self, clock: Callable[[], float] = steady_time) -> None:
+    def __init__(self, clock: Clock = steady_time) -> None:
         self._clock = clock
         self._kept: deque[Incident] = deque(maxlen=_KEPT)
         self._counts: Counter[str] = Counter()

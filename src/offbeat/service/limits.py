@@ -9,6 +9,9 @@ from dataclasses import dataclass, fields
 
 from offbeat.service.errors import OverLimitError, RequestError, TooLargeError
 
+LimitsOf = Callable[[str], "Limits"]
+"""Returns the limits of an owner."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -46,7 +49,7 @@ class Use:
 class Usage:
     """Amounts that all owners use, given by the field names of `Use`; e.g. `charge("alice", queued_tokens=4096)`."""
 
-    def __init__(self, limits_of: Callable[[str], Limits]) -> None:
+    def __init__(self, limits_of: LimitsOf) -> None:
         self._limits_of = limits_of
         self._uses: dict[str, Use] = {}
 

@@ -5,12 +5,13 @@ safe. So nothing is deleted at once. Called by `checkpoints`, on its threads.
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from offbeat.disk import discard
+from offbeat.types import Clock
 
 FOLDER = "orphans"
 _DATE = "%Y-%m-%dT%H-%M-%SZ"
@@ -20,7 +21,7 @@ _log = logging.getLogger(__name__)
 class Orphans:
     """The folder `orphans` below the folder of all checkpoints."""
 
-    def __init__(self, root: Path, *, retention_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, root: Path, *, retention_s: float, clock: Clock) -> None:
         """`retention_s` is the time for which folders are kept; 0 keeps them until someone deletes them."""
         self._root = root
         self._folder = root / FOLDER

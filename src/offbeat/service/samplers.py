@@ -8,7 +8,7 @@ by the HTTP layer, and by the core, which makes snapshots.
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -21,8 +21,9 @@ from offbeat.service.errors import BadRequestError, RequestError, UnknownError
 from offbeat.service.ids import SCHEME, CheckpointPath, sampler_id
 from offbeat.service.limits import Usage
 from offbeat.service.store import Store
-from offbeat.service.tables import CheckpointRow, SamplerRow
+from offbeat.service.tables import CheckpointRow, ModelRow, SamplerRow
 from offbeat.service.types import Caller, SamplerInfo
+from offbeat.types import Clock
 from offbeat.weights.protocol import Manifest
 
 _NAMESPACE = uuid.UUID("6f3a1c52-88d1-4c0e-9b65-0b7d3a5f2e91")
@@ -61,7 +62,7 @@ class Samplers:
     def __init__(
         self, rows: Iterable[SamplerRow], *, engines: SamplerEngines, base_models: BaseModels, store: Store, usage: Usage,
         sessions: SamplerSessions, checkpoints: SamplerCheckpoints, timeout_s: float, retention_s: float = 86400.0,
-        clock: Callable[[], float] = steady_time,
+        clock: Clock = steady_time,
     ) -> None:
         """Start from the stored rows.
 
@@ -111,18 +112,16 @@ class Samplers:
             raise BadRequestError("a sampler needs base_model or model_path; give one")
         return await self._add(row)
 
-    async def add_ephemeral(
-        self, *, session_id: str, seq: int, owner: str, base_model: str, run_id: str, version: int, folder: str, size_bytes: int,
-    ) -> str:
-        """Create the sampler of a snapshot: unnamed weights in `folder`, which count towards the owner's disk use as long as it exists.
+    async def add_ephemeral(self, model: ModelRow, *, seq: int, version: int, folder: str, size_bytes: int) -> str:
+        """Create the sampler of a snapshot: a model's unnamed weights in `folder`, which count towards its owner's use of the disk.
 
         Raises:
             BadRequestError: the number is taken by another sampler.
             RequestError: the owner may have no more samplers, or not that much on disk.
         """
         row = SamplerRow(
-            sampler_id(session_id, seq), session_id, owner, base_model, run_id=run_id, version=version, folder=folder,
-            size_bytes=size_bytes, created=self._clock())
+            sampler_id(model.session_id, seq), model.session_id, model.owner, model.base_model, run_id=model.id, version=version,
+            folder=folder, size_bytes=size_bytes, created=self._clock())
         return await self._add(row)
 
     async def of_model(self, caller: Caller, model: str) -> SamplerRow:

@@ -48,6 +48,9 @@ from offbeat.service.types import (
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+Make = Callable[..., T]
+"""Makes a part of an answer."""
 _FAILURES_KEPT = 50
 _MOST_BEYOND = 2
 """Multiple of the allowed samples in flight that may be reached while new owners start and earlier ones still fill the engines."""
@@ -354,7 +357,7 @@ async def _outcome(job: SamplingJob) -> Sampled:
     return outcome
 
 
-async def _made(num_cells: int, make: Callable[..., T], *args: object) -> T:
+async def _made(num_cells: int, make: Make[T], *args: object) -> T:
     """Call `make`, on a thread if it has to put many top tokens into an answer."""
     return make(*args) if num_cells <= _CELLS_AT_ONCE else await asyncio.to_thread(make, *args)
 

@@ -6,7 +6,7 @@ concurrently with the next turns. A folder that ends up unused is deleted.
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,9 @@ from offbeat.service.tables import CheckpointRow
 from offbeat.service.types import Caller, CheckpointKind, CheckpointSaved, Outcome, SamplerSaved, WeightsLoaded
 from offbeat.service.work import Export, Load, Save, SaveSampler
 
+Finish = Callable[[], Awaitable[Outcome]]
+"""Completes what was begun, and returns its outcome."""
+
 
 @dataclass(frozen=True)
 class RestOfWrite:
@@ -35,7 +38,7 @@ class RestOfWrite:
         keeps_state: whether it makes the folder the model's saved state.
     """
 
-    finish: Callable[[], Awaitable[Outcome]]
+    finish: Finish
     stack: AsyncExitStack
     keeps_state: bool = False
 
@@ -72,21 +75,19 @@ class Saving:
             await stack.aclose()
             raise
 
-    async def _save(self, model: Model, request: Save, folder: str) -> Callable[[], Awaitable[Outcome]]:
+    async def _save(self, model: Model, request: Save, folder: str) -> Finish:
         await self._adapters.save(model.adapter, self._checkpoints.path(folder))
         step, num_changes = model.step, model.num_changes
 
         async def finish() -> Outcome:
             size_bytes = await self._checkpoints.seal(folder)
-            path = await self._add(
-                model, "training", request.name, folder, size_bytes, step=step, ttl_s=request.ttl_s, metadata=request.metadata,
-                overwrite=request.overwrite)
+            path = await self._add(model, "training", request, folder, size_bytes=size_bytes, step=step)
             await self._models.keep(model, folder, step=step, num_changes=num_changes)
             return CheckpointSaved(path, "training", size_bytes)
 
         return finish
 
-    async def _export(self, model: Model, request: SaveSampler | Export, folder: str) -> Callable[[], Awaitable[Outcome]]:
+    async def _export(self, model: Model, request: SaveSampler | Export, folder: str) -> Finish:
         step, version = model.step, model.row.next_version
         await self._models.store(model, next_version=version + 1)  # first, so that a version is used only once even if the server dies now
         adapter = await self._adapters.write(model.adapter, self._checkpoints.path(folder), version=version)
@@ -97,7 +98,7 @@ class Saving:
             if request.recipients:
                 await asyncio.to_thread(encrypt_files, self._checkpoints.path(folder), request.recipients)
             size_bytes = await self._checkpoints.seal(folder)
-            path = await self._add(model, "external", request.name, folder, size_bytes, step=step, ttl_s=request.ttl_s)
+            path = await self._add(model, "external", request, folder, size_bytes=size_bytes, step=step)
             return CheckpointSaved(path, "external", size_bytes)
 
         async def finish_sampler() -> Outcome:
@@ -106,27 +107,27 @@ class Saving:
             await self._adapters.fleet.publisher.publish(adapter, pinned=True)
             if request.name is not None:
                 return SamplerSaved(path=await self._add(
-                    model, "sampler", request.name, folder, size_bytes, step=step, ttl_s=request.ttl_s, metadata=request.metadata,
-                    version=version))
+                    model, "sampler", request, folder, size_bytes=size_bytes, step=step, version=version))
             assert request.sampler_seq is not None, "checked when the request was taken"
             if self._sessions.has_ended(model.row.session_id):  # nobody would end the sampler
                 raise RequestError(f"the session of the model {model.id} has ended")
             return SamplerSaved(sampling_session_id=await self._samplers.add_ephemeral(
-                session_id=model.row.session_id, seq=request.sampler_seq, owner=model.row.owner, base_model=model.row.base_model,
-                run_id=model.id, version=version, folder=folder, size_bytes=size_bytes))
+                model.row, seq=request.sampler_seq, version=version, folder=folder, size_bytes=size_bytes))
 
         return finish_export if isinstance(request, Export) else finish_sampler
 
     async def _add(
-        self, model: Model, kind: CheckpointKind, name: str, folder: str, size_bytes: int, *, step: int, ttl_s: float | None,
-        metadata: Mapping[str, str] | None = None, version: int = 0, overwrite: bool = True,
+        self, model: Model, kind: CheckpointKind, request: Save | SaveSampler | Export, folder: str, *, size_bytes: int, step: int,
+        version: int = 0,
     ) -> str:
-        """Make a checkpoint visible to clients. Returns its path."""
+        """Make a checkpoint visible to clients under the name that they gave it. Returns its path."""
+        assert request.name is not None, "a sampler without a name is none"
+        metadata = {} if isinstance(request, Export) else request.metadata
         await self._checkpoints.add(CheckpointRow(
-            model.id, kind, name, model.row.owner, folder, created=steady_time(), expires=self._checkpoints.expiry(ttl_s),
-            size_bytes=size_bytes, public=False, metadata=metadata or {}, lora=model.row.lora, base_model=model.row.base_model, step=step,
-            version=version), overwrite=overwrite)
-        return str(CheckpointPath(model.id, kind, name))
+            model.id, kind, request.name, model.row.owner, folder, created=steady_time(), expires=self._checkpoints.expiry(request.ttl_s),
+            size_bytes=size_bytes, public=False, metadata=metadata, lora=model.row.lora, base_model=model.row.base_model, step=step,
+            version=version), overwrite=not isinstance(request, Save) or request.overwrite)
+        return str(CheckpointPath(model.id, kind, request.name))
 
     async def load(self, model: Model, request: Load) -> Outcome:
         """Continue a model from a checkpoint.

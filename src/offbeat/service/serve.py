@@ -30,7 +30,7 @@ from offbeat.fleet.sampling_models import SamplingModel, open_sampling_models
 from offbeat.hosts import is_loopback
 from offbeat.listening import GuestServer, allow_files, bind, num_free_files, server_config, url_of
 from offbeat.runs.adapters import Adapters, BaseLimits, open_adapters
-from offbeat.service.app.assembly import open_front
+from offbeat.service.app.assembly import FrontSettings, open_front
 from offbeat.service.app.auth import HostNames
 from offbeat.service.app.reply import Served
 from offbeat.service.base_models import BaseModels
@@ -41,7 +41,7 @@ from offbeat.service.incidents import Incidents
 from offbeat.service.keys import Keys
 from offbeat.service.limits import Limits, Usage
 from offbeat.service.results import Results
-from offbeat.service.samplers import SamplerCheckpoints, Samplers, SamplerSessions
+from offbeat.service.samplers import Samplers
 from offbeat.service.sampling import SamplingService
 from offbeat.service.service import ServiceCore, ServiceSettings
 from offbeat.service.starting import tell_while_starting
@@ -246,22 +246,17 @@ async def open_core(
     base_models = BaseModels.of(base_model_name(config), settings)
     trained = SamplingModel(
         base_models.name, adapters.fleet.dispatcher, limits.context, limits.end_token_ids, max_failures=_MAX_FAILURES)
-    rows, usage = store.load(), Usage(keys.limits_of)
+    usage = Usage(keys.limits_of)
     futures = Futures(
         store, Results(folder / "results", after=store.last_segment()), encode=encode,
         owner_of=lambda session: service.sessions.owner_of(session), usage=usage, retention_s=settings.result_retention_s)
 
-    def make_samplers(sessions: SamplerSessions, checkpoints: SamplerCheckpoints) -> Samplers:
-        return Samplers(
-            rows.samplers, engines=adapters.fleet.adapters, base_models=base_models, store=store, usage=usage, sessions=sessions,
-            checkpoints=checkpoints, timeout_s=settings.sampler_timeout_s, retention_s=settings.session_retention_s)
-
     service = ServiceCore(
-        adapters, base_models, store, rows, futures, usage, folder=folder, make_samplers=make_samplers, others=others.values(),
+        adapters, base_models, store, futures, folder=folder, others=others.values(),
         settings=ServiceSettings(
             settings.max_tokens_per_pass, settings.session_timeout_s, settings.gap_patience_s, settings.orphan_retention_s,
             max_resident_models=settings.max_resident_models or _max_resident(config), session_retention_s=settings.session_retention_s,
-            parked_retention_s=settings.parked_retention_s))
+            parked_retention_s=settings.parked_retention_s, sampler_timeout_s=settings.sampler_timeout_s))
     sampling = SamplingService(
         service.samplers, engines=trained, others=others, futures=futures, usage=usage,
         max_in_flight=settings.max_samples_in_flight * sum(len(model.dispatcher.pool.states) for model in (trained, *others.values())))
@@ -321,9 +316,10 @@ class _Run:
             served = served_models(config, adapters.limits, others, tokenizer=tokenizer_id(config, self._base))
             most = max_connections(config)
             front = open_front(
-                core.service, core.sampling, served, tokenizer=self._base.tokenizer, keys=self._keys,
-                max_body_bytes=config.serve.max_body_bytes, public_status=config.serve.public_status, names=names_of(config),
-                max_requests_of_one=max(most // _SHARE_OF_ONE, 1), incidents=incidents)
+                core.service, core.sampling, served, tokenizer=self._base.tokenizer, keys=self._keys, incidents=incidents,
+                settings=FrontSettings(
+                    max_body_bytes=config.serve.max_body_bytes, public_status=config.serve.public_status, names=names_of(config),
+                    max_requests_of_one=max(most // _SHARE_OF_ONE, 1)))
             connections = Connections(
                 Bounds(connections=most, of_address=config.serve.max_connections_per_address), is_exempt=partial(is_exempt, config))
             server = GuestServer(server_config(

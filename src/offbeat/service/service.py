@@ -7,7 +7,7 @@ Objects of another owner are treated as if they did not exist.
 import asyncio
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,12 +23,11 @@ from offbeat.service.errors import BadRequestError, LostError, RequestError
 from offbeat.service.futures import Future, Futures
 from offbeat.service.ids import CheckpointPath, check_name, create_request, model_id
 from offbeat.service.library import Library
-from offbeat.service.limits import Usage
 from offbeat.service.models import Model, Models
 from offbeat.service.samplers import Samplers
 from offbeat.service.saving import Saving
 from offbeat.service.sessions import Sessions
-from offbeat.service.store import Store, StoredRows
+from offbeat.service.store import Store
 from offbeat.service.tables import ModelRow
 from offbeat.service.training import Training
 from offbeat.service.types import (
@@ -66,6 +65,7 @@ class ServiceSettings:
         session_retention_s: after this long without a heartbeat, a session to which nothing belongs is forgotten, and so is a run that
             has ended and has no checkpoints.
         parked_retention_s: after this long without a heartbeat of its session, a parked model ends, and its state is deleted.
+        sampler_timeout_s: a snapshot ends after this long without use; see `Samplers`.
     """
 
     max_tokens_per_pass: int = 65_536
@@ -75,6 +75,7 @@ class ServiceSettings:
     max_resident_models: int = sys.maxsize
     session_retention_s: float = 86400.0
     parked_retention_s: float = 30 * 86400.0
+    sampler_timeout_s: float = 3600.0
 
 
 class ServiceCore:
@@ -86,22 +87,24 @@ class ServiceCore:
     """
 
     def __init__(
-        self, adapters: Adapters, base_models: BaseModels, store: Store, rows: StoredRows, futures: Futures, usage: Usage, *, folder: Path,
-        settings: ServiceSettings, make_samplers: Callable[[Sessions, Checkpoints], Samplers], others: Iterable[SamplingModel] = (),
+        self, adapters: Adapters, base_models: BaseModels, store: Store, futures: Futures, *, folder: Path, settings: ServiceSettings,
+        others: Iterable[SamplingModel] = (),
     ) -> None:
         """Assemble the core from the rows of the store.
 
         Args:
             others: models that are only sampled.
-            rows: the contents of the store.
             folder: the data folder.
         """
+        rows, usage = store.load(), futures.usage
         self.sessions = Sessions(
             rows.sessions, store=store, usage=usage, timeout_s=settings.session_timeout_s, retention_s=settings.session_retention_s)
         self.checkpoints = Checkpoints(
             rows.checkpoints, store=store, usage=usage, folder=folder / "checkpoints",
             on_removed=lambda adapter: adapters.fleet.adapters.unpin(adapter.name), orphan_retention_s=settings.orphan_retention_s)
-        self.samplers = make_samplers(self.sessions, self.checkpoints)
+        self.samplers = Samplers(
+            rows.samplers, engines=adapters.fleet.adapters, base_models=base_models, store=store, usage=usage, sessions=self.sessions,
+            checkpoints=self.checkpoints, timeout_s=settings.sampler_timeout_s, retention_s=settings.session_retention_s)
         self.checkpoints.users.append(self.samplers.uses)
         self._models = Models(
             rows.models, adapters=adapters, store=store, usage=usage, checkpoints=self.checkpoints,

@@ -15,6 +15,7 @@ from offbeat.service.limits import Usage
 from offbeat.service.store import Store
 from offbeat.service.tables import SessionRow
 from offbeat.service.types import Caller
+from offbeat.types import Clock
 
 _STORED_EVERY_S = 60.0
 _SWEPT_AT_ONCE = 1000
@@ -29,7 +30,7 @@ class Sessions:
 
     def __init__(
         self, rows: Iterable[SessionRow], *, store: Store, usage: Usage, timeout_s: float, retention_s: float = 86400.0,
-        clock: Callable[[], float] = steady_time,
+        clock: Clock = steady_time,
     ) -> None:
         """Start from the stored rows.
 

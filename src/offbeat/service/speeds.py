@@ -2,7 +2,9 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+
+from offbeat.types import Clock
 
 _WINDOW_S = 10
 
@@ -10,7 +12,7 @@ _WINDOW_S = 10
 class Speeds:
     """Token counts by key and second; e.g. 500 tokens over the last ten seconds are 50 per second."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._seconds: deque[tuple[int, Counter[str]]] = deque()
 

@@ -6,6 +6,12 @@ from collections.abc import Callable
 from offbeat.telemetry.console import doing_since
 from offbeat.telemetry.pace import duration
 
+IsReady = Callable[[], bool]
+"""Whether the server is ready."""
+
+Say = Callable[[str], object]
+"""Shows a sentence."""
+
 _LOOK_S = 0.5
 _LONG_S = 2.0
 _AGAIN_S = 30.0
@@ -31,7 +37,7 @@ class Told:
         return f"  {text} ({duration(seconds)})"
 
 
-async def tell_while_starting(say: Callable[[str], object], *, is_ready: Callable[[], bool]) -> None:
+async def tell_while_starting(say: Say, *, is_ready: IsReady) -> None:
     """Say the current phases until the server is ready. Waits between looks; woken by the clock alone."""
     told = Told()
     while not is_ready():

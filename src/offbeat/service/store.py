@@ -39,6 +39,12 @@ from offbeat.service.tables import (
 )
 from offbeat.settling import outcome_of
 
+MakeRow = Callable[[], Row]
+"""Makes a row when it is written."""
+
+Identify = Callable[[Known], str]
+"""Returns the identity of a database."""
+
 _TIMEOUT_S = 10
 _CLAIM_S = 3
 _LOCK_KEY = 0x0FFBEA7
@@ -67,7 +73,7 @@ class StoredRows:
 class _Write:
     """One call's changes: rows, or functions that make rows on the writer's thread, and whether to store or delete them."""
 
-    given: Sequence[Row | Callable[[], Row]]
+    given: Sequence[Row | MakeRow]
     keep: bool
     done: asyncio.Future[None]
     rows: Sequence[Row] = ()
@@ -110,7 +116,7 @@ class Store:
         self._writer.start()
 
     @classmethod
-    def open(cls, url: str, *, identify: Callable[[Known], str] = lambda known: known.identity) -> Self:
+    def open(cls, url: str, *, identify: Identify = lambda known: known.identity) -> Self:
         """Open the database at `url`, creating its tables if it is new.
 
         Args:
@@ -202,7 +208,7 @@ class Store:
         with _sentences(self._engine), self._engine.connect() as connection:
             return connection.scalar(sa.select(sa.func.max(TABLES[FutureRow].c.segment))) or 0
 
-    async def put(self, *rows: Row | Callable[[], Row]) -> None:
+    async def put(self, *rows: Row | MakeRow) -> None:
         """Store rows, replacing rows with the same keys, and return once they are committed: either all of them or none.
 
         Args:
@@ -239,7 +245,7 @@ class Store:
 
     # -- writing, on the event loop and then on the writer's thread ------------------------------------------------------------------------
 
-    async def _write(self, rows: Sequence[Row | Callable[[], Row]], *, keep: bool) -> None:
+    async def _write(self, rows: Sequence[Row | MakeRow], *, keep: bool) -> None:
         if self._closed:
             raise StorageError(f"{_name(self._engine)} is closed: the server ends")
         write = _Write(rows, keep, asyncio.get_running_loop().create_future())

@@ -14,6 +14,12 @@ from offbeat.settling import outcome_of
 from offbeat.telemetry.sample_table import MakeTable
 from offbeat.telemetry.sinks import Sink
 
+OnDrop = Callable[[str, str], None]
+"""Called with the name of a sink that gets no more metrics, and the reason."""
+
+OpenSink = Callable[[], Sink]
+"""Opens a sink, such as a connection to W&B."""
+
 _LOG = logging.getLogger(__name__)
 _MAX_WAITING = 1000  # rows; at one per step, the destination has been stuck for a long time
 _CLOSE_S = 15.0  # for queued rows; a working destination has closed the files of a run by then
@@ -24,7 +30,7 @@ Task = Callable[[Sink], None]
 class BackgroundSink:
     """A `Sink` that hands every call to a thread of its own and never raises."""
 
-    def __init__(self, name: str, open_sink: Callable[[], Sink], *, on_drop: Callable[[str, str], None], close_s: float = _CLOSE_S) -> None:
+    def __init__(self, name: str, open_sink: OpenSink, *, on_drop: OnDrop, close_s: float = _CLOSE_S) -> None:
         """Begin to open the destination.
 
         Args:

@@ -31,6 +31,12 @@ from offbeat.telemetry.pace import Pace, duration, short_duration
 from offbeat.telemetry.streams import tolerant
 from offbeat.telemetry.summary import in_words
 
+MakeSamples = Callable[[], str]
+"""Makes the text of some samples, when it is asked for."""
+
+OnOpen = Callable[["Console"], object]
+"""Called with a console each time it is opened."""
+
 Mode = Literal["live", "plain", "notebook", "json", "quiet"]
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -70,7 +76,7 @@ def choose_mode(stream: TextIO | None, *, as_json: bool = False, enabled: bool =
 class Console:
     """Shows one run. Use as a context manager, so that an interrupted run leaves the terminal in order."""
 
-    def __init__(self, mode: Mode, *, stream: TextIO | None = None, on_open: "Callable[[Console], object] | None" = None) -> None:
+    def __init__(self, mode: Mode, *, stream: TextIO | None = None, on_open: "OnOpen | None" = None) -> None:
         """Show the run on `stream`, by default stdout. A stream that cannot be written, or is not read any more, does not end the run.
 
         Args:
@@ -89,7 +95,7 @@ class Console:
         self._title = ""
         self._live: Live | None = None
         self._explained = self._hinted = False
-        self._samples: Callable[[], str] | None = None
+        self._samples: MakeSamples | None = None
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -179,7 +185,7 @@ class Console:
         else:
             self.note(text)
 
-    def offer(self, samples: Callable[[], str]) -> None:
+    def offer(self, samples: MakeSamples) -> None:
         """Offer samples, to be shown when the user asks for them; `samples` writes their lines then."""
         self._samples = samples
 

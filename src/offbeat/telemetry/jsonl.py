@@ -15,6 +15,9 @@ from offbeat.telemetry.mend import mend
 
 Row = dict[str, Any]
 
+Chooses = Callable[[Row], bool]
+"""Whether a row is one of those that are wanted."""
+
 
 class JsonLinesFile:
     """One file, created with its folder if necessary, and appended to.
@@ -23,7 +26,7 @@ class JsonLinesFile:
         mended: one sentence on the damage found when the file was opened and how it was repaired; "" if there was none.
     """
 
-    def __init__(self, path: Path, *, is_row: Callable[[Row], bool] = lambda _row: True) -> None:
+    def __init__(self, path: Path, *, is_row: Chooses = lambda _row: True) -> None:
         """Open for appending.
 
         Args:
@@ -58,7 +61,7 @@ class JsonLinesFile:
         except OSError as exc:
             raise _cannot_write(self.path, exc) from exc
 
-    def keep(self, wanted: Callable[[Row], bool]) -> None:
+    def keep(self, wanted: Chooses) -> None:
         """Drop the rows that are not wanted; a crash meanwhile leaves the old file intact.
 
         Raises:

@@ -8,8 +8,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+IsSound = Callable[[bytes], bool]
+"""Whether a line is whole."""
 
-def mend(path: Path, is_sound: Callable[[bytes], bool]) -> str:
+
+def mend(path: Path, is_sound: IsSound) -> str:
     """Keep only the sound lines of a file, if it exists.
 
     Args:
@@ -48,7 +51,7 @@ def keep_aside(path: Path) -> Path:
     return aside
 
 
-def _write_sound(source: Path, target: Path, is_sound: Callable[[bytes], bool]) -> None:
+def _write_sound(source: Path, target: Path, is_sound: IsSound) -> None:
     """Copy the sound lines; a crash meanwhile leaves the target as it was."""
     part = target.with_name(f".{target.name}.tmp")
     with source.open("rb") as old, part.open("wb") as new:

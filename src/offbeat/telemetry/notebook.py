@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from offbeat.types import Clock
+
 _MOST_PASSING = 8
 _MOST_LINES = 200
 _EVERY_S = 0.3
@@ -33,7 +35,7 @@ def show_in_cell(text: str) -> Callable[[str], object]:
 class CellOutput:
     """Lines of text in one output. The newest lines of steps are kept, and of all others the newest `_MOST_LINES`."""
 
-    def __init__(self, show: Show = show_in_cell, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, show: Show = show_in_cell, *, clock: Clock = time.monotonic) -> None:
         """Prepare the output, which appears with its first line."""
         self._show = show
         self._clock = clock

@@ -2,7 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+
+from offbeat.types import Clock
 
 _STEPS = 32
 """Number of last steps that count: enough to average over evaluations and checkpoints, few enough to follow answers that grow longer."""
@@ -11,7 +12,7 @@ _STEPS = 32
 class Pace:
     """The pace of a run by the times of its last steps."""
 
-    def __init__(self, total_steps: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, total_steps: int, *, clock: Clock = time.monotonic) -> None:
         """Prepare the estimate of a run of so many steps; a resumed one begins with a later step."""
         self._total_steps = total_steps
         self._clock = clock

@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from offbeat.errors import StorageError
 from offbeat.phase import phase
 from offbeat.telemetry.jsonl import parse_row
 from offbeat.telemetry.mend import mend
+from offbeat.types import Tell
 
 _END = b'{"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "offbeat"}}]\n'
 """The last line of a trace that was closed. It has no comma behind it, so that the whole file is valid JSON."""
@@ -49,7 +50,7 @@ class Tracer:
         mended: one sentence on the damage found when the file was opened and how it was repaired; "" if there was none.
     """
 
-    def __init__(self, path: Path | None, *, tell: Callable[[str], None] = lambda _text: None) -> None:
+    def __init__(self, path: Path | None, *, tell: Tell = lambda _text: None) -> None:
         """Append to the trace at `path`, or start it; tracks of an earlier run keep their places.
 
         Args:

@@ -12,7 +12,7 @@ from offbeat.aio import beside
 from offbeat.config.service import ServeConfig
 from offbeat.data.tokenizer import load_tokenizer
 from offbeat.fleet.sampling_models import open_sampling_models
-from offbeat.service.app.assembly import open_front
+from offbeat.service.app.assembly import FrontSettings, open_front
 from offbeat.service.keys import Keys
 from offbeat.service.serve import open_core, served_models
 from offbeat.service.store import Store
@@ -40,7 +40,7 @@ def serve_with(cluster: SmallCluster, tmp_path: Path) -> ServeWith:
                     served = served_models(config, cluster.adapters.limits, others, tokenizer="folder")
                     front = open_front(
                         core.service, core.sampling, served, tokenizer=load_tokenizer(config.model.path), keys=keys,
-                        max_body_bytes=settings.max_body_bytes, public_status=False)
+                        settings=FrontSettings(max_body_bytes=settings.max_body_bytes))
                     async with serving(front.app) as client, beside(front.page.watch()):
                         await body(client)
 

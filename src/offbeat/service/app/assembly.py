@@ -36,11 +36,27 @@ class Front:
     page: StatusPage
 
 
+@dataclass(frozen=True, kw_only=True)
+class FrontSettings:
+    """Bounds and access of the application.
+
+    Attributes:
+        max_body_bytes: largest body of a request with training data, such as 64 MiB.
+        public_status: whether everybody may see the status page, or programs of this machine alone.
+        names, max_requests_of_one: see `make_app`.
+    """
+
+    max_body_bytes: int
+    public_status: bool = False
+    names: HostNames = LOCAL_NAMES
+    max_requests_of_one: int = 2048
+
+
 def open_front(
-    service: ServiceCore, sampling: SamplingService, served: Served, *, tokenizer: Tokenizer, keys: Keys, max_body_bytes: int,
-    public_status: bool, names: HostNames = LOCAL_NAMES, max_requests_of_one: int = 2048, incidents: Incidents | None = None,
+    service: ServiceCore, sampling: SamplingService, served: Served, *, tokenizer: Tokenizer, keys: Keys, settings: FrontSettings,
+    incidents: Incidents | None = None,
 ) -> Front:
-    """Assemble the application; see `make_app`. `tokenizer` is the base model's; `incidents` concern ranks and engines."""
+    """Assemble the application. `tokenizer` is the base model's; `incidents` concern ranks and engines."""
     registry, exports, archives = CollectorRegistry(), Exports(service.library.external_folder), Archives(service.library)
     journal, incidents = Journal(registry), incidents or Incidents()
 
@@ -53,7 +69,7 @@ def open_front(
             core, models=models, sampling=sampling.standing(), failures=tuple(failures), incidents=incidents.last, counts=incidents.counts,
             processes=page.processes)
 
-    page = StatusPage(status, journal, public=public_status, names=names)
+    page = StatusPage(status, journal, public=settings.public_status, names=settings.names)
     registry.register(StatusCollector(status))
     endpoints = [
         *SamplingRoutes(service, sampling, served).endpoints,  # requested most often, and routes are tried in order
@@ -63,5 +79,6 @@ def open_front(
         archives.endpoint]
     public = [*page.routes, exports.route, archives.route, Route("/metrics", page.shielded(lambda: scrape(registry)))]
     app = make_app(
-        endpoints, public, keys=keys, bodies=Bodies(max_body_bytes), journal=journal, names=names, max_requests_of_one=max_requests_of_one)
+        endpoints, public, keys=keys, bodies=Bodies(settings.max_body_bytes), journal=journal, names=settings.names,
+        max_requests_of_one=settings.max_requests_of_one)
     return Front(app, page)

@@ -7,6 +7,9 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 
+Ends = Callable[[T], bool]
+"""Whether the links to a target end."""
+
 LINK_S = 3600.0
 MAX_LINKS = 10_000
 
@@ -37,7 +40,7 @@ class Links(Generic[T]):
         target, expires = self._links.get(token, (None, 0.0))
         return target if expires > time.time() else None
 
-    def end(self, ends: Callable[[T], bool]) -> None:
+    def end(self, ends: Ends[T]) -> None:
         """End all links to some targets."""
         for token in [token for token, (target, _) in self._links.items() if ends(target)]:
             self._drop(token)

@@ -9,6 +9,9 @@ from starlette.responses import Response
 
 from offbeat.service.types import Status
 
+MakeStatus = Callable[[], Status]
+"""Returns the status of the server now."""
+
 _COUNTS = {
     "rank_deaths": "Train ranks whose process ended", "trainer_restarts": "Restarts of all train ranks",
     "quarantines": "Engines taken out of service", "engine_restarts": "Restarts of engines that were tried",
@@ -18,7 +21,7 @@ _COUNTS = {
 class StatusCollector(Collector):
     """Converts a status into samples."""
 
-    def __init__(self, status: Callable[[], Status]) -> None:
+    def __init__(self, status: MakeStatus) -> None:
         self._status = status
 
     def describe(self) -> list[Metric]:

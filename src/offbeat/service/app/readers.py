@@ -13,6 +13,9 @@ from weakref import WeakValueDictionary
 
 T = TypeVar("T")
 
+Beside = Callable[..., T]
+"""A function that is called on a thread beside the event loop."""
+
 SMALL_BYTES = 1 << 15
 """Size up to which a body is parsed on the event loop, which never takes more than about 10 ms."""
 _THREADS = 2
@@ -25,7 +28,7 @@ class Readers:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="reader")
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def run(self, owner: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    async def run(self, owner: str, function: Beside[T], *args: Any, **kwargs: Any) -> T:
         """Return the result of a function, run on a thread after its owner's earlier ones."""
         turn = self._turns.get(owner) or asyncio.Lock()
         self._turns[owner] = turn

@@ -13,7 +13,8 @@ from starlette.responses import Response
 from offbeat.chat.refusals import Refusal, WriteError, error_response, json_response, param_of
 from offbeat.connections import write_detail
 from offbeat.errors import OffbeatError
-from offbeat.service.app.readers import SMALL_BYTES, Readers
+from offbeat.listening import ReadBody
+from offbeat.service.app.readers import SMALL_BYTES, Beside, Readers
 from offbeat.service.errors import FailedError, OverLimitError, RequestError
 from offbeat.service.types import Caller, Payload
 from offbeat.service.wire.json_body import MAX_JSON_BYTES, read_json
@@ -54,7 +55,7 @@ class Call:
     body: bytes
     readers: Readers
 
-    async def read(self, read: Callable[[bytes], T]) -> T:
+    async def read(self, read: ReadBody[T]) -> T:
         """Apply a function to the body; a large body is parsed off the event loop."""
         return read(self.body) if len(self.body) <= SMALL_BYTES else await self.beside(read, self.body)
 
@@ -62,7 +63,7 @@ class Call:
         """Parse the body as JSON of this kind; raises the errors of `read_json`."""
         return await self.read(lambda body: read_json(kind, body))
 
-    async def beside(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    async def beside(self, function: Beside[T], *args: Any, **kwargs: Any) -> T:
         """Return the result of a function, run off the event loop."""
         return await self.readers.run(self.caller.owner, function, *args, **kwargs)
 

@@ -18,6 +18,9 @@ from offbeat.service.types import Caller, CheckpointInfo, ModelInfo
 from offbeat.service.wire import rest
 from offbeat.service.wire.bodies import CopyWeightsBody, TtlBody, WeightsInfoBody
 
+FolderOf = Callable[[Caller, str], str]
+"""Returns the folder of a path of a checkpoint, for a caller."""
+
 _RUN = "/api/v1/training_runs/{run}"
 _CHECKPOINT = _RUN + "/checkpoints/{segment}/{name}"
 _MAX_PAGE = 1000
@@ -136,7 +139,7 @@ class LinkedExport:
 class Exports:
     """Links to exported files. A link is valid while its requester may read the export, and ends when that is unpublished or deleted."""
 
-    def __init__(self, folder_of: Callable[[Caller, str], str]) -> None:
+    def __init__(self, folder_of: FolderOf) -> None:
         """`folder_of` returns the folder of the export at a path for a caller; it raises RequestError if there is none for that caller."""
         self._folder_of = folder_of
         self._links: Links[LinkedExport] = Links()

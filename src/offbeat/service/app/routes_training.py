@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 
+from offbeat.listening import ReadBody
 from offbeat.service.app.reply import Call, Endpoint, Handler, Served, accepted, answer
 from offbeat.service.errors import BadRequestError, RequestError, UnknownError
 from offbeat.service.ids import model_id
@@ -94,7 +95,7 @@ class TrainingRoutes:
             "this server has no /api/v1/forward, which only SDKs before 0.25 call: passes that only score are forward_backward's; update "
             "the tinker SDK to 0.26 or later")
 
-    async def _submit(self, call: Call, read: Callable[[bytes], R], act: Act[R]) -> Response:
+    async def _submit(self, call: Call, read: ReadBody[R], act: Act[R]) -> Response:
         model, seq = None, None
         try:
             request = await call.read(read)

@@ -14,10 +14,14 @@ from starlette.routing import Route
 from offbeat.aio import beside
 from offbeat.service.app.auth import LOCAL_NAMES, HostNames, demand_local
 from offbeat.service.app.journal import Journal
+from offbeat.service.app.metrics import MakeStatus
 from offbeat.service.app.processes import processes
 from offbeat.service.app.reply import answer, refusal
 from offbeat.service.errors import RequestError
-from offbeat.service.types import ProcessStatus, Status
+from offbeat.service.types import ProcessStatus
+
+MakePage = Callable[[], Response]
+"""Answers a request from this machine."""
 
 _EVERY_S = 2.0
 _MEMORY_EVERY_S = 10.0
@@ -41,7 +45,7 @@ class StatusPage:
         processes: processes with their memory, a few seconds old.
     """
 
-    def __init__(self, status: Callable[[], Status], journal: Journal, *, public: bool, names: HostNames = LOCAL_NAMES) -> None:
+    def __init__(self, status: MakeStatus, journal: Journal, *, public: bool, names: HostNames = LOCAL_NAMES) -> None:
         """`names` are the host names under which the page is shown."""
         self._status = status
         self._journal = journal
@@ -78,7 +82,7 @@ class StatusPage:
             self._history.append(Rates(time.time(), round(trained, 1), round(sampled, 1)))
             before, then = status, now
 
-    def shielded(self, handler: Callable[[], Response]) -> Callable[[Request], Awaitable[Response]]:
+    def shielded(self, handler: MakePage) -> Callable[[Request], Awaitable[Response]]:
         """Wrap a handler in `demand_local`: this machine, or everybody if public, gets its answer under the server's names."""
 
         async def shielded(http: Request) -> Response:
