@@ -46,7 +46,7 @@ async def finished(client: Client, ack: Answer) -> Any:
     if answer.headers["content-type"] == "application/json":
         return answer.json
     kind = "SampleResponse" if ":sample:" in ack.json["request_id"] else "ForwardBackwardOutput"
-    return proto.decode(kind, answer.body, max_fields=100_000)
+    return proto.decode_proto(kind, answer.body, max_fields=100_000)
 
 
 async def session_of(client: Client) -> str:

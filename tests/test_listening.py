@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from http_serving import serving
 from offbeat.errors import PortBusyError
-from offbeat.listening import LARGE_BYTES, BodyTooLargeError, SlowBodyError, bind, decode, read_body, run_bounds, server_config, url_of
+from offbeat.listening import LARGE_BYTES, BodyTooLargeError, SlowBodyError, bind, decode_body, read_body, run_bounds, server_config, url_of
 
 
 def test_a_port_that_is_taken_is_told() -> None:
@@ -83,7 +83,7 @@ def test_a_body_is_read_within_its_bounds() -> None:
 def test_a_large_body_is_decoded_beside_the_event_loop_and_a_small_one_on_it() -> None:
     async def threads() -> list[bool]:
         here = threading.current_thread()
-        return [await decode(lambda _: threading.current_thread() is here, b"x" * size) for size in (LARGE_BYTES, LARGE_BYTES + 1)]
+        return [await decode_body(lambda _: threading.current_thread() is here, b"x" * size) for size in (LARGE_BYTES, LARGE_BYTES + 1)]
 
     assert asyncio.run(threads()) == [True, False]
 

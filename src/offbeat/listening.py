@@ -149,7 +149,7 @@ class GuestServer(BoundedServer):
         yield
 
 
-async def decode(read: ReadBody[T], body: bytes) -> T:
+async def decode_body(read: ReadBody[T], body: bytes) -> T:
     """Decode a body, a large one on a thread, so that the event loop goes on meanwhile; errors are those of `read`."""
     return read(body) if len(body) <= LARGE_BYTES else await asyncio.to_thread(read, body)
 

@@ -158,7 +158,7 @@ def in_turns(renderer: Renderer, chat: list[Message], tools: list[Tool]) -> list
     answers = [at for at, message in enumerate(chat) if message.role == "assistant"]
     ids = renderer.prompt(chat[: answers[0]] if answers else chat, tools)
     for at, then in itertools.pairwise([*answers, len(chat)]):
-        whole = renderer.tokenizer.encode(renderer._text(chat[: at + 1], tools, to_answer=False))
+        whole = renderer.tokenizer.encode(renderer._prompt_text(chat[: at + 1], tools, to_answer=False))
         end = renderer.end_of_turn[0]
         ids = [*ids, *whole[len(ids) : len(whole) - whole[::-1].index(end)]]  # what the engine sampled: the answer and its end token
         added = renderer.following(chat[at], chat[at + 1 : then], tools)
@@ -232,8 +232,8 @@ def test_a_rendered_call_is_read_back_as_it_was(template, most, data) -> None:
     made = data.draw(st.lists(CALLS.map(lambda c: c[0]), min_size=1, max_size=most))
     calls = tuple(ToolCall(f"call{at:05d}", name, json.dumps(arguments)) for at, (name, arguments) in enumerate(made))
     content = data.draw(TEXT.filter(lambda text: "<" not in text)) if template in (QWEN, PLAIN) else ""
-    before = renderer._text([Message("user", "x")], [ADD, LOOK], to_answer=True)
-    text = renderer._text([Message("user", "x"), Message("assistant", content, calls)], [ADD, LOOK], to_answer=False)
+    before = renderer._prompt_text([Message("user", "x")], [ADD, LOOK], to_answer=True)
+    text = renderer._prompt_text([Message("user", "x"), Message("assistant", content, calls)], [ADD, LOOK], to_answer=False)
     end = renderer.tokenizer.decode(list(renderer.end_of_turn), skip_special_tokens=False)
     ids = (call.id for call in calls)
     parsed = AnswerParser(renderer).parse(text[len(before) :].rstrip().removesuffix(end), [ADD, LOOK], call_ids=lambda: next(ids))

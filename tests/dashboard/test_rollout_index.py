@@ -107,7 +107,7 @@ def test_two_readers_may_build_at_the_same_time(tmp_path: Path) -> None:
     with ThreadPoolExecutor(3) as pool:
         readers = list(pool.map(RolloutIndex, [tmp_path] * 3))
         list(pool.map(RolloutIndex.update, readers))
-    assert [reader.count(Filter()) for reader in readers] == [11] * 3
+    assert [reader.num_found(Filter()) for reader in readers] == [11] * 3
     with sqlite3.connect(tmp_path / "rollouts" / "index.sqlite") as db:
         assert db.execute("SELECT count(*) FROM samples").fetchone() == (11,)
 
@@ -122,7 +122,7 @@ def test_an_index_that_somebody_else_holds_is_left_alone(tmp_path: Path, monkeyp
         assert index.update().num_rollouts == 11
         index.close()
         holder.execute("ROLLBACK")
-    assert RolloutIndex(tmp_path).count(Filter()) == 11
+    assert RolloutIndex(tmp_path).num_found(Filter()) == 11
 
 
 def test_a_run_without_rollouts_has_an_empty_index(tmp_path: Path) -> None:

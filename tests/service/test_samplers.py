@@ -248,7 +248,7 @@ def test_samplers_are_there_after_a_restart_and_pin_their_weights_again(tmp_path
         await samplers.create(ALICE, session_id=SESSION, seq=0, base_model=None, model_path=PATH)
         await snapshot(samplers, 1, version=4)
         await snapshot(samplers, 2, version=5)
-        await samplers._end([samplers.find(ALICE, f"{SESSION}:sample:1")])
+        await samplers._end_rows([samplers.find(ALICE, f"{SESSION}:sample:1")])
 
     async def after(world: World, samplers: Samplers) -> None:
         assert set(samplers.ids_of(SESSION)) == {f"{SESSION}:sample:0", f"{SESSION}:sample:2"}

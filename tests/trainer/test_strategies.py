@@ -18,7 +18,7 @@ from offbeat.sync.mesh import MeshShape
 from offbeat.trainer import strategies
 from offbeat.trainer.messages import Folder
 from offbeat.trainer.policy import load_policy
-from offbeat.trainer.strategies import Alone, Sharded, choose, load, whole
+from offbeat.trainer.strategies import Alone, Sharded, choose, load, whole_tensor
 from ranks import run_alone, run_ranks
 from train_samples import TINY, arranged, build_model, build_trainer, make_batch, own_share, score, take_step
 
@@ -69,7 +69,7 @@ def _shard(groups, folder):
     assert len(units) == TINY.num_layers + 1
     sharded = strategy.model.get_input_embeddings().weight
     assert isinstance(sharded, DTensor) and len(sharded.to_local()) < len(weight)
-    assert torch.equal(whole(sharded.detach()), weight)
+    assert torch.equal(whole_tensor(sharded.detach()), weight)
 
 
 def test_every_decoder_layer_is_a_unit_of_its_own(tmp_path):
@@ -93,7 +93,7 @@ def _load_by_parts(groups, folder):
     model, strategy = load(read, groups=there)
     whole_model = load_causal_lm(folder)
     for (name, parameter), other in zip(model.named_parameters(), whole_model.parameters(), strict=True):
-        assert torch.equal(whole(parameter.detach()), other), name
+        assert torch.equal(whole_tensor(parameter.detach()), other), name
     for (name, buffer), other in zip(model.named_buffers(), whole_model.buffers(), strict=True):
         assert torch.equal(buffer, other), name
     assert model.lm_head.weight is model.model.embed_tokens.weight and strategy.model is model and packs_rows(model)

@@ -10,7 +10,7 @@ from offbeat.config.root import Config
 from offbeat.config.train import OptimizerConfig
 from offbeat.data.batch import LossSpec
 from offbeat.trainer.model_trainer import ModelTrainer
-from offbeat.trainer.strategies import whole
+from offbeat.trainer.strategies import whole_tensor
 from offbeat.trainer.value_trainer import ValueTrainer
 from ranks import run_alone, run_ranks
 from train_samples import MESHES, arranged, build_model, configure, make_batch, own_share, score, take_step, train, train_and_resume
@@ -102,10 +102,10 @@ def _adopt(groups, folder):
         policy.restart_optimizer()
         theirs, own = policy.model.state_dict(), critic.model.state_dict()
         same = [name for name in own if name in theirs and "lm_head" not in name]
-        assert len(same) > 10 and all(torch.equal(whole(own[name]), whole(theirs[name])) for name in same)
+        assert len(same) > 10 and all(torch.equal(whole_tensor(own[name]), whole_tensor(theirs[name])) for name in same)
         assert score(critic, BATCH)["values"].any(), "its head stays"
         _steps(critic, 1)
-        assert not torch.equal(whole(critic.model.state_dict()[same[0]]), whole(policy.model.state_dict()[same[0]]))
+        assert not torch.equal(whole_tensor(critic.model.state_dict()[same[0]]), whole_tensor(policy.model.state_dict()[same[0]]))
 
 
 @pytest.mark.drill

@@ -35,7 +35,7 @@ from offbeat.connections import Connections
 from offbeat.errors import BusyError, EngineError, OffbeatError, RefusedError, UserError
 from offbeat.hosts import LOOPBACK, bearer_key, is_loopback
 from offbeat.inference.sampling import Sampling
-from offbeat.listening import BodyTooLargeError, GuestServer, SlowBodyError, bind, decode, read_body, run_bounds, server_config, url_of
+from offbeat.listening import BodyTooLargeError, GuestServer, SlowBodyError, bind, decode_body, read_body, run_bounds, server_config, url_of
 from offbeat.rollout.episode import Generate
 from offbeat.user_code.boundary import Caught
 
@@ -158,11 +158,11 @@ class Proxy:
             Route(before + path, handler, methods=[method]) for before in ("", "/sessions/{key}") for method, path, handler in table]
 
     def _answering(self, dialect: ChatDialect) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(http: Request) -> Response:
+        async def answer_call(http: Request) -> Response:
             with Caught() as caught:
                 session = self._session_of(http)
                 body = await _body(http)
-                request = await decode(dialect.read, body)
+                request = await decode_body(dialect.read, body)
                 call = await session.receive(request, _attempt(http, body))
                 return ChatResponse(
                     call.task, dialect, request, explain=_explain, leave=lambda: session.leave(call), keep_alive_s=self._keep_alive_s,
@@ -170,18 +170,18 @@ class Proxy:
                     sending=lambda: session.mark_read(call))
             return _refuse(dialect, caught.take())
 
-        return answer
+        return answer_call
 
     def _counting(self, dialect: Anthropic) -> Callable[[Request], Awaitable[Response]]:
-        async def count(http: Request) -> Response:
+        async def count_tokens(http: Request) -> Response:
             with Caught() as caught:
                 self._session_of(http)
-                request = await decode(dialect.read_count, await _body(http))
+                request = await decode_body(dialect.read_count, await _body(http))
                 prompt = await asyncio.to_thread(self._renderer.prompt, request.messages, request.tools)
                 return json_response(dialect.count(len(prompt)))
             return _refuse(dialect, caught.take())
 
-        return count
+        return count_tokens
 
     async def _models(self, http: Request) -> Response:
         try:

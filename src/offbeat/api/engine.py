@@ -114,7 +114,7 @@ class Engine:
             self._thread = threading.Thread(target=self._loop.run_forever, name="offbeat engine", daemon=True)
             self._thread.start()
             try:
-                self._run(self._open(str(folder)))
+                self._run(self._open_engine(str(folder)))
             except BaseException:
                 self._end()
                 raise
@@ -207,7 +207,7 @@ class Engine:
             Completion(sample.text, sample.finish_reason, tuple(sample.tokens.tolist()), tuple(sample.token_logprobs.tolist()))
             for [sample] in self._run(ask())]
 
-    async def _open(self, folder: str) -> None:
+    async def _open_engine(self, folder: str) -> None:
         options = replace(self._options, model=folder)
         self.url, self._worker = await self._stack.enter_async_context(serve_one(
             options, host="127.0.0.1", port=0, threads=self._threads or usable_cores(), device=self._device))

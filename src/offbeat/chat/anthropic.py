@@ -165,7 +165,7 @@ def _structure(got: _AnthropicBody) -> Structure | None:
 
 
 def _messages(got: _AnthropicBody) -> tuple[Message, ...]:
-    system = _text(got.system, "system")
+    system = _text_of(got.system, "system")
     messages = [Message("system", system)] if system else []
     for at, message in enumerate(got.messages):
         where = f"messages[{at}].content"
@@ -174,7 +174,7 @@ def _messages(got: _AnthropicBody) -> tuple[Message, ...]:
         elif message.role == "user":
             messages += _user(_blocks_of(message.content), where)
         elif message.role == "system":
-            messages.append(Message("system", _text(message.content, where)))
+            messages.append(Message("system", _text_of(message.content, where)))
         else:
             raise RefusedError(f"messages[{at}].role must be 'user' or 'assistant', got {message.role!r}")
     return named(messages)
@@ -184,7 +184,7 @@ def _blocks_of(content: _Content) -> Sequence[_Block]:
     return [_Block(text=content)] if isinstance(content, str) else content or ()
 
 
-def _text(content: _Content, where: str) -> str:
+def _text_of(content: _Content, where: str) -> str:
     for block in (blocks := _blocks_of(content)):
         if block.type != "text":
             raise RefusedError(f"{where} has a block of type {block.type!r}, and models here read text alone; leave it out")
@@ -202,7 +202,7 @@ def _assistant(blocks: Sequence[_Block], where: str) -> Message:
         elif block.type != "redacted_thinking":
             # Text behind a call goes on from the text before it.
             texts += ["\n"] if texts and not calls else []
-            texts.append(_text([block], where))
+            texts.append(_text_of([block], where))
     return Message("assistant", "".join(texts), tuple(calls), reasoning="\n".join(thoughts))
 
 
@@ -211,10 +211,10 @@ def _user(blocks: Sequence[_Block], where: str) -> Iterator[Message]:
     texts = []
     for block in blocks:
         if block.type == "tool_result":
-            text = _text(block.content, where)  # templates have no place for the mark of an error, so it becomes a word
+            text = _text_of(block.content, where)  # templates have no place for the mark of an error, so it becomes a word
             yield Message("tool", f"Error: {text}" if block.is_error else text, call_id=block.tool_use_id)
         else:
-            texts.append(_text([block], where))
+            texts.append(_text_of([block], where))
     if texts:
         yield Message("user", "\n".join(texts))
 
@@ -279,7 +279,7 @@ class _AnthropicStream:
         return event({"type": "message_start", "message": message})
 
     def pieces(self, index: int, pieces: Sequence[Piece], logprobs: Sequence[TokenLogprob] = ()) -> bytes:  # noqa: ARG002
-        return b"".join(self._said(piece) if isinstance(piece, Said) else self._call(piece) for piece in pieces)
+        return b"".join(self._said(piece) if isinstance(piece, Said) else self._write_call(piece) for piece in pieces)
 
     def close(self, index: int, reply: Reply) -> bytes:  # noqa: ARG002
         empty = b"" if self._has_answered else self._begin_block("content")
@@ -300,7 +300,7 @@ class _AnthropicStream:
             {"type": "thinking_delta", "thinking": piece.text})
         return begun + self._delta(delta)
 
-    def _call(self, call: ToolCall) -> bytes:
+    def _write_call(self, call: ToolCall) -> bytes:
         ended = self._end_block()
         self._has_answered = True
         block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}

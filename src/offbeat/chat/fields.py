@@ -225,13 +225,13 @@ def check_fields(api: Api, surface: Surface, body: Mapping[str, Any]) -> None:
     """
     table = FIELDS[api]
     for key, value in body.items():
-        _check(table, api, surface, key, value)
+        _check_field(table, api, surface, key, value)
         if isinstance(value, Mapping) and any(name.startswith(f"{key}.") for name in table):
             for inner, given in value.items():
-                _check(table, api, surface, f"{key}.{inner}", given)
+                _check_field(table, api, surface, f"{key}.{inner}", given)
 
 
-def _check(table: Mapping[str, Field], api: Api, surface: Surface, name: str, value: Any) -> None:
+def _check_field(table: Mapping[str, Field], api: Api, surface: Surface, name: str, value: Any) -> None:
     field = table.get(name)
     if field is None:
         raise RefusedError(f"{name[:_MAX_SHOWN]} is no field of {api} that is known here; leave it out", param=name[:_MAX_SHOWN])

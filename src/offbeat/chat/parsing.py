@@ -172,11 +172,11 @@ def _calls(raw: Sequence[Any], call_ids: CallIds) -> tuple[ToolCall, ...]:
     for entry in raw:
         function = entry.get("function") if isinstance(entry, dict) else None
         for call in function if isinstance(function, list) else [function]:
-            found.append(_call(call))
+            found.append(_read_call(call))
     return tuple(ToolCall(call_ids(), name, arguments) for name, arguments in found)
 
 
-def _call(call: Any) -> tuple[str, str]:
+def _read_call(call: Any) -> tuple[str, str]:
     if not isinstance(call, dict):
         raise ValueError(f"a call must be an object, got {type(call).__name__}")
     name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))

@@ -44,8 +44,8 @@ class Renderer:
         self.format: ToolFormat | None = None
         self.response_template: dict[str, Any] | None = getattr(tokenizer.hf, "response_template", None)
         self._cache: dict[bytes, str] = {}
-        plain = self._text([_USER], to_answer=False)
-        self.generation_prompt = _rest(self._text([_USER], to_answer=True), plain)
+        plain = self._prompt_text([_USER], to_answer=False)
+        self.generation_prompt = _rest(self._prompt_text([_USER], to_answer=True), plain)
         self.format = self._format(tool_format)
         self.writes_tools = self._can_write_tools()
         if not self.writes_tools:
@@ -67,7 +67,7 @@ class Renderer:
             RefusedError: the arguments of a past call are no JSON object.
             ModelError: the template refuses these messages.
         """
-        return [*self.tokenizer.encode(self._text(messages, tools, to_answer=True)), *self.opening_ids(opening)]
+        return [*self.tokenizer.encode(self._prompt_text(messages, tools, to_answer=True)), *self.opening_ids(opening)]
 
     def following(
         self, answer: Message, new: Sequence[Message], tools: Sequence[Tool] = (), *, opening: str = ""
@@ -90,7 +90,7 @@ class Renderer:
         calls = tuple(ToolCall(call.id, call.name, "{}") for call in answer.calls)
         dummy = Message("assistant", "" if calls else "probe_answer", calls)
         try:
-            text = self._text([_SYSTEM, _USER, dummy, *new], tools, to_answer=True)
+            text = self._prompt_text([_SYSTEM, _USER, dummy, *new], tools, to_answer=True)
         except ModelError:
             return None
         before = self._before(tools)
@@ -155,10 +155,10 @@ class Renderer:
         if key not in self._cache:
             if len(self._cache) >= _MOST_CACHED:
                 self._cache.clear()
-            self._cache[key] = self._text([_SYSTEM, _USER], tools, to_answer=False)
+            self._cache[key] = self._prompt_text([_SYSTEM, _USER], tools, to_answer=False)
         return self._cache[key]
 
-    def _text(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, to_answer: bool) -> str:
+    def _prompt_text(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, to_answer: bool) -> str:
         return self.tokenizer.chat_text(
             [self._written(message) for message in messages], tools=[tool_json(tool) for tool in tools], to_answer=to_answer,
             in_words=not self.writes_tools)
@@ -168,14 +168,14 @@ class Renderer:
         written: dict[str, Any] = {"role": message.role, "content": message.content}
         if message.role == "assistant":
             if message.calls:
-                written["tool_calls"] = [self._call(call) for call in message.calls]
+                written["tool_calls"] = [self._call_json(call) for call in message.calls]
             if message.reasoning:
                 written["reasoning_content"] = message.reasoning
         elif message.role == "tool":
             written |= {"tool_call_id": self._id(message.call_id), "name": message.name}
         return written
 
-    def _call(self, call: ToolCall) -> dict[str, Any]:
+    def _call_json(self, call: ToolCall) -> dict[str, Any]:
         function = {"name": call.name, "arguments": arguments_of(call)}
         return {"id": self._id(call.id), "type": "function", "function": function}
 

@@ -257,7 +257,7 @@ class _ResponsesStream:
 
     def pieces(self, index: int, pieces: Sequence[Piece], logprobs: Sequence[TokenLogprob] = ()) -> bytes:  # noqa: ARG002
         self._waiting += map(told_logprob, logprobs)
-        return b"".join(self._said(piece) if isinstance(piece, Said) else self._call(piece) for piece in pieces)
+        return b"".join(self._said(piece) if isinstance(piece, Said) else self._write_call(piece) for piece in pieces)
 
     def close(self, index: int, reply: Reply) -> bytes:  # noqa: ARG002
         begun = b"" if self._items or self._open else self._begin_item("content")
@@ -275,7 +275,7 @@ class _ResponsesStream:
         self._texts.append(piece.text)
         return begun + self._part_event("delta", delta=piece.text, **self._taken())
 
-    def _call(self, call: ToolCall) -> bytes:
+    def _write_call(self, call: ToolCall) -> bytes:
         ended = self._end_item("completed")
         item_id = f"fc_{self._answer.id}_{sum(item['type'] == 'function_call' for item in self._items)}"
         item, place = _call_item(item_id, call, status="completed"), {"item_id": item_id, "output_index": len(self._items)}

@@ -76,7 +76,7 @@ class ChatResponse(Response):
         try:
             begun = await self._wait(gone, send)
             if not gone.done():
-                status, sentence, data, headers = self._answer(begun=begun)
+                status, sentence, data, headers = self._outcome(begun=begun)
                 ended = True
                 self.ended(status, sentence)
                 if not begun:
@@ -99,7 +99,7 @@ class ChatResponse(Response):
             await send({"type": "http.response.body", "body": self._dialect.keep_alive, "more_body": True})
         return begun
 
-    def _answer(self, *, begun: bool) -> tuple[int, str, bytes, Mapping[str, str]]:
+    def _outcome(self, *, begun: bool) -> tuple[int, str, bytes, Mapping[str, str]]:
         """Return status, sentence of an error, body and further headers."""
         dialect, request = self._dialect, self._request
         try:

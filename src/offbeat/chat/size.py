@@ -26,15 +26,15 @@ def check_chat_size(request: ChatRequest, tokenizer: Tokenizer, *, context: int)
         message.content, message.reasoning, *(call.arguments for call in message.calls))]
     texts += [tool.description for tool in request.tools]
     tools = msgspec.json.encode([tool.parameters for tool in request.tools]) if request.tools else b""
-    _check(sum(map(_num_bytes, texts)) + len(tools), tokenizer, context=context, what="the chat")
+    _check_bytes(sum(map(_num_bytes, texts)) + len(tools), tokenizer, context=context, what="the chat")
 
 
 def check_text_size(text: str, tokenizer: Tokenizer, *, context: int) -> None:
     """Refuse a prompt of more bytes than `context` tokens can stand for, as `check_chat_size` does."""
-    _check(_num_bytes(text), tokenizer, context=context, what="the prompt")
+    _check_bytes(_num_bytes(text), tokenizer, context=context, what="the prompt")
 
 
-def _check(num_bytes: int, tokenizer: Tokenizer, *, context: int, what: str) -> None:
+def _check_bytes(num_bytes: int, tokenizer: Tokenizer, *, context: int, what: str) -> None:
     if num_bytes <= _LEAST_BYTES:
         return
     longest = longest_token_bytes(tokenizer)

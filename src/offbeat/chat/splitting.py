@@ -132,9 +132,9 @@ class CallSplitter(Splitter):
 
     def _begin_call(self, end: int) -> None:
         """Begin a call with the held text up to `end`."""
-        self._parts, self._step = [self._until(end)], self._call
+        self._parts, self._step = [self._until(end)], self._end_of_call
 
-    def _call(self, final: bool) -> bool:
+    def _end_of_call(self, final: bool) -> bool:
         """Look for the end of a call; only a possible beginning of its mark stays held."""
         at = self._text.find(self._mark, self._at, self._end) if self._mark else -1
         if at < 0 and not final:

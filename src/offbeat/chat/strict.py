@@ -44,11 +44,11 @@ def call_structure(
 
 
 def _grammar(form: ToolFormat, tools: Sequence[Tool], *, named: bool) -> Sequence[str]:
-    closing = f" {_text(form.closing)}?" if form.closing else ""
+    closing = f" {_quoted(form.closing)}?" if form.closing else ""
     rules = [f"start: {' | '.join(f'call{at}' for at in range(len(tools)))}"]
     for at, tool in enumerate(tools):
         parts = ["" if named else _between(form, tool), form.completes or ""]
-        before, after = (f"{_text(part)} " if part else "" for part in parts)
+        before, after = (f"{_quoted(part)} " if part else "" for part in parts)
         rules.append(f"call{at}: {before}arguments{at} {after}{closing}")
         rules.append(f"arguments{at}: %json {json.dumps(_schema(tool), ensure_ascii=False)}")
     return rules
@@ -65,5 +65,5 @@ def _between(form: ToolFormat, tool: Tool) -> str:
     return form.named_call.replace("{name}", tool.name).removeprefix(form.some_call)
 
 
-def _text(text: str) -> str:
+def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)

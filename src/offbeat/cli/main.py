@@ -79,10 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     with tolerant_output(survives=any(word in COMMANDS and COMMANDS[word].needs_train for word in argv)):
-        return _run(argv)
+        return _run_command(argv)
 
 
-def _run(argv: list[str]) -> int:
+def _run_command(argv: list[str]) -> int:
     debug = "--debug" in argv
     try:
         overrides, rest = split_overrides([word for word in argv if word != "--debug"])

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     try:
         progress = index.update()
         wanted = _filter(args)
-        found, total = index.find(wanted, order=args.order, limit=args.limit), index.count(wanted)
+        found, total = index.find(wanted, order=args.order, limit=args.limit), index.num_found(wanted)
     finally:
         index.close()
     if args.json:
@@ -112,17 +112,17 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
             print(json.dumps(asdict(each), ensure_ascii=False))
         return 0
     for damage in progress.damage:
-        console.print(_text(damage, style="red"))
+        console.print(_styled(damage, style="red"))
     if not progress.num_rollouts:
         print(f"{args.run_dir} has kept no rollouts yet; telemetry.rollouts_every_steps says how often they are written")
         return 0
     rows = [(
-        [each.address, _number(each.reward), _number(each.advantage, sign=True), str(each.length),
+        [each.address, _figure(each.reward), _figure(each.advantage, sign=True), str(each.length),
          "" if each.version is None else str(each.version), each.reason],
         [_asked(each.prompt), each.preview], "dim" if each.status != "trained" else "") for each in found]
     _print_table(console, ("id", "reward", "advantage", "tokens", "version", "ended"), ("prompt", "written"), rows)
     shown = f"the first {len(found)} of {total:,}" if total > len(found) else f"{total:,}"
-    console.print(_text(f"{shown} rollouts of {progress.num_rollouts:,}; --show ID prints one", style="dim"))
+    console.print(_styled(f"{shown} rollouts of {progress.num_rollouts:,}; --show ID prints one", style="dim"))
     return 0
 
 
@@ -185,14 +185,14 @@ def _print_group(console: Console, group: KeptGroup, address: Address) -> None:
     if group.trajectories:
         _print_trajectory(console, group, group.trajectories[address.place], address)
     else:
-        console.print(_text(f"prompt {group.prompt_id}: {group.prompt}"))
+        console.print(_styled(f"prompt {group.prompt_id}: {group.prompt}"))
     if group.rejected is not None:
         again = "; its prompt came again" if group.drawn_again else ""
-        console.print(_text(f"\nThe group was rejected ({group.why}){again}: {group.rejected}", style="yellow"))
+        console.print(_styled(f"\nThe group was rejected ({group.why}){again}: {group.rejected}", style="yellow"))
     if len(group.trajectories) > 1:
-        console.print(_text("\nThe group's samples", style="bold"))
+        console.print(_styled("\nThe group's samples", style="bold"))
         rows = [(
-            [str(Address(address.step, address.is_rejected, address.group, place)), _number(t.reward), _number(t.advantage, sign=True),
+            [str(Address(address.step, address.is_rejected, address.group, place)), _figure(t.reward), _figure(t.advantage, sign=True),
              str(t.num_generated), t.reason.partition(": ")[0]],
             [t.completion], "bold" if place == address.place else "") for place, t in enumerate(group.trajectories)]
         _print_table(console, ("id", "reward", "advantage", "tokens", "ended"), ("written",), rows)
@@ -201,10 +201,10 @@ def _print_group(console: Console, group: KeptGroup, address: Address) -> None:
 def _print_trajectory(console: Console, group: KeptGroup, t: KeptTrajectory, address: Address) -> None:
     versions = sorted({version for version, generated in zip(t.versions, t.loss_mask, strict=True) if generated})
     facts = {
-        "step": str(group.step), "prompt": group.prompt_id, "agent": t.agent, "reward": _number(t.reward),
-        **{name: _number(value) for name, value in t.named_rewards.items()}, "advantage": _number(t.advantage, sign=True),
+        "step": str(group.step), "prompt": group.prompt_id, "agent": t.agent, "reward": _figure(t.reward),
+        **{name: _figure(value) for name, value in t.named_rewards.items()}, "advantage": _figure(t.advantage, sign=True),
         "tokens": str(t.num_generated), "versions": ", ".join(map(str, versions)), "ended": t.reason, "answer": _one_line(group.answer)}
-    head = _text(f"rollout {address}", style="bold")
+    head = _styled(f"rollout {address}", style="bold")
     for name, value in facts.items():
         if value:
             head.append(f"  {name} ", style="not bold dim").append(_visible(value), style="not bold")
@@ -212,12 +212,12 @@ def _print_trajectory(console: Console, group: KeptGroup, t: KeptTrajectory, add
     pieces = t.pieces
     for message in messages_of(t):
         title = f"turn {message.turn}" if message.role == "policy" else message.role
-        console.print(_text(f"\n── {title} ", style="bold cyan" if message.role == "policy" else "dim"))
+        console.print(_styled(f"\n── {title} ", style="bold cyan" if message.role == "policy" else "dim"))
         text = Text()
         for place in range(message.start, message.end):
             text.append(_visible(pieces[place]), style=_style(t, place))
         console.print(text)
-    legend = _text("\nprobability of a token: ", style="dim")
+    legend = _styled("\nprobability of a token: ", style="dim")
     for (_, colour), label in zip(_SCALE, ("over 95 %", "over 50 %", "over 10 %", "over 1 %", "less"), strict=True):
         legend.append(f" {label} ", style=Style(color=colour or None, dim=False))
     console.print(legend)
@@ -231,11 +231,11 @@ def _style(t: KeptTrajectory, place: int) -> Style:
     return Style(color=colour or None)
 
 
-def _text(text: str, style: str = "") -> Text:
+def _styled(text: str, style: str = "") -> Text:
     return Text(_visible(text), style=style)
 
 
-def _number(value: float | None, *, sign: bool = False) -> str:
+def _figure(value: float | None, *, sign: bool = False) -> str:
     return "" if value is None else f"{value:+.3g}" if sign and value else f"{value:.4g}"
 
 

@@ -124,13 +124,13 @@ def _first_prompts(config: Config) -> list[object]:
     """Return the prompts of the first rows; none where they cannot be read, which `read_inputs` reports."""
     data = config.data.model_copy(update={"chat_template": False, "max_unusable_rows": 2**31})
     try:
-        train, _ = _open(data, seed=config.run.seed)
+        train, _ = _open_rows(data, seed=config.run.seed)
     except UserError:
         return []
     return [train.row(index).prompt for index in range(_LOOKED_AT if train.num_rows is None else min(train.num_rows, _LOOKED_AT))]
 
 
-def _open(data: DataConfig, *, seed: int) -> tuple[Dataset[Any], Dataset[Any]]:
+def _open_rows(data: DataConfig, *, seed: int) -> tuple[Dataset[Any], Dataset[Any]]:
     if data.path and holds_pairs(open_source(data.path, split=data.split, sieve=Sieve(lambda _record, _where: None, limit=1)).record(0)):
         return open_pairs(data, unpaired=True, limit=_LOOKED_AT, refused=[])
     return open_datasets(data, seed=seed, needs_answer=False, limit=_LOOKED_AT, refused=[])

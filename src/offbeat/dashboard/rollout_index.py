@@ -127,7 +127,7 @@ class RolloutIndex:
             stop: ends it after the current file.
             most_files: number of files after which it ends.
         """
-        with self._updating, self._open() as db:
+        with self._updating, self._connection() as db:
             known = {(step, bool(rejected)): (number, size, mtime) for number, step, rejected, size, mtime in db.execute(
                 "SELECT id, step, rejected, size, mtime_ns FROM files")}
             files = kept_files(self.run_dir)
@@ -149,7 +149,7 @@ class RolloutIndex:
 
     def progress(self) -> IndexProgress:
         """Return how much is in the index."""
-        with self._open() as db:
+        with self._connection() as db:
             return self._progress(db, len(kept_files(self.run_dir)))
 
     def find(self, wanted: Filter, *, order: Order = "newest", limit: int = 50, offset: int = 0) -> list[IndexedRollout]:
@@ -159,7 +159,7 @@ class RolloutIndex:
             ConfigError: the filter cannot be asked.
         """
         condition, values = wanted.condition()
-        with self._open() as db:
+        with self._connection() as db:
             chosen = f"SELECT * FROM samples WHERE {condition} ORDER BY {ORDER_BY[order]} LIMIT ? OFFSET ?"
             rows = db.execute(
                 "SELECT step, rejected, position, place, prompt_id, prompts.text, preview, status, reason, why, agent, reward,"
@@ -170,19 +170,19 @@ class RolloutIndex:
                 IndexedRollout(str(Address(step, bool(rejected), position, place)), step, prompt_id, prompt or "", *rest)
                 for step, rejected, position, place, prompt_id, prompt, *rest in rows]
 
-    def count(self, wanted: Filter) -> int:
+    def num_found(self, wanted: Filter) -> int:
         """Return how many rollouts a filter lets pass.
 
         Raises:
             ConfigError: the filter cannot be asked.
         """
         condition, values = wanted.condition()
-        with self._open() as db:
+        with self._connection() as db:
             return db.execute(f"SELECT count(*) FROM samples WHERE {condition}", values).fetchone()[0]
 
     def reasons(self) -> list[tuple[str, str, int]]:
         """Return each reason that occurs with its status and number of rollouts, the most frequent first."""
-        with self._open() as db:
+        with self._connection() as db:
             return self._counted(db).reasons
 
     def _place(self) -> None:
@@ -221,7 +221,7 @@ class RolloutIndex:
                 db.execute(f"PRAGMA user_version = {_LAYOUT}")
 
     @contextmanager
-    def _open(self) -> Iterator[sqlite3.Connection]:
+    def _connection(self) -> Iterator[sqlite3.Connection]:
         with self._placing:
             if self._is_gone():
                 self._place()

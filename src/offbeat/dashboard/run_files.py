@@ -84,7 +84,7 @@ def read_run(run_dir: Path, *, trace: TraceReader | None = None) -> RunFiles:
         DataError: there is no such folder, or it contains neither `config.toml` nor `metrics.jsonl`.
     """
     check_run(run_dir)
-    config_text = _text(run_dir / "config.toml")
+    config_text = _read_text(run_dir / "config.toml")
     return RunFiles(
         name=run_dir.resolve().name,
         config_text=config_text,
@@ -92,9 +92,9 @@ def read_run(run_dir: Path, *, trace: TraceReader | None = None) -> RunFiles:
         metrics=[numbers(row) for row in read_json_lines(run_dir / "metrics.jsonl")],
         events=[row for row in read_json_lines(run_dir / "events.jsonl") if _finite(row.get("time_s"))],
         spans=trace.read() if trace else read_trace(run_dir / TRACE),
-        result=_json_object(_text(run_dir / "result.json")),
+        result=_json_object(_read_text(run_dir / "result.json")),
         is_evaluation=is_evaluation(run_dir),
-        evaluation=_json_object(_text(run_dir / RESULT_NAME)),
+        evaluation=_json_object(_read_text(run_dir / RESULT_NAME)),
         groups=_newest_groups(run_dir),
         answers=_first_and_last_answers(run_dir),
     )
@@ -161,7 +161,7 @@ def numbers(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if _finite(value)}
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 

@@ -128,10 +128,10 @@ def _rollouts(library: RunLibrary, http: Request) -> Any:
     wanted, order = _filter(http), http.query_params.get("order", "newest")
     if order not in ORDERS:
         raise ConfigError(f"order must be one of {', '.join(ORDERS)}, got {order[:40]!r}")
-    offset = _number(http, "offset", int) or 0
+    offset = _number_of(http, "offset", int) or 0
     found = index.find(wanted, order=order, limit=_PAGE, offset=min(max(offset, 0), 10**9))
     return {
-        "rollouts": [asdict(each) for each in found], "total": index.count(wanted), "page": _PAGE, "progress": asdict(progress),
+        "rollouts": [asdict(each) for each in found], "total": index.num_found(wanted), "page": _PAGE, "progress": asdict(progress),
         "reasons": index.reasons() if not offset else None}
 
 
@@ -173,8 +173,8 @@ def _shown(t: KeptTrajectory) -> dict[str, Any]:
 
 def _filter(http: Request) -> Filter:
     asked = http.query_params
-    bounds: dict[str, Any] = {name: _number(http, name, int) for name in _INTEGERS}
-    bounds |= {name: _number(http, name, float) for name in _NUMBERS}
+    bounds: dict[str, Any] = {name: _number_of(http, name, int) for name in _INTEGERS}
+    bounds |= {name: _number_of(http, name, float) for name in _NUMBERS}
     status = asked.get("status", "")
     if status and status not in STATUSES:
         raise ConfigError(f"status must be one of {', '.join(STATUSES)}, got {status[:40]!r}")
@@ -184,7 +184,7 @@ def _filter(http: Request) -> Filter:
         same_prompt=Address.parse(same) if same else None)
 
 
-def _number(http: Request, name: str, kind: type[T]) -> T | None:
+def _number_of(http: Request, name: str, kind: type[T]) -> T | None:
     text = http.query_params.get(name, "")
     if not text:
         return None

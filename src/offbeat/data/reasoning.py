@@ -89,7 +89,7 @@ def open_reasoning(task: str, options: Sequence[str]) -> ReasoningTask:
         by_name[name][key] = value
     families = tuple(ReasoningFamily(name, weight, by_name[name]) for name, weight in weights.items())
     for family in families:
-        _check(family)
+        _check_family(family)
     return ReasoningTask(task + "".join(f" {option}" for option in sorted(options)), families)
 
 
@@ -129,7 +129,7 @@ def _parse_option(option: str, names: Mapping[str, float]) -> tuple[str, str, An
         raise DataError(f"the value in data.task_options {option!r} is not TOML; write text in quotes, as {name}.{key}=\"text\"") from exc
 
 
-def _check(family: ReasoningFamily) -> None:
+def _check_family(family: ReasoningFamily) -> None:
     """Generate a first row, so that anything reasoning-gym refuses is known before anything starts."""
     known = _library("reasoning_gym.factory").DATASETS
     if family.name not in known:

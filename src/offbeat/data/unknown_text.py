@@ -36,7 +36,7 @@ def check_row(tokenizer: Tokenizer, config: DataConfig, *, answered: bool) -> Ca
 
     def check(row: Row, where: str) -> None:
         texts = _prompt(row.prompt, config)
-        _check(tokenizer, texts if not answered else [*texts, *(("answer", text) for text in _answers(row))], where)
+        _check_texts(tokenizer, texts if not answered else [*texts, *(("answer", text) for text in _answers(row))], where)
 
     return check
 
@@ -48,7 +48,7 @@ def check_preference(tokenizer: Tokenizer, config: DataConfig) -> Callable[[Pref
 
     def check(preference: Preference, where: str) -> None:
         answers = ([answer] if isinstance(answer, str) else map(text_of, answer) for answer in preference.answers)
-        _check(tokenizer, [*_prompt(preference.prompt, config), *(("answers", text) for said in answers for text in said)], where)
+        _check_texts(tokenizer, [*_prompt(preference.prompt, config), *(("answers", text) for said in answers for text in said)], where)
 
     return check
 
@@ -101,7 +101,7 @@ def _said(message: Message) -> Iterator[str]:
         yield thoughts
 
 
-def _check(tokenizer: Tokenizer, texts: Iterable[tuple[str, str]], where: str) -> None:
+def _check_texts(tokenizer: Tokenizer, texts: Iterable[tuple[str, str]], where: str) -> None:
     for part, text in texts:
         if unknown := tokenizer.unknown_in(text):
             raise DataError(f"{where}: {unknown[:_MOST_SHOWN]!r} in its {part} {_why(tokenizer, unknown)}")

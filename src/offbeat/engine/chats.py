@@ -29,7 +29,7 @@ from offbeat.engine.request import Output, Request
 from offbeat.engine.web import Disconnected, Handler, refusal_of, whole_body
 from offbeat.engine.wire import body_of
 from offbeat.errors import EngineError
-from offbeat.listening import decode
+from offbeat.listening import decode_body
 
 Outputs = Callable[[HttpRequest, Request], AsyncGenerator[Output]]
 
@@ -65,12 +65,12 @@ class Chats:
         ]
 
     async def _count(self, http: HttpRequest) -> Response:
-        asked = await decode(_ANTHROPIC.read_count, await whole_body(http))
+        asked = await decode_body(_ANTHROPIC.read_count, await whole_body(http))
         check_chat_size(asked, self._engine.tokenizer, context=self._engine.max_context)
         return json_response(_ANTHROPIC.count(await asyncio.to_thread(self._answering.count, asked)))
 
     async def _answer(self, http: HttpRequest, dialect: ChatDialect) -> Response:
-        asked = await decode(dialect.read, await whole_body(http))
+        asked = await decode_body(dialect.read, await whole_body(http))
         check_chat_size(asked, self._engine.tokenizer, context=self._engine.max_context)
         chat = await asyncio.to_thread(self._answering.prepare, asked, dialect)
         if (structure := self._answering.strict_structure(chat)) is not None:
@@ -93,14 +93,14 @@ class Chats:
             told = Answer(name, form, body, tokenizer=self._engine.tokenizer, model=model, prompt_len=len(chat.prompt))
             return await streaming(told, outputs)
 
-        async def answer() -> ChatAnswer:
+        async def answer_chat() -> ChatAnswer:
             async with aclosing(outputs):
                 made = [output async for output in outputs]
             made.sort(key=lambda output: output.index)
             replies = await asyncio.to_thread(lambda: [self._answering.reply(chat, output) for output in made])
             return answer_of(asked, chat.prompt, replies, model=model, num_cached_tokens=made[0].num_cached)
 
-        return ChatResponse(asyncio.create_task(answer(), name=f"chat {request.id}"), dialect, asked, explain=refusal_of)
+        return ChatResponse(asyncio.create_task(answer_chat(), name=f"chat {request.id}"), dialect, asked, explain=refusal_of)
 
     def _ends(self, chat: Chat) -> list[int]:
         """Return the tokens that end an answer besides the tokenizer's own: the end of a turn, and the client's stop tokens."""

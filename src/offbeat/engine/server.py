@@ -53,7 +53,7 @@ from offbeat.engine.wire import (
     read_completion,
 )
 from offbeat.errors import DeadlineError, EngineError, RefusedError
-from offbeat.listening import bind, decode, server_config, url_of
+from offbeat.listening import bind, decode_body, server_config, url_of
 from offbeat.types import Version
 
 T = TypeVar("T")
@@ -175,7 +175,7 @@ class EngineServer:
         return guarded
 
     async def _completions(self, http: HttpRequest) -> Response:
-        body = await decode(read_completion, await whole_body(http))
+        body = await decode_body(read_completion, await whole_body(http))
         if len(given := body.prompts) > self._options.max_queued:
             raise RefusedError(f"prompt takes at most {self._options.max_queued} prompts here, got {len(given)}; send several requests")
         texts = [prompt for prompt in given if isinstance(prompt, str)]
@@ -374,7 +374,7 @@ class EngineServer:
         return json_response(msgspec.json.encode({"status": "ok"}))
 
     async def _score(self, http: HttpRequest) -> Response:
-        body = await decode(partial(read_body, ScoreBody), await whole_body(http))
+        body = await decode_body(partial(read_body, ScoreBody), await whole_body(http))
         job = ScoreJob(
             id=f"score-{uuid.uuid4().hex}", tokens=body.tokens, top_k=body.top_k, targets=body.targets, draws=body.draws,
             temperature=body.temperature, seed=body.seed, adapter=body.adapter, urgent=body.urgent)

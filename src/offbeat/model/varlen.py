@@ -72,13 +72,13 @@ class VarlenPlan:
 
     def _full(self) -> tuple[KernelCall, ...]:
         segments = self.segments
-        own = self._call(segments.lengths, segments.lengths, causal=True)
+        own = self._call_kernel(segments.lengths, segments.lengths, causal=True)
         order = np.flatnonzero(segments.prefix >= 0)
         if not len(order):
             return (own,)
         order = order[np.argsort(segments.prefix[order], kind="stable")]
         prefixes, firsts = np.unique(segments.prefix[order], return_index=True)
-        return own, self._call(
+        return own, self._call_kernel(
             np.add.reduceat(segments.lengths[order], firsts), segments.lengths[prefixes], causal=False,
             queries=_ranges(segments.starts[order], segments.lengths[order]),
             keys=_ranges(segments.starts[prefixes], segments.lengths[prefixes]))
@@ -89,10 +89,10 @@ class VarlenPlan:
         before = np.minimum(segments.prefix_lengths, window - 1)
         ends = np.where(segments.prefix >= 0, segments.starts[segments.prefix] + segments.prefix_lengths, segments.starts)
         keys = _ranges(np.stack([ends - before, segments.starts], 1).ravel(), np.stack([before, segments.lengths], 1).ravel())
-        return self._call(
+        return self._call_kernel(
             segments.lengths, before + segments.lengths, causal=True, window=window, keys=keys if before.any() else None)
 
-    def _call(
+    def _call_kernel(
         self, queries_per: np.ndarray, keys_per: np.ndarray, *, causal: bool, window: int | None = None, queries: np.ndarray | None = None,
         keys: np.ndarray | None = None,
     ) -> KernelCall:

@@ -174,15 +174,15 @@ def adapter_size(config: Mapping[str, Any], *, rank: int) -> int:
     Experts count as if all were adapted, although few families adapt them.
     """
     text: Mapping[str, Any] = config.get("text_config") or config
-    width, layers = _number(text, "hidden_size", "n_embd", "d_model"), _number(text, "num_hidden_layers", "n_layer", "num_layers")
-    heads = _number(text, "num_attention_heads", "n_head") or 1
-    head_dim = _number(text, "head_dim") or width // heads
-    key_heads = _number(text, "num_key_value_heads") or heads
-    inner = _number(text, "intermediate_size", "n_inner", "ffn_dim") or 4 * width
-    experts = max(_number(text, "num_experts", "num_local_experts", "n_routed_experts"), 1)
+    width, layers = _first_of(text, "hidden_size", "n_embd", "d_model"), _first_of(text, "num_hidden_layers", "n_layer", "num_layers")
+    heads = _first_of(text, "num_attention_heads", "n_head") or 1
+    head_dim = _first_of(text, "head_dim") or width // heads
+    key_heads = _first_of(text, "num_key_value_heads") or heads
+    inner = _first_of(text, "intermediate_size", "n_inner", "ffn_dim") or 4 * width
+    experts = max(_first_of(text, "num_experts", "num_local_experts", "n_routed_experts"), 1)
     attention = 2 * (width + heads * head_dim) + 2 * (width + key_heads * head_dim)
     return rank * layers * (attention + 3 * experts * (width + inner))
 
 
-def _number(config: Mapping[str, Any], *names: str) -> int:
+def _first_of(config: Mapping[str, Any], *names: str) -> int:
     return next((value for name in names if isinstance(value := config.get(name), int)), 0)

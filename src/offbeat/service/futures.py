@@ -160,7 +160,8 @@ class Futures:
         If the answer cannot be encoded or stored, the request ends as failed. The reason is logged and not shown to the owner.
         """
         if future.claim_end():
-            await asyncio.shield(asyncio.ensure_future(self._end(future, outcome)))  # others wait for it, even if this caller is cancelled
+            # Others wait for it, even if this caller is cancelled.
+            await asyncio.shield(asyncio.ensure_future(self._store_end(future, outcome)))
 
     async def retrieve(self, request_id: str, owner: str, *, timeout_s: float) -> Payload | Pending:
         """Return the answer of a request, or its `pending` if it has not ended within `timeout_s` seconds.
@@ -197,7 +198,7 @@ class Futures:
         first = await asyncio.to_thread(self._store.first_segment)
         await asyncio.to_thread(self._results.delete_before, active if first is None else min(first, active))
 
-    async def _end(self, future: Future, outcome: Outcome) -> None:
+    async def _store_end(self, future: Future, outcome: Outcome) -> None:
         answer: Payload | None = None
 
         def store_answer() -> FutureRow:

@@ -72,7 +72,7 @@ class Keys:
             raise ConfigError(f"the file of keys {path} cannot be used: {exc}; write {_EXAMPLE} for each owner") from exc
         owners: dict[str, str] = {}
         for owner, entry in entries.items():
-            _check(path, owner, entry)
+            _check_owner(path, owner, entry)
             if (other := owners.setdefault(_digest(entry.key), owner)) != owner:
                 raise ConfigError(f"the owners {other} and {owner} in {path} have the same key; give each one of its own")
         return cls(owners, {owner: _limits(entry, default) for owner, entry in entries.items()}, default)
@@ -106,7 +106,7 @@ class Keys:
         return self._limits.get(owner, self._default)
 
 
-def _check(path: Path, owner: str, entry: _Owner) -> None:
+def _check_owner(path: Path, owner: str, entry: _Owner) -> None:
     if _OWNER.fullmatch(owner) is None:
         raise ConfigError(f"the owner {owner!r} in {path} has a name that cannot be used; take 1 to 64 of A-Z a-z 0-9 . _ -")
     if not entry.key.startswith(_PREFIX) or entry.key == _PREFIX:

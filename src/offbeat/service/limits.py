@@ -73,7 +73,7 @@ class Usage:
         use, limits = self.of(owner), self._limits_of(owner)
         for name, amount in amounts.items():
             if amount:
-                _check(name, getattr(use, name), amount, getattr(limits, f"max_{name}"))
+                _check_amount(name, getattr(use, name), amount, getattr(limits, f"max_{name}"))
         self.add(owner, **amounts)
 
     def add(self, owner: str, **amounts: int) -> None:
@@ -117,7 +117,7 @@ _FULL = {
 assert _FULL.keys() == {field.name for field in fields(Use)}, "every amount has its sentence"
 
 
-def _check(name: str, used: int, more: int, most: int) -> None:
+def _check_amount(name: str, used: int, more: int, most: int) -> None:
     """Check that an owner may use `more` of an amount; queues empty by themselves, so that a request may be sent again."""
     if name in _NEVER and more > most:
         raise TooLargeError(_NEVER[name].format(more=more, most=most))

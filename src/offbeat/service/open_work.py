@@ -78,7 +78,7 @@ class OpenWork:
         elif not work.has_ended:
             work.has_ended = True
             work.model.numbers.use(work.seq)
-            self.spawn(self._end(work, work.future, outcome))
+            self.spawn(self._end_work(work, work.future, outcome))
 
     def drop(self, work: Work) -> None:
         """End a request for whose outcome nobody waits."""
@@ -88,7 +88,7 @@ class OpenWork:
         """End a request that needed no work."""
         self.spawn(self._futures.finish(future, outcome))
 
-    async def _end(self, work: Work, future: Future, outcome: Outcome) -> None:
+    async def _end_work(self, work: Work, future: Future, outcome: Outcome) -> None:
         """Store an outcome along with the model's progress."""
         self._usage.release(work.model.row.owner, **work.charged)
         if isinstance(outcome, Failed):

@@ -159,7 +159,7 @@ class Samplers:
                 if (known := self._rows.get(row.id)) is not None:
                     return _same(known, row).id
                 if self._usage.is_full(row.owner, samplers=1):
-                    await self._end([
+                    await self._end_rows([
                         other for other in self._rows.values() if other.owner == row.owner and self._is_old(other, self._timeout_s)])
                 self._usage.charge(row.owner, disk_bytes=row.size_bytes, samplers=1)
                 try:
@@ -261,7 +261,7 @@ class Samplers:
 
     async def end_session(self, session_id: str) -> None:
         """End all snapshots of a session."""
-        await self._end([row for row in self._rows.values() if row.session_id == session_id and row.folder and not row.path])
+        await self._end_rows([row for row in self._rows.values() if row.session_id == session_id and row.folder and not row.path])
 
     async def sweep(self) -> None:
         """End old unused samplers, and unpin weights that no sampler may sample any more. To be called about once a minute."""
@@ -269,8 +269,8 @@ class Samplers:
         newest = {row.run_id: row.id for row in sorted(snapshots, key=lambda row: row.version)}
         since = self._clock() - self._timeout_s
         old = [row for row in snapshots if self._last_used[row.id] < since]
-        await self._end([row for row in old if newest[row.run_id] != row.id or self._sessions.is_silent(row.session_id)])
-        await self._end([row for row in self._rows.values() if self._is_old(row, self._retention_s)])
+        await self._end_rows([row for row in old if newest[row.run_id] != row.id or self._sessions.is_silent(row.session_id)])
+        await self._end_rows([row for row in self._rows.values() if self._is_old(row, self._retention_s)])
         wanted = {row.folder for row in self._rows.values() if row.folder and (not row.path or self._stands(row))}
         for folder in self._pinned.keys() - wanted:
             await self._let_go(folder)
@@ -278,7 +278,7 @@ class Samplers:
     def _is_old(self, row: SamplerRow, after_s: float) -> bool:
         return self._last_used[row.id] < self._clock() - after_s and self._sessions.is_silent(row.session_id)
 
-    async def _end(self, rows: list[SamplerRow]) -> None:
+    async def _end_rows(self, rows: list[SamplerRow]) -> None:
         if not rows:
             return
         await self._store.delete(*rows)

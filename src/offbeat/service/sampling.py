@@ -222,9 +222,9 @@ class SamplingService:
             job = part.job
             job.future.pending = Pending()
             self._in_flight[job.row.owner] += part.slots
-            self._run(job, self._carry_out(part))
+            self._start_task(job, self._carry_out(part))
 
-    def _run(self, job: SamplingJob, work: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, job: SamplingJob, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name=f"sample {job.future.request_id}", context=job.context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -264,7 +264,7 @@ class SamplingService:
             self._leave(job)
             self._start()
         if not job.left:
-            await self._end(job)
+            await self._end_job(job)
 
     def _leave(self, job: SamplingJob, num_parts: int = 1) -> None:
         """Note that parts of a request have ended; with the last one its owner may have as much more under way."""
@@ -283,9 +283,9 @@ class SamplingService:
         if waiting := self._queue.drop(job.row.owner, lambda part: part.job is job):
             self._leave(job, len(waiting))
             if not job.left:
-                self._run(job, self._end(job))
+                self._start_task(job, self._end_job(job))
 
-    async def _end(self, job: SamplingJob) -> None:
+    async def _end_job(self, job: SamplingJob) -> None:
         request, outcome = job.request, job.failed
         if outcome is None:
             outcome = await _made(
@@ -299,7 +299,7 @@ class SamplingService:
         """Carry out a part; the first part that fails determines how its request ends."""
         job = part.job
         try:
-            self._check(job.row, job.request)
+            self._check_request(job.row, job.request)
             async with self.samplers.using(job.row) as adapter, asyncio.timeout(None) as scope:
                 if job.failed is not None:  # while this part waited for the weights
                     return
@@ -314,7 +314,7 @@ class SamplingService:
     def _engines_of(self, row: SamplerRow) -> Engines:
         return self._engines if row.folder else self._others.get(row.base_model, self._engines)
 
-    def _check(self, row: SamplerRow, request: SampleRequest) -> None:
+    def _check_request(self, row: SamplerRow, request: SampleRequest) -> None:
         """Refuse a request that no engine can serve. The parser has already checked that its tokens are in the vocabulary."""
         length, context = len(request.prompt), self._engines_of(row).context
         if length >= context:
@@ -333,14 +333,14 @@ class SamplingService:
         if part.first:
             samples = await asking
         else:
-            samples, job.score = await both(asking, self._score(engines, adapter, request))
+            samples, job.score = await both(asking, self._score_prompt(engines, adapter, request))
         self.speeds.note(job.row.run_id or job.row.base_model, sum(len(sample.tokens) for sample in samples))
         # Converted to arrays at once, because engines' answers about top tokens take fifty times as much memory.
         num_cells = sum(len(top) for sample in samples for top in sample.top_logprobs)
         sequences = await _made(num_cells, lambda: [sequence_of(sample, request.topk_sample_logprobs) for sample in samples])
         job.sequences.update(enumerate(sequences, part.first))
 
-    async def _score(self, engines: Engines, adapter: str, request: SampleRequest) -> PromptScore | None:
+    async def _score_prompt(self, engines: Engines, adapter: str, request: SampleRequest) -> PromptScore | None:
         """Score the prompt as requested; None if no scores are wanted, or the prompt is a single token, which has no score."""
         top_k, targets, draws = request.topk_prompt_logprobs, request.target_prompt_logprobs, draws_of(request)
         if len(request.prompt) < 2 or not (request.prompt_logprobs or top_k or targets is not None or draws is not None):

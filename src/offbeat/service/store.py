@@ -217,7 +217,7 @@ class Store:
         Raises:
             StorageError: the database is full, locked, unreachable or refuses the rows; nothing was changed.
         """
-        await self._write(rows, keep=True)
+        await self._write_rows(rows, keep=True)
 
     async def delete(self, *rows: Row) -> None:
         """Delete the rows with these rows' keys, and return once that is committed.
@@ -225,7 +225,7 @@ class Store:
         Raises:
             StorageError: as in `put`.
         """
-        await self._write(rows, keep=False)
+        await self._write_rows(rows, keep=False)
 
     def close(self) -> None:
         """Commit everything given so far, and close the database."""
@@ -245,7 +245,7 @@ class Store:
 
     # -- writing, on the event loop and then on the writer's thread ------------------------------------------------------------------------
 
-    async def _write(self, rows: Sequence[Row | MakeRow], *, keep: bool) -> None:
+    async def _write_rows(self, rows: Sequence[Row | MakeRow], *, keep: bool) -> None:
         if self._closed:
             raise StorageError(f"{_name(self._engine)} is closed: the server ends")
         write = _Write(rows, keep, asyncio.get_running_loop().create_future())

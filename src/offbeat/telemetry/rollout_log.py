@@ -69,10 +69,10 @@ class RolloutLog:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if rejected:
-                _write(turned_down, (line(step) for line in rejected))
+                _write_lines(turned_down, (line(step) for line in rejected))
             else:
                 turned_down.unlink(missing_ok=True)
-            _write(path, lines)
+            _write_lines(path, lines)
             self._thin()
         except OSError as exc:
             raise StorageError(f"cannot write {path}: {exc.strerror}; free space, or set telemetry.rollouts_every_steps to 0") from exc
@@ -122,7 +122,7 @@ def to_thin_out(sizes: Mapping[int, int], *, most_bytes: int) -> list[int]:
     return removed
 
 
-def _write(path: Path, lines: Iterable[bytes]) -> None:
+def _write_lines(path: Path, lines: Iterable[bytes]) -> None:
     unfinished = path.with_name(f".{path.name}.tmp")
     with unfinished.open("wb") as file, zstandard.ZstdCompressor().stream_writer(file) as writer:
         for line in lines:

@@ -9,7 +9,7 @@ HELDOUT_FELL = "held-out accuracy is lower than before training, by more than ch
 """Said at the end of a run, by its result and its report."""
 
 
-def _plain(value: Any) -> str:
+def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -43,15 +43,15 @@ _NAMES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "heldout_after_step": ("", _hidden),
     "accuracy": ("held-out accuracy", _share),
     "accuracy_step": ("", _hidden),
-    "warm_up_steps": ("supervised warm-up steps", _plain),
-    "steps": ("training steps", _plain),
+    "warm_up_steps": ("supervised warm-up steps", _shown),
+    "steps": ("training steps", _shown),
     "trained_tokens": ("tokens trained on", lambda value: f"{value:,}"),
-    "final_loss": ("last loss", _plain),
+    "final_loss": ("last loss", _shown),
     "train_wall_s": ("time to train", duration),
     "startup_wall_s": ("time to start", duration),
     "max_staleness_seen": ("largest staleness", _versions),
-    "max_logprob_gap": ("largest gap to the engines after a publish", _plain),
-    "seed": ("seed", _plain),
+    "max_logprob_gap": ("largest gap to the engines after a publish", _shown),
+    "seed": ("seed", _shown),
     "torch_in_controller": ("", _hidden),
     "controller_memory_bytes": ("memory of the controller", _megabytes),
     "stopped_early": ("stopped early", _early),
@@ -69,7 +69,7 @@ def in_words(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key, value in summary.items():
         if key.removesuffix("_step") in summary and key.endswith("_step"):
             continue
-        name, write = _NAMES.get(key, (key.replace("_", " "), _plain))
+        name, write = _NAMES.get(key, (key.replace("_", " "), _shown))
         if value is not None and (shown := write(value)):
             measured = summary.get(f"{key}_step")
             yield name, shown if measured in (None, summary.get("steps")) else f"{shown} after step {measured}"

@@ -28,27 +28,27 @@ class TensorBoardSink:
         # TensorBoard reads files in the order of their names, so the time comes first.
         self._file = (folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}").open("wb")
         self._writer = RecordWriter(self._file)
-        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._write_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one event at the row's global step."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics_of(row).items()]
-        self._write(Event(wall_time=row["time_s"], step=row["global_step"], summary=Summary(value=values)))
+        self._write_event(Event(wall_time=row["time_s"], step=row["global_step"], summary=Summary(value=values)))
 
     def write_samples(self, global_step: int, make: MakeTable) -> None:
         """Append a table of texts, which TensorBoard shows under *Text*."""
         rows = [COLUMNS, *(tuple(map(_literal, row)) for row in make().rows)]
-        self._write(Event(wall_time=time.time(), step=global_step, summary=text_pb(TAG, np.array(rows, dtype=object))))
+        self._write_event(Event(wall_time=time.time(), step=global_step, summary=text_pb(TAG, np.array(rows, dtype=object))))
 
     def resume_at(self, global_step: int) -> None:
         """Have TensorBoard purge older files' records of this step and later ones."""
-        self._write(Event(wall_time=time.time(), step=global_step, session_log=SessionLog(status=SessionLog.START)))
+        self._write_event(Event(wall_time=time.time(), step=global_step, session_log=SessionLog(status=SessionLog.START)))
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def _write(self, event: Event) -> None:
+    def _write_event(self, event: Event) -> None:
         self._writer.write(event.SerializeToString())
         self._file.flush()
 

@@ -102,11 +102,11 @@ class Tracer:
             return
         if track not in self._tids:
             self._tids[track] = tid = len(self._tids) + 1
-            self._write({"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": track}})
-            self._write({"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": tid, "args": {"name": track, "sort_index": tid}})
+            self._write_span({"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": track}})
+            self._write_span({"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": tid, "args": {"name": track, "sort_index": tid}})
         start_us, duration_us = round(start_s * 1e6), max(0, round((end_s - start_s) * 1e6))
         event = {"ph": "X", "name": name, "pid": 1, "tid": self._tids[track], "ts": start_us, "dur": duration_us}
-        self._write(event | ({"args": dict(args)} if args else {}))
+        self._write_span(event | ({"args": dict(args)} if args else {}))
 
     def close(self) -> None:
         """Make the file valid JSON and close it; later spans are dropped."""
@@ -115,7 +115,7 @@ class Tracer:
             with suppress(OSError), file:  # on a full disk the bracket is missing, which the format allows
                 file.write(_END)
 
-    def _write(self, event: Mapping[str, Any]) -> None:
+    def _write_span(self, event: Mapping[str, Any]) -> None:
         assert self._file is not None, "a tracer without a file wrote an event"
         line = b"\n" * self._torn + f"{json.dumps(event, default=str)},\n".encode()  # behind a part of a line it is one of its own
         try:

@@ -127,7 +127,7 @@ class StatsTracker:
 
     def take(self) -> StatsPart:
         """Return the statistics since the last call, read back from the device at once, and empty the tracker."""
-        found = _read(self._collected)
+        found = _read_values(self._collected)
         self._collected, self._kinds, self._masks = {}, {}, {}
 
         def of(kind: str) -> dict[str, float]:
@@ -222,7 +222,7 @@ def combine(parts: Sequence[StatsPart]) -> StatsPart:
     return StatsPart(sums, means, minima, maxima)
 
 
-# Tensors are recognized by their methods. Until `_read`, everything below only queues work on a tensor's device.
+# Tensors are recognized by their methods. Until `_read_values`, everything below only queues work on a tensor's device.
 
 
 def _is_tensor(value: Any) -> bool:
@@ -274,7 +274,7 @@ def _larger(a: Any, b: Any) -> Any:
     return float(np.maximum(a, b))
 
 
-def _read(values: Mapping[tuple[str, str], Any]) -> dict[tuple[str, str], float]:
+def _read_values(values: Mapping[tuple[str, str], Any]) -> dict[tuple[str, str], float]:
     """Return all values as floats, with one transfer per device."""
     found = {key: 0.0 if _is_tensor(value) else float(value) for key, value in values.items()}
     by_device: dict[str, list[tuple[str, str]]] = {}

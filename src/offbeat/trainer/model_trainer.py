@@ -29,7 +29,7 @@ from offbeat.trainer.parts import PartWriter
 from offbeat.trainer.policy import load_policy, row_of
 from offbeat.trainer.snapshots import ModelSnapshot
 from offbeat.trainer.state import full_state, rounded
-from offbeat.trainer.strategies import Strategy, load, whole
+from offbeat.trainer.strategies import Strategy, load, whole_tensor
 from offbeat.trainer.trainer import WHOLE, Trainer
 from offbeat.trainer.weight_exchange import WeightExchange
 
@@ -173,7 +173,7 @@ class ModelTrainer(Trainer):
 
     def _gradient_norms(self, names: Sequence[str]) -> dict[str, float]:
         self._norm = get_total_norm([p.grad for p in self._strategy.model.parameters() if p.grad is not None])
-        return {name: whole(self._norm).item() for name in names}
+        return {name: whole_tensor(self._norm).item() for name in names}
 
     def _step(self, name: str, params: AdamParams) -> None:  # noqa: ARG002
         if params.clip_norm:

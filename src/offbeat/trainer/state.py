@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from offbeat.model.checkpoint_names import published_names
 from offbeat.pulse import progress
 from offbeat.trainer.messages import Dtype
-from offbeat.trainer.strategies import whole
+from offbeat.trainer.strategies import whole_tensor
 
 _DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -32,7 +32,7 @@ def full_state(model: nn.Module, *, dtype: Dtype, keep: bool) -> dict[str, Tenso
     state = {}
     for name, tensor in owned(model):
         progress("copy_weights")
-        full = whole(tensor.detach())
+        full = whole_tensor(tensor.detach())
         if keep:
             state[name] = full.to("cpu", target_dtype(full, dtype), copy=True)
     return state

@@ -217,6 +217,6 @@ def _check_packs(model: PreTrainedModel, groups: ProcessGroups) -> None:
         raise ModelError(f"{type(model).__name__.removeprefix('FSDP')} cannot pack its rows, which train.parallel.{name} > 1 needs; use 1")
 
 
-def whole(tensor: Tensor) -> Tensor:
+def whole_tensor(tensor: Tensor) -> Tensor:
     """Gather a tensor that may be in shards, such as [V, H] from [V / R, H]; collective if it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

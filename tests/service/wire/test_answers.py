@@ -21,7 +21,7 @@ from offbeat.service.types import (
     WeightsLoaded,
 )
 from offbeat.service.wire.answers import encode
-from offbeat.service.wire.proto import decode
+from offbeat.service.wire.proto import decode_proto
 from wire_golden import GOLDEN, golden_bytes
 
 NONE = float("nan")
@@ -44,7 +44,7 @@ def read(kind: str, data: bytes) -> Any:
             return [plain(item) for item in value]
         return bytes(value) if isinstance(value, memoryview) else value
 
-    return plain(decode(kind, data, max_fields=10_000))
+    return plain(decode_proto(kind, data, max_fields=10_000))
 
 
 def test_a_pass_is_what_the_client_reads() -> None:
@@ -85,13 +85,13 @@ def test_samples_are_what_the_client_reads() -> None:
 def test_tokens_drawn_in_the_place_of_the_prompts_are_told_from_the_second_position_on() -> None:
     alt = TopTokens(i32([-1, -1], [4, 3], [7, 7]), f32([0.0, 0.0], [-0.25, -1.25], [-0.5, -0.5]))
     payload = encode(Sampled((SampledSequence(i32(), f32(), "length"),), prompt_alt=alt))
-    told = decode("SampleResponse", payload.data, max_fields=99)["prompt_alt_tokens"]
+    told = decode_proto("SampleResponse", payload.data, max_fields=99)["prompt_alt_tokens"]
     assert told["tokens"] == {"dense": np.array([[4, 3], [7, 7]], "<i8").tobytes(), "dtype": 2, "shape": [2, 2]}
     assert told["logprobs"] == {"dense": np.array([[-0.25, -1.25], [-0.5, -0.5]], "<f4").tobytes(), "dtype": 1, "shape": [2, 2]}
 
 
 def test_a_sample_is_no_more_than_was_asked_for() -> None:
-    message = decode("SampleResponse", encode(Sampled((SampledSequence(i32(), f32(), "length"),))).data, max_fields=99)
+    message = decode_proto("SampleResponse", encode(Sampled((SampledSequence(i32(), f32(), "length"),))).data, max_fields=99)
     assert message == {"sequences": [{"stop_reason": 1, "tokens": b"", "logprobs": b""}]}
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.service.errors import BadRequestError, TooLargeError
-from offbeat.service.wire.proto import decode, encode
+from offbeat.service.wire.proto import decode_proto, encode
 from offbeat.service.wire.schema import SCHEMA, ProtoField
 from wire_golden import REQUESTS, golden_bytes
 
@@ -99,10 +99,10 @@ def test_messages_go_to_the_reference_and_back(kind: str) -> None:
     def check(message: dict[str, Any]) -> None:
         theirs = _fill(_reference(kind), kind, message).SerializeToString()
         ours = encode(kind, message)
-        assert _plain(decode(kind, theirs, max_fields=MANY)) == _plain(decode(kind, ours, max_fields=MANY)) == _plain(message)
+        assert _plain(decode_proto(kind, theirs, max_fields=MANY)) == _plain(decode_proto(kind, ours, max_fields=MANY)) == _plain(message)
         read = _reference(kind)
         read.ParseFromString(ours)
-        assert _plain(decode(kind, read.SerializeToString(), max_fields=MANY)) == _plain(message)
+        assert _plain(decode_proto(kind, read.SerializeToString(), max_fields=MANY)) == _plain(message)
 
     check()
 
@@ -120,37 +120,37 @@ def test_damaged_messages_are_refused_or_read_as_the_reference_reads_them(data: 
     except Exception:
         reference = None
     try:
-        message = decode("ForwardBackwardRequest", body, max_fields=MANY)
+        message = decode_proto("ForwardBackwardRequest", body, max_fields=MANY)
     except BadRequestError:
         return  # groups, which the reference reads and passes over, are refused here
     assert reference is not None
-    assert _plain(decode("ForwardBackwardRequest", reference.SerializeToString(), max_fields=MANY)) == _plain(message)
+    assert _plain(decode_proto("ForwardBackwardRequest", reference.SerializeToString(), max_fields=MANY)) == _plain(message)
 
 
 @settings(max_examples=200, deadline=None)
 @given(body=st.binary(max_size=200))
 def test_arbitrary_bytes_are_read_or_refused(body: bytes) -> None:
     try:
-        decode("ForwardBackwardRequest", body, max_fields=MANY)
+        decode_proto("ForwardBackwardRequest", body, max_fields=MANY)
     except BadRequestError as exc:
         assert "ForwardBackwardRequest" in str(exc)
 
 
 def test_numbers_of_a_list_may_come_packed_or_one_by_one() -> None:
     packed, single = b"\x22\x02\x03\x04", b"\x20\x03\x20\x04"
-    assert decode("Tensor", packed, max_fields=9) == decode("Tensor", single, max_fields=9) == {"shape": [3, 4]}
+    assert decode_proto("Tensor", packed, max_fields=9) == decode_proto("Tensor", single, max_fields=9) == {"shape": [3, 4]}
 
 
 def test_a_message_that_comes_in_parts_is_one() -> None:
     first = encode("Chunk", {"encoded_text": {}})
     second = encode("Chunk", {"encoded_text": {"tokens": b"1234"}})
-    assert decode("Chunk", second + first, max_fields=9) == {"encoded_text": {"tokens": b"1234"}}
+    assert decode_proto("Chunk", second + first, max_fields=9) == {"encoded_text": {"tokens": b"1234"}}
 
 
 def test_what_is_not_in_the_table_is_passed_over() -> None:
     unknown = b"\x58\x01" + b"\x61" + struct.pack("<d", 1.0) + b"\x6d\x00\x00\x00\x00" + b"\x72\x01x"
     known = encode("SparseCsr", {"values": b"1"})
-    assert decode("SparseCsr", unknown + known + unknown, max_fields=9) == {"values": b"1"}
+    assert decode_proto("SparseCsr", unknown + known + unknown, max_fields=9) == {"values": b"1"}
 
 
 @pytest.mark.parametrize(("body", "says"), [
@@ -158,7 +158,7 @@ def test_what_is_not_in_the_table_is_passed_over() -> None:
     (b"\x0b", "field 1 has the wire type 3"), (b"\x02\x00", "there is no field 0"), (b"\x0a\x01\xff", "utf-8")])
 def test_a_body_that_is_none_is_refused_with_the_reason(body: bytes, says: str) -> None:
     with pytest.raises(BadRequestError, match=says):
-        decode("ForwardBackwardRequest", body, max_fields=MANY)
+        decode_proto("ForwardBackwardRequest", body, max_fields=MANY)
 
 
 @pytest.mark.parametrize(("kind", "message"), [
@@ -171,11 +171,11 @@ def test_a_body_of_many_small_fields_costs_little(kind: str, message: dict[str, 
     tracemalloc.start()
     started = time.thread_time()
     with pytest.raises(TooLargeError, match="more than 10000 fields"):
-        decode(kind, body, max_fields=MANY)
+        decode_proto(kind, body, max_fields=MANY)
     assert tracemalloc.get_traced_memory()[1] < 8 << 20 and time.thread_time() - started < 5
     tracemalloc.stop()
 
 
 def test_byte_fields_are_views_of_the_body() -> None:
     body = encode("EncodedTextChunk", {"tokens": b"x" * 1000})
-    assert decode("EncodedTextChunk", body, max_fields=9)["tokens"].obj is body
+    assert decode_proto("EncodedTextChunk", body, max_fields=9)["tokens"].obj is body

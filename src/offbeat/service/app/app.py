@@ -83,7 +83,7 @@ class RequestGate:
         request_id = uuid.uuid4().hex[:12]
         token = current_request.set(request_id)
 
-        def note(status: int, detail: str) -> None:
+        def note_end(status: int, detail: str) -> None:
             self._journal.note(
                 endpoint, http.url.path, request_id=request_id, owner=owner, status=status, seconds=time.monotonic() - start,
                 detail=detail)
@@ -105,10 +105,10 @@ class RequestGate:
                     response = error_response(told, endpoint.write_error)
                 response.headers["x-request-id"] = request_id
                 if isinstance(response, ChatResponse):  # it waits now, and holds its connection for as long
-                    response.ended = note
+                    response.ended = note_end
                 else:
                     counted.close()
-                    note(response.status_code, detail)
+                    note_end(response.status_code, detail)
                 await response(http.scope, http.receive, send)
         finally:
             current_request.reset(token)

@@ -76,7 +76,7 @@ class Bodies:
                         raise arrival.too_large()
                     self._hold(len(chunk), arrival)
                     chunks.append(chunk)
-                    arrival.note(len(chunk))
+                    arrival.add(len(chunk))
                     if not arrival.gives_way:
                         extend(patience, len(chunk), patience_s=PATIENCE_S)
         except TimeoutError as exc:
@@ -118,7 +118,7 @@ class _Arrival:
         self.gives_way = False
         self._rate, self._last = 4.0 * _FAST_BYTES_PER_S, time.monotonic()  # a body that has just begun does not count as slow
 
-    def note(self, num_bytes: int) -> None:
+    def add(self, num_bytes: int) -> None:
         """Record that more bytes have arrived."""
         self._rate = self.rate() + num_bytes / _RATE_OVER_S
         self._last = time.monotonic()

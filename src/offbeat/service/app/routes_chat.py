@@ -76,7 +76,7 @@ class ChatRoutes:
             ("/v1/chat/completions", Completions("service")), ("/v1/responses", Responses("service")), ("/v1/messages", _ANTHROPIC)]
         limits = {"quiet": True, "max_body_bytes": MAX_SAMPLE_BYTES}
         return at_vendors_paths([
-            *(Endpoint("POST", path, partial(self._answer, dialect), write_error=dialect.error, **limits) for path, dialect in answering),
+            *(Endpoint("POST", path, partial(self._reply, dialect), write_error=dialect.error, **limits) for path, dialect in answering),
             Endpoint("POST", "/v1/messages/count_tokens", self._count, write_error=_ANTHROPIC.error, **limits),
             Endpoint("GET", "/v1/models", self._models, write_error=Completions().error)])
 
@@ -86,7 +86,7 @@ class ChatRoutes:
             raise ModelError(f"the model {self._served.base_model!r} has no chat template, so it cannot be asked in chats; use the SDK")
         return Answering.of(self._tokenizer)
 
-    async def _answer(self, dialect: ChatDialect, call: Call) -> Response:
+    async def _reply(self, dialect: ChatDialect, call: Call) -> Response:
         asked = await said(call.read(dialect.read))
         row = await self._find(call.caller, asked.model)
         # Always off the event loop, because a small body may take long to render.
@@ -94,11 +94,11 @@ class ChatRoutes:
         samples = self._sampling.ask(call.caller, self._request(row, chat))
         readers, caller = call.readers, call.caller
 
-        async def answer() -> ChatAnswer:
+        async def answer_asked() -> ChatAnswer:
             sampled = await samples
             return await readers.run(caller.owner, self._read_answer, chat, row, sampled.sequences)
 
-        task = asyncio.create_task(answer(), name=f"chat {current_request.get()}")
+        task = asyncio.create_task(answer_asked(), name=f"chat {current_request.get()}")
         task.add_done_callback(lambda _: samples.cancel())  # even if it never began to wait for them
         return ChatResponse(task, dialect, asked, explain=partial(explain, what=f"POST {call.http.url.path}"))
 

@@ -92,11 +92,11 @@ class CompletionRoutes:
             give_up()
             raise
 
-        async def answer() -> _Told:
+        async def answer_prompts() -> _Told:
             outcomes = [await samples for samples in asked]
             return await call.readers.run(call.caller.owner, self._told, body, row, prompts, outcomes)
 
-        task = asyncio.create_task(answer(), name=f"completion {current_request.get()}")
+        task = asyncio.create_task(answer_prompts(), name=f"completion {current_request.get()}")
         task.add_done_callback(give_up)  # even if it never began to wait for them
         return ChatResponse(task, _Writer(), body, explain=partial(explain, what=f"POST {call.http.url.path}"))
 

@@ -39,7 +39,7 @@ class RestRoutes:
         """All endpoints; they need a key."""
         return [
             Endpoint("GET", "/api/v1/training_runs", self._runs),
-            Endpoint("GET", _RUN, self._run),
+            Endpoint("GET", _RUN, self._show_run),
             Endpoint("GET", _RUN + "/checkpoints", self._checkpoints_of_run),
             Endpoint("GET", "/api/v1/checkpoints", self._checkpoints),
             Endpoint("DELETE", _CHECKPOINT, self._delete),
@@ -59,7 +59,7 @@ class RestRoutes:
         runs = [self._run_answer(call, info) for info in infos]
         return answer(rest.training_runs(runs, limit=limit, offset=offset, total=total))
 
-    async def _run(self, call: Call) -> Response:
+    async def _show_run(self, call: Call) -> Response:
         info = self._library.run_info(call.caller, call.param("run"), accessible=_accessible(call))
         return answer(self._run_answer(call, info))
 

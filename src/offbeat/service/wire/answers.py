@@ -38,14 +38,14 @@ def encode(outcome: Outcome) -> Payload:
             return _proto("ForwardBackwardOutput", _pass(outcome))
         case Sampled():
             return _proto("SampleResponse", _samples(outcome))
-    return Payload("application/json", msgspec.json.encode(_plain(outcome)))
+    return Payload("application/json", msgspec.json.encode(_fields_of(outcome)))
 
 
 def _proto(kind: str, message: Mapping[str, Any]) -> Payload:
     return Payload("application/x-protobuf", proto.encode(kind, message))
 
 
-def _plain(outcome: Outcome) -> dict[str, Any]:
+def _fields_of(outcome: Outcome) -> dict[str, Any]:
     match outcome:
         case ModelCreated():
             return {"type": "create_model", "model_id": outcome.model_id}

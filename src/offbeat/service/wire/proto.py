@@ -19,7 +19,7 @@ _VARINT, _FIXED64, _SIZED, _FIXED32 = 0, 1, 2, 5
 _WIRE_TYPES = {"double": _FIXED64, "int32": _VARINT, "int64": _VARINT, "uint32": _VARINT, "bool": _VARINT}
 
 
-def decode(kind: str, data: bytes, *, max_fields: int, into: Message | None = None) -> Message:
+def decode_proto(kind: str, data: bytes, *, max_fields: int, into: Message | None = None) -> Message:
     """Decode a message.
 
     Args:

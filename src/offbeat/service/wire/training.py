@@ -17,7 +17,7 @@ from offbeat.errors import DataError
 from offbeat.service.errors import BadRequestError, RequestError, TooLargeError
 from offbeat.service.types import Layout, TrainingData
 from offbeat.service.wire.limits import WireLimits
-from offbeat.service.wire.proto import Message, decode
+from offbeat.service.wire.proto import Message, decode_proto
 from offbeat.service.wire.tensors import Tensor, read_tensor
 
 _INPUTS = {"loss_weights": "weights", "rollout_logprobs": "logprobs", "advantages": "advantages", "ratio_mask": "sequence_ratio_mask"}
@@ -52,7 +52,7 @@ def read_forward_backward(body: bytes, *, limits: WireLimits, stable_reinforce: 
     """
     message: Message = {}
     try:
-        decode("ForwardBackwardRequest", body, max_fields=limits.max_fields, into=message)
+        decode_proto("ForwardBackwardRequest", body, max_fields=limits.max_fields, into=message)
         model_id, seq_id = message.get("model_id", ""), message.get("seq_id", 0)
         if not model_id or seq_id < 1:
             raise BadRequestError(f"model_id must be given and seq_id at least 1, got {model_id[:80]!r} and {seq_id}")
