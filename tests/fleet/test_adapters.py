@@ -17,10 +17,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from heard import Heard
 from offbeat.errors import BusyError, EngineError, ProofError, PublishError, RefusedError
 from offbeat.fleet.adapters import AdapterCache
 from offbeat.fleet.dispatch import Dispatcher
 from offbeat.fleet.health import Healer
+from offbeat.fleet.listener import FleetListener
 from offbeat.fleet.members import State
 from offbeat.fleet.pool import EnginePool
 from offbeat.fleet.publication import PublishReport
@@ -147,11 +149,11 @@ class Fleet:
 @asynccontextmanager
 async def open_fleet(
     engines: Sequence[Any], *, capacity: int = 32, timeout_s: float = 60.0, heal_timeout_s: float = 0.0,
-    on_event: Callable[..., None] = lambda _kind, **_fields: None,
+    listener: FleetListener | None = None,
 ) -> AsyncIterator[Fleet]:
-    pool = EnginePool(engines, heal_timeout_s=heal_timeout_s)
-    async with AdapterCache(pool, capacity=capacity, judge=ProofJudge(tolerance=1e-3), timeout_s=timeout_s, on_event=on_event) as cache:
-        yield Fleet(pool, cache, Dispatcher(pool, request_timeout_s=60, adapters=cache), AdapterPublisher(pool, cache, on_event=on_event))
+    pool = EnginePool(engines, heal_timeout_s=heal_timeout_s, listener=listener)
+    async with AdapterCache(pool, capacity=capacity, judge=ProofJudge(tolerance=1e-3), timeout_s=timeout_s) as cache:
+        yield Fleet(pool, cache, Dispatcher(pool, request_timeout_s=60, adapters=cache), AdapterPublisher(pool, cache))
 
 
 def using(engines: list[Engine], body: Callable[[Fleet], Awaitable[None]], **options: Any) -> None:
@@ -491,7 +493,7 @@ def test_pinned_versions_are_served_at_their_first_request_beside_what_is_publis
 
 
 def test_a_load_that_fails_at_a_request_is_told_as_an_event() -> None:
-    events: list[tuple[str, str, str]] = []
+    heard = Heard()
 
     async def body(fleet: Fleet) -> None:
         fleet.cache.pin(manifest("alice", 1))
@@ -500,7 +502,8 @@ def test_a_load_that_fails_at_a_request_is_told_as_an_event() -> None:
         with pytest.raises(RefusedError, match="bad is no adapter"):
             await fleet.ask("alice@2")
 
-    using([Engine("a")], body, on_event=lambda kind, **fields: events.append((kind, fields["adapter"], fields.get("reason", ""))))
+    using([Engine("a")], body, listener=heard)
+    events = [(each["kind"], each["adapter"], each.get("reason", "")) for each in heard.events]
     refused = ("load_failed", "alice@2", "a answered with 400: bad is no adapter")
     assert events[:2] == [("adapter_loaded", "alice@1", ""), refused] and set(events[1:]) == {refused}
 
@@ -614,7 +617,7 @@ async def score(manifest: Manifest, url: str) -> Manifest:
 
 def test_real_engines_serve_adapters_and_get_them_back_after_a_restart(start_engine, model_dir, tmp_path) -> None:
     (first, url_0), (_, url_1), (_, reference) = start_engine(), start_engine(), start_engine()
-    events: list[tuple[str, dict[str, Any]]] = []
+    heard = Heard()
 
     async def restart(name: str) -> str:
         assert name == "engine 0"
@@ -628,8 +631,7 @@ def test_real_engines_serve_adapters_and_get_them_back_after_a_restart(start_eng
                     await fleet.cache.refill(client)
 
                 healer = asyncio.create_task(Healer(
-                    fleet.pool, reload=reload, restart=restart, probe_interval_s=0.1, probe_timeout_s=20,
-                    on_event=lambda kind, **fields: events.append((kind, fields))).run())
+                    fleet.pool, reload=reload, restart=restart, probe_interval_s=0.1, probe_timeout_s=20, listener=heard).run())
                 good = [await score(write(tmp_path, tenant, 1, model_dir), reference) for tenant in ("alice", "bob")]
                 reports = await asyncio.gather(*map(fleet.publish, good))
                 assert all(sorted(report.serving) == ["engine 0", "engine 1"] for report in reports)
@@ -657,4 +659,4 @@ def test_real_engines_serve_adapters_and_get_them_back_after_a_restart(start_eng
                     await healer
 
     asyncio.run(main())
-    assert [kind for kind, _ in events][-1] == "healed"
+    assert heard.events[-1]["kind"] == "healed"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from heard import Heard
 from offbeat.engine.server import EngineServer
 from offbeat.errors import BusyError, DeadlineError, EngineError, RefusedError
 from offbeat.fleet.dispatch import Dispatcher
@@ -19,28 +20,22 @@ from waiting import until
 PROMPT = (13, 14, 15)
 
 
-class Spans(list):
-    def __call__(self, what: str, engine: str, start_s: float, end_s: float) -> None:
-        self.append((what, engine, start_s, end_s))
-
-
 def using(
-    urls: list[str], body: Callable[[EnginePool, Dispatcher, list[tuple[str, str]]], Awaitable[None]], *, spans: Spans | None = None,
+    urls: list[str], body: Callable[[EnginePool, Dispatcher, list[tuple[str, str]]], Awaitable[None]], *, heard: Heard | None = None,
     admit: bool = True, request_timeout_s: float = 60, token_timeout_s: float = 0, **options: Any,
 ) -> None:
     async def main() -> None:
         async with EngineSession() as http:
-            failures: list[tuple[str, str]] = []
+            listener = heard or Heard()
             pool = EnginePool(
                 [EngineClient(f"engine {i}", url, http.session) for i, url in enumerate(urls)],
-                on_busy=spans if spans is not None else Spans(), **options)
+                listener=listener, **options)
             dispatcher = Dispatcher(
-                pool, request_timeout_s=request_timeout_s, token_timeout_s=token_timeout_s,
-                on_failure=lambda name, reason: failures.append((name, reason)))
+                pool, request_timeout_s=request_timeout_s, token_timeout_s=token_timeout_s)
             if admit:
                 for name in pool.healthy:
                     pool.admit(name, 0)
-            await body(pool, dispatcher, failures)
+            await body(pool, dispatcher, listener.failures)
 
     asyncio.run(main())
 
@@ -208,7 +203,7 @@ def test_nothing_is_sent_to_an_engine_that_is_quarantined_or_unproven(start_engi
 
 def test_busy_stretches_are_told_and_cut_at_each_switch(start_engine) -> None:
     server, url = start_engine()
-    spans = Spans()
+    heard = Heard()
 
     async def body(pool: EnginePool, dispatcher: Dispatcher, _: list) -> None:
         pause(server)
@@ -219,9 +214,9 @@ def test_busy_stretches_are_told_and_cut_at_each_switch(start_engine) -> None:
         await asyncio.gather(*calls)
         pool.admit("engine 0", 2)  # idle: no stretch to cut
 
-    using([url], body, spans=spans)
-    assert [(what, engine) for what, engine, _, _ in spans] == [("generate", "engine 0")] * 2
-    (_, _, start, cut), (_, _, goes_on, end) = spans
+    using([url], body, heard=heard)
+    assert [engine for engine, _, _ in heard.spans] == ["engine 0"] * 2
+    (_, start, cut), (_, goes_on, end) = heard.spans
     assert start < cut == goes_on < end
 
 
@@ -261,12 +256,12 @@ def test_samples_of_new_weights_wait_for_their_proof(start_engine, proven: bool)
 
 def test_a_session_stays_with_its_engine_and_yields_to_balance(start_engine) -> None:
     (first, url_0), (second, url_1) = start_engine(), start_engine()
-    spans = Spans()
+    heard = Heard()
 
     async def body(pool: EnginePool, dispatcher: Dispatcher, _: list) -> None:
         for _ in range(3):  # idle engines would take turns
             await dispatcher.generate(PROMPT, Sampling(2), n=1, session="a")
-        assert [engine for _, engine, _, _ in spans] == ["engine 0"] * 3
+        assert [engine for engine, _, _ in heard.spans] == ["engine 0"] * 3
         pause(first, second)
         calls = [asyncio.create_task(dispatcher.generate(PROMPT, Sampling(2), n=1, session="a")) for _ in range(6)]
         await until(lambda: held(first) + held(second) == 6)
@@ -275,7 +270,7 @@ def test_a_session_stays_with_its_engine_and_yields_to_balance(start_engine) -> 
         resume(second)
         await asyncio.gather(*calls)
 
-    using([url_0, url_1], body, spans=spans)
+    using([url_0, url_1], body, heard=heard)
 
 
 def test_a_request_that_only_fails_itself_is_raised_and_quarantines_nobody(start_engine, monkeypatch) -> None:
@@ -296,13 +291,13 @@ def test_a_request_that_only_fails_itself_is_raised_and_quarantines_nobody(start
 
 def test_below_min_engines_requests_wait_for_one_to_heal_and_go_on(start_engine) -> None:
     (_, url_0), (_, url_1) = start_engine(), start_engine()
-    notes: list[str] = []
+    heard = Heard()
 
     async def body(pool: EnginePool, dispatcher: Dispatcher, _: list) -> None:
         pool.quarantine("engine 1", "its canary is off")
         calls = [asyncio.create_task(dispatcher.generate(PROMPT, Sampling(2), n=1)) for _ in range(3)]
         assert not (await asyncio.wait(calls, timeout=0.1))[0]
-        assert notes == ["waiting up to 60 s for engines to heal: engine 0: serving; engine 1: its canary is off"]
+        assert heard.notes == ["waiting up to 60 s for engines to heal: engine 0: serving; engine 1: its canary is off"]
         pool.mark_healing("engine 1")
         pool.admit("engine 1", 0)  # a late proof of a publish
         assert pool.states["engine 1"] is State.HEALING
@@ -310,7 +305,7 @@ def test_below_min_engines_requests_wait_for_one_to_heal_and_go_on(start_engine)
         assert len(await asyncio.gather(*calls)) == 3
         assert pool.states == {"engine 0": State.SERVING, "engine 1": State.SERVING}
 
-    using([url_0, url_1], body, min_engines=2, heal_timeout_s=60.0, note=notes.append)
+    using([url_0, url_1], body, min_engines=2, heal_timeout_s=60.0, heard=heard)
 
 
 def test_a_request_that_every_engine_failed_goes_on_when_one_returns_at_another_url(start_engine) -> None:

@@ -19,6 +19,7 @@ from offbeat.config.weights import WeightsConfig
 from offbeat.errors import EngineError, WorkerError
 from offbeat.fleet.dispatch import Dispatcher
 from offbeat.fleet.health import Healer
+from offbeat.fleet.listener import FleetListener
 from offbeat.fleet.members import State
 from offbeat.fleet.pool import EnginePool
 from offbeat.fleet.publication import PublishReport
@@ -56,9 +57,12 @@ server.serve_forever()
 """
 
 
-class Events(list):
-    def __call__(self, kind: str, **fields: object) -> None:
+class Events(list, FleetListener):
+    def event(self, kind: str, **fields: object) -> None:
         self.append({"kind": kind} | fields)
+
+    def quarantined(self, engine: str, reason: str) -> None:
+        self.event("quarantine", engine=engine, reason=reason)
 
     def steps(self) -> list[tuple[object, bool]]:
         return [(event["by"], not event["reason"]) for event in self if event["kind"] == "heal_attempt"]
@@ -79,13 +83,12 @@ def caring(
             events = Events()
             pool = EnginePool(
                 [EngineClient(name, url, http.session) for name, url in urls.items()], probe_timeout_s=probe_timeout_s,
-                heal_timeout_s=60, min_engines=min_engines,
-                on_quarantine=lambda name, reason: events("quarantine", engine=name, reason=reason))
+                heal_timeout_s=60, min_engines=min_engines, listener=events)
             for name in urls:
                 pool.admit(name, 0)
             healer = Healer(
                 pool, reload=make_reload(pool) if make_reload else reload or ready, restart=restart, probe_interval_s=INTERVAL_S,
-                probe_timeout_s=probe_timeout_s, on_event=events)
+                probe_timeout_s=probe_timeout_s, listener=events)
             task = asyncio.create_task(healer.run())
             await body(pool, events)
             task.cancel()

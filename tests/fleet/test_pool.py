@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from heard import Heard
 from offbeat.errors import EngineError
 from offbeat.fleet.members import State
 from offbeat.fleet.pool import EnginePool
@@ -19,14 +20,13 @@ class Engine:
 
 
 def test_a_quarantine_keeps_its_first_reason_and_ends_with_a_restoration_alone() -> None:
-    told: list[tuple[str, str]] = []
-    pool = EnginePool([Engine("a"), Engine("b")], on_quarantine=lambda name, reason: told.append((name, reason)))
+    pool = EnginePool([Engine("a"), Engine("b")], listener=(heard := Heard()))
     pool.admit("a", 3)
     assert pool.states == {"a": State.SERVING, "b": State.UNPROVEN} and list(pool.healthy) == ["a", "b"]
     pool.quarantine("a", "its canary is off")
     pool.quarantine("a", "it is late, too")
     pool.admit("a", 4)  # a late proof of a publish
-    assert told == [("a", "its canary is off")] and list(pool.healthy) == ["b"]
+    assert heard.quarantines == {"a": "its canary is off"} and list(pool.healthy) == ["b"]
     pool.mark_healing("a", url="http://elsewhere/")
     assert pool.client("a").url == "http://elsewhere"
     pool.restore("a", 5)
@@ -47,19 +47,19 @@ def test_who_waits_for_a_version_gets_the_engines_that_serve_it_once_they_are_en
 
 def test_a_probe_tells_a_dead_engine_from_a_well_one(start_engine) -> None:
     (first, url_0), (_, url_1) = start_engine(), start_engine()
-    quarantined: dict[str, str] = {}
+    heard = Heard()
 
     async def main() -> None:
         async with EngineSession() as http:
             clients = [EngineClient(f"engine {i}", url, http.session) for i, url in enumerate([url_0, url_1])]
-            pool = EnginePool(clients, on_quarantine=quarantined.__setitem__)
+            pool = EnginePool(clients, listener=heard)
             for name in pool.states:
                 pool.admit(name, 0)
             await asyncio.to_thread(first.stop)
             for name in pool.states:
                 await pool.examine(name)
                 await pool.examine(name)
-            assert list(quarantined) == ["engine 0"] and "cannot be reached" in quarantined["engine 0"]
+            assert list(heard.quarantines) == ["engine 0"] and "cannot be reached" in heard.quarantines["engine 0"]
             async with asyncio.timeout(60):
                 await pool.wait_quarantined("engine 0")
             assert list(await pool.wait_healthy()) == ["engine 1"]

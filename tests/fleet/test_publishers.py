@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from heard import Heard
 from offbeat.config.weights import WeightsConfig
 from offbeat.data import wire
 from offbeat.engine.options import EngineOptions
@@ -79,8 +80,8 @@ class OneVersion:
 
 def pool_of(*engines: Engine, **options: Any) -> tuple[EnginePool, dict[str, str]]:
     """A pool, and the reasons of its quarantines."""
-    quarantined: dict[str, str] = {}
-    return EnginePool(engines, on_quarantine=quarantined.__setitem__, **options), quarantined
+    heard = Heard()
+    return EnginePool(engines, listener=heard, **options), heard.quarantines
 
 
 def publisher(pool: EnginePool, channel: object = None, **options: Any) -> WeightsPublisher:
@@ -407,16 +408,15 @@ class Published:
 
 def publish(*engines: AdapterEngine, timeout_s: float = 60.0) -> Published:
     async def main() -> Published:
-        fanouts: list[dict[str, Any]] = []
-        pool, quarantined = pool_of(*engines)
+        pool = EnginePool(engines, listener=(heard := Heard()))
         async with AdapterCache(pool, capacity=4, judge=ProofJudge(tolerance=1e-3), timeout_s=timeout_s) as cache:
-            adapters = AdapterPublisher(pool, cache, on_event=lambda kind, **fields: fanouts.append({"kind": kind, **fields}))
+            adapters = AdapterPublisher(pool, cache)
             try:
                 report, error = await adapters.publish(ALICE), ""
                 assert cache.catalog.find("alice") is ALICE
             except PublishError as exc:
                 report, error = None, str(exc)
-        return Published(report, error, fanouts, quarantined)
+        return Published(report, error, [each for each in heard.events if each["kind"] == "fanout"], heard.quarantines)
 
     return asyncio.run(main())
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from heard import Heard
 from offbeat.config.weights import WeightsConfig
 from offbeat.engine.request import Event
 from offbeat.engine.server import EngineServer
@@ -120,12 +121,12 @@ def keep_old_weights(server: EngineServer, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def publish(urls: dict[str, str], manifest: Manifest, *, min_engines: int) -> tuple[PublishReport, dict[str, int], dict[str, str]]:
-    quarantined: dict[str, str] = {}
+    heard = Heard()
 
     async def main() -> tuple[PublishReport, dict[str, int]]:
         async with EngineSession() as http:
             clients = [EngineClient(name, url, http.session) for name, url in urls.items()]
-            pool = EnginePool(clients, min_engines=min_engines, on_quarantine=quarantined.__setitem__)
+            pool = EnginePool(clients, min_engines=min_engines, listener=heard)
             publisher = WeightsPublisher(pool, Channel(manifest), WeightsConfig(), judge=ProofJudge(tolerance=1e-3))
             reports: list[PublishReport] = []
             await publisher.publish(manifest.version, on_served=reports.append)
@@ -134,7 +135,7 @@ def publish(urls: dict[str, str], manifest: Manifest, *, min_engines: int) -> tu
             return report, {name: member.version for name, member in pool.members.items() if member.version is not None}
 
     report, serving = asyncio.run(main())
-    return report, serving, quarantined
+    return report, serving, heard.quarantines
 
 
 def test_a_publish_that_leaves_old_weights_in_an_engine_is_caught_by_the_proof(start_engine, newer, monkeypatch) -> None:

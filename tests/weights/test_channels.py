@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from heard import Heard
 from offbeat.aio import both
 from offbeat.config.root import Config
 from offbeat.errors import EngineError, StorageError
@@ -310,11 +311,11 @@ def test_an_engine_takes_changes_of_what_it_serves_and_one_that_was_away_all_of_
 @pytest.mark.drill
 def test_engines_receive_what_they_would_read_and_one_that_dies_meanwhile_takes_nobody_along(tmp_path: Path, model_dir: str) -> None:
     config = small_config(tmp_path, model_dir, inference__num_engines="2", weights__stage_timeout_s="40")
-    lost: dict[str, str] = {}
+    heard = Heard()
 
     async def main() -> None:
         async with cast(tmp_path, config, model_dir) as (trainers, clients, engines):
-            pool = EnginePool(clients.values(), on_quarantine=lost.__setitem__)
+            pool = EnginePool(clients.values(), listener=heard)
 
             async def publish(version: int) -> PublishReport:
                 """Even versions in folders, odd ones by broadcast."""
@@ -341,6 +342,6 @@ def test_engines_receive_what_they_would_read_and_one_that_dies_meanwhile_takes_
             await asyncio.sleep(1)
             os.kill(victim.pid, signal.SIGKILL)
             assert (await publishing).serving == ("engine 0",)
-            assert "cannot be reached" in lost["engine 1"]
+            assert "cannot be reached" in heard.quarantines["engine 1"]
 
     asyncio.run(main())

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +63,6 @@ class AdapterCache:
         judge: ProofJudge,
         timeout_s: float,
         keep: int = 2,
-        on_event: Callable[..., None] = lambda _kind, **_fields: None,
     ) -> None:
         """Begin with engines that hold no adapters.
 
@@ -71,8 +70,9 @@ class AdapterCache:
             capacity: number of adapters that an engine holds at once.
             judge: decides whether an engine's proof is believed.
             keep: number of each adapter's newest versions whose folders stay, besides versions in use.
-            on_event: called with "adapter_loaded" (engine, adapter, seconds) or "load_failed" (engine, adapter, reason) for each load
-                outside of publishes.
+
+        The pool's listener hears of "adapter_loaded" (engine, adapter, seconds) or "load_failed" (engine, adapter, reason) for each load
+        outside of publishes.
         """
         self.catalog = Catalog(keep=keep)
         self.slots = {name: AdapterSlots(capacity) for name in pool.states}
@@ -80,7 +80,6 @@ class AdapterCache:
         self._pool = pool
         self._capacity = capacity
         self._judge = judge
-        self._on_event = on_event
         self._base: tuple[tuple[int, ...], tuple[float, ...]] | None = None
         self._requests: Counter[str] = Counter()
         self._chores: set[asyncio.Task[None]] = set()
@@ -195,11 +194,11 @@ class AdapterCache:
             try:
                 await self.install(engine, manifest)
             except OffbeatError as exc:
-                self._on_event("load_failed", engine=engine.name, adapter=name, reason=str(exc))
+                self._pool.listener.event("load_failed", engine=engine.name, adapter=name, reason=str(exc))
                 if isinstance(exc, DeadlineError):
                     raise EngineError(str(exc)) from exc
                 raise
-            self._on_event("adapter_loaded", engine=engine.name, adapter=name, seconds=round(time.monotonic() - start, 3))
+            self._pool.listener.event("adapter_loaded", engine=engine.name, adapter=name, seconds=round(time.monotonic() - start, 3))
         slots.put(name)
         try:
             with counted(slots.in_use, name):

@@ -47,7 +47,6 @@ class Dispatcher:
         request_timeout_s: float,
         token_timeout_s: float = 0.0,
         adapters: AdapterCache | None = None,
-        on_failure: Callable[[str, str], None] = lambda _name, _reason: None,
     ) -> None:
         """Send requests to the engines of `pool`.
 
@@ -55,14 +54,12 @@ class Dispatcher:
             request_timeout_s: time for one engine to answer a request.
             token_timeout_s: time for each token that it may generate, where that is more in total.
             adapters: the adapters on the engines; None where requests only go to whole models.
-            on_failure: called with (engine, reason) for every request that an engine failed.
         """
         self.pool = pool
         self.generated_tokens = 0
         self._request_timeout_s = request_timeout_s
         self._token_timeout_s = token_timeout_s
         self._adapters = adapters
-        self._on_failure = on_failure
         self._router = Router()
 
     async def generate(
@@ -132,7 +129,7 @@ class Dispatcher:
                         await asyncio.sleep(_BUSY_RETRY_S)
                     except EngineError as exc:
                         failed.add(stint, exc)
-                        self._on_failure(member.client.name, str(exc))
+                        self.pool.listener.failed(member.client.name, str(exc))
                         await self.pool.examine(member.client.name)
 
     async def _ask(self, member: Member, ask: Ask[T], newest: Callable[[T], Version], wanted: Manifest | None) -> T:

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from offbeat.aio import HaltingClock, gather_all, run_beside
 from offbeat.config.for_processes import EngineConfig
@@ -19,8 +18,9 @@ from offbeat.fleet.dispatch import Dispatcher
 from offbeat.fleet.engine_group import EngineAddresses, EngineGroup
 from offbeat.fleet.health import Healer
 from offbeat.fleet.kinds import MAKERS
+from offbeat.fleet.listener import FleetRecord, HealingRecord
 from offbeat.fleet.owner import leaving
-from offbeat.fleet.pool import EnginePool, OnBusy
+from offbeat.fleet.pool import EnginePool
 from offbeat.fleet.publishers import AdapterPublisher
 from offbeat.inference.client import Deliver, EngineClient, EngineSession, deliver_nothing
 from offbeat.telemetry.record import RunRecord
@@ -64,7 +64,7 @@ class Fleet:
         healer = Healer(
             self.pool, reload=reload or self.adapters.refill, restart=self._restart if self.engines.workers else None,
             probe_interval_s=self.config.inference.probe_interval_s, probe_timeout_s=self.config.inference.probe_timeout_s,
-            on_event=self._on_event)
+            listener=HealingRecord(self.record))
         await run_beside(healer.run(), self.engines.watch(self.pool.quarantine))
 
     async def unload_leftovers(self, directory: Path) -> None:
@@ -85,11 +85,6 @@ class Fleet:
     async def _restart(self, name: str) -> str:
         self.judge.forget(name)
         return await self.engines.restart(name)
-
-    def _on_event(self, kind: str, **fields: Any) -> None:
-        self.record.events.record(kind, **fields)
-        if kind == "healed":
-            self.record.console.note(f"{fields['engine']} is healed after {fields['seconds']:.1f} s and serves again")
 
 
 async def open_engines(
@@ -114,9 +109,9 @@ async def open_fleet(
     judge = ProofJudge.of(config.weights.proof_tolerance, config.canary_dtype)
     adapters = await stack.enter_async_context(AdapterCache(
         pool, capacity=config.inference.max_adapters, judge=judge, timeout_s=config.weights.stage_timeout_s,
-        keep=config.weights.keep, on_event=record.events.record))
-    dispatcher = make_dispatcher(pool, config.inference, record, adapters=adapters)
-    publisher = AdapterPublisher(pool, adapters, on_event=record.events.record)
+        keep=config.weights.keep))
+    dispatcher = make_dispatcher(pool, config.inference, adapters=adapters)
+    publisher = AdapterPublisher(pool, adapters)
     return Fleet(
         engines=engines, pool=pool, adapters=adapters, dispatcher=dispatcher, publisher=publisher, judge=judge, addresses=addresses,
         config=config, record=record)
@@ -137,31 +132,23 @@ async def open_pool(
         await gather_all(_check(client, timeout_s=inference.start_timeout_s) for client in clients)
     return make_pool(
         clients, record, probe_timeout_s=inference.probe_timeout_s, min_engines=inference.min_engines,
-        heal_timeout_s=inference.heal_timeout_s, on_busy=record.on_span, clock=clock)
+        heal_timeout_s=inference.heal_timeout_s, clock=clock)
 
 
 def make_pool(
     clients: Iterable[EngineClient], record: RunRecord, *, probe_timeout_s: float, heal_timeout_s: float, min_engines: int = 1,
-    on_busy: OnBusy = lambda _what, _name, _start_s, _end_s: None, clock: HaltingClock | None = None,
+    clock: HaltingClock | None = None,
 ) -> EnginePool:
-    """Make a pool that records and reports each quarantine; see `EnginePool`."""
-
-    def on_quarantine(name: str, reason: str) -> None:
-        record.events.record("quarantine", engine=name, reason=reason)
-        record.console.note(f"{name} is quarantined: {reason}")
-
+    """Make a pool whose listener is a run's record; see `EnginePool`."""
     return EnginePool(
-        clients, probe_timeout_s=probe_timeout_s, min_engines=min_engines, heal_timeout_s=heal_timeout_s, on_quarantine=on_quarantine,
-        on_busy=on_busy, note=record.console.note, clock=clock)
+        clients, probe_timeout_s=probe_timeout_s, min_engines=min_engines, heal_timeout_s=heal_timeout_s,
+        listener=FleetRecord(record), clock=clock)
 
 
-def make_dispatcher(
-    pool: EnginePool, inference: InferenceConfig, record: RunRecord, *, adapters: AdapterCache | None = None,
-) -> Dispatcher:
-    """Make a dispatcher for the engines of a pool that records every request that an engine fails."""
+def make_dispatcher(pool: EnginePool, inference: InferenceConfig, *, adapters: AdapterCache | None = None) -> Dispatcher:
+    """Make a dispatcher for the engines of a pool with the timeouts of [inference]."""
     return Dispatcher(
-        pool, request_timeout_s=inference.request_timeout_s, token_timeout_s=inference.token_timeout_s, adapters=adapters,
-        on_failure=lambda name, reason: record.events.record("engine_failed", engine=name, reason=reason))
+        pool, request_timeout_s=inference.request_timeout_s, token_timeout_s=inference.token_timeout_s, adapters=adapters)
 
 
 async def _leave(pool: EnginePool, owner: str, *, timeout_s: float) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from offbeat.errors import OffbeatError, describe
+from offbeat.fleet.listener import FleetListener
 from offbeat.fleet.members import State
 from offbeat.fleet.pool import EnginePool
 from offbeat.inference.client import EngineClient
@@ -38,7 +39,7 @@ class Healer:
         probe_interval_s: float,
         probe_timeout_s: float,
         max_backoff_s: float = _MAX_BACKOFF_S,
-        on_event: Callable[..., None] = lambda _kind, **_fields: None,
+        listener: FleetListener | None = None,
     ) -> None:
         """Prepare to look after all engines of the pool.
 
@@ -49,7 +50,7 @@ class Healer:
             restart: ends the process of the engine of that name, starts another and returns its URL, such as "http://127.0.0.1:41873"; None
                 where the run did not start the engines. Its waits have deadlines.
             max_backoff_s: longest pause between two attempts.
-            on_event: called with "heal_attempt" (engine, attempt, by, reason, seconds) for each reload and restart, where the reason is
+            listener: hears of "heal_attempt" (engine, attempt, by, reason, seconds) for each reload and restart, where the reason is
                 empty if it succeeded, and with "healed" (engine, attempts, seconds).
         """
         self._pool = pool
@@ -58,7 +59,7 @@ class Healer:
         self._probe_interval_s = probe_interval_s
         self._probe_timeout_s = probe_timeout_s
         self._max_backoff_s = max_backoff_s
-        self._on_event = on_event
+        self._listener = FleetListener() if listener is None else listener
 
     async def run(self) -> None:
         """Probe and heal every engine until cancelled."""
@@ -86,7 +87,7 @@ class Healer:
                 if not healed and self._restart_engine is not None and await self._succeeds("restart", self._restart, name, attempt):
                     healed = await self._succeeds("reload", self._reload, name, attempt)
             if healed:
-                self._on_event("healed", engine=name, attempts=attempt, seconds=round(time.monotonic() - start, 3))
+                self._listener.event("healed", engine=name, attempts=attempt, seconds=round(time.monotonic() - start, 3))
                 return
             await asyncio.sleep(min(self._probe_interval_s * 2 ** (attempt - 1), self._max_backoff_s))
 
@@ -100,7 +101,7 @@ class Healer:
         except Exception as exc:  # concerns this engine alone, such as an OSError of the disk of its weights
             _log.exception("%s was not healed by a %s", name, by)
             reason = describe(exc)
-        self._on_event("heal_attempt", engine=name, attempt=attempt, by=by, reason=reason, seconds=round(time.monotonic() - start, 3))
+        self._listener.event("heal_attempt", engine=name, attempt=attempt, by=by, reason=reason, seconds=round(time.monotonic() - start, 3))
         return not reason
 
     async def _reload(self, name: str) -> None:

@@ -13,14 +13,13 @@ from typing import TypeVar
 
 from offbeat.aio import HaltingClock, deadline
 from offbeat.errors import DeadlineError, EngineError, OffbeatError
+from offbeat.fleet.listener import FleetListener
 from offbeat.fleet.members import Guarded, Member, State
 from offbeat.inference.client import EngineClient
 from offbeat.types import Version
 from offbeat.weights.protocol import EngineControl
 
 T = TypeVar("T")
-OnBusy = Callable[[str, str, float, float], None]
-"""Called with ("generate", engine, start_s, end_s) after a stretch of wall-clock time in which an engine had requests."""
 
 
 class EnginePool:
@@ -30,6 +29,7 @@ class EnginePool:
         members: all engines by name, in any state.
         min_engines: number of engines in service below which requests and publishes wait.
         clock: counts the time of waits for engines to heal; it stands still while they sleep.
+        listener: hears what happens to the engines, also from all that works with the pool.
     """
 
     def __init__(
@@ -39,9 +39,7 @@ class EnginePool:
         probe_timeout_s: float = 5.0,
         min_engines: int = 1,
         heal_timeout_s: float = 0.0,
-        on_quarantine: Callable[[str, str], None] = lambda _name, _reason: None,
-        on_busy: OnBusy = lambda _what, _name, _start_s, _end_s: None,
-        note: Callable[[str], None] = lambda _text: None,
+        listener: FleetListener | None = None,
         clock: HaltingClock | None = None,
     ) -> None:
         """Begin with all engines unproven.
@@ -49,9 +47,7 @@ class EnginePool:
         Args:
             probe_timeout_s: time for an engine to answer that it is well.
             heal_timeout_s: longest wait of a request or a publish for engines; 0 where nobody heals them.
-            on_quarantine: called with (engine, reason) for every engine that leaves service.
-            on_busy: called for every busy stretch; a switch of versions ends one stretch and begins the next.
-            note: called with a sentence for the user when the first caller begins to wait.
+            listener: hears what happens to the engines; None for nobody.
             clock: clock that also counts the time of the clients' requests; None for the pool's own.
         """
         self.members: Mapping[str, Member] = {client.name: Member(client) for client in clients}
@@ -59,9 +55,7 @@ class EnginePool:
         self.clock = clock or HaltingClock()
         self._probe_timeout_s = probe_timeout_s
         self._heal_timeout_s = heal_timeout_s
-        self._on_quarantine = on_quarantine
-        self._on_busy = on_busy
-        self._note = note
+        self.listener = FleetListener() if listener is None else listener
         self._changed = asyncio.Event()
         self._num_waiting = 0
 
@@ -104,7 +98,7 @@ class EnginePool:
             return
         member.state, member.reason = State.QUARANTINED, reason
         member.stint.set()
-        self._on_quarantine(name, reason)
+        self.listener.quarantined(name, reason)
         self._tell()
 
     def mark_healing(self, name: str, *, url: str = "") -> None:
@@ -161,7 +155,7 @@ class EnginePool:
         if found := ready():
             return found
         if self._heal_timeout_s and not self._num_waiting:
-            self._note(f"waiting up to {self._heal_timeout_s:g} s for engines to heal: {self._reasons()}")
+            self.listener.waits(f"waiting up to {self._heal_timeout_s:g} s for engines to heal: {self._reasons()}")
         self._num_waiting += 1
         try:
             async with deadline("engines", self._heal_timeout_s, clock=self.clock):
@@ -205,7 +199,7 @@ class EnginePool:
 
     def _end_busy(self, member: Member) -> None:
         now_s = time.time()
-        self._on_busy("generate", member.client.name, member.busy_since_s, now_s)
+        self.listener.busy(member.client.name, member.busy_since_s, now_s)
         member.busy_since_s = now_s
 
     def _reasons(self) -> str:

@@ -279,13 +279,13 @@ class _TakingError(Exception):
 class AdapterPublisher:
     """Brings versions of adapters to engines: to several at once, each under a deadline of its own. No rank waits for an engine."""
 
-    def __init__(
-        self, pool: EnginePool, adapters: AdapterCache, *, on_event: Callable[..., None] = lambda _kind, **_fields: None,
-    ) -> None:
-        """`on_event` is called with "fanout" (adapter, total_s, num_bytes, and for each engine its seconds, retries and reason to fail)."""
+    def __init__(self, pool: EnginePool, adapters: AdapterCache) -> None:
+        """Publish to the engines of `pool`, which hold these adapters.
+
+        The pool's listener hears of "fanout" (adapter, total_s, num_bytes, and for each engine its seconds, retries and reason to fail).
+        """
         self._pool = pool
         self._adapters = adapters
-        self._on_event = on_event
 
     async def publish(self, manifest: Manifest, *, pinned: bool = False) -> PublishReport:
         """Bring a version of an adapter to the engines; it is current once the first one serves it.
@@ -344,7 +344,7 @@ class AdapterPublisher:
                 for target in targets:
                     tasks.create_task(deliver(target), name=f"{manifest.name} to {target}")
         total_s = time.monotonic() - start
-        self._on_event("fanout", adapter=manifest.name, total_s=round(total_s, 4), num_bytes=manifest.num_bytes, engines=told)
+        self._pool.listener.event("fanout", adapter=manifest.name, total_s=round(total_s, 4), num_bytes=manifest.num_bytes, engines=told)
         return publication, PublishReport(
             manifest.version, total_s=total_s, write_s=0.0, stage_s=total_s, switch_s=0.0,
             canary_gap=max((one.canary_gap for one in installed.values()), default=0.0), serving=tuple(publication.serving),

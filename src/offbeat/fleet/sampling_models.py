@@ -15,6 +15,7 @@ from offbeat.fleet.dispatch import Dispatcher
 from offbeat.fleet.fleet import make_dispatcher, make_pool
 from offbeat.fleet.health import Healer
 from offbeat.fleet.kinds import MAKERS
+from offbeat.fleet.listener import FleetRecord
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling
 from offbeat.telemetry.record import RunRecord
@@ -92,8 +93,8 @@ async def _open(
             raise ConfigError(f"serve.sampling_models names {client.url}, but {exc}") from exc
     healer = Healer(
         pool, reload=prove, probe_interval_s=settings.probe_interval_s, probe_timeout_s=settings.probe_timeout_s,
-        on_event=record.events.record)
-    return SamplingModel(name, make_dispatcher(pool, settings, record), min(contexts)), healer
+        listener=FleetRecord(record))
+    return SamplingModel(name, make_dispatcher(pool, settings), min(contexts)), healer
 
 
 async def _context_of(client: EngineClient, *, timeout_s: float) -> int:

@@ -65,10 +65,10 @@ class RankPeers:
         `timeout_s` is for work that partly runs in the leader's thread, where it shows no life.
         """
 
-        async def answer() -> bytes:
+        async def done() -> bytes:
             return _DONE + wire.encode(await work())
 
-        data, error = await _attempt(answer) if self._sync.rank == 0 else (None, None)
+        data, error = await _attempt(done) if self._sync.rank == 0 else (None, None)
         if error is not None:
             data = _FAILED + wire.encode(describe(error))
         try:

@@ -139,7 +139,7 @@ async def _open(
         return parts(following(), NoRolloutSource(inputs), watch=_watch_nothing)
     if not fleets:
         pool = await open_pool(stack, addresses, config.for_engines, record, model=inputs.model)
-        source = EngineRollouts(own, record, rows, make_dispatcher(pool, config.inference, record).generate, user_code)
+        source = EngineRollouts(own, record, rows, make_dispatcher(pool, config.inference).generate, user_code)
         followed = Followed(pool, config.inference, news=await _open_news(stack, config, rank_info))
         return parts(following(followed=followed), source, watch=followed.watch)
     (fleet,) = fleets
