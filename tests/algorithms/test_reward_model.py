@@ -81,7 +81,7 @@ def test_its_report_and_the_evaluation_say_the_same() -> None:
     rewards = np.random.default_rng(4).standard_normal(14).astype(np.float32)
     batch = reward_batch(pairs(), centring=CENTRING)
     report = target_losses(torch.from_numpy(rewards), batch, np.arange(14), report=True).report.groups
-    means = {name: float(values.double().mean()) for name, values in report.items()}
+    means = {name: float(values[where].double().mean()) for name, (values, where) in report.items()}
     outcome = compare_rewards(rewards)
     leads = rewards[::2].astype(np.float64) - rewards[1::2]
     assert (outcome.accuracy, outcome.margin) == ((leads > 0).mean(), pytest.approx(leads.mean()))

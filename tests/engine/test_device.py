@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from accelerator import DEVICE, Accelerator, Held
+from offbeat.chat.shaping import Shaping
 from offbeat.engine.engine import EmbeddedEngine
 from offbeat.engine.loader import load_engine
 from offbeat.engine.options import EngineOptions
@@ -92,6 +93,33 @@ def test_adapters_are_on_the_device_and_cost_no_further_wait(path, kind, model_f
         assert output.logprobs == pytest.approx(expected[key].logprobs, abs=1e-4)
     assert fingerprint == read_adapter(adapters[0]).fingerprint()
     assert len(waits) > 10 and {after - before for before, after in itertools.pairwise(waits)} == {1}
+
+
+def test_shaped_samples_and_their_likeliest_tokens_cost_no_further_wait(model_folder, monkeypatch):
+    shapings = [
+        Shaping(min_p=0.1, presence_penalty=0.5, repetition_penalty=1.3), Shaping(logit_bias=((5, 2.0), (7, -100.0))),
+        Shaping(allowed_token_ids=(3, 8, 9, 20)), Shaping(min_tokens=3)]
+
+    def play(engine: EmbeddedEngine, before_step: Callable[[], None]) -> dict[str, Output]:
+        done = {}
+        for i, shaping in enumerate(shapings):
+            params = SamplingParams(max_new_tokens=8, seed=i, shaping=shaping, top_logprobs=i)
+            engine.submit(Request(id=str(i), prompt=PROMPTS[i], params=params))
+        while engine.has_work:
+            before_step()
+            done |= {event.request_id: event.result for event in engine.step()}
+        return done
+
+    expected = play(load(model_folder("qwen3"), "direct"), lambda: None)
+    monkeypatch.setattr(Platform, "device", DEVICE)
+    waits = []
+    with torch.inference_mode(), Accelerator() as accelerator:
+        got = play(load(model_folder("qwen3"), "direct"), lambda: waits.append(accelerator.num_waits))
+    for name, output in got.items():
+        assert output.token_ids == expected[name].token_ids
+        assert [[token for token, _ in row] for row in output.top_logprobs or ()] == [
+            [token for token, _ in row] for row in expected[name].top_logprobs or ()]
+    assert len(waits) > 7 and {after - before for before, after in itertools.pairwise(waits)} == {1}
 
 
 @pytest.mark.parametrize("path", ["direct", "hf"])

@@ -17,6 +17,7 @@ from offbeat.data.packing import plan_microbatches
 from offbeat.data.pairs import EncodedPair
 from offbeat.losses.compose import target_losses
 from offbeat.losses.targets import Targets
+from waits import DEVICE, HostWaits
 
 LOSSES = [
     LossSpec("dpo", {"beta": 0.3, "label_smoothing": 0.1}), LossSpec("ipo", {"beta": 0.2}), LossSpec("simpo", {"beta": 2.0, "gamma": 0.5}),
@@ -205,11 +206,12 @@ def test_metrics_are_means_over_groups(loss: LossSpec) -> None:
     liked, beta = batch.sequences["signs"] > 0, 1.0 if loss.name == "ipo" else loss.constants.get("beta", 1.0)
     margins = beta * (
         batch.sequences["signs"] * (values - loss.constants["z"]) if loss.name == "kto" else values[liked] - values[~liked])
-    np.testing.assert_allclose(found["preference/margin_mean"].numpy(), margins, rtol=1e-9)
+    found = {name: values[where].numpy() for name, (values, where) in found.items()}
+    np.testing.assert_allclose(found["preference/margin_mean"], margins, rtol=1e-9)
     assert found["preference/accuracy"].tolist() == (margins > 0).tolist()
     what = "logprob" if loss.name in WITHOUT_REFERENCE else "logratio"
-    np.testing.assert_allclose(found[f"preference/chosen_{what}_mean"].numpy(), values[liked], rtol=1e-9)
-    np.testing.assert_allclose(found[f"preference/rejected_{what}_mean"].numpy(), values[~liked], rtol=1e-9)
+    np.testing.assert_allclose(found[f"preference/chosen_{what}_mean"], values[liked], rtol=1e-9)
+    np.testing.assert_allclose(found[f"preference/rejected_{what}_mean"], values[~liked], rtol=1e-9)
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
@@ -219,7 +221,17 @@ def test_a_rank_without_pairs_reports_the_same_names_of_nothing(loss: LossSpec) 
     found = target_losses(leaf, batch, np.zeros(0, np.int64), report=True)
     found.losses.sum().backward()
     full = target_losses(torch.from_numpy(logprobs_of(batch)), batch, np.arange(batch.num_targets), report=True)
-    assert found.report.groups.keys() == full.report.groups.keys() and all(not len(value) for value in found.report.groups.values())
+    assert found.report.groups.keys() == full.report.groups.keys() and all(
+        not len(values) and not len(where) for values, where in found.report.groups.values())
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
+def test_a_loss_of_pairs_and_its_report_never_wait_for_the_device(loss: LossSpec) -> None:
+    batch = samples(loss)
+    logprobs = torch.zeros(batch.num_targets, device=DEVICE, requires_grad=True)
+    with HostWaits() as waits:
+        target_losses(logprobs, batch, np.arange(batch.num_targets), report=True).losses.sum().backward()
+    assert waits.found == []
 
 
 def test_the_settings_give_the_losses_their_constants() -> None:

@@ -106,6 +106,14 @@ def test_values_left_out_by_a_mask_do_not_count_even_if_they_are_nan():
         assert tracker.take().values() == {"n": 2.0, "mean": 2.0, "sum": 4.0, "min": 1.0, "max": 3.0}
 
 
+def test_a_mask_that_is_no_statistic_leaves_values_out_as_a_denominator_does():
+    for convert in (np.asarray, torch.from_numpy):
+        tracker = StatsTracker()
+        tracker.stat({"mean": convert(np.array([1.0, np.nan, 4.0]))}, where=convert(np.array([True, False, True])))
+        tracker.stat({"mean": convert(np.array([1.0]))}, where=convert(np.array([False])))
+        assert tracker.take() == StatsPart(means={"mean": (5.0, 2.0)})
+
+
 def test_a_nan_that_counts_is_shown():
     tracker = StatsTracker()
     for kind in ("mean", "sum", "min", "max"):

@@ -13,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from offbeat.model.attention import window_mask
+from offbeat.model.uploads import upload
 
 BUCKET = 32
 """Attention reads positions in multiples of this."""
@@ -102,7 +103,7 @@ class SlotCache:
     def move(self, sources: list[int], targets: list[int], *, positions: int) -> None:
         """Copy the first `positions` of each source slot to its target slot."""
         if sources and self.slots:  # otherwise it was released, and nothing is stored
-            to, where = torch.tensor(targets).to(self.device), torch.tensor(sources).to(self.device)
+            to, where = upload(np.array(targets), self.device), upload(np.array(sources), self.device)
             for layer in self._data:
                 view = layer[:, :, :, :positions]
                 view.index_copy_(1, to, view.index_select(1, where))
@@ -113,7 +114,7 @@ class SlotCache:
 
     def clear(self, slots: list[int]) -> None:
         """Zero slots that may hold NaN or inf: attention multiplies masked positions by 0, which does not remove a NaN."""
-        index = torch.tensor(slots).to(self.device)
+        index = upload(np.array(slots), self.device)
         for layer in self._data:
             layer[:, index] = 0
 
@@ -170,7 +171,7 @@ class PrefillStep:
         self.mask = self.window_mask(None)
 
     def _send(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._cache.device)
+        return upload(array, self._cache.device)
 
     def window_mask(self, window: int | None) -> Tensor | None:
         """Return a mask for the keys that `extend` returns, where a token attends to the last `window` positions; None is no bound.
@@ -218,7 +219,7 @@ class DecodeStep:
         self.head_dim = shape.head_dim
         self.width = round_up(int(lengths.max()) + 1, BUCKET)
         cache.reserve(slots=self.rows, positions=self.width)
-        self.positions = torch.from_numpy(lengths.astype(np.int64)).to(cache.device)
+        self.positions = upload(lengths.astype(np.int64), cache.device)
         # Row of each (sample, key head)'s new position in a layer's keys, seen as [slots * num_kv_heads * positions, head_dim].
         heads = torch.arange(self.rows * shape.num_kv_heads, device=cache.device)
         self._index = heads * cache.positions + self.positions.repeat_interleave(shape.num_kv_heads)

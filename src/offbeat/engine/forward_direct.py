@@ -17,6 +17,7 @@ from offbeat.engine.cache import CacheShape, DecodeStep, PrefillStep, attend
 from offbeat.engine.forward import LOGITS_AT_ONCE, take
 from offbeat.engine.lora import AdapterRows, Groups, Linear
 from offbeat.engine.matrix import Matrix, head_matrix, matrix
+from offbeat.model.uploads import upload
 
 
 @dataclass(frozen=True)
@@ -286,7 +287,9 @@ class DirectForward:
         """Return cosines and sines of L positions, each [L, head_dim]; the first half of the sines is negated, so that a roll rotates."""
         angles = torch.arange(length, dtype=torch.float32)[:, None] * self._frequencies
         cos, sin = angles.cos() * self._rotary_scale, angles.sin() * self._rotary_scale
-        return torch.cat([cos, cos], -1).to(self.device, self.dtype), torch.cat([-sin, sin], -1).to(self.device, self.dtype)
+        tables = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+        cos, sin = (upload(table.to(self.dtype), self.device) for table in tables)
+        return cos, sin
 
 
 def _rotary_frequencies(config: PreTrainedConfig, head_dim: int) -> tuple[Tensor, float]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from offbeat.model.peft_io import Adapter
+from offbeat.model.uploads import upload
 
 BASE = -1
 """Slot number of a row that uses the base model alone."""
@@ -142,7 +143,7 @@ class AdapterStack:
             for linear, columns, blocks in self._places(group, rank):
                 if linear.name in adapter.pairs:
                     # Copied to the device first: a strided copy to it would go through another copy on the host.
-                    down, up = (tensor.to(self.device) for tensor in adapter.pairs[linear.name])
+                    down, up = (upload(tensor, self.device) for tensor in adapter.pairs[linear.name])
                     weights.a[slot, :, columns] = down.t()
                     weights.b[slot, blocks, :rank] = up.view(blocks.stop - blocks.start, -1, rank).transpose(1, 2)
 
@@ -302,7 +303,7 @@ class AdapterRows:
         return self._of_blocks[layer]
 
     def _send(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._stack.device)
+        return upload(array, self._stack.device)
 
 
 def _scaled(span: slice, factor: int) -> slice:

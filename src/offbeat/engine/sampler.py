@@ -9,13 +9,14 @@ belongs to the distribution sampled from, after all of them with renormalisation
 after temperature alone, as the trainer computes it ("as trained"). At temperature 0 (greedy) it is the log-softmax at temperature 1.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from offbeat.engine.shaping import ShapedRows
+from offbeat.model.uploads import upload
 
 _BLOCKED_FROM = 4096
 """Smallest vocabulary for which tokens are drawn by blocks."""
@@ -75,16 +76,16 @@ class SamplingRows:
         greedy = temperature == 0
         restricted = np.flatnonzero(~greedy & ((top_p < 1) | (top_k > 0)))
         scale = np.where(greedy, 1, temperature).astype(np.float32)
-        self.greedy = torch.from_numpy(greedy).to(device) if greedy.any() else None
-        self.scale = torch.from_numpy(scale).to(device)[:, None] if (scale != 1).any() else None
-        self.restricted = torch.from_numpy(restricted).to(device) if restricted.size else None
-        self.top_p = torch.from_numpy(top_p[restricted]).to(device)[:, None]
-        self.top_k = torch.from_numpy(top_k[restricted]).to(device)[:, None]
+        self.greedy = upload(greedy, device) if greedy.any() else None
+        self.scale = upload(scale, device)[:, None] if (scale != 1).any() else None
+        self.restricted = upload(restricted, device) if restricted.size else None
+        self.top_p = upload(top_p[restricted], device)[:, None]
+        self.top_k = upload(top_k[restricted], device)[:, None]
         self.shaped = shaped
-        changed = np.union1d(restricted, () if shaped is None else shaped.rows.cpu().numpy()).astype(np.int64)
-        self.scaled = torch.from_numpy(changed[scaled[changed]]).to(device) if scaled[changed].any() else None
+        changed = np.union1d(restricted, () if shaped is None else shaped.row_numbers).astype(np.int64)
+        self.scaled = upload(changed[scaled[changed]], device) if scaled[changed].any() else None
         self.num_top = int(num_top.max(initial=0))
-        self.top = torch.from_numpy(np.flatnonzero(num_top)).to(device) if self.num_top else None
+        self.top = upload(np.flatnonzero(num_top), device) if self.num_top else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +128,7 @@ def restrict(logits: Tensor, *, top_p: Tensor, top_k: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, rows: SamplingRows, uniform: np.ndarray) -> Drawn:
-    """Draw one token per row. The result is copied to the host in one transfer, the most likely tokens in two more.
+    """Draw one token per row. The host waits for the device once, for everything that `Drawn` holds.
 
     Args:
         logits: [B, V] float, on any device.
@@ -135,29 +136,39 @@ def sample(logits: Tensor, rows: SamplingRows, uniform: np.ndarray) -> Drawn:
         uniform: [B] float64 in [0, 1), see `uniforms`.
     """
     raw = full = logits = logits.float()
-    empty: tuple[int, ...] = ()
+    empty = torch.zeros(len(raw), 1, dtype=torch.float64, device=raw.device)
     if rows.scale is not None:
         full = logits = raw / rows.scale
     if rows.shaped is not None:
-        changed, empty = rows.shaped.change(raw, rows.scale)
+        changed, none_left = rows.shaped.change(raw, rows.scale)
         logits = logits.index_copy(0, rows.shaped.rows, changed)
+        empty.index_copy_(0, rows.shaped.rows, none_left.double()[:, None])
     if rows.restricted is not None:
         kept = restrict(logits[rows.restricted], top_p=rows.top_p, top_k=rows.top_k)
         logits = logits.index_copy(0, rows.restricted, kept)
     draw = _draw_by_blocks if logits.shape[-1] >= _BLOCKED_FROM else _draw
-    tokens, table, normalizer, total = draw(logits, torch.from_numpy(uniform).to(logits.device)[:, None])
+    tokens, table, normalizer, total = draw(logits, upload(uniform, logits.device)[:, None])
     if rows.greedy is not None:
         tokens = torch.where(rows.greedy[:, None], logits.argmax(dim=-1, keepdim=True), tokens)
     if rows.scaled is not None:
         table = table.index_copy(0, rows.scaled, torch.log_softmax(full[rows.scaled], dim=-1))
         normalizer = normalizer.index_fill(0, rows.scaled, 0.0)
     logprobs = table.gather(1, tokens) - normalizer
-    drawn = torch.cat([tokens.double(), logprobs.double(), total], dim=1).cpu().numpy()
-    columns = (drawn[:, 0].astype(np.int64), drawn[:, 1].astype(np.float32), np.isfinite(drawn[:, 2]))
+    drawn = torch.cat([tokens.double(), logprobs.double(), total, empty], dim=1)
     if rows.top is None:
-        return Drawn(*columns, empty=empty)
+        return _drawn(drawn.cpu().numpy())
     top = table[rows.top].topk(min(rows.num_top, table.shape[-1]), dim=-1)
-    return Drawn(*columns, top.indices.cpu().numpy(), (top.values - normalizer[rows.top]).cpu().numpy(), empty)
+    both = torch.stack([top.indices.double(), (top.values - normalizer[rows.top]).double()])
+    found = torch.cat([drawn.flatten(), both.flatten()]).cpu().numpy()
+    ids, top_logprobs = found[drawn.numel() :].reshape(both.shape)
+    return replace(
+        _drawn(found[: drawn.numel()].reshape(drawn.shape)), top_ids=ids.astype(np.int64), top_logprobs=top_logprobs.astype(np.float32))
+
+
+def _drawn(columns: np.ndarray) -> Drawn:
+    """Return the tokens drawn, from [B, 4] float64: tokens, log-probabilities, totals and whether no token was left."""
+    tokens, logprobs, total, empty = columns.T
+    return Drawn(tokens.astype(np.int64), logprobs.astype(np.float32), np.isfinite(total), empty=tuple(np.flatnonzero(empty).tolist()))
 
 
 def _draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -18,6 +18,7 @@ from offbeat.engine.forward import Forward
 from offbeat.engine.request import MAX_TOP, Event, Scored, ScoreJob
 from offbeat.engine.sampler import row_keys, uniforms
 from offbeat.errors import BusyError, EngineError, RefusedError
+from offbeat.model.uploads import upload
 from offbeat.types import Version
 
 _DRAWS = 0x5DEECE66D
@@ -242,7 +243,7 @@ def _draw(logprobs: Tensor, temperatures: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _on(device: torch.device, array: np.ndarray) -> Tensor:
-    return torch.from_numpy(array).to(device)
+    return upload(array, device)
 
 
 def _result(job: ScoreJob, n: int, version: Version, wanted: Wanted, found: Found) -> Scored | EngineError:

@@ -15,6 +15,7 @@ from torch import Tensor
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.engine.request import SamplingParams
 from offbeat.engine.structure import Grammar
+from offbeat.model.uploads import upload
 
 _NO_IDS = np.zeros(0, np.int64)
 
@@ -116,12 +117,18 @@ class ShapedSample:
 
 
 class ShapedRows:
-    """The shaped samples of a batch."""
+    """The shaped samples of a batch.
+
+    Attributes:
+        row_numbers: [S] int64, ascending, their rows in the batch.
+        rows: the same on the device.
+    """
 
     def __init__(self, rows: Sequence[int], samples: Sequence[ShapedSample], *, device: torch.device) -> None:
         """`rows` [S] ascending are the rows of `samples` in the batch."""
-        self.rows = torch.tensor(rows, dtype=torch.int64, device=device)
         self._rows = rows
+        self.row_numbers = np.array(rows, np.int64)
+        self.rows = upload(self.row_numbers, device)
         self._samples = samples
         self._device = device
         settings = [sample.shaping for sample in samples]
@@ -147,7 +154,7 @@ class ShapedRows:
         """Return the rows of the batch whose structure has ended."""
         return [self._rows[at] for at, grammar in self._structured if grammar.ended]
 
-    def change(self, logits: Tensor, scale: Tensor | None) -> tuple[Tensor, tuple[int, ...]]:
+    def change(self, logits: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """Change the logits of the shaped rows.
 
         Args:
@@ -156,7 +163,7 @@ class ShapedRows:
 
         Returns:
             changed: [S, V] float32, the logits of the shaped rows, divided by the temperature.
-            empty: the rows of the batch that have no token left.
+            empty: [S] bool, whether a row has no token left.
         """
         changed = logits[self.rows]  # a copy
         self._mask(changed)
@@ -169,7 +176,7 @@ class ShapedRows:
         most = changed.amax(dim=-1, keepdim=True)
         if self._floor is not None:
             changed.masked_fill_(changed < most + self._floor, -torch.inf)
-        return changed, tuple(self._rows[at] for at in most.isneginf().flatten().nonzero().flatten().tolist())
+        return changed, most.isneginf().flatten()
 
     def _mask(self, logits: Tensor) -> None:
         """Set the logits [S, V] of tokens that must not be drawn to -inf."""
@@ -201,4 +208,4 @@ class ShapedRows:
         flat.index_copy_(0, at, values - frequency * counts - presence * (counts > 0))
 
     def _send(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return upload(array, self._device)

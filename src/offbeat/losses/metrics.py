@@ -21,13 +21,13 @@ from offbeat.losses.weights import TargetWeights
 class Report:
     """Values of M targets, [M] each by the name of a metric, whose mean, minimum or maximum over all targets is reported.
 
-    `groups` has values of any number of groups, whose mean over all groups is reported.
+    `groups` has values [G] of G groups and a mask [G] bool, such as the groups with a chosen answer, over which their mean is reported.
     """
 
     means: dict[str, Tensor] = field(default_factory=dict)
     minima: dict[str, Tensor] = field(default_factory=dict)
     maxima: dict[str, Tensor] = field(default_factory=dict)
-    groups: dict[str, Tensor] = field(default_factory=dict)
+    groups: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -86,13 +86,13 @@ def pair_report(targets: Targets, loss: LossSpec, trained: Tensor) -> Report:
     loss = first_of(loss)
     targets = replace(targets, constants=loss.constants)
     found = compare(loss.name, targets, trained)
-    margin = margins(loss.name, found, targets)[found.has_chosen | found.has_rejected]
+    margin, compared = margins(loss.name, found, targets), found.has_chosen | found.has_rejected
     what = "logratio" if OBJECTIVES[loss.name].refers else "logprob"
     return Report(groups={
-        "preference/accuracy": margin > 0,
-        "preference/margin_mean": margin,
-        f"preference/chosen_{what}_mean": found.chosen[found.has_chosen],
-        f"preference/rejected_{what}_mean": found.rejected[found.has_rejected],
+        "preference/accuracy": (margin > 0, compared),
+        "preference/margin_mean": (margin, compared),
+        f"preference/chosen_{what}_mean": (found.chosen, found.has_chosen),
+        f"preference/rejected_{what}_mean": (found.rejected, found.has_rejected),
     })
 
 
@@ -100,10 +100,10 @@ def pair_report(targets: Targets, loss: LossSpec, trained: Tensor) -> Report:
 def reward_report(targets: Targets) -> Report:
     """Compute the metrics of a reward model, before its update."""
     found = compare("bradley_terry", targets, targets.counted)
-    margin = found.chosen - found.rejected
+    margin, everywhere = found.chosen - found.rejected, torch.ones_like(found.has_chosen)
     return Report(groups={
-        "reward_model/accuracy": margin > 0, "reward_model/margin_mean": margin,
-        "reward_model/reward_mean": (found.chosen + found.rejected) / 2})
+        "reward_model/accuracy": (margin > 0, everywhere), "reward_model/margin_mean": (margin, everywhere),
+        "reward_model/reward_mean": ((found.chosen + found.rejected) / 2, everywhere)})
 
 
 REPORTS: Mapping[str, Callable[[Targets], Report]] = MappingProxyType({

@@ -48,11 +48,10 @@ def apart_logits(model: Any, row: PackedRow, source: np.ndarray, device: torch.d
         if record is not None:
             uses = [record.uses_alone(segments, segment) for segment in batch]
             record.add(outputs.router_logits, np.concatenate([np.pad(each, (0, index_NL.shape[1] - len(each))) for each in uses]))
-        counts = torch.tensor([len(which) for which in wanted], device=device)
-        picked = torch.arange(keep_NK.shape[1], device=device) < counts[:, None]
         if not selects:
             logits = logits[torch.arange(len(batch), device=device)[:, None], keep_NK]
-        parts.append(logits[picked])
+        picked = [row * keep_NK.shape[1] + np.arange(len(which)) for row, which in enumerate(wanted)]
+        parts.append(logits.flatten(0, 1)[upload(np.concatenate(picked), device)])
         positions.append(np.concatenate(wanted))
     # The buckets' order of positions is undone, so that the result is in the order of `source`.
     return torch.cat(parts)[upload(np.argsort(np.concatenate(positions)), device)]

@@ -101,7 +101,8 @@ class StatsTracker:
             self._add("sum", full_name, count)
 
     def stat(
-        self, values: Mapping[str, Any] | None = None, /, *, reduce: Reduce = "mean", denominator: str | None = None, **more: Any,
+        self, values: Mapping[str, Any] | None = None, /, *, reduce: Reduce = "mean", denominator: str | None = None,
+        where: Any = None, **more: Any,
     ) -> None:
         """Collect elements.
 
@@ -110,6 +111,7 @@ class StatsTracker:
             reduce: how elements become one number, here and over ranks.
             denominator: name of a mask of the same shape, defined in this scope; elements where it is 0 are left out. A mean is over the
                 remaining elements. None takes all elements.
+            where: in place of a denominator, a mask of the same shape that is no statistic itself; elements where it is 0 are left out.
 
         Raises:
             ValueError: there is no such denominator, the shapes differ, or the name was collected in another way before.
@@ -117,6 +119,9 @@ class StatsTracker:
         if reduce not in get_args(Reduce):
             raise ValueError(f"reduce must be one of {', '.join(get_args(Reduce))}, got {reduce!r}")
         mask, count = (None, None) if denominator is None else self._mask(self._prefix + denominator)
+        if where is not None:
+            mask = (where if _is_tensor(where) else np.asarray(where)) != 0
+            count = _total(mask)
         for name, elements in {**(values or {}), **more}.items():
             self._collect(self._prefix + name, elements, mask, reduce, count=count)
 

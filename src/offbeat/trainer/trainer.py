@@ -416,7 +416,8 @@ class Trainer(ABC):
                 tracker.stat(scored.report.means, denominator="train/tokens")
                 tracker.stat(scored.report.minima, reduce="min")
                 tracker.stat(scored.report.maxima, reduce="max")
-                tracker.stat(scored.report.groups)
+                for name, (values, where) in scored.report.groups.items():
+                    tracker.stat({name: values}, where=where)
                 progress("backward")
                 self._effort.backward(
                     routers.added_to(scored.losses.sum() * (scale * self._gradient_scale), scale=self._gradient_scale))
