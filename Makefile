@@ -26,7 +26,7 @@ export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart test test-drills test-wheel test-avx2 test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real test-templates cookbook verifiers test-verifiers test-agents smollm2 qwen check docs bench release gpu-check operator-schemas gpu-matrix faults soak clean
+.PHONY: help quickstart test test-drills test-wheel test-avx2 test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real test-templates cookbook verifiers test-verifiers test-agents smollm2 qwen check docs bench release gpu-check gpu-rehearse operator-schemas gpu-matrix faults soak clean
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
 
@@ -187,6 +187,10 @@ gpu-matrix: $(DEV_STAMP)  ## check what is used of torch and transformers with s
 gpu-check:  ## compare a GPU with the CPU, measure it and write docs/gpu.md; uses PYTHON's torch, wheels in the folder WHEELS and TRL of TRL_PYTHON if given
 	$(PYTHON) benchmarks/gpu/check.py --out docs/gpu.json $(if $(WHEELS),--wheels $(WHEELS)) $(if $(TRL_PYTHON),--trl-python $(TRL_PYTHON))
 	$(PYTHON) benchmarks/gpu/page.py
+
+gpu-rehearse: $(DEV_STAMP)  ## rehearse gpu-check without a GPU, on the CPU and on fake CUDA tensors; results go to build/gpu-rehearsal.json
+	mkdir -p build
+	$(BIN)/python -W ignore benchmarks/gpu/check.py --rehearse --out build/gpu-rehearsal.json
 
 faults: $(DEV_STAMP)  ## damage files, change settings, run wrong user code, let ranks misbehave at every sync point, and write docs/faults.md; takes over an hour
 	$(BIN)/python tests/faults/damage.py

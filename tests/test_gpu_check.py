@@ -38,7 +38,7 @@ def call(*arguments):
 def rehearse(folder, *parts):
     """Run parts on the CPU; returns their results."""
     out = folder / "gpu.json"
-    done = call("--cpu", "--out", str(out), "--parts", *parts)
+    done = call("--rehearse", "--out", str(out), "--parts", *parts)
     assert done.returncode == 0, done.stderr + out.read_text()
     found = json.loads(out.read_text())
     assert found["device"] == "CPU, a rehearsal"
@@ -163,7 +163,7 @@ def test_without_a_gpu_it_says_so():
         pytest.skip("there is a GPU")
     done = call()
     assert done.returncode == 2
-    assert done.stderr == "gpu-check needs a GPU that torch can use, and found none; --cpu rehearses it on the CPU\n"
+    assert done.stderr == "gpu-check needs a GPU that torch can use, and found none; --rehearse rehearses it on the CPU\n"
 
 
 def test_an_interpreter_for_trl_that_is_not_there_is_refused():

@@ -7,12 +7,12 @@ a pass over 16,384 tokens at the shapes of Qwen3, from random weights, beside wh
 publishing, proof). Each part stands by itself: one that fails, or takes longer than its limit, is reported, and the next one runs. The file
 of results is written after each part.
 
-    python benchmarks/gpu/check.py [--out FILE] [--parts NAME ...] [--limit-s N] [--wheels FOLDER] [--trl-python PYTHON] [--cpu]
+    python benchmarks/gpu/check.py [--out FILE] [--parts NAME ...] [--limit-s N] [--wheels FOLDER] [--trl-python PYTHON] [--rehearse]
 
 --wheels installs what is missing, or older than pyproject.toml asks for, from a folder of wheels, without a network. TRL takes part if it
-is installed beside torch, or in the environment of the interpreter that --trl-python names. --cpu rehearses all parts on the CPU at tiny
-shapes, which shows that the script works and nothing else. Exit 2 where there is no GPU, 1 where a part failed. `python
-benchmarks/gpu/page.py` makes docs/gpu.md of the file.
+is installed beside torch, or in the environment of the interpreter that --trl-python names. --rehearse needs no GPU: it runs all parts on
+the CPU at tiny shapes, after those of rehearsal.py, which find faults that a GPU would show. Exit 2 where there is no GPU, 1 where a part
+failed. `python benchmarks/gpu/page.py` makes docs/gpu.md of the file.
 """
 
 import argparse
@@ -41,8 +41,13 @@ _LIMIT_S = 300.0
 
 def install(wheels: str) -> None:
     """Install what is missing or too old from a folder of wheels; torch stays what it is."""
-    if wanted := needed((_SOURCE.parent / "pyproject.toml").read_text(), installed):
+    if wanted := missing():
         subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--find-links", wheels, *wanted], check=True)
+
+
+def missing() -> list[str]:
+    """Return the requirements of a training environment that this one does not meet, such as ["zstandard>=0.23"]."""
+    return needed((_SOURCE.parent / "pyproject.toml").read_text(), installed)
 
 
 def needed(pyproject: str, installed: Callable[[str], str | None]) -> list[str]:
@@ -83,7 +88,7 @@ def main() -> int:
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--wheels", default="")
     parser.add_argument("--trl-python", type=Path, default=Path(sys.executable))
-    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args()
     if not args.trl_python.is_file():
         parser.error(f"--trl-python must be the Python of an environment that has TRL, and there is no {args.trl_python}")
@@ -91,13 +96,14 @@ def main() -> int:
         install(args.wheels)
     sys.path[:0] = [str(_SOURCE), str(_BENCHMARKS)]
     torch, platform = import_module("torch"), import_module("offbeat.sync.platform").current_platform
-    if not args.cpu and platform.device_type != "cuda":
-        print("gpu-check needs a GPU that torch can use, and found none; --cpu rehearses it on the CPU", file=sys.stderr)
+    if not args.rehearse and platform.device_type != "cuda":
+        print("gpu-check needs a GPU that torch can use, and found none; --rehearse rehearses it on the CPU", file=sys.stderr)
         return 2
     own = import_module("parts")  # what it needs may have been installed just now
 
-    device = torch.device("cpu" if args.cpu else "cuda")
-    parts: dict[str, Callable[[], Any]] = own.parts(device, trl_python=str(args.trl_python)) | {"run": lambda: whole_run(args.cpu)}
+    device = torch.device("cpu" if args.rehearse else "cuda")
+    parts: dict[str, Callable[[], Any]] = import_module("rehearsal").rehearsal(missing) if args.rehearse else {}
+    parts |= own.parts(device, trl_python=str(args.trl_python)) | {"run": lambda: whole_run(args.rehearse)}
     if unknown := set(args.parts) - parts.keys():
         parser.error(f"there is no part {min(unknown)!r}, only {', '.join(parts)}")
     chosen = {name: part for name, part in parts.items() if not args.parts or name in args.parts}
@@ -107,8 +113,8 @@ def main() -> int:
         return 0
     results: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "transformers": installed("transformers"),
-        "device": "CPU, a rehearsal" if args.cpu else torch.cuda.get_device_name(), "parts": {}}
-    command = [sys.executable, __file__, "--here", "--trl-python", str(args.trl_python), *(["--cpu"] if args.cpu else [])]
+        "device": "CPU, a rehearsal" if args.rehearse else torch.cuda.get_device_name(), "parts": {}}
+    command = [sys.executable, __file__, "--here", "--trl-python", str(args.trl_python), *(["--rehearse"] if args.rehearse else [])]
     for name, found in in_turn(command, list(chosen), limit_s=args.limit_s):
         results["parts"][name] = found
         if args.out:

@@ -32,7 +32,7 @@ weights, and measures passes over 16,384 tokens at the shapes of Qwen3 beside th
   have the same norm. `make gpu-check TRL_PYTHON=python` names the Python of an environment with TRL.
 
 Where packages are missing and there is no network, `make gpu-check WHEELS=folder` installs them from a folder of wheels. Results go
-to `docs/gpu.json` and onto this page. `python benchmarks/gpu/check.py --cpu` rehearses all parts on a CPU.
+to `docs/gpu.json` and onto this page. `make gpu-rehearse` runs all parts without a GPU.
 
 ## Without a GPU
 
