@@ -75,6 +75,7 @@ vllm: $(VLLM_STAMP)  ## install vLLM in an environment of its own, .venv-vllm: f
 
 test-vllm: $(DEV_STAMP) $(VLLM_STAMP)  ## run the tests of engines against the embedded engine and against real vLLM
 	OFFBEAT_TEST_VLLM=1 $(BIN)/python -m pytest tests/engines
+	.venv-vllm/bin/python -W ignore tools/operator_schemas.py --packages vllm
 
 $(TINKER_STAMP): tools/install_tinker.sh tests/sdk/constraints.txt
 	PYTHON=$(PYTHON) tools/install_tinker.sh .venv-tinker 0.38.0
