@@ -7,17 +7,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import Qwen3Config
 
 from memory_tables import MODELS
 from offbeat.config.load import load_config
 from offbeat.runs.memory import engine_weights, rank_memory
 from offbeat.runs.slurm import SlurmJob, slurm_script
 from offbeat.runs.threads import choose_threads, usable_cores
+from offbeat.trainer.memory import estimate_memory
 from small_run import build_small_model
 
 _ROOT = Path(__file__).parents[1]
 _EXAMPLES = sorted((_ROOT / "examples").glob("**/*.toml"))
-_ON_GPUS = {"qwen3_1_7b_1": 1, "qwen3_8b_8": 8, "qwen3_32b_64": 64}
+_ON_GPUS = {"one": 1, "qwen3_1_7b_1": 1, "qwen3_8b_8": 8, "qwen3_32b_64": 64}
 _RUNNABLE = [path for path in _EXAMPLES if "# runnable: two steps of this file are part of the tests" in path.read_text(encoding="utf-8")]
 _SMALL = {
     "run.total_steps": 2, "sft.total_steps": 2, "sft.batch_size": 8, "rollout.consumer_batch_size": 4, "rollout.group_size": 2,
@@ -45,6 +47,25 @@ def test_an_example_for_gpus_takes_as_many_as_it_is_for(name: str, gpus: int) ->
     assert engine_weights(shape, num_devices=config.inference.devices_per_engine) < 0.8 * 0.9 * 80e9
     job = slurm_script(config, Path("run.toml"), SlurmJob())
     assert f"#SBATCH --nodes={-(-gpus // 8)}\n" in job
+
+
+def test_the_table_of_one_gpu_is_what_fake_tensors_count() -> None:
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (_ROOT / "docs/scaling.md").read_text().splitlines()
+            if line.startswith(("| 0.6B |", "| 1.7B |"))]
+    assert len(rows) == 6
+    shapes = {"0.6B": (1024, 3072), "1.7B": (2048, 6144)}
+    for size, trained, options, stated, *rooms in rows:
+        hidden, inner = shapes[size]
+        shape = Qwen3Config(
+            vocab_size=151_936, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=28, num_attention_heads=16,
+            num_key_value_heads=8, head_dim=128, tie_word_embeddings=True)
+        given = [("model.lora.rank", "0")] * (trained == "all weights")
+        if "offload" in options:
+            given += [("train.offload_optimizer", "true"), ("train.max_tokens_per_microbatch", "4096")]
+        config = load_config(str(_ROOT / "examples/gpu/one.toml"), given)
+        needed = estimate_memory(shape, config.for_ranks, num_ranks=1).total
+        assert round(needed / 2**30, 1) == float(stated)
+        assert rooms == ["yes" if needed <= 0.92 * 0.6 * card else "no" for card in (24e9, 40e9, 80e9)]
 
 
 def test_there_are_examples_that_run() -> None:

@@ -145,7 +145,7 @@ def timed_pass(
     median_s = float(np.median(seconds[1:]))
     settings = Config.model_validate({"train": {
         "precision": "bf16_mixed", "gradient_checkpointing": recompute, "max_tokens_per_microbatch": num_tokens}})
-    estimated = weights + estimate_memory(config, settings, num_ranks=1, on_cpu=device.type == "cpu").activations
+    estimated = weights + estimate_memory(config, settings.for_ranks, num_ranks=1, on_cpu=device.type == "cpu").activations
     lengths = [len(chunk) for chunk in np.array_split(np.arange(num_tokens), max(1, num_tokens // 1024))]
     flops = flops_of(sum(parameter.numel() for parameter in model.parameters()), config, lengths)
     found = {

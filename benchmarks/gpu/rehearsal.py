@@ -148,7 +148,8 @@ def _model(family: Any, attention: str | None) -> Iterator[tuple[PreTrainedModel
     settings = {**_FAMILIES.SIZES, **family.settings}
     if "moe_intermediate_size" in settings:
         settings["moe_intermediate_size"] = 16  # the kernel of all experts wants rows of a multiple of 16 bytes
-    kept = {name: value for name, value in settings.items() if value is not None or name in ("bos_token_id", "sliding_window")}
+    kept: dict[str, Any] = {
+        name: value for name, value in settings.items() if value is not None or name in ("bos_token_id", "sliding_window")}
     config = CONFIG_MAPPING[family.model_type](**kept)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
