@@ -1,6 +1,6 @@
 """A process of user code: it plays many episodes at the same time. Apart from this, only user code runs in it.
 
-Coroutines of users share its event loop; plain functions get a thread each (`user_code.call`). Each episode has a number, under which it is
+Coroutines of users share its event loop; plain functions get a thread each (`calling.call`). Each episode has a number, under which it is
 opened, taken on and closed; closing it cancels its calls that still run. `PlayPool` calls this.
 """
 

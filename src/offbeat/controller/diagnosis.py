@@ -129,7 +129,7 @@ class Diagnosis:
 
 
 class IdleAdvice:
-    """Records once that engines idle; what `rollout.idle` reports to."""
+    """Records once that engines idle. Implements `rollout.idle.IdleListener`."""
 
     def __init__(self, record: RunRecord, config: Config) -> None:
         self._record, self._config = record, config

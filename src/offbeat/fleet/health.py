@@ -51,7 +51,7 @@ class Healer:
                 where the run did not start the engines. Its waits have deadlines.
             max_backoff_s: longest pause between two attempts.
             listener: hears of "heal_attempt" (engine, attempt, by, reason, seconds) for each reload and restart, where the reason is
-                empty if it succeeded, and with "healed" (engine, attempts, seconds).
+                empty if it succeeded, and of "healed" (engine, attempts, seconds).
         """
         self._pool = pool
         self._reload_engine = reload

@@ -30,7 +30,7 @@ class WeightExchange:
 
     @classmethod
     def of(cls, model: PreTrainedModel, groups: ProcessGroups) -> Self | None:
-        """Return a exchange for a model that is in shards; None if this rank has all of it."""
+        """Return an exchange for a model that is in shards; None if this rank has all of it."""
         in_shards = groups.world > 1 and any(isinstance(parameter, DTensor) for parameter in model.parameters())
         return cls(model, groups) if in_shards else None
 
