@@ -193,3 +193,17 @@ def test_random_traffic_of_long_and_short_prompts_under_little_memory_stays_righ
     for (name, _), output in done.items():
         assert name in gone or is_right(output, sent[name].prompt, reference("qwen3"))
     assert {name for name, _ in done} | gone == set(sent)
+
+
+def test_a_beginning_that_was_dropped_for_the_slots_of_a_long_prompt_is_not_counted_as_cached(make_engine, reference):
+    token = 2 * 2 * 2 * 16 * 4
+    engine = make_engine(max_running=8, max_prefill_per_round=16, max_cache_bytes=8 * 64 * token)
+    engine.submit(Request(id="first", prompt=LONG[:33], params=params(2, seed=1)))
+    drain(engine)
+    engine.submit(Request(id="short", prompt=[4], params=params(60, seed=2), n=7))
+    engine.step()
+    engine.submit(Request(id="long", prompt=LONG[:60], params=params(4, seed=3)))
+    counts = prefilled(engine)
+    output = drain(engine)["long", 0]
+    assert sum(counts) == 60 and is_right(output, LONG[:60], reference("qwen3"))
+    assert output.num_cached == engine.num_cached_tokens == 0

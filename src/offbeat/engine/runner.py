@@ -35,6 +35,7 @@ class Runner:
         self._rows = rows
         self._adapters = adapters
         self._max_prefill_tokens = max_prefill_tokens
+        self._num_known_of_begun = 0  # fewer than were planned where room for its slot has dropped prefixes
 
     def num_known(self, request: Request) -> int:
         """See `KnownPrompts`."""
@@ -54,8 +55,10 @@ class Runner:
             self._reserve(slots=old + 1, positions=stored.stop)
         logits = [self._decode_rows(old)] if old else []
         if part is not None:
-            tokens = np.array(part.request.prompt[: part.stop])
-            self._prefill([tokens], [part.request.adapter], slots=np.array([old]), begun=part.start if part.start > part.known else 0)
+            tokens, begun_at = np.array(part.request.prompt[: part.stop]), part.start if part.start > part.known else 0
+            _, known = self._prefill([tokens], [part.request.adapter], slots=np.array([old]), begun=begun_at)
+            if not begun_at:
+                self._num_known_of_begun = int(known[0])
         if prompts.requests:
             logits.append(self._start_requests(prompts.requests, begun, old))
         return torch.cat(logits) if len(logits) > 1 else next(iter(logits), None)
@@ -74,7 +77,7 @@ class Runner:
         logits, known = self._prefill(
             sequences, [request.adapter for request in requests], slots=first, begun=0 if begun is None else begun.stop)
         if begun is not None:
-            known[0] = begun.known
+            known[0] = self._num_known_of_begun
         self.num_cached_tokens += int(known.sum())
         repeats = np.arange(old, len(self._rows))
         prompts = np.repeat(np.arange(len(requests)), counts)
