@@ -90,6 +90,15 @@ def test_what_a_users_function_raises_is_told_with_its_own_line_and_the_step(tmp
     assert str(caught.value).endswith(f" at {path}, line 4, in step 7")
 
 
+def test_a_function_that_calls_sys_exit_is_told_as_one_that_raised(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("import sys\n\ndef f():\n    sys.exit(0)\n")
+    function = resolve(f"{path}:f", kind="credit")
+    with pytest.raises(OwnCodeError, match=r"credit 'mine\.py:f' raised SystemExit: 0 at .*mine\.py, line 4$"), blaming(
+            "mine.py:f", function, kind="credit"):
+        function()
+
+
 def test_a_builtin_has_no_line_of_its_own_so_that_of_the_call_is_told():
     with pytest.raises(OwnCodeError, match=r"raised ValueError: .* at .*test_functions.py, line \d+$"), blaming(
             "math:sqrt", math.sqrt, kind="credit"):

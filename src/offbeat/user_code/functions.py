@@ -83,9 +83,9 @@ def blaming(dotted: str, function: Callable[..., Any], *, kind: str) -> Iterator
     """Add file and line of the user's code to an exception from a function of `resolve`.
 
     Raises:
-        OwnCodeError: the code raised an exception, of any class but this one.
+        OwnCodeError: the code raised an exception, of any class but this one, or called `sys.exit`.
     """
-    with Caught(passes=(OwnCodeError,)) as caught:
+    with Caught(Exception, SystemExit, passes=(OwnCodeError,)) as caught:
         yield
     if (exc := caught.error) is not None:
         frames = traceback.extract_tb(exc.__traceback__)
