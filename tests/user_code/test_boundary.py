@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from offbeat.errors import CodeError, DataError, ModelError
+from offbeat.errors import CodeError, DataError
 from offbeat.user_code.boundary import Caught, told_as
 
 
@@ -28,11 +28,7 @@ def test_an_error_is_told_in_a_sentence_with_its_cause() -> None:
     with pytest.raises(CodeError, match=r"^my\.py failed on import: SystemExit: 3$") as told, told_as("my.py failed on import: "):
         raise SystemExit(3)
     assert isinstance(told.value.__cause__, SystemExit)
-    with pytest.raises(ModelError, match=r"^it refuses: ValueError: no; change it$"):
-        with told_as("it refuses: ", "; change it", error=ModelError):
-            raise ValueError("no")
-    with pytest.raises(CodeError, match=r"ZeroDivisionError: division by zero at .*test_boundary\.py, line \d+$"):
-        with told_as("f raised ", says_where=True):
-            _ = 1 / 0
+    with pytest.raises(CodeError, match=r"^it refuses: ValueError: no; change it$"), told_as("it refuses: ", "; change it"):
+        raise ValueError("no")
     with pytest.raises(DataError, match="^mine$"), told_as("f raised ", passes=(DataError,)):
         raise DataError("mine")

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from offbeat.errors import CodeError, OffbeatError, describe
-from offbeat.raised import describe_at
+from offbeat.errors import CodeError, describe
 
 Kinds = tuple[type[BaseException], ...]
 
@@ -50,19 +49,18 @@ class Caught:
 
 
 @contextmanager
-def told_as(
-    begins: str, ends: str = "", *, error: type[OffbeatError] = CodeError, says_where: bool = False, passes: Kinds = (),
-) -> Iterator[None]:
+def told_as(begins: str, ends: str = "", *, passes: Kinds = ()) -> Iterator[None]:
     """Raise an error of the body as one sentence: `begins`, a description such as "ValueError: no idea", and `ends`.
 
     `sys.exit` counts as an error.
 
     Args:
-        error: class of the error that is raised.
-        says_where: whether the description ends with file and line of the user's code.
         passes: errors that are raised as they are.
+
+    Raises:
+        CodeError: the sentence.
     """
     with Caught(Exception, SystemExit, passes=passes) as caught:
         yield
     if (exc := caught.error) is not None:
-        raise error(f"{begins}{describe_at(exc) if says_where else describe(exc)}{ends}") from exc
+        raise CodeError(f"{begins}{describe(exc)}{ends}") from exc
