@@ -25,7 +25,7 @@ from offbeat.rollout.episode import Episode
 from offbeat.user_code.places import Waiting
 
 _HARD_TIMEOUT_S = 7 * 86_400.0
-"""Seconds for a call that the clock and the group's deadline end before; neither counts all of its time."""
+"""Seconds for a call. The deadline of its episode or of its group ends it before, even if much of its time does not count on them."""
 
 
 class Player(Protocol):

@@ -58,7 +58,7 @@ class Account:
         num_calls: calls of the model.
     """
 
-    settle: "Settle" = lambda _account, _ended: None
+    settle: Settle = lambda _account, _ended: None
     most_stretches: int = 0
     now_s: Clock = time.monotonic
     seconds: dict[Doing, float] = field(default_factory=dict)

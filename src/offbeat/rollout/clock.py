@@ -5,7 +5,8 @@ engines sleep. Each reward call has its own deadline, and before it starts, a gr
 counted, a reward that hangs now and then would fail the prompts that wait for it.
 
 The deadline of an agent's episode, `agent.timeout_s`, stands still during requests to engines as well (`requests_off`). They have deadlines
-of their own, and busy engines would otherwise lose the longest episodes. The group's deadline counts requests, so it ends every episode.
+of their own, and busy engines would otherwise lose the longest episodes. The group's deadline counts requests, so it ends an episode that
+asks without end.
 """
 
 import asyncio

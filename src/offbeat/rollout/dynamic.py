@@ -7,7 +7,6 @@ about each played group.
 Source: DAPO, arXiv:2503.14476 section 3.2.
 """
 
-
 from offbeat.algorithms.turns import reward_range
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.data.trajectory import Group
