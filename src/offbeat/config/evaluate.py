@@ -27,7 +27,8 @@ class EvaluateConfig(Section):
         "", "Dotted name, module:function, of a metric of your own: it gets a list of all answers to a set, and returns a number or some by"
         " name.")
     metric_timeout_s: float = field(
-        60.0, "Seconds for one call of that metric, with the start of its process.", gt=0, on_resume=Change.FREE)
+        60.0, "Seconds for one call of that metric, and as long again for the start of its process and for loading it.", gt=0,
+        on_resume=Change.FREE)
     keep_samples: bool = field(
         True, "Keep the answers of each evaluation, with texts and rewards, in `evaluations/` in the run, to be read and compared.",
         on_resume=Change.FREE)

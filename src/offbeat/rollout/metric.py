@@ -27,7 +27,7 @@ class Metric:
 
         Args:
             dotted: "module:function", or the name of a function that this process has been given as an object.
-            timeout_s: limit for one call, and for the start of its process.
+            timeout_s: limit for one call, for the start of its process, and for loading it, each.
             log_dir: folder of metric.log, the file for its output.
             memory_bytes: memory limit of its process; 0 for none.
             allowed: environment variables that it sees although they look like secrets.
