@@ -59,6 +59,7 @@ from offbeat.ranks.sharding import Sharder
 from offbeat.ranks.trainers import Trainers
 from offbeat.rollout.episode import Episode
 from offbeat.rollout.executor import RolloutExecutor
+from offbeat.rollout.player import RolloutParts
 from offbeat.rollout.staleness import Gate
 from offbeat.rollout.trajectory_checks import TrajectoryChecks
 from offbeat.rollout.workflows.single_turn import single_turn
@@ -328,10 +329,8 @@ async def executing(
         consumer_batch_size=options.batch, max_concurrent_rollouts=options.engines, max_head_offpolicyness=1, group_size=options.samples)
     gate = Gate(batch_size=options.batch, max_running=options.engines, eta=1, last_version=last_version)
     stream = PromptStream(ListDataset(tuple(Row(f"{number}>", str(number)) for number in range(1000))), seed=0)
-    async with RolloutExecutor(
-        gate=gate, stream=stream, workflow=single_turn, make_episode=episode, config=config, sampling=Sampling(4 * options.tokens),
-        checks=TrajectoryChecks(VOCAB),
-    ) as executor:
+    parts = RolloutParts(workflow=single_turn, make_episode=episode, checks=TrajectoryChecks(VOCAB))
+    async with RolloutExecutor(gate, stream, parts, config=config, sampling=Sampling(4 * options.tokens)) as executor:
         yield executor, publish
 
 
