@@ -168,7 +168,7 @@ def test_a_model_is_built_beside_its_tokenizer(tmp_path: Path) -> None:
 
 
 def test_only_public_methods_of_a_worker_or_its_trainer_can_be_called(rank: TrainWorker) -> None:
-    for name in ("_give_up", "handle", "_update", "nothing", "groups"):
+    for name in ("give_up", "beat", "handle", "_update", "nothing", "groups"):
         with pytest.raises(LookupError, match="has no method"):
             rank.handle(name, b"")
 

@@ -36,8 +36,8 @@ _PR_SET_PDEATHSIG = 1
 class Lifeline(Protocol):
     """Lets a handler reach its parent from any thread while it answers a call."""
 
-    def beat(self, work: str) -> None:
-        """Report that the child is alive and does `work`; the parent quotes the last report if it finds the child stuck."""
+    def beat(self, text: str) -> None:
+        """Report that the child is alive and does the work `text`; the parent quotes the last report if it finds the child stuck."""
         ...
 
     def give_up(self, error: Exception) -> None:
@@ -101,9 +101,9 @@ class _Server:
         else:
             self._work(handler)
 
-    def beat(self, work: str) -> None:
+    def beat(self, text: str) -> None:
         """See `Lifeline.beat`."""
-        self._frame(BEAT, 0, work.encode())
+        self._frame(BEAT, 0, text.encode())
 
     def give_up(self, error: Exception) -> None:
         """See `Lifeline.give_up`."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from offbeat.config.for_processes import RankConfig
 from offbeat.config.model import TinyConfig
-from offbeat.errors import StuckError, SyncError, UserError
+from offbeat.errors import SyncError, UserError
 from offbeat.model.tiny import build_tiny
 from offbeat.process.serving import Lifeline
 from offbeat.pulse import work
@@ -115,14 +115,14 @@ class TrainWorker(WorkerService):
         return Nothing()
 
     def join(self, request: JoinRequest) -> Nothing:
-        """Meet the other ranks."""
+        """Meet the other ranks. The controller hears by the lifeline of ranks that hang, since this thread may wait for one without end."""
         self._request = request
         config = RankConfig.model_validate_json(request.config)
         at = request.store
         store = self._store or connect_store(at.host, at.port, timeout_s=config.dist.init_timeout_s, server=at.server)
         self._groups = join(
             rank=request.rank, world=request.world, store=store, config=config.dist, server=at.server,
-            shape=MeshShape.of(config.train, world=request.world), listener=self)
+            shape=MeshShape.of(config.train, world=request.world), listener=self.lifeline)
         return Nothing()
 
     def load_model(self, _request: Nothing) -> Nothing:
@@ -131,13 +131,3 @@ class TrainWorker(WorkerService):
         assert request is not None and groups is not None, "a rank joins before it loads"
         self._trainers = build_trainers(request.model, RankConfig.model_validate_json(request.config), groups, trains=request.trains)
         return Nothing()
-
-    def give_up(self, error: StuckError) -> None:
-        """End the current call for the controller, though its thread may hang, or wait in a collective for a rank that hangs."""
-        if self.lifeline is not None:
-            self.lifeline.give_up(error)
-
-    def beat(self, text: str) -> None:
-        """Tell the controller that this rank works; see `Lifeline.beat`."""
-        if self.lifeline is not None:
-            self.lifeline.beat(text)
