@@ -366,15 +366,16 @@ def test_many_requests_behind_gaps_cost_little(cluster: SmallCluster, tmp_path: 
     cluster.run(body)
 
 
+@pytest.mark.parametrize("error", [WorkerError("no memory is left"), KeyError("of a library")])
 def test_if_the_trainers_cannot_be_started_again_requests_fail_rather_than_wait(
-    cluster: SmallCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    error: Exception, cluster: SmallCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def body() -> None:
         async with cluster.open(tmp_path) as running:
             model = await running.model()
 
             async def fail() -> None:
-                raise WorkerError("no memory is left")
+                raise error
 
             with monkeypatch.context() as patch:
                 patch.setattr(cluster.adapters, "restart_trainers", fail)

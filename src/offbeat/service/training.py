@@ -397,7 +397,7 @@ class Training:
         self.work.tell(_RESTARTING)
         try:
             await self._adapters.restart_trainers()
-        except (OffbeatError, OSError) as exc:
+        except Exception as exc:  # of whatever kind: the loop lives on, and tries again for later jobs
             for job in tuple(self._schedule):
                 self._fail(job, exc)
             await asyncio.sleep(_IDLE_S)
