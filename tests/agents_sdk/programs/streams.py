@@ -17,6 +17,7 @@ flat = {"model": name, "input": "3?", "temperature": 0, "include": ["message.out
 blocks = {"model": name, "messages": messages, "max_tokens": 16, "extra_body": {"temperature": 0}, "tools": [
     {"name": "add", "input_schema": parameters}]}
 
+openai.chat.completions.create(**chat)  # the engine keeps the prompt from here on, so both answers below tell the same cached tokens
 with openai.chat.completions.stream(**chat, stream_options={"include_usage": True}) as stream:
     kinds = [event.type for event in stream]
     done = stream.get_final_completion()
@@ -28,6 +29,7 @@ assert (call.function.name, call.function.arguments) == (expected.function.name,
 assert [entry.token for entry in choice.logprobs.content] == [entry.token for entry in other.logprobs.content]
 print("chat completions", choice.message.content, call.function.arguments, kinds.count("content.delta"))
 
+openai.responses.create(**flat)
 with openai.responses.stream(**flat) as stream:
     kinds = [event.type for event in stream]
     done = stream.get_final_response()
@@ -38,6 +40,7 @@ assert (call.name, call.arguments) == (expected.name, expected.arguments)
 assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
 print("Responses", done.output_text, call.arguments, kinds.count("response.output_text.delta"))
 
+anthropic.messages.create(**blocks)
 with anthropic.messages.stream(**blocks) as stream:
     kinds = [event.type for event in stream]
     done = stream.get_final_message()
