@@ -10,6 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from offbeat.data.tokenizer import character_tokenizer
+from offbeat.engine.engine import EmbeddedEngine
+from offbeat.engine.loader import load_engine
+from offbeat.engine.options import EngineOptions
+from offbeat.engine.request import Output, SamplingParams
 from offbeat.model.load import load_causal_lm
 from offbeat.model.peft_io import Adapter, read_adapter, write_adapter
 
@@ -52,6 +56,25 @@ def build(folder: Path, kind: str, *, seed: int) -> str:
             parameter.data.normal_(1.0 if "norm" in name and "bias" not in name else 0.0, 0.25)
     model.save_pretrained(folder)
     return str(folder)
+
+
+def params(count: int, **settings) -> SamplingParams:
+    return SamplingParams(max_new_tokens=count, ignore_eos=True, **settings)
+
+
+def is_right(output: Output, prompt: list[int], model: "Reference") -> bool:
+    """Whether an output's log-probabilities are those of a reference."""
+    expected = model.logprobs(prompt + output.token_ids)[len(prompt) - 1 :]
+    return torch.allclose(torch.tensor(output.logprobs), expected, atol=1e-4)
+
+
+@pytest.fixture(params=["direct", "hf"])
+def make_engine(request, model_folder):
+    """kind, options -> engine, by each way of computing."""
+    def make(kind: str = "qwen3", **options) -> EmbeddedEngine:
+        return load_engine(EngineOptions(model=model_folder(kind), forward=request.param, **options))
+
+    return make
 
 
 @pytest.fixture

@@ -8,22 +8,12 @@ import torch
 
 from offbeat.engine.adapters import UnknownAdapterError
 from offbeat.engine.engine import EmbeddedEngine
-from offbeat.engine.loader import load_engine
-from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import Output, Request, SamplingParams
 from offbeat.engine.versions import VersionSource
 from offbeat.errors import BusyError, EngineError
 from offbeat.model.peft_io import Adapter, read_adapter, write_adapter
 
 PROMPTS = [[5, 9, 20, 3, 8, 8, 41, 7, 7, 30, 12, 3], [4], [17, 6, 5, 33], [9] * 25, [7, 8]]
-
-
-@pytest.fixture(params=["direct", "hf"])
-def make_engine(request, model_folder):
-    def make(kind: str = "qwen3", **options) -> EmbeddedEngine:
-        return load_engine(EngineOptions(model=model_folder(kind), forward=request.param, **options))
-
-    return make
 
 
 def load(engine: EmbeddedEngine, name: str, folder: str) -> None:

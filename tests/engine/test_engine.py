@@ -14,19 +14,9 @@ from offbeat.engine.versions import VersionSource, fingerprint_tensors
 from offbeat.errors import BusyError, EngineError, ModelError, RefusedError
 from offbeat.model.fingerprint import fingerprint
 
+from .conftest import params
+
 PROMPTS = [[5, 9, 20, 3, 8, 8, 41, 7, 7, 30, 12, 3], [4], [17, 6, 5, 33], [9] * 25, [7, 8], [11, 12, 13], [50, 3, 40], [6, 6]]
-
-
-@pytest.fixture(params=["direct", "hf"])
-def make_engine(request, model_folder):
-    def make(kind: str = "qwen3", **options) -> EmbeddedEngine:
-        return load_engine(EngineOptions(model=model_folder(kind), forward=request.param, **options))
-
-    return make
-
-
-def params(max_new_tokens: int, **settings) -> SamplingParams:
-    return SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True, **settings)
 
 
 def submit(engine: EmbeddedEngine, prompts, settings: SamplingParams, *, n: int = 1, stream: bool = False) -> None:

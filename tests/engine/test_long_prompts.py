@@ -11,24 +11,12 @@ from transformers import Qwen3Config
 from offbeat.engine.engine import EmbeddedEngine
 from offbeat.engine.loader import load_engine
 from offbeat.engine.options import EngineOptions
-from offbeat.engine.request import Output, Request, SamplingParams
+from offbeat.engine.request import Output, Request
 from offbeat.engine.versions import VersionSource
 
-from .conftest import KINDS, SIZES
+from .conftest import KINDS, SIZES, is_right, params
 
 LONG = [3 + i * i % 47 for i in range(100)]
-
-
-@pytest.fixture(params=["direct", "hf"])
-def make_engine(request, model_folder):
-    def make(kind: str = "qwen3", **settings) -> EmbeddedEngine:
-        return load_engine(EngineOptions(model=model_folder(kind), forward=request.param, **settings))
-
-    return make
-
-
-def params(count: int, **settings) -> SamplingParams:
-    return SamplingParams(max_new_tokens=count, ignore_eos=True, **settings)
 
 
 def prefilled(engine: EmbeddedEngine) -> list[int]:
@@ -44,11 +32,6 @@ def drain(engine: EmbeddedEngine) -> dict[tuple[str, int], Output]:
     while engine.has_work:
         outputs |= {(event.request_id, event.result.index): event.result for event in engine.step()}  # type: ignore[union-attr]
     return outputs
-
-
-def is_right(output: Output, prompt: list[int], model) -> bool:
-    expected = model.logprobs(prompt + output.token_ids)[len(prompt) - 1 :]
-    return torch.allclose(torch.tensor(output.logprobs), expected, atol=1e-4)
 
 
 def test_eight_rows_decode_in_every_round_while_a_prompt_of_2000_tokens_arrives(model_folder, monkeypatch):

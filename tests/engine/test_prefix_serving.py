@@ -9,22 +9,12 @@ import torch
 from offbeat.engine.engine import EmbeddedEngine
 from offbeat.engine.loader import load_engine
 from offbeat.engine.options import EngineOptions
-from offbeat.engine.request import Output, Request, SamplingParams
+from offbeat.engine.request import Output, Request
 from offbeat.engine.versions import VersionSource
 
+from .conftest import is_right, params
+
 SYSTEM = [7, 3, 11, 5, 5, 9, 30, 2, 14, 40, 41, 6, 8, 21, 22, 13, 4, 4, 17, 33, 19, 28, 2, 2, 35, 16, 10, 12, 9, 9, 27, 31, 18, 23]
-
-
-@pytest.fixture(params=["direct", "hf"])
-def make_engine(request, model_folder):
-    def make(kind: str = "qwen3", **settings) -> EmbeddedEngine:
-        return load_engine(EngineOptions(model=model_folder(kind), forward=request.param, **settings))
-
-    return make
-
-
-def params(count: int, **settings) -> SamplingParams:
-    return SamplingParams(max_new_tokens=count, ignore_eos=True, **settings)
 
 
 def ask(engine: EmbeddedEngine, prompt: list[int], count: int = 9, **settings) -> Output:
@@ -33,11 +23,6 @@ def ask(engine: EmbeddedEngine, prompt: list[int], count: int = 9, **settings) -
     while engine.has_work:
         events += engine.step()
     return events[-1].result  # type: ignore[return-value]
-
-
-def is_right(output: Output, prompt: list[int], model) -> bool:
-    expected = model.logprobs(prompt + output.token_ids)[len(prompt) - 1 :]
-    return torch.allclose(torch.tensor(output.logprobs), expected, atol=1e-4)
 
 
 def test_turns_of_a_conversation_compute_what_is_new_and_sample_as_without_it(make_engine, reference):

@@ -16,6 +16,7 @@ from typing import Any
 from offbeat.config.root import Config
 from offbeat.cpu import this_cpu
 from offbeat.data import wire
+from offbeat.disk import write_file
 from offbeat.machine import Device, smallest_device
 from offbeat.runs.devices import choose_devices, describe_devices, usable_devices
 from offbeat.runs.number_format import choose_number_format, format_choice, slow_formats
@@ -67,11 +68,9 @@ class RunPlan:
 
     def write(self, run_dir: Path) -> None:
         """Write `plan.json` to the run's folder."""
-        part = run_dir / f".{PLAN_NAME}.tmp"
         settings = {choice.setting: {"value": _value(self.config, choice.setting), "why": choice.why} for choice in self.choices}
-        part.write_bytes(wire.encode_json({
+        write_file(run_dir / PLAN_NAME, wire.encode_json({
             "devices": self.num_devices, "cores": self.num_cores, "settings": settings, "notes": self.notes}) + b"\n")
-        part.replace(run_dir / PLAN_NAME)
 
 
 def make_plan(config: Config, *, rank_info: RankInfo = _CONTROLLER, trains: bool = True, serves: bool = True) -> RunPlan:
