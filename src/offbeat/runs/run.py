@@ -35,6 +35,7 @@ from offbeat.data import wire
 from offbeat.data.identity import Identity
 from offbeat.data.model_folder import router_loss_note
 from offbeat.data.template_use import replaced_forms, unused_template
+from offbeat.disk import write_file
 from offbeat.errors import of_disk
 from offbeat.loading import load_module
 from offbeat.machine import PROMISED_DEVICES
@@ -192,9 +193,8 @@ def _finish(result: R | None, config: Config, console: Console) -> R | None:
     if result is not None:
         values = asdict(result)
         sets, best = values.pop("sets", {}), values.pop("best", None)
-        part = config.run_dir / ".result.json.tmp"
-        part.write_bytes(wire.encode_json(values | ({"sets": sets} if sets else {}) | ({"best": best} if best else {})) + b"\n")
-        part.replace(config.run_dir / "result.json")
+        written = values | ({"sets": sets} if sets else {}) | ({"best": best} if best else {})
+        write_file(config.run_dir / "result.json", wire.encode_json(written) + b"\n")
         told = {f"{name}_{when}": accuracy for name, marks in sets.items() for when, accuracy in marks.items()}
         if best:
             told["best"] = f"{best['metric']} {best['value']:.4g} after step {best['global_step']}"
