@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from offbeat.config.load import load_config
-from offbeat.config.root import Config
+from offbeat.config.root import TRAINING_KINDS, Config
 from offbeat.controller.inputs import read_inputs, read_pair_inputs
 from offbeat.controller.preview import preview
 from offbeat.controller.template_choice import choose_templates
@@ -58,7 +58,7 @@ def test_plain_prompts_of_a_model_that_was_taught_chats_become_chats_and_a_line_
     inputs = read_inputs(config)
     assert inputs.tokenizer.decode(render(inputs.train.row(0), inputs.tokenizer, config.data)) == "user> 1+1=\nassistant> "
     assert check_named(configured(model, PLAIN, tmp_path))[0] == lines[0]
-    assert preview(configured(model, PLAIN, tmp_path), "rl", count=1).rows[0].texts[0].pieces[0][0].startswith("user> ")
+    assert preview(configured(model, PLAIN, tmp_path), TRAINING_KINDS["train"], count=1).rows[0].texts[0].pieces[0][0].startswith("user> ")
 
 
 def test_plain_pairs_become_chats_too(model: Path, tmp_path: Path) -> None:

@@ -12,11 +12,13 @@ from rich.text import Text as Styled
 from offbeat.cli.common import add_config_argument
 from offbeat.cli.help import HelpFormatter
 from offbeat.cli.named import add_named_arguments, named_config
+from offbeat.config.root import TRAINING_KINDS
 from offbeat.controller.preview import Preview, ShownRow, Text, preview
 from offbeat.errors import ConfigError
 from offbeat.runs.check import pairs_in
 
-_KINDS = {"rl": "prompts", "sft": "sequences to imitate", "pairs": "preferences"}
+_ROWS = {"rl": "prompts", "sft": "sequences to imitate", "pairs": "preferences"}
+_KINDS = {"rl": TRAINING_KINDS["train"], "sft": TRAINING_KINDS["sft"], "pairs": TRAINING_KINDS["dpo"]}
 _MOST_REASONS = 10
 _OPEN, _CLOSE = "⟦", "⟧"
 """Marks around trained tokens, where there are no colours."""
@@ -57,17 +59,18 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     if args.n < 0:
         raise ConfigError(f"-n must be at least 0, got {args.n}")
     config = named_config(args, overrides, command="data show")
-    found = preview(config, args.kind or ("pairs" if pairs_in(config.data) else "rl"), count=args.n)
+    kind = args.kind or ("pairs" if pairs_in(config.data) else "rl")
+    found = preview(config, _KINDS[kind], count=args.n)
     if args.json:
         for row in found.rows:
             print(json.dumps(asdict(row), ensure_ascii=False))
-        print(json.dumps({name: value for name, value in asdict(found).items() if name != "rows"}, ensure_ascii=False))
+        print(json.dumps({"kind": kind} | {name: value for name, value in asdict(found).items() if name != "rows"}, ensure_ascii=False))
         return 0
     terminal = Terminal(file=sys.stdout, highlight=False, soft_wrap=True)
     colours = terminal.is_terminal and not terminal.no_color
     for row in found.rows:
         terminal.print(Styled("\n").join(_row(row, colours=colours)), end="\n\n")
-    for line in _summary(found):
+    for line in _summary(found, _ROWS[kind]):
         terminal.print(line, markup=False)
     return 0
 
@@ -89,9 +92,9 @@ def _coloured(text: Text) -> Styled:
     return Styled.assemble(*((piece, "green" if is_trained else "") for piece, is_trained in text.pieces))
 
 
-def _summary(found: Preview) -> Iterator[str]:
+def _summary(found: Preview, rows: str) -> Iterator[str]:
     count = "endlessly many" if found.num_rows is None else str(found.num_rows)
-    yield f"{_KINDS[found.kind]}: {count} rows to train on, {found.num_heldout} held out"
+    yield f"{rows}: {count} rows to train on, {found.num_heldout} held out"
     if found.lengths:
         mean = sum(found.lengths) / len(found.lengths)
         yield f"tokens of a row: {min(found.lengths)} to {max(found.lengths)}, mean {mean:.1f}, in the first {len(found.lengths)} rows"

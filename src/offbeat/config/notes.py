@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.base import Part
 from offbeat.config.critic import CriticConfig
-from offbeat.config.objectives import objective_of
+from offbeat.config.objectives import OBJECTIVES, objective_of
 from offbeat.config.preference import PreferenceConfig
 from offbeat.config.root import Config
 from offbeat.config.train import OptimizerConfig
@@ -29,9 +29,10 @@ def notes(config: Config, part: Part) -> Iterator[str]:
             yield ratio
     elif part == "preference":
         yield from _adapter_rate(config, "preference", "preference.optimizer.lr", config.preference.optimizer)
-        preference = config.preference
-        if "robust" in preference.losses and not preference.label_smoothing:
-            yield "preference.label_smoothing is 0, with which the loss robust is dpo; give the share of pairs whose labels are swapped"
+        for name in config.preference.losses if not config.preference.label_smoothing else ():
+            if same := OBJECTIVES[name].unsmoothed:
+                yield (f"preference.label_smoothing is 0, with which the loss {name} is {same}; give the share of pairs whose labels are"
+                       " swapped")
 
 
 def notes_of_check(config: Config) -> Iterator[str]:

@@ -61,6 +61,7 @@ class Objective:
         drops_inputs: whether an adapter's dropout applies. A ratio compares the policy with the one that sampled, and neither uses dropout.
         mixes: whether it is a weighted sum of others, which are its constants.
         cov_control: the method of `algorithm.cov_control` that is defined for it.
+        unsmoothed: the objective that it is where `label_smoothing` is 0, such as "dpo"; "" for another one.
     """
 
     chosen_by: tuple[Chooser, ...] = ()
@@ -77,6 +78,7 @@ class Objective:
     drops_inputs: bool = False
     mixes: bool = False
     cov_control: Literal["", "clip", "kl"] = ""
+    unsmoothed: str = ""
 
     @property
     def refers(self) -> bool:
@@ -96,11 +98,12 @@ class Objective:
 
 def _compares(
     constants: Mapping[str, Constant], *, reads: tuple[str, ...] = ("ref_logprobs",), group: Literal["pair", "answer"] = "pair",
-    by_token: bool = False, scaled_margin: bool = True,
+    by_token: bool = False, scaled_margin: bool = True, unsmoothed: str = "",
 ) -> Objective:
     """Return an objective of preference training."""
     return Objective(
-        ("preference",), reads, constants, uses_anchor=False, group=group, by_token=by_token, scaled_margin=scaled_margin)
+        ("preference",), reads, constants, uses_anchor=False, group=group, by_token=by_token, scaled_margin=scaled_margin,
+        unsmoothed=unsmoothed)
 
 
 _RUN: tuple[Chooser, ...] = ("algorithm",)
@@ -129,7 +132,7 @@ OBJECTIVES: Mapping[str, Objective] = MappingProxyType({
     "value": Objective((), ("values", "returns"), {"clip": Constant(0.0)}, uses_anchor=False),
     # Of preference training, in `losses.pairs`.
     "dpo": _compares(_BETA | _SMOOTHING),
-    "robust": _compares(_BETA | _SMOOTHING),
+    "robust": _compares(_BETA | _SMOOTHING, unsmoothed="dpo"),
     "hinge": _compares(_BETA),
     "exo_pair": _compares(_BETA | {"label_smoothing": Constant(1e-3, low=_POSITIVE, high=0.5)}),
     "nca_pair": _compares(_BETA),

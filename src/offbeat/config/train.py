@@ -143,7 +143,7 @@ class SftConfig(Section):
 rows = [{"prompt": "reverse abc: ", "answer": "cba"}, {"prompt": "reverse hello: ", "answer": "olleh"}]
 run = offbeat.sft(model="models/small", data=rows, total_steps=20, lr=1e-4)
 """),
-        word="supervised", method="supervised fine-tuning", rates="sft")
+        word="supervised", method="supervised fine-tuning", rates="sft", imitates=True)
 
     total_steps: int = field(200, "Most optimizer steps.", ge=1, basic=True)
     batch_size: int = field(128, "Rows per step.", ge=1, basic=True)

@@ -29,6 +29,7 @@ class TrainingKind:
         metrics: folders of the metrics that it alone has, such as ("preference",), by which old runs are told apart.
         rates: row of `config.rates` for a learning rate of "auto".
         pairs: whether its rows are pairs of answers.
+        imitates: whether the answers of its rows are imitated.
     """
 
     command: str
@@ -46,6 +47,7 @@ class TrainingKind:
     named_by: str = ""
     metrics: tuple[str, ...] = ()
     pairs: bool = False
+    imitates: bool = False
 
     @property
     def part(self) -> str:

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from offbeat.config.root import Config
+from offbeat.config.training_kinds import TrainingKind
 from offbeat.controller.inputs import Base, open_mixed, read_base
 from offbeat.controller.template_choice import choose_templates
 from offbeat.data.dataset import Dataset
@@ -19,8 +20,6 @@ from offbeat.data.supervised import Supervision
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.data.unknown_text import check_preference, unwritable_answers
 from offbeat.errors import DataError
-
-Kind = Literal["rl", "sft", "pairs"]
 
 _MEASURED = 1000
 """Rows whose tokens are counted."""
@@ -66,7 +65,6 @@ class Preview:
         unwritable: a sentence on answers for rewards that the model can never write; "" if there are none.
     """
 
-    kind: Kind
     rows: tuple[ShownRow, ...]
     num_rows: int | None
     num_heldout: int
@@ -77,11 +75,10 @@ class Preview:
     unwritable: str = ""
 
 
-def preview(config: Config, kind: Kind, *, count: int) -> Preview:
+def preview(config: Config, kind: TrainingKind, *, count: int) -> Preview:
     """Read the data of a configuration as training of a kind would, and make tokens of its first rows.
 
     Args:
-        kind: prompts of reinforcement learning, sequences of supervised fine-tuning, or preferences.
         count: number of rows to show.
 
     Raises:
@@ -95,16 +92,16 @@ def preview(config: Config, kind: Kind, *, count: int) -> Preview:
     config = config.model_copy(update={"data": data})
     unusable: list[str] = []
     unwritable = ""
-    if kind == "pairs":
+    if kind.pairs:
         dataset, heldout = open_pairs(data, unpaired=True, refused=unusable, check=check_preference(base.tokenizer, data))
         show = _pairs(config, base)
     else:
-        dataset, heldout = open_mixed(config, base, supervised=kind == "sft", refused=unusable)
-        show = _prompts(config, base) if kind == "rl" else _imitated(config, base)
+        dataset, heldout = open_mixed(config, base, supervised=kind.imitates, refused=unusable)
+        show = _imitated(config, base) if kind.imitates else _prompts(config, base)
         unwritable = unwritable_answers(base.tokenizer, dataset)
     rows, lengths, refused = _read(dataset, show, count=count)
     return Preview(
-        kind, tuple(rows), dataset.num_rows, heldout.num_rows or 0, tuple(lengths), tuple(unusable), allowed, tuple(refused), unwritable)
+        tuple(rows), dataset.num_rows, heldout.num_rows or 0, tuple(lengths), tuple(unusable), allowed, tuple(refused), unwritable)
 
 
 def _read(
