@@ -11,6 +11,8 @@ def test_sections_for_ranks_and_engines_are_those_of_the_configuration():
     assert config.for_ranks.train is config.train
     assert config.for_engines.inference is config.inference
     assert config.for_ranks.run_dir == config.for_engines.run_dir == config.run_dir
+    assert config.for_plan.cluster is config.cluster
+    assert config.planned(config.for_plan) == config
     assert config.for_engines.canary_dtype == config.canary_dtype
 
 

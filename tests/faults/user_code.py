@@ -350,7 +350,7 @@ async def play_all(
     config = small_config(root, build_small_model(root / "model", seed=1), **_settings(None))
     played = []
     with RunRecord(root / "ring", trace=False, console=Console("quiet")) as record:
-        async with open_run(config, read_rank_info(config), read_inputs(config), record) as parts:
+        async with open_run(config, read_rank_info(config.run, config.train), read_inputs(config), record) as parts:
             ring = Ring(root, parts)
             await ring.open()
             for case in cases:

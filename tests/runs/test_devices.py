@@ -5,7 +5,8 @@ import pytest
 from offbeat.config.load import load_config
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError
-from offbeat.runs.devices import choose_devices, describe_devices
+from offbeat.runs.devices import describe_devices
+from offbeat.runs.plan import place
 from offbeat.runs.rank_info import RankInfo
 
 ALONE = RankInfo()
@@ -17,7 +18,7 @@ def config(**changes: str) -> Config:
 
 def chosen(devices: int, *, rank_info: RankInfo = ALONE, trains: bool = True, serves: bool = True, **changes: str) -> tuple[int, int, bool]:
     """Devices of each rank and each engine, and whether they share them."""
-    result = choose_devices(config(**changes), devices=devices, rank_info=rank_info, trains=trains, serves=serves)
+    result = place(config(**changes), devices=devices, rank_info=rank_info, trains=trains, serves=serves)
     return result.train.devices_per_rank, result.inference.devices_per_engine, result.cluster.share_devices
 
 
@@ -80,9 +81,9 @@ def test_reward_models_of_evaluation_sets_need_devices_too() -> None:
 
 
 def test_what_was_chosen_is_said_where_there_are_devices() -> None:
-    assert describe_devices(config(), devices=0) == ""
-    assert describe_devices(choose_devices(config(), devices=1), devices=1) == (
+    assert describe_devices(config().for_plan, devices=0) == ""
+    assert describe_devices(place(config(), devices=1), devices=1) == (
         "devices: 1 device for each train rank, 1 device for each engine, of 1 that are visible, shared")
     few = config(train__num_ranks="9")
-    assert describe_devices(choose_devices(few, devices=4), devices=4) == (
+    assert describe_devices(place(few, devices=4), devices=4) == (
         "devices: the CPU for each train rank, the CPU for each engine, of 4 that are visible")

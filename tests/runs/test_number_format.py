@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from offbeat.config.for_processes import PlanConfig
 from offbeat.config.root import Config
 from offbeat.cpu import Cpu
 from offbeat.machine import Device
@@ -14,10 +15,10 @@ LAPTOP, SERVER = Cpu("Laptop", "AVX2", has_bf16=False), Cpu("Server", "AMX", has
 H100, V100 = Device("NVIDIA H100", 2**36, has_bf16=True), Device("Tesla V100", 2**35, has_bf16=False)
 
 
-def configured(dtype: str = "auto", *, path: str = "some/model", precision: str = "auto", ray: str = "", **inference: Any) -> Config:
+def configured(dtype: str = "auto", *, path: str = "some/model", precision: str = "auto", ray: str = "", **inference: Any) -> PlanConfig:
     cluster = {"launcher": "ray", "ray_address": ray} if ray else {}
     return Config.model_validate({
-        "model": {"path": path, "dtype": dtype}, "inference": inference, "train": {"precision": precision}, "cluster": cluster})
+        "model": {"path": path, "dtype": dtype}, "inference": inference, "train": {"precision": precision}, "cluster": cluster}).for_plan
 
 
 @pytest.mark.parametrize(("config", "device", "cpu", "value", "why"), [
@@ -30,7 +31,7 @@ def configured(dtype: str = "auto", *, path: str = "some/model", precision: str 
     (configured(path=""), None, SERVER, "float32", "a tiny model gains nothing from bfloat16"),
     (configured(urls=["http://a:1"]), None, SERVER, "float32", "engines by URL have a format of their own, and are given all digits"),
     (configured("bfloat16"), None, LAPTOP, "bfloat16", "as configured")])
-def test_auto_takes_bfloat16_where_it_is_quick(config: Config, device: Device | None, cpu: Cpu, value: str, why: str) -> None:
+def test_auto_takes_bfloat16_where_it_is_quick(config: PlanConfig, device: Device | None, cpu: Cpu, value: str, why: str) -> None:
     found = format_choice(config, device=device, cpu=cpu)
     assert (found.setting, found.value, found.why) == ("model.dtype", value, why)
 

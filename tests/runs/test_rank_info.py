@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.config.root import Config
 from offbeat.errors import ConfigError
 from offbeat.runs.rank_info import RankInfo, read_rank_info, resolve_ranks
 from small_run import small_config
@@ -14,23 +15,27 @@ TORCHRUN = {
 }
 
 
+def rank_info_of(config: Config, environ: dict[str, str]) -> RankInfo:
+    return read_rank_info(config.run, config.train, environ)
+
+
 def test_a_controller_is_alone(tmp_path: Path) -> None:
-    assert read_rank_info(small_config(tmp_path), {}) == RankInfo()
-    assert read_rank_info(small_config(tmp_path), {}).leads
+    assert rank_info_of(small_config(tmp_path), {}) == RankInfo()
+    assert rank_info_of(small_config(tmp_path), {}).leads
 
 
 def test_a_rank_is_what_torchrun_says(tmp_path: Path) -> None:
-    rank_info = read_rank_info(small_config(tmp_path, run__mode="spmd"), TORCHRUN)
+    rank_info = rank_info_of(small_config(tmp_path, run__mode="spmd"), TORCHRUN)
     assert rank_info == RankInfo(1, 2, 1, 2, "127.0.0.1", 29500, store_is_served=True, attempt=0)
     assert not rank_info.leads
-    assert read_rank_info(small_config(tmp_path, run__mode="spmd", train__num_ranks="2"), TORCHRUN).world == 2
+    assert rank_info_of(small_config(tmp_path, run__mode="spmd", train__num_ranks="2"), TORCHRUN).world == 2
 
 
 def test_the_resolved_configuration_has_the_ranks_that_were_started(tmp_path: Path) -> None:
     spmd = small_config(tmp_path, run__mode="spmd")
-    assert resolve_ranks(spmd, read_rank_info(spmd, TORCHRUN)).train.num_ranks == 2
+    assert resolve_ranks(spmd.run, spmd.train, rank_info_of(spmd, TORCHRUN)).num_ranks == 2
     controller = small_config(tmp_path, train__num_ranks="3")
-    assert resolve_ranks(controller, RankInfo()) == controller
+    assert resolve_ranks(controller.run, controller.train, RankInfo()) == controller.train
 
 
 @pytest.mark.parametrize(("changes", "environ", "text"), [
@@ -43,4 +48,4 @@ def test_the_resolved_configuration_has_the_ranks_that_were_started(tmp_path: Pa
 ])
 def test_a_place_that_cannot_be_is_refused(tmp_path: Path, changes: dict[str, str], environ: dict[str, str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        read_rank_info(small_config(tmp_path, **changes), environ)
+        rank_info_of(small_config(tmp_path, **changes), environ)

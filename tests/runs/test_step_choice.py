@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from memory_tables import MODELS
+from offbeat.config.for_processes import PlanConfig
 from offbeat.config.root import Config
 from offbeat.machine import Device
 from offbeat.runs.step_choice import choose_step, shape_of, step_choices
@@ -19,18 +20,18 @@ V100 = Device("Tesla V100", 32 * GIB, has_bf16=False)
 def configured(
     *, path: str = "some/model", lora: int = 0, shares: bool = False, turns: bool = False, algorithm: Any = None, devices: int = 1,
     **train: Any,
-) -> Config:
+) -> PlanConfig:
     return Config.model_validate({
         "model": {"path": path, "lora": {"rank": lora}}, "cluster": {"share_devices": shares, "take_turns": turns},
-        "algorithm": algorithm or {}, "train": {"devices_per_rank": devices, **train}})
+        "algorithm": algorithm or {}, "train": {"devices_per_rank": devices, **train}}).for_plan
 
 
-def chosen(config: Config, device: Device | None = H100, model: str = "Qwen3-1.7B") -> tuple[str, str]:
+def chosen(config: PlanConfig, device: Device | None = H100, model: str = "Qwen3-1.7B") -> tuple[str, str]:
     result = choose_step(config, device=device, shape=MODELS.get(model)).train
     return result.precision, result.gradient_checkpointing
 
 
-def why(config: Config, device: Device | None = H100, model: str = "Qwen3-1.7B") -> dict[str, str]:
+def why(config: PlanConfig, device: Device | None = H100, model: str = "Qwen3-1.7B") -> dict[str, str]:
     return {choice.setting: choice.why for choice in step_choices(config, device=device, shape=MODELS.get(model))}
 
 

@@ -18,7 +18,7 @@ def config(**changes: str) -> Config:
 
 
 def threads(given: Config, *, cores: int, rank_info: RankInfo = ALONE, trains: bool = True) -> tuple[int, int]:
-    chosen = choose_threads(given, cores=cores, rank_info=rank_info, trains=trains)
+    chosen = choose_threads(given.for_plan, cores=cores, rank_info=rank_info, trains=trains)
     return chosen.train.threads, chosen.inference.threads
 
 
@@ -47,7 +47,7 @@ def test_what_is_given_stays_and_the_others_get_what_it_leaves() -> None:
     assert threads(config(inference__threads="6"), cores=8) == (2, 6)
     assert threads(config(inference__threads="6", inference__num_engines="2"), cores=8) == (1, 6)
     given = config(train__threads="1", inference__threads="2")
-    assert choose_threads(given, cores=64) == given
+    assert choose_threads(given.for_plan, cores=64) == given.for_plan
 
 
 def test_only_what_the_run_starts_is_counted() -> None:

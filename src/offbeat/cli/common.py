@@ -41,7 +41,7 @@ def telling_how_to_go_on(
     """
     resumes = [] if config.run.resume else ["--run.resume", "true"]
     again = "start it with torchrun as before" if config.run.mode == "spmd" else shlex.join([*command, *resumes])
-    return session.telling_how_to_go_on(config, again if read_rank_info(config).leads and not args.json else "")
+    return session.telling_how_to_go_on(config, again if read_rank_info(config.run, config.train).leads and not args.json else "")
 
 
 def given_words(*words: str) -> list[str]:

@@ -18,9 +18,10 @@ from offbeat.cpu import this_cpu
 from offbeat.errors import ConfigError
 from offbeat.extras import TRAIN, missing_modules, require
 from offbeat.machine import smallest_device
-from offbeat.runs.devices import choose_devices, describe_devices, usable_devices
+from offbeat.runs.devices import describe_devices, usable_devices
 from offbeat.runs.learning_rates import rates_of_check
 from offbeat.runs.number_format import format_choice, slow_formats
+from offbeat.runs.plan import place
 from offbeat.runs.step_choice import shape_of, step_choices
 
 _MEMORY_TIMEOUT_S = 300
@@ -121,7 +122,7 @@ def _about(config: Config) -> Iterator[str]:
 def _here(config: Config) -> Iterator[str]:
     """Yield lines on the choices of a run on this machine; without devices only on number formats, since `offbeat doctor` covers CPUs."""
     devices = usable_devices()
-    placed = choose_devices(config, devices=devices)
+    placed = place(config, devices=devices)
     yield from (f"note: {advice}" for advice in slow_formats(placed, cpu=this_cpu()))
     if not devices and config.model.dtype == "auto":
         yield f"on this machine, {format_choice(placed, device=None, cpu=this_cpu())}"

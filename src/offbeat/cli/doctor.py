@@ -192,7 +192,7 @@ def check_port() -> Check:
 def check_defaults() -> list[Check]:
     """Say how a run of a model would fill in open settings on this machine, and why."""
     devices = usable_devices()
-    config = choose_devices(Config.model_validate({"model": {"path": "a model", "dtype": "auto"}}), devices=devices)
+    config = choose_devices(Config.model_validate({"model": {"path": "a model", "dtype": "auto"}}).for_plan, devices=devices)
     device = smallest_device() if config.train.devices_per_rank else None
     placed = describe_devices(config, devices=devices).removeprefix("devices: ")
     found = [Check("devices", "ok", placed or "none that torch can use: train ranks and engines compute on the CPU")]

@@ -1,6 +1,7 @@
-"""The sections of a configuration that train ranks get, and those that engines and launchers are made by; the rest does not concern them.
+"""The sections of a configuration that train ranks get, those that engines and launchers are made by, and those that a plan fills in.
 
-`Config.for_ranks`, `for_engines` and `for_launcher` make them. The first crosses to the ranks' processes as JSON.
+`Config.for_ranks`, `for_engines`, `for_launcher` and `for_plan` make them; the rest does not concern them. The first crosses to the ranks'
+processes as JSON.
 """
 
 from pathlib import Path
@@ -60,6 +61,17 @@ class EngineConfig(Section):
     run_dir: Path
     weights_dir: Path
     canary_dtype: NumberFormat
+
+
+class PlanConfig(Section):
+    """The sections whose open settings, such as `train.threads`, are chosen by the machine; see `runs.plan`."""
+
+    run: RunConfig
+    model: ModelConfig
+    algorithm: AlgorithmConfig
+    train: TrainConfig
+    inference: InferenceConfig
+    cluster: ClusterConfig
 
 
 class LauncherConfig(Section):

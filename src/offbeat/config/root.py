@@ -21,7 +21,7 @@ from offbeat.config.data_sets import check_sets, errors_in_data_set, values_of_d
 from offbeat.config.dist import DistConfig
 from offbeat.config.evaluate import EvaluateConfig
 from offbeat.config.evaluation_sets import check_best, errors_in_set, values_of_set
-from offbeat.config.for_processes import EngineConfig, LauncherConfig, RankConfig
+from offbeat.config.for_processes import EngineConfig, LauncherConfig, PlanConfig, RankConfig
 from offbeat.config.inference import InferenceConfig
 from offbeat.config.model import ModelConfig
 from offbeat.config.preference import PreferenceConfig
@@ -100,6 +100,15 @@ class Config(Section):
     def for_engines(self) -> EngineConfig:
         """The sections by which engines are started."""
         return EngineConfig(**{name: getattr(self, name) for name in EngineConfig.model_fields})
+
+    @property
+    def for_plan(self) -> PlanConfig:
+        """The sections with settings that are chosen by the machine."""
+        return PlanConfig(**{name: getattr(self, name) for name in PlanConfig.model_fields})
+
+    def planned(self, sections: PlanConfig) -> Self:
+        """The configuration with the sections of `for_plan` after the choices."""
+        return self.model_copy(update={name: getattr(sections, name) for name in PlanConfig.model_fields})
 
     @property
     def for_launcher(self) -> LauncherConfig:

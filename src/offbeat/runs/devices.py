@@ -3,8 +3,7 @@
 Called once, before threads are chosen and anything is started, so that a run's own `config.toml` states the choice.
 """
 
-from offbeat.config.root import Config
-from offbeat.controller.reward_choice import num_reward_models, num_set_reward_models
+from offbeat.config.for_processes import PlanConfig
 from offbeat.errors import ConfigError
 from offbeat.machine import VISIBLE_DEVICES, torch_is_for_cpus, visible_devices
 from offbeat.runs.rank_info import RankInfo
@@ -13,9 +12,9 @@ _CONTROLLER = RankInfo()
 
 
 def choose_devices(
-    config: Config, *, devices: int, rank_info: RankInfo = _CONTROLLER, trains: bool = True, serves: bool = True,
-) -> Config:
-    """Return the configuration with numbers in place of a `train.devices_per_rank` or `inference.devices_per_engine` of 0.
+    config: PlanConfig, *, devices: int, num_judges: int = 0, rank_info: RankInfo = _CONTROLLER, trains: bool = True, serves: bool = True,
+) -> PlanConfig:
+    """Return the sections with numbers in place of a `train.devices_per_rank` or `inference.devices_per_engine` of 0.
 
     Every process gets one device if there are enough for all; where the numbers of both are open, engines share the devices of the ranks
     if there are at least enough for the ranks. Otherwise, open numbers stay 0, the CPU. For example, 2 ranks and 2 engines get one each of
@@ -26,6 +25,7 @@ def choose_devices(
 
     Args:
         devices: number of devices that this process may use.
+        num_judges: number of reward models that the run starts on this machine; each takes a device.
         trains: whether there are train ranks.
         serves: whether there are engines.
 
@@ -42,7 +42,6 @@ def choose_devices(
         raise ConfigError(
             f"torchrun started {num_ranks} ranks on a machine that shows {_count(devices)}, and each rank needs its own; start as many with"
             f" --nproc-per-node, or set {VISIBLE_DEVICES}= (empty) to compute on the CPU")
-    num_judges = _num_judges(config, rank_info) if serves else 0
     open_ranks, open_engines = num_ranks and not train.devices_per_rank, num_engines and not inference.devices_per_engine
     engine_devices = inference.devices_per_engine or 1
     wanted = num_ranks + num_engines * engine_devices + num_judges
@@ -70,20 +69,13 @@ def usable_devices() -> int:
     return 0 if torch_is_for_cpus() else len(visible_devices())
 
 
-def describe_devices(config: Config, *, devices: int) -> str:
+def describe_devices(config: PlanConfig, *, devices: int) -> str:
     """Return, for example, "devices: 1 device for each train rank, the CPU for each engine, of 2 that are visible"; "" without devices."""
     if not devices:
         return ""
     users = (("train rank", config.train.devices_per_rank), ("engine", config.inference.devices_per_engine))
     held = ", ".join(f"{_count(count) if count else 'the CPU'} for each {user}" for user, count in users)
     return f"devices: {held}, of {devices} that are visible{', shared' if config.cluster.devices_are_shared else ''}"
-
-
-def _num_judges(config: Config, rank_info: RankInfo) -> int:
-    """Return the number of reward models on this machine: of each process that plays, and on the first machine also of evaluation sets."""
-    num_players = rank_info.local_world if not config.rollout.single_rank_load else int(rank_info.is_on_first_machine)
-    of_sets = num_set_reward_models(config) if rank_info.is_on_first_machine else 0
-    return num_reward_models(config) * num_players + of_sets
 
 
 def _count(devices: int) -> str:

@@ -7,15 +7,15 @@ it with the reason. Torch-free: devices are described by their driver, and the C
 from collections.abc import Iterator
 from typing import Literal
 
+from offbeat.config.for_processes import PlanConfig
 from offbeat.config.model import NumberFormat
-from offbeat.config.root import Config
 from offbeat.cpu import Cpu, this_cpu
 from offbeat.machine import Device, smallest_device
 from offbeat.runs.step_choice import Choice
 
 
-def choose_number_format(config: Config) -> Config:
-    """Return the configuration, in which devices are chosen, with a format in place of "auto"."""
+def choose_number_format(config: PlanConfig) -> PlanConfig:
+    """Return the sections, in which devices are chosen, with a format in place of "auto"."""
     if config.model.dtype != "auto":
         return config
     device = smallest_device() if config.inference.devices_per_engine else None
@@ -23,7 +23,7 @@ def choose_number_format(config: Config) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"dtype": value})})
 
 
-def format_choice(config: Config, *, device: Device | None, cpu: Cpu) -> Choice:
+def format_choice(config: PlanConfig, *, device: Device | None, cpu: Cpu) -> Choice:
     """Return the number format of the run's engines, such as "bfloat16", and the reason.
 
     Args:
@@ -51,11 +51,11 @@ def format_choice(config: Config, *, device: Device | None, cpu: Cpu) -> Choice:
     return Choice("model.dtype", value, why)
 
 
-def slow_formats(config: Config, *, cpu: Cpu) -> Iterator[str]:
+def slow_formats(config: PlanConfig, *, cpu: Cpu) -> Iterator[str]:
     """Yield a sentence for each setting by which this machine's CPU would compute in bfloat16 without instructions for it.
 
     Args:
-        config: configuration in which devices are chosen.
+        config: sections in which devices are chosen.
     """
     if cpu.has_bf16 or config.cluster.ray_address:
         return

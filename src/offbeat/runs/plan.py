@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from offbeat.config.for_processes import PlanConfig
 from offbeat.config.root import Config
+from offbeat.controller.reward_choice import num_reward_models, num_set_reward_models
 from offbeat.cpu import this_cpu
 from offbeat.data import wire
 from offbeat.disk import write_file
@@ -85,11 +87,12 @@ def make_plan(config: Config, *, rank_info: RankInfo = _CONTROLLER, trains: bool
         ConfigError: as `choose_devices`.
     """
     num_devices, num_cores = usable_devices(), usable_cores()
-    placed = choose_devices(config, devices=num_devices, rank_info=rank_info, trains=trains, serves=serves)
+    placed = place(config, devices=num_devices, rank_info=rank_info, trains=trains, serves=serves)
     device, shape = _rank_device(placed, rank_info), shape_of(placed) if trains else None
     stepped = choose_step(placed, device=device, shape=shape) if trains else placed
     formatted = choose_number_format(stepped)
-    chosen = choose_threads(formatted, cores=num_cores, rank_info=rank_info, trains=trains, serves=serves)
+    sections = choose_threads(formatted, cores=num_cores, rank_info=rank_info, trains=trains, serves=serves)
+    chosen = config.planned(sections)
     reasons: Mapping[str, str] = {
         **dict.fromkeys(_DEVICES, f"of {num_devices} that are visible"), **dict.fromkeys(_THREADS, f"of {num_cores} cores"),
         **({choice.setting: choice.why for choice in step_choices(placed, device=device, shape=shape)} if trains else {}),
@@ -98,22 +101,38 @@ def make_plan(config: Config, *, rank_info: RankInfo = _CONTROLLER, trains: bool
         Choice(setting, _shown(value), why) for setting, why in reasons.items()
         if (value := _value(chosen, setting)) is not None and value != _value(config, setting))
     return RunPlan(
-        chosen, num_devices, num_cores, tuple(choices), tuple(_notes(chosen, formatted, num_devices=num_devices, num_cores=num_cores)),
-        tuple(slow_formats(chosen, cpu=this_cpu())))
+        chosen, num_devices, num_cores, tuple(choices), tuple(_notes(sections, formatted, num_devices=num_devices, num_cores=num_cores)),
+        tuple(slow_formats(sections, cpu=this_cpu())))
 
 
-def _rank_device(placed: Config, rank_info: RankInfo) -> Device | None:
+def place(
+    config: Config, *, devices: int, rank_info: RankInfo = _CONTROLLER, trains: bool = True, serves: bool = True,
+) -> PlanConfig:
+    """Return the sections with settings that are chosen by the machine, with the devices chosen; see `choose_devices`."""
+    num_judges = _num_judges(config, rank_info) if serves else 0
+    return choose_devices(
+        config.for_plan, devices=devices, num_judges=num_judges, rank_info=rank_info, trains=trains, serves=serves)
+
+
+def _num_judges(config: Config, rank_info: RankInfo) -> int:
+    """Return the number of reward models on this machine: of each process that plays, and on the first machine also of evaluation sets."""
+    num_players = rank_info.local_world if not config.rollout.single_rank_load else int(rank_info.is_on_first_machine)
+    of_sets = num_set_reward_models(config) if rank_info.is_on_first_machine else 0
+    return num_reward_models(config) * num_players + of_sets
+
+
+def _rank_device(placed: PlanConfig, rank_info: RankInfo) -> Device | None:
     """Return the device of a rank. In SPMD mode over several machines, each sees only its own devices: they are unknown."""
     known = placed.train.devices_per_rank and (placed.run.mode != "spmd" or rank_info.local_world == rank_info.world)
     return smallest_device() if known else None
 
 
-def _engine_device(placed: Config) -> Device | None:
+def _engine_device(placed: PlanConfig) -> Device | None:
     return smallest_device() if placed.inference.devices_per_engine else None
 
 
-def _notes(chosen: Config, formatted: Config, *, num_devices: int, num_cores: int) -> Iterator[str]:
-    """Yield what the console shows about devices and threads; `formatted` is the configuration before threads were chosen."""
+def _notes(chosen: PlanConfig, formatted: PlanConfig, *, num_devices: int, num_cores: int) -> Iterator[str]:
+    """Yield what the console shows about devices and threads; `formatted` are the sections before threads were chosen."""
     if num_devices:
         yield describe_devices(chosen, devices=num_devices)
         yield f"training steps: {chosen.train.computes_in}, activations computed again: {chosen.train.recomputes}"

@@ -7,7 +7,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from offbeat.config.root import Config
+from offbeat.config.run import RunConfig
+from offbeat.config.train import TrainConfig
 from offbeat.errors import ConfigError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -46,15 +47,15 @@ class RankInfo:
         return self.rank == self.local_rank
 
 
-def read_rank_info(config: Config, environ: Mapping[str, str] = os.environ) -> RankInfo:
+def read_rank_info(run: RunConfig, train: TrainConfig, environ: Mapping[str, str] = os.environ) -> RankInfo:
     """Determine this process's place for the run's mode.
 
     Raises:
         ConfigError: SPMD mode without torchrun's variables, or with a number of ranks other than `train.num_ranks`; or, conversely,
             torchrun started several processes in single-controller mode.
     """
-    if config.run.mode == "spmd":
-        return _read_torchrun(config, environ)
+    if run.mode == "spmd":
+        return _read_torchrun(train, environ)
     if "TORCHELASTIC_RUN_ID" in environ and environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(
             f"torchrun started {environ['WORLD_SIZE']} processes, but run.mode = 'controller' needs a single one, which starts its ranks"
@@ -62,22 +63,22 @@ def read_rank_info(config: Config, environ: Mapping[str, str] = os.environ) -> R
     return RankInfo()
 
 
-def resolve_ranks(config: Config, rank_info: RankInfo) -> Config:
-    """Return the configuration with the number of train ranks that torchrun has started; a controller's configuration is unchanged.
+def resolve_ranks(run: RunConfig, train: TrainConfig, rank_info: RankInfo) -> TrainConfig:
+    """Return [train] with the number of ranks that torchrun has started; a controller's is unchanged.
 
     Raises:
         ConfigError: this number cannot be divided by [train.parallel].
     """
-    if config.run.mode == "controller":
-        return config
+    if run.mode == "controller":
+        return train
     try:
-        config.train.parallel.num_replicas(rank_info.world)
+        train.parallel.num_replicas(rank_info.world)
     except ValueError as exc:
         raise ConfigError(str(exc)) from exc
-    return config.model_copy(update={"train": config.train.model_copy(update={"num_ranks": rank_info.world})})
+    return train.model_copy(update={"num_ranks": rank_info.world})
 
 
-def _read_torchrun(config: Config, environ: Mapping[str, str]) -> RankInfo:
+def _read_torchrun(train: TrainConfig, environ: Mapping[str, str]) -> RankInfo:
     if missing := [name for name in _VARIABLES if not environ.get(name)]:
         raise ConfigError(
             f"run.mode = 'spmd' needs the variables that torchrun sets, and {', '.join(missing)} are missing; start it as {_COMMAND}")
@@ -85,9 +86,9 @@ def _read_torchrun(config: Config, environ: Mapping[str, str]) -> RankInfo:
         _integer(environ, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"))
     if not 0 <= rank < world:
         raise ConfigError(f"RANK must be 0 to WORLD_SIZE - 1 = {world - 1}, got {rank}; start it as {_COMMAND}")
-    if config.train.num_ranks not in (1, world):
+    if train.num_ranks not in (1, world):
         raise ConfigError(
-            f"train.num_ranks = {config.train.num_ranks} and torchrun's WORLD_SIZE = {world} differ; leave train.num_ranks out, or start"
+            f"train.num_ranks = {train.num_ranks} and torchrun's WORLD_SIZE = {world} differ; leave train.num_ranks out, or start"
             f" as many with --nproc-per-node")
     return RankInfo(
         rank, world, local_rank, local_world, environ["MASTER_ADDR"], port,

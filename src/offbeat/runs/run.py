@@ -124,7 +124,7 @@ def run_training(config: Config, console: Console, *, debug: bool = False, fresh
     A `fresh` run never resumes: an older one of its name is moved aside. An adapter on random weights gets a warmed-up base first.
     """
     start = time.monotonic()
-    if read_rank_info(config).leads:
+    if read_rank_info(config.run, config.train).leads:
         check_own_code(config.algorithm)
     base_steps, base_wall_s = 0, 0.0
     if needs_base(config):
@@ -244,8 +244,8 @@ def execute(
     Ctrl-C once asks the body to end after its step and save; twice, or before the body has begun, ends at once. None on a rank that does
     not lead.
     """
-    config, rank_info = anchored(config), read_rank_info(config)
-    given = resolve_ranks(config, rank_info)
+    config, rank_info = anchored(config), read_rank_info(config.run, config.train)
+    given = config.model_copy(update={"train": resolve_ranks(config.run, config.train, rank_info)})
     if rank_info.leads:
         console.hint(f"{config.run.name}: reading the model and the data")
     was = {} if fresh else remembered_settings(given, kind=kind)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from offbeat.config.root import Config
+from offbeat.config.for_processes import PlanConfig
 from offbeat.data.model_folder import read_model_config
 from offbeat.errors import ModelError
 from offbeat.machine import Device
@@ -39,7 +39,7 @@ class Choice:
         return f"{self.setting} = {self.value}: {self.why}"
 
 
-def shape_of(config: Config) -> ModelShape | None:
+def shape_of(config: PlanConfig) -> ModelShape | None:
     """Return the sizes of a run's model; None if there is no model yet, or it is no dense decoder, for which there is no formula."""
     try:
         found = read_model_config(config.model.path) if config.model.path else {}
@@ -49,18 +49,18 @@ def shape_of(config: Config) -> ModelShape | None:
         return None
 
 
-def choose_step(config: Config, *, device: Device | None, shape: ModelShape | None) -> Config:
-    """Return the configuration with the values of `step_choices` in place of "auto"."""
+def choose_step(config: PlanConfig, *, device: Device | None, shape: ModelShape | None) -> PlanConfig:
+    """Return the sections with the values of `step_choices` in place of "auto"."""
     found = {choice.setting: choice.value for choice in step_choices(config, device=device, shape=shape)}
     updates: dict[str, Any] = {name: found[f"train.{name}"] for name in ("precision", "gradient_checkpointing")}
     return config.model_copy(update={"train": config.train.model_copy(update=updates)})
 
 
-def step_choices(config: Config, *, device: Device | None, shape: ModelShape | None) -> Iterator[Choice]:
+def step_choices(config: PlanConfig, *, device: Device | None, shape: ModelShape | None) -> Iterator[Choice]:
     """Yield the choices for a training step of the run.
 
     Args:
-        config: configuration in which devices are chosen.
+        config: sections in which devices are chosen.
         device: device of a train rank, if it has one and its driver has described it.
         shape: sizes of the model, if they are known.
     """
@@ -77,7 +77,7 @@ def step_choices(config: Config, *, device: Device | None, shape: ModelShape | N
     yield _attention(device, mixed=precision.value == "bf16_mixed")
 
 
-def _precision(config: Config, device: Device | None) -> Choice:
+def _precision(config: PlanConfig, device: Device | None) -> Choice:
     value, why = "float32", ""
     if not config.train.devices_per_rank:
         why = "train ranks compute on CPUs, which are seldom faster in bfloat16"
@@ -92,7 +92,7 @@ def _precision(config: Config, device: Device | None) -> Choice:
     return Choice("train.precision", value, why)
 
 
-def _recomputation(config: Config, device: Device | None, shape: ModelShape | None, *, mixed: bool) -> Choice:
+def _recomputation(config: PlanConfig, device: Device | None, shape: ModelShape | None, *, mixed: bool) -> Choice:
     train, lora = config.train, config.model.lora.rank
     value, why = "off", ""
     if not train.devices_per_rank:

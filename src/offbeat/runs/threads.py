@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from offbeat.config.root import Config
+from offbeat.config.for_processes import PlanConfig
 from offbeat.runs.rank_info import RankInfo
 
 _CONTROLLER = RankInfo()
@@ -16,9 +16,9 @@ _MOST_BESIDE_DEVICE = 4
 
 
 def choose_threads(
-    config: Config, *, cores: int, rank_info: RankInfo = _CONTROLLER, trains: bool = True, serves: bool = True,
-) -> Config:
-    """Return the configuration with numbers in place of a `train.threads` or `inference.threads` of 0.
+    config: PlanConfig, *, cores: int, rank_info: RankInfo = _CONTROLLER, trains: bool = True, serves: bool = True,
+) -> PlanConfig:
+    """Return the sections with numbers in place of a `train.threads` or `inference.threads` of 0.
 
     The cores of a machine are divided among the ranks and engines that this run has there; see `divide_cores`. On a Ray cluster a worker's
     machine and its load are unknown beforehand, so each worker requests one core and computes on one.
