@@ -1,9 +1,10 @@
 """What a micro-batch asks of a GPU, counted on fake tensors: operations, bytes, memory, and the MFU that they allow on one kind of device.
 
 Each operation that is not a view counts as a launch. It takes as long as its products take at the device's peak, or as its inputs and
-results take to read and write, whichever is longer; nothing overlaps, and no time is added for the launch itself. "before" has float32
-weights, a CPU's chunks in the head, and no kernel for sequences of many lengths: its attention is counted as that kernel all the same.
-"bf16, compiled" has the kernels of fused_counts.py in place of its blocks' operations; their memory is not counted.
+results take to read and write, whichever is longer; nothing overlaps, and no time is added for the launch itself. "bf16" is how one device
+computes: under autocast over float32 weights; "shards" has the weights in bfloat16, as FSDP2 gives them to a layer. "before" computes in
+float32, has a CPU's chunks in the head, transformers' norms, and no kernel for sequences of many lengths: its attention is counted as that
+kernel all the same. "compiled" has the kernels of fused_counts.py in place of its blocks' operations; their memory is not counted.
 
     python benchmarks/gpu/counts.py [--tokens 16384] [--models 1.7B 8B] [--variants bf16]
 
@@ -12,7 +13,11 @@ It prints one JSON line per row; docs/gpu.md has the table.
 
 import argparse
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from fused_counts import fused_kernels, run_block
@@ -24,7 +29,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from offbeat.config.train import Recompute
-from offbeat.model import head
+from offbeat.model import attention, head, norm
 from offbeat.model.attention import PACKED
 from offbeat.model.blocks import checkpoint_activations
 from offbeat.model.logprobs import token_logprobs
@@ -44,12 +49,27 @@ SHAPES: dict[str, dict[str, Any]] = {
            "tie_word_embeddings": False},
 }
 
-VARIANTS: dict[str, tuple[torch.dtype, Recompute]] = {
-    "before": (torch.float32, "off"), "bf16": (torch.bfloat16, "off"), "bf16, selective": (torch.bfloat16, "selective"),
-    "bf16, full": (torch.bfloat16, "full")}
+
+@dataclass(frozen=True)
+class Variant:
+    """How a micro-batch is computed.
+
+    Attributes:
+        shards: whether weights are bfloat16, as in shards.
+        before: whether it is computed in float32, and as a CPU would.
+        compiled: whether blocks are.
+    """
+
+    recompute: Recompute = "off"
+    shards: bool = False
+    before: bool = False
+    compiled: bool = False
 
 
-COMPILED = "bf16, compiled"
+VARIANTS: dict[str, Variant] = {
+    "before": Variant(before=True), "bf16": Variant(), "bf16, selective": Variant("selective"), "bf16, full": Variant("full"),
+    "bf16, compiled": Variant(compiled=True), "bf16, shards": Variant(shards=True),
+    "bf16, shards, compiled": Variant(shards=True, compiled=True)}
 
 
 def model_config(name: str) -> Qwen3Config:
@@ -88,48 +108,88 @@ class Cost(TorchDispatchMode):
 
 def count(name: str, variant: str, num_tokens: int) -> dict[str, Any]:
     """Return the figures of one forward and backward pass over sequences of 1,024 tokens."""
-    if variant == COMPILED:
-        return compiled(count(name, "bf16", num_tokens))
-    dtype, recompute = VARIANTS[variant]
-    sizes = head.ACCELERATOR_SIZES
-    config = model_config(name)
-    try:
-        costs = []
-        for mode in (Cost(PEAK_FLOP_PER_S if dtype == torch.bfloat16 else PEAK_FLOP_PER_S / 2), LiveBytes()):  # float32 runs as TF32
-            before = variant == "before" and isinstance(mode, Cost)
-            head.ACCELERATOR_SIZES = head.CPU_SIZES if before else sizes
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED)
-            with FakeTensorMode(allow_non_fake_inputs=True):
-                model.to_empty(device="meta").tie_weights()
-                checkpoint_activations(model, recompute)
-                for parameter in model.parameters():
-                    parameter.register_post_accumulate_grad_hook(_drop)
-                    if isinstance(mode, LiveBytes):
-                        mode.ignore(parameter)
-                with mode:
-                    logprobs, _ = token_logprobs(model, packed_tokens(num_tokens, config.vocab_size), with_entropy=True)
-                    logprobs.sum().backward()
-            costs.append(mode)
-    finally:
-        head.ACCELERATOR_SIZES = sizes
-    cost, live = costs
-    useful = flops_of(sum(p.numel() for p in model.parameters()), config, [1024] * (num_tokens // 1024))
-    return {
+    chosen, config = VARIANTS[variant], model_config(name)
+    cost, live = Cost(PEAK_FLOP_PER_S / 2 if chosen.before else PEAK_FLOP_PER_S), LiveBytes()  # float32 runs as TF32
+    for mode in (cost, live):
+        # A CPU's chunks are more than memory should be counted in.
+        num_weights = _run(config, chosen, num_tokens, mode, chunks=head.CPU_SIZES if chosen.before and mode is cost else None)
+    useful = flops_of(num_weights, config, [1024] * (num_tokens // 1024))
+    found = {
         "model": name, "variant": variant, "tokens": num_tokens, "launches": cost.launches, "bytes_moved": cost.num_bytes,
         "activation_bytes": live.peak, "roofline_s": cost.roofline_s, "roofline_mfu": useful / PEAK_FLOP_PER_S / cost.roofline_s}
+    return with_compiled_blocks(found, config, autocasts=not chosen.shards) if chosen.compiled else found
 
 
-def compiled(row: dict[str, Any]) -> dict[str, Any]:
+def _run(config: Qwen3Config, variant: Variant, num_tokens: int, mode: Cost | LiveBytes, *, chunks: head.HeadSizes | None) -> int:
+    """Run a micro-batch under a mode; returns the number of weights."""
+    # There is no autocast for meta tensors, and a fake tensor of a CPU has no numbers either.
+    device, dtype = ("meta", torch.bfloat16) if variant.shards else ("cpu", torch.float32)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED)
+    if not variant.before:
+        norm.use_fast_norms(model)
+    with FakeTensorMode(allow_non_fake_inputs=True), as_on_a_gpu(chunks or head.ACCELERATOR_SIZES):
+        model.to_empty(device=device).tie_weights()
+        checkpoint_activations(model, variant.recompute)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(_drop)
+            if isinstance(mode, LiveBytes):
+                mode.ignore(parameter)
+        row = packed_tokens(num_tokens, config.vocab_size)
+        with mode:
+            with torch.autocast("cpu", torch.bfloat16, enabled=not (variant.shards or variant.before)):
+                logprobs, _ = token_logprobs(model, row, with_entropy=True)
+            logprobs.sum().backward()
+    return sum(p.numel() for p in model.parameters())
+
+
+@contextmanager
+def as_on_a_gpu(chunks: head.HeadSizes) -> Iterator[None]:
+    """Take the kernels of a GPU for fake tensors of any device."""
+    with (
+        mock.patch.object(attention, "serves", lambda *_, plain, **__: plain), mock.patch.object(head, "sizes_of", lambda _: chunks),
+        mock.patch.object(norm, "fused_norm", lambda x, weight, eps: counted_norm(x, weight.to(x.dtype), eps)[0]),
+    ):
+        yield
+
+
+@torch.library.custom_op("offbeat_counts::norm", mutates_args=())
+def counted_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Stand for the kernel of `torch.nn.functional.rms_norm` on CUDA: the result, and a number for each row."""
+    raise NotImplementedError
+
+
+@counted_norm.register_fake
+def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("offbeat_counts::norm_backward", mutates_args=())
+def _counted_norm_backward(grad: Tensor, x: Tensor, scales: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError
+
+
+@_counted_norm_backward.register_fake
+def _(grad: Tensor, x: Tensor, scales: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+counted_norm.register_autograd(
+    lambda ctx, *grads: (*_counted_norm_backward(grads[0], *ctx.saved_tensors), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], output[1], inputs[1]))
+
+
+def with_compiled_blocks(row: dict[str, Any], config: Qwen3Config, *, autocasts: bool) -> dict[str, Any]:
     """Return a row of figures with compiled blocks; what a block's attention and all else cost stays."""
-    config, tokens, plain = model_config(row["model"]), row["tokens"], Cost()
-    run_block(config, tokens, device="meta", mode=plain)
-    kernels, layers = fused_kernels(config, tokens), config.num_hidden_layers
+    tokens, plain = row["tokens"], Cost()
+    with as_on_a_gpu(head.ACCELERATOR_SIZES):
+        run_block(config, tokens, autocasts=autocasts, mode=plain)
+    kernels, layers = fused_kernels(config, tokens, autocasts=autocasts), config.num_hidden_layers
     assert sum(kernel.flops for kernel in kernels) == plain.flops, "compiled blocks compute the same products"
     seconds = sum(max(kernel.flops / PEAK_FLOP_PER_S, kernel.num_bytes / BYTES_PER_S) for kernel in kernels) - plain.roofline_s
     roofline_s = row["roofline_s"] + layers * seconds
     return row | {
-        "variant": COMPILED, "launches": row["launches"] + layers * (len(kernels) - plain.launches),
+        "launches": row["launches"] + layers * (len(kernels) - plain.launches),
         "bytes_moved": row["bytes_moved"] + layers * round(sum(kernel.num_bytes for kernel in kernels) - plain.num_bytes),
         "activation_bytes": None, "roofline_s": roofline_s, "roofline_mfu": row["roofline_mfu"] * row["roofline_s"] / roofline_s}
 
@@ -151,7 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--models", nargs="+", default=["1.7B", "8B"], choices=SHAPES)
-    parser.add_argument("--variants", nargs="+", default=[*VARIANTS, COMPILED], choices=[*VARIANTS, COMPILED])
+    parser.add_argument("--variants", nargs="+", default=[*VARIANTS], choices=VARIANTS)
     args = parser.parse_args()
     for name in args.models:
         for variant in args.variants:

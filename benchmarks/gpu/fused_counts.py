@@ -27,10 +27,13 @@ from torch._inductor.debug import DebugContext
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
+
+from offbeat.model.norm import use_fast_norms
 
 _SMALL = (128, 256)
 """Numbers of tokens for which a block is compiled."""
@@ -46,12 +49,17 @@ class Kernel:
     num_bytes: float
 
 
-def fused_kernels(config: Qwen3Config, num_tokens: int) -> list[Kernel]:
-    """Return the kernels of a block's forward and backward pass in bfloat16."""
+def fused_kernels(config: Qwen3Config, num_tokens: int, *, autocasts: bool) -> list[Kernel]:
+    """Return the kernels of a block's forward and backward pass in bfloat16; see `run_block`."""
     few, more = found = list[Kernel](), list[Kernel]()
     for tokens, kernels in zip(_SMALL, found, strict=True):
         torch._dynamo.reset()
-        run_block(config, tokens, prepare=lambda layer, kernels=kernels: layer.compile(dynamic=False, backend=_noting(kernels)))
+
+        def compiled(layer: Any, kernels: list[Kernel] = kernels) -> None:
+            layer.compile(dynamic=False, backend=_noting(kernels))
+
+        with torch._inductor.config.patch(reorder_for_peak_memory=False):  # which may order them differently for each number
+            run_block(config, tokens, autocasts=autocasts, prepare=compiled)
     assert [2 * kernel.flops for kernel in few] == [kernel.flops for kernel in more], "the kernels are the same for any number of tokens"
     share = (num_tokens - _SMALL[0]) / (_SMALL[1] - _SMALL[0])
     return [Kernel(one.flops + share * (two.flops - one.flops), one.num_bytes + share * (two.num_bytes - one.num_bytes))
@@ -59,25 +67,35 @@ def fused_kernels(config: Qwen3Config, num_tokens: int) -> list[Kernel]:
 
 
 def run_block(
-    config: Qwen3Config, num_tokens: int, *, prepare: Callable[[Any], object] = lambda _: None, device: str = "cpu",
+    config: Qwen3Config, num_tokens: int, *, autocasts: bool, prepare: Callable[[Any], object] = lambda _: None,
     mode: AbstractContextManager | None = None,
 ) -> None:
     """Run a block forward and backward on random weights, without what is done in attention.
 
     Args:
+        autocasts: whether weights and inputs are float32, and the block runs under autocast; otherwise they are bfloat16.
         prepare: is given the block first.
-        mode: is entered around both passes.
+        mode: is entered around both passes, which then run on fake tensors.
     """
     AttentionInterface.register(_APART, torch.compiler.disable(_attend))
     small = type(config)(**config.to_dict() | {"num_hidden_layers": 1, "layer_types": None, "vocab_size": 2, "use_cache": False})
-    with torch.device(device):
-        model: Any = AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16, attn_implementation=_APART).model
-        states = torch.zeros(1, num_tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-        places, gradient = torch.arange(num_tokens)[None], torch.ones_like(states)
-    rotary, layer = model.rotary_emb(states, places), model.layers[0].train()
-    prepare(layer)
-    with mode or nullcontext():
-        layer(states, position_embeddings=rotary, attention_mask=None, use_cache=False).backward(gradient)
+    dtype = torch.float32 if autocasts else torch.bfloat16
+    with torch.device("cpu" if mode is None else "meta"):
+        whole: Any = AutoModelForCausalLM.from_config(small, dtype=dtype, attn_implementation=_APART)
+    use_fast_norms(whole)
+    with nullcontext() if mode is None else FakeTensorMode(allow_non_fake_inputs=True):
+        # There is no autocast for meta tensors; without autocast, a CPU has other norms than they.
+        where = torch.device("cpu" if mode is None or autocasts else "meta")
+        if mode is not None:
+            whole.to_empty(device=where)
+        states = torch.zeros(1, num_tokens, config.hidden_size, dtype=dtype, device=where, requires_grad=True)
+        rotary = whole.model.rotary_emb(states, torch.arange(num_tokens, device=where)[None])
+        layer, gradient = whole.model.layers[0].train(), torch.ones_like(states)
+        prepare(layer)
+        with mode or nullcontext():
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+                result = layer(states, position_embeddings=rotary, attention_mask=None, use_cache=False)
+            result.backward(gradient)
 
 
 class _Nothing(torch.autograd.Function):
@@ -97,6 +115,7 @@ class _Nothing(torch.autograd.Function):
 
 
 def _attend(_module: object, query: Tensor, key: Tensor, value: Tensor, _mask: object, **_: object) -> tuple[Tensor, None]:
+    query, key, value = (each.to(torch.bfloat16) for each in (query, key, value))  # as `packed_attention` does
     return _Nothing.apply(query, key, value), None
 
 

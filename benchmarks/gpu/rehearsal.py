@@ -46,8 +46,8 @@ sys.path[:0] = [str(_ROOT / "tests"), str(_ROOT / "tools")]
 _FAMILIES = import_module("family_table")
 _FAKE = import_module("fake_cuda")
 
-_ENGINE_WAITS = ("engine/sampler.py", "engine/scoring.py", "engine/runner.py", "engine/prefixes.py")
-"""Files in which a step may wait: for its tokens, for scores, and before it begins for copies of its tokens and places."""
+_ENGINE_WAITS = ("engine/sampler.py", "engine/scoring.py")
+"""Files in which a step may wait: for its tokens, and for scores."""
 
 _OUTSIDE = "wait within transformers"
 _QWEN3 = next(family for family in _FAMILIES.FAMILIES if family.name == "Qwen3")

@@ -81,9 +81,13 @@ def test_a_mesh_divides_what_is_kept_and_what_a_pass_takes():
     assert (tensor.weights, tensor.gathered) == (2 * COUNT, 0)
 
 
-def test_models_beside_the_policy_and_copies_of_autocast_are_counted(tmp_path):
-    plain, half = (estimate_memory(SIZES, configured(precision="bf16_mixed"), num_ranks=num_ranks) for num_ranks in (1, 2))
-    assert half.activations == int(1.2 * plain.activations) and half.gathered == 2 * COUNT
+def test_models_beside_the_policy_and_copies_of_autocast_are_counted(tmp_path, monkeypatch):
+    shards, one = (estimate_memory(SIZES, configured(
+        precision="bf16_mixed", num_ranks=ranks, parallel={"shard": ranks}), num_ranks=ranks) for ranks in (2, 1))
+    assert one.activations == shards.activations and one.gathered == 2 * COUNT
+    monkeypatch.setattr(memory, "use_fast_norms", lambda _: 0)
+    slow = estimate_memory(SIZES, configured(precision="bf16_mixed"), num_ranks=1)
+    assert slow.activations == int(memory._AUTOCAST * one.activations)
     critic = estimate_memory(SIZES, configured(algorithm={"preset": "ppo"}), num_ranks=1)
     assert critic.critic == 16 * COUNT
     small = build_model(tmp_path)

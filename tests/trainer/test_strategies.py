@@ -17,7 +17,7 @@ from offbeat.model.values import put_value_head
 from offbeat.sync.mesh import MeshShape
 from offbeat.trainer import strategies
 from offbeat.trainer.messages import Folder
-from offbeat.trainer.policy import load_policy
+from offbeat.trainer.policy import autocast, load_policy
 from offbeat.trainer.strategies import Alone, Sharded, choose, load, whole_tensor
 from ranks import run_alone, run_ranks
 from train_samples import TINY, arranged, build_model, build_trainer, make_batch, own_share, score, take_step
@@ -30,7 +30,8 @@ def test_one_rank_holds_the_model_bare(tmp_path):
     assert strategy.model is model
 
 
-def test_mixed_precision_on_one_rank_keeps_float32_weights_that_a_layer_casts_when_it_runs(tmp_path):
+@pytest.mark.parametrize("in_shards", [False, True])
+def test_mixed_precision_keeps_float32_weights_whose_layers_multiply_in_bfloat16(tmp_path, in_shards):
     model = load_causal_lm(build_model(tmp_path))
     put_value_head(model)  # which is untied from the embeddings
     seen = {}
@@ -39,17 +40,19 @@ def test_mixed_precision_on_one_rank_keeps_float32_weights_that_a_layer_casts_wh
         return lambda module, args, output: seen.update({name: (args[0].dtype, module.weight.dtype, output.dtype)})
 
     def check(groups, _):
-        strategy = choose(model, groups=groups, precision="bf16_mixed")
-        assert type(strategy) is Sharded
+        strategy = Sharded(model, groups, "bf16_mixed") if in_shards else choose(model, groups=groups, precision="bf16_mixed")
+        assert type(strategy) is (Sharded if in_shards else Alone), "one rank computes under autocast"
         assert {p.dtype for p in strategy.model.parameters()} == {torch.float32}
         units = [module for module in strategy.model.modules() if isinstance(module, FSDPModule)]
-        assert len(units) == TINY.num_layers + 3  # the embeddings and the head are units of their own
+        assert len(units) == in_shards * (TINY.num_layers + 3)  # the embeddings and the head are units of their own
         model.get_submodule("model.layers.0.mlp.up_proj").register_forward_hook(note("layer"))
-        strategy.forward(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False).logits.sum().backward()
-        return {(p.grad.dtype, type(p.grad)) for p in strategy.model.parameters()}
+        with autocast(TrainConfig(precision="bf16_mixed"), strategy.forward):
+            logits = strategy.forward(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False).logits
+        logits.sum().backward()
+        return {(p.grad.dtype, isinstance(p.grad, DTensor)) for p in strategy.model.parameters()}
 
-    assert run_alone(check) == {(torch.float32, DTensor)}
-    assert seen == {"layer": (torch.bfloat16,) * 3}
+    assert run_alone(check) == {(torch.float32, in_shards)}
+    assert seen == {"layer": (torch.bfloat16, torch.bfloat16 if in_shards else torch.float32, torch.bfloat16)}
 
 
 def test_a_model_whose_sequences_run_one_by_one_is_not_sharded(tmp_path):

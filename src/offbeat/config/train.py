@@ -99,7 +99,8 @@ class TrainConfig(Section):
     share_prefix: bool = field(True, "Run a group's common prompt once per micro-batch instead of once per sample.", on_resume=Change.FREE)
     precision: Literal["auto", Precision] = field(
         "auto", 'Number format of the computation; "bf16_mixed" computes in bfloat16 and keeps weights, optimizer moments and gradient'
-        ' sums in float32, which is faster above about 5M parameters; "auto" takes it where train ranks have devices that compute in it.')
+        ' sums in float32, which is faster above about 5M parameters; "auto" takes it where train ranks have devices that compute in it.'
+        " Without shards it is torch's autocast, which is closer to float32 than shards are.")
     gradient_checkpointing: Literal["auto", Recompute] = field(
         "auto", 'Recompute activations in the backward pass to save memory; "selective" keeps the results of matrix products and'
         ' attention, "full" keeps only the inputs of layers and costs a third more computation; "auto" keeps what a device has room for,'

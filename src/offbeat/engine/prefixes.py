@@ -15,6 +15,7 @@ from torch import Tensor
 
 from offbeat.engine.cache import BUCKET, CacheShape, SlotCache
 from offbeat.model.peft_io import Adapter
+from offbeat.model.uploads import upload
 
 BLOCK = 16
 """Tokens in a block. Two prompts share a multiple of this, such as 32 of 40 equal tokens."""
@@ -171,7 +172,7 @@ class PrefixCache:
         return torch.empty(blocks, 2, shape.num_kv_heads, BLOCK, shape.head_dim, dtype=shape.dtype, device=self._device)
 
     def _send(self, rows: list[tuple[int, int, int]]) -> Iterable[Tensor]:
-        return torch.tensor(rows).T.to(self._device)
+        return upload(np.array(rows).T, self._device)
 
 
 def _keys(tokens: np.ndarray) -> Iterable[bytes]:

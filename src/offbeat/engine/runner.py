@@ -15,6 +15,7 @@ from offbeat.engine.prefixes import Begun, PrefixCache
 from offbeat.engine.request import Request
 from offbeat.engine.rows import Rows
 from offbeat.engine.scheduler import PromptPart, RoundPrompts, plan_prefill
+from offbeat.model.uploads import upload
 
 
 class Runner:
@@ -175,7 +176,7 @@ class Runner:
 
     def _send(self, array: np.ndarray) -> Tensor:
         """Copy a host array, such as [N, L], to the model's device, with its dtype."""
-        return torch.from_numpy(array).to(self._forward.device)
+        return upload(array, self._forward.device)
 
 
 def _first_of_their_kind(begun: Mapping[int, Begun]) -> tuple[list[int], list[int]]:

@@ -193,7 +193,8 @@ def packed_attention(
     attention_plan.num_calls += 1
     # As [R, heads, D], which is their order in memory in transformers' layers.
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    if (device := query.device.type) not in ("cpu", "meta") and torch.is_autocast_enabled(device):
+    device = query.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         # Rotary positions are computed in float32, so queries and keys come as that, though values do not.
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     if (context := attention_plan.context) is not None:

@@ -87,7 +87,7 @@ class DividedRead:
         if self._give_head is not None:
             self._give_head(model)
         self._shares_head = _shares_head(model)
-        use_fast_norms(model, torch.device(current_platform.device))
+        use_fast_norms(model)
         conversions = get_model_conversion_mapping(model)  # which depend on names of classes, and FSDP2 changes those
         self._divide(model)
         _check_readable(model, [each for each in conversions if isinstance(each, WeightConverter)])

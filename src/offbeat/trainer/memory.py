@@ -31,6 +31,7 @@ from offbeat.model.attention import PACKED
 from offbeat.model.blocks import checkpoint_activations, decoder_layers
 from offbeat.model.logprobs import token_logprobs
 from offbeat.model.lora import find_targets
+from offbeat.model.norm import use_fast_norms
 from offbeat.model.rows import RAW_ERRORS
 from offbeat.sync.mesh import ProcessGroups
 from offbeat.trainer.offload import PART_SIZE
@@ -46,7 +47,7 @@ _BESIDE_ENGINES = 0.6
 
 _AUTOCAST = 1.2
 """Activations under autocast, where values between matrix products are float32, by those in bfloat16: 70 and 57.5 GiB were counted on
-Qwen3-1.7B."""
+Qwen3-1.7B with transformers' own norms. With those of `model.norm` on a GPU it was 48 GiB, for which 1 is taken."""
 
 _FAILURES = (*RAW_ERRORS, AssertionError)
 """Exceptions of code that does not suit tensors without numbers."""
@@ -101,7 +102,7 @@ def estimate_memory(model_config: Any, config: RankConfig, *, num_ranks: int, on
     train, lora, parallel = config.train, config.model.lora, config.train.parallel
     mixed, bases_half = train.computes_in == "bf16_mixed", lora.rank > 0 and config.model.number_format == "bfloat16"
     # As `offbeat.trainer.strategies` chooses.
-    sharded = parallel.shard > 1 or (parallel.tp > 1 and num_ranks > parallel.tp) or (mixed and num_ranks == 1 and not lora.rank)
+    sharded = parallel.shard > 1 or (parallel.tp > 1 and num_ranks > parallel.tp)
     autocasts = mixed and not sharded and not bases_half
     parts = parallel.tp * (parallel.shard * parallel.cp if sharded else 1)
     dtype = torch.bfloat16 if mixed or bases_half else torch.float32
@@ -125,7 +126,7 @@ def estimate_memory(model_config: Any, config: RankConfig, *, num_ranks: int, on
         optimizer=kept[0], reference=4 * count // parts if algorithm.needs_reference and not lora.rank else 0,
         critic=8 * count_critic + kept[1],
         teacher=(2 if config.model.number_format == "bfloat16" else 4) * _count(teacher, count) // parts if teacher else 0,
-        activations=int(activations * _AUTOCAST) if autocasts else activations,
+        activations=int(activations * _AUTOCAST) if autocasts and (on_cpu or not use_fast_norms(model)) else activations,
         host=sum(moments) if train.offload_optimizer else 0)
 
 

@@ -1,7 +1,7 @@
 """Distribution of a whole model in training over the ranks: on one, replicated (DDP), or in shards (FSDP2).
 
-`ModelTrainer` calls one `Strategy` and has no branch by kind. All methods that say "collective" must be called by every rank. FSDP2
-also computes in mixed precision for a single rank: it keeps float32 weights, and casts a layer's to bfloat16 when the layer runs.
+`ModelTrainer` calls one `Strategy` and has no branch by kind. All methods that say "collective" must be called by every rank. In mixed
+precision FSDP2 casts a layer's float32 weights to bfloat16 when the layer runs; the other two compute under autocast.
 """
 
 import logging
@@ -173,8 +173,6 @@ def _load_parts(
 def choose(model: PreTrainedModel, *, groups: ProcessGroups, precision: Precision = "float32", trained: bool = True) -> Strategy:
     """Distribute `model` over the ranks as their mesh says; collective. Replicas that are not `trained` are not synchronised.
 
-    Mixed precision on one rank uses FSDP2, too; a model that cannot pack its rows, and DDP, compute under `autocast` instead.
-
     Raises:
         ModelError: its sequences run one by one, so ranks need different numbers of forward passes, but with FSDP each is a collective;
             or it cannot be divided over a tensor group, see `divide`, or its rows over a context group, see `spread_rows`.
@@ -197,8 +195,6 @@ def _distribute(model: PreTrainedModel, groups: ProcessGroups, *, precision: Pre
     shares = groups.gradient_mesh.size() > 1
     if _in_shards(groups):
         _check_packs(model, groups)
-        return Sharded(model, groups, precision)
-    if precision == "bf16_mixed" and groups.world == 1 and packs_rows(model):
         return Sharded(model, groups, precision)
     return Replicated(model, groups) if trained and shares else Alone(model)
 
