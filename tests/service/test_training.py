@@ -342,6 +342,40 @@ def test_what_one_model_breaks_in_a_shared_pass_is_not_told_to_others(
     cluster.run(body)
 
 
+def test_a_model_that_cannot_enter_the_trainers_fails_alone_whatever_the_error(
+    cluster: SmallCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body() -> None:
+        async with cluster.open(tmp_path) as running:
+            models = [await running.model(caller) for caller in (ALICE, BOB)]
+            held = running.service._models.get(models[0].model_id)
+            first, entered = await running.model(), asyncio.Event()
+            learn, add = cluster.adapters.forward_backward, cluster.adapters.add
+
+            async def wait_and_learn(batches: Mapping[str, Batch]) -> object:
+                await entered.wait()
+                return await learn(batches)
+
+            async def broken(name: str, **spec: Any) -> None:
+                if held is not None and name == held.adapter:
+                    raise KeyError("of a library")
+                await add(name, **spec)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(cluster.adapters, "forward_backward", wait_and_learn)
+                patch.setattr(cluster.adapters, "add", broken)
+                ids = [(first, await first.learn(training_data(1)))]
+                # Both wait for the turn after the first model's, and enter the trainers in it.
+                ids += [(model, await model.learn(training_data(1))) for model in models]
+                entered.set()
+                outcomes = [await model.outcome(request_id) for model, request_id in ids]
+            assert [type(outcome) for outcome in outcomes] == [PassDone, Failed, PassDone]
+            assert isinstance(outcomes[1], Failed) and outcomes[1].category == "server" and "library" not in outcomes[1].message
+            assert isinstance((await models[0].both(models[0].learn(training_data(1))))[0], PassDone)
+
+    cluster.run(body)
+
+
 def test_many_requests_behind_gaps_cost_little(cluster: SmallCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         async with cluster.open(tmp_path, settings=ServiceSettings(patience_s=0.5)) as running:

@@ -43,6 +43,7 @@ from offbeat.service.work import (
     pass_done,
     split,
 )
+from offbeat.user_code.boundary import Caught
 
 _log = logging.getLogger(__name__)
 _IDLE_S = 1.0
@@ -278,19 +279,23 @@ class Training:
         return True
 
     async def _enter(self, job: Job[Work], wanted: Set[Model]) -> bool:
-        """Make sure that the trainers hold this model and all others of the turn; raises only if the trainers themselves failed."""
+        """Make sure that the trainers hold this model and all others of the turn; raises only if the trainers themselves failed.
+
+        Any other error, of whatever kind, is the outcome of this model's request alone.
+        """
         if isinstance(job.item.request, Leave):
             return True
-        try:
+        with Caught() as caught:
             await self._models.make_room(job.item.model, wanted, busy=self.work.models)
             if not isinstance(job.item.request, Load):
                 await self._models.enter(job.item.model)
-        except (OffbeatError, OSError) as exc:
-            if not self._adapters.trainers_alive:
-                raise
-            self._fail(job, exc)
-            return False
-        return True
+        if (exc := caught.error) is None:
+            return True
+        assert isinstance(exc, Exception), "others pass"
+        if not self._adapters.trainers_alive:
+            raise exc
+        self._fail(job, exc)
+        return False
 
     async def _do(self, lane: Lane, parts: list[JobPart[Work]]) -> None:
         match lane:
