@@ -17,7 +17,7 @@ SAMPLE = (
 
 @pytest.mark.drill
 def test_wrong_code_is_left_out_alone_in_a_real_run_or_ends_it_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("reward_timeout_s", "20"), ("episode_timeout_s", "40")):  # none of these hangs
+    for name, seconds in (("reward_timeout_s", "20"), ("episode_timeout_s", "40"), ("blocked_timeout_s", "40")):  # none of these hangs
         monkeypatch.setitem(SETTINGS, f"rollout.{name}", seconds)
     cases = {case.what: case for case in all_cases()}
     played = asyncio.run(play_all(tmp_path, [cases[what] for what in SAMPLE]))

@@ -55,7 +55,8 @@ Promise = Literal["alone", "again", "lost", "refused", "taken"]
 
 SETTINGS = {
     "rollout.group_size": "4", "rollout.consumer_batch_size": "4", "rollout.max_concurrent_rollouts": "8",
-    "rollout.reward_timeout_s": "0.5", "rollout.episode_timeout_s": "2", "rollout.batch_timeout_s": "60",
+    "rollout.reward_timeout_s": "0.5", "rollout.episode_timeout_s": "2", "rollout.blocked_timeout_s": "2",
+    "rollout.batch_timeout_s": "60",
     "inference.token_timeout_s": "0", "data.heldout_size": "20",
     "evaluate.num_prompts": "20", "rollout.max_failures_in_a_row": "20"}
 

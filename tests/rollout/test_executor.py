@@ -681,13 +681,33 @@ def test_a_workflow_that_blocks_is_ended_there_and_its_prompt_drawn_again() -> N
         return await single_turn(episode)
 
     async def body() -> None:
-        play = make(episode_timeout_s=0.3)
+        play = make(blocked_timeout_s=0.3)  # episode_timeout_s may be an hour, as it grows with the tokens of an answer
         play.workflow = workflow
         async with play.executor() as executor:
             await executor.prepare_batch()
         (settled,) = play.rejected  # and nothing that ran beside it
         assert (settled.prompt_id, settled.kind, settled.drawn_again) == ("0:1", "code failed", True)
         assert "it held up the whole process for" in settled.rejected and "in block; await there" in settled.rejected
+
+    run(body)
+
+
+def test_a_filter_that_blocks_is_ended_there_long_before_the_deadline_of_episodes() -> None:
+    asked: list[str] = []
+
+    def accept(group: Group) -> bool:
+        asked.append(group.prompt_id)
+        if len(asked) == 1:
+            time.sleep(20)
+        return True
+
+    async def body() -> None:
+        play = make(blocked_timeout_s=0.3, episode_timeout_s=4111)
+        play.accept = accept
+        async with play.executor() as executor:
+            await executor.prepare_batch()
+        (settled,) = play.rejected
+        assert settled.kind == "code failed" and "should_accept raised CodeError: it held up the whole process for" in settled.rejected
 
     run(body)
 

@@ -75,9 +75,13 @@ class RolloutConfig(Section):
         on_resume=Change.FREE)
     episode_timeout_s: float = field(
         600.0, "Seconds for one group, the bound on each of its episodes: requests to engines count, also while they wait for busy ones;"
-        " rewards, of which each call has reward_timeout_s, waits for a place, and times in which engines sleep do not. It is"
+        " rewards, of which each call has reward_timeout_s, waits for a place, and times in which engines sleep do not. An episode of an"
+        " agent, a game or tools has 0.9 of it from when it has its place, and fails alone. It is"
         " inference.token_timeout_s for each of max_new_tokens, in each of agent.max_turns where there are such, and reward_timeout_s, if"
         " that is more.", gt=0, on_resume=Change.FREE)
+    blocked_timeout_s: float = field(
+        120.0, "Seconds for which a workflow or should_accept may block the process without awaiting, during which nothing else goes on; it"
+        " is interrupted then, and its group fails.", gt=0, on_resume=Change.FREE)
     max_retries: int = field(
         4, "How often a prompt is drawn again after its group failed or kept fewer than two usable samples, before it is rejected;"
         " occasional failures therefore lose no prompt. A prompt that cannot be asked is rejected at once.", ge=0, on_resume=Change.FREE)
