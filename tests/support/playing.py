@@ -1,6 +1,7 @@
 """Agents, tools and environments for tests, as users would write them."""
 
 import asyncio
+import contextlib
 import json
 import os
 import threading
@@ -49,6 +50,13 @@ async def asks_and_waits(task):
     """Ask once, and then wait for nothing."""
     await answer(task)
     await asyncio.sleep(60)
+
+
+async def asks_for_ever(task):
+    """Ask again whatever comes, as an agent does that swallows all errors."""
+    while True:
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(ask, task, [{"role": "user", "content": str(task.row.prompt)}])
 
 
 def hang(task):

@@ -19,8 +19,8 @@ from offbeat.agents.worker import RunRequest
 from offbeat.config.agent import AgentConfig
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.data.trajectory import Trajectory
-from offbeat.errors import CodeError
-from offbeat.rollout.clock import EpisodeClock, agent_clock, requests_off
+from offbeat.errors import CodeError, DeadlineError
+from offbeat.rollout.clock import AgentClock, EpisodeClock, requests_off
 from offbeat.rollout.episode import Episode
 from offbeat.user_code.places import Waiting
 
@@ -70,7 +70,7 @@ class AgentWorkflow:
     async def _play(self, episode: Episode, index: int) -> list[Trajectory]:
         config = self.config
         limits = EpisodeLimits(config.max_turns, min(episode.context, self.max_tokens))
-        clock = agent_clock(config.timeout_s)
+        clock = AgentClock(config.timeout_s, episode)
         generate = requests_off(clock, episode).generate
         session = self.proxy.open(generate, episode.sampling, limits=limits, keep_reasoning=config.keep_reasoning)
         # The key is in the path as well, for libraries that take no key for each episode.
@@ -79,6 +79,8 @@ class AgentWorkflow:
             episode.row, f"{url}/v1", url, session.key, config.model, seed_of(episode.row), config.timeout_s)
         try:
             result = await self.player.play(task, episode.off_the_clock, clock)
+        except DeadlineError as exc:
+            raise DeadlineError(f"{exc}{session.failures}") from exc
         finally:
             self.proxy.close(session)
         episode.measured(result.metrics)

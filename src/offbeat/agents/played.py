@@ -18,7 +18,7 @@ from offbeat.config.agent import AgentConfig
 from offbeat.data.reward import NamedReward
 from offbeat.data.trajectory import Trajectory
 from offbeat.errors import CodeError, RefusedError
-from offbeat.rollout.clock import agent_clock, requests_off
+from offbeat.rollout.clock import AgentClock, requests_off
 from offbeat.rollout.episode import Episode
 
 _GRACE_S = 10.0
@@ -59,7 +59,7 @@ class PlayedWorkflow:
 
     async def _play(self, episode: Episode, index: int) -> list[Trajectory]:
         players: dict[str, _Player] = {}
-        clock = agent_clock(self.config.timeout_s)
+        clock = AgentClock(self.config.timeout_s, episode)
         async with self.pool.seat(episode.off_the_clock) as seat, clock:
             end = await self._converse(requests_off(clock, episode), seat, players, session=f"{id(episode)}-{index}")
         trajectories: list[Trajectory] = []

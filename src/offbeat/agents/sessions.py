@@ -17,7 +17,7 @@ from offbeat.agents.recorder import PendingTurn, Recorder, Rendered
 from offbeat.chat.answering import answer_of
 from offbeat.chat.messages import ChatAnswer, ChatRequest
 from offbeat.data.trajectory import Trajectory
-from offbeat.errors import RefusedError, RunError
+from offbeat.errors import RefusedError, RunError, describe
 from offbeat.rollout.episode import Generate
 
 MAX_NAMED = 1024
@@ -97,6 +97,15 @@ class Session:
         self._calls: OrderedDict[int, SharedCall] = OrderedDict()
         self._is_sealed = False
         self._receiving = asyncio.Lock()
+        self._num_failed = 0
+        self._last_error: BaseException | None = None
+
+    @property
+    def failures(self) -> str:
+        """What failed, such as "; 3 of its requests failed, the last with DeadlineError: …", to be added to a sentence; or empty."""
+        if self._last_error is None:
+            return ""
+        return f"; {self._num_failed} of its requests failed, the last with {describe(self._last_error)}"
 
     @property
     def num_turns(self) -> int:
@@ -190,7 +199,10 @@ class Session:
         call.ended_s = time.monotonic()
         if call.giving_up is not None:
             call.giving_up.cancel()
-        call.has_failed = call.task.cancelled() or call.task.exception() is not None
+        error = None if call.task.cancelled() else call.task.exception()
+        call.has_failed = call.task.cancelled() or error is not None
+        if error is not None:
+            self._num_failed, self._last_error = self._num_failed + 1, error
 
     def _forget(self) -> None:
         """Forget old answers, oldest first, except where a client waits."""

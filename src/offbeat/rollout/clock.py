@@ -5,8 +5,9 @@ engines sleep. Each reward call has its own deadline, and before it starts, a gr
 counted, a reward that hangs now and then would fail the prompts that wait for it.
 
 The deadline of an agent's episode, `agent.timeout_s`, stands still during requests to engines as well (`requests_off`). They have deadlines
-of their own, and busy engines would otherwise lose the longest episodes. The group's deadline counts requests, so it ends an episode that
-asks without end.
+of their own, and busy engines would otherwise lose the longest episodes. An agent that asks without end is ended by a deadline that counts
+requests, also where that of its group stands still because other episodes of the group wait for a place. It is a little shorter than the
+group's, so that such an episode fails alone.
 """
 
 import asyncio
@@ -22,6 +23,8 @@ from offbeat.rollout.episode import Episode
 T = TypeVar("T")
 
 _NUM_TICKS = 20
+_OF_GROUP = 0.9
+"""The deadline of one episode with its requests, as a part of its group's."""
 
 
 class EpisodeClock:
@@ -83,6 +86,31 @@ def requests_off(clock: EpisodeClock, episode: Episode) -> Episode:
     return replace(episode, generate=generate)
 
 
+class AgentClock(EpisodeClock):
+    """Limits an agent's own work, and the whole of its episode with its requests to engines.
+
+    Raises:
+        DeadlineError: one of the deadlines passed; it names its setting.
+    """
+
+    def __init__(self, timeout_s: float, episode: Episode) -> None:
+        """`timeout_s` is `agent.timeout_s`; the episode has the deadline of its group."""
+        super().__init__("an episode (agent.timeout_s)", timeout_s)
+        self._whole = EpisodeClock(
+            f"an episode with its requests ({_OF_GROUP} of rollout.episode_timeout_s)", _OF_GROUP * episode.timeout_s,
+            engines=episode.engines)
+
+    async def __aenter__(self) -> Self:
+        await self._whole.__aenter__()
+        return await super().__aenter__()
+
+    async def __aexit__(self, kind: type[BaseException] | None, exc: BaseException | None, traceback: object) -> None:
+        try:
+            await super().__aexit__(kind, exc, traceback)
+        finally:
+            await self._whole.__aexit__(kind, exc, traceback)
+
+
 def agent_clock(timeout_s: float) -> EpisodeClock:
-    """Return the deadline of one agent's episode, `agent.timeout_s`."""
+    """Return the deadline of an agent's own work alone, `agent.timeout_s`."""
     return EpisodeClock("an episode (agent.timeout_s)", timeout_s)

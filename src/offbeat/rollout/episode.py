@@ -5,9 +5,10 @@ may call the engines and the reward as often as it likes. `builder.TrajectoryBui
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from offbeat.aio import HaltingClock
 from offbeat.data.row import Row
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.data.trajectory import Trajectory
@@ -40,6 +41,8 @@ class Episode:
         off_the_clock: waits for something that is no part of playing, such as a place to play in; the time it takes does not count towards
             the group's deadline.
         measured: takes numbers by name that were measured of one sample beside its reward; their means over a step are metrics.
+        timeout_s: seconds for the group, `rollout.episode_timeout_s`.
+        engines: the clock on which they stand still while engines sleep.
         account: opens the account of where the time of an episode goes, by its index in the group; `accounted` keeps it.
     """
 
@@ -53,6 +56,8 @@ class Episode:
     context: int = 2**31
     off_the_clock: Waiting = on_the_clock
     measured: Callable[[Mapping[str, float]], None] = lambda _metrics: None
+    timeout_s: float = 7 * 86_400.0
+    engines: HaltingClock = field(default_factory=HaltingClock)
     account: Callable[[int], Account] = lambda _index: Account()
 
 

@@ -148,7 +148,9 @@ class GroupPlayer:
             with self._idle.scoring():
                 return await clock.stand_still(episode.score(completions, row))
 
-        return replace(episode, generate=generate, off_the_clock=off_the_clock, score=score)
+        return replace(
+            episode, generate=generate, off_the_clock=off_the_clock, score=score, timeout_s=self._config.episode_timeout_s,
+            engines=self._engines)
 
     async def _call_within_bounds(self, episode: Episode) -> object:
         """Call the workflow. If it does not end within `UNWIND_S` of a cancellation, warn and leave it behind."""
