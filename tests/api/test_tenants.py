@@ -31,5 +31,5 @@ def test_a_mistake_is_told_before_anything_is_started(model_dir: str) -> None:
         async with offbeat.open_tenants(model_dir, max_rank=0):
             pass
 
-    with pytest.raises(ConfigError, match=r"model\.lora\.rank must be at least 1 to serve tenants, got 0"):
+    with pytest.raises(ConfigError, match=r"model\.lora\.rank must be at least 1 to train many adapters, got 0"):
         asyncio.run(play())

@@ -120,7 +120,7 @@ KEYS = {
     (["--keys", "twice.toml"], "have the same key"),
     (["--keys", "plain.toml"], "does not begin with tml-"),
     (["--database", "mysql://x/y"], "the database's URL cannot be used"),
-    (["--max-lora-rank", "0"], "model.lora.rank must be at least 1 to serve tenants, got 0"),
+    (["--max-lora-rank", "0"], "model.lora.rank must be at least 1 to train many adapters, got 0"),
     (["--num-engines", "0"], "inference.num_engines must be >= 1, got 0"),
     (["--serve.max_tokens_per_pas", "5"], "did you mean serve.max_tokens_per_pass?"),
     (["--data-dir", "none.toml"], "cannot be written"),

@@ -286,13 +286,13 @@ def test_what_is_wrong_with_one_adapter_is_one_sentence_and_disturbs_nobody(run:
 
 
 @pytest.mark.parametrize(("changes", "sentence"), [
-    ({}, r"model\.lora\.rank must be at least 1 to serve tenants, got 0"),
-    ({"model__lora__rank": "4", "cluster__take_turns": "true"}, r"cluster\.take_turns must be false to serve tenants, got true"),
-    ({"model__lora__rank": "4", "model__lora__dropout": "0.1"}, r"model\.lora\.dropout must be 0 to serve tenants, got 0\.1"),
+    ({}, r"model\.lora\.rank must be at least 1 to train many adapters, got 0"),
+    ({"model__lora__rank": "4", "cluster__take_turns": "true"}, r"cluster\.take_turns must be false to train many adapters, got true"),
+    ({"model__lora__rank": "4", "model__lora__dropout": "0.1"}, r"model\.lora\.dropout must be 0 to train many adapters, got 0\.1"),
     ({"model__lora__rank": "4", "train__router_aux_loss_coefficient": "0.01"},
-     r"train\.router_aux_loss_coefficient must be 0 to serve tenants, got 0\.01; the loss of one would depend on the tokens of the others"),
+     r"train\.router_aux_loss_coefficient must be 0 to train many adapters, got 0\.01; the loss of one would depend on the tokens"),
     ({"model__lora__rank": "4", "train__num_ranks": "2", "train__parallel__shard": "2"},
-     r"train\.parallel\.shard must be 1 to serve tenants, got 2; each rank .* holds the whole model, so leave it out"),
+     r"train\.parallel\.shard must be 1 to train many adapters, got 2; each rank .* holds the whole model, so leave it out"),
 ])
 def test_adapters_of_a_rank_without_dropout_on_whole_models_are_needed(changes: dict[str, str], sentence: str) -> None:
     async def main() -> None:

@@ -241,5 +241,5 @@ def test_a_critic_is_trained_without_it_and_many_adapters_are_refused(tmp_path):
     folder = build_model(tmp_path)
     config = config_of(folder, lora={"rank": 2}).model_copy(update={"critic": CriticConfig()})
     run_alone(lambda groups, _: ValueTrainer.build_critic(folder, config=config.for_ranks, groups=groups, policy=None))
-    with pytest.raises(ConfigError, match="train.router_aux_loss_coefficient must be 0 to train many adapters, got 0.5; one's loss"):
+    with pytest.raises(ConfigError, match="train.router_aux_loss_coefficient must be 0 to train many adapters, got 0.5; the loss of one"):
         run_alone(lambda groups, _: BankTrainer.build_empty(folder, config=config.for_ranks, groups=groups))

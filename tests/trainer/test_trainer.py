@@ -155,7 +155,7 @@ def test_what_cannot_run_is_said_before_anything_is_computed(folder):
         trainer = build(groups, folder, max_tokens=int(batch.lengths.max()) - 1)
         for error, sentence, part, names in (
             (DataError, rf"sequence {longest} of {batch.lengths.max()} tokens .* exceeds train.max_tokens_per_microbatch", batch, "aaaa"),
-            (ConfigError, "there is no adapter 'd' here", batch.select([i for i in range(4) if i != longest]), "abd"),
+            (ConfigError, "there is no adapter 'd'", batch.select([i for i in range(4) if i != longest]), "abd"),
         ):
             own = of_adapters(part, [{"a": "alice", "b": "bob"}.get(name, name) for name in names])
             with pytest.raises(error, match=sentence):

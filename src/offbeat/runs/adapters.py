@@ -33,7 +33,7 @@ from offbeat.runs.shared_disk import apart, note_apart, without_shared_disk
 from offbeat.telemetry.record import RunRecord
 from offbeat.trainer.messages import NewAdapter, Scores
 from offbeat.types import Version
-from offbeat.weights.adapters import adapter_name, check_adapter
+from offbeat.weights.adapters import adapter_name, check_adapter, check_many, check_new, find_adapter
 from offbeat.weights.protocol import Manifest
 from offbeat.workers.worker import make_launcher
 
@@ -145,8 +145,7 @@ class Adapters:
         """
         lora = self._config.model.lora
         rank = lora.rank if rank is None else rank
-        if check_adapter(name) in self._trainers.steps:
-            raise ConfigError(f"there is an adapter {name!r} already; choose another name, or remove it first")
+        check_new(name, self._trainers.steps)
         if not 1 <= rank <= lora.rank:
             raise ConfigError(f"the rank of adapter {name!r} must be 1 to model.lora.rank = {lora.rank}, got {rank}")
         kinds = tuple(kind for kind, wanted in (("attn", train_attn), ("mlp", train_mlp)) if wanted)
@@ -284,9 +283,7 @@ class Adapters:
         return versions
 
     def _find(self, name: str) -> _Versions:
-        if name not in self._versions:
-            raise ConfigError(f"there is no adapter {name[:120]!r}, only {', '.join(self._versions) or 'none'}; add it first")
-        return self._versions[name]
+        return find_adapter(name, self._versions)
 
 
 def _of_one(batch: Batch) -> dict[str, np.ndarray]:
@@ -299,27 +296,13 @@ async def open_adapters(config: Config, record: RunRecord) -> AsyncIterator[Adap
     """Start `train.num_ranks` ranks and the engines on one base model; all of them end with the body.
 
     Raises:
-        ConfigError: `model.lora.rank` is 0, `model.lora.dropout` or `train.router_aux_loss_coefficient` is not, the ranks are to divide the
-            model among them, or they and the engines are to take turns.
+        ConfigError: as `check_many`, or ranks and engines are to take turns.
         ModelError: the folder holds no model or tokenizer.
     """
-    if not config.model.lora.rank:
-        raise ConfigError("model.lora.rank must be at least 1 to serve tenants, got 0; give the largest rank of any of them")
-    if config.model.lora.dropout:
-        raise ConfigError(
-            f"model.lora.dropout must be 0 to serve tenants, got {config.model.lora.dropout}; what one drops would depend on the others")
-    if coefficient := config.train.router_aux_loss_coefficient:
-        raise ConfigError(
-            f"train.router_aux_loss_coefficient must be 0 to serve tenants, got {coefficient:g}; the loss of one would depend on the tokens"
-            " of the others")
-    for name in ("shard", "tp"):
-        if (given := getattr(config.train.parallel, name)) > 1:
-            raise ConfigError(
-                f"train.parallel.{name} must be 1 to serve tenants, got {given}; each rank passes its rows at its own pace and holds the"
-                " whole model, so leave it out")
+    check_many(config.model.lora, config.train, shard=config.train.parallel.shard, tp=config.train.parallel.tp)
     if config.cluster.take_turns:
         raise ConfigError(
-            "cluster.take_turns must be false to serve tenants, got true; some sample while others train, so leave it out, or set"
+            "cluster.take_turns must be false to train many adapters, got true; some sample while others train, so leave it out, or set"
             " cluster.share_devices")
     plan = make_plan(config)
     config = plan.config

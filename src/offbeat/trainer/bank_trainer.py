@@ -23,7 +23,7 @@ from offbeat.config.for_processes import RankConfig
 from offbeat.config.objectives import objective_of
 from offbeat.data.batch import Batch
 from offbeat.data.packing import PackedRow, plan_microbatches
-from offbeat.errors import ConfigError, ModelError, StorageError, UserError
+from offbeat.errors import ModelError, StorageError, UserError
 from offbeat.model.context import share_of
 from offbeat.model.divided_read import Divide
 from offbeat.model.logprobs import dummy_row, packs_rows
@@ -40,7 +40,7 @@ from offbeat.trainer.snapshots import AdapterSnapshot
 from offbeat.trainer.state import full_state
 from offbeat.trainer.strategies import Strategy, load
 from offbeat.trainer.trainer import WHOLE, Trainer
-from offbeat.weights.adapters import check_adapter
+from offbeat.weights.adapters import check_many, check_new, find_adapter
 
 T = TypeVar("T")
 
@@ -88,25 +88,10 @@ class BankTrainer(Trainer):
             config: `model.lora.rank` is the largest rank of any adapter; targets apply to all adapters, and each has its own alpha.
 
         Raises:
-            ConfigError: model.lora.rank is 0, model.lora.dropout or train.router_aux_loss_coefficient is not, or the ranks are to divide
-                the model among them.
+            ConfigError: as `check_many`.
             ModelError: there is no such model, it cannot pack its rows, or it has none of the targets.
         """
-        lora = config.model.lora
-        if not lora.rank:
-            raise ConfigError("model.lora.rank must be at least 1 to train adapters, got 0; give the largest rank of any of them")
-        if lora.dropout:
-            raise ConfigError(
-                f"model.lora.dropout must be 0 to train many adapters, got {lora.dropout}; what one drops would depend on the others")
-        if coefficient := config.train.router_aux_loss_coefficient:
-            raise ConfigError(
-                f"train.router_aux_loss_coefficient must be 0 to train many adapters, got {coefficient:g}; one's loss would depend on the"
-                " tokens of the others")
-        for name in ("shard", "tp"):
-            if (given := getattr(groups.shape, name)) > 1:
-                raise ConfigError(
-                    f"train.parallel.{name} must be 1 to train many adapters, got {given}; each rank passes its rows at its own pace, so"
-                    " give it the whole model, or train a single adapter in a run of its own")
+        check_many(config.model.lora, config.train, shard=groups.shape.shard, tp=groups.shape.tp)
         model, strategy = _load_base(folder, config, groups)
         if not packs_rows(model):
             raise ModelError(f"{type(model).__name__} cannot pack its rows, which many adapters in one pass need; train one at a time")
@@ -127,7 +112,7 @@ class BankTrainer(Trainer):
             ModelError: the rank exceeds the bank's, there are no layers of these kinds, or the folder holds no adapter that fits.
             StorageError: another rank cannot read the folder.
         """
-        self._check_new(request.name)
+        check_new(request.name, self._slots)
         if not request.folder:
             scaling = request.alpha / request.rank if request.rank else 0.0
             self._enter(
@@ -186,7 +171,7 @@ class BankTrainer(Trainer):
         if request.name == WHOLE:
             return self._load_run(request)
         if request.name not in self._slots:
-            self._check_new(request.name)
+            check_new(request.name, self._slots)
 
         def read() -> tuple[AdapterState, Tensor, Tensor]:
             state = read_adapter_state(request.folder)
@@ -330,18 +315,12 @@ class BankTrainer(Trainer):
             self._bank.gradients[self._slot(name)] = 0.0
 
     def _slot(self, name: str) -> int:
-        if name not in self._slots:
-            raise ConfigError(f"there is no adapter {name[:120]!r} here, only {', '.join(self._slots) or 'none'}; add it first")
-        return self._slots[name]
+        return find_adapter(name, self._slots)
 
     def _slots_of(self, batch: Batch) -> np.ndarray:
         """Return [N] int64, the slot of each sequence's adapter."""
         names = batch.adapters or ((WHOLE,) if len(batch) else ())
         return np.array([self._slot(name) for name in names], np.int64)[batch.ids("adapter_ids")]
-
-    def _check_new(self, name: str) -> None:
-        if check_adapter(name) in self._slots:
-            raise ConfigError(f"there is an adapter {name!r} already; choose another name, or remove it first")
 
     def _enter(self, name: str, slot: int) -> None:
         self._adam.follow(self._bank.weights.detach())

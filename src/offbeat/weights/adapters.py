@@ -1,12 +1,67 @@
-"""Names of LoRA adapters. A version of one is `adapter@version`: written once, loaded beside the old one, never overwritten."""
+"""Names of LoRA adapters, and what many adapters on one base model need.
+
+A version of an adapter is `adapter@version`: written once, loaded beside the old one, never overwritten. The rules stand here for the
+program that serves adapters, which refuses before it starts anything, and for the ranks that train them.
+"""
 
 import re
+from collections.abc import Collection, Mapping
+from typing import TypeVar
 
+from offbeat.config.model import LoraConfig
+from offbeat.config.train import TrainConfig
 from offbeat.errors import ConfigError
 from offbeat.types import Version
 
 _ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _POLICY = "policy"
+T = TypeVar("T")
+
+
+def check_many(lora: LoraConfig, train: TrainConfig, *, shard: int, tp: int) -> None:
+    """Refuse settings with which many adapters cannot train beside each other.
+
+    Args:
+        shard, tp: ranks that divide the base model, as in [train.parallel].
+
+    Raises:
+        ConfigError: model.lora.rank is 0, model.lora.dropout or train.router_aux_loss_coefficient is not, or the model is divided.
+    """
+    if not lora.rank:
+        raise ConfigError("model.lora.rank must be at least 1 to train many adapters, got 0; give the largest rank of any of them")
+    if lora.dropout:
+        raise ConfigError(
+            f"model.lora.dropout must be 0 to train many adapters, got {lora.dropout}; what one drops would depend on the others")
+    if coefficient := train.router_aux_loss_coefficient:
+        raise ConfigError(
+            f"train.router_aux_loss_coefficient must be 0 to train many adapters, got {coefficient:g}; the loss of one would depend on the"
+            " tokens of the others")
+    for name, given in (("shard", shard), ("tp", tp)):
+        if given > 1:
+            raise ConfigError(
+                f"train.parallel.{name} must be 1 to train many adapters, got {given}; each rank passes its rows at its own pace and holds"
+                " the whole model, so leave it out, or train a single adapter in a run of its own")
+
+
+def check_new(name: str, taken: Collection[str]) -> None:
+    """Refuse the name of a new adapter that one of `taken` has, or that none may have.
+
+    Raises:
+        ConfigError: says which.
+    """
+    if check_adapter(name) in taken:
+        raise ConfigError(f"there is an adapter {name!r} already; choose another name, or remove it first")
+
+
+def find_adapter(name: str, known: Mapping[str, T]) -> T:
+    """Return the entry of an adapter.
+
+    Raises:
+        ConfigError: there is no adapter of this name; names those that there are.
+    """
+    if name not in known:
+        raise ConfigError(f"there is no adapter {name[:120]!r}, only {', '.join(known) or 'none'}; add it first")
+    return known[name]
 
 
 def check_adapter(name: str) -> str:
