@@ -81,7 +81,7 @@ def test_the_time_line_shows_trainer_and_engine_beside_the_controller(finished_r
 def test_a_run_is_told_of_equal_rewards_and_a_slow_first_step_on_the_console_in_its_events_and_in_its_report(
     shop: Workshop, tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("offbeat.controller.loop.LATE_S", 0.0)
+    monkeypatch.setattr("offbeat.controller.step_record.LATE_S", 0.0)
     printed = io.StringIO()
     shop.run(small_config(tmp_path, model_dir, run__total_steps="5", rollout__reward=f"{REWARDS}:right"), Console("plain", stream=printed))
     run = SmallRun(tmp_path, model_dir)

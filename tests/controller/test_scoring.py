@@ -33,7 +33,7 @@ def batch_of(config):
 def scored(config):
     trainers, critic = Ranks(), Ranks("values") if config.needs_critic else None
     parts = SimpleNamespace(trainers=trainers, critic=critic, teacher=None)
-    batch, _, _ = asyncio.run(score_batch(batch_of(config), parts, config, seed=0, row_of=lambda _group: None))
+    batch = asyncio.run(score_batch(batch_of(config), parts, config, seed=0, row_of=lambda _group: None)).batch
     return batch, trainers.asked, critic.asked if critic else []
 
 
@@ -56,7 +56,7 @@ def test_log_probabilities_that_came_up_on_the_way_are_there_for_the_record(sett
     config = AlgorithmConfig(**settings)
     critic = Ranks("values") if config.needs_critic else None
     parts = SimpleNamespace(trainers=Ranks(), critic=critic, teacher=None)
-    _, _, known = asyncio.run(score_batch(batch_of(config), parts, config, seed=0, row_of=lambda _group: None))
+    known = asyncio.run(score_batch(batch_of(config), parts, config, seed=0, row_of=lambda _group: None)).known
     assert list(known) == names
     for values in known.values():
         np.testing.assert_allclose(values, [-0.1, -0.2, -0.1])

@@ -118,7 +118,8 @@ def test_the_score_step_gives_the_batch_what_the_teacher_says_and_counts_it(sett
     config, ranks = AlgorithmConfig(preset="sdft", **settings), Ranks()
     teacher = SelfTeacher(ranks, contexts(max_tokens=10), of="reference")
     parts = SimpleNamespace(trainers=ranks, critic=None, teacher=teacher)
-    found, stats, _ = asyncio.run(score_batch(BATCH, parts, config, seed=0, row_of=ROWS.__getitem__))
+    scored = asyncio.run(score_batch(BATCH, parts, config, seed=0, row_of=ROWS.__getitem__))
+    found, stats = scored.batch, scored.stats
     known = BATCH.target_sequences < 4
     taught = np.clip(-BATCH.targets - BATCH.columns["rollout_logprobs"], -20, 20)
     np.testing.assert_allclose(found.columns["advantages"], np.where(known, expected(taught, BATCH.columns["advantages"]), 0), rtol=1e-6)

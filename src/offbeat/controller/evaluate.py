@@ -13,13 +13,17 @@ from pathlib import Path
 from offbeat.aio import deadline
 from offbeat.config.evaluate import EvaluateConfig
 from offbeat.config.root import Config
+from offbeat.controller.best_model import BestModel
 from offbeat.controller.inputs import RunInputs
-from offbeat.controller.parts import LoopPeers, Rollouts, RolloutSource
+from offbeat.controller.parts import LoopPeers, Rollouts, RolloutSource, RunParts
+from offbeat.controller.state import RunState
+from offbeat.controller.step_times import StepTimes
 from offbeat.data.dataset import PromptDataset
 from offbeat.data.reward import RIGHT
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.data.trajectory import Group
-from offbeat.errors import ConfigError, OffbeatError
+from offbeat.errors import OffbeatError
+from offbeat.evaluation.files import encode_lines
 from offbeat.evaluation.samples import EvaluatedPrompt, EvaluatedSet, check_answered, read_group
 from offbeat.evaluation.scores import Evaluation, score_set
 from offbeat.rollout.metric import Metric
@@ -120,15 +124,52 @@ async def score(played: EvaluatedSet, metric: Metric | None) -> Evaluation:
         return evaluation.with_own({}, failure=str(exc))
 
 
-def check_known(evaluation: Evaluation, metric: str) -> None:
-    """Refuse `evaluate.keep_best` if it names a value that this set's own metric does not return.
+class RunEvaluations:
+    """The evaluations of a run: those due after a step, one after the other."""
 
-    Raises:
-        ConfigError: names the set's metrics.
-    """
-    if evaluation.own and metric.rpartition("/")[0] == evaluation.folder and metric not in evaluation.metrics():
-        raise ConfigError(
-            f"evaluate.keep_best names {metric}, which is not measured; there is {', '.join(sorted(evaluation.metrics()))}")
+    def __init__(self, parts: RunParts, state: RunState, best: BestModel, evaluators: Sequence[Evaluator]) -> None:
+        self._parts = parts
+        self._state = state
+        self._best = best
+        self._evaluators = evaluators
+
+    def due(self, global_step: int) -> bool:
+        """Whether any set is to be evaluated after this step."""
+        return any(each.due(global_step, last=global_step == self._state.total_steps) for each in self._evaluators)
+
+    async def run(self, global_step: int, *, last: bool) -> dict[str, float]:
+        """Evaluate what is due after a step, note it, and let the step be the last if nothing is gained any more.
+
+        Returns:
+            Metrics such as {"eval/accuracy": 0.41, "step/evaluate_s": 2.5}; empty if nothing was due.
+        """
+        parts, stats = self._parts, {}
+        times = StepTimes(parts.record.tracer)
+        for evaluator in self._evaluators:
+            if evaluator.due(global_step, last=last):
+                await parts.publisher.settle()
+                with times.stage("step/evaluate_s", "evaluate"):
+                    evaluation = await evaluator.run(keep=partial(self._keep, global_step) if parts.config.evaluate.keep_samples else None)
+                self._note(evaluation, global_step)
+                stats |= evaluation.metrics()
+        if not last:
+            self._best.end_without_gain(global_step)
+        return stats | {"step/evaluate_s": times.total_s} if stats else {}
+
+    def _note(self, evaluation: Evaluation, global_step: int) -> None:
+        """Record and show an evaluation of one set, and count it among the highlights."""
+        record, state = self._parts.record, self._state
+        record.events.record("evaluation", global_step=global_step, **evaluation.metrics())
+        told = f"{evaluation.title} {evaluation.accuracy:.3f} after step {global_step} ({evaluation.num_prompts} prompts)"
+        record.console.note(f"{told}{evaluation.shares_text}")
+        state.highlights = state.highlights.evaluated(
+            evaluation.name, evaluation.accuracy, num_prompts=evaluation.num_prompts, global_step=global_step)
+        self._best.note(evaluation, global_step)
+        if evaluation.own_failure:
+            record.note("metric_failed", f"{evaluation.title}: evaluate.metric failed: {evaluation.own_failure}")
+
+    async def _keep(self, global_step: int, played: EvaluatedSet) -> None:
+        await self._parts.record.evaluation(global_step, played.name, encode_lines(played))
 
 
 def make_evaluators(

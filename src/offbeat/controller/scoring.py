@@ -5,6 +5,8 @@ computed here, over the whole batch, so that neither ranks nor micro-batches nor
 """
 
 import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,12 +23,24 @@ from offbeat.ranks.trainers import Trainers
 from offbeat.telemetry.tracker import StatsPart
 
 
+@dataclass(frozen=True)
+class Scored:
+    """A batch of M targets with everything that its training step reads.
+
+    Attributes:
+        stats: statistics of the scores.
+        known: for the record, `ref_logprobs` and `prox_logprobs`, [M] float32, where they were computed.
+    """
+
+    batch: Batch
+    stats: StatsPart = field(default_factory=StatsPart)
+    known: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
 async def score_batch(
     batch: Batch, parts: RunParts, config: AlgorithmConfig, *, seed: int, row_of: RowOf,
-) -> tuple[Batch, StatsPart, dict[str, np.ndarray]]:
-    """Return a batch of `make_batch` with everything that its training step reads, statistics of the scores, and log-probabilities.
-
-    The log-probabilities are for the record: `ref_logprobs` and `prox_logprobs`, [M] float32, where they were computed.
+) -> Scored:
+    """Add what its training step reads to a batch of `make_batch`.
 
     Args:
         config: settings of this step.
@@ -51,7 +65,7 @@ async def score_batch(
         known["prox_logprobs"] = prox_logprobs
         chosen = await asyncio.to_thread(choose_tokens, policy_loss(config), batch, prox_logprobs=prox_logprobs, seed=seed)
         batch = batch.with_columns(**chosen)
-    return batch, stats, known
+    return Scored(batch, stats, known)
 
 
 async def _values(batch: Batch, critic: Trainers) -> dict[str, np.ndarray]:

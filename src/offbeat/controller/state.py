@@ -105,6 +105,11 @@ class Highlights:
         measured = {"after": accuracy, "after_step": global_step} if global_step else {"before": accuracy}
         return replace(self, sets=self.sets | {name: replace(self.sets.get(name, SetHighlights()), **measured)})
 
+    def reaching(self, *, staleness: int = 0, logprob_gap: float = 0.0) -> "Highlights":
+        """Return these with the maxima of a step's staleness and of a publish's gap."""
+        return replace(
+            self, max_staleness=max(self.max_staleness, staleness), max_logprob_gap=max(self.max_logprob_gap, logprob_gap))
+
     def measured(self, metric: str, value: float, *, global_step: int) -> "Highlights":
         """Return these with an evaluation of the metric that `evaluate.keep_best` names."""
         best = self.best
@@ -167,6 +172,9 @@ class RunState:
         asked: set when the user wants this process to stop.
         stopping: whether the present step is the last because the user said so; the same on all peers.
         saving: whether the present step has to be saved because the last checkpoint is long ago; the same on all peers.
+        highlights: key figures of the steps done.
+        unevaluated: statistics of a step that is done but neither evaluated nor committed as a row, such as {"train/loss": 0.02}; None
+            stands for a value that is not finite.
     """
 
     def __init__(self, *, total_steps: int, global_step: int = 0, version: Version = 0) -> None:
@@ -176,6 +184,13 @@ class RunState:
         self.asked = asyncio.Event()
         self.stopping = False
         self.saving = False
+        self.highlights = Highlights()
+        self.unevaluated: dict[str, float | None] | None = None
+
+    def resume(self, saved: SavedState) -> None:
+        """Go on from a checkpoint."""
+        self.global_step, self.version = saved.global_step, saved.version
+        self.highlights, self.unevaluated = saved.highlights, saved.unevaluated
 
     @property
     def last_version(self) -> Version:

@@ -3,10 +3,12 @@
 Called by `loop`; nothing here changes the training.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 
-from offbeat.controller.diagnosis import Diagnosis
+from offbeat.controller.diagnosis import LATE_S, Diagnosis, slow_first_step
 from offbeat.controller.parts import RunParts
 from offbeat.controller.samples import best_and_worst, sample_table
 from offbeat.controller.state import LoopStep
@@ -25,6 +27,7 @@ class StepRecord:
 
     def __init__(self, parts: RunParts, stream: PromptStream, *, warm_up_steps: int) -> None:
         """`stream` knows the rows that groups were drawn from."""
+        self._parts = parts
         self._inputs = parts.inputs
         self._config = parts.config.telemetry
         self._record = parts.record
@@ -35,6 +38,20 @@ class StepRecord:
         """Metrics of the newest publish, for the next row."""
         self._past_groups: list[Group] = []
         """Groups of the step before; in a list of their own, as others may still read the one that they came in."""
+
+    @asynccontextmanager
+    async def timing_first_step(self) -> AsyncIterator[asyncio.TimerHandle]:
+        """Show advice on shorter steps after a while, unless the timer is cancelled before."""
+
+        def tell() -> None:
+            if sentence := slow_first_step(self._parts.config):
+                self._record.note("advice", sentence)
+
+        timer = asyncio.get_running_loop().call_later(LATE_S, tell)
+        try:
+            yield timer
+        finally:
+            timer.cancel()
 
     def published(self, version: Version, report: PublishReport) -> None:
         """Record that engines serve a version, with the report on its publishing."""

@@ -1,0 +1,87 @@
+"""Saves the steps of a run: when a checkpoint is due, and the last whole step when the user or an error ends the run.
+
+Called by the loop, which says when the ranks begin and end to train a step. In SPMD mode every rank calls it.
+"""
+
+from offbeat.algorithms.coefficients import Coefficients
+from offbeat.controller.checkpoints import RunCheckpoints
+from offbeat.controller.parts import Rollouts, RunParts
+from offbeat.controller.state import HeadState, LoopStep, RunState
+from offbeat.data.stream import PromptStream
+from offbeat.data.trajectory import Group
+from offbeat.errors import OffbeatError
+
+
+class Rescue:
+    """Knows the last whole step, and what a checkpoint of it holds.
+
+    Attributes:
+        coefficients: of the next step.
+        rollouts: those that feed the steps; None before there are any.
+        taken: groups taken for a step that has not been trained yet.
+    """
+
+    def __init__(
+        self, parts: RunParts, state: RunState, stream: PromptStream, checkpoints: RunCheckpoints, coefficients: Coefficients,
+    ) -> None:
+        """`stream` is where the rollouts draw their prompts from."""
+        self._parts = parts
+        self._state = state
+        self._stream = stream
+        self._checkpoints = checkpoints
+        self.coefficients = coefficients
+        self.rollouts: Rollouts | None = None
+        self.taken: list[Group] = []
+        self._whole: LoopStep | None = None
+        """The step whose weights the ranks have; None while a step trains."""
+
+    def begin(self) -> None:
+        """Note that ranks train: from here on, their weights are of no whole step."""
+        self._whole = None
+
+    def finish(self, step: LoopStep) -> None:
+        """Note that a step is trained."""
+        self._whole, self.taken = step, []
+
+    async def save(self, step: LoopStep, *, unproven: bool = False) -> None:
+        """Save a checkpoint of a step; `unproven` does not wait for engines to serve its version."""
+        rollouts, record, state = self.rollouts, self._parts.record, self._state
+        assert rollouts is not None, "a step that is done had rollouts"
+        await record.stored()  # a resumed run does not write this step's rollouts again
+        with record.tracer.span("checkpoint", "controller"):
+            in_flight = (*(group.prompt_id for group in self.taken), *rollouts.in_flight)
+            head = HeadState(self._stream.state(), in_flight, rollouts.num_flat_rejected)
+            await self._checkpoints.save(
+                step.global_step, version=step.next_version, head=head, highlights=state.highlights, coefficients=self.coefficients,
+                unevaluated=state.unevaluated, unproven=unproven)
+        record.events.record("checkpoint", global_step=step.global_step)
+
+    async def save_last(self) -> None:
+        """Save the last whole step, unless there is a checkpoint of it."""
+        if step := await self._unsaved():
+            await self.save(step)
+
+    async def save_after_error(self) -> None:
+        """Save the last whole step, after any error has ended the run, if the ranks still can.
+
+        Prompts that have failed too often since do not return in this epoch.
+        """
+        if self.rollouts is None or (step := await self._unsaved()) is None:
+            return
+        try:
+            if step.global_step == self._state.total_steps:
+                await self._checkpoints.export()
+            await self.save(step, unproven=True)
+        except (OffbeatError, OSError) as exc:
+            self._parts.record.note("not_saved", f"no checkpoint of step {step.global_step} could be saved: {exc}")
+        else:
+            self._parts.record.console.note(f"the run ends after step {step.global_step}, of which a checkpoint is saved")
+
+    async def _unsaved(self) -> LoopStep | None:
+        """Return the last step that was done, if the ranks have its weights and no checkpoint is of it."""
+        step = self._whole
+
+        async def is_unsaved() -> bool:
+            return step is not None and not self._checkpoints.has(step.global_step)
+
+        return step if await self._parts.peers.lead("unsaved", is_unsaved, bool) else None
