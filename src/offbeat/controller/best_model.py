@@ -20,7 +20,7 @@ class BestModel:
         self._checkpoints = checkpoints
         self._record = record
 
-    def note(self, evaluation: Evaluation, global_step: int) -> None:
+    def compare(self, evaluation: Evaluation, global_step: int) -> None:
         """Compare an evaluation after a step with the best one.
 
         Raises:
@@ -35,7 +35,7 @@ class BestModel:
         best = self._state.highlights.best
         return best is not None and best.metric == self._config.keep_best and best.global_step == global_step > 0
 
-    async def export(self, global_step: int) -> None:
+    async def export_if_best(self, global_step: int) -> None:
         """Write the model after this step, if it is the best one."""
         if self.is_of(global_step):
             await self._checkpoints.export_best()

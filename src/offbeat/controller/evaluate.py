@@ -164,7 +164,7 @@ class RunEvaluations:
         record.console.note(f"{told}{evaluation.shares_text}")
         state.highlights = state.highlights.evaluated(
             evaluation.name, evaluation.accuracy, num_prompts=evaluation.num_prompts, global_step=global_step)
-        self._best.note(evaluation, global_step)
+        self._best.compare(evaluation, global_step)
         if evaluation.own_failure:
             record.note("metric_failed", f"{evaluation.title}: evaluate.metric failed: {evaluation.own_failure}")
 

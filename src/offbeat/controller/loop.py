@@ -52,7 +52,7 @@ from offbeat.controller.checkpoints import RunCheckpoints
 from offbeat.controller.evaluate import RunEvaluations, make_evaluators
 from offbeat.controller.parts import Rollouts, RunParts
 from offbeat.controller.rescue import Rescue
-from offbeat.controller.scoring import Scored, score_batch
+from offbeat.controller.scoring import ScoredBatch, score_batch
 from offbeat.controller.state import Highlights, LoopStep, RunState, SavedState
 from offbeat.controller.step_record import StepRecord
 from offbeat.controller.step_times import StepTimes
@@ -126,7 +126,7 @@ class _Training:
         saved = await self._checkpoints.restore()
         if saved is not None:
             self._resume(saved)
-            await self._best.export(saved.global_step)  # it may have ended between its checkpoint and this
+            await self._best.export_if_best(saved.global_step)  # it may have ended between its checkpoint and this
         await state.agree(parts.peers)
         if state.stopping:
             return self._result()
@@ -199,10 +199,10 @@ class _Training:
 
     async def _score(
         self, batch: Batch, groups: Sequence[Group], step: LoopStep, algorithm: AlgorithmConfig, times: StepTimes,
-    ) -> Scored:
+    ) -> ScoredBatch:
         await self._parts.turns.to_ranks(self._parts.publisher)
         if not algorithm.needs_scores:
-            return Scored(batch)
+            return ScoredBatch(batch)
         with times.stage("step/score_s", "score", step=step.global_step):
             return await score_batch(
                 batch, self._parts, algorithm, seed=self._config.run.seed + step.global_step,
@@ -247,7 +247,7 @@ class _Training:
         await self._parts.publisher.publish(version, on_served=served)
 
     async def _measure(
-        self, trained: dict[str, float], scored: Scored, own: StatsPart, rollouts: Rollouts, times: StepTimes,
+        self, trained: dict[str, float], scored: ScoredBatch, own: StatsPart, rollouts: Rollouts, times: StepTimes,
     ) -> dict[str, float]:
         """Return the statistics of a step over all peers, and go on to the coefficients of the next."""
         algorithm, parts, coefficients = self._config.algorithm, self._parts, self.rescue.coefficients
@@ -295,14 +295,14 @@ class _Training:
         await self._parts.peers.meet("commit_stats")
         await self._checkpoints.export_step(global_step)
         if last:  # before the checkpoint says that all is done
-            await self._best.export(global_step)
+            await self._best.export_if_best(global_step)
             await self._checkpoints.export()
         if is_saved:
             await self._checkpoints.amend(version=step.next_version, highlights=state.highlights)
         elif is_due or last or self._best.is_of(global_step):
             await self.rescue.save(step)
         if not last:
-            await self._best.export(global_step)  # after the checkpoint: a resumed run never stands before its best step
+            await self._best.export_if_best(global_step)  # after the checkpoint: a resumed run never stands before its best step
 
     async def _stop_between_steps(self) -> None:
         """End the run where the user wants it to stop while it waits for rollouts."""

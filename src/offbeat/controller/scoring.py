@@ -24,7 +24,7 @@ from offbeat.telemetry.tracker import StatsPart
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredBatch:
     """A batch of M targets with everything that its training step reads.
 
     Attributes:
@@ -39,7 +39,7 @@ class Scored:
 
 async def score_batch(
     batch: Batch, parts: RunParts, config: AlgorithmConfig, *, seed: int, row_of: RowOf,
-) -> Scored:
+) -> ScoredBatch:
     """Add what its training step reads to a batch of `make_batch`.
 
     Args:
@@ -65,7 +65,7 @@ async def score_batch(
         known["prox_logprobs"] = prox_logprobs
         chosen = await asyncio.to_thread(choose_tokens, policy_loss(config), batch, prox_logprobs=prox_logprobs, seed=seed)
         batch = batch.with_columns(**chosen)
-    return Scored(batch, stats, known)
+    return ScoredBatch(batch, stats, known)
 
 
 async def _values(batch: Batch, critic: Trainers) -> dict[str, np.ndarray]:
