@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.disk import make_folder, sync, write_file
+from offbeat.disk import make_folder, replacing, sync, write_file
 
 OPEN = Path("/proc/self/fd")
 
@@ -21,7 +21,7 @@ def test_a_file_is_synced_before_it_has_its_name_and_the_name_afterwards(tmp_pat
     write_file(tmp_path / "identity", b"one")
     write_file(tmp_path / "identity", b"two")
     assert (tmp_path / "identity").read_bytes() == b"two" and len(list(tmp_path.iterdir())) == 1
-    assert synced == [tmp_path / "identity.part", tmp_path] * 2
+    assert synced == [tmp_path / ".identity.part", tmp_path] * 2
 
 
 def test_a_new_folder_is_synced_in_every_folder_that_is_new_above_it(tmp_path: Path, synced: list[Path]) -> None:
@@ -37,3 +37,12 @@ def test_syncing_leaves_no_file_open(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         sync(tmp_path / "none")
     assert len(list(OPEN.iterdir())) == before
+
+
+def test_a_file_that_is_not_written_to_its_end_leaves_the_one_before(tmp_path: Path, synced: list[Path]) -> None:
+    with replacing(tmp_path / "rows") as file:
+        file.write(b"one")
+    with pytest.raises(KeyError), replacing(tmp_path / "rows") as file:
+        file.write(b"tw")
+        raise KeyError
+    assert (tmp_path / "rows").read_bytes() == b"one" and not synced

@@ -7,7 +7,10 @@ saved: the checkpoints of runs, and the service's checkpoints, answers and ident
 import hashlib
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 
 def sync(path: Path) -> None:
@@ -29,11 +32,25 @@ def make_folder(folder: Path) -> None:
 
 def write_file(path: Path, data: bytes) -> None:
     """Write a file durably and atomically: after a crash it is either complete or absent."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_bytes(data)
-    sync(part)
+    with replacing(path, durable=True) as file:
+        file.write(data)
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
+    """Write a file beside `path`, as ".NAME.part", which takes its place when the body has ended; after an error, what was there stays.
+
+    Args:
+        durable: whether the file and its name are to survive a power cut.
+    """
+    part = path.with_name(f".{path.name}.part")
+    with part.open("wb") as file:
+        yield file
+    if durable:
+        sync(part)
     part.replace(path)
-    sync(path.parent)
+    if durable:
+        sync(path.parent)
 
 
 def put_in_place(part: Path, folder: Path) -> None:

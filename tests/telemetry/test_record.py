@@ -55,7 +55,7 @@ def test_rollouts_are_stored_beside_the_run_one_sample_after_another_and_a_full_
         await run.rollouts(2, lines(2))
         await run.stored()
         assert told == [(1, False), (2, False)] and len(list((tmp_path / "a" / "rollouts").iterdir())) == 2
-        (tmp_path / "a" / "rollouts" / ".step-000003.jsonl.zst.tmp").mkdir()
+        (tmp_path / "a" / "rollouts" / ".step-000003.jsonl.zst.part").mkdir()
         await run.rollouts(3, lines(3))
         with pytest.raises(StorageError, match="step-000003"):
             await run.rollouts(4, lines(4))
@@ -84,7 +84,7 @@ def test_a_run_that_goes_on_drops_the_rollouts_of_steps_that_it_repeats(tmp_path
 
 def test_a_last_write_that_fails_is_logged_when_the_record_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with record(tmp_path / "a") as run:
-        (tmp_path / "a" / "rollouts" / ".step-000001.jsonl.zst.tmp").mkdir(parents=True)
+        (tmp_path / "a" / "rollouts" / ".step-000001.jsonl.zst.part").mkdir(parents=True)
         asyncio.run(run.rollouts(1, [b"{}"]))
     assert "the last rollouts could not be stored: " in caplog.text and "step-000001" in caplog.text
 

@@ -18,6 +18,7 @@ from offbeat.dashboard.evaluations import evaluations_html, models_html
 from offbeat.dashboard.run_files import RunFiles, read_run
 from offbeat.dashboard.samples import samples_html
 from offbeat.dashboard.warm_up import progress_html, warm_up_html
+from offbeat.disk import replacing
 from offbeat.errors import StorageError
 from offbeat.telemetry.summary import HELDOUT_FELL
 
@@ -43,10 +44,9 @@ def write_report(run_dir: Path) -> Path:
     """
     page = render_report(read_run(run_dir))
     path = run_dir / "report.html"
-    unfinished = run_dir / ".report.html.tmp"
     try:
-        unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")  # a damaged file may contain half a surrogate pair
-        unfinished.replace(path)
+        with replacing(path) as file:
+            file.write(page.encode("utf-8", errors="backslashreplace"))  # a damaged file may contain half a surrogate pair
     except OSError as exc:
         raise StorageError(f"cannot write {path}: {exc.strerror}; make the run's folder writable") from exc
     return path

@@ -16,6 +16,7 @@ import msgspec
 import zstandard
 
 from offbeat.data.row import Prompt, Row
+from offbeat.disk import replacing
 from offbeat.errors import DataError, StorageError
 from offbeat.evaluation.samples import EvaluatedPrompt, EvaluatedSample, EvaluatedSet
 from offbeat.telemetry.evaluation_log import stored_evaluations
@@ -72,12 +73,10 @@ def write_samples(path: Path, lines: Iterable[bytes]) -> None:
     Raises:
         StorageError: it cannot be written.
     """
-    unfinished = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("wb") as file:
+        with replacing(path) as file:
             file.writelines(line + b"\n" for line in lines)
-        unfinished.replace(path)
     except OSError as exc:
         raise StorageError(f"cannot write {path}: {exc.strerror}; free space, or choose another file with --output") from exc
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import zstandard
 
+from offbeat.disk import replacing
 from offbeat.errors import StorageError
 
 RESULT_NAME = "evaluation.json"
@@ -32,13 +33,11 @@ def write_evaluation(run_dir: Path, *, step: int, name: str, lines: Iterable[byt
         StorageError: the folder cannot be written.
     """
     path = run_dir / "evaluations" / f"step-{step:06d}{f'-{name}' if name else ''}.jsonl.zst"
-    unfinished = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("wb") as file, zstandard.ZstdCompressor().stream_writer(file) as writer:
+        with replacing(path) as file, zstandard.ZstdCompressor().stream_writer(file) as writer:
             for line in lines:
                 writer.write(line + b"\n")
-        unfinished.replace(path)
     except OSError as exc:
         raise StorageError(f"cannot write {path}: {exc.strerror}; free space, or set evaluate.keep_samples to false") from exc
     return path

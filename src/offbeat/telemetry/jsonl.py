@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from offbeat.disk import replacing
 from offbeat.errors import StorageError
 from offbeat.telemetry.mend import mend
 
@@ -68,11 +69,9 @@ class JsonLinesFile:
             StorageError: the disk is full or gone.
         """
         self._file.close()
-        shorter = self.path.with_name(f".{self.path.name}.tmp")
         try:
-            with self.path.open("rb") as old, shorter.open("wb") as new:
+            with self.path.open("rb") as old, replacing(self.path) as new:
                 new.writelines(line for line in old if (row := parse_row(line)) is not None and wanted(row))
-            shorter.replace(self.path)
             self._file = self.path.open("ab")
         except OSError as exc:
             raise _cannot_write(self.path, exc) from exc

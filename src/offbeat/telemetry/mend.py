@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from offbeat.disk import replacing
+
 IsSound = Callable[[bytes], bool]
 """Whether a line is whole."""
 
@@ -53,7 +55,5 @@ def keep_aside(path: Path) -> Path:
 
 def _write_sound(source: Path, target: Path, is_sound: IsSound) -> None:
     """Copy the sound lines; a crash meanwhile leaves the target as it was."""
-    part = target.with_name(f".{target.name}.tmp")
-    with source.open("rb") as old, part.open("wb") as new:
+    with source.open("rb") as old, replacing(target) as new:
         new.writelines(line for line in old if line.endswith(b"\n") and is_sound(line[:-1]))
-    part.replace(target)

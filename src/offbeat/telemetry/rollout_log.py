@@ -10,6 +10,7 @@ from pathlib import Path
 
 import zstandard
 
+from offbeat.disk import replacing
 from offbeat.errors import StorageError
 
 _FILE = re.compile(r"(?:step|rejected)-(\d{6,})\.jsonl\.zst")
@@ -123,8 +124,6 @@ def to_thin_out(sizes: Mapping[int, int], *, most_bytes: int) -> list[int]:
 
 
 def _write_lines(path: Path, lines: Iterable[bytes]) -> None:
-    unfinished = path.with_name(f".{path.name}.tmp")
-    with unfinished.open("wb") as file, zstandard.ZstdCompressor().stream_writer(file) as writer:
+    with replacing(path) as file, zstandard.ZstdCompressor().stream_writer(file) as writer:
         for line in lines:
             writer.write(line + b"\n")
-    unfinished.replace(path)
