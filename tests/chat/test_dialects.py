@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from offbeat.chat.anthropic import Anthropic
 from offbeat.chat.completions import Completions
-from offbeat.chat.dialects import ChatDialect, Part, list_models, text_of
+from offbeat.chat.dialects import ChatDialect, ContentPart, list_models, text_of
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Reply, ToolCall
 from offbeat.chat.responses import Responses
 from offbeat.errors import RefusedError
@@ -31,9 +31,9 @@ def test_the_three_keep_the_contract() -> None:
 
 
 def test_parts_become_lines() -> None:
-    assert text_of([Part("text", "a"), Part("refusal", refusal="b")], "x") == "a\nb" and text_of(None, "x") == ""
+    assert text_of([ContentPart("text", "a"), ContentPart("refusal", refusal="b")], "x") == "a\nb" and text_of(None, "x") == ""
     with pytest.raises(RefusedError, match="x has a part of type 'input_audio', and models here read text alone"):
-        text_of([Part("input_audio")], "x")
+        text_of([ContentPart("input_audio")], "x")
 
 
 @settings(max_examples=60, deadline=None)

@@ -8,7 +8,7 @@ import msgspec
 from offbeat.chat.dialects import (
     COMMENT,
     AnswerStream,
-    Part,
+    ContentPart,
     Wishes,
     call_of,
     check_choice,
@@ -45,7 +45,7 @@ class _Call(msgspec.Struct):
 
 class _CompletionsMessage(msgspec.Struct):
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     refusal: str | None = None
     audio: Any = None
     name: str | None = None

@@ -146,7 +146,7 @@ def extras_of(body: Extras) -> dict[str, Any]:
         "scaled_logprobs": bool(body.scaled_logprobs)}
 
 
-class Part(msgspec.Struct):
+class ContentPart(msgspec.Struct):
     """A piece of a message; all but text is refused."""
 
     type: str = "text"
@@ -192,7 +192,7 @@ def _wrong(exc: Exception) -> RefusedError:
     return RefusedError(f"the request body is wrong: {exc}", param=path.group(1) if path else "")
 
 
-def text_of(content: str | Sequence[Part] | None, where: str) -> str:
+def text_of(content: str | Sequence[ContentPart] | None, where: str) -> str:
     """Return the text of a message's content; parts become lines."""
     if content is None or isinstance(content, str):
         return content or ""

@@ -12,7 +12,7 @@ from offbeat.chat.completions import told_logprob
 from offbeat.chat.dialects import (
     COMMENT,
     AnswerStream,
-    Part,
+    ContentPart,
     Wishes,
     call_of,
     check_choice,
@@ -36,12 +36,12 @@ _ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "u
 class _Item(msgspec.Struct):
     type: str = "message"
     role: str = ""
-    content: str | list[Part] | None = None
-    summary: list[Part] | None = None
+    content: str | list[ContentPart] | None = None
+    summary: list[ContentPart] | None = None
     call_id: str = ""
     name: str = ""
     arguments: str | dict[str, Any] | None = None
-    output: str | list[Part] | None = None
+    output: str | list[ContentPart] | None = None
 
 
 class _ResponsesTool(msgspec.Struct):
