@@ -9,6 +9,7 @@ from offbeat.cli import config
 from offbeat.config.docs import render_docs
 from offbeat.config.load import load_config, split_overrides
 from offbeat.errors import ConfigError
+from offbeat.runs.plan import make_plan
 from train_samples import build_model
 
 
@@ -114,3 +115,14 @@ def test_check_refuses_an_invalid_one():
 def test_docs_prints_the_reference(capsys):
     assert call("docs") == 0
     assert capsys.readouterr().out == render_docs()
+
+
+def test_plan_prints_what_a_run_chose_and_why(tmp_path, capsys):
+    make_plan(load_config(None, [("run.name", "a")])).write(tmp_path)
+    assert call("plan", str(tmp_path)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("machine: ") and lines[0].endswith(" cores")
+    assert 'train.gradient_checkpointing = "off": train ranks compute on CPUs, where memory is seldom what ends first' in lines
+    for argv in (["plan"], ["plan", str(tmp_path), "--run.name", "b"]):
+        with pytest.raises(ConfigError, match="config plan takes a run's folder and no settings, such as offbeat config plan runs/my-run"):
+            call(*argv)

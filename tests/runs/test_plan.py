@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from offbeat.config.root import Config
+from offbeat.errors import DataError
 from offbeat.runs import plan as module
-from offbeat.runs.plan import make_plan
+from offbeat.runs.plan import KeptChoice, make_plan, read_plan
 from offbeat.runs.step_choice import Choice
 
 
@@ -30,6 +31,8 @@ def test_a_plan_has_the_chosen_settings_and_says_of_what_they_are(tmp_path: Path
     assert found["settings"]["train.precision"]["value"] == "float32"
     assert found["settings"]["model.dtype"]["why"] == "a tiny model gains nothing from bfloat16"
     assert found["settings"]["train.optimizer.lr"]["why"] == "a rate"
+    kept = read_plan(tmp_path)
+    assert (kept.cores, kept.notes, kept.settings["train.threads"]) == (8, plan.notes, KeptChoice(6, "of 8 cores"))
     assert not {"inference.threads", "train.devices_per_rank", "attention"} & found["settings"].keys()  # given, unchanged, and no setting
 
 
@@ -44,3 +47,11 @@ def test_without_ranks_a_plan_leaves_the_training_step_open() -> None:
     plan = make_plan(Config(), trains=False)
     assert (plan.config.train.precision, plan.config.train.threads, plan.config.inference.threads) == ("auto", 0, 8)
     assert all(not choice.setting.startswith("train.") for choice in plan.choices)
+
+
+def test_a_folder_without_a_plan_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"plan.json cannot be read: No such file or directory; give a run's folder, such as runs/my-run"):
+        read_plan(tmp_path)
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(DataError, match="this JSON is not a KeptPlan"):
+        read_plan(tmp_path)

@@ -1,15 +1,16 @@
-"""`offbeat config show | check | docs`: shows a resolved configuration, checks one, or explains every setting."""
+"""`offbeat config show | check | plan | docs`: shows a resolved configuration, checks one, says what a run chose, or explains settings."""
 
 import argparse
 import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from offbeat.cli.help import HelpFormatter
 from offbeat.cli.named import add_named_arguments, named_config, named_options
 from offbeat.config.docs import render_docs
-from offbeat.config.dump import dump_toml
+from offbeat.config.dump import dump_toml, toml_value
 from offbeat.config.notes import clip_note, notes_of_check
 from offbeat.config.objectives import objective_of
 from offbeat.config.presets import PRESETS
@@ -21,18 +22,19 @@ from offbeat.machine import smallest_device
 from offbeat.runs.devices import describe_devices, usable_devices
 from offbeat.runs.learning_rates import rates_of_check
 from offbeat.runs.number_format import format_choice, slow_formats
-from offbeat.runs.plan import place
+from offbeat.runs.plan import KeptPlan, place, read_plan
 from offbeat.runs.step_choice import shape_of, step_choices
 
 _MEMORY_TIMEOUT_S = 300
 
 _DESCRIPTION = """\
-Show, check or explain configurations.
+Show, check or explain configurations, and what a run chose where its configuration left a setting open.
 
   show   print every setting of a run, defaults included, as TOML; with --basic only those that a first run needs
   check  say whether a file and its overrides are valid, what a step of its algorithm computes, and on a machine with devices what a run
          would choose; exit 2 if it is not valid. The first rows of the data are read, rewards and workflow are loaded, and an objective
          or a credit of your own is called on synthetic samples
+  plan   print what the run in a folder chose for its machine, and why: devices, threads, precision and learning rates
   docs   print the reference of all settings as Markdown
 """
 
@@ -44,6 +46,7 @@ examples:
   offbeat config show --model M --data D > run.toml           what named options come to, as a file
   offbeat config check run.toml && offbeat train run.toml     stop before anything starts
   offbeat config check run.toml --memory                      and what a train rank takes on a GPU
+  offbeat config plan runs/my-run                             what a run chose where settings were left open
   offbeat config docs | less
 """
 
@@ -56,8 +59,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         epilog=_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("action", choices=("show", "check", "docs"), help="what to do")
-    parser.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file; the defaults if left out; --section.key value changes it")
+    parser.add_argument("action", choices=("show", "check", "plan", "docs"), help="what to do")
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help=(
+        "TOML file; the defaults if left out; --section.key value changes it. With plan, a run's folder"))
     add_named_arguments(parser, data="rows to train on: a file, a folder, a hub id or a built-in task", rewards=True)
     parser.add_argument("--basic", action="store_true", help="with show: print only the settings that a first run needs")
     parser.add_argument("--memory", action="store_true", help="with check: estimate the memory of a train rank on a GPU")
@@ -69,10 +73,17 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
 
     Raises:
         ConfigError: the file or an override is invalid, or names something that cannot be used.
+        DataError: the folder has no plan.
         CodeError: an objective or a credit of the user's own does not work.
     """
     if args.action == "docs":
         print(render_docs(), end="")
+        return 0
+    if args.action == "plan":
+        if overrides or named_options(args) or not args.config:
+            raise ConfigError("config plan takes a run's folder and no settings, such as offbeat config plan runs/my-run")
+        plan = read_plan(Path(args.config))
+        print("\n".join(_kept(plan)))
         return 0
     config = named_config(args, overrides)
     if args.action == "show":
@@ -84,6 +95,12 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         print(f"{what}{changed} is valid; its run goes to {config.run_dir}")
         print("\n".join([*tried, *_about(config), *_here(config), *(_memory(config) if args.memory else [])]))
     return 0
+
+
+def _kept(plan: KeptPlan) -> Iterator[str]:
+    yield f"machine: {plan.devices} devices, {plan.cores} cores"
+    yield from (f"{setting} = {toml_value(choice.value)}: {choice.why}" for setting, choice in plan.settings.items())
+    yield from plan.notes
 
 
 def _try(config: Config) -> list[str]:

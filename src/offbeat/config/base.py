@@ -5,7 +5,7 @@ A section is frozen and refuses unknown keys. The call of `field` has all facts 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Literal
@@ -35,6 +35,13 @@ class Change(Enum):
     CONTENT = "the run is refused if it now stands for other data or another model"
     ROWS = "the run is refused if other rows are trained on now, or in another order, and goes on otherwise, which is said in a line"
     CODE = "the run continues with the other code, which is said in a line, also where only its source is another"
+
+
+def value_at(values: Any, key: str) -> Any:
+    """Return the setting with a dotted name, such as "train.optimizer.lr", of a configuration or of its tables as dictionaries."""
+    for name in key.split("."):
+        values = values[name] if isinstance(values, Mapping) else getattr(values, name)
+    return values
 
 
 class Section(BaseModel):

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from offbeat.config.base import declared
+from offbeat.config.base import declared, value_at
 from offbeat.config.root import Config
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -26,10 +26,10 @@ def _basic(values: Mapping[str, Any]) -> dict[str, Any]:
     chosen: dict[str, Any] = {}
     for key in (setting.key for setting in declared(Config) if setting.basic):
         *tables, name = key.split(".")
-        source, target = values, chosen
+        target = chosen
         for table in tables:
-            source, target = source[table], target.setdefault(table, {})
-        target[name] = source[name]
+            target = target.setdefault(table, {})
+        target[name] = value_at(values, key)
     return chosen
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from offbeat.config.base import Change, Part, declared
+from offbeat.config.base import Change, Part, declared, value_at
 from offbeat.config.dump import toml_value
 from offbeat.config.root import Config
 
@@ -40,7 +40,7 @@ def _shortened(text: str) -> str:
 def remembered(config: Config) -> dict[str, Any]:
     """Return a checkpoint's settings by "section.key": all but those that may change freely, among which are secrets."""
     values = config.model_dump(mode="json")
-    return {key: _value(values, key) for key, change in CHANGES.items() if change is not Change.FREE}
+    return {key: value_at(values, key) for key, change in CHANGES.items() if change is not Change.FREE}
 
 
 def changes(now: Mapping[str, Any], was: Mapping[str, Any], *, part: Part) -> dict[Change, list[Changed]]:
@@ -58,9 +58,3 @@ def changes(now: Mapping[str, Any], was: Mapping[str, Any], *, part: Part) -> di
 def listed(changed: Iterable[Changed]) -> str:
     """Format changed settings in one line."""
     return "; ".join(map(str, changed))
-
-
-def _value(values: Mapping[str, Any], key: str) -> Any:
-    for name in key.split("."):
-        values = values[name]
-    return values

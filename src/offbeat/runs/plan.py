@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from offbeat.config.base import value_at
 from offbeat.config.for_processes import PlanConfig
 from offbeat.config.root import Config
 from offbeat.controller.reward_choice import num_reward_models, num_set_reward_models
 from offbeat.cpu import this_cpu
 from offbeat.data import wire
 from offbeat.disk import write_file
+from offbeat.errors import DataError
 from offbeat.machine import Device, smallest_device
 from offbeat.runs.devices import choose_devices, describe_devices, usable_devices
 from offbeat.runs.number_format import choose_number_format, format_choice, slow_formats
@@ -70,9 +72,40 @@ class RunPlan:
 
     def write(self, run_dir: Path) -> None:
         """Write `plan.json` to the run's folder."""
-        settings = {choice.setting: {"value": _value(self.config, choice.setting), "why": choice.why} for choice in self.choices}
-        write_file(run_dir / PLAN_NAME, wire.encode_json({
-            "devices": self.num_devices, "cores": self.num_cores, "settings": settings, "notes": self.notes}) + b"\n")
+        settings = {choice.setting: KeptChoice(value_at(self.config, choice.setting), choice.why) for choice in self.choices}
+        write_file(
+            run_dir / PLAN_NAME, wire.encode_json(KeptPlan(self.num_devices, self.num_cores, settings, self.notes)) + b"\n")
+
+
+@dataclass(frozen=True)
+class KeptChoice:
+    """The value of a setting that was left open, and the reason; for example 4, "of 8 cores"."""
+
+    value: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class KeptPlan:
+    """The plan in a run's folder: devices and cores of its machine, choices by setting, and sentences about them."""
+
+    devices: int
+    cores: int
+    settings: dict[str, KeptChoice]
+    notes: tuple[str, ...]
+
+
+def read_plan(run_dir: Path) -> KeptPlan:
+    """Read `plan.json` from a run's folder.
+
+    Raises:
+        DataError: there is none, or it is damaged.
+    """
+    path = run_dir / PLAN_NAME
+    try:
+        return wire.decode_json(KeptPlan, path.read_bytes())
+    except OSError as exc:
+        raise DataError(f"{path} cannot be read: {exc.strerror}; give a run's folder, such as runs/my-run") from exc
 
 
 def make_plan(config: Config, *, rank_info: RankInfo = _CONTROLLER, trains: bool = True, serves: bool = True) -> RunPlan:
@@ -95,11 +128,12 @@ def make_plan(config: Config, *, rank_info: RankInfo = _CONTROLLER, trains: bool
     chosen = config.planned(sections)
     reasons: Mapping[str, str] = {
         **dict.fromkeys(_DEVICES, f"of {num_devices} that are visible"), **dict.fromkeys(_THREADS, f"of {num_cores} cores"),
-        **({choice.setting: choice.why for choice in step_choices(placed, device=device, shape=shape)} if trains else {}),
+        **({choice.setting: choice.why for choice in step_choices(placed, device=device, shape=shape) if "." in choice.setting}
+           if trains else {}),
         "model.dtype": format_choice(stepped, device=_engine_device(stepped), cpu=this_cpu()).why}
     choices = (
-        Choice(setting, _shown(value), why) for setting, why in reasons.items()
-        if (value := _value(chosen, setting)) is not None and value != _value(config, setting))
+        Choice(setting, _shown(value_at(chosen, setting)), why) for setting, why in reasons.items()
+        if value_at(chosen, setting) != value_at(config, setting))
     return RunPlan(
         chosen, num_devices, num_cores, tuple(choices), tuple(_notes(sections, formatted, num_devices=num_devices, num_cores=num_cores)),
         tuple(slow_formats(sections, cpu=this_cpu())))
@@ -140,14 +174,6 @@ def _notes(chosen: PlanConfig, formatted: PlanConfig, *, num_devices: int, num_c
         users = (("train rank", chosen.train.threads), ("engine", chosen.inference.threads))
         threads = ", ".join(f"{count} for each {user}" for user, count in users if count)
         yield f"CPU threads: {threads}, of {num_cores} cores"
-
-
-def _value(config: Config, setting: str) -> Any:
-    """Return the value of a setting, such as "train.threads"; None of "attention", which is none."""
-    found: Any = config
-    for name in setting.split("."):
-        found = getattr(found, name, None)
-    return found
 
 
 def _shown(value: Any) -> str:
