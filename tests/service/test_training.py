@@ -400,6 +400,24 @@ def test_many_requests_behind_gaps_cost_little(cluster: SmallCluster, tmp_path: 
     cluster.run(body)
 
 
+def test_an_error_of_any_kind_in_a_turn_is_the_outcome_of_its_requests(
+    cluster: SmallCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body() -> None:
+        async with cluster.open(tmp_path) as running:
+            model = await running.model()
+
+            async def fail(_batches: object) -> None:
+                raise KeyError("of a library")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(cluster.adapters, "forward_backward", fail)
+                [failed] = await model.both(model.learn(training_data(1)))
+            assert isinstance(failed, Failed) and failed.category == "server"
+
+    cluster.run(body)
+
+
 @pytest.mark.parametrize("error", [WorkerError("no memory is left"), KeyError("of a library")])
 def test_if_the_trainers_cannot_be_started_again_requests_fail_rather_than_wait(
     error: Exception, cluster: SmallCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

@@ -21,7 +21,10 @@ def test_an_error_is_kept_unless_it_is_of_another_kind_or_let_through() -> None:
             raise error
     with Caught(BaseException) as caught:
         raise SystemExit(3)
-    assert str(caught.error) == "3"
+    assert str(caught.error) == "3" and caught.failure is None
+    with Caught() as caught:
+        raise KeyError("turns")
+    assert caught.failure is caught.error
 
 
 def test_an_error_is_told_in_a_sentence_with_its_cause() -> None:

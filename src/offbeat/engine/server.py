@@ -55,6 +55,7 @@ from offbeat.engine.wire import (
 from offbeat.errors import DeadlineError, EngineError, RefusedError
 from offbeat.listening import bind, decode_body, server_config, url_of
 from offbeat.types import Version
+from offbeat.user_code.boundary import Caught
 
 T = TypeVar("T")
 
@@ -167,10 +168,9 @@ class EngineServer:
                 return error_response(refused, write)
             if foreign := self._owners.refusal(http.headers.get(HEADER, "")):
                 return error_response(Refusal(foreign, 409), write)
-            try:
+            with Caught() as caught:
                 return await handler(http)
-            except Exception as exc:
-                return error_response(refusal_of(exc), write)
+            return error_response(refusal_of(caught.take()), write)
 
         return guarded
 

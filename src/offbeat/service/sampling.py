@@ -45,6 +45,7 @@ from offbeat.service.types import (
     SampledSequence,
     SampleRequest,
 )
+from offbeat.user_code.boundary import Caught
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -298,7 +299,7 @@ class SamplingService:
     async def _try(self, part: SamplingPart) -> None:
         """Carry out a part; the first part that fails determines how its request ends."""
         job = part.job
-        try:
+        with Caught() as caught:  # whatever is raised, the request waits for this part
             self._check_request(job.row, job.request)
             async with self.samplers.using(job.row) as adapter, asyncio.timeout(None) as scope:
                 if job.failed is not None:  # while this part waited for the weights
@@ -308,7 +309,7 @@ class SamplingService:
                     await self._sample(adapter, part)
                 finally:
                     job.running.discard(scope)
-        except Exception as exc:  # of whatever kind: the request waits for this part
+        if (exc := caught.failure) is not None:
             job.failed = job.failed or _explain(job.future.request_id, exc)
 
     def _engines_of(self, row: SamplerRow) -> Engines:

@@ -228,12 +228,12 @@ class Training:
         together = [[part] for part in turn.parts] if turn.lane is Lane.ALONE else [turn.parts]
         for its in together:
             parts = [part for part in its if self._may_begin(part.job)]
-            try:
+            with Caught() as caught:  # whatever is raised, the clients wait for outcomes
                 wanted = {part.job.item.model for part in parts}
                 parts = [part for part in parts if await self._enter(part.job, wanted)]
                 if parts:
                     await self._do(turn.lane, parts)
-            except Exception as exc:  # of whatever kind: the clients wait for outcomes
+            if (exc := caught.failure) is not None:
                 await self._fail_turn(turn.lane, parts, exc)
 
     async def _fail_turn(self, lane: Lane, parts: list[JobPart[Work]], exc: Exception) -> None:
@@ -289,9 +289,8 @@ class Training:
             await self._models.make_room(job.item.model, wanted, busy=self.work.models)
             if not isinstance(job.item.request, Load):
                 await self._models.enter(job.item.model)
-        if (exc := caught.error) is None:
+        if (exc := caught.failure) is None:
             return True
-        assert isinstance(exc, Exception), "others pass"
         if not self._adapters.trainers_alive:
             raise exc
         self._fail(job, exc)
@@ -401,10 +400,11 @@ class Training:
         _log.warning("the trainers have failed; they are started again")
         self.work.tell(_RESTARTING)
         try:
-            await self._adapters.restart_trainers()
-        except Exception as exc:  # of whatever kind: the loop lives on, and tries again for later jobs
-            for job in tuple(self._schedule):
-                self._fail(job, exc)
-            await asyncio.sleep(_IDLE_S)
+            with Caught() as caught:
+                await self._adapters.restart_trainers()
+            if (exc := caught.failure) is not None:  # whatever it is, the loop lives on, and tries again for later jobs
+                for job in tuple(self._schedule):
+                    self._fail(job, exc)
+                await asyncio.sleep(_IDLE_S)
         finally:
             self.work.tell(Pending())

@@ -30,6 +30,7 @@ from offbeat.telemetry.notebook import CellOutput, is_notebook
 from offbeat.telemetry.pace import Pace, duration, short_duration
 from offbeat.telemetry.streams import tolerant
 from offbeat.telemetry.summary import in_words
+from offbeat.user_code.boundary import Caught
 
 MakeSamples = Callable[[], str]
 """Makes the text of some samples, when it is asked for."""
@@ -191,10 +192,11 @@ class Console:
 
     def show_samples(self) -> None:
         """Show the samples that were offered last."""
-        try:
-            text = self._samples() if self._samples is not None else "no step is done yet, so there are no samples to show"
-        except Exception as exc:  # a person who is curious must not end a run
-            text = f"the samples cannot be shown: {describe(exc)}"
+        text = "no step is done yet, so there are no samples to show"
+        with Caught() as caught:  # a person who is curious must not end a run
+            text = self._samples() if self._samples is not None else text
+        if caught.error is not None:
+            text = f"the samples cannot be shown: {describe(caught.error)}"
         for line in text.splitlines():
             self.note(line)
 

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from offbeat.errors import StorageError
+from offbeat.user_code.boundary import Caught
 
 _ALLOWED = {(kind.__module__, kind.__qualname__): kind for kind in (
     _metadata.Metadata, _metadata.MetadataIndex, _metadata.StorageMeta, _metadata.TensorStorageMetadata, _metadata.TensorProperties,
@@ -49,16 +50,15 @@ class SafeReader(FileSystemReader):
             StorageError: it cannot be read, or holds more than torch writes there.
         """
         path = pathlib.Path(str(self._get_metadata_path(kwargs.get("rank"))))
-        try:
+        metadata: Any = None
+        with Caught(passes=(OSError,)) as caught:  # a damaged pickle can raise anything
             metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
             if not isinstance(metadata, Metadata):
                 raise TypeError(f"it holds a {type(metadata).__name__}")
             for place in metadata.storage_data.values():
                 if PurePath(place.relative_path).name != place.relative_path:
                     raise ValueError(f"it names the file {place.relative_path!r}")
-        except OSError:
-            raise
-        except Exception as exc:  # a damaged pickle can raise anything
+        if (exc := caught.error) is not None:
             raise StorageError(f"{path} is not a description of a checkpoint, or it is damaged: {exc}; nothing in it was executed") from exc
         metadata.storage_meta = metadata.storage_meta or _metadata.StorageMeta()
         metadata.storage_meta.load_id = self.load_id

@@ -1,4 +1,5 @@
-"""Boundaries to code that may raise anything: functions of users, chat templates, and libraries that inspect what users gave.
+"""Boundaries to code that may raise anything: functions of users, chat templates, libraries that inspect what users gave, and work whose
+result somebody waits for, who must hear of any error.
 
 Their errors are caught in one of two ways, so that no caller has a broad `except` of its own: `Caught` keeps the error for its caller to
 judge, and `told_as` makes a sentence of it.
@@ -31,6 +32,11 @@ class Caught:
         self.error: BaseException | None = None
         self._kinds = kinds or (Exception,)
         self._passes = passes
+
+    @property
+    def failure(self) -> Exception | None:
+        """The error, if it is neither an exit nor an interrupt."""
+        return self.error if isinstance(self.error, Exception) else None
 
     def take(self) -> BaseException:
         """Return the error of a body that otherwise returned, and forget it: kept, it would keep the variables of the code that raised."""
