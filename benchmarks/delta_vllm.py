@@ -30,7 +30,7 @@ from torch import Tensor
 from engine import build
 from offbeat.config.root import Config
 from offbeat.config.train import OptimizerConfig
-from offbeat.engine.versions import fingerprint_tensors
+from offbeat.engine.forward import fingerprint_tensors
 from offbeat.fleet.engine_group import EngineGroup
 from offbeat.fleet.kinds import MAKERS
 from offbeat.inference.client import EngineClient, EngineSession

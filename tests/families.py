@@ -26,11 +26,11 @@ from offbeat.config.train import TrainConfig
 from offbeat.data.batch import Batch
 from offbeat.data.packing import pack_row
 from offbeat.engine.cache import SlotCache
-from offbeat.engine.forward import Forward
+from offbeat.engine.forward import Forward, fingerprint_tensors
 from offbeat.engine.loader import load_forward
 from offbeat.engine.lora import AdapterRows, AdapterStack
 from offbeat.engine.options import EngineOptions
-from offbeat.engine.versions import fingerprint_tensors, read_version
+from offbeat.engine.versions import read_version
 from offbeat.errors import ModelError
 from offbeat.model.hf_io import read_safetensors
 from offbeat.model.logprobs import packs_rows, token_logprobs

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from offbeat.engine.versions import fingerprint_tensors
+from offbeat.engine.forward import fingerprint_tensors
 from offbeat.sync.broadcast import Spec
 from offbeat.sync.platform import current_platform
 from offbeat.sync.weight_broadcast import WeightBroadcast

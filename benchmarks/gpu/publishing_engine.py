@@ -15,7 +15,7 @@ from measure import answer_jobs, claim_stdout
 from safetensors.torch import load_file
 from torch import Tensor
 
-from offbeat.engine.versions import fingerprint_tensors
+from offbeat.engine.forward import fingerprint_tensors
 from offbeat.sync.broadcast import Spec, receive
 from offbeat.sync.platform import current_platform
 

@@ -4,7 +4,7 @@ import pytest
 
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.load import load_config
-from offbeat.config.notes import _readers, notes, notes_of_check
+from offbeat.config.notes import _readers, correction_of, notes, notes_of_check
 from offbeat.config.presets import PRESETS
 
 
@@ -60,6 +60,28 @@ def test_an_adapter_of_preference_training_is_told_of_its_own_rate():
 
 def test_robust_without_wrong_labels_is_dpo():
     assert "with which the loss robust is dpo" in said("preference", ("preference.loss", "robust"))[0]
+
+
+@pytest.mark.parametrize(("settings", "sentence"), [
+    ([], "as policy/logprob_gap_mean shows; algorithm.weight = 'mask' (0 to 5) corrects for it"),
+    ([("algorithm.preset", "tis")], "; algorithm.weight = 'clamp' (0 to 2) corrects for it"),
+    ([("algorithm.weight", "ratio")], "; algorithm.weight = 'ratio' corrects for it"),
+    ([("algorithm.preset", "dapo")], "; the ratio to the policy that sampled (algorithm.anchor = 'rollout') corrects for it"),
+    ([("algorithm.preset", "kpop")], "; algorithm.filters corrects for it"),
+    ([("algorithm.weight", "none"), ("algorithm.num_minibatches", "2")],
+     "; nothing corrects for it: leave algorithm.weight at 'mask', or set it to 'clamp' and algorithm.weight_high to 2"),
+    ([("weights.whole_every_versions", "5")], "could be applied to (weights.whole_every_versions), and reads the last whole version"),
+    ([("weights.whole_every_versions", "5"), ("weights.channel", "collective")], "and receives whole weights"),
+])
+def test_engines_with_rounded_weights_are_told_of_with_what_corrects_for_it(settings, sentence):
+    given = [("inference.quantization", "int8"), *settings]
+    assert [sentence in note for note in said("rl", *given)].count(True) == 1
+    assert any(sentence in note for note in notes_of_check(load_config(None, given)))
+    assert not any("rounded" in note for note in [*said("rl", *settings), *said("sft", *given)])
+
+
+def test_every_preset_corrects_for_rounded_weights_but_that_which_imitates():
+    assert [name for name, preset in PRESETS.items() if not correction_of(AlgorithmConfig(preset=name, **preset.settings))] == ["raft"]
 
 
 def test_what_is_looked_at_are_settings():

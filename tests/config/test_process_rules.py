@@ -10,6 +10,13 @@ from offbeat.config.root import Config
     ("values", "sentence"),
     [
         ({"inference": {"num_engines": 2, "min_engines": 3}}, "inference.min_engines must be <= the 2 of inference.num_engines, got 3"),
+        ({"inference": {"quantization": "int8", "engine": "vllm"}},
+         "inference.quantization must be 'none' with inference.engine = 'vllm', got 'int8'; only embedded takes it; a server's own form"),
+        ({"inference": {"quantization": "int8", "urls": ["http://there:1"]}},
+         "inference.quantization must be 'none' with inference.urls, got 'int8'; start those engines with --quantization int8"),
+        ({"inference": {"quantization": "int8", "devices_per_engine": 1}},
+         "inference.quantization must be 'none' with inference.devices_per_engine = 1, got 'int8'; it is for engines on CPUs"),
+        ({"inference": {"quantization": "int8", "forward": "hf"}}, "must be 'none' with inference.forward = 'hf', got 'int8'; only the"),
         ({"train": {"num_ranks": 6, "parallel": {"shard": 2, "cp": 2}}},
          r"train.num_ranks must be a multiple of train.parallel's shard \* tp \* cp = 4, got 6; start as many"),
         ({"run": {"mode": "spmd"}, "train": {"num_ranks": 2, "parallel": {"cp": 2}}, "rollout": {"single_rank_load": False}},

@@ -12,7 +12,7 @@ from offbeat.engine.engine import EmbeddedEngine
 from offbeat.engine.loader import load_engine
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import Output, Request, SamplingParams, Scored, ScoreJob
-from offbeat.engine.versions import VersionSource, fingerprint_tensors
+from offbeat.engine.versions import VersionSource
 from offbeat.model.peft_io import read_adapter
 from offbeat.sync.platform import Platform
 
@@ -63,9 +63,9 @@ def test_every_tensor_is_on_the_device_the_samples_are_those_of_the_cpu_and_a_st
     with torch.inference_mode(), Accelerator() as accelerator:
         engine = load(folder, path)
         got, scores = play(engine, other, before_step=lambda: waits.append(accelerator.num_waits)), engine.score(PROMPTS[0])
-        version, tensors = engine.weights()
-        assert all(isinstance(tensor, Held) for tensor in tensors.values())
-        fingerprint = fingerprint_tensors(tensors)
+        version, fingerprinter = engine.fingerprinter()
+        assert all(isinstance(tensor, Held) for tensor in engine._forward.tensors().values())
+        fingerprint = fingerprinter()
     assert version == 1
     assert len(waits) > 10 and {after - before for before, after in itertools.pairwise(waits)} == {1}, "the host waits once per step"
     assert got.keys() == expected.keys() and len(got) == 16
@@ -73,7 +73,7 @@ def test_every_tensor_is_on_the_device_the_samples_are_those_of_the_cpu_and_a_st
         assert (output.token_ids, output.versions) == (expected[key].token_ids, expected[key].versions)
         assert output.logprobs == pytest.approx(expected[key].logprobs, abs=1e-4)
     assert scores[1] == pytest.approx(expected_scores[1], abs=1e-4)
-    assert fingerprint == fingerprint_tensors(on_cpu.weights()[1])
+    assert fingerprint == on_cpu.fingerprinter()[1]()
 
 
 @pytest.mark.parametrize(("path", "kind"), [("direct", "qwen3"), ("hf", "qwen3-untied")])

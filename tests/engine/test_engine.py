@@ -10,7 +10,7 @@ from offbeat.engine.engine import EmbeddedEngine
 from offbeat.engine.loader import load_engine
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import Output, Request, SamplingParams
-from offbeat.engine.versions import VersionSource, fingerprint_tensors
+from offbeat.engine.versions import VersionSource
 from offbeat.errors import BusyError, EngineError, ModelError, RefusedError
 from offbeat.model.fingerprint import fingerprint
 
@@ -252,8 +252,8 @@ def test_fingerprint_and_score_prove_the_live_weights(make_engine, model_folder,
             engine.stage(1, VersionSource(model_folder("qwen3", 1)), engine.prepare(model_folder("qwen3", 1)))
             engine.switch(1, "recompute")
         model = reference("qwen3", version)
-        live, tensors = engine.weights()
-        assert (live, fingerprint_tensors(tensors)) == (version, fingerprint(named_bytes(model.model)))
+        live, fingerprinter = engine.fingerprinter()
+        assert (live, fingerprinter()) == (version, fingerprint(named_bytes(model.model)))
         scored, logprobs = engine.score(PROMPTS[0])
         assert scored == version and torch.allclose(torch.tensor(logprobs), model.logprobs(PROMPTS[0]), atol=1e-4)
 

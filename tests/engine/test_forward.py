@@ -12,12 +12,12 @@ import torch.nn.functional as F  # noqa: N812
 from named_bytes import named_bytes
 from offbeat.engine import forward_direct, forward_hf, matrix
 from offbeat.engine.cache import SlotCache, attend_by_products
-from offbeat.engine.forward import Forward, _decoded_logprobs, _full_logprobs, check_forward, ordinary_tokens
+from offbeat.engine.forward import Forward, _decoded_logprobs, _full_logprobs, check_forward, fingerprint_tensors, ordinary_tokens
 from offbeat.engine.forward_direct import DirectForward
 from offbeat.engine.forward_hf import HFForward
 from offbeat.engine.loader import load_forward
 from offbeat.engine.options import EngineOptions
-from offbeat.engine.versions import fingerprint_tensors, read_version
+from offbeat.engine.versions import read_version
 from offbeat.errors import ModelError
 from offbeat.model.fingerprint import fingerprint
 

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from offbeat.engine.forward import fingerprint_tensors
 from offbeat.engine.receive import receive_weights
 from offbeat.engine.server import EngineServer
-from offbeat.engine.versions import VersionSource, fingerprint_tensors
+from offbeat.engine.versions import VersionSource
 from offbeat.errors import EngineError
 from offbeat.model.changes_io import smaller_changes
 from offbeat.model.hf_io import read_safetensors
@@ -31,7 +32,7 @@ def test_a_version_that_was_offered_is_served(start_engine, tmp_path: Path, monk
         server._loop.stage(1, VersionSource(str(folder)), offer.address)
         assert folder.exists() != is_reached
         server._loop.call(lambda: server._engine.switch(1, "recompute")).result(10).result(10)
-        assert fingerprint_tensors(server._engine.weights()[1]) == wanted
+        assert server._engine.fingerprinter()[1]() == wanted
         server._loop.stage(1, VersionSource(str(folder)), "127.0.0.1:1")  # once it is there, it is not received again
     finally:
         offer.close()
@@ -68,7 +69,7 @@ def test_an_engine_at_the_version_before_receives_no_more_than_what_has_changed(
     try:
         server._loop.stage(1, VersionSource(str(tmp_path / "v2")), offer.address)
         server._loop.call(lambda: server._engine.switch(1, "recompute")).result(10).result(10)
-        assert fingerprint_tensors(server._engine.weights()[1]) == fingerprint_tensors(versions[1])
+        assert server._engine.fingerprinter()[1]() == fingerprint_tensors(versions[1])
         whole = sum(tensor.nbytes for tensor in versions[1].values())
         assert received == [offer.changes_bytes if is_at_base else whole] * 2, "both ends are in this process"
     finally:

@@ -15,7 +15,7 @@ from offbeat.engine.loader import load_engine
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import Output, Request, SamplingParams, Scored, ScoreJob
 from offbeat.engine.sleep import EngineSleep
-from offbeat.engine.versions import VersionSource, VersionStore, fingerprint_tensors
+from offbeat.engine.versions import VersionSource, VersionStore
 from offbeat.errors import EngineError, RefusedError
 from offbeat.model.fingerprint import fingerprint
 from offbeat.workers.worker import library_environment
@@ -44,7 +44,7 @@ for forward in forwards:
     engine.submit(Request(id="a", prompt=[5] * 400, params=SamplingParams(max_new_tokens=20, ignore_eos=True)))
     for _ in range(3):
         engine.step()
-    weights, cache = sum(tensor.nbytes for tensor in engine.weights()[1].values()), engine.cache_bytes
+    weights, cache = sum(tensor.nbytes for tensor in engine._forward.tensors().values()), engine.cache_bytes
     engine.sleep(keep_weights=True)
     kept = process.memory_info().rss
     engine.wake()
@@ -104,7 +104,7 @@ def test_samples_in_flight_go_on_under_the_weights_that_it_wakes_with(interrupt,
         before = old.logprobs(prompt + output.token_ids)[len(prompt) - 1 :][:8]
         after = new.logprobs(prompt + output.token_ids)[len(prompt) - 1 :][8:]
         assert torch.allclose(torch.tensor(output.logprobs), torch.cat([before, after]), atol=1e-4)
-    assert fingerprint_tensors(engine.weights()[1]) == fingerprint(named_bytes(new.model))
+    assert engine.fingerprinter()[1]() == fingerprint(named_bytes(new.model))
 
 
 def test_kept_weights_come_back_and_samples_go_on(engine, reference) -> None:
@@ -130,7 +130,7 @@ def test_nothing_is_computed_with_weights_that_are_gone(engine, model_folder) ->
     with pytest.raises(RefusedError, match="its weights are gone, because it sleeps without them; stage a version and switch to it"):
         engine.wake()
     with pytest.raises(EngineError, match="it sleeps, and its memory is free for others; wake it, or switch to a version"):
-        engine.weights()
+        engine.fingerprinter()
     with pytest.raises(RefusedError, match=r"version 0 is not staged; staged are \[\]"):
         engine.switch(0, "recompute")
     engine.submit(ScoreJob(id="score", tokens=PROMPTS[0]))

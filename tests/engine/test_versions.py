@@ -41,6 +41,8 @@ def test_a_number_that_comes_again_with_other_weights_is_another_version() -> No
 class Serving:
     """A forward path that has weights, and prepares others by taking them as they are."""
 
+    takes_changes = True
+
     def __init__(self, live: dict[str, Tensor]) -> None:
         self.live = live
         self.num_looks = 0

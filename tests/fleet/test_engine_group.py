@@ -106,6 +106,8 @@ def test_options_come_from_the_configuration_and_seeds_differ(tmp_path: Path) ->
     assert (options[0].model, options[0].tokenizer, options[0].version) == ("model", "tokenizer", -1)
     assert (options[0].max_running, options[0].forward, options[0].max_prefill_per_round) == (7, "hf", 99)
     assert options[0].seed != options[1].seed
+    assert [engine_options(small_config(tmp_path, inference__quantization=form).for_engines, "model", "", -1, 0).quantization
+            for form in ("none", "int8")] == ["none", "int8"]
 
 
 def test_one_engine_outside_of_any_run_ends_with_its_context(tmp_path: Path, model_dir: str) -> None:

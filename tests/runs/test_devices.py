@@ -80,6 +80,10 @@ def test_reward_models_of_evaluation_sets_need_devices_too() -> None:
     assert chosen(1 + 2 * workers, **sets) == (1, 1, True)
 
 
+def test_engines_with_int8_weights_stay_on_the_cpu() -> None:
+    assert chosen(1, inference__quantization="int8") == (1, 0, False)
+
+
 def test_what_was_chosen_is_said_where_there_are_devices() -> None:
     assert describe_devices(config().for_plan, devices=0) == ""
     assert describe_devices(place(config(), devices=1), devices=1) == (

@@ -30,6 +30,7 @@ def configured(dtype: str = "auto", *, path: str = "some/model", precision: str 
     (configured(ray="auto"), None, SERVER, "float32", "it is not known which CPUs the cluster has"),
     (configured(path=""), None, SERVER, "float32", "a tiny model gains nothing from bfloat16"),
     (configured(urls=["http://a:1"]), None, SERVER, "float32", "engines by URL have a format of their own, and are given all digits"),
+    (configured(quantization="int8"), None, SERVER, "float32", "products are in int8, and the rest takes little time"),
     (configured("bfloat16"), None, LAPTOP, "bfloat16", "as configured")])
 def test_auto_takes_bfloat16_where_it_is_quick(config: PlanConfig, device: Device | None, cpu: Cpu, value: str, why: str) -> None:
     found = format_choice(config, device=device, cpu=cpu)

@@ -152,7 +152,7 @@ def test_an_adapter_of_which_only_the_mean_is_known_is_judged_by_that() -> None:
 
 
 def test_the_tolerance_is_the_number_formats_where_none_is_set() -> None:
-    assert [ProofJudge.of(0.0, dtype).tolerance for dtype in ("float32", "bfloat16")] == list(TOLERANCES.values())
+    assert [ProofJudge.of(0.0, dtype).tolerance for dtype in ("float32", "bfloat16", "int8")] == list(TOLERANCES.values())
     assert ProofJudge.of(0.3, "float32").tolerance == 0.3
 
 

@@ -47,6 +47,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="float32",
         help="number format; auto takes bfloat16 where the device or the CPU has instructions for it (default: float32)")
+    parser.add_argument(
+        "--quantization", choices=("none", "int8"), default="none",
+        help="int8 computes with weights and their inputs rounded to 8 bits, on CPUs and by the fast path alone (default: none)")
     parser.add_argument("--forward", choices=("auto", "direct", "hf"), default="auto", help="own fast path, or Hugging Face's modules")
     parser.add_argument("--max-running", type=int, default=256, help="samples decoded together (default: 256)")
     parser.add_argument("--max-queued", type=int, default=4096, help="requests waiting before the answer is 429 (default: 4096)")
@@ -99,8 +102,8 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     if args.device is None and (advice := slow_dtype(dtype, cpu=this_cpu())):
         print(advice, file=sys.stderr)
     options = EngineOptions(
-        model=str(model), dtype=dtype, forward=args.forward, max_running=args.max_running, max_queued=args.max_queued,
-        max_context=args.max_context, max_cache_bytes=args.max_cache_bytes, prefix_caching=args.prefix_caching,
+        model=str(model), dtype=dtype, quantization=args.quantization, forward=args.forward, max_running=args.max_running,
+        max_queued=args.max_queued, max_context=args.max_context, max_cache_bytes=args.max_cache_bytes, prefix_caching=args.prefix_caching,
         max_prefill_per_round=args.max_prefill_per_round, max_adapters=args.max_adapters, max_adapter_rank=args.max_adapter_rank,
         stall_timeout_s=args.stall_timeout_s, api_key=key,
         version=-1)

@@ -14,6 +14,7 @@ class EngineKind:
         takes_changes: whether changes of weights can be published to it (`weights.whole_every_versions`).
         takes_broadcasts: whether weights can be sent to it by a collective (`weights.channel`).
         sleeps: whether it can give its device's memory to a train rank meanwhile (`cluster.take_turns`).
+        quantises: whether it can be told to sample with a rounded form of the weights (`inference.quantization`).
         splits: whether it divides a model over several devices (`inference.devices_per_engine`).
         reports_context: whether it can serve one of `serve.sampling_models`, which have to say how long their context is.
         setup: command that makes the environment in which it is installed; "" if the user does.
@@ -23,13 +24,15 @@ class EngineKind:
     takes_changes: bool = False
     takes_broadcasts: bool = False
     sleeps: bool = False
+    quantises: bool = False
     splits: bool = False
     reports_context: bool = False
     setup: str = ""
 
 
 ENGINE_KINDS: Mapping[str, EngineKind] = MappingProxyType({
-    "embedded": EngineKind(inside=True, takes_changes=True, takes_broadcasts=True, sleeps=True, reports_context=True),
+    "embedded": EngineKind(
+        inside=True, takes_changes=True, takes_broadcasts=True, sleeps=True, quantises=True, reports_context=True),
     "vllm": EngineKind(
         takes_changes=True, takes_broadcasts=True, sleeps=True, splits=True, reports_context=True, setup="make vllm"),
     "sglang": EngineKind(splits=True),

@@ -30,6 +30,12 @@ class InferenceConfig(Section):
         "auto",
         "Forward pass of the embedded engine: a fast path for models like Llama and Qwen, or Hugging Face's modules for any model; auto"
         " prefers the fast path.", on_resume=Change.TOLD)
+    quantization: Literal["none", "int8"] = field(
+        "none",
+        "Form of the weights that the embedded engine samples with. int8 rounds them and their inputs to 8 bits, which makes products with"
+        " few rows about three times as fast on a CPU; the policy that samples then differs from the trainer's, which"
+        " policy/logprob_gap_* show and algorithm.weight corrects for. Only for models of the fast path, and for CPUs.",
+        on_resume=Change.TOLD)
     max_running: int = field(512, "Maximum number of samples decoded together.", ge=1)
     max_queued: int = field(4096, "Maximum number of waiting requests; beyond it the engine answers 429.", ge=1)
     max_context: int = field(0, "Longest prompt plus generation, in tokens; 0 takes the model's context.", ge=0, on_resume=Change.TOLD)

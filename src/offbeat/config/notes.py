@@ -27,6 +27,7 @@ def notes(config: Config, part: Part) -> Iterator[str]:
         yield from idle_settings(config)
         if ratio := _idle_clip(config.algorithm):
             yield ratio
+        yield from _quantised(config)
     elif part == "preference":
         yield from _adapter_rate(config, "preference", "preference.optimizer.lr", config.preference.optimizer)
         for name in config.preference.losses if not config.preference.label_smoothing else ():
@@ -50,6 +51,31 @@ def _adapter_rate(config: Config, part: str, name: str, optimizer: OptimizerConf
     if rank and optimizer.lr != "auto" and optimizer.lr < least:
         yield (f"{name} = {optimizer.lr:g} suits the training of all weights, and an adapter (model.lora.rank = {rank}) would learn next to"
                f' nothing; {least:g} to {10 * least:g} is usual, and "auto" takes one for the model')
+
+
+def _quantised(config: Config) -> Iterator[str]:
+    """Say what the engines' form of the weights does to training, and what corrects for it."""
+    form = config.inference.quantization
+    if form == "none":
+        return
+    correction = correction_of(config.algorithm)
+    what = (f"engines sample from weights rounded to {form} (inference.quantization), and so from another policy than the one that is"
+            " trained, as policy/logprob_gap_mean shows;")
+    yield f"{what} {correction} corrects for it" if correction else (
+        f"{what} nothing corrects for it: leave algorithm.weight at 'mask', or set it to 'clamp' and algorithm.weight_high to 2")
+    if config.weights.whole_every_versions > 1:
+        how = "receives whole weights" if config.weights.channel == "collective" else "reads the last whole version and all changes since"
+        yield (f"an engine with {form} weights keeps none that changes could be applied to (weights.whole_every_versions), and {how}")
+
+
+def correction_of(algorithm: AlgorithmConfig) -> str:
+    """Return what makes up for the difference of the policy that sampled from the one that is trained, with its bounds; "" if nothing."""
+    bounds = f"{algorithm.weight_low:g} to {algorithm.weight_high:g}"
+    if algorithm.weight != "none":
+        return f"algorithm.weight = '{algorithm.weight}'" + (f" ({bounds})" if algorithm.weight != "ratio" else "")
+    if algorithm.anchor == "rollout":
+        return "the ratio to the policy that sampled (algorithm.anchor = 'rollout')"
+    return "algorithm.filters" if algorithm.filters else ""
 
 
 def clip_note(algorithm: AlgorithmConfig) -> str:

@@ -21,6 +21,21 @@ def check_engines(inference: InferenceConfig) -> None:
         raise ValueError(f"inference.min_engines must be <= the {num_engines} of inference.{name}, got {inference.min_engines}")
 
 
+def check_quantization(inference: InferenceConfig) -> None:
+    """Check that the engines compute with weights in the form that is asked for."""
+    if inference.quantization == "none":
+        return
+    for met, name, instead in (
+        (not inference.kind.quantises, f"inference.engine = '{inference.engine}'",
+         f"only {kinds_that('quantises')} takes it; a server's own form is given in inference.arguments"),
+        (bool(inference.urls), "inference.urls", "start those engines with --quantization int8"),
+        (inference.devices_per_engine > 0, f"inference.devices_per_engine = {inference.devices_per_engine}", "it is for engines on CPUs"),
+        (inference.forward == "hf", "inference.forward = 'hf'", "only the fast path computes with it"),
+    ):
+        if met:
+            raise ValueError(f"inference.quantization must be 'none' with {name}, got '{inference.quantization}'; {instead}")
+
+
 def check_step(train: TrainConfig, *, model: ModelConfig) -> None:
     """Check a training step's compilation and recomputation."""
     if model.lora.rank and train.recomputes == "selective":

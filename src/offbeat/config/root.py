@@ -31,6 +31,7 @@ from offbeat.config.process_rules import (
     check_devices,
     check_engines,
     check_parallel,
+    check_quantization,
     check_step,
     check_turns,
     check_who_loads,
@@ -148,6 +149,7 @@ class Config(Section):
         if self.model.tiny.num_heads % self.model.tiny.num_kv_heads:
             raise ValueError(
                 f"model.tiny.num_kv_heads must divide num_heads = {self.model.tiny.num_heads}, got {self.model.tiny.num_kv_heads}")
+        check_quantization(self.inference)
         check_step(self.train, model=self.model)
         check_channel(self.weights, model=self.model, inference=self.inference)
         check_devices(self.cluster, inference=self.inference)

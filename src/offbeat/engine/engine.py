@@ -7,7 +7,7 @@ sampled it, that a staged version never changes, and that a sample with a seed d
 
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Literal
@@ -412,16 +412,15 @@ class EmbeddedEngine:
         self.switch_s = time.monotonic() - pending.started
         pending.done.set_result(self.switch_s)
 
-    def weights(self) -> tuple[Version, dict[str, Tensor]]:
-        """Return the live version and its tensors under their Hugging Face names, such as "lm_head.weight" [V, H]; they are never modified,
-        so any thread may read them.
+    def fingerprinter(self) -> tuple[Version, Callable[[], str]]:
+        """Return the live version and a function that computes the fingerprint of its weights, on any thread.
 
         Raises:
             EngineError: it sleeps.
         """
         if self.asleep:
             raise EngineError("it sleeps, and its memory is free for others; wake it, or switch to a version")
-        return self.version, self._forward.tensors()
+        return self.version, self._forward.fingerprinter()
 
     @torch.inference_mode()
     def live_adapter(self, name: str) -> tuple[Version, Adapter]:

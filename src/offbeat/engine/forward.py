@@ -5,7 +5,7 @@ use the same `SlotCache`, name weights as Hugging Face does, and swap prepared w
 engine computes: its weights, cache and sampler are there, and every tensor that a `Forward` takes or gives.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 from offbeat.engine.cache import CacheShape, DecodeStep, PrefillStep, SlotCache
 from offbeat.engine.lora import AdapterRows, Groups
 from offbeat.errors import ModelError
+from offbeat.model.fingerprint import fingerprint
 
 CHECK_TOLERANCE = 1e-3
 """Difference of log-probabilities that passes in any number format."""
@@ -25,6 +26,9 @@ CHECK_NOISE = 2.0
 On pretrained and on random models of five families the difference is 0.3 to 0.5 times that effect in bfloat16, and 0.8 to 3 times in
 float32, where both are far below `CHECK_TOLERANCE`. A model that forgets its context differs by 30 times as much and more.
 """
+
+QUANTISED_TOLERANCE = 1.0
+"""Largest difference of a quantised model's log-probabilities from the model's: about three times what SmolLM2-135M has in int8."""
 
 _CHECK_PROMPT, _CHECK_LENGTH = 8, 24
 
@@ -37,6 +41,7 @@ class Forward(Protocol):
 
     Attributes:
         max_score_tokens: most tokens, padding included, that may be scored together, because all of their logits may be in memory at once.
+        takes_changes: whether `tensors` returns the weights as they were published, so that changes to them make the next version.
         lora_groups: the linear layers that can take adapters. `lora`, where given, has an adapter for each row of a batch; in a prefill
             each token is a row.
     """
@@ -46,6 +51,7 @@ class Forward(Protocol):
     vocab_size: int
     max_positions: int
     max_score_tokens: int
+    takes_changes: bool
     lora_groups: Groups
 
     def prefill(self, tokens: Tensor, step: PrefillStep, *, lora: AdapterRows | None = None) -> Tensor:
@@ -89,6 +95,10 @@ class Forward(Protocol):
         """Return the weights being served under their Hugging Face names, such as "lm_head.weight" [V, H]; a tied tensor appears once."""
         ...
 
+    def fingerprinter(self) -> Callable[[], str]:
+        """Return a function that computes the fingerprint of the weights being served now, on any thread and even after others are."""
+        ...
+
 
 def take(state: Mapping[str, Tensor], name: str, *, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Check a tensor of a state, such as [V, H], convert it and copy it to the device. A file behind it is read now, not during a switch.
@@ -102,6 +112,16 @@ def take(state: Mapping[str, Tensor], name: str, *, shape: Iterable[int], dtype:
     if tuple(tensor.shape) != wanted:
         raise ModelError(f"weights hold {name!r} with shape {tuple(tensor.shape)}, not {wanted}; publish weights of the same model")
     return tensor.detach().to(device, dtype, copy=True)
+
+
+def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Compute the trainer's fingerprint of the same weights, such as "lm_head.weight" [V, H]; see `fingerprint`."""
+    return fingerprint(bytes_of(tensors))
+
+
+def bytes_of(tensors: Mapping[str, Tensor]) -> Iterable[tuple[str, np.ndarray]]:
+    """Yield the name and the bytes, [B] uint8, of each tensor, such as "lm_head.weight" [V, H]."""
+    return ((name, tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()) for name, tensor in tensors.items())
 
 
 @torch.inference_mode()
@@ -134,9 +154,29 @@ def check_forward(forward: Forward, reference: Tensor | None = None) -> None:
             " model.dtype")
 
 
-def ordinary_tokens(vocab_size: int) -> Tensor:
+@torch.inference_mode()
+def check_quantised(forward: Forward, reference: Tensor) -> None:
+    """Prove that the quantised form of a model is still that model, and that decoding from the cache agrees with a full forward pass.
+
+    Args:
+        reference: [L, V], transformers' logits after `ordinary_tokens`.
+
+    Raises:
+        ModelError: the difference is more than `QUANTISED_TOLERANCE`.
+    """
+    tokens = ordinary_tokens(forward.vocab_size)
+    own = reference[_CHECK_PROMPT - 1 :].float().log_softmax(-1)
+    errors = [_difference(found(forward, tokens), own) for found in (_full_logprobs, _decoded_logprobs)]
+    error = max(errors, key=lambda error: error if error == error else float("inf"))
+    if not error <= QUANTISED_TOLERANCE:
+        raise ModelError(
+            f"the int8 form of the model differs from the model by {error:.3g} in log-probability, more than {QUANTISED_TOLERANCE:g}: it"
+            ' is not fit for int8; use inference.quantization = "none"')
+
+
+def ordinary_tokens(vocab_size: int, length: int = _CHECK_LENGTH) -> Tensor:
     """Return [L] int64 ids spread over the vocabulary. Its first ids are often special tokens, and no text has those in a row."""
-    spread = np.arange(1, _CHECK_LENGTH + 1) * 0.6180339887498949 % 1.0  # golden-ratio multiples: none are close
+    spread = np.arange(1, length + 1) * 0.6180339887498949 % 1.0  # golden-ratio multiples: none are close
     return torch.from_numpy((spread * vocab_size).astype(np.int64))
 
 

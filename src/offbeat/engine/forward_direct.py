@@ -4,8 +4,10 @@ Chosen by `loader` where `supports` allows. On small models a Hugging Face forwa
 runs about 20 kernels per layer. Tests compare it token by token with Hugging Face's modules.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -14,10 +16,15 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from offbeat.engine.cache import CacheShape, DecodeStep, PrefillStep, attend
-from offbeat.engine.forward import LOGITS_AT_ONCE, take
+from offbeat.engine.direct_weights import MATRICES, DirectWeights, Layer, Origin, StateReader, WatchedMatrix, matrices_of
+from offbeat.engine.forward import LOGITS_AT_ONCE, bytes_of, fingerprint_tensors, ordinary_tokens
+from offbeat.engine.int8 import Int8Matrices, Int8Matrix
 from offbeat.engine.lora import AdapterRows, Groups, Linear
-from offbeat.engine.matrix import Matrix, head_matrix, matrix
+from offbeat.engine.matrix import HEAD, FloatMatrices, Matrices, Matrix
+from offbeat.model.fingerprint import combine, digests
 from offbeat.model.uploads import upload
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,35 +62,24 @@ def supports(config: PreTrainedConfig) -> bool:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """Weights of one decoder layer; fused matrices are stacked along their output dimension."""
+_NOT_INT8 = bytes(32)
+"""Digest of what is no int8 matrix, where one should be."""
 
-    norm1: Tensor
-    qkv: Matrix
-    qkv_bias: Tensor | None
-    qk_norm: Tensor | None
-    out: Matrix
-    norm2: Tensor
-    gate_up: Matrix
-    down: Matrix
-
-
-@dataclass(frozen=True, eq=False)
-class DirectWeights:
-    """All weights of one version; immutable, so that a reader on another thread sees a consistent version."""
-
-    embed: Tensor
-    layers: tuple[Layer, ...]
-    norm: Tensor
-    head: Matrix
+_WATCHED = (8, 32)
+"""Sequences and their length by which `DirectForward.input_ranges` looks at a model."""
 
 
 class DirectForward:
     """Implements `forward.Forward` with fused projections."""
 
-    def __init__(self, config: PreTrainedConfig, state: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, state: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device,
+        matrices: Matrices | None = None,
+    ) -> None:
+        """`matrices` chooses their form; None keeps all numbers."""
         self.device = device
+        self._matrices = matrices or FloatMatrices()
+        self.takes_changes = not isinstance(self._matrices, Int8Matrices)
         self.family = FAMILIES[config.model_type]
         self.hidden_size = config.hidden_size
         self.intermediate_size = config.intermediate_size
@@ -108,20 +104,22 @@ class DirectForward:
     # -- weights -----------------------------------------------------------------------------------------------------------------------
 
     def prepare(self, state: Mapping[str, Tensor]) -> DirectWeights:
-        hidden = self.hidden_size
-        embed = self._take(state, "model.embed_tokens.weight", self.vocab_size, hidden)
-        head = embed if self.tied else self._take(state, "lm_head.weight", self.vocab_size, hidden)
-        layers = tuple(self._prepare_layer(state, f"model.layers.{i}.") for i in range(self.num_layers))
-        return DirectWeights(embed, layers, self._take(state, "model.norm.weight", hidden), head_matrix(head))
+        read = StateReader(state, dtype=self.dtype, device=self.device, notes=not self.takes_changes)
+        embed = read("model.embed_tokens.weight", self.vocab_size, self.hidden_size)
+        head = embed if self.tied else read("lm_head.weight", self.vocab_size, self.hidden_size)
+        layers = tuple(self._prepare_layer(read, i) for i in range(self.num_layers))
+        weights = DirectWeights(embed, layers, read("model.norm.weight", self.hidden_size), self._matrices.make(HEAD, head))
+        made = {name: matrix.digest() for name, matrix in matrices_of(weights) if isinstance(matrix, Int8Matrix)}
+        return replace(weights, origin=Origin(read.digests, made)) if made else weights
 
-    def _take(self, state: Mapping[str, Tensor], name: str, *shape: int) -> Tensor:
-        return take(state, name, shape=shape, dtype=self.dtype, device=self.device)
-
-    def _prepare_layer(self, state: Mapping[str, Tensor], prefix: str) -> Layer:
-        hidden, inner = self.hidden_size, self.intermediate_size
+    def _prepare_layer(self, read: StateReader, i: int) -> Layer:
+        hidden, inner, prefix = self.hidden_size, self.intermediate_size, f"model.layers.{i}."
 
         def get(name: str, *shape: int) -> Tensor:
-            return self._take(state, prefix + name, *shape)
+            return read(prefix + name, *shape)
+
+        def make(name: str, first: Tensor, *rest: Tensor) -> Matrix:
+            return self._matrices.make(f"{i}.{name}", torch.cat([first, *rest]) if rest else first)
 
         sizes = self._qkv_sizes()
         qkv_bias = qk_norm = None
@@ -132,13 +130,13 @@ class DirectForward:
             qk_norm = torch.cat([get(f"self_attn.{p}_norm.weight", self.head_dim).expand(heads, -1) for heads, p in norms])
         return Layer(
             norm1=get("input_layernorm.weight", hidden),
-            qkv=matrix(torch.cat([get(f"self_attn.{p}_proj.weight", size, hidden) for p, size in sizes.items()])),
+            qkv=make("qkv", *(get(f"self_attn.{p}_proj.weight", size, hidden) for p, size in sizes.items())),
             qkv_bias=qkv_bias,
             qk_norm=qk_norm,
-            out=matrix(get("self_attn.o_proj.weight", hidden, self.num_heads * self.head_dim)),
+            out=make("out", get("self_attn.o_proj.weight", hidden, self.num_heads * self.head_dim)),
             norm2=get("post_attention_layernorm.weight", hidden),
-            gate_up=matrix(torch.cat([get(f"mlp.{p}_proj.weight", inner, hidden) for p in ("gate", "up")])),
-            down=matrix(get("mlp.down_proj.weight", hidden, inner)),
+            gate_up=make("gate_up", *(get(f"mlp.{p}_proj.weight", inner, hidden) for p in ("gate", "up"))),
+            down=make("down", get("mlp.down_proj.weight", hidden, inner)),
         )
 
     def _qkv_sizes(self) -> dict[str, int]:
@@ -162,35 +160,70 @@ class DirectForward:
         del self._weights
 
     def tensors(self) -> dict[str, Tensor]:
-        weights = self._weights
-        named = {"model.embed_tokens.weight": weights.embed, "model.norm.weight": weights.norm}
-        head = weights.head.plain
-        if not self.tied or not torch.equal(head, weights.embed):  # a packed head is a copy even where it is tied
-            named["lm_head.weight"] = head
-        for i, layer in enumerate(weights.layers):
-            named.update({f"model.layers.{i}.{name}": tensor for name, tensor in self._layer_tensors(layer).items()})
+        """Return the weights being served; see `Forward.tensors`. Of int8 matrices, these are the numbers that they stand for."""
+        return self._tensors(self._weights)
+
+    def fingerprinter(self) -> Callable[[], str]:
+        """See `Forward.fingerprinter`. A matrix in int8 has the digest of what it was made of, if it is what was made of that."""
+        return partial(self._fingerprint, self._weights)
+
+    @torch.inference_mode()
+    def _fingerprint(self, weights: DirectWeights) -> str:
+        if weights.origin is None:
+            return fingerprint_tensors(self._tensors(weights))
+        found = digests(bytes_of(self._vectors(weights)))
+        for name, matrix in matrices_of(weights):
+            published = self._published_names(name)
+            own = matrix.digest() if isinstance(matrix, Int8Matrix) else _NOT_INT8
+            if own != weights.origin.made[name]:
+                logger.warning("the int8 matrix %s is not the one that was made of %s", name, ", ".join(published))
+                found |= dict.fromkeys(published, own)
+            elif name != HEAD or not self.tied:
+                found |= {part: weights.origin.read[part] for part in published}
+        return combine(found)
+
+    def _tensors(self, weights: DirectWeights) -> dict[str, Tensor]:
+        named = self._vectors(weights)
+        for name, matrix in matrices_of(weights):
+            plain, published = matrix.plain, self._published_names(name)
+            if name == HEAD and self.tied and (weights.origin is not None or torch.equal(plain, weights.embed)):
+                continue  # a packed head is a copy even where it is tied
+            sizes = [linear.outputs for linear in self.lora_groups[name]] if name != HEAD else [self.vocab_size]
+            named |= zip(published, plain.split(sizes), strict=True)
         return named
 
-    def _layer_tensors(self, layer: Layer) -> dict[str, Tensor]:
+    def _published_names(self, name: str) -> list[str]:
+        """Return the published names of the tensors that the matrix of this name has, in order."""
+        return ["lm_head.weight"] if name == HEAD else [f"{linear.name}.weight" for linear in self.lora_groups[name]]
+
+    def _vectors(self, weights: DirectWeights) -> dict[str, Tensor]:
+        """Return everything but the matrices by its published name, such as "model.embed_tokens.weight" [V, H]."""
+        named = {"model.embed_tokens.weight": weights.embed, "model.norm.weight": weights.norm}
         sizes = self._qkv_sizes()
-        gate, up = layer.gate_up.plain.chunk(2)
-        named = {
-            "input_layernorm.weight": layer.norm1,
-            "self_attn.o_proj.weight": layer.out.plain,
-            "post_attention_layernorm.weight": layer.norm2,
-            "mlp.gate_proj.weight": gate,
-            "mlp.up_proj.weight": up,
-            "mlp.down_proj.weight": layer.down.plain,
-        }
-        for p, weight in zip(sizes, layer.qkv.plain.split(list(sizes.values())), strict=True):
-            named[f"self_attn.{p}_proj.weight"] = weight
-        if layer.qkv_bias is not None:
-            for p, bias in zip(sizes, layer.qkv_bias.split(list(sizes.values())), strict=True):
-                named[f"self_attn.{p}_proj.bias"] = bias
-        if layer.qk_norm is not None:
-            named["self_attn.q_norm.weight"] = layer.qk_norm[0]
-            named["self_attn.k_norm.weight"] = layer.qk_norm[self.num_heads]
+        for i, layer in enumerate(weights.layers):
+            prefix = f"model.layers.{i}."
+            named |= {f"{prefix}input_layernorm.weight": layer.norm1, f"{prefix}post_attention_layernorm.weight": layer.norm2}
+            if layer.qkv_bias is not None:
+                biases = zip(sizes, layer.qkv_bias.split(list(sizes.values())), strict=True)
+                named |= {f"{prefix}self_attn.{p}_proj.bias": bias for p, bias in biases}
+            if layer.qk_norm is not None:
+                named[f"{prefix}self_attn.q_norm.weight"] = layer.qk_norm[0]
+                named[f"{prefix}self_attn.k_norm.weight"] = layer.qk_norm[self.num_heads]
         return named
+
+    @torch.inference_mode()
+    def input_ranges(self) -> dict[str, Tensor]:
+        """Return the largest size of each input of each matrix, [I] float32 by name, such as "0.qkv", over some ordinary tokens."""
+        weights = self._weights
+        layers = tuple(replace(layer, **{name: WatchedMatrix(getattr(layer, name)) for name in MATRICES}) for layer in weights.layers)
+        watched = replace(weights, layers=layers, head=WatchedMatrix(weights.head))
+        self._weights = watched
+        try:
+            for _ in self.score(ordinary_tokens(self.vocab_size, _WATCHED[0] * _WATCHED[1]).view(_WATCHED).to(self.device)):
+                pass
+        finally:
+            self._weights = weights
+        return {name: matrix.largest for name, matrix in matrices_of(watched) if isinstance(matrix, WatchedMatrix)}
 
     # -- forward -----------------------------------------------------------------------------------------------------------------------
 

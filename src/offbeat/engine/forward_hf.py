@@ -6,7 +6,7 @@ refused with a message. Weights are named as in a published checkpoint.
 """
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from offbeat.engine.cache import CacheShape, DecodeStep, PrefillStep, attend
-from offbeat.engine.forward import LOGITS_AT_ONCE, take
+from offbeat.engine.forward import LOGITS_AT_ONCE, fingerprint_tensors, take
 from offbeat.engine.lora import AdapterRows, Groups, Linear
 from offbeat.errors import ModelError, first_line
 from offbeat.model.attention import ATTENTION_KINDS, explicit_attention, refuse_unknown, window_mask
@@ -146,6 +146,7 @@ class HFForward:
         head = model.get_output_embeddings()
         self._linears = {name: m for name, m in adaptable(model).items() if m is not head}
         self.lora_groups: Groups = {name: (Linear(name, m.in_features, m.out_features),) for name, m in self._linears.items()}
+        self.takes_changes = True
         self._lora: AdapterRows | None = None
         self._hooked = False
 
@@ -195,6 +196,9 @@ class HFForward:
     @torch.inference_mode()
     def tensors(self) -> dict[str, Tensor]:
         return published_names(self._model, {name: parameter.data for name, parameter in self._model.named_parameters()})
+
+    def fingerprinter(self) -> Callable[[], str]:
+        return partial(fingerprint_tensors, self.tensors())
 
 
 def _find_cache_shape(model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device) -> CacheShape:

@@ -6,9 +6,10 @@ import torch
 
 from offbeat.data.tokenizer import load_tokenizer
 from offbeat.engine.engine import EmbeddedEngine
-from offbeat.engine.forward import Forward, check_forward, ordinary_tokens
+from offbeat.engine.forward import Forward, check_forward, check_quantised, ordinary_tokens
 from offbeat.engine.forward_direct import DirectForward, supports
 from offbeat.engine.forward_hf import HFForward
+from offbeat.engine.int8 import Int8Matrices
 from offbeat.engine.options import EngineOptions
 from offbeat.errors import ModelError
 from offbeat.model.load import load_causal_lm
@@ -41,9 +42,30 @@ def load_forward(options: EngineOptions) -> Forward:
         raise ModelError(
             f"the direct forward does not compute {options.model} (model type {model.config.model_type!r}); use forward = auto or hf"
         )
-    if direct and options.forward != "hf":
-        forward: Forward = DirectForward(model.config, {n: p.detach() for n, p in model.named_parameters()}, **place)
-    else:
-        forward = HFForward(model, **place)
-    check_forward(forward, reference)
-    return forward
+    if options.quantization != "none":
+        _check_quantises(options, direct=direct, device=place["device"])
+    if not direct or options.forward == "hf":
+        forward: Forward = HFForward(model, **place)
+        check_forward(forward, reference)
+        return forward
+    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    direct_forward = DirectForward(model.config, state, **place)
+    check_forward(direct_forward, reference)
+    if options.quantization == "none":
+        return direct_forward
+    matrices = Int8Matrices(direct_forward.input_ranges())
+    direct_forward.release()  # before the quantised weights are made
+    quantised = DirectForward(model.config, state, **place, matrices=matrices)
+    check_quantised(quantised, reference)
+    return quantised
+
+
+def _check_quantises(options: EngineOptions, *, direct: bool, device: torch.device) -> None:
+    """Refuse int8 weights where they are not computed."""
+    for met, what in (
+        (not direct, f"it has no fast path for {options.model}"),
+        (options.forward == "hf", "it does not compute with them by forward = hf"),
+        (device.type != "cpu", f"it has no kernel for them on {device.type}"),
+    ):
+        if met:
+            raise ModelError(f'the embedded engine cannot have int8 weights here, because {what}; use quantization = "none"')

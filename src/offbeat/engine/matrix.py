@@ -16,6 +16,10 @@ _PACK_ROWS = 64
 """Number of rows of x that a packed matrix is laid out for; other numbers are about as fast."""
 
 
+HEAD = "head"
+"""Name of the output head among a model's matrices."""
+
+
 class Matrix(Protocol):
     """A matrix [out, in]; immutable."""
 
@@ -73,6 +77,22 @@ class Packed:
     def add(self, base: Tensor, x: Tensor) -> Tensor:
         """Return `base` [N, O] plus the product with x [N, I]."""
         return torch.ops.mkldnn._linear_pointwise.binary(x, base, self._packed, None, "add")
+
+
+class Matrices(Protocol):
+    """Chooses the form of a model's matrices."""
+
+    def make(self, name: str, weight: Tensor) -> Matrix:
+        """Return the matrix [O, I] of a name, such as "0.qkv", or "head" for the output head [V, H]."""
+        ...
+
+
+class FloatMatrices:
+    """Keeps all numbers, in the layouts that are fastest."""
+
+    def make(self, name: str, weight: Tensor) -> Matrix:
+        """Return the matrix [O, I] of a name; see `Matrices.make`."""
+        return head_matrix(weight) if name == HEAD else matrix(weight)
 
 
 def matrix(weight: Tensor) -> Matrix:

@@ -15,6 +15,7 @@ class EngineOptions:
         model: folder of a Hugging Face causal language model, its tokenizer included.
         tokenizer: folder of the tokenizer; empty uses the model's.
         dtype: number format of the weights and of the cache.
+        quantization: "int8" computes the products of the direct forward, on a CPU, with int8 weights and activations.
         forward: "direct" is the fast path for Llama- and Qwen-like models, "hf" runs any model's own modules; "auto" prefers the first.
         max_running: samples decoded together, which is the number of cache slots.
         max_queued: requests that may wait before another is refused (HTTP 429).
@@ -36,6 +37,7 @@ class EngineOptions:
     model: str
     tokenizer: str = ""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    quantization: Literal["none", "int8"] = "none"
     forward: Literal["auto", "direct", "hf"] = "auto"
     max_running: int = 512
     max_queued: int = 4096

@@ -38,7 +38,7 @@ from offbeat.engine.metrics import registry_of
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import MAX_PROMPT_TOP, Event, Output, Request, SamplingParams, Scored, ScoreJob
 from offbeat.engine.stall import LOOKED_AT_S, StepWatch
-from offbeat.engine.versions import VersionSource, fingerprint_tensors
+from offbeat.engine.versions import VersionSource
 from offbeat.engine.web import Disconnected, Handler, HttpServer, refusal, refusal_of, whole_body
 from offbeat.engine.wire import (
     CompletionBody,
@@ -361,8 +361,8 @@ class EngineServer:
         if name:
             version, adapter = await asyncio.wrap_future(self._loop.call(lambda: self._engine.live_adapter(name)))
             return version, await asyncio.to_thread(adapter.fingerprint)
-        version, tensors = await asyncio.wrap_future(self._loop.call(self._engine.weights))
-        return version, await asyncio.to_thread(fingerprint_tensors, tensors)
+        version, fingerprint = await asyncio.wrap_future(self._loop.call(self._engine.fingerprinter))
+        return version, await asyncio.to_thread(fingerprint)
 
     async def _sleep(self, http: HttpRequest) -> Response:
         body = read_body(SleepBody, await whole_body(http))

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from offbeat.engine.forward import Forward
 from offbeat.engine.receive import receive_weights
 from offbeat.errors import ModelError, RefusedError
 from offbeat.model.changes_io import read_weights
-from offbeat.model.fingerprint import fingerprint
 from offbeat.types import Version
 
 
@@ -50,6 +48,8 @@ def read_version(forward: Forward, folder: str, broadcast: str = "", *, live: st
         ModelError: the folder, or the broadcast, does not hold this model's weights.
         EngineError: the weights were not received.
     """
+    live = live if forward.takes_changes else ""
+
     def held(base: Path) -> Mapping[str, Tensor] | None:
         return forward.tensors() if str(base) == live else None
 
@@ -60,11 +60,6 @@ def read_version(forward: Forward, folder: str, broadcast: str = "", *, live: st
         except ModelError:  # the weights in use may differ from the published ones; if the folder is at fault, this fails again
             state = read_weights(folder)
     return forward.prepare(state)
-
-
-def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Compute the trainer's fingerprint of the same weights, such as "lm_head.weight" [V, H]; see `fingerprint`."""
-    return fingerprint((name, tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()) for name, tensor in tensors.items())
 
 
 class VersionStore:

@@ -201,7 +201,8 @@ def engine_options(config: EngineConfig, model: str, tokenizer: str, version: in
     """Return the options that engine `index` of a run starts with."""
     inference = config.inference
     return EngineOptions(
-        model=model, tokenizer=tokenizer, dtype=config.model.number_format, forward=inference.forward, max_running=inference.max_running,
+        model=model, tokenizer=tokenizer, dtype=config.model.number_format, quantization=inference.quantization,
+        forward=inference.forward, max_running=inference.max_running,
         max_queued=inference.max_queued, max_context=inference.max_context, max_cache_bytes=inference.max_cache_bytes,
         prefix_caching=inference.prefix_caching, num_engines=inference.num_engines, max_adapters=inference.max_adapters,
         max_adapter_rank=inference.max_adapter_rank, max_prefill_per_round=inference.max_prefill_per_round,

@@ -106,7 +106,8 @@ async def open_fleet(
     pool = await open_pool(stack, addresses, config, record, model=model, deliver=engines.deliver)
     if addresses.owner:
         stack.push_async_callback(_leave, pool, addresses.owner, timeout_s=config.inference.probe_timeout_s)
-    judge = ProofJudge.of(config.weights.proof_tolerance, config.canary_dtype)
+    judge = ProofJudge.of(
+        config.weights.proof_tolerance, config.canary_dtype if config.inference.quantization == "none" else config.inference.quantization)
     adapters = await stack.enter_async_context(AdapterCache(
         pool, capacity=config.inference.max_adapters, judge=judge, timeout_s=config.weights.stage_timeout_s,
         keep=config.weights.keep))

@@ -36,6 +36,8 @@ def format_choice(config: PlanConfig, *, device: Device | None, cpu: Cpu) -> Cho
         return Choice("model.dtype", model.dtype, "as configured")
     if not model.path:
         why = "a tiny model gains nothing from bfloat16"
+    elif inference.quantization != "none":
+        why = f"products are in {inference.quantization}, and the rest takes little time"
     elif inference.urls:
         why = "engines by URL have a format of their own, and are given all digits"
     elif inference.devices_per_engine and device is None:

@@ -18,9 +18,9 @@ import numpy as np
 from offbeat.types import Version
 from offbeat.weights.protocol import Manifest, Proof
 
-TOLERANCES: dict[str, float] = {"float32": 1e-3, "bfloat16": 0.5}
-"""Largest root mean square, over the canary's tokens, of the difference between trainer and engine in nats, by number format. The file
-docs/weights.md has the measurements."""
+TOLERANCES: dict[str, float] = {"float32": 1e-3, "bfloat16": 0.5, "int8": 2.0}
+"""Largest root mean square, over the canary's tokens, of the difference between trainer and engine in nats, by number format of the
+weights. The file docs/weights.md has the measurements."""
 
 _SEPARATION = 5.0
 """Standard deviations of the noise between "it moved" and the threshold half-way, and from there to "it did not"."""
@@ -129,7 +129,7 @@ class ProofJudge:
         self._standings: dict[tuple[str, str], _Standing] = {}
 
     @classmethod
-    def of(cls, tolerance: float, dtype: Literal["float32", "bfloat16"]) -> "ProofJudge":
+    def of(cls, tolerance: float, dtype: Literal["float32", "bfloat16", "int8"]) -> "ProofJudge":
         """Return a judge with a configured tolerance; 0 takes the number format's, such as 1e-3 for float32."""
         return cls(tolerance=tolerance or TOLERANCES[dtype])
 

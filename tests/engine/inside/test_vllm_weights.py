@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from offbeat.engine.versions import fingerprint_tensors
+from offbeat.engine.forward import fingerprint_tensors
 from offbeat.model.changes import FILE
 from offbeat.model.changes_io import find_changes, write_changes
 from offbeat.sync.broadcast import BroadcastGroup
