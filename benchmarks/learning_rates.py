@@ -35,21 +35,23 @@ RESULTS, SMOKE = BENCHMARKS / "learning_rates.jsonl", WORK / "learning_rates-qui
 """Runs, and those of smoke runs, which leave the others alone."""
 DOCUMENT = ROOT / "docs" / "choosing-settings.md"
 BEGIN, END = "<!-- begin: learning rates on SmolLM2 -->\n", "<!-- end: learning rates on SmolLM2 -->\n"
-NUM_ROWS, NUM_HELDOUT = 96, 64
+NUM_ROWS = {"grpo": 96, "sft": 288, "dpo": 96}
+"""Rows that a kind of run trains on. SFT's steps are cheap, and its answers differ by chance more than twelve steps change them."""
+NUM_HELDOUT = {"grpo": 64, "sft": 256, "dpo": 64}
 SYSTEM = "You are good at arithmetic. Answer with the number alone."
 QUESTION = "State the final answer to the following arithmetic problem:"
 FACTORS = (1.0, 0.33, 3.0, 10.0)
 """Rates in units of what "auto" chooses."""
 SHORT = {
     "model.dtype": "auto", "train.precision": "bf16_mixed", "train.threads": 1, "inference.threads": 1, "inference.max_context": 128,
-    "rollout.max_new_tokens": 16, "rollout.reward": "math", "data.heldout_size": NUM_HELDOUT, "checkpoint.export": "false",
+    "rollout.max_new_tokens": 16, "rollout.reward": "math", "checkpoint.export": "false",
     "checkpoint.keep": 1, "evaluate.every_steps": 0, "telemetry.rollouts_every_steps": 0,
     "rollout.reward_timeout_s": 300, "weights.stage_timeout_s": 600, "weights.switch_timeout_s": 600, "inference.start_timeout_s": 900}
 """Settings of all runs, which make them short and say nothing of learning. They wait long, where other programs use the cores, too."""
 KINDS: Mapping[str, tuple[str, str, Mapping[str, object]]] = {
     "grpo": ("train", "train.optimizer.lr", {
         "run.total_steps": 10, "rollout.group_size": 8, "rollout.consumer_batch_size": 8, "rollout.max_concurrent_rollouts": 16}),
-    "sft": ("sft", "sft.optimizer.lr", {"sft.total_steps": 12, "sft.batch_size": 8, "sft.optimizer.warmup_steps": 2}),
+    "sft": ("sft", "sft.optimizer.lr", {"sft.total_steps": 36, "sft.batch_size": 8, "sft.optimizer.warmup_steps": 2}),
     "dpo": ("dpo", "preference.optimizer.lr", {
         "preference.total_steps": 12, "preference.batch_size": 8, "preference.optimizer.warmup_steps": 2}),
 }
@@ -119,7 +121,8 @@ def settings_of(kind: str, weights: str, *, quick: bool) -> dict[str, str]:
     """Settings of a run beside its rate, its seed and its data."""
     own = KINDS[kind][2]
     short = {key: value for key, value in QUICK.items() if key in own} if quick else {}
-    return {key: str(value) for key, value in {**SHORT, **own, **WEIGHTS[weights], **short}.items()}
+    return {key: str(value) for key, value in {
+        **SHORT, "data.heldout_size": NUM_HELDOUT[kind], **own, **WEIGHTS[weights], **short}.items()}
 
 
 def default_rate(kind: str, weights: str) -> float:
@@ -133,29 +136,27 @@ def train(kind: str, weights: str, factor: float, seed: int, settings: Mapping[s
     name, start, used = f"{kind}-{weights}-{factor:g}-{seed}", time.monotonic(), cpu_seconds()
     shutil.rmtree(FOLDER / name, ignore_errors=True)
     given = {rate: repr(lr)} if lr is not None else {}
-    path = write_rows(seed, pairs=kind == "dpo")
+    path = write_rows(kind, seed)
     offbeat(command, {
         "model.path": MODEL, "data.path": path, "run.dir": FOLDER, "run.name": name, "run.seed": seed, **settings, **given}, log=name)
     result = json.loads((FOLDER / name / "result.json").read_text())
     chosen = load_config(str(FOLDER / name / "config.toml"))
     section = {"sft": chosen.sft, "dpo": chosen.preference, "grpo": chosen.train}[kind]
     shutil.rmtree(FOLDER / name)
-    before = result["heldout_before"] if kind == "grpo" else 0.5 if kind == "dpo" else accuracy_before(seed)
+    before = result["heldout_before"] if kind == "grpo" else 0.5 if kind == "dpo" else accuracy_before(kind, seed)
     after = result["heldout_after" if kind == "grpo" else "accuracy"]
     done = Run(kind, weights, factor, section.optimizer.peak, seed, settings, before, after, round(cpu_seconds() - used, 1))
     note(f"{name}: lr {done.lr:g}, {before:.3f} to {after:.3f} in {time.monotonic() - start:.0f} s, CPU {done.cpu_seconds} s")
     return done
 
 
-def accuracy_before(seed: int) -> float:
-    """Accuracy of the model as it is, from a run of reinforcement learning on this seed's rows, or measured once."""
-    if (known := next((run.before for run in read_results(RESULTS, Run) if (run.kind, run.seed) == ("grpo", seed)), None)) is not None:
-        return known
-    found = FOLDER / f"before-{seed}.json"
+def accuracy_before(kind: str, seed: int) -> float:
+    """Accuracy of the model as it is on a seed's held-out rows, measured once."""
+    found = FOLDER / f"before-{kind}-{seed}.json"
     if not found.exists():
         said = offbeat("eval", {
-            "model.path": MODEL, "data.path": write_rows(seed, pairs=False), "run.dir": FOLDER, "run.name": f"before-{seed}", **SHORT},
-            "--json", log=f"before-{seed}")
+            "model.path": MODEL, "data.path": write_rows(kind, seed), "run.dir": FOLDER, "run.name": f"before-{kind}-{seed}", **SHORT,
+            "data.heldout_size": NUM_HELDOUT[kind]}, "--json", log=f"before-{kind}-{seed}")
         found.write_text(said)
     return float(json.loads(found.read_text().splitlines()[-1])["eval/accuracy"])
 
@@ -168,17 +169,17 @@ def offbeat(command: str, settings: Mapping[str, object], *flags: str, log: str)
     return run([sys.executable, "-m", "offbeat", command, config, *overrides, *flags], log=f"rates-{log}", threads=1)
 
 
-def write_rows(seed: int, *, pairs: bool) -> Path:
+def write_rows(kind: str, seed: int) -> Path:
     """Write sums in chats with their answers, or with a right and a wrong answer. No sum is both trained on and held out."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    path = FOLDER / f"{'pairs' if pairs else 'sums'}-{seed}.jsonl"
+    path = FOLDER / f"{kind}-{seed}.jsonl"
     draw = random.Random(seed)
-    sums = draw.sample([(a, b) for a in range(1, 41) for b in range(1, 21)], NUM_ROWS + NUM_HELDOUT)
+    sums = draw.sample([(a, b) for a in range(1, 41) for b in range(1, 21)], NUM_ROWS[kind] + NUM_HELDOUT[kind])
     rows = []
     for a, b in sums:
         prompt = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"{QUESTION} {a} + {b} ="}]
         wrong = a + b + draw.choice([-10, -2, -1, 1, 2, 10])
-        rows.append({"prompt": prompt, **({"chosen": _said(a + b), "rejected": _said(wrong)} if pairs else {"answer": str(a + b)})})
+        rows.append({"prompt": prompt, **({"chosen": _said(a + b), "rejected": _said(wrong)} if kind == "dpo" else {"answer": str(a + b)})})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 

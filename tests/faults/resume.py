@@ -65,7 +65,6 @@ GIVEN: Mapping[str, str] = {
     "algorithm.gae_lambda": "0.9", "algorithm.critic_lambda": "0.9", "critic.optimizer.beta1": "0.8", "critic.optimizer.beta2": "0.9",
     "critic.optimizer.lr": "2e-05", "critic.optimizer.min_lr_ratio": "0.5",
     "algorithm.turn_gamma": "0.9", "train.precision": "bf16_mixed",
-    **{f"telemetry.wandb.{name}": "other" for name in ("project", "entity", "name", "id")},
 }
 """Values that mean something; other settings get the next value that is allowed."""
 
@@ -98,6 +97,8 @@ ELSEWHERE = {
     "inference.urls": "needs engines by URL", "inference.python": "needs another engine", "inference.arguments": "needs another engine",
     "telemetry.sinks": "needs the packages of other projects", "data.task_options": "is for reasoning-gym's tasks",
     "algorithm.reference": "has one value", "algorithm.objective_reads": "is for an objective in a file",
+    "train.router_aux_loss_coefficient": "needs a model with experts",
+    **{key: "acts only with the sink of another project" for key in CHANGES if key.startswith("telemetry.wandb.")},
     "algorithm.teacher": "needs a teacher", "critic.path": "needs a critic",
     **{key: "needs a teacher" for key in CHANGES if key.startswith("teacher.")},
     **{key: "needs episodes of several turns" for key in CHANGES if key.startswith("agent.")},
