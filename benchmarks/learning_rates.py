@@ -1,7 +1,7 @@
 """The learning rates that "auto" chooses against three others: held-out figures of SmolLM2-135M-Instruct before and after short runs.
 
 Each run is `offbeat sft`, `offbeat dpo` or `offbeat train` with a model, data and a reward, and settings that keep it to one to three
-minutes of one core of a CPU with AMX; the learning rate is left open, or is a third of that, or three or ten times it. The data are made
+minutes of one core; the learning rate is left open, or is a third of that, or three or ten times it. The data are made
 here: sums of two numbers, asked in chats. A seed draws other rows and other samples. Figures are the accuracy of greedy answers to held-out
 questions (SFT, GRPO), and the share of held-out pairs of a right and a wrong sum whose right one has gained on the other (DPO; 0.5 before).
 

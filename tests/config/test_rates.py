@@ -8,7 +8,7 @@ from offbeat.config.rates import RATES, WIDTHS, Task, choose_rate
 
 
 @pytest.mark.parametrize(("task", "rates"), [
-    ("sft", [2e-3, 1e-4, 2e-5, 1e-5, 5e-6]), ("preference", [2e-4, 5e-6, 1e-6, 5e-7, 2e-7]),
+    ("sft", [2e-3, 3e-5, 2e-5, 1e-5, 5e-6]), ("preference", [2e-4, 5e-6, 1e-6, 5e-7, 2e-7]),
     ("reward_model", [1e-3, 3e-5, 1e-5, 5e-6, 3e-6]), ("rl", [2e-4, 1e-5, 2e-6, 1e-6, 5e-7]),
     ("distillation", [2e-4, 5e-5, 2e-5, 1e-5, 5e-6]), ("critic", [1e-3, 3e-5, 1e-5, 1e-5, 5e-6])])
 def test_a_rate_is_that_of_the_task_and_the_width(task: Task, rates: list[float]) -> None:

@@ -11,7 +11,7 @@ from offbeat.engine.options import EngineOptions
 from offbeat.errors import BusyError, ModelError, RefusedError
 from offbeat.model.peft_io import Adapter, write_adapter
 
-FORWARD = SimpleNamespace(lora_groups={"out": (Linear("layers.0.out", 3, 4),)}, device=torch.device("cpu"))
+FORWARD = SimpleNamespace(lora_groups={"out": (Linear("layers.0.out", 3, 4),)}, device=torch.device("cpu"), row_multiple=1)
 PLAIN = Adapter(2, 1.0, {"layers.0.out": (torch.ones(2, 3), torch.ones(4, 2))})
 
 

@@ -34,8 +34,8 @@ def configured(**changes: Any) -> Config:
     ("rl", {"algorithm__preset": "ppo", "model__lora__rank": 8, "run__warm_up": True}, [
         'train.optimizer.lr = 0.0001: "auto" for reinforcement learning of an adapter, width 576',
         'critic.optimizer.lr = 3e-05: "auto" for a critic, width 576',
-        'sft.optimizer.lr = 0.001: "auto" for supervised fine-tuning of an adapter, width 576']),
-    ("sft", {}, ['sft.optimizer.lr = 0.0001: "auto" for supervised fine-tuning of all weights, width 576']),
+        'sft.optimizer.lr = 0.0003: "auto" for supervised fine-tuning of an adapter, width 576']),
+    ("sft", {}, ['sft.optimizer.lr = 3e-05: "auto" for supervised fine-tuning of all weights, width 576']),
     ("preference", {"model__lora__rank": 8}, ['preference.optimizer.lr = 5e-05: "auto" for preference training of an adapter, width 576']),
     ("reward_model", {}, ['reward_model.optimizer.lr = 3e-05: "auto" for a reward model of all weights, width 576']),
 ])
@@ -85,7 +85,7 @@ def test_check_says_the_rates_of_prompts_or_of_pairs_and_that_those_of_the_hub_c
     def said(*, pairs: bool, **changes: Any) -> list[str]:
         return [line.split(":")[0] for line in rates_of_check(configured(**changes), pairs=pairs)]
 
-    assert said(pairs=False, model__path=smollm) == ["train.optimizer.lr = 1e-05", "sft.optimizer.lr = 0.0001"]
+    assert said(pairs=False, model__path=smollm) == ["train.optimizer.lr = 1e-05", "sft.optimizer.lr = 3e-05"]
     assert said(pairs=True, model__path=smollm) == ["preference.optimizer.lr = 5e-06", "reward_model.optimizer.lr = 3e-05"]
     assert next(rates_of_check(configured(model__path="org/model"), pairs=False)) == (
         'train.optimizer.lr = "auto": chosen at the start, by the config.json of org/model, which is no folder here')

@@ -62,6 +62,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--no-prefix-caching", dest="prefix_caching", action="store_false",
         help="compute every prompt as a whole, instead of keeping what was computed of earlier prompts and answers")
     parser.add_argument(
+        "--batch-invariant", action="store_true",
+        help="compute each token to the same bits whatever else is in its batch (float32, on CPUs)")
+    parser.add_argument(
         "--max-prefill-per-round", type=int, default=512,
         help="prompt tokens computed in a round beside samples that decode; a longer prompt takes several rounds (default: 512)")
     parser.add_argument("--max-adapters", type=int, default=32, help="LoRA adapters held at once (default: 32)")
@@ -104,6 +107,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     options = EngineOptions(
         model=str(model), dtype=dtype, quantization=args.quantization, forward=args.forward, max_running=args.max_running,
         max_queued=args.max_queued, max_context=args.max_context, max_cache_bytes=args.max_cache_bytes, prefix_caching=args.prefix_caching,
+        batch_invariant=args.batch_invariant,
         max_prefill_per_round=args.max_prefill_per_round, max_adapters=args.max_adapters, max_adapter_rank=args.max_adapter_rank,
         stall_timeout_s=args.stall_timeout_s, api_key=key,
         version=-1)

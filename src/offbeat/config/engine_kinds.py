@@ -16,6 +16,7 @@ class EngineKind:
         sleeps: whether it can give its device's memory to a train rank meanwhile (`cluster.take_turns`).
         quantises: whether it can be told to sample with a rounded form of the weights (`inference.quantization`).
         splits: whether it divides a model over several devices (`inference.devices_per_engine`).
+        batch_invariant: whether it can compute a token to the same bits in every batch (`inference.batch_invariant`).
         reports_context: whether it can serve one of `serve.sampling_models`, which have to say how long their context is.
         setup: command that makes the environment in which it is installed; "" if the user does.
     """
@@ -26,13 +27,14 @@ class EngineKind:
     sleeps: bool = False
     quantises: bool = False
     splits: bool = False
+    batch_invariant: bool = False
     reports_context: bool = False
     setup: str = ""
 
 
 ENGINE_KINDS: Mapping[str, EngineKind] = MappingProxyType({
     "embedded": EngineKind(
-        inside=True, takes_changes=True, takes_broadcasts=True, sleeps=True, quantises=True, reports_context=True),
+        inside=True, takes_changes=True, takes_broadcasts=True, sleeps=True, quantises=True, batch_invariant=True, reports_context=True),
     "vllm": EngineKind(
         takes_changes=True, takes_broadcasts=True, sleeps=True, splits=True, reports_context=True, setup="make vllm"),
     "sglang": EngineKind(splits=True),

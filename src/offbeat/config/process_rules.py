@@ -15,8 +15,12 @@ from offbeat.config.weights import WeightsConfig
 
 
 def check_engines(inference: InferenceConfig) -> None:
-    """Check how many engines there are."""
+    """Check how many engines there are, and that they can do what is asked of them."""
     name, num_engines = ("urls", len(inference.urls)) if inference.urls else ("num_engines", inference.num_engines)
+    if inference.batch_invariant is True and not inference.kind.batch_invariant:
+        raise ValueError(
+            f"inference.batch_invariant must be false or 'auto' with inference.engine = '{inference.engine}', got true; only"
+            f" {kinds_that('batch_invariant')} computes a token to the same bits in every batch")
     if inference.min_engines > num_engines:
         raise ValueError(f"inference.min_engines must be <= the {num_engines} of inference.{name}, got {inference.min_engines}")
 

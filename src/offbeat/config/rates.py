@@ -26,7 +26,7 @@ WIDTHS = (256, 1024, 2560, 5120)
 
 RATES: Mapping[Task, tuple[float, ...]] = MappingProxyType({
     # width up to:    256   1024   2560   5120   more
-    "sft":          (2e-3,  1e-4,  2e-5,  1e-5,  5e-6),
+    "sft":          (2e-3,  3e-5,  2e-5,  1e-5,  5e-6),
     "preference":   (2e-4,  5e-6,  1e-6,  5e-7,  2e-7),
     "reward_model": (1e-3,  3e-5,  1e-5,  5e-6,  3e-6),
     "rl":           (2e-4,  1e-5,  2e-6,  1e-6,  5e-7),

@@ -100,7 +100,10 @@ class Config(Section):
     @property
     def for_engines(self) -> EngineConfig:
         """The sections by which engines are started."""
-        return EngineConfig(**{name: getattr(self, name) for name in EngineConfig.model_fields})
+        sections = {name: getattr(self, name) for name in EngineConfig.model_fields}
+        if self.inference.batch_invariant == "auto" and self.rollout.max_head_offpolicyness:
+            sections["inference"] = self.inference.model_copy(update={"batch_invariant": False})
+        return EngineConfig(**sections)
 
     @property
     def for_plan(self) -> PlanConfig:

@@ -56,6 +56,7 @@ class EngineAdapters:
         self._in_use = in_use
         self._held: dict[str, HeldAdapter] = {}  # least recently used first
         self._stack = AdapterStack(forward.lora_groups, device=forward.device)
+        self._row_multiple = forward.row_multiple
         self._last_key: tuple[int, tuple[str, ...], int] | None = None
         self._last_rows: AdapterRows | None = None
 
@@ -185,7 +186,7 @@ class EngineAdapters:
         if key != self._last_key:
             slots = {name: self._stack.adapters.index(self._held[name].adapter) if name else BASE for name in dict.fromkeys(names)}
             rows = np.repeat(np.array([slots[name] for name in names]), repeat)
-            self._last_key, self._last_rows = key, AdapterRows(self._stack, rows)
+            self._last_key, self._last_rows = key, AdapterRows(self._stack, rows, multiple=self._row_multiple)
         return self._last_rows
 
     def live(self, name: str) -> Adapter:

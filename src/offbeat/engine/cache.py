@@ -182,7 +182,7 @@ class PrefillStep:
         """
         if self._fresh:
             return window_mask(self._length, window, self._cache.device)
-        return _added(self.positions[:, None, :, None], width=self.width, window=window, dtype=self._cache.shape.dtype)
+        return add_mask(self.positions[:, None, :, None], width=self.width, window=window, dtype=self._cache.shape.dtype)
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new keys and values, each [N, num_kv_heads, L, head_dim] in the cache's dtype.
@@ -228,7 +228,7 @@ class DecodeStep:
     def window_mask(self, window: int | None) -> Tensor:
         """Return `mask` [B * num_kv_heads, 1, width] with all but the last `window` positions hidden as well; None hides no more."""
         shape = self._cache.shape
-        mask = _added(self.positions[:, None], width=self.width, window=window, dtype=shape.dtype)
+        mask = add_mask(self.positions[:, None], width=self.width, window=window, dtype=shape.dtype)
         return mask.repeat_interleave(shape.num_kv_heads, dim=0).unsqueeze(1)
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -245,7 +245,7 @@ class DecodeStep:
         return cached[0], cached[1]
 
 
-def _added(positions: Tensor, *, width: int, window: int | None, dtype: torch.dtype) -> Tensor:
+def add_mask(positions: Tensor, *, width: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """Build a mask [N, 1, L, width] or [B, width] of tokens at `positions`, [N, 1, L, 1] or [B, 1].
 
     It is 0 where they attend, -inf after them and before their window.

@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from offbeat.engine.cache import CacheShape, DecodeStep, PrefillStep, attend
+from offbeat.engine.batch_invariant import Attention, FastAttention, InvariantAttention, fill_rows
+from offbeat.engine.cache import CacheShape, DecodeStep, PrefillStep
 from offbeat.engine.direct_weights import MATRICES, DirectWeights, Layer, Origin, StateReader, WatchedMatrix, matrices_of
 from offbeat.engine.forward import LOGITS_AT_ONCE, bytes_of, fingerprint_tensors, ordinary_tokens
 from offbeat.engine.int8 import Int8Matrices, Int8Matrix
@@ -74,12 +75,14 @@ class DirectForward:
 
     def __init__(
         self, config: PreTrainedConfig, state: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device,
-        matrices: Matrices | None = None,
+        matrices: Matrices | None = None, batch_invariant: bool = False,
     ) -> None:
         """`matrices` chooses their form; None keeps all numbers."""
         self.device = device
         self._matrices = matrices or FloatMatrices()
         self.takes_changes = not isinstance(self._matrices, Int8Matrices)
+        self._attention: Attention = InvariantAttention() if batch_invariant else FastAttention()
+        self.row_multiple = self._attention.row_multiple
         self.family = FAMILIES[config.model_type]
         self.hidden_size = config.hidden_size
         self.intermediate_size = config.intermediate_size
@@ -242,14 +245,14 @@ class DirectForward:
         weights, rows = self._weights, step.rows
         self._grow_rotary(step.width)
         cos, sin = self._cos[step.positions, None], self._sin[step.positions, None]
-        x = F.embedding(tokens, weights.embed)
+        x = self._embed(tokens)
         for i, layer in enumerate(weights.layers):
             queries, keys, values = self._project(x, i, layer, cos, sin, lora)
             keys, values = step.extend(i, keys, values)
             queries = queries.reshape(rows * self.num_kv_heads, -1, self.head_dim)
-            attended = attend(queries, keys, values, mask=step.mask, scale=self._scale)
-            x = self._finish_layer(x, attended.view(rows, -1), i, layer, lora)
-        return self._logits(x)
+            attended = self._attention.attend_decoding(queries, keys, values, mask=step.mask, scale=self._scale)
+            x = self._finish_layer(x, attended.reshape(rows, -1), i, layer, lora)
+        return self._logits(x)[:rows]
 
     def _run_prompts(self, tokens: Tensor, step: PrefillStep | None, lora: AdapterRows | None) -> Tensor:
         """Compute the last layer's output [N, L, hidden] for token ids [N, L] int64. Causal attention alone hides padding on the right."""
@@ -259,26 +262,32 @@ class DirectForward:
         self._grow_rotary(length if step is None else step.width)
         cos, sin = self._cos[positions, None], self._sin[positions, None]
         mask = None if step is None else step.mask
-        x = F.embedding(tokens.flatten(), weights.embed)
+        x = self._embed(tokens.flatten())
         for i, layer in enumerate(weights.layers):
             heads = self._project(x, i, layer, cos, sin, lora)
             queries, keys, values = (part.unflatten(0, (num, length)).transpose(1, 2) for part in heads)
             if step is not None:
                 keys, values = step.extend(i, keys, values)
-            attended = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=True)
+            attended = self._attention.attend_prompts(queries, keys, values, mask=mask, scale=self._scale)
             x = self._finish_layer(x, attended.transpose(1, 2).reshape(num * length, -1), i, layer, lora)
-        return x.view(num, length, -1)
+        return x[: num * length].view(num, length, -1)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings of tokens [N] int64 and the rows that fill them up, [at least N, hidden]; layers keep such rows."""
+        return fill_rows(F.embedding(tokens, self._weights.embed), self.row_multiple)
 
     def _project(
         self, x: Tensor, i: int, layer: Layer, cos: Tensor, sin: Tensor, lora: AdapterRows | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project [N, hidden] to rotated queries [N, heads, head_dim], and rotated keys and values [N, kv_heads, head_dim]."""
+        """Project [at least N, hidden] to rotated queries [N, heads, head_dim], and rotated keys and values [N, kv_heads, head_dim].
+
+        `cos` and `sin` are [N, 1, head_dim].
+        """
         normed = self._norm(x, layer.norm1)
         projected = layer.qkv(normed, layer.qkv_bias)
         if lora is not None:
             lora.add(f"{i}.qkv", normed, projected)
-        heads = projected.unflatten(1, (-1, self.head_dim))
+        heads = projected[: len(cos)].unflatten(1, (-1, self.head_dim))
         rotated, values = heads[:, : self.num_heads + self.num_kv_heads], heads[:, self.num_heads + self.num_kv_heads :]
         if layer.qk_norm is not None:
             rotated = self._norm(rotated, layer.qk_norm)
@@ -286,6 +295,7 @@ class DirectForward:
         return rotated[:, : self.num_heads], rotated[:, self.num_heads :], values
 
     def _finish_layer(self, x: Tensor, attended: Tensor, i: int, layer: Layer, lora: AdapterRows | None) -> Tensor:
+        attended = fill_rows(attended, self.row_multiple)
         x = layer.out.add(x, attended)
         if lora is not None:
             lora.add(f"{i}.out", attended, x)
@@ -301,7 +311,8 @@ class DirectForward:
         return x
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self._weights.head(self._norm(hidden, self._weights.norm))
+        rows = fill_rows(hidden, self.row_multiple)
+        return self._weights.head(self._norm(rows, self._weights.norm))[: len(hidden)]
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm over the last dimension of x [..., H], in float32 and rounded before the weight as in transformers; torch takes more

@@ -142,6 +142,7 @@ class HFForward:
         self.vocab_size = config.vocab_size
         self.max_positions = context_length(config)
         self.max_score_tokens = max(LOGITS_AT_ONCE // self.vocab_size, 1)
+        self.row_multiple = 1
         # Without the output head, which sees only the last token of each row.
         head = model.get_output_embeddings()
         self._linears = {name: m for name, m in adaptable(model).items() if m is not head}

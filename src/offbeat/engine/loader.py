@@ -1,10 +1,12 @@
 """Builds an engine from its options: model, forward path, tokenizer. Called by the server and by in-process users."""
 
+import logging
 from typing import Any
 
 import torch
 
 from offbeat.data.tokenizer import load_tokenizer
+from offbeat.engine.batch_invariant import is_invariant
 from offbeat.engine.engine import EmbeddedEngine
 from offbeat.engine.forward import Forward, check_forward, check_quantised, ordinary_tokens
 from offbeat.engine.forward_direct import DirectForward, supports
@@ -14,6 +16,8 @@ from offbeat.engine.options import EngineOptions
 from offbeat.errors import ModelError
 from offbeat.model.load import load_causal_lm
 from offbeat.sync.platform import current_platform
+
+logger = logging.getLogger(__name__)
 
 
 def load_engine(options: EngineOptions) -> EmbeddedEngine:
@@ -42,14 +46,25 @@ def load_forward(options: EngineOptions) -> Forward:
         raise ModelError(
             f"the direct forward does not compute {options.model} (model type {model.config.model_type!r}); use forward = auto or hf"
         )
+    fast = direct and options.forward != "hf"
     if options.quantization != "none":
         _check_quantises(options, direct=direct, device=place["device"])
-    if not direct or options.forward == "hf":
+    exact = fast and (options.quantization, options.dtype) == ("none", "float32") and place["device"].type == "cpu"
+    if options.batch_invariant is True and not exact:
+        raise ModelError(
+            f"inference.batch_invariant must be false or auto for {options.model}, got true; a token's bits are the same in every batch in"
+            " float32, on a CPU, with the direct forward alone")
+    if not fast:
         forward: Forward = HFForward(model, **place)
         check_forward(forward, reference)
         return forward
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    direct_forward = DirectForward(model.config, state, **place)
+    direct_forward = DirectForward(model.config, state, **place, batch_invariant=exact and bool(options.batch_invariant))
+    if direct_forward.row_multiple > 1 and not is_invariant(direct_forward):
+        if options.batch_invariant is True:
+            raise ModelError("inference.batch_invariant must be false or auto on this processor, got true: a token's bits differ here")
+        logger.warning("the engine is not batch-invariant: on this processor, a token's bits differ between batches")
+        direct_forward = DirectForward(model.config, state, **place)
     check_forward(direct_forward, reference)
     if options.quantization == "none":
         return direct_forward

@@ -190,11 +190,12 @@ class GatheredSegments:
     slot: np.ndarray
 
 
-def segment(slots: np.ndarray) -> GatheredSegments:
+def segment(slots: np.ndarray, multiple: int = 1) -> GatheredSegments:
     """Gather the rows of each slot: first a segment of one common length for every slot, then the remainder of longer ones.
 
     Args:
         slots: [N] int64, such as [0, 2, 0, -1], the slot of each row's adapter or `BASE`; at least one row has an adapter.
+        multiple: lengths of segments are filled up to a multiple of this, and then each slot has one.
     """
     # Rows sorted by slot, without those of the base model, whose slot is negative.
     order = np.argsort(slots, kind="stable")
@@ -203,7 +204,7 @@ def segment(slots: np.ndarray) -> GatheredSegments:
     number = np.repeat(np.arange(len(used)), counts)  # index of each row's slot among the used ones
     starts = np.cumsum(counts) - counts
     place = np.arange(len(order)) - starts[number]
-    length = shared_length(counts)
+    length = shared_length(counts) if multiple == 1 else int(-(-counts.max() // multiple) * multiple)
     here = place < length
     index, padding = np.repeat(order[starts], length), np.ones(length * len(used), bool)
     target = number[here] * length + place[here]
@@ -245,9 +246,9 @@ def shared_length(counts: np.ndarray) -> int:
 class AdapterRows:
     """The adapters of a batch's rows; made anew when rows come or go, and used for all steps and layers in between."""
 
-    def __init__(self, stack: AdapterStack, slots: np.ndarray) -> None:
+    def __init__(self, stack: AdapterStack, slots: np.ndarray, *, multiple: int = 1) -> None:
         """`slots` [N] int64, the slot of each row, refer to the stack's current layout; see `segment`."""
-        segments = segment(slots)
+        segments = segment(slots, multiple)
         scaling = np.array([adapter.scaling for adapter in stack.adapters], np.float32)[segments.slot]
         self._stack = stack
         self._pieces = segments.pieces

@@ -23,6 +23,7 @@ class EngineOptions:
         max_cache_bytes: bound on keys and values of all running samples; requests that may not fit wait. 0 uses a quarter of the machine's
             memory, divided among `num_engines`, or half of the free memory of the engine's accelerator.
         prefix_caching: keep keys and values of samples that have ended, in an eighth of the cache at most; see `prefixes`.
+        batch_invariant: whether a token's numbers are the same bits in every batch; "auto" where they can be, see `batch_invariant`.
         num_engines: engines that share the machine's memory.
         max_prefill_tokens: prompt tokens computed in one round while nothing decodes, and in one batch, padding included.
         max_prefill_per_round: prompt tokens computed in one round beside samples that decode; a longer prompt takes several rounds.
@@ -44,6 +45,7 @@ class EngineOptions:
     max_context: int = 0
     max_cache_bytes: int = 0
     prefix_caching: bool = True
+    batch_invariant: bool | Literal["auto"] = False
     num_engines: int = 1
     max_prefill_tokens: int = 8192
     max_prefill_per_round: int = 512

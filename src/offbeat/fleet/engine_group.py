@@ -204,8 +204,9 @@ def engine_options(config: EngineConfig, model: str, tokenizer: str, version: in
         model=model, tokenizer=tokenizer, dtype=config.model.number_format, quantization=inference.quantization,
         forward=inference.forward, max_running=inference.max_running,
         max_queued=inference.max_queued, max_context=inference.max_context, max_cache_bytes=inference.max_cache_bytes,
-        prefix_caching=inference.prefix_caching, num_engines=inference.num_engines, max_adapters=inference.max_adapters,
-        max_adapter_rank=inference.max_adapter_rank, max_prefill_per_round=inference.max_prefill_per_round,
+        prefix_caching=inference.prefix_caching, batch_invariant=inference.batch_invariant, num_engines=inference.num_engines,
+        max_adapters=inference.max_adapters, max_adapter_rank=inference.max_adapter_rank,
+        max_prefill_per_round=inference.max_prefill_per_round,
         stall_timeout_s=inference.stall_timeout_s, seed=engine_seed(config, index), api_key=api_key, version=version)
 
 
