@@ -82,6 +82,8 @@ def test_a_keyword_may_be_the_name_that_other_projects_have() -> None:
     ({"colour": 1}, "colour is not a setting; 'offbeat config docs' lists them all"),
     ({"learnt_rate": 1}, "learnt_rate is not a setting; did you mean train.optimizer.lr?"),
     ({"max_completion_length": 8}, "max_completion_length is not a setting; did you mean rollout.max_new_tokens?"),
+    ({"lora_rank": 8}, "lora_rank is not a setting; did you mean model.lora.rank? Give it as rank=..."),
+    ({"max_tokens": 8}, "max_tokens is not a setting; did you mean rollout.max_new_tokens? Give it as max_new_tokens=..."),
     ({"grup_size": 8}, "grup_size is not a setting; did you mean rollout.group_size?"),
     ({"lr": 1, "learning_rate": 2}, "lr and learning_rate are two names of one setting, train.optimizer.lr; give one of them"),
     ({"total_steps": 1, "run.total_steps": 2}, "total_steps and run.total_steps are two names of one setting, run.total_steps"),
@@ -115,10 +117,10 @@ def test_a_name_of_one_section_is_its_own_where_that_is_read() -> None:
     with configured(None, {"preference.beta": 0.5}, {"stop_at_accuracy": 0.5}, homes=HOMES, given={}, rows={}) as found:
         assert found.preference.beta == 0.5, "by its whole name it may always be given"
         assert found.sft.stop_at_accuracy == 0.5, "the warm-up reads it"
-    with pytest.raises(ConfigError, match=r"total_step is not a setting; did you mean preference.total_steps\?$"), configured(
+    with pytest.raises(ConfigError, match=r"did you mean preference.total_steps\? Give it as total_steps=\.\.\.$"), configured(
             None, None, {"total_step": 3}, homes=homes, given={}, rows={}):
         pass
-    with pytest.raises(ConfigError, match=r"epochs is not a setting; did you mean preference.total_steps\?$"), configured(
+    with pytest.raises(ConfigError, match=r"did you mean preference.total_steps\? Give it as total_steps=\.\.\.$"), configured(
             None, None, {"epochs": 3}, homes=homes, given={}, rows={}):
         pass
 

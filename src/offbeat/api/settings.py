@@ -141,12 +141,12 @@ def _setting(name: str, homes: Sequence[str]) -> str:
         readers = " or ".join(f"{key} of offbeat.{_OWN_SECTIONS[key.partition('.')[0]]}" for key in found)
         own = {home.partition(".")[0] for home in homes}
         near = [key for key in _near(name, homes) if key.partition(".")[0] in own]
-        raise ConfigError(f"{name} is {readers}, which this call does not read; {_advice(near)}")
+        raise ConfigError(f"{name} is {readers}, which this call does not read; {_advice(near, homes)}")
     if len(found) > 1:
         raise ConfigError(
             f"{name} may be {' or '.join(found[:_MOST_NAMED])}; give it by its whole name, as in settings={{{found[0]!r}: ...}}")
     if not found:
-        raise ConfigError(f"{name} is not a setting; {_advice(_near(name, homes))}")
+        raise ConfigError(f"{name} is not a setting; {_advice(_near(name, homes), homes)}")
     return found[0]
 
 
@@ -177,8 +177,16 @@ def _declared() -> Mapping[str, Setting]:
     return {setting.key: setting for setting in declared(Config)}
 
 
-def _advice(near: Sequence[str]) -> str:
-    return suggestion(near[:_MOST_NAMED]) if near else "'offbeat config docs' lists them all"
+def _advice(near: Sequence[str], homes: Sequence[str]) -> str:
+    """Suggest settings, and show how the first is given in Python, where a name with dots is no keyword."""
+    if not near:
+        return "'offbeat config docs' lists them all"
+    key, name = near[0], near[0].rpartition(".")[2]
+    try:
+        is_keyword = _setting(name, homes) == key
+    except ConfigError:  # several settings have this name
+        is_keyword = False
+    return f"{suggestion(near[:_MOST_NAMED])} Give it as {f'{name}=...' if is_keyword else f'settings={{{key!r}: ...}}'}"
 
 
 def _check_tables(values: Settings) -> None:
