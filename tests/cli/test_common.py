@@ -124,7 +124,11 @@ def test_the_report_is_written_and_its_place_is_told_unless_programs_read(tmp_pa
     config.run_dir.mkdir()
     (config.run_dir / "metrics.jsonl").write_text('{"global_step": 1, "reward/mean": 0.5}\n')
     report_line(config, parse("a.toml"))
-    assert capsys.readouterr().out == f"report: {config.run_dir / 'report.html'}\n"
+    told = f"report: {config.run_dir / 'report.html'}\n"
+    assert capsys.readouterr().out == told
+    (config.run_dir / "export").mkdir()
+    report_line(config, parse("a.toml"))
+    assert capsys.readouterr().out == f"{told}model: {config.run_dir / 'export'}\n"
     report_line(config, parse("a.toml", "--json"))
     assert capsys.readouterr().out == ""
 

@@ -4,12 +4,19 @@ import pytest
 
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.load import load_config
-from offbeat.config.notes import _readers, correction_of, notes, notes_of_check
+from offbeat.config.notes import _readers, correction_of, few_rows_note, notes, notes_of_check
 from offbeat.config.presets import PRESETS
 
 
 def said(part, *settings):
     return list(notes(load_config(None, settings), part))
+
+
+def test_a_step_of_more_prompts_than_there_are_rows_is_told_of():
+    rollout = load_config(None, []).rollout
+    assert few_rows_note(rollout, num_rows=16).startswith(
+        "a step takes rollout.consumer_batch_size = 64 prompts and there are 16 to train on, so each is drawn 4.0 times a step; with 16 or")
+    assert [few_rows_note(rollout, num_rows=num_rows) for num_rows in (64, 1000, None, 0)] == [""] * 4
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -130,6 +130,17 @@ def test_before_the_first_step_a_terminal_shows_what_is_going_on_and_others_show
     assert not written(stream).rstrip().splitlines()[-1].startswith("now")
 
 
+def test_lines_say_what_is_started_and_a_terminal_shows_it_anyway() -> None:
+    said = {}
+    for mode in ("plain", "live", "json", "quiet"):
+        stream = Terminal() if mode == "live" else io.StringIO()
+        with Console(mode, stream=stream) as console:
+            console.starting("starting 1 train rank")
+        said[mode] = written(stream) if isinstance(stream, Terminal) else stream.getvalue()
+    assert said.pop("plain") == "  starting 1 train rank\n"
+    assert not any("starting" in text for text in said.values())
+
+
 def test_spans_of_the_time_line_are_shown_in_words_and_waits_before_what_surrounds_them():
     assert doing() == ""
     with phase("train"):

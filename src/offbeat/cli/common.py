@@ -94,7 +94,9 @@ def make_console(
 
 
 def report_line(config: Config, args: argparse.Namespace) -> None:
-    """Write the run's report and print where it is."""
-    path = write_report(config.run_dir)
+    """Write the run's report and print where it is, and where the trained model is, once the run has exported it."""
+    path, model = write_report(config.run_dir), config.run_dir / "export"
     if not args.json:
         print(f"report: {path}", file=sys.stdout)
+        if model.is_dir():
+            print(f"model: {model}", file=sys.stdout)

@@ -11,6 +11,7 @@ from offbeat.config.base import Part
 from offbeat.config.critic import CriticConfig
 from offbeat.config.objectives import OBJECTIVES, objective_of
 from offbeat.config.preference import PreferenceConfig
+from offbeat.config.rollout import RolloutConfig
 from offbeat.config.root import Config
 from offbeat.config.train import OptimizerConfig
 
@@ -43,6 +44,15 @@ def notes_of_check(config: Config) -> Iterator[str]:
     for note in notes(config, "rl"):
         if not (prefers and "train.optimizer.lr" in note) and "clip range" not in note:
             yield note
+
+
+def few_rows_note(rollout: RolloutConfig, *, num_rows: int | None) -> str:
+    """Say that a step takes some prompts several times; "" if there are enough rows to train on, or endless ones (None)."""
+    if num_rows is None or not 0 < num_rows < rollout.consumer_batch_size:
+        return ""
+    num_prompts = rollout.consumer_batch_size
+    return (f"a step takes rollout.consumer_batch_size = {num_prompts} prompts and there are {num_rows} to train on, so each is drawn"
+            f" {num_prompts / num_rows:.1f} times a step; with {num_rows} or fewer, steps are as varied and shorter")
 
 
 def _adapter_rate(config: Config, part: str, name: str, optimizer: OptimizerConfig) -> Iterator[str]:

@@ -19,7 +19,7 @@ from offbeat import ending
 from offbeat.aio import listener
 from offbeat.config.agent import PLAYS
 from offbeat.config.dump import dump_toml
-from offbeat.config.notes import notes
+from offbeat.config.notes import few_rows_note, notes
 from offbeat.config.resume import remembered
 from offbeat.config.root import TRAINING_KINDS, Config
 from offbeat.config.training_kinds import TrainingKind
@@ -270,9 +270,13 @@ def execute(
             record.console.note(
                 f"rows that cannot be used and are left out: {len(inputs.unusable)}, with the reasons in events.jsonl; the first:"
                 f" {inputs.unusable[0]}")
-        for advice in filter(None, (inputs.unwritable, _unused_template(config, inputs), _replaced_forms(config, inputs, kind=kind))):
+        few_rows = few_rows_note(config.rollout, num_rows=inputs.train.num_rows) if kind is _RL and inputs.plays else ""
+        for advice in filter(
+                None, (inputs.unwritable, few_rows, _unused_template(config, inputs), _replaced_forms(config, inputs, kind=kind))):
             record.note("advice", advice)
         plan.tell(record)
+        if rank_info.leads:
+            record.console.starting("starting processes, which read the model; this may take a minute")
         try:
             main = _with_parts(config, rank_info, inputs, record, body)
             result = ending.run(main, tell=partial(record.note, "left_behind"))

@@ -179,6 +179,11 @@ class Console:
             if self._live is not None:
                 self._live.refresh()
 
+    def starting(self, text: str) -> None:
+        """Say what is started now, and may take a minute, where nothing shows the current phase as a terminal does."""
+        if self._mode in ("plain", "notebook"):
+            self._say(f"  {text}")
+
     def announce(self, text: str) -> None:
         """Show one permanent line that the user has asked for, also where the run shows nothing else. May be called on any thread."""
         if self._mode == "quiet":
