@@ -10,17 +10,15 @@ import msgspec
 
 from offbeat.chat.dialects import (
     AnswerStream,
+    ChatDialect,
     call_of,
-    check_choice,
-    check_tools,
     event,
     extras_of,
     named,
     read_fields,
     tool_of,
-    write_whole,
+    tools_wanted,
 )
-from offbeat.chat.fields import Surface
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Piece, Reply, Said, SaidKind, TokenLogprob, Tool, ToolCall
 from offbeat.chat.shaping import ShapingFields, Structure, structure_of
 from offbeat.errors import RefusedError
@@ -93,21 +91,15 @@ class _AnthropicBody(msgspec.Struct):
     scaled_logprobs: bool | None = None
 
 
-class Anthropic:
+class Anthropic(ChatDialect):
     """The dialect of /v1/messages."""
 
     keep_alive = event({"type": "ping"})
     always_parsed = True
 
-    def __init__(self, surface: Surface = "engine") -> None:
-        """`surface` chooses the column of the table of fields, such as "engine"."""
-        self._surface: Surface = surface
-
     def read(self, body: bytes) -> ChatRequest:
         got = read_fields(_AnthropicBody, body, api="Messages", surface=self._surface)
-        tools = check_tools([_tool(tool) for tool in got.tools or ()])
-        choice, name = _choice(got.tool_choice)
-        check_choice(choice, name, tools)
+        wanted = tools_wanted(map(_tool, got.tools or ()), _choice(got.tool_choice))
         messages = _messages(got)
         if not messages:
             raise RefusedError("messages is empty; it needs at least one message with content")
@@ -115,9 +107,7 @@ class Anthropic:
             raise RefusedError("the last of messages is the assistant's, and a begun answer is not continued here; end with the user's")
         return ChatRequest(
             messages=messages,
-            tools=tools,
-            tool_choice=choice,  # type: ignore[reportArgumentType]
-            tool_name=name,
+            **wanted,
             parallel_calls=got.tool_choice is None or not got.tool_choice.disable_parallel_tool_use,
             model=got.model or "",
             max_new_tokens=got.max_tokens,
@@ -145,9 +135,6 @@ class Anthropic:
 
     def stream(self, request: ChatRequest, begun: ChatAnswer) -> AnswerStream:  # noqa: ARG002
         return _AnthropicStream(begun)
-
-    def events(self, request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:
-        return write_whole(self.stream(request, answer), answer)
 
     def error(self, message: str, *, status: int, param: str = "") -> bytes:  # noqa: ARG002 (its form has no place for it)
         return msgspec.json.encode(_error(message, status))

@@ -8,20 +8,19 @@ import msgspec
 from offbeat.chat.dialects import (
     COMMENT,
     AnswerStream,
+    ChatDialect,
     ContentPart,
     Wishes,
     call_of,
-    check_choice,
-    check_tools,
+    choice_of,
     data,
     named,
     openai_error,
     read_fields,
     text_of,
     tool_of,
-    write_whole,
+    tools_wanted,
 )
-from offbeat.chat.fields import Surface
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Piece, Reply, Role, Said, TokenLogprob, Tool
 from offbeat.config.data import RENDERED
 from offbeat.errors import RefusedError
@@ -85,28 +84,20 @@ class _CompletionsBody(Wishes, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class Completions:
+class Completions(ChatDialect):
     """The dialect of /v1/chat/completions."""
 
     keep_alive = COMMENT
     always_parsed = False
 
-    def __init__(self, surface: Surface = "engine") -> None:
-        """`surface` chooses the column of the table of fields, such as "engine"."""
-        self._surface: Surface = surface
-
     def read(self, body: bytes) -> ChatRequest:
         got = read_fields(_CompletionsBody, body, api="chat completions", surface=self._surface)
-        tools = check_tools([_tool(tool) for tool in got.tools or ()])
-        choice, name = _choice(got.tool_choice)
-        check_choice(choice, name, tools)
+        wanted = tools_wanted(map(_tool, got.tools or ()), choice_of(got.tool_choice, below="function"))
         if got.n is not None and got.n < 1:
             raise RefusedError(f"n must be >= 1, got {got.n}")
         return ChatRequest(
             messages=_messages(got.messages),
-            tools=tools,
-            tool_choice=choice,  # type: ignore[reportArgumentType]
-            tool_name=name,
+            **wanted,
             max_new_tokens=got.max_completion_tokens if got.max_tokens is None else got.max_tokens,
             n=got.n or 1,
             logprobs=(got.logprobs is not None and got.logprobs is not False) or bool(got.top_logprobs),
@@ -128,9 +119,6 @@ class Completions:
 
     def stream(self, request: ChatRequest, begun: ChatAnswer) -> AnswerStream:
         return _CompletionsStream(request, begun)
-
-    def events(self, request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:
-        return write_whole(self.stream(request, answer), answer)
 
     def error(self, message: str, *, status: int, param: str = "") -> bytes:
         return msgspec.json.encode(openai_error(message, status=status, param=param))
@@ -271,12 +259,3 @@ def _tool(got: _CompletionsTool) -> Tool:
     if got.type != "function" or got.function is None:
         raise RefusedError(f"tools has one of type {got.type!r}; only functions, which the client runs itself, can be offered")
     return tool_of(got.function.name, got.function.description, got.function.parameters, strict=got.function.strict)
-
-
-def _choice(got: str | dict[str, Any] | None) -> tuple[str, str]:
-    if got is None or isinstance(got, str):
-        return got or "auto", ""
-    function = got.get("function")
-    if got.get("type") == "function" and isinstance(function, dict) and isinstance(function.get("name"), str):
-        return "required", function["name"]
-    raise RefusedError(f"tool_choice must be 'auto', 'none', 'required' or name one function, got type {got.get('type')!r}")

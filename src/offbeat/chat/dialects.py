@@ -6,7 +6,7 @@ that cannot be honoured is refused with a sentence, so that no agent waits for a
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Protocol, TypeVar
 
@@ -34,6 +34,11 @@ class ChatDialect(Protocol):
 
     keep_alive: bytes
     always_parsed: bool
+    _surface: Surface
+
+    def __init__(self, surface: Surface = "engine") -> None:
+        """`surface` chooses the column of the table of fields, such as "engine"."""
+        self._surface = surface
 
     def read(self, body: bytes) -> ChatRequest:
         """Read the body of a request.
@@ -53,7 +58,7 @@ class ChatDialect(Protocol):
 
     def events(self, request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:
         """Write a whole answer as a stream of server-sent events."""
-        ...
+        return write_whole(self.stream(request, answer), answer)
 
     def error(self, message: str, *, status: int, param: str = "") -> bytes:
         """Write the body of an error; `param` is the field that is wrong, such as "tool_choice", or empty."""
@@ -231,7 +236,31 @@ def check_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
     return tuple(tools)
 
 
-def check_choice(choice: str, name: str, tools: Sequence[Tool]) -> None:
+def tools_wanted(given: Iterable[Tool], choice: tuple[str, str]) -> dict[str, Any]:
+    """Return tools and choice as fields of a `ChatRequest`.
+
+    Args:
+        choice: "auto", "none" or "required", and the tool that the client names, such as ("required", "add"); else "".
+
+    Raises:
+        RefusedError: two tools have one name, or no answer could satisfy the choice.
+    """
+    tools, (how, name) = check_tools(list(given)), choice
+    _check_choice(how, name, tools)
+    return {"tools": tools, "tool_choice": how, "tool_name": name}
+
+
+def choice_of(got: str | dict[str, Any] | None, *, below: str = "") -> tuple[str, str]:
+    """Read a `tool_choice` of OpenAI's APIs for `tools_wanted`; a function's name stands in the table itself, or in one `below` it."""
+    if got is None or isinstance(got, str):
+        return got or "auto", ""
+    function = got.get(below) if below else got
+    if got.get("type") == "function" and isinstance(function, dict) and isinstance(function.get("name"), str):
+        return "required", function["name"]
+    raise RefusedError(f"tool_choice must be 'auto', 'none', 'required' or name one function, got type {got.get('type')!r}")
+
+
+def _check_choice(choice: str, name: str, tools: Sequence[Tool]) -> None:
     """Refuse a `tool_choice` that no answer could satisfy."""
     if choice not in ("auto", "none", "required"):
         raise RefusedError(f"tool_choice must be 'auto', 'none', 'required' or name one tool, got {choice!r}")

@@ -3,7 +3,7 @@
 An answer's reasoning, text and calls are items of their own, and come back as items; `read` joins them to one message of the assistant.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,20 +12,19 @@ from offbeat.chat.completions import told_logprob
 from offbeat.chat.dialects import (
     COMMENT,
     AnswerStream,
+    ChatDialect,
     ContentPart,
     Wishes,
     call_of,
-    check_choice,
-    check_tools,
+    choice_of,
     event,
     named,
     openai_error,
     read_fields,
     text_of,
     tool_of,
-    write_whole,
+    tools_wanted,
 )
-from offbeat.chat.fields import Surface
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Piece, Reply, Role, Said, SaidKind, TokenLogprob, Tool, ToolCall
 from offbeat.chat.shaping import structure_of
 from offbeat.errors import RefusedError
@@ -70,26 +69,18 @@ class _ResponsesBody(Wishes, kw_only=True):
     reasoning: _Reasoning | None = None
 
 
-class Responses:
+class Responses(ChatDialect):
     """The dialect of /v1/responses."""
 
     keep_alive = COMMENT
     always_parsed = True
 
-    def __init__(self, surface: Surface = "engine") -> None:
-        """`surface` chooses the column of the table of fields, such as "engine"."""
-        self._surface: Surface = surface
-
     def read(self, body: bytes) -> ChatRequest:
         got = read_fields(_ResponsesBody, body, api="Responses", surface=self._surface)
-        tools = check_tools([_tool(tool) for tool in got.tools or ()])
-        choice, name = _choice(got.tool_choice)
-        check_choice(choice, name, tools)
+        wanted = tools_wanted(map(_tool, got.tools or ()), choice_of(got.tool_choice))
         return ChatRequest(
             messages=_messages(got.input, got.instructions),
-            tools=tools,
-            tool_choice=choice,  # type: ignore[reportArgumentType]
-            tool_name=name,
+            **wanted,
             max_new_tokens=got.max_output_tokens,
             effort=(got.reasoning.effort if got.reasoning is not None else None) or "",
             logprobs="message.output_text.logprobs" in (got.include or ()) or bool(got.top_logprobs),
@@ -101,9 +92,6 @@ class Responses:
 
     def stream(self, request: ChatRequest, begun: ChatAnswer) -> AnswerStream:
         return _ResponsesStream(request, begun)
-
-    def events(self, request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:
-        return write_whole(self.stream(request, answer), answer)
 
     def error(self, message: str, *, status: int, param: str = "") -> bytes:
         return msgspec.json.encode(openai_error(message, status=status, param=param))
@@ -161,14 +149,6 @@ def _tool(got: _ResponsesTool) -> Tool:
     if got.type != "function":
         raise RefusedError(f"tools has one of type {got.type!r}, and none is built in here; only functions, which the client runs itself")
     return tool_of(got.name, got.description, got.parameters, strict=got.strict)
-
-
-def _choice(got: str | dict[str, Any] | None) -> tuple[str, str]:
-    if got is None or isinstance(got, str):
-        return got or "auto", ""
-    if got.get("type") == "function" and isinstance(got.get("name"), str):
-        return "required", got["name"]
-    raise RefusedError(f"tool_choice must be 'auto', 'none', 'required' or name one function, got type {got.get('type')!r}")
 
 
 # -- writing -------------------------------------------------------------------------------------------------------------------------------
