@@ -44,7 +44,7 @@ class Int8Weight:
     def of(cls, weight: Tensor) -> "Int8Weight":
         """Quantise a matrix [O, I] of any float dtype. A row of zeros stays one; numbers that are not finite make their row's scale NaN."""
         wide = weight.float()
-        scales = torch.linalg.vector_norm(wide, torch.inf, 1) / WIDE
+        scales = wide.abs().amax(1) / WIDE
         steps = torch.where(scales > 0, scales, 1.0)
         ints = (wide / steps[:, None]).round_().nan_to_num_(0).clamp_(-WIDE, WIDE).to(torch.int8)
         return cls(ints, scales * torch.where(scales.isfinite(), 1.0, torch.nan))
@@ -170,7 +170,7 @@ class Int8Matrix:
     def _multiply(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the products of rows divided by their largest number, [N, O], and the latter, [N, 1]; of zeros both are finite."""
         shared = x * self._shares
-        largest = torch.linalg.vector_norm(shared, torch.inf, 1, keepdim=True)
+        largest = shared.abs().amax(1, keepdim=True)  # `vector_norm` is several times slower
         return self._kernel.multiply(shared / largest, self._packed), largest
 
 
