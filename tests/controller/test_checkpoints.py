@@ -14,6 +14,7 @@ from offbeat.data.identity import Identity
 from offbeat.data.stream import StreamState
 from offbeat.data.wire import encode_json
 from offbeat.errors import ConfigError, PublishError, StorageError
+from offbeat.journal.run_journal import NoJournal
 from small_run import small_config
 
 IDENTITY = Identity({"train.optimizer.lr": 1e-3}, "rows", 10, "weights", "tokens", {})
@@ -68,7 +69,7 @@ def checkpoints_of(
 ) -> RunCheckpoints:
     said, config = [] if notes is None else notes, small_config(root, **changes)
     parts = SimpleNamespace(
-        trainers=ranks, critic=None, config=config, peers=SingleProcess(), num_heads=num_heads,
+        trainers=ranks, critic=None, config=config, peers=SingleProcess(), num_heads=num_heads, journal=NoJournal(),
         publisher=engines or Engines(),
         inputs=SimpleNamespace(tokenizer=SimpleNamespace(has_own_template=False), tokenizer_folder="tokenizer", identity=identity),
         record=SimpleNamespace(run_dir=config.run_dir, writes=True, note=lambda _kind, text: said.append(text)))

@@ -15,6 +15,7 @@ from offbeat.data.row import Row
 from offbeat.data.stream import PromptStream
 from offbeat.data.trajectory import Group
 from offbeat.errors import StorageError
+from offbeat.journal.run_journal import NoJournal
 from offbeat.telemetry.record import SilentRecord
 
 STEP = LoopStep(3, 2, 3)
@@ -24,6 +25,7 @@ class Checkpoints:
     """Remembers heads by step."""
 
     full = False
+    oldest = 0
 
     def __init__(self) -> None:
         self.heads: dict[int, HeadState] = {}
@@ -49,9 +51,9 @@ def rescue_of(folder: Path, checkpoints: Checkpoints, *, total_steps: int = 9) -
     record.note = lambda kind, text: said.append(f"{kind}: {text}")
     record.console.note = said.append
     stream = PromptStream(ListDataset((Row("1>", "1"), Row("2>", "2"))), seed=0)
-    parts = SimpleNamespace(record=record, peers=SingleProcess())
+    parts = SimpleNamespace(record=record, peers=SingleProcess(), journal=NoJournal())
     rescue = Rescue(parts, RunState(total_steps=total_steps), stream, checkpoints, Coefficients(0.0, 0.0, 0.0))  # pyright: ignore[reportArgumentType]
-    rescue.rollouts = SimpleNamespace(in_flight=("0:1",), num_flat_rejected=4)  # pyright: ignore[reportAttributeAccessIssue]
+    rescue.rollouts = SimpleNamespace(in_flight=("0:1",), num_flat_rejected=4, num_tries={}, held=())  # pyright: ignore[reportAttributeAccessIssue]
     return rescue, said
 
 

@@ -52,6 +52,7 @@ POINTS = (
     Point("engines", 1, busy_s=4.0),  # rank 0 starts them: processes that load torch
     Point("warm_up", 1, settings={"run.warm_up": "true"}),
     Point("recover", 1),
+    Point("recover_steps", 1),
     Point("load_recover", 1, everywhere=True),
     Point("load_recover_read", 1, everywhere=True),
     Point("canary", 3, everywhere=True),

@@ -113,6 +113,10 @@ class CheckpointIndex:
         """Return the newest checkpoint whose every byte is as written, or None, and the damaged ones newer than it, newest first."""
         return self._search(thorough=True)
 
+    def complete_steps(self) -> list[int]:
+        """Return the steps of the complete checkpoints, ascending; does not look for damage."""
+        return [step for step in self._steps() if (self.folder(step) / MARKER).is_file()]
+
     def set_aside(self, step: int) -> Path:
         """Rename a damaged checkpoint, so that nothing loads or removes it; returns its new path, such as `step-00000050.damaged`."""
         folder = self.folder(step)
@@ -125,7 +129,7 @@ class CheckpointIndex:
     def prune(self, keep: int) -> None:
         """Remove all but the newest `keep` >= 1 complete checkpoints, and unfinished ones older than the newest."""
         assert keep >= 1, f"at least one checkpoint is kept, got keep={keep}"
-        complete = [step for step in self._steps() if (self.folder(step) / MARKER).is_file()]
+        complete = self.complete_steps()
         kept = set(complete[-keep:])
         for step in self._steps():
             if complete and step < complete[-1] and step not in kept:

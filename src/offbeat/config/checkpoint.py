@@ -14,6 +14,9 @@ class CheckpointConfig(Section):
     every_minutes: float = field(
         10.0, "Minutes since the last resumable checkpoint after which a step saves one as well, so that a crash costs little of a run"
         " whose steps are long or few; or twenty times as long as the last save took, if that is more. 0 saves by steps alone.", ge=0)
+    journal: bool = field(
+        True, "Record prompts, finished groups and batches in `journal/` as the run goes, so that a run that was killed goes on from there:"
+        " steps since the checkpoint are redone on their own batches, and no finished group is generated again.")
     keep: int = field(2, "Resumable checkpoints kept.", ge=1)
     export: bool = field(True, "Write the final model as a Hugging Face folder, `export/` in the run.")
     export_every_steps: int = field(

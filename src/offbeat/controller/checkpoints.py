@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +26,9 @@ TRAINING, WARM_UP = TRAINING_KINDS["train"].checkpoints, "warm-up"
 
 _SAVES_APART = 20
 """Least time between two checkpoints by time, as a multiple of the last save's: they take a twentieth of a run's time at most."""
+
+_JOURNAL_S = 5.0
+"""Most seconds that a save waits for the journal; a disk that takes nothing must not keep a checkpoint from another one."""
 
 _PARTS: dict[str, Part] = {kind.checkpoints: kind.part for kind in TRAINING_KINDS.values()} | {WARM_UP: TRAINING_KINDS["sft"].part}
 
@@ -117,6 +121,11 @@ class RunCheckpoints:
         every = self._settings.every_steps
         return last or (every > 0 and global_step % every == 0)
 
+    @property
+    def oldest(self) -> int:
+        """Step of the oldest complete checkpoint; 0 if there is none."""
+        return min(self._index.complete_steps(), default=0)
+
     def has(self, global_step: int) -> bool:
         """Whether the newest checkpoint is of this step."""
         newest = self._index.newest()
@@ -149,6 +158,7 @@ class RunCheckpoints:
         async def complete() -> None:
             if not unproven:
                 await self._parts.publisher.settle()
+            await self._sync_journal()
             await asyncio.to_thread(self._index.complete, global_step, wire.encode_json(saved))  # reads all that the ranks wrote
             if unproven:
                 return  # earlier ones stay, too
@@ -163,6 +173,12 @@ class RunCheckpoints:
         self._newest = saved
         self._saved_at_s = time.monotonic()
         self._save_s = self._saved_at_s - start_s
+
+    async def _sync_journal(self) -> None:
+        """Bring the journal to disk first, if that takes no time: groups on hand are in it alone."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_JOURNAL_S):
+                await asyncio.wrap_future(self._parts.journal.synced())
 
     async def amend(self, *, version: Version, highlights: Highlights) -> None:
         """Note in the newest checkpoint that its step has been evaluated, with the highlights; see `save`.

@@ -43,7 +43,6 @@ from dataclasses import dataclass
 
 from offbeat.aio import run_beside, unless
 from offbeat.algorithms.coefficients import Coefficients
-from offbeat.algorithms.critic import critic_batch
 from offbeat.algorithms.experience import batch_metrics, reference_stats
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.controller.batches import MadeBatch, StepBatches
@@ -51,15 +50,18 @@ from offbeat.controller.best_model import BestModel
 from offbeat.controller.checkpoints import RunCheckpoints
 from offbeat.controller.evaluate import RunEvaluations, make_evaluators
 from offbeat.controller.parts import Rollouts, RunParts
+from offbeat.controller.recovery import Recovered, StepRecovery, finite, state_of
 from offbeat.controller.rescue import Rescue
-from offbeat.controller.scoring import ScoredBatch, score_batch
+from offbeat.controller.scoring import ScoredBatch
 from offbeat.controller.state import Highlights, LoopStep, RunState, SavedState
 from offbeat.controller.step_record import StepRecord
 from offbeat.controller.step_times import StepTimes
+from offbeat.controller.step_training import StepTraining
 from offbeat.data.batch import Batch
 from offbeat.data.stream import PromptStream
 from offbeat.data.trajectory import Group
 from offbeat.fleet.publication import PublishReport
+from offbeat.journal.records import BatchTaken, StepEnded, StepTrained
 from offbeat.phase import phase
 from offbeat.telemetry.summary import HELDOUT_FELL
 from offbeat.telemetry.tracker import StatsPart, combine
@@ -114,6 +116,9 @@ class _Training:
         self._checkpoints = RunCheckpoints(parts, config.checkpoint)
         self._best = BestModel(state, config.evaluate, self._checkpoints, parts.record)
         self._stream = PromptStream(parts.inputs.train, seed=config.run.seed, shuffle=config.data.shuffle, curriculum=config.curriculum)
+        self._training = StepTraining(
+            parts, self._stream, num_minibatches=config.algorithm.num_minibatches, critic=config.critic, seed=config.run.seed)
+        self._recovery = StepRecovery(parts, self._batches, self._training, self._stream, algorithm=config.algorithm)
         self._num_flat_rejected = 0
         self._steps = StepRecord(parts, self._stream, warm_up_steps=state.highlights.warm_up_steps)
         self.rescue = Rescue(parts, state, self._stream, self._checkpoints, Coefficients.of(config.algorithm))
@@ -124,7 +129,9 @@ class _Training:
             await parts.critic.restart_optimizer(config.critic.optimizer, total_steps=config.run.total_steps)
         await parts.trainers.restart_optimizer(config.train.optimizer, total_steps=config.run.total_steps)
         saved = await self._checkpoints.restore()
-        if saved is not None:
+        recovered = None if saved is None else await self._recovery.run(saved)
+        if recovered is not None:
+            saved = recovered.saved
             self._resume(saved)
             await self._best.export_if_best(saved.global_step)  # it may have ended between its checkpoint and this
         await state.agree(parts.peers)
@@ -133,8 +140,7 @@ class _Training:
         with phase("publishing the initial weights"):
             await self._publish(state.version)
             await parts.publisher.settle()  # rollouts begin with it
-        rollouts = self.rescue.rollouts = parts.source.rollouts(
-            self._stream, version=state.version, last_version=state.last_version, num_flat_rejected=self._num_flat_rejected)
+        rollouts = await self._open_rollouts(recovered)
         evaluations = RunEvaluations(parts, state, self._best, make_evaluators(
             rollouts, parts.source, parts.inputs, config, parts.peers, log_dir=self._record.log_dir))
         self._record.console.start(f"{config.run.name} · {config.algorithm.preset}", config.run.total_steps)
@@ -158,6 +164,19 @@ class _Training:
             self._record.events.record("advice", text=HELDOUT_FELL)  # which the console shows with the result
         await self._record.stored()
         return self._result()
+
+    async def _open_rollouts(self, recovered: Recovered | None) -> Rollouts:
+        """Open the rollouts and the journal; after steps that were redone, a checkpoint is saved, so that they are not redone again."""
+        state = self._state
+        rollouts = self.rescue.rollouts = self._parts.source.rollouts(
+            self._stream, version=state.version, last_version=state.last_version, num_flat_rejected=self._num_flat_rejected)
+        if recovered is not None:
+            rollouts.take_over(recovered.held)
+            if recovered.num_redone:
+                await self.rescue.save(state.last_step)
+                return rollouts
+        self.rescue.begin_journal(state.global_step, rollouts)
+        return rollouts
 
     # -- one step, from rollouts to published weights ------------------------------------------------------------------------------------
 
@@ -186,6 +205,7 @@ class _Training:
 
         async def take() -> list[Group]:
             self.rescue.taken = await rollouts.prepare_batch()
+            self._parts.journal.record(BatchTaken(step.global_step, tuple(group.prompt_id for group in self.rescue.taken)))
             return self.rescue.taken
 
         with times.stage("step/rollout_wait_s", "rollout", step=step.global_step):
@@ -204,9 +224,7 @@ class _Training:
         if not algorithm.needs_scores:
             return ScoredBatch(batch)
         with times.stage("step/score_s", "score", step=step.global_step):
-            return await score_batch(
-                batch, self._parts, algorithm, seed=self._config.run.seed + step.global_step,
-                row_of=lambda group: self._stream.row(groups[group].prompt_id))
+            return await self._training.score(batch, groups, step, algorithm)
 
     async def _train(
         self, batch: Batch, step: LoopStep, rollouts: Rollouts, algorithm: AlgorithmConfig, times: StepTimes,
@@ -215,21 +233,9 @@ class _Training:
             self._batches.make_ahead(step.following(), rollouts, algorithm)
         with times.stage("step/train_s", "train", step=step.global_step):
             self.rescue.begin()
-            stats = await self._update(batch, step)
+            stats = await self._training.train(batch, step)
             self.rescue.finish(step)
         return stats
-
-    async def _update(self, batch: Batch, step: LoopStep) -> dict[str, float]:
-        """Train the critic, if there is one, and after its warm-up the policy."""
-        config, critic, stats = self._config, self._parts.critic, {}
-        if critic is not None:
-            learnt = await asyncio.to_thread(critic_batch, batch, value_clip=config.critic.value_clip)
-            found = await critic.train_step(learnt, num_minibatches=config.algorithm.num_minibatches)
-            stats = {name.replace("train/", "critic/"): value for name, value in found.items()}
-            if step.global_step <= config.critic.warmup_steps:
-                return {"train/tokens": stats.pop("critic/tokens"), **stats}
-            del stats["critic/tokens"]
-        return stats | await self._parts.trainers.train_step(batch, num_minibatches=config.algorithm.num_minibatches)
 
     async def _publish_step(self, step: LoopStep, rollouts: Rollouts, times: StepTimes) -> None:
         with times.stage("step/publish_s", "publish", version=step.next_version):
@@ -261,11 +267,12 @@ class _Training:
 
     async def _follow(self, step: LoopStep, done: _Done, evaluations: RunEvaluations) -> None:
         """Do all that follows a step: decide whether it is the last, store its rollouts, and save and evaluate what is due."""
-        state = self._state
+        state, stats = self._state, finite(done.stats)
+        self._parts.journal.record(StepTrained(step.global_step, state_of(step, state.highlights, self.rescue.coefficients, stats)))
         await state.agree(self._parts.peers, overdue=self._checkpoints.overdue)
         await self._steps.keep_rollouts(step, done.groups, done.batch)
         if not state.stopping and evaluations.due(step.global_step):
-            state.unevaluated = {name: value if math.isfinite(value) else None for name, value in done.stats.items()}
+            state.unevaluated = stats
         last = step.global_step == state.total_steps
         is_due = self._checkpoints.due(step.global_step, last=last or state.stopping or state.saving)
         if is_saved := is_due and state.unevaluated is not None:  # an evaluation may take long, or fail
@@ -297,6 +304,7 @@ class _Training:
         if last:  # before the checkpoint says that all is done
             await self._best.export_if_best(global_step)
             await self._checkpoints.export()
+        self._parts.journal.record(StepEnded(global_step, state_of(step, state.highlights, self.rescue.coefficients)))
         if is_saved:
             await self._checkpoints.amend(version=step.next_version, highlights=state.highlights)
         elif is_due or last or self._best.is_of(global_step):

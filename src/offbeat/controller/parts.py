@@ -4,7 +4,7 @@ Single-controller mode fills it with groups of workers and `SingleProcess` peers
 other ranks. The loop calls the same methods in the same order on every rank and has no branch on the mode. Torch-free.
 """
 
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeVar
 
@@ -18,6 +18,8 @@ from offbeat.data.trajectory import Group
 from offbeat.fleet.publishers import OnServed
 from offbeat.fleet.turns import Settling
 from offbeat.inference.sampling import Sampling
+from offbeat.journal.run_journal import NoJournal
+from offbeat.journal.standing import HeldGroups
 from offbeat.ranks.trainers import Trainers
 from offbeat.telemetry.record import RunRecord
 from offbeat.telemetry.tracker import StatsPart
@@ -83,6 +85,14 @@ class Rollouts(Protocol):
 
     @property
     def in_flight(self) -> tuple[str, ...]: ...
+
+    @property
+    def held(self) -> tuple[Group, ...]: ...
+
+    @property
+    def num_tries(self) -> Mapping[str, int]: ...
+
+    def take_over(self, held: HeldGroups) -> None: ...
 
     @property
     def num_flat_rejected(self) -> int: ...
@@ -196,6 +206,7 @@ class RunParts:
         critic: the same ranks as trainers of the critic, if the algorithm has one.
         teacher: scores batches; None where the algorithm has none.
         turns: whether engines sleep while ranks compute.
+        journal: records what this process generates and does.
     """
 
     config: Config
@@ -211,3 +222,4 @@ class RunParts:
     critic: Trainers | None = None
     teacher: Teacher | None = None
     turns: DeviceTurns = field(default_factory=NoTurns)
+    journal: NoJournal = field(default_factory=NoJournal)

@@ -10,6 +10,7 @@ from offbeat.controller.state import HeadState, LoopStep, RunState
 from offbeat.data.stream import PromptStream
 from offbeat.data.trajectory import Group
 from offbeat.errors import OffbeatError
+from offbeat.journal.records import JournalHead
 
 
 class Rescue:
@@ -49,12 +50,21 @@ class Rescue:
         assert rollouts is not None, "a step that is done had rollouts"
         await record.stored()  # a resumed run does not write this step's rollouts again
         with record.tracer.span("checkpoint", "controller"):
-            in_flight = (*(group.prompt_id for group in self.taken), *rollouts.in_flight)
-            head = HeadState(self._stream.state(), in_flight, rollouts.num_flat_rejected)
+            head = self.begin_journal(step.global_step, rollouts)
             await self._checkpoints.save(
                 step.global_step, version=step.next_version, head=head, highlights=state.highlights, coefficients=self.coefficients,
                 unevaluated=state.unevaluated, unproven=unproven)
+        self._parts.journal.saved(step.global_step, oldest=self._checkpoints.oldest)
         record.events.record("checkpoint", global_step=step.global_step)
+
+    def begin_journal(self, global_step: int, rollouts: Rollouts) -> HeadState:
+        """Begin the journal anew, at the checkpoint of a step or where the run goes on; returns where this process stands in its data."""
+        in_flight = (*(group.prompt_id for group in self.taken), *rollouts.in_flight)
+        head = HeadState(self._stream.state(), in_flight, rollouts.num_flat_rejected)
+        self._parts.journal.begin(
+            global_step, JournalHead(head.stream, head.in_flight, head.num_flat_rejected, dict(rollouts.num_tries)),
+            held=(*self.taken, *rollouts.held))
+        return head
 
     async def save_last(self) -> None:
         """Save the last whole step, unless there is a checkpoint of it."""

@@ -6,6 +6,7 @@ same order, and a restored stream continues exactly where it was.
 
 import re
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -91,6 +92,26 @@ class PromptStream(Generic[R]):
             known = "endless" if num_rows is None else f"of {num_rows} rows"
             raise DataError(f"prompt id must be 'epoch:index' within a dataset {known}, got {prompt_id!r}; was the dataset changed?")
         return self._dataset.row(int(match[2]))
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Number of passes completed, and prompts drawn or passed over in this one."""
+        return self._epoch, self._position
+
+    def go_on(self, *, epoch: int, position: int, results: Iterable[tuple[int, str, Sequence[float]]]) -> None:
+        """Go on to a later position, as an earlier process has done.
+
+        Args:
+            results: rewards that the curriculum has heard of on the way: the epoch then, the prompt's id and its rewards.
+        """
+        for then, prompt_id, rewards in results:
+            if then > self._epoch:
+                self._start_epoch(then, 0)
+            if self._curriculum is not None:
+                self._curriculum.note(int(prompt_id.partition(":")[2]), np.array(rewards, np.float32))
+        if epoch > self._epoch:
+            self._start_epoch(epoch, 0)
+        self._position = position
 
     def give_back(self, prompt_id: str) -> None:
         """Put a drawn prompt in front of all that were not drawn yet, behind those given back before it.

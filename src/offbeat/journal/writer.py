@@ -3,7 +3,7 @@
     the caller  consumes nothing; produces entries, which it hands over without waiting
     the thread  consumes entries in order; encodes, writes and syncs them; waits for the next one, or for the time to sync
 
-A entry that was written survives the death of the process, and `SYNC_S` later a power cut. While the disk takes nothing, entries wait
+An entry that was written survives the death of the process, and `SYNC_S` later a power cut. While the disk takes nothing, entries wait
 in memory and are tried again. When too many wait, recording ends until `begin` is called for the next checkpoint: the files then hold all
 up to there, and nothing that follows.
 """
@@ -40,7 +40,7 @@ class Entry(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Its size in memory, nearly."""
+        """Return its size in memory, nearly."""
         ...
 
     def to_bytes(self) -> bytes:
@@ -104,7 +104,7 @@ class JournalWriter:
         return self._recording
 
     def append(self, entry: Entry) -> None:
-        """Record a entry; returns at once. Does nothing while not `recording`."""
+        """Record an entry; returns at once. Does nothing while not `recording`."""
         if not self._recording:
             return
         if self._wait(entry):
@@ -176,7 +176,7 @@ class JournalWriter:
                 self._attempt(self._files.sync)
 
     def _record(self, entry: Entry) -> None:
-        """Write a entry, as soon as the disk takes it; where one is left out, because the run ends, all that follow are."""
+        """Write an entry, as soon as the disk takes it; where one is left out, because the run ends, all that follow are."""
         if not self._gap:
             data = entry.to_bytes()
             last = False

@@ -16,7 +16,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Self
@@ -28,6 +28,7 @@ from offbeat.data.trajectory import Group
 from offbeat.ending import ended
 from offbeat.errors import CodeError, DeadlineError, OffbeatError, RolloutError, RunError
 from offbeat.inference.sampling import Sampling
+from offbeat.journal.standing import HeldGroups
 from offbeat.phase import phase
 from offbeat.raised import describe_at
 from offbeat.rollout.accounts import Accounts
@@ -96,6 +97,23 @@ class RolloutExecutor:
     def in_flight(self) -> tuple[str, ...]:
         """Prompts drawn and neither trained on nor rejected, oldest first; a checkpoint records them so that none is lost."""
         return (*self._ahead, *self._gate.ready, *self._gate.running)
+
+    @property
+    def held(self) -> tuple[Group, ...]:
+        """Finished groups that no step trains on yet."""
+        return (*self._ahead.values(), *self._ready.values())
+
+    @property
+    def num_tries(self) -> Mapping[str, int]:
+        """How often prompts in flight have failed, by id."""
+        return self._num_tries
+
+    def take_over(self, held: HeldGroups) -> None:
+        """Begin with the groups that an earlier process has finished; called before the executor is entered."""
+        self._gate.take_over({group.prompt_id: group.admitted_version for group in held.ready}, training=len(held.taken))
+        self._ready = {group.prompt_id: group for group in held.ready}
+        self._ahead = {group.prompt_id: group for group in held.taken}
+        self._num_tries.update(held.num_tries)
 
     @property
     def num_flat_rejected(self) -> int:
@@ -222,6 +240,7 @@ class RolloutExecutor:
                 break
             prompt_id, row = self._stream.next()
             self._gate.admit(prompt_id)
+            self._listener.on_drawn(prompt_id, self._gate.served)
             task = self._tasks[prompt_id] = asyncio.create_task(self._play(prompt_id, row), name=f"group {prompt_id}")
             task.add_done_callback(self._notice_crash)
         else:
@@ -280,6 +299,7 @@ class RolloutExecutor:
     def _keep(self, group: Group) -> None:
         self._ready[group.prompt_id] = group
         self._gate.finish(group.prompt_id)
+        self._listener.on_finished(group)
         self._outcomes.settled(group.prompt_id, None)
         del self._num_tries[group.prompt_id]
         if unusable := [t.reason for t in group.verdicts if t.unusable is not None]:

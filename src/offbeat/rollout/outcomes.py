@@ -9,13 +9,15 @@ from offbeat.data.trajectory import UNUSABLE, Group, Trajectory, Unusable
 from offbeat.errors import CodeError, DeadlineError, RefusedError, RewardError, RunError, TooLongError, WorkerError
 from offbeat.raised import describe_at
 from offbeat.telemetry.tracker import StatsPart
+from offbeat.types import Version
 
 Kind = Literal[
     "reward failed", "too long", "timed out", "engine failed", "code failed", "prompt refused", "not accepted", "equal rewards"]
 KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind != "equal rewards")
 """Kinds with a metric of their own; `DynamicSampling` counts groups of equal rewards."""
 
-_ON_PURPOSE: tuple[Kind, ...] = ("not accepted", "equal rewards")
+ON_PURPOSE: tuple[Kind, ...] = ("not accepted", "equal rewards")
+"""Kinds of groups that are refused although nothing failed."""
 
 WARN_SHARE = 0.05
 _FEWEST = 20
@@ -41,6 +43,12 @@ class Settled:
 
 class RolloutListener:
     """Hears of the rollouts of a run; this one ignores all of it."""
+
+    def on_drawn(self, prompt_id: str, version: Version) -> None:
+        """Take note of a prompt whose group is admitted while engines serve a version."""
+
+    def on_finished(self, group: Group) -> None:
+        """Take note of a group that is ready to be trained on."""
 
     def on_rejected(self, settled: Settled) -> None:
         """Take note of a group that is not trained on."""
@@ -136,7 +144,7 @@ class Outcomes:
         """Count a prompt that is ready to be trained on, or that was rejected because of `kind`."""
         self._step_prompts.count(kind)
         self._prompts.count(kind, example=f"{prompt_id}: {reason}")
-        if kind is not None and kind not in _ON_PURPOSE:
+        if kind is not None and kind not in ON_PURPOSE:
             self._warn_of(kind, self._prompts, "prompts were rejected")
 
     def drawn_again(self) -> None:

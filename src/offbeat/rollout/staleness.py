@@ -16,6 +16,7 @@ stragglers.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -90,6 +91,17 @@ class Gate:
         self.running[key] = self.deadline
         self._admissions[key] = self._num_admitted
         self._num_admitted += 1
+
+    def take_over(self, ready: Mapping[Key, Version], *, training: int) -> None:
+        """Begin with groups of an earlier process, in the order of their admission, and with so many that the first step has taken.
+
+        Args:
+            ready: the versions at which they were admitted. The step that has taken groups may be of an earlier version than these.
+        """
+        assert not self.running and not self.ready, "groups are restored before others are admitted"
+        self.ready = {key: version + self.eta for key, version in ready.items()}
+        self._admissions = {key: number for number, key in enumerate(ready)}
+        self._num_admitted, self.training = len(ready), training
 
     def finish(self, key: Key) -> None:
         """Note that a running group is ready to be trained on."""

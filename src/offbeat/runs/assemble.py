@@ -3,8 +3,9 @@
 Nothing that the controller imports reaches torch: workers and SPMD mode are started by name.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,10 +14,12 @@ from offbeat.aio import both
 from offbeat.config.root import Config
 from offbeat.controller.inputs import RunInputs, choose_canary
 from offbeat.controller.parts import DeviceTurns, NoTurns, Publishing, RunParts, SingleProcess
+from offbeat.data import wire
 from offbeat.fleet.engine_group import EngineGroup
 from offbeat.fleet.fleet import Fleet, open_engines
 from offbeat.fleet.publishers import PolicyPublisher, Release, WeightsPublisher, release_nobody, wake_nobody
 from offbeat.fleet.turns import EngineTurns
+from offbeat.journal.run_journal import NoJournal, RunJournal
 from offbeat.ranks.ranks import Ranks, WorkerRanks
 from offbeat.ranks.trainers import Trainers
 from offbeat.rollout.episode import Generate
@@ -60,10 +63,26 @@ async def open_controller(config: Config, rank_info: RankInfo, inputs: RunInputs
         fleet = await open_engines(stack, engines, config.for_engines, record, model=inputs.model, tokenizer=inputs.tokenizer_folder)
         trainers = Trainers(ranks, config.for_ranks, on_span=record.on_span)
         policy = await open_policy(stack, fleet, inputs, config, write=trainers.write_weights, holds=trainers.holds)
-        source = EngineRollouts(config, record, inputs, policy.generate, user_code, engines=fleet.pool.clock)
+        journal = open_journal(stack, config, inputs, record)
+        source = EngineRollouts(config, record, inputs, policy.generate, user_code, engines=fleet.pool.clock, journal=journal)
         yield RunParts(
             config, record, inputs, trainers, policy.publisher, source, SingleProcess(), policy.watch,
-            critic=make_critic(ranks, config, record), teacher=teacher(ranks, record.on_span), turns=policy.turns)
+            critic=make_critic(ranks, config, record), teacher=teacher(ranks, record.on_span), turns=policy.turns, journal=journal)
+
+
+def open_journal(stack: AsyncExitStack, config: Config, inputs: RunInputs, record: RunRecord, *, head: int = 0) -> NoJournal:
+    """Open the journal of a process that draws data, `journal` in the run's folder, and below it for heads other than the first."""
+    if not config.checkpoint.journal:
+        return NoJournal()
+    folder = config.run_dir / "journal"
+    loop = asyncio.get_running_loop()
+
+    def show_text(text: str) -> None:
+        with suppress(RuntimeError):  # the run has ended meanwhile
+            loop.call_soon_threadsafe(partial(record.note, "journal", text))
+
+    return stack.enter_context(RunJournal(
+        folder / f"head-{head}" if head else folder, identity=wire.encode_json(inputs.identity), tell=show_text))
 
 
 def make_critic(ranks: Ranks, config: Config, record: RunRecord) -> Trainers | None:

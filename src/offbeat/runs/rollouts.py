@@ -25,11 +25,13 @@ from offbeat.data.prompt import check_length, render
 from offbeat.data.rollout_records import keep_rejected_line
 from offbeat.data.row import Row
 from offbeat.data.stream import PromptStream
-from offbeat.data.trajectory import Trajectory
+from offbeat.data.trajectory import Group, Trajectory
 from offbeat.engine.reward_options import RewardModelOptions
 from offbeat.errors import TooLongError
 from offbeat.fleet.publishers import OnServed
 from offbeat.inference.sampling import Sample, Sampling
+from offbeat.journal.records import GroupSettled, PromptDrawn
+from offbeat.journal.run_journal import NoJournal
 from offbeat.rollout.accounts import Accounts
 from offbeat.rollout.dynamic import DynamicSampling
 from offbeat.rollout.episode import Episode, Generate, Workflow
@@ -37,7 +39,7 @@ from offbeat.rollout.executor import RolloutExecutor
 from offbeat.rollout.idle import IdleMeter
 from offbeat.rollout.metric import check_metrics
 from offbeat.rollout.model_reward import ModelReward, worker_specs
-from offbeat.rollout.outcomes import RolloutListener, Settled
+from offbeat.rollout.outcomes import ON_PURPOSE, RolloutListener, Settled
 from offbeat.rollout.player import Accept, RolloutParts
 from offbeat.rollout.reward_pool import RewardPool, check_call
 from offbeat.rollout.staleness import Gate
@@ -77,15 +79,27 @@ class RecordedRollouts(RolloutListener):
 
     Attributes:
         keeps_rejected: whether rejected groups are stored.
+        journal: has all of it; that of an evaluation has nothing.
     """
 
     record: RunRecord
     stream: PromptStream
     pieces: Pieces
     keeps_rejected: bool
+    journal: NoJournal
+
+    def on_drawn(self, prompt_id: str, version: Version) -> None:
+        """See `RolloutListener`."""
+        self.journal.record(PromptDrawn(prompt_id, version, *self.stream.position))
+
+    def on_finished(self, group: Group) -> None:
+        """See `RolloutListener`."""
+        self.journal.finished(group)
 
     def on_rejected(self, settled: Settled) -> None:
         """See `RolloutListener`."""
+        heard = settled.played.rewards.tolist() if settled.played is not None and settled.kind in ON_PURPOSE else ()
+        self.journal.record(GroupSettled(settled.prompt_id, settled.kind, settled.rejected, settled.drawn_again, tuple(heard)))
         self.record.events.record(
             "drawn_again" if settled.drawn_again else "rejected", prompt_id=settled.prompt_id, why=settled.kind, reason=settled.rejected)
         if settled.played is not None and self.keeps_rejected:
@@ -108,6 +122,7 @@ class EngineRollouts:
 
     Attributes:
         engines: the clock that stands still while the engines sleep.
+        journal: hears of the groups that feed training.
         meters: idle meters of the executors that feed training; calls for evaluation sets count, too, as they keep the same engines busy.
     """
 
@@ -117,6 +132,7 @@ class EngineRollouts:
     generate: Generate
     user_code: UserCode
     engines: HaltingClock = field(default_factory=HaltingClock)
+    journal: NoJournal = field(default_factory=NoJournal)
     meters: list[IdleMeter] = field(default_factory=list)
 
     draws = True
@@ -140,7 +156,8 @@ class EngineRollouts:
             accounts=Accounts(record.tracer.add if self.config.telemetry.trace else None, tell=record.console.note),
             has_places=config.workflow in PLAYS, engines=self.engines)
         listener = RecordedRollouts(
-            record, stream, Pieces(self.inputs.tokenizer), keeps_rejected=bool(self.config.telemetry.rollouts_every_steps))
+            record, stream, Pieces(self.inputs.tokenizer), keeps_rejected=bool(self.config.telemetry.rollouts_every_steps),
+            journal=self.journal)
         executor = RolloutExecutor(
             gate, stream, parts, config=config, sampling=self.inputs.sampling, listener=listener,
             idle_listener=IdleAdvice(record, self.config))
@@ -150,8 +167,8 @@ class EngineRollouts:
     def rollouts_of_set(self, name: str) -> RolloutExecutor:
         """See `RolloutSource.rollouts_of_set`. A process without user code of the set must not play it."""
         of_set = replace(
-            self, generate=self._generate_beside, meters=[], config=self.config.evaluation_set(name), inputs=self.inputs.sets[name],
-            user_code=self.user_code.sets.get(name, self.user_code))
+            self, generate=self._generate_beside, meters=[], journal=NoJournal(), config=self.config.evaluation_set(name),
+            inputs=self.inputs.sets[name], user_code=self.user_code.sets.get(name, self.user_code))
         return of_set.rollouts(PromptStream(of_set.inputs.train, seed=0), version=0, last_version=0)
 
     async def _generate_beside(self, prompt: tuple[int, ...], sampling: Sampling, *, n: int, session: str = "") -> list[Sample]:

@@ -26,10 +26,11 @@ from offbeat.controller.reward_choice import devices_per_reward_model, num_rewar
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.fleet.engine_group import EngineAddresses, EngineGroup
 from offbeat.fleet.fleet import Fleet, make_dispatcher, open_engines, open_pool
+from offbeat.journal.run_journal import NoJournal
 from offbeat.pulse import work
 from offbeat.ranks.sharding import Sharder
 from offbeat.ranks.trainers import Trainers
-from offbeat.runs.assemble import make_critic, open_policy
+from offbeat.runs.assemble import make_critic, open_journal, open_policy
 from offbeat.runs.rank_info import RankInfo
 from offbeat.runs.rollouts import EngineRollouts, NoEngines, UserCode, open_user_code
 from offbeat.runs.teacher import open_teacher
@@ -130,23 +131,24 @@ async def _open(
     ranks = OwnRank(own_trainers, loading, thread, host=rank_info.store_host)
     trainers = Trainers(ranks, config.for_ranks, on_span=record.on_span)
     num_heads, head = (1, 0) if one_loads else (rank_info.world, rank_info.rank)
+    journal = NoJournal() if user_code is None else open_journal(stack, own, rows, record, head=head)
     parts = partial(
         RunParts, own, record, rows, trainers, peers=peers, num_heads=num_heads, head=head, critic=make_critic(ranks, config, record),
-        teacher=teacher(ranks, record.on_span))
+        teacher=teacher(ranks, record.on_span), journal=journal)
     following = partial(
         FollowingPublisher, trainers=trainers, peers=peers, canary=choose_canary(inputs, config), timeout_s=config.weights.stage_timeout_s)
     if user_code is None:
         return parts(following(), NoRolloutSource(inputs), watch=_watch_nothing)
     if not fleets:
         pool = await open_pool(stack, addresses, config.for_engines, record, model=inputs.model)
-        source = EngineRollouts(own, record, rows, make_dispatcher(pool, config.inference).generate, user_code)
+        source = EngineRollouts(own, record, rows, make_dispatcher(pool, config.inference).generate, user_code, journal=journal)
         followed = Followed(pool, config.inference, news=await _open_news(stack, config, rank_info))
         return parts(following(followed=followed), source, watch=followed.watch)
     (fleet,) = fleets
     policy = await open_policy(
         stack, fleet, inputs, config, write=trainers.write_weights,
         release=make_release(fleet.pool, peers, timeout_s=config.weights.stage_timeout_s), waits=not one_loads)
-    source = EngineRollouts(own, record, rows, policy.generate, user_code, engines=fleet.pool.clock)
+    source = EngineRollouts(own, record, rows, policy.generate, user_code, engines=fleet.pool.clock, journal=journal)
     if one_loads:
         return parts(policy.publisher, source, watch=policy.watch, turns=policy.turns)
     news = await _open_news(stack, config, rank_info)

@@ -1,7 +1,7 @@
 """Rollouts of a rank in SPMD mode: none, or its share on rank 0's engines. Rank 0 itself has a plain `EngineRollouts`. Torch-free."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from offbeat.algorithms.experience import sft_batch
@@ -14,6 +14,7 @@ from offbeat.data.stream import PromptStream
 from offbeat.data.trajectory import Group
 from offbeat.errors import ConfigError, DataError
 from offbeat.inference.sampling import Sampling
+from offbeat.journal.standing import HeldGroups
 from offbeat.runs.rank_info import RankInfo
 from offbeat.telemetry.tracker import StatsPart
 from offbeat.types import Version
@@ -50,6 +51,11 @@ class NoRollouts:
     in_flight: tuple[str, ...] = ()
     num_flat_rejected: int = 0
     has_ahead: bool = True
+    held: tuple[Group, ...] = ()
+    num_tries: Mapping[str, int] = field(default_factory=dict)
+
+    def take_over(self, held: HeldGroups) -> None:
+        """Do nothing, since there are no groups."""
 
     async def __aenter__(self) -> Self:
         return self

@@ -1,0 +1,192 @@
+"""The records of a journal, and their bytes: what has happened to each prompt, and which steps were done on which groups.
+
+Called by `journal`; `standing` says what follows from them. A record is one byte for its kind, and the record encoded by `data.wire`; the
+trajectories of a group are compressed.
+"""
+
+from dataclasses import dataclass, field
+
+import zstandard
+
+from offbeat.data import wire
+from offbeat.data.stream import StreamState
+from offbeat.data.trajectory import Group
+from offbeat.errors import DataError
+from offbeat.types import Version
+
+
+@dataclass(frozen=True)
+class JournalHead:
+    """Where a process that draws data stood when its journal was begun.
+
+    Attributes:
+        stream: its prompt stream.
+        in_flight: ids of prompts drawn and neither trained on nor rejected, oldest first.
+        num_flat_rejected: groups of equal rewards rejected for the batch that was being filled.
+        num_tries: how often prompts in flight had failed, by id.
+    """
+
+    stream: StreamState
+    in_flight: tuple[str, ...]
+    num_flat_rejected: int = 0
+    num_tries: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class JournalBegun:
+    """The records that follow continue the checkpoint of this step, or the initial model if it is 0.
+
+    Attributes:
+        identity: JSON of the run's `Identity`, with which the records may be used.
+        head: where the process stood in its data.
+    """
+
+    global_step: int
+    identity: bytes
+    head: "JournalHead"
+
+
+@dataclass(frozen=True)
+class PromptDrawn:
+    """A prompt was drawn and its group admitted.
+
+    Attributes:
+        version: weights that were served.
+        epoch, position: where the stream of prompts stands since.
+    """
+
+    prompt_id: str
+    version: Version
+    epoch: int
+    position: int
+
+
+@dataclass(frozen=True)
+class GroupFinished:
+    """A group is ready to be trained on.
+
+    Attributes:
+        rewards: of its usable samples, such as (1.0, 0.0).
+        packed: the whole group, as `pack` gives it.
+    """
+
+    prompt_id: str
+    rewards: tuple[float, ...]
+    packed: bytes
+
+
+@dataclass(frozen=True)
+class GroupSettled:
+    """A group is not trained on.
+
+    Attributes:
+        kind: the reason in two words, such as "timed out".
+        again: whether its prompt is drawn again.
+        rewards: of its usable samples, if the curriculum has heard of them.
+    """
+
+    prompt_id: str
+    kind: str
+    reason: str
+    again: bool
+    rewards: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class BatchTaken:
+    """A step trains on these groups, in this order."""
+
+    global_step: int
+    prompt_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StepTrained:
+    """A step was trained, and its weights are on their way to the engines.
+
+    Attributes:
+        state: JSON of the loop's `SavedState` without heads and identity; with the step's statistics until it has ended.
+    """
+
+    global_step: int
+    state: bytes
+
+
+@dataclass(frozen=True)
+class StepEnded:
+    """A step's evaluations are done and its row of metrics is written; `state` is as in `StepTrained`."""
+
+    global_step: int
+    state: bytes
+
+
+@dataclass(frozen=True)
+class CheckpointKept:
+    """A checkpoint of this step is complete."""
+
+    global_step: int
+
+
+Record = JournalBegun | PromptDrawn | GroupFinished | GroupSettled | BatchTaken | StepTrained | StepEnded | CheckpointKept
+
+_KINDS: tuple[type[Record], ...] = (
+    JournalBegun, PromptDrawn, GroupFinished, GroupSettled, BatchTaken, StepTrained, StepEnded, CheckpointKept)
+
+
+def encode_record(record: Record) -> bytes:
+    """Return a record's bytes."""
+    return bytes([_KINDS.index(type(record))]) + wire.encode(record)
+
+
+def decode_record(data: bytes) -> Record:
+    """Return the record of bytes from `encode_record`.
+
+    Raises:
+        DataError: they are none.
+    """
+    if not data or data[0] >= len(_KINDS):
+        raise DataError(f"a record of a journal begins with a byte below {len(_KINDS)}, got {data[:1]!r}")
+    return wire.decode(_KINDS[data[0]], memoryview(data)[1:])
+
+
+def pack(group: Group) -> bytes:
+    """Return a group with all its trajectories as bytes, compressed."""
+    return zstandard.ZstdCompressor(level=1).compress(wire.encode(group))
+
+
+def unpack(packed: bytes) -> Group:
+    """Return the group of bytes from `pack`."""
+    return wire.decode(Group, zstandard.ZstdDecompressor().decompress(packed))
+
+
+@dataclass(frozen=True)
+class RecordEntry:
+    """A record that is encoded when it is written."""
+
+    record: Record
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size in memory, nearly."""
+        return 500
+
+    def to_bytes(self) -> bytes:
+        """Encode the record."""
+        return encode_record(self.record)
+
+
+@dataclass(frozen=True, eq=False)
+class GroupEntry:
+    """A finished group, which is packed when it is written."""
+
+    group: Group
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size in memory, nearly."""
+        return 500 + 13 * self.group.num_tokens
+
+    def to_bytes(self) -> bytes:
+        """Pack and encode the group."""
+        group = self.group
+        return encode_record(GroupFinished(group.prompt_id, tuple(group.rewards.tolist()), pack(group)))

@@ -1,0 +1,112 @@
+"""The journal of a run: records what the rollouts and the loop do, and reads it when the run goes on.
+
+Opened by `runs.assemble` and `spmd.rank`, in each process that draws data; written by the loop and by the rollouts' listener. Recording
+never waits, and never raises. What each record means is in `records`.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Self
+
+from offbeat.data.trajectory import Group
+from offbeat.errors import DataError
+from offbeat.journal.records import CheckpointKept, GroupEntry, JournalBegun, JournalHead, Record, RecordEntry
+from offbeat.journal.segments import Reader, find
+from offbeat.journal.standing import JournalStanding
+from offbeat.journal.writer import JournalWriter
+from offbeat.types import Tell
+
+
+class NoJournal:
+    """The journal of a process that records nothing."""
+
+    def record(self, record: Record) -> None:
+        """Record nothing."""
+
+    def finished(self, group: Group) -> None:
+        """Record nothing."""
+
+    def begin(self, global_step: int, head: JournalHead, *, held: Sequence[Group]) -> None:
+        """Record nothing."""
+
+    def saved(self, global_step: int, *, oldest: int) -> None:
+        """Record nothing."""
+
+    def synced(self) -> "Future[None]":
+        """Return a future that is done."""
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def read(self, base: int) -> tuple[JournalStanding, str] | None:  # noqa: ARG002
+        """Return None: there are no records."""
+        return None
+
+
+class RunJournal(NoJournal):
+    """The journal in a folder of a run. Use as `with`; on leaving, what waits is written."""
+
+    def __init__(self, folder: Path, *, identity: bytes, tell: Tell) -> None:
+        """Open it.
+
+        Args:
+            identity: JSON of the run's `Identity`.
+            tell: shows a sentence on a disk that takes nothing; called from another thread.
+        """
+        self.writer = JournalWriter(folder, tell=tell)
+        self._folder = folder
+        self._identity = identity
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.writer.close()
+
+    def record(self, record: Record) -> None:
+        """Append a record."""
+        self.writer.append(RecordEntry(record))
+
+    def finished(self, group: Group) -> None:
+        """Append a group that is ready to be trained on."""
+        self.writer.append(GroupEntry(group))
+
+    def begin(self, global_step: int, head: JournalHead, *, held: Sequence[Group]) -> None:
+        """Begin anew at the checkpoint of a step that is about to be saved, or at the point from which the run goes on.
+
+        Args:
+            held: all groups that are ready, or taken by a step that has not been trained.
+        """
+        self.writer.begin(global_step, [RecordEntry(JournalBegun(global_step, self._identity, head)), *map(GroupEntry, held)])
+
+    def saved(self, global_step: int, *, oldest: int) -> None:
+        """Note that the checkpoint of a step is complete, and drop the records that only checkpoints before step `oldest` need."""
+        self.record(CheckpointKept(global_step))
+        self.writer.drop(oldest)
+
+    def synced(self) -> "Future[None]":
+        """Return a future that is done when all records are on disk."""
+        return self.writer.synced()
+
+    def read(self, base: int) -> tuple[JournalStanding, str] | None:
+        """Return where the run stood when the records that continue the checkpoint of step `base` ended; None if there are none.
+
+        Returns:
+            The state, and why later records are not used, a sentence; "" if all are.
+
+        Raises:
+            ConfigError: a newer Offbeat has written the journal.
+            StorageError: it cannot be read.
+        """
+        segments = find(self._folder)
+        first = max((each.number for each in segments if each.base == base), default=None)
+        if first is None:
+            return None
+        standing = JournalStanding(base)
+        reader = Reader([each for each in segments if each.number >= first])
+        try:
+            standing.follow(reader)
+        except DataError as exc:
+            return standing, str(exc)
+        return (standing, "" if reader.cut is None or reader.cut.torn else reader.cut.reason) if standing.identity else None

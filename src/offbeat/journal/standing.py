@@ -1,0 +1,208 @@
+"""Where a run stood when its journal ended: the steps done since a checkpoint, the groups on hand, and the prompts still to be answered.
+
+Pure but for reading groups again from their places. A journal holds a prefix of the history of a run, and any prefix gives a state that the
+run was in, or could have been in.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from offbeat.data.curriculum import CurriculumState
+from offbeat.data.trajectory import Group
+from offbeat.errors import DataError
+from offbeat.journal.records import (
+    BatchTaken,
+    CheckpointKept,
+    GroupFinished,
+    GroupSettled,
+    JournalBegun,
+    PromptDrawn,
+    StepEnded,
+    StepTrained,
+    decode_record,
+    unpack,
+)
+from offbeat.journal.segments import RecordPlace, Stored
+
+
+@dataclass(frozen=True)
+class StoredGroup:
+    """A group in a journal."""
+
+    prompt_id: str
+    rewards: tuple[float, ...]
+    place: RecordPlace
+
+    def read(self) -> Group:
+        """Read the group.
+
+        Raises:
+            StorageError: the journal cannot be read.
+            DataError: it has changed since.
+        """
+        record = decode_record(self.place.read())
+        if not isinstance(record, GroupFinished):
+            raise DataError(f"{self.place.path} has changed since it was opened")
+        return unpack(record.packed)
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """A step that was taken and, with a `state`, done.
+
+    Attributes:
+        groups: the groups that it trains on, in order.
+        state: see `StepTrained`; None while the step trains.
+    """
+
+    global_step: int
+    groups: tuple[StoredGroup, ...]
+    state: bytes | None = None
+
+
+@dataclass(frozen=True)
+class HeldGroups:
+    """Groups that a run has when it goes on, besides its prompts.
+
+    Attributes:
+        ready: finished, and not taken by any step.
+        taken: taken by the step that follows, in its order; none if it has not begun.
+        num_tries: how often prompts in flight have failed, by id.
+    """
+
+    ready: tuple[Group, ...] = ()
+    taken: tuple[Group, ...] = ()
+    num_tries: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Rewards that a curriculum has heard of, of a prompt that was settled while the stream was in this epoch."""
+
+    prompt_id: str
+    rewards: tuple[float, ...]
+    epoch: int
+
+
+@dataclass
+class JournalStanding:
+    """The state after each record.
+
+    Attributes:
+        base: step of the checkpoint that the records continue.
+        returned: prompts that are to be drawn first, in this order.
+        running: prompts that are being answered.
+        epoch, position: where the stream of prompts stands.
+        curriculum: its results, without `results`.
+        num_flat_rejected: groups of equal rewards rejected for the batch that is being filled.
+        steps: steps since the checkpoint that were done, in order.
+        taken: the step that was begun after them.
+        ready: finished groups that no step has taken, by prompt, in order of finishing.
+        results: of prompts settled since `curriculum`, but for those of `taken`.
+        identity: JSON of the run's identity; empty before the first record.
+    """
+
+    base: int
+    returned: dict[str, None] = field(default_factory=dict)
+    epoch: int = 0
+    position: int = 0
+    curriculum: CurriculumState | None = None
+    num_flat_rejected: int = 0
+    running: dict[str, None] = field(default_factory=dict)
+    steps: list[RecordedStep] = field(default_factory=list)
+    taken: RecordedStep | None = None
+    ready: dict[str, StoredGroup] = field(default_factory=dict)
+    results: list[Result] = field(default_factory=list)
+    num_tries: Counter[str] = field(default_factory=Counter)
+    identity: bytes = b""
+
+    def follow(self, records: Iterable[Stored]) -> None:
+        """Take up the records in order.
+
+        Raises:
+            DataError: one does not follow from those before it, because they are not of this checkpoint.
+        """
+        for stored in records:
+            self._take_up(stored)
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """Prompts that were drawn and have to be drawn again, first those that were given back."""
+        return (*self.returned, *(each for each in self.running if each not in self.returned))
+
+    def back_to(self, num_steps: int) -> None:
+        """Go back to the state after so many of the steps, because other processes of the run have not done the ones after."""
+        while len(self.steps) > num_steps:
+            if self.taken is not None:
+                self.ready = {each.prompt_id: each for each in self.taken.groups} | self.ready
+            self.taken = replace(self.steps.pop(), state=None)
+
+    def _take_up(self, stored: Stored) -> None:
+        match record := decode_record(stored.payload):
+            case JournalBegun():
+                self._start(record)
+            case PromptDrawn(prompt_id):
+                if prompt_id in self.returned:
+                    del self.returned[prompt_id]
+                self.epoch, self.position = record.epoch, record.position
+                self.running[prompt_id] = None
+            case GroupFinished(prompt_id, rewards):
+                self._leaves(prompt_id)
+                del self.num_tries[prompt_id]
+                if self.taken is None or all(each.prompt_id != prompt_id for each in self.taken.groups):
+                    self.ready[prompt_id] = StoredGroup(prompt_id, rewards, stored.place)
+            case GroupSettled(prompt_id):
+                self._settle(record)
+            case BatchTaken(step, prompt_ids):
+                self._begin(step, prompt_ids)
+            case StepTrained(step, state) | StepEnded(step, state):
+                self._end(step, state)
+            case CheckpointKept():
+                pass
+
+    def _start(self, record: JournalBegun) -> None:
+        if record.global_step != self._last:
+            raise DataError(f"the journal goes on from step {record.global_step} after step {self._last}")
+        head = record.head
+        taken = {each.prompt_id for each in self.taken.groups} if self.taken is not None else set()
+        self.identity, self.num_tries, self.num_flat_rejected = record.identity, Counter(head.num_tries), head.num_flat_rejected
+        self.epoch, self.position, self.curriculum = head.stream.epoch, head.stream.position, head.stream.curriculum
+        waiting = (*head.stream.returned, *head.in_flight)
+        self.returned = {each: None for each in waiting if each not in self.ready and each not in taken}
+        self.running, self.results = {}, []
+
+    @property
+    def _last(self) -> int:
+        return self.steps[-1].global_step if self.steps else self.base
+
+    def _leaves(self, prompt_id: str) -> None:
+        self.running.pop(prompt_id, None)
+        self.returned.pop(prompt_id, None)
+
+    def _settle(self, record: GroupSettled) -> None:
+        self._leaves(record.prompt_id)
+        if record.again:
+            self.returned[record.prompt_id] = None
+            self.num_tries[record.prompt_id] += record.kind != "too stale"
+            return
+        del self.num_tries[record.prompt_id]
+        self.num_flat_rejected += record.kind == "equal rewards"
+        if record.rewards:
+            self.results.append(Result(record.prompt_id, record.rewards, self.epoch))
+
+    def _begin(self, step: int, prompt_ids: tuple[str, ...]) -> None:
+        if step != self._last + 1 or not self.ready.keys() >= set(prompt_ids):
+            raise DataError(f"the journal takes the batch of step {step} after step {self._last}, of groups that it does not have")
+        self.taken = RecordedStep(step, tuple(self.ready.pop(each) for each in prompt_ids))
+        self.num_flat_rejected = 0
+
+    def _end(self, step: int, state: bytes) -> None:
+        if self.taken is not None and self.taken.global_step == step:
+            self.results += [Result(each.prompt_id, each.rewards, self.epoch) for each in self.taken.groups]
+            self.steps.append(replace(self.taken, state=state))
+            self.taken = None
+        elif self.steps and step == self._last:
+            self.steps[-1] = replace(self.steps[-1], state=state)
+        elif step != self.base:
+            raise DataError(f"the journal ends step {step} after step {self._last}")

@@ -1,0 +1,75 @@
+"""A run's journal: what was recorded is there for the next process, of the newest checkpoint and of those before it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offbeat.data.stream import StreamState
+from offbeat.data.trajectory import Group, Trajectory
+from offbeat.journal.records import BatchTaken, JournalHead, PromptDrawn, StepTrained
+from offbeat.journal.run_journal import NoJournal, RunJournal
+from offbeat.journal.segments import numbers, path_of
+
+
+def open_journal(folder: Path) -> RunJournal:
+    return RunJournal(folder, identity=b"{}", tell=pytest.fail)
+
+
+def group(prompt_id: str) -> Group:
+    length = np.ones(40)
+    return Group(prompt_id, 3, (Trajectory(length, length, -length, length, 1.0),) * 2)
+
+
+def head(*in_flight: str) -> JournalHead:
+    return JournalHead(StreamState(0, 5), in_flight)
+
+
+def test_a_process_that_follows_finds_what_the_one_before_has_recorded(tmp_path: Path) -> None:
+    with open_journal(tmp_path) as journal:
+        journal.record(PromptDrawn("0:9", 3, 0, 9))  # nothing was begun yet
+        journal.begin(4, head("0:1", "0:2"), held=[group("0:1")])
+        journal.finished(group("0:2"))
+        journal.synced().result(10)
+        found = journal.read(4)
+        assert found is not None and journal.read(5) is None
+        standing, reason = found
+        assert list(standing.ready) == ["0:1", "0:2"] and standing.identity == b"{}" and not reason
+        assert [t.reward for t in standing.ready["0:2"].read().trajectories] == [1.0, 1.0]
+
+
+def test_records_are_kept_as_long_as_a_checkpoint_needs_them(tmp_path: Path) -> None:
+    with open_journal(tmp_path) as journal:
+        journal.begin(4, head("0:1", "0:2"), held=[group("0:1"), group("0:2")])
+        journal.record(BatchTaken(5, ("0:1", "0:2")))
+        journal.record(StepTrained(5, b"{}"))
+        journal.begin(5, head(), held=[])
+        journal.saved(5, oldest=4)
+        journal.synced().result(10)
+        older = journal.read(4)
+        assert older is not None and [step.global_step for step in older[0].steps] == [5]
+        assert len(numbers(tmp_path)) == 2
+        journal.saved(5, oldest=5)
+        journal.synced().result(10)
+        assert len(numbers(tmp_path)) == 1 and journal.read(4) is None and journal.read(5) is not None
+
+
+def test_damage_costs_the_records_after_it_and_is_told(tmp_path: Path) -> None:
+    with open_journal(tmp_path) as journal:
+        journal.begin(4, head(), held=[group("0:1"), group("0:2")])
+    path = path_of(tmp_path, numbers(tmp_path)[0])
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 4
+    path.write_bytes(data)
+    with open_journal(tmp_path) as journal:
+        found = journal.read(4)
+    assert found is not None and list(found[0].ready) == ["0:1"] and "is not as it was written from byte" in found[1]
+
+
+def test_a_run_without_a_journal_records_nothing() -> None:
+    journal = NoJournal()
+    journal.begin(4, head(), held=[])
+    journal.finished(group("0:1"))
+    journal.record(StepTrained(5, b"{}"))
+    journal.saved(5, oldest=0)
+    assert journal.synced().done() and journal.read(4) is None
