@@ -50,6 +50,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+_FREE = frozenset({
+    torch.ops.aten._unsafe_view, torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.empty_strided})
+"""Operations that touch no memory."""
+
+_PLACING = frozenset({torch.ops.aten.index_put_, torch.ops.aten.index_put})
+_PICKING = _PLACING | {torch.ops.aten.index, torch.ops.aten.gather, torch.ops.aten.embedding}
+"""Operations that read and write only what they place or pick, and not all that is there."""
+
+
 @dataclass(frozen=True)
 class Variant:
     """How a micro-batch is computed.
@@ -95,9 +104,15 @@ class Cost(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run and count one operation."""
         result = func(*args, **(kwargs or {}))
-        if func.is_view or func.namespace == "prim" or func is torch.ops.aten._unsafe_view.default:
+        if func.is_view or func.namespace == "prim" or func._overloadpacket in _FREE:
             return result
-        size = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor))
+        given, made = (
+            [leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in ((args, kwargs), result))
+        if func._overloadpacket in _PICKING:
+            picked = made if func._overloadpacket not in _PLACING else given[-1:]
+            size = 2 * sum(leaf.nbytes for leaf in picked) + sum(leaf.nbytes for leaf in given if leaf.dtype == torch.int64)
+        else:
+            size = sum(leaf.nbytes for leaf in (*given, *made))
         count = flop_registry.get(func._overloadpacket)
         flops = int(count(*args, **(kwargs or {}), out_val=result)) if count else 0
         self.launches += 1

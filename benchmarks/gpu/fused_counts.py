@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
 
+from offbeat.model.blocks import round_rotations
 from offbeat.model.norm import use_fast_norms
 
 _SMALL = (128, 256)
@@ -83,6 +84,7 @@ def run_block(
     with torch.device("cpu" if mode is None else "meta"):
         whole: Any = AutoModelForCausalLM.from_config(small, dtype=dtype, attn_implementation=_APART)
     use_fast_norms(whole)
+    round_rotations([whole.model.layers[0]])
     with nullcontext() if mode is None else FakeTensorMode(allow_non_fake_inputs=True):
         # There is no autocast for meta tensors; without autocast, a CPU has other norms than they.
         where = torch.device("cpu" if mode is None or autocasts else "meta")

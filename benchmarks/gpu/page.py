@@ -44,10 +44,15 @@ _COUNTS = """
 One forward and backward pass over sequences of 1,024 tokens, on fake tensors, which have shapes and no values (`benchmarks/gpu/counts.py`).
 Every operation that is no view is a launch. Memory is what lives beside the weights at its peak, gradients of weights not counted. The
 roofline is of an H100: each operation takes as long as its products at 989 TFLOP/s (half of that in float32), or its reads and writes at
-3.35 TB/s, one after the other; MFU by it is a bound, not a measurement. "before" has float32 weights and the head's chunks of a CPU; its
-attention is counted as if the kernel took float32. "compiled" is `train.compile = true`: the operations of a block, except attention, are
-replaced by the kernels into which Inductor fuses them, with what each reads and writes (`benchmarks/gpu/fused_counts.py`). These are the
-kernels that it plans for a CPU; for a GPU it may fuse differently, and its memory was not counted.
+3.35 TB/s, one after the other; MFU by it is a bound, not a measurement. "bf16" is how one device and replicas compute, under autocast;
+"shards" is FSDP2, whose collectives are not counted. "before" computes in float32, with transformers' norms and the head's chunks of a CPU;
+its attention is counted as if the kernel took float32. Norms count as the kernel that CUDA has for them. "compiled" is
+`train.compile = true`: the operations of a block, except attention, are replaced by the kernels into which Inductor fuses them, with what
+each reads and writes (`benchmarks/gpu/fused_counts.py`). These are the kernels that it plans for a CPU; for a GPU it may fuse differently,
+and its memory was not counted.
+
+The head makes 9.5 passes over a micro-batch's logits in float32, forward and backward, and 13 where a chunk is computed again;
+`tests/model/test_head.py` counts them. The host waits for the device nowhere in a micro-batch.
 
 """
 

@@ -16,6 +16,7 @@ from offbeat.errors import CodeError, OwnCodeError
 from offbeat.losses.compose import target_losses
 from offbeat.losses.own_check import check_objective
 from slow_losses import random_batch
+from waits import DEVICE, HostWaits
 
 FILE = Path(__file__).parents[1] / "support" / "own_losses.py"
 
@@ -112,6 +113,17 @@ def test_an_own_loss_sees_tokens_of_advantage_0_and_whole_sequences() -> None:
     losses, *_ = computed(replace(batch, losses=(own("counting"),)), logprobs)
     counts = np.diff(batch.target_offsets)[batch.target_sequences]
     assert (losses / torch.tensor(batch.columns["loss_weights"])).tolist() == pytest.approx(counts.tolist())
+
+
+@pytest.mark.parametrize("function", ["clipped", "geometric", "everything"])
+def test_an_own_loss_never_waits_for_the_device_even_if_tokens_are_filtered(function) -> None:
+    reads = ("ref_logprobs", "entropy") if function == "everything" else ()
+    loss = own(function, reads=reads, weight=WeightSpec("mask", high=1.3), filters=(FilterSpec("clip_cov"),))
+    batch, _ = random_batch(loss)
+    logprobs, entropy = (torch.zeros(batch.num_targets, device=DEVICE, requires_grad=True) for _ in range(2))
+    with HostWaits() as waits:
+        target_losses(logprobs, batch, np.arange(batch.num_targets), entropy=entropy, report=True).losses.sum().backward()
+    assert waits.found == [] and logprobs.grad.device == DEVICE
 
 
 def test_metrics_are_reported_by_name_also_where_there_are_no_tokens() -> None:

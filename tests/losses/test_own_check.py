@@ -28,7 +28,7 @@ def test_an_objective_that_works_is_found_right(function, settings) -> None:
 
 
 @pytest.mark.parametrize(("function", "sentence"), [
-    ("bad_shape", "must return losses of shape (17,), one for each token, got shape (), when it was tried out on made-up tokens"),
+    ("bad_shape", "must return losses of shape (22,), one for each token, got shape (), when it was tried out on made-up tokens"),
     ("raises", f"raised KeyError: 'missing' at {FILE}, line "),
     ("overflows", "gives the loss "),
     ("endless_slope", "has a gradient that is not finite at a token whose values are finite"),
@@ -37,6 +37,7 @@ def test_an_objective_that_works_is_found_right(function, settings) -> None:
     ("over_the_batch", "returns different losses when a batch is split in halves"),
     ("random", "returns different losses when only masked tokens change, or when it is called again with the same"),
     ("counts_calls", "returns different losses when only masked tokens change, or when it is called again with the same"),
+    ("sums_all", "returns different losses when masked tokens stand among the others; sum over a sequence with tokens.over_sequences"),
     ("cliped", "did you mean 'clipped'?"),
 ])
 def test_what_cannot_work_is_refused_in_one_sentence(function, sentence) -> None:

@@ -1,11 +1,13 @@
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedConfig
 
 from attention_rows import ROWS, make_row, slow_attention
 from offbeat.errors import ModelError
-from offbeat.model.attention import build_plan, packed_attention
+from offbeat.model import attention
+from offbeat.model.attention import build_plan, explicit_attention, fused_attention, packed_attention, window_mask
 
 ASKED = {
     "plain": {}, "a window": {"window": 4}, "a window of one": {"window": 1}, "a cap": {"softcap": 1.5}, "sinks": {"sinks": True},
@@ -35,6 +37,35 @@ def test_packed_attention_and_its_gradients_equal_a_loop_over_tokens(name, asked
         torch.autograd.grad((got * weights).sum(), inputs), torch.autograd.grad((expected * weights).sum(), inputs), strict=True
     ):
         torch.testing.assert_close(mine, theirs, **tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "masked", "copies"), [
+    (torch.bfloat16, False, False), (torch.bfloat16, True, True), (torch.float32, False, True), (torch.float32, True, True)])
+def test_keys_are_copied_for_each_head_where_a_device_has_no_kernel_otherwise(monkeypatch, dtype, masked, copies):
+    seen = []
+
+    def kernel(query, key, value, **settings):
+        seen.append((query.device.type, key.shape[1], value.shape[1], settings["enable_gqa"]))
+        return scaled_dot_product_attention(query, key, value, **settings)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", kernel)
+    results = {}
+    for device in ("cpu", "meta"):
+        query, key, value = (torch.ones(2, heads, 6, 8, dtype=dtype, device=device) for heads in (4, 2, 2))
+        mask = window_mask(6, 3, torch.device(device)) if masked else None
+        results[device] = fused_attention(query, key, value, mask, scale=0.3)
+    assert seen == [("cpu", 2, 2, True), ("meta", 4, 4, False) if copies else ("meta", 2, 2, True)]
+    assert results["meta"].shape == results["cpu"].shape == (2, 4, 6, 8)
+
+
+def test_copied_keys_change_no_number():
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 40, 8) for heads in (4, 2, 2))
+    mask = window_mask(40, 7, torch.device("cpu"))
+    more = [part.repeat_interleave(2, dim=1) for part in (key, value)]
+    shared, copied = fused_attention(query, key, value, mask, scale=0.3), fused_attention(query, *more, mask, scale=0.3)
+    torch.testing.assert_close(shared, copied, atol=1e-6, rtol=0)
+    torch.testing.assert_close(shared, explicit_attention(query, key, value, mask, scale=0.3), atol=1e-6, rtol=0)
 
 
 def test_the_masks_of_a_window_are_made_once_and_where_it_cuts_nothing_not_at_all():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from offbeat.data.packing import pack_row
-from offbeat.model.blocks import checkpoint_activations, compile_layers
+from offbeat.model.blocks import checkpoint_activations, compile_layers, decoder_layers, round_rotations
 from offbeat.model.load import load_causal_lm
 from offbeat.model.logprobs import token_logprobs
 from train_samples import build_model, make_batch
@@ -59,3 +59,21 @@ def test_compiled_layers_serve_rows_of_any_length_and_every_plan(folder):
     num_graphs = counters["stats"]["unique_graphs"]
     found(compiled, pack_row(make_batch(2, 4), share_prefix=True))
     assert counters["stats"]["unique_graphs"] == num_graphs > 1, "parts before and after attention, and no new ones for another row"
+
+
+def test_compiled_layers_rotate_to_the_format_of_autocast_and_otherwise_as_before(folder):
+    model = load_causal_lm(folder)
+    layers = decoder_layers(model)
+    file = import_module(type(layers[0].self_attn).__module__)
+    states = torch.randn(1, 2, 5, 8)
+    angles = torch.rand(2, 1, 5, 8)
+    expected = file.apply_rotary_pos_emb(states, states, *angles)
+    round_rotations(layers)
+    rotate = file.apply_rotary_pos_emb
+    round_rotations(layers)
+    assert file.apply_rotary_pos_emb is rotate, "once is enough"
+    for mine, theirs in zip(rotate(states, states, *angles), expected, strict=True):
+        assert torch.equal(mine, theirs)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [torch.equal(mine, theirs.bfloat16()) for mine, theirs in zip(
+            rotate(states, states, *angles), expected, strict=True)] == [True, True]

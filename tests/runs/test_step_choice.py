@@ -64,7 +64,7 @@ def test_engines_on_the_same_device_and_other_models_beside_the_policy_leave_les
     assert chosen(configured(**small)) == ("bf16_mixed", "off")
     assert chosen(configured(shares=True, **small)) == ("bf16_mixed", "full")
     assert chosen(configured(shares=True, turns=True, **small)) == ("bf16_mixed", "off"), "engines that sleep take nothing"
-    assert chosen(configured(algorithm={"preset": "ppo"}, **small)) == ("bf16_mixed", "selective")
+    assert chosen(configured(algorithm={"preset": "ppo"}, max_tokens_per_microbatch=6144)) == ("bf16_mixed", "selective")
 
 
 def test_a_frozen_model_takes_less_and_what_its_adapters_add_cannot_be_kept_in_part() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from offbeat.engine.cache import BUCKET, SlotCache, add_mask, attend
 from offbeat.engine.forward import Forward, ordinary_tokens
+from offbeat.model.attention import fused_attention
 
 ROWS_PER_THREAD = 4
 """Fewest rows of a product for which MKL and oneDNN sum as they do for many rows. (Measured with AVX2, AVX-512 and AMX.)"""
@@ -67,8 +68,7 @@ class FastAttention:
 
     def attend_prompts(self, queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
         """See `Attention`; returns [N, num_heads, L, head_dim]."""
-        return F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+        return fused_attention(queries, keys, values, mask, scale=scale)
 
 
 class InvariantAttention:

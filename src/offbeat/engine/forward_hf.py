@@ -20,7 +20,7 @@ from offbeat.engine.cache import CacheShape, DecodeStep, PrefillStep, attend
 from offbeat.engine.forward import LOGITS_AT_ONCE, fingerprint_tensors, take
 from offbeat.engine.lora import AdapterRows, Groups, Linear
 from offbeat.errors import ModelError, first_line
-from offbeat.model.attention import ATTENTION_KINDS, explicit_attention, refuse_unknown, window_mask
+from offbeat.model.attention import ATTENTION_KINDS, explicit_attention, fused_attention, refuse_unknown, window_mask
 from offbeat.model.checkpoint_names import module_names, published_names
 from offbeat.model.load import context_length
 from offbeat.model.lora import adaptable
@@ -111,7 +111,7 @@ def _attend_whole(
     """Compute attention of [N, heads, L, head_dim] to [N, kv_heads, width, head_dim]; without a mask it is causal, and both are as long."""
     if softcap is not None or sinks is not None:
         return explicit_attention(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+    return fused_attention(query, key, value, mask, scale=scale)
 
 
 def _filled(heads: Tensor, size: int) -> Tensor:

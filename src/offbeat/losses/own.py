@@ -5,8 +5,9 @@
     def my_loss(tokens: LossTokens, constants: dict) -> TokenLosses:
         return TokenLosses(-tokens.ratio * tokens.advantages)
 
-Called by `losses.compose` for each micro-batch, in the train ranks, with the tokens that count; masked and filtered tokens are left out.
-The result is multiplied by weights that hold all denominators, so a loss is no mean. `losses.own_check` tries it out beforehand.
+Called by `losses.compose` for each micro-batch, in the train ranks. Masked and filtered tokens are among its tokens, with numbers that say
+nothing, since leaving them out would make the host wait for the device to count the others; their losses are dropped. The result is
+multiplied by weights that hold all denominators, so a loss is no mean. `losses.own_check` tries it out beforehand.
 """
 
 import functools
@@ -19,15 +20,17 @@ from torch import Tensor
 
 from offbeat.errors import OwnCodeError, shorten
 from offbeat.losses.ratios import current_log_ratio
-from offbeat.losses.targets import Targets
+from offbeat.losses.targets import Targets, only
 from offbeat.user_code.functions import blaming, resolve
 
 
 @dataclass(frozen=True, eq=False)
 class LossTokens:
-    """M generated tokens of some sequences: all trained tokens of each sequence, and no others.
+    """M generated tokens of some sequences: all of each sequence that may be trained.
 
     Attributes:
+        counted: [M] bool, whether a token is trained; others are masked or filtered. Their log-probabilities are -1 and without gradient,
+            their advantages 0, and their losses are dropped.
         logprobs: [M] float32 with gradient, log-probability of each token under the policy that is being trained.
         anchor_logprobs: [M] float32, under the policy that the ratio compares with: at the start of the step, or the one that sampled
             (`algorithm.anchor`).
@@ -48,13 +51,14 @@ class LossTokens:
     ref_logprobs: Tensor | None
     entropy: Tensor | None
     sequences: Tensor
+    counted: Tensor
 
     def over_sequences(self, values: Tensor, how: Literal["mean", "sum"] = "mean") -> Tensor:
-        """Return [M]: for each token, the mean or the sum of `values` [M] over its sequence, with gradient."""
+        """Return [M]: for each token, the mean or the sum of `values` [M] over the counted tokens of its sequence, with gradient."""
         zeros = torch.zeros_like(values)  # there are no more sequences than tokens, and their number would have to be read
-        sums = zeros.index_add(0, self.sequences, values)
+        sums = zeros.index_add(0, self.sequences, only(self.counted, values))
         if how == "mean":
-            sums = sums / zeros.index_add(0, self.sequences, torch.ones_like(values))
+            sums = sums / zeros.index_add(0, self.sequences, self.counted.to(values.dtype)).clamp(min=1)
         return sums[self.sequences]
 
 
@@ -87,10 +91,9 @@ def own_losses(
         CodeError: there is no such function.
         OwnCodeError: it raised an exception, or returned something else than losses; names its file.
     """
-    index = trained.nonzero().squeeze(-1)
     # The empty sums give a row without targets a backward pass, too, in which its rank meets the others.
     nothing = torch.zeros_like(targets.logprobs) + targets.logprobs[:0].sum() + (0.0 if entropy is None else entropy[:0].sum())
-    found = call_own(name, chosen_tokens(targets, index, ref_logprobs=ref_logprobs, entropy=entropy), dict(targets.constants))
+    found = call_own(name, shown_tokens(targets, trained, ref_logprobs=ref_logprobs, entropy=entropy), dict(targets.constants))
     names = _metric_names(name, tuple(sorted(targets.constants.items())), ref_logprobs is not None, entropy is not None)
     if found is None:
         return TokenLosses(nothing, {key: nothing.detach() for key in names})
@@ -99,17 +102,19 @@ def own_losses(
             f"objective {name!r} must return the same metrics at every call, got {', '.join(found.metrics) or 'none'} after"
             f" {', '.join(names) or 'none'}")
     return TokenLosses(
-        nothing.index_copy(0, index, found.losses.to(nothing.dtype)),
-        {key: nothing.detach().index_copy(0, index, values.detach().to(nothing.dtype)) for key, values in found.metrics.items()})
+        nothing + only(trained, found.losses.to(nothing.dtype)),
+        {key: only(trained, values.detach().to(nothing.dtype)) for key, values in found.metrics.items()})
 
 
-def chosen_tokens(targets: Targets, index: Tensor, *, ref_logprobs: Tensor | None, entropy: Tensor | None) -> LossTokens:
-    """Return the targets at `index` [M] int64, such as [0, 3], as a user's function sees them."""
-    logprobs, anchor = targets.logprobs[index], targets.anchor[index]
+def shown_tokens(targets: Targets, trained: Tensor, *, ref_logprobs: Tensor | None, entropy: Tensor | None) -> LossTokens:
+    """Return all targets as a user's function sees them, of which those `trained` [M] bool count."""
+    def shown(values: Tensor, other: float = -1.0) -> Tensor:
+        return torch.where(trained, values, other)
+
+    logprobs, anchor = shown(targets.logprobs), shown(targets.anchor)
     return LossTokens(
-        logprobs, anchor, current_log_ratio(logprobs, anchor).exp(), targets.advantages[index], targets.rollout[index],
-        None if ref_logprobs is None else ref_logprobs[index], None if entropy is None else entropy[index],
-        torch.unique(targets.sequences[index], return_inverse=True)[1])
+        logprobs, anchor, current_log_ratio(logprobs, anchor).exp(), shown(targets.advantages, 0.0), shown(targets.rollout),
+        None if ref_logprobs is None else shown(ref_logprobs), None if entropy is None else shown(entropy, 1.0), targets.sequences, trained)
 
 
 def call_own(name: str, tokens: LossTokens, constants: dict[str, Any]) -> TokenLosses | None:
@@ -142,7 +147,7 @@ def _metric_names(name: str, constants: tuple[tuple[str, Any], ...], with_ref: b
     logprobs = one.clone().requires_grad_()
     tokens = LossTokens(
         logprobs, one, (logprobs - one).exp(), -one, one, one if with_ref else None, -one if with_entropy else None,
-        torch.zeros(1, dtype=torch.int64))
+        torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool))
     found = call_own(name, tokens, dict(constants))
     assert found is not None, "there is a token"
     return tuple(found.metrics)

@@ -42,7 +42,8 @@ def check_objective(loss: LossSpec, *, name: str, drops: bool) -> None:
 
     Raises:
         CodeError: it cannot be loaded, raises an exception, returns something else than finite losses of the right shape, has no gradient,
-            has one at tokens of advantage 0 although those are left out, or its losses depend on masked tokens or on how a batch is split.
+            has one at tokens of advantage 0 although those are left out, or its losses depend on masked tokens, on how many of them
+            there are, or on how a batch is split.
     """
     batch = _example(replace(loss, weight=None, filters=(), regularisers=()))
     everything, counts = np.arange(batch.num_targets), batch.columns["loss_weights"] != 0
@@ -60,6 +61,10 @@ def check_objective(loss: LossSpec, *, name: str, drops: bool) -> None:
             raise CodeError(
                 f"algorithm.objective = {name!r} returns different losses when a batch is split in halves, as it is over micro-batches and"
                 " ranks; a loss may depend on the tokens of its own sequence alone, so use no mean over all tokens")
+        if not _alike([values[counts] for values in whole], _evaluate(batch, np.flatnonzero(counts)), counts[counts]):
+            raise CodeError(
+                f"algorithm.objective = {name!r} returns different losses when masked tokens stand among the others; sum over a sequence"
+                " with tokens.over_sequences, or leave out the tokens for which tokens.counted is false")
     except OwnCodeError as exc:
         raise CodeError(f"algorithm.objective: {exc}, when it was tried out on made-up tokens") from exc
 

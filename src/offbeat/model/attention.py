@@ -298,12 +298,23 @@ def _attend(
     if softcap is not None or sinks is not None:
         output = explicit_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout)
     else:
-        if query.device.type != "cpu" and q.shape[1] != k.shape[1]:  # kernels that take masks, or float32, want as many heads of keys
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        output = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        output = fused_attention(q, k, v, mask, dropout=dropout, scale=scale)
     return output.transpose(1, 2).reshape(len(query), *output.shape[1::2])
+
+
+def fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float | None, dropout: float = 0.0,
+) -> Tensor:
+    """Compute `explicit_attention`, without softcap and sinks, by a kernel that holds no scores in memory.
+
+    On CUDA one takes fewer heads of keys than of queries only in half precision and without a mask; otherwise torch would take no kernel at
+    all, so keys are copied for each head of queries there.
+    """
+    if query.device.type != "cpu" and query.shape[1] != key.shape[1] and (mask is not None or query.dtype.itemsize > 2):
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1])
 
 
 def _gather(rows: Tensor, index: Tensor | None) -> Tensor:

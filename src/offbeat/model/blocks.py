@@ -3,11 +3,13 @@
 `load_policy` lets activations be computed again; layers are compiled when a strategy has distributed the model.
 """
 
-from functools import cache, partial
+import sys
+from collections.abc import Callable
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -50,8 +52,37 @@ def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> None
         backend: torch's name of the code generator, such as "inductor".
     """
     AttentionInterface.register(PACKED, _uncompiled_attention())
-    for layer in decoder_layers(model):
+    round_rotations(layers := decoder_layers(model))
+    for layer in layers:
         layer.compile(dynamic=True, backend=backend)
+
+
+def round_rotations(layers: list[nn.Module]) -> None:
+    """Let transformers' rotary positions of these layers give queries and keys in autocast's format, to which attention rounds them anyway.
+
+    In a compiled layer they are written in it then, and need no cast of their own.
+    """
+    for file in {sys.modules[type(part).__module__] for layer in layers for part in layer.modules()}:
+        rotate = vars(file).get("apply_rotary_pos_emb")
+        if rotate is not None and rotate not in _rounding:
+            vars(file)["apply_rotary_pos_emb"] = rounding = _rounded(rotate)
+            _rounding.add(rounding)
+
+
+def _rounded(rotate: Any) -> Callable[..., tuple[Tensor, ...]]:
+    @wraps(rotate)
+    def rounded(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        rotated = rotate(*args, **kwargs)
+        kind = args[0].device.type if args else "meta"
+        if isinstance(rotated, tuple) and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            return tuple(each.to(torch.get_autocast_dtype(kind)) for each in rotated)
+        return rotated
+
+    return rounded
+
+
+_rounding = set[Callable[..., tuple[Tensor, ...]]]()
+"""What `round_rotations` has put in place."""
 
 
 @cache

@@ -8,6 +8,7 @@ take more than a bound that depends on the device.
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -20,6 +21,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from offbeat.errors import ModelError
+from offbeat.model.kernel_head import KernelPicked
 from offbeat.model.uploads import upload
 from offbeat.model.vocabulary import Vocabulary
 
@@ -33,7 +35,7 @@ class HeadSizes:
         chunk_rows: most positions of a chunk.
         kept_bytes: size of the logits kept for the backward pass. Recomputing the rest costs a third of the head's time, a fifteenth of a
             135M model's.
-        pass_bytes: size of the logits normalised at a time.
+        pass_bytes: size of the logits normalised at a time; 0 normalises a whole chunk by torch's kernel for a softmax.
     """
 
     chunk_bytes: int
@@ -49,8 +51,8 @@ class HeadSizes:
 CPU_SIZES = HeadSizes(chunk_bytes=64 << 20, chunk_rows=1 << 30, kept_bytes=256 << 20, pass_bytes=4 << 20)
 """Enough rows for a fast matrix product, for any vocabulary; each part that is normalised stays in cache with intermediate results."""
 
-ACCELERATOR_SIZES = HeadSizes(chunk_bytes=2 << 30, chunk_rows=8192, kept_bytes=2 << 30, pass_bytes=2 << 30)
-"""Few chunks, each normalised in one go: launches of kernels cost more than a cache would save."""
+ACCELERATOR_SIZES = HeadSizes(chunk_bytes=2 << 30, chunk_rows=8192, kept_bytes=2 << 30, pass_bytes=0)
+"""Few chunks, each normalised in one go: launches of kernels and passes over memory cost more than a cache would save."""
 
 
 def sizes_of(device: torch.device) -> HeadSizes:
@@ -92,7 +94,7 @@ def pick(logits_UV: Tensor, picks: Picks) -> tuple[Tensor, Tensor]:
         [M] float32 log-probabilities with gradient, and [U] float32 entropies, with gradient if the picks say so; [0] where they were not
         requested.
     """
-    return _Picked.apply(logits_UV, None, None, picks, None, torch.is_grad_enabled(), Vocabulary(0, logits_UV.shape[1]))
+    return _picked(logits_UV, None, None, picks, None, Vocabulary(0, logits_UV.shape[1]))
 
 
 class FusedHead:
@@ -119,8 +121,7 @@ class FusedHead:
         compute = torch.float32 if self._in_float32 else torch.get_autocast_dtype(kind) if casts else None
         weight, bias = self._head.weight, self._head.bias
         with torch.autocast(kind, enabled=False) if self._in_float32 else nullcontext():  # which would cast the products back
-            logprobs, self.entropy = _Picked.apply(
-                rows, local_part(weight), local_part(bias), self._picks, compute, torch.is_grad_enabled(), Vocabulary.of(weight))
+            logprobs, self.entropy = _picked(rows, local_part(weight), local_part(bias), self._picks, compute, Vocabulary.of(weight))
         answer = self._answer = logprobs[None, :, None].clone()  # not a view, which FSDP2 warns about
         return answer
 
@@ -187,6 +188,16 @@ def check_head_format(model: nn.Module) -> None:
             " computes its logits by itself, so set it to false, or train.precision = 'float32'")
 
 
+def _picked(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, picks: Picks, compute: torch.dtype | None, vocabulary: Vocabulary,
+) -> tuple[Tensor, Tensor]:
+    """Pick log-probabilities [M] and entropies [U]; arguments as of `_Picked.forward`."""
+    if sizes_of(x.device).pass_bytes:
+        return _Picked.apply(x, weight, bias, picks, compute, torch.is_grad_enabled(), vocabulary)
+    chunks = partial(_Chunks, picks=picks, compute=compute, keeps=torch.is_grad_enabled() and weight is not None)
+    return KernelPicked.apply(x, weight, bias, picks, chunks, vocabulary)
+
+
 class _Picked(torch.autograd.Function):
     """Picks entries of the log-softmax of x, or of a linear layer of x, chunk by chunk in both directions."""
 
@@ -200,7 +211,7 @@ class _Picked(torch.autograd.Function):
         x is [U, H] with a weight [V, H], else [U, V], V the size of the `vocabulary` on this rank; `compute` is the dtype of the products,
         None for x's.
         """
-        chunks = _Chunks(x, weight, bias, picks, compute)
+        chunks = _Chunks(x, weight, bias, picks=picks, compute=compute, keeps=grad and weight is not None)
         logprobs = torch.empty(len(picks.targets), device=x.device)
         normalizer, sums = torch.empty(len(x), device=x.device), torch.empty(len(x), device=x.device)
         entropy = torch.empty(len(x) if picks.with_entropy else 0, device=x.device)
@@ -219,7 +230,7 @@ class _Picked(torch.autograd.Function):
                 normalizer[place] = largest + sums[place].log()
                 if mean is not None:
                     entropy[place] = largest + mean / sums[place]
-            kept.append(logits if grad and weight is not None and chunks.kept(rows) else None)
+            kept.append(logits if chunks.kept(rows) else None)
         own_normalizer = normalizer.clone()
         vocabulary.join(normalizer, entropy, logprobs)
         logprobs -= normalizer[upload(picks.positions, x.device)]
@@ -239,7 +250,7 @@ class _Picked(torch.autograd.Function):
         and entropies [U].
         """
         x, weight, bias, normalizer, entropy, shares = ctx.saved_tensors
-        chunks = _Chunks(x, weight, bias, ctx.picks, ctx.compute)
+        chunks = _Chunks(x, weight, bias, picks=ctx.picks, compute=ctx.compute)
         # The logits are divided by the temperature; so are these instead of the gradient of all logits.
         to_logprobs, to_entropy = (grad if ctx.picks.temperature == 1.0 else grad / ctx.picks.temperature for grad in grads)
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
@@ -296,11 +307,15 @@ def _like(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
 class _Chunks:
     """The chunks of the U positions, and the linear layer that gives their logits."""
 
-    def __init__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, picks: Picks, compute: torch.dtype | None) -> None:
+    def __init__(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *, picks: Picks, compute: torch.dtype | None, keeps: bool = False,
+    ) -> None:
+        """`compute` is the format of the products, None for that of x; `keeps` whether anything may be kept for the backward pass."""
+        self._keeps = keeps
         self._x, self._picks = x, picks
-        self._compute = compute or x.dtype
-        self._weight = None if weight is None else weight.to(self._compute)
-        self._bias = None if bias is None else bias.to(self._compute)
+        self.compute = compute or x.dtype
+        self._weight = None if weight is None else weight.to(self.compute)
+        self._bias = None if bias is None else bias.to(self.compute)
         vocab_size = (x if weight is None else weight).shape[-1 if weight is None else 0]
         self._temperature = torch.full((1,), picks.temperature, device=x.device)
         self._row_bytes, self._sizes = 4 * vocab_size, sizes_of(x.device)
@@ -313,14 +328,21 @@ class _Chunks:
 
     def logits(self, rows: slice) -> Tensor:
         """Return a chunk's logits [N, V] float32, divided by the temperature; new memory, unless it `lends_logits`."""
+        return self.scaled(self.raw(rows))
+
+    def raw(self, rows: slice) -> Tensor:
+        """Return a chunk's logits [N, V] as the layer gives them, such as in bfloat16."""
         x = self._x[rows]
-        logits = x if self._weight is None else linear(x.to(self._compute), self._weight, self._bias)
+        return x if self._weight is None else linear(x.to(self.compute), self._weight, self._bias)
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Return logits [N, V] of `raw` in float32, divided by the temperature."""
         if self._picks.temperature == 1.0:
             return logits.float()
         if logits.dtype.itemsize < 4:
             return logits / self._temperature  # a tensor, which makes the quotient float32 in the same pass
         logits = logits.float()
-        return logits / self._picks.temperature if logits is x else logits.div_(self._picks.temperature)
+        return logits / self._picks.temperature if self._weight is None else logits.div_(self._picks.temperature)
 
     @property
     def lends_logits(self) -> bool:
@@ -342,7 +364,7 @@ class _Chunks:
 
     def kept(self, rows: slice) -> bool:
         """Whether the logits of all chunks up to this one may be kept for the backward pass."""
-        return rows.stop * self._row_bytes <= self._sizes.kept_bytes
+        return self._keeps and rows.stop * self._row_bytes <= self._sizes.kept_bytes
 
     def picked(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return a chunk's picks: their indices among all picks, their positions and their targets, each [M] int64 on the device."""
@@ -353,11 +375,11 @@ class _Chunks:
         self, rows: slice, grad_logits: Tensor, grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None
     ) -> None:
         """Propagate the gradient [N, V] of a chunk's logits before the temperature to the layer and its input."""
-        grad = grad_logits.to(self._compute)
+        grad = grad_logits.to(self.compute)
         if grad_x is not None:
             grad_x[rows] = grad if self._weight is None else grad @ self._weight
         if grad_weight is not None:
-            x = self._x[rows].to(self._compute)
+            x = self._x[rows].to(self.compute)
             if grad.dtype == grad_weight.dtype:
                 grad_weight.addmm_(grad.t(), x)
             else:

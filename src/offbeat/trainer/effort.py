@@ -59,7 +59,7 @@ class Effort:
         finally:
             self._watch.start()
 
-    def backward(self, loss: Tensor) -> None:
+    def propagate(self, loss: Tensor) -> None:
         """Run the backward pass of the scalar `loss`; its wait for other ranks at the end is not counted."""
         self._watch.stop_after_backward(loss)
         loss.backward()

@@ -419,7 +419,7 @@ class Trainer(ABC):
                 for name, (values, where) in scored.report.groups.items():
                     tracker.stat({name: values}, where=where)
                 progress("backward")
-                self._effort.backward(
+                self._effort.propagate(
                     routers.added_to(scored.losses.sum() * (scale * self._gradient_scale), scale=self._gradient_scale))
         with torch.no_grad():
             norm = self._gradient_norms([WHOLE])[WHOLE]
