@@ -234,11 +234,12 @@ def test_the_messages_api_is_recorded_as_one_chain_and_its_count_is_no_turn():
 def test_a_stream_is_kept_alive_until_its_answer_is_complete():
     async def body(world: World) -> None:
         world.script.held = True
-        asking = asyncio.create_task(world.post({"messages": [USER], "stream": True}))
-        await asyncio.sleep(0.2)
-        world.script.held = False
-        status, stream = await asking
-        assert status == 200 and stream.count(": keep-alive") >= 2 and stream[-1] == "[DONE]"
+        body = {"messages": [USER], "stream": True}
+        async with world.http.post(world.proxy.url + "/v1/chat/completions", json=body, headers=world.headers()) as answer:
+            begun = await answer.content.readuntil(b": keep-alive\n\n") + await answer.content.readuntil(b": keep-alive\n\n")
+            world.script.held = False
+            stream = events((begun + await answer.read()).decode())
+        assert answer.status == 200 and stream[-1] == "[DONE]"
         assert "".join(part["choices"][0]["delta"].get("content") or "" for part in stream if isinstance(part, dict)) == "ok"
         assert trained(world, *world.chains()) == ["ok"]
 
@@ -253,12 +254,12 @@ def test_a_stream_that_fails_after_it_has_begun_says_so_in_an_event():
             ("/v1/chat/completions", "error", chat), ("/v1/messages", "type", chat),
             ("/v1/responses", "type", {"input": "hello", "stream": True}),
         ):
-            asking = asyncio.create_task(world.post(asked, path))
-            await asyncio.sleep(0.15)
-            world.script.held = False
-            status, stream = await asking
+            async with world.http.post(world.proxy.url + path, json=asked, headers=world.headers()) as answer:
+                begun = await answer.content.readuntil(b"\n\n")
+                world.script.held = False
+                stream = events((begun + await answer.read()).decode())
             world.script.held = True
-            assert status == 200 and name in stream[-1] and "engines died" in json.dumps(stream[-1])
+            assert answer.status == 200 and name in stream[-1] and "engines died" in json.dumps(stream[-1])
         assert world.chains() == []
 
     play(body, keep_alive_s=0.05)
