@@ -14,7 +14,7 @@ from watch_pictures import BROWSERS, take
 
 from offbeat.dashboard.report import write_report
 
-_SIZE = (1215, 1085)
+_SIZE = (1215, 1490)
 
 
 def main() -> int:

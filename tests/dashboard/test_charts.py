@@ -5,9 +5,11 @@ import json
 import math
 import re
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 
+from offbeat.dashboard import charts
 from offbeat.dashboard.charts import (
     BOTTOM,
     HEIGHT,
@@ -46,6 +48,13 @@ def test_parts_of_a_whole_lie_on_each_other_and_tell_their_own_values():
     assert upper[0][1] == upper[3][1] == lower[0][1] == HEIGHT - BOTTOM
     hover = json.loads(ET.fromstring(svg).get("data-chart"))
     assert [[y for _, _, y in each["points"]] for each in hover] == [[1.0, 2.0], [3.0, 2.0]]
+
+
+def test_labels_are_legible_where_a_phone_draws_charts_small():
+    style = (Path(charts.__file__).parent / "style.css").read_text(encoding="utf-8")
+    found = re.search(r"@media \(max-width: (\d+)px\) { svg.chart text { font-size: (\d+)px; } }", style)
+    drawn_px = 390 - 80  # a phone's width without the margins of page and card
+    assert found is not None and int(found[1]) > 390 and int(found[2]) * drawn_px / WIDTH > 10
 
 
 def test_a_log_scale_gives_each_decade_the_same_height_and_leaves_out_zero():
