@@ -1,4 +1,4 @@
-"""A listener of engines that keeps what it hears."""
+"""A listener of engines, and a taker of notes, that keep what they hear."""
 
 from offbeat.fleet.listener import FleetListener
 
@@ -27,3 +27,17 @@ class Heard(FleetListener):
 
     def event(self, kind: str, **fields: object) -> None:
         self.events.append({"kind": kind} | fields)
+
+
+class TakenNotes:
+    """`Notes` of a run, as (kind, text)."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[str, str]] = []
+
+    @property
+    def texts(self) -> list[str]:
+        return [text for _, text in self.all]
+
+    def note(self, kind: str, text: str) -> None:
+        self.all.append((kind, text))

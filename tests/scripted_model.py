@@ -19,6 +19,7 @@ from offbeat.data.trajectory import Trajectory
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.rollout.accounts import Accounts
 from offbeat.rollout.episode import Episode
+from offbeat.types import NoNotes
 
 
 @dataclass
@@ -71,7 +72,7 @@ def play_agent(
 
     async def main() -> list[Trajectory]:
         async with AsyncExitStack() as stack:
-            plays = await open_workflow(stack, config, tokenizer=tokenizer, log_dir=log_dir, tell=print)
+            plays = await open_workflow(stack, config, tokenizer=tokenizer, log_dir=log_dir, notes=NoNotes())
             return list(await plays(model.episode(config, row, group_size=group_size)))
 
     return asyncio.run(main()), model

@@ -6,7 +6,7 @@ array.
 """
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 Version = int
 
@@ -18,6 +18,22 @@ Tell = Callable[[str], None]
 
 Hook = Callable[[], object]
 """Called at one moment, such as when a server is ready."""
+
+
+class Notes(Protocol):
+    """Takes notes about the processes and files of a run: `RunRecord` shows them to the user, and records them as events."""
+
+    def note(self, kind: str, text: str) -> None:
+        """Take a sentence of a kind, such as "user_code"."""
+        ...
+
+
+class NoNotes:
+    """Drops them, where there is no run."""
+
+    def note(self, kind: str, text: str) -> None:
+        """See `Notes.note`."""
+
 
 PROMPT_VERSION: Final = -1
 """Version recorded for prompt tokens, which no policy sampled."""

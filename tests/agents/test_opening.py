@@ -13,6 +13,7 @@ from offbeat.config.root import Config
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.errors import CodeError, ConfigError, ModelError
 from offbeat.rollout.workflows.single_turn import single_turn
+from offbeat.types import NoNotes
 
 
 def open_named(workflow: str, tokenizer=None, **agent):
@@ -20,7 +21,7 @@ def open_named(workflow: str, tokenizer=None, **agent):
 
     async def main():
         async with AsyncExitStack() as stack:
-            return await open_workflow(stack, config, tokenizer=tokenizer or words(CHATML), log_dir=None, tell=print)
+            return await open_workflow(stack, config, tokenizer=tokenizer or words(CHATML), log_dir=None, notes=NoNotes())
 
     return asyncio.run(main())
 

@@ -15,6 +15,7 @@ from offbeat.config.root import Config
 from offbeat.data.row import Row
 from offbeat.data.trajectory import Trajectory
 from offbeat.errors import CodeError
+from offbeat.types import NoNotes
 from scripted_model import ScriptedModel
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -40,7 +41,7 @@ def play(
 
     async def main() -> list[Trajectory]:
         async with AsyncExitStack() as stack:
-            plays = await open_workflow(stack, config, tokenizer=TOKENIZER, log_dir=None, tell=print)
+            plays = await open_workflow(stack, config, tokenizer=TOKENIZER, log_dir=None, notes=NoNotes())
             episode = model.episode(config, row, group_size=group_size, score=score, context=context)
             return list(await plays(episode))
 

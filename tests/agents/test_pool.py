@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from heard import TakenNotes
 from offbeat.agents.pool import LostError, PlayPool
 from offbeat.agents.task import AgentTask, Played
 from offbeat.agents.worker import PlayLoadRequest, RunRequest
@@ -21,10 +22,10 @@ from waiting import wait_until
 CODE = Path(__file__).parents[1] / "support" / "playing.py"
 
 
-def with_pool(function: str, body: Callable[[PlayPool], Awaitable[None]], *, tell: Callable[[str], None] = print, **agent) -> None:
+def with_pool(function: str, body: Callable[[PlayPool], Awaitable[None]], *, notes: TakenNotes | None = None, **agent) -> None:
     async def main() -> None:
         config = AgentConfig.model_validate({"episodes_per_process": 8} | agent)
-        async with PlayPool(PlayLoadRequest(program=f"{CODE}:{function}"), config, log_dir=None, tell=tell) as pool:
+        async with PlayPool(PlayLoadRequest(program=f"{CODE}:{function}"), config, log_dir=None, notes=notes) as pool:
             await body(pool)
 
     asyncio.run(main())
@@ -85,15 +86,16 @@ def test_a_process_that_dies_is_replaced_and_the_others_it_played_are_told() -> 
 
 
 def test_a_process_whose_loop_is_blocked_is_replaced_and_it_is_said_where() -> None:
-    told: list[str] = []
+    notes = TakenNotes()
 
     async def body(pool: PlayPool) -> None:
         with pytest.raises(LostError, match=r"play 0 did nothing else for 0.5 s because user code blocked it at .*playing.py\", line \d+"):
             await play(pool, "block")
         assert (await play(pool, "1")).reward == 1.0
-        assert len(told) == 1 and told[0].endswith("which gets a thread")
+        ((kind, text),) = notes.all
+        assert kind == "user_code" and text.endswith("which gets a thread")
 
-    with_pool("misbehave", body, blocked_timeout_s=0.5, tell=told.append)
+    with_pool("misbehave", body, blocked_timeout_s=0.5, notes=notes)
 
 
 def test_a_thread_that_never_ends_costs_its_episode_and_the_process_is_ended_when_the_others_are_through(

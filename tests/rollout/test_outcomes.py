@@ -13,11 +13,19 @@ from offbeat.errors import (
     TooLongError,
     WorkerError,
 )
-from offbeat.rollout.outcomes import KINDS, Outcomes, failure_of, failure_to_ask
+from offbeat.rollout.outcomes import KINDS, Outcomes, RolloutListener, failure_of, failure_to_ask
 
 
 def samples(*unusable: str | None) -> list:
     return [SimpleNamespace(unusable=kind, reason=f"{kind}: why") for kind in unusable]
+
+
+class Warned(RolloutListener):
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def warn(self, text: str) -> None:
+        self.texts.append(text)
 
 
 def test_shares_are_of_the_prompts_settled_since_the_last_look() -> None:
@@ -37,33 +45,33 @@ def test_shares_are_of_the_prompts_settled_since_the_last_look() -> None:
 
 
 def test_each_kind_that_takes_more_than_a_twentieth_of_the_prompts_is_told_once() -> None:
-    told: list[str] = []
-    outcomes = Outcomes(told.append)
+    told = Warned()
+    outcomes = Outcomes(told)
     for _ in range(18):
         outcomes.settled("0:0", None)
     outcomes.settled("0:1", "timed out", "first")  # 1 of 19: too few to say
     outcomes.settled("0:2", "timed out", "second")
     outcomes.settled("0:3", "timed out", "third")
-    assert told == ["2 of 20 prompts were rejected: timed out (10%); training is biased against them. The first, 0:1: first"]
+    assert told.texts == ["2 of 20 prompts were rejected: timed out (10%); training is biased against them. The first, 0:1: first"]
     outcomes.settled("0:4", "engine failed", "fourth")  # 1 of 22 is below 5 %
     outcomes.settled("0:5", "engine failed", "fifth")
-    assert len(told) == 2 and "2 of 23 prompts were rejected: engine failed (9%)" in told[1]
+    assert len(told.texts) == 2 and "2 of 23 prompts were rejected: engine failed (9%)" in told.texts[1]
 
 
 def test_a_filter_is_not_warned_of() -> None:
-    told: list[str] = []
-    outcomes = Outcomes(told.append)
+    told = Warned()
+    outcomes = Outcomes(told)
     for _ in range(50):
         outcomes.settled("0:0", "not accepted")
-    assert told == []
+    assert told.texts == []
     assert outcomes.take().values()["rollout/rejected_not_accepted_share"] == 1
 
 
 def test_samples_that_are_lost_inside_groups_are_told_of_once() -> None:
-    told: list[str] = []
-    outcomes = Outcomes(told.append)
+    told = Warned()
+    outcomes = Outcomes(told)
     outcomes.played("0:7", samples(*[None] * 19, "too long", "reward failed", "reward failed", "reward failed"))
-    assert told == [
+    assert told.texts == [
         "2 of 22 samples cannot be trained on: reward failed (9%); training is biased against them."
         " The first, of prompt 0:7: reward failed: why"]
 

@@ -1,6 +1,5 @@
 """Opens the workflow that `rollout.workflow` names, with the processes and the proxy that it needs. Called by `runs.rollouts`."""
 
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -19,18 +18,19 @@ from offbeat.config.root import Config
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.hosts import is_loopback
 from offbeat.rollout.episode import Episode, Workflow
+from offbeat.types import Notes
 from offbeat.user_code.functions import resolve
 
 SHORT_NAMES = {"single_turn": "offbeat.rollout.workflows.single_turn:single_turn"}
 
 
 async def open_workflow(
-    stack: AsyncExitStack, config: Config, *, tokenizer: Tokenizer, log_dir: Path | None, tell: Callable[[str], None],
+    stack: AsyncExitStack, config: Config, *, tokenizer: Tokenizer, log_dir: Path | None, notes: Notes,
 ) -> Workflow:
     """Return the workflow; its processes and its proxy end with `stack`.
 
     Args:
-        tell: called with a sentence when a process of user code had to be replaced.
+        notes: takes a note when a process of user code had to be replaced, or when the proxy is exposed.
 
     Raises:
         CodeError: there is no such workflow, or its agent, environment or tools cannot be found or loaded.
@@ -45,11 +45,11 @@ async def open_workflow(
     # A row is run up to its last generated token.
     max_tokens = config.train.max_tokens_per_microbatch + 1
     if name == "agent":
-        player = await _open_player(stack, config, log_dir=log_dir, tell=tell)
+        player = await _open_player(stack, config, log_dir=log_dir, notes=notes)
         proxy = await stack.enter_async_context(Proxy(
             renderer, parser, model=agent.model, host=agent.host, told_host=agent.told_host))
         if not is_loopback(agent.host):
-            tell(f"{proxy.exposed}; see `offbeat docs security`")
+            notes.note("user_code", f"{proxy.exposed}; see `offbeat docs security`")
         return AgentWorkflow(proxy, player, agent, max_tokens)
 
     def make_recorder(episode: Episode) -> Recorder:
@@ -58,12 +58,12 @@ async def open_workflow(
 
     request = PlayLoadRequest(
         stage=agent.tools or (agent.environment,), tools=bool(agent.tools), options=agent.options, step_timeout_s=agent.step_timeout_s)
-    pool = await stack.enter_async_context(PlayPool(request, agent, log_dir=log_dir, tell=tell))
+    pool = await stack.enter_async_context(PlayPool(request, agent, log_dir=log_dir, notes=notes))
     return PlayedWorkflow(pool, agent, make_recorder, config.data.system_prompt)
 
 
 async def _open_player(
-    stack: AsyncExitStack, config: Config, *, log_dir: Path | None, tell: Callable[[str], None],
+    stack: AsyncExitStack, config: Config, *, log_dir: Path | None, notes: Notes,
 ) -> Player:
     agent = config.agent
     if agent.command:
@@ -73,7 +73,7 @@ async def _open_player(
     if agent.environment:
         return await stack.enter_async_context(BridgePlayer(agent, log_dir=log_dir))
     request = PlayLoadRequest(program=agent.program)
-    return ProgramPlayer(await stack.enter_async_context(PlayPool(request, agent, log_dir=log_dir, tell=tell)))
+    return ProgramPlayer(await stack.enter_async_context(PlayPool(request, agent, log_dir=log_dir, notes=notes)))
 
 
 async def load_program(config: Config) -> None:

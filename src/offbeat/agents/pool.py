@@ -10,7 +10,7 @@ episodes, and is ended as soon as the others are through.
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -20,6 +20,7 @@ from offbeat.chat.messages import Tool
 from offbeat.config.agent import AgentConfig
 from offbeat.data import wire
 from offbeat.errors import CodeError, DeadlineError, DeathError, WorkerError
+from offbeat.types import Notes
 from offbeat.user_code.places import Waiting, on_the_clock
 from offbeat.user_code.pool import CodePool, CodeProcess, CodeRole
 
@@ -61,13 +62,13 @@ class PlayPool:
     """
 
     def __init__(
-        self, request: PlayLoadRequest, config: AgentConfig, *, log_dir: Path | None, tell: Callable[[str], None] = lambda _text: None,
+        self, request: PlayLoadRequest, config: AgentConfig, *, log_dir: Path | None, notes: Notes | None = None,
     ) -> None:
         """Prepare the pool; its processes start on entering it.
 
         Args:
             config: number of processes and of the episodes that each plays at the same time, memory limit, variables and deadlines.
-            tell: called with a sentence when a process had to be replaced.
+            notes: takes a note when a process had to be replaced.
         """
         self.tools: tuple[Tool, ...] = ()
         self._pool = CodePool(
@@ -75,7 +76,7 @@ class PlayPool:
                 "play {}", "offbeat.agents.worker:PlayWorker", log="play-{}.log", load=wire.encode(request),
                 functions=(request.program, *request.stage), memory_bytes=config.memory_bytes, allowed=config.env, host=config.reached_at,
                 blocked_timeout_s=config.blocked_timeout_s),
-            num_processes=config.processes, num_each=config.episodes_per_process, log_dir=log_dir, tell=tell)
+            num_processes=config.processes, num_each=config.episodes_per_process, log_dir=log_dir, notes=notes)
         self._numbers = itertools.count(1)
 
     async def __aenter__(self) -> Self:

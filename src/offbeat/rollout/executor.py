@@ -65,7 +65,7 @@ class RolloutExecutor:
         self._checks = parts.checks
         self._accounts = parts.accounts
         self._listener = listener = listener or RolloutListener()
-        self._outcomes = Outcomes(listener.warn)
+        self._outcomes = Outcomes(listener)
         self._holdups = HoldupGuard(timeout_s=config.blocked_timeout_s, callers=CALLERS, tell=listener.warn)
         self.idle = IdleMeter(gate, idle_listener or NoListener(), has_places=parts.has_places)
         self._player = GroupPlayer(parts, config=config, idle=self.idle, listener=listener)

@@ -1,7 +1,7 @@
 """Outcomes of prompts and samples: kinds of reasons, who is drawn again, shares and warnings. Pure; driven by the executor."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -123,9 +123,9 @@ def unwrap(exc: BaseException) -> Exception:
 class Outcomes:
     """Counts settled prompts and played samples, since the last `take` and since the start."""
 
-    def __init__(self, warn: Callable[[str], None] = lambda _text: None) -> None:
-        """`warn` is called once for each kind of reason that has cost more than `WARN_SHARE` of all prompts, or of all samples."""
-        self._warn = warn
+    def __init__(self, listener: RolloutListener | None = None) -> None:
+        """`listener` is warned once of each kind of reason that has cost more than `WARN_SHARE` of all prompts, or of all samples."""
+        self._listener = listener or RolloutListener()
         self._warned: set[str] = set()
         self._prompts, self._step_prompts = Lost(), Lost()
         self._samples, self._step_samples = Lost(), Lost()
@@ -169,7 +169,7 @@ class Outcomes:
         share = counted.lost[kind] / counted.total
         if counted.total >= _FEWEST and share > WARN_SHARE and f"{what} {kind}" not in self._warned:
             self._warned.add(f"{what} {kind}")
-            self._warn(
+            self._listener.warn(
                 f"{counted.lost[kind]} of {counted.total} {what}: {kind} ({share:.0%}); training is biased against them. The first,"
                 f" {counted.examples[kind]:.300}")
 

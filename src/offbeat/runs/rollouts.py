@@ -251,7 +251,7 @@ async def open_user_code(
     A reward or workflow that a set shares with the run, or with a set before it, is started once. The sets' metrics are tried here, too.
     """
     def workflow_of(own: Config, of_set: RunInputs, folder: Path) -> Awaitable[Workflow]:
-        return open_workflow(stack, own, tokenizer=of_set.tokenizer, log_dir=folder, tell=partial(record.note, "user_code"))
+        return open_workflow(stack, own, tokenizer=of_set.tokenizer, log_dir=folder, notes=record)
 
     if config.data.sets:
         code = await _open_mixed(stack, inputs, config, record, launcher=launcher)
@@ -289,7 +289,7 @@ async def _open_mixed(
         if playing not in workflows:
             tokenizer = inputs.tokenizer.giving(own.data.chat_template_kwargs)
             workflows[playing] = await open_workflow(
-                stack, own, tokenizer=tokenizer, log_dir=_log_dir(record, folder), tell=partial(record.note, "user_code"))
+                stack, own, tokenizer=tokenizer, log_dir=_log_dir(record, folder), notes=record)
         judges[name], plays[name] = rewards[judging], workflows[playing]
 
     async def play(episode: Episode) -> Sequence[Trajectory]:

@@ -10,7 +10,7 @@ Its callers, such as `RewardPool` and `PlayPool`, decide what to ask, and what a
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from offbeat.aio import gather_all
 from offbeat.errors import DeadlineError, WorkerError
 from offbeat.hosts import LOOPBACK, direct
 from offbeat.process.child import Child, ChildSpec
+from offbeat.types import NoNotes, Notes
 from offbeat.user_code.given import pack
 from offbeat.user_code.handshake import Handshake
 from offbeat.user_code.places import Places, Waiting, on_the_clock
@@ -71,13 +72,13 @@ class CodeProcess:
         lost: the reason why the pool has ended it; "" if it has not.
     """
 
-    def __init__(self, child: Child, *, blocked_timeout_s: float, tell: Callable[[str], None]) -> None:
+    def __init__(self, child: Child, *, blocked_timeout_s: float, notes: Notes) -> None:
         self.child = child
         self.num_users = 0
         self.retired = False
         self.lost = ""
         self._blocked_timeout_s = blocked_timeout_s
-        self._tell = tell
+        self._notes = notes
         self._watching = asyncio.create_task(self._watch(), name=f"watch {child.name}") if blocked_timeout_s else None
 
     async def _watch(self) -> None:
@@ -87,7 +88,8 @@ class CodeProcess:
             except DeadlineError as exc:
                 where = _innermost("\n".join(exc.__notes__))
                 self.lost = f"{self.child.name} did nothing else for {self._blocked_timeout_s:g} s because user code blocked it{where}"
-                self._tell(f"{self.lost}; it is replaced. Await there, or make it a plain function, which gets a thread")
+                self._notes.note(
+                    "user_code", f"{self.lost}; it is replaced. Await there, or make it a plain function, which gets a thread")
                 await self.child.kill()
             except WorkerError:
                 return
@@ -112,20 +114,20 @@ class CodePool:
 
     def __init__(
         self, role: CodeRole, *, num_processes: int, num_each: int = 1, log_dir: Path | None = None,
-        tell: Callable[[str], None] = lambda _text: None,
+        notes: Notes | None = None,
     ) -> None:
         """Prepare the pool; its processes start on entering it.
 
         Args:
             num_each: callers that use one process at the same time.
-            tell: called with a sentence when a process was replaced because user code blocked it.
+            notes: takes a note when a process was replaced because user code blocked it.
         """
         self.loaded = b""
         self.hidden = secret_variables(os.environ, allowed=role.allowed) if role.hides_secrets else frozenset()
         self._role = role
         self._handshake = Handshake(role.load, role.memory_bytes, pack(role.functions)).pack()
         self._log_dir = log_dir
-        self._tell = tell
+        self._notes = notes or NoNotes()
         self._processes: list[CodeProcess | None] = [None] * num_processes
         self._starting = [asyncio.Lock() for _ in range(num_processes)]
         self._num_taken = [0] * num_processes
@@ -207,7 +209,7 @@ class CodePool:
         except BaseException:
             await child.kill()
             raise
-        return CodeProcess(child, blocked_timeout_s=role.blocked_timeout_s, tell=self._tell)
+        return CodeProcess(child, blocked_timeout_s=role.blocked_timeout_s, notes=self._notes)
 
 
 def _innermost(stacks: str) -> str:
