@@ -178,9 +178,7 @@ async def measure_loop(model: str, way: str, *, num_publishes: int) -> None:
                 EngineGroup.start(launcher, config.for_engines, log_dir=WORK))
             ((name, url),) = (await group.serve(model=folder, tokenizer=folder, version=-1)).urls.items()
             pool, trainers = EnginePool([EngineClient(name, url, http.session, api_key=group.key)]), Trainers(ranks, config.for_ranks)
-            channel = Channel(
-                config.weights_dir, keep=2, canary=CANARY, write=trainers.write_weights, incarnation="a",
-                whole_every=config.weights.whole_every_versions, num_receivers=lambda: int(way == "collective"))
+            channel = Channel(config.weights_dir, config.weights, canary=CANARY, incarnation="a", writer=trainers)
             async with WeightsPublisher(pool, channel, config.weights, judge=ProofJudge.of(0.0, "bfloat16")) as publisher:
                 for version in range(2 * num_publishes + 2):
                     await trainers.train_step(train_batch(MODELS[model][1], seed=version))

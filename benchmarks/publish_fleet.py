@@ -99,7 +99,7 @@ class PacedStandIn(StandIn):
 class Written:
     """A channel whose versions are there already."""
 
-    async def write(self, version: int) -> Manifest:
+    async def write(self, version: int, *, num_receivers: int = 0) -> Manifest:  # noqa: ARG002
         return Manifest(version, f"v{version}", f"of {version}", CANARY, LOGPROBS)
 
     async def rewrite(self, manifest: Manifest) -> Manifest | None:  # noqa: ARG002

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from offbeat.controller.parts import SingleProcess
-from offbeat.controller.reference import Reference, open_reference
+from offbeat.controller.reference import Reference, ReferenceFile, open_reference
 from offbeat.errors import ConfigError
 
 ROWS = [[(np.arange(4, dtype=np.int32), np.array([False, False, True, True]))], [], [
@@ -28,8 +28,7 @@ class Scorer:
 
 def play(path: Path, scorer: Scorer, *, key: str = "a", resumes: bool = False, draws: bool = True, rows: list = ROWS) -> Reference:
     return asyncio.run(open_reference(
-        path, key=key, rows=rows.__getitem__, num_rows=len(rows), chunk=2, score=scorer, peers=SingleProcess(), draws=draws,
-        resumes=lambda: resumes))
+        ReferenceFile(path, key, resumes), rows, chunk=2, score=scorer, peers=SingleProcess(), draws=draws))
 
 
 def values(reference: Reference) -> list[list[float]]:

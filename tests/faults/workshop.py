@@ -32,6 +32,7 @@ from offbeat.runs.rollouts import EngineRollouts, open_user_code
 from offbeat.runs.run import RunResult, SupervisedResult, run_training
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.record import RunRecord
+from offbeat.types import Version
 from offbeat.weights.protocol import Manifest
 from offbeat.workers.worker import make_launcher
 from small_run import SmallRun, small_config
@@ -116,16 +117,21 @@ class Workshop:
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                     self._loop.remove_signal_handler(number)
 
+    async def write_weights(self, *args: Any, **kwargs: Any) -> Manifest:
+        """See `VersionWriter.write_weights`."""
+        manifest = await self._trainers.write_weights(*args, **kwargs)
+        self._published.append(manifest.fingerprint)
+        return manifest
+
+    def holds(self, _version: Version) -> bool:
+        """See `VersionWriter.holds`."""
+        return False
+
     @asynccontextmanager
     async def _open_session(self, config: Config, _place: RankInfo, inputs: RunInputs, record: RunRecord) -> AsyncIterator[RunParts]:
-        async def write(*args: Any, **kwargs: Any) -> Manifest:
-            manifest = await self._trainers.write_weights(*args, **kwargs)
-            self._published.append(manifest.fingerprint)
-            return manifest
-
         async with AsyncExitStack() as stack:
             fleet = await open_fleet(stack, self._engines, self._addresses, config.for_engines, record, model=inputs.model)
-            policy = await open_policy(stack, fleet, inputs, config, write=write)
+            policy = await open_policy(stack, fleet, inputs, config, writer=self)
             own = _code(config) != self._code
             user_code = await open_user_code(stack, inputs, config, record, launcher=self._launcher) if own else self._user_code
             source = EngineRollouts(config, record, inputs, policy.generate, user_code)

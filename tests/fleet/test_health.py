@@ -236,7 +236,7 @@ class Channel:
         self._folder = folder
         self._reference = reference
 
-    async def write(self, version: int) -> Manifest:
+    async def write(self, version: int, *, num_receivers: int = 0) -> Manifest:
         async with EngineSession() as http:
             proof = await EngineClient("reference", self._reference, http.session).prove(CANARY, timeout_s=20)
         assert proof.fingerprint is not None

@@ -67,7 +67,7 @@ class Engine:
 class OneVersion:
     """A channel that writes nothing, and gives the one manifest."""
 
-    async def write(self, version: int) -> Manifest:
+    async def write(self, version: int, *, num_receivers: int = 0) -> Manifest:
         assert version == MANIFEST.version
         return MANIFEST
 
@@ -151,7 +151,7 @@ def test_an_engine_that_heals_during_a_publish_ends_at_the_new_version(gone: boo
     older, newer = replace(MANIFEST, version=4), MANIFEST
 
     class Versions(OneVersion):
-        async def write(self, version: int) -> Manifest:
+        async def write(self, version: int, *, num_receivers: int = 0) -> Manifest:
             await asyncio.sleep(0.05)
             return {4: older, 5: newer}[version]
 
@@ -243,7 +243,7 @@ class Numbered(OneVersion):
     def __init__(self) -> None:
         self.served: list[int] = []
 
-    async def write(self, version: int) -> Manifest:
+    async def write(self, version: int, *, num_receivers: int = 0) -> Manifest:
         return replace(MANIFEST, version=version, fingerprint=f"of {version}", folder=f"v{version}")
 
     def prune(self, served: int) -> None:
@@ -528,7 +528,9 @@ class Stage:
         self.served: list[PublishReport] = []
         self.released: list[PublishReport | None] = []
 
-    async def write(self, version: int, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "") -> Manifest:
+    async def write_weights(
+        self, version: int, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "",
+    ) -> Manifest:
         generator = torch.Generator().manual_seed(version)
         pair = (torch.randn(4, 32, generator=generator), torch.randn(32, 4, generator=generator))
         adapter = Adapter(4, 0.1, {"model.layers.0.self_attn.o_proj": pair})
@@ -537,6 +539,9 @@ class Stage:
         _, logprobs = self.server._engine.score(list(canary), adapter=f"probe@{version}")
         gap = 0.5 if version == BAD else 0.0
         return Manifest(version, str(folder), adapter.fingerprint(), canary, tuple(logprob + gap for logprob in logprobs))
+
+    def holds(self, version: int) -> bool:
+        return False
 
     async def release(self, report: PublishReport | None) -> None:
         self.released.append(report)
@@ -548,7 +553,7 @@ class Stage:
                 client.gate = asyncio.Event()
                 pool = EnginePool([client])
                 async with AdapterCache(pool, capacity=8, judge=ProofJudge(tolerance=1e-3), timeout_s=60) as cache:
-                    channel = Channel(self.folder, keep=2, canary=CANARY, write=self.write, incarnation="3fa9c1")
+                    channel = Channel(self.folder, WeightsConfig(), canary=CANARY, incarnation="3fa9c1", writer=self)
                     dispatcher = Dispatcher(pool, request_timeout_s=60, adapters=cache)
                     adapters = AdapterPublisher(pool, cache)
                     async with PolicyPublisher(adapters, channel, adapter=POLICY, release=self.release) as publisher:

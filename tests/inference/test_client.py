@@ -104,7 +104,7 @@ class Channel:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
 
-    async def write(self, version: int) -> Manifest:
+    async def write(self, version: int, *, num_receivers: int = 0) -> Manifest:
         assert version == self._manifest.version
         return self._manifest
 

@@ -8,14 +8,16 @@ import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from heard import Heard
+from heard import Heard, TakenNotes
 from offbeat.aio import both
 from offbeat.config.root import Config
+from offbeat.config.weights import WeightsConfig
 from offbeat.errors import EngineError, StorageError
 from offbeat.fleet.engine_group import EngineGroup
 from offbeat.fleet.pool import EnginePool
@@ -37,29 +39,39 @@ CANARY = (13, 14, 15, 5)
 
 
 def channel(
-    directory: Path, *, keep: int = 2, incarnation: str = "a", held: Version | None = None, notes: list[str] | None = None,
-    num_receivers: Callable[[], int] = lambda: 0, whole_every: int = 1, large: frozenset[int] = frozenset(),
+    directory: Path, *, keep: int = 2, incarnation: str = "a", held: Version | None = None, notes: TakenNotes | None = None,
+    way: str = "disk", whole_every: int = 1, large: frozenset[int] = frozenset(),
 ) -> Channel:
-    """`large` versions are written whole, because their changes are not smaller."""
-    async def write(version: int, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "") -> Manifest:
+    config = WeightsConfig(channel=way, keep=keep, whole_every_versions=whole_every)
+    return Channel(directory, config, canary=(1, 2), incarnation=incarnation, writer=Writer(held, large), notes=notes)
+
+
+@dataclass
+class Writer:
+    """Writes small files: `large` versions whole, because their changes are not smaller."""
+
+    held: Version | None = None
+    large: frozenset[int] = frozenset()
+
+    async def write_weights(
+        self, version: int, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "",
+    ) -> Manifest:
         if num_receivers:
             return Manifest(version, str(folder), "f", canary, (-1.0,), f"host:{num_receivers}", base=base)
         folder.mkdir(parents=True)
         (folder / "weights").write_text(f"new {version}")
-        return Manifest(version, str(folder), "f", canary, (-1.0,), base="" if version in large else base)
+        return Manifest(version, str(folder), "f", canary, (-1.0,), base="" if version in self.large else base)
 
-    said = [] if notes is None else notes
-    return Channel(
-        directory, keep=keep, canary=(1, 2), write=write, incarnation=incarnation, num_receivers=num_receivers,
-        holds=lambda version: version == held, on_rewrite=said.append, whole_every=whole_every, note=said.append)
+    def holds(self, version: int) -> bool:
+        return version == self.held
 
 
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def publish(to: Channel, version: int) -> Manifest:
-    manifest = asyncio.run(to.write(version))
+def publish(to: Channel, version: int, *, num_receivers: int = 0) -> Manifest:
+    manifest = asyncio.run(to.write(version, num_receivers=num_receivers))
     to.prune(version)
     return manifest
 
@@ -82,14 +94,14 @@ def test_versions_stay_as_long_as_an_engine_may_be_reading_them(tmp_path: Path) 
 
 
 def test_a_folder_that_cannot_be_removed_is_noted_once_and_removed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    notes: list[str] = []
+    notes = TakenNotes()
     disk = channel(tmp_path, keep=1, notes=notes)
     with monkeypatch.context() as patched:
         patched.setattr("shutil.rmtree", busy)
         for version in range(3):
             publish(disk, version)
         assert names(tmp_path) == ["v00000000-a", "v00000001-a", "v00000002-a"]
-        assert notes == [f"{tmp_path}/v0000000{version}-a cannot be removed: Directory not empty" for version in (0, 1)]
+        assert notes.texts == [f"{tmp_path}/v0000000{version}-a cannot be removed: Directory not empty" for version in (0, 1)]
         with pytest.raises(StorageError, match="cannot be written, since what is there cannot be removed"):
             publish(disk, 2)
     publish(disk, 3)
@@ -122,7 +134,7 @@ def test_a_resumed_run_publishes_under_names_that_were_never_used_and_removes_wh
 
 
 def test_a_version_that_is_damaged_on_disk_is_written_again_while_the_trainer_has_it(tmp_path: Path) -> None:
-    notes: list[str] = []
+    notes = TakenNotes()
     for held, expected in ((5, "new 5"), (6, "")):
         disk = channel(tmp_path / str(held), held=held, notes=notes)
         manifest = publish(disk, 5)
@@ -132,7 +144,7 @@ def test_a_version_that_is_damaged_on_disk_is_written_again_while_the_trainer_ha
         again = asyncio.run(disk.rewrite(manifest))
         assert weights.read_text() == expected
         assert again == (manifest if expected else None)
-    assert notes == ["v00000005-a is not on disk as it was written, and is written again"]
+    assert notes.texts == ["v00000005-a is not on disk as it was written, and is written again"]
 
 
 def test_changes_are_written_between_whole_versions_and_folders_stay_while_one_builds_on_them(tmp_path: Path) -> None:
@@ -147,13 +159,13 @@ def test_changes_are_written_between_whole_versions_and_folders_stay_while_one_b
 
 @pytest.mark.parametrize("whole_every", [1, 9])
 def test_a_version_that_is_being_written_takes_the_place_of_none_that_engines_read(tmp_path: Path, whole_every: int) -> None:
-    async def write(version: int, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "") -> Manifest:
-        folder.mkdir(parents=True)
-        (folder / "weights").touch()
-        disk.prune(version - 1)  # as the publish of an earlier version does when it ends meanwhile
-        return Manifest(version, str(folder), "f", canary, (-1.0,), base=base)
+    class Pruned(Writer):
+        async def write_weights(self, version: int, folder: Path, **options: Any) -> Manifest:
+            manifest = await super().write_weights(version, folder, **options)
+            disk.prune(version - 1)  # as the publish of an earlier version does when it ends meanwhile
+            return manifest
 
-    disk = Channel(tmp_path, keep=1, canary=(1, 2), write=write, incarnation="a", whole_every=whole_every)
+    disk = Channel(tmp_path, WeightsConfig(keep=1, whole_every_versions=whole_every), canary=(1, 2), incarnation="a", writer=Pruned())
     for version in (1, 2, 3):
         asyncio.run(disk.write(version))
         assert f"v{max(version - 1, 1):08d}-a" in names(tmp_path)
@@ -162,7 +174,7 @@ def test_a_version_that_is_being_written_takes_the_place_of_none_that_engines_re
 
 
 def test_a_version_is_written_whole_if_what_it_would_build_on_is_damaged(tmp_path: Path) -> None:
-    notes: list[str] = []
+    notes = TakenNotes()
     disk = channel(tmp_path, whole_every=9, held=4, notes=notes)
     folders = [Path(publish(disk, version).folder) for version in (1, 2)]
     (folders[0] / "weights").write_text("")
@@ -172,7 +184,7 @@ def test_a_version_is_written_whole_if_what_it_would_build_on_is_damaged(tmp_pat
     (Path(fourth.base) / "weights").unlink()
     again = asyncio.run(disk.rewrite(fourth))
     assert again is not None and (again.base, again.folder) == ("", fourth.folder)
-    assert notes == ["v00000004-a is not on disk as it was written, and is written again"]
+    assert notes.texts == ["v00000004-a is not on disk as it was written, and is written again"]
 
 
 def test_what_a_version_was_built_on_goes_when_it_was_written_again_whole(tmp_path: Path) -> None:
@@ -205,10 +217,8 @@ def test_other_files_beside_the_versions_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_broadcast_is_for_as_many_engines_as_are_healthy_and_a_folder_where_none_is(tmp_path: Path) -> None:
-    healthy = [3]
-    collective = channel(tmp_path, keep=1, num_receivers=lambda: healthy[0])
-    assert asyncio.run(collective.write(0)).broadcast == "host:3"
-    healthy[0] = 0
+    collective = channel(tmp_path, keep=1, way="collective")
+    assert asyncio.run(collective.write(0, num_receivers=3)).broadcast == "host:3"
     assert asyncio.run(collective.write(1)).broadcast == ""
     asyncio.run(collective.write(2))
     collective.prune(2)
@@ -216,9 +226,9 @@ def test_a_broadcast_is_for_as_many_engines_as_are_healthy_and_a_folder_where_no
 
 
 def test_changes_are_offered_to_whoever_has_the_version_before_but_written_only_onto_folders(tmp_path: Path) -> None:
-    healthy = iter([1, 1, 0, 0, 1, 1, 0])
-    collective = channel(tmp_path, keep=9, num_receivers=lambda: next(healthy), whole_every=3)
-    bases = [Path(publish(collective, version).base).name for version in range(7)]
+    collective = channel(tmp_path, keep=9, way="collective", whole_every=3)
+    bases = [
+        Path(publish(collective, version, num_receivers=healthy).base).name for version, healthy in enumerate([1, 1, 0, 0, 1, 1, 0])]
     assert bases == ["", "v00000000-a", "", "v00000002-a", "v00000003-a", "", ""]
     assert names(tmp_path) == ["v00000002-a", "v00000003-a", "v00000006-a"]
 
@@ -238,13 +248,12 @@ async def cast(root: Path, config: Config, model: str) -> AsyncIterator[tuple[Tr
 @pytest.mark.drill
 def test_an_engine_that_heals_finds_a_damaged_version_whole_again(tmp_path: Path, model_dir: str) -> None:
     config = small_config(tmp_path, model_dir)
-    notes: list[str] = []
+    notes = TakenNotes()
 
     async def main() -> None:
         async with cast(tmp_path, config, model_dir) as (trainers, clients, _):
             disk = Channel(
-                config.weights_dir, keep=2, canary=CANARY, write=trainers.write_weights, incarnation="a", holds=trainers.holds,
-                on_rewrite=notes.append)
+                config.weights_dir, config.weights, canary=CANARY, incarnation="a", writer=trainers, notes=notes)
             publisher = WeightsPublisher(EnginePool([], min_engines=0), disk, config.weights, judge=ProofJudge(tolerance=1e-3))
             (engine,) = clients.values()  # out of service, until it is brought back
 
@@ -263,7 +272,7 @@ def test_an_engine_that_heals_finds_a_damaged_version_whole_again(tmp_path: Path
                 await publisher.bring(engine)
 
     asyncio.run(main())
-    assert notes == [f"v0000000{version}-a is not on disk as it was written, and is written again" for version in (0, 1)]
+    assert notes.texts == [f"v0000000{version}-a is not on disk as it was written, and is written again" for version in (0, 1)]
 
 
 @pytest.mark.drill
@@ -271,19 +280,18 @@ def test_an_engine_that_heals_finds_a_damaged_version_whole_again(tmp_path: Path
 def test_an_engine_takes_changes_of_what_it_serves_and_one_that_was_away_all_of_it(tmp_path: Path, model_dir: str, way: str) -> None:
     config = small_config(
         tmp_path, model_dir, inference__num_engines="2", model__dtype="bfloat16", weights__whole_every_versions="4", weights__channel=way,
-        train__optimizer__lr="1e-6")
+        weights__keep="1", train__optimizer__lr="1e-6")
 
     async def main() -> None:
         async with cast(tmp_path, config, model_dir) as (trainers, clients, _):
             written: list[Manifest] = []
 
-            async def write(version: int, folder: Path, **options: Any) -> Manifest:
-                written.append(await trainers.write_weights(version, folder, **options))
-                return written[-1]
+            class Kept(Writer):
+                async def write_weights(self, version: int, folder: Path, **options: Any) -> Manifest:
+                    written.append(await trainers.write_weights(version, folder, **options))
+                    return written[-1]
 
-            disk = Channel(
-                config.weights_dir, keep=1, canary=CANARY, write=write, incarnation="a", whole_every=config.weights.whole_every_versions,
-                num_receivers=lambda: int(way == "collective"))
+            disk = Channel(config.weights_dir, config.weights, canary=CANARY, incarnation="a", writer=Kept())
             steady, away = clients.values()
             async with WeightsPublisher(EnginePool([steady]), disk, config.weights, judge=ProofJudge(tolerance=0.5)) as publisher:
                 for version in range(6):
@@ -319,9 +327,8 @@ def test_engines_receive_what_they_would_read_and_one_that_dies_meanwhile_takes_
 
             async def publish(version: int) -> PublishReport:
                 """Even versions in folders, odd ones by broadcast."""
-                to = Channel(
-                    config.weights_dir, keep=2, canary=CANARY, write=trainers.write_weights, incarnation="a",
-                    num_receivers=lambda: len(clients) * (version % 2))
+                settings = config.weights.model_copy(update={"channel": ("disk", "collective")[version % 2]})
+                to = Channel(config.weights_dir, settings, canary=CANARY, incarnation="a", writer=trainers)
                 reports: list[PublishReport] = []
                 async with WeightsPublisher(pool, to, config.weights, judge=ProofJudge(tolerance=1e-3)) as publisher:
                     await publisher.publish(version, on_served=reports.append)

@@ -1,6 +1,6 @@
 """Preference training, `offbeat dpo`: the lesson in which chosen answers are to become likelier than rejected ones."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,13 +12,13 @@ from offbeat.config.root import TRAINING_KINDS, Config
 from offbeat.controller.checkpoints import index_of
 from offbeat.controller.inputs import RunInputs, read_pair_inputs
 from offbeat.controller.parts import RunParts
-from offbeat.controller.reference import Reference, open_reference
+from offbeat.controller.reference import Reference, ReferenceFile, RowsToScore, open_reference
 from offbeat.controller.state import RunState
 from offbeat.controller.supervised import Lesson
 from offbeat.data.batch import Batch
 from offbeat.data.dataset import Dataset
 from offbeat.data.identity import digest_of
-from offbeat.data.pairs import EncodedPair, Preference
+from offbeat.data.pairs import EncodedPair, PairEncoder, Preference
 from offbeat.data.stream import PromptStream
 from offbeat.data.supervised import Sequence as Encoded
 
@@ -42,7 +42,9 @@ class PreferenceLesson(Lesson):
         self._loss = preference_loss(config.preference)
         self._refers = OBJECTIVES[self._loss.name].refers
         single = OBJECTIVES[self._loss.name].takes_labels
-        self._others = _derangement(pairs.train.num_rows or 0, seed=config.run.seed) if single else None
+        others = _derangement(pairs.train.num_rows or 0, seed=config.run.seed) if single else None
+        self._mismatches = single
+        self._rows = _TrainRows(pairs.train, pairs.encoder, others)
         self._reference = self._heldout_reference = Reference(np.zeros(0, np.float32), np.zeros(1, np.int64))
         self._heldout_rows = pairs.heldout
         count = min(config.evaluate.num_prompts, pairs.heldout.num_rows or 0)
@@ -58,16 +60,15 @@ class PreferenceLesson(Lesson):
         """Compute the reference's log-probabilities, unless an earlier start has."""
         if self._refers:
             index = index_of(self._parts.record.run_dir, self.kind.checkpoints)
-            self._reference = await self._open(
-                "train", self.dataset, self._sequences, self.dataset.num_rows or 0, resumes=lambda: index.newest() is not None)
+            self._reference = await self._open("train", self.dataset, self._rows, resumes=index.newest() is not None)
             self._heldout_reference = await self._open(
-                "heldout", self._heldout_rows, lambda at: self._heldout[at].sequences, len(self._heldout), resumes=lambda: False)
+                "heldout", self._heldout_rows, [pair.sequences for pair in self._heldout], resumes=False)
 
     async def batch(self, stream: PromptStream[Preference]) -> Batch:
         """See `Lesson.batch`."""
         drawn = self._encoder.draw(stream, self._settings.batch_size) if self._parts.source.draws else []
         loss, pairs = self._loss, [pair for _, pair in drawn]
-        if self._others is not None:
+        if self._mismatches:
             loss = replace(loss, constants={**loss.constants, "z": await self._divergence([index for index, _ in drawn])})
         if not self._refers:
             return pair_batch(pairs, loss)
@@ -93,20 +94,17 @@ class PreferenceLesson(Lesson):
 
             return await parts.peers.lead("evaluate_pairs", compare, PairEvaluation)
 
-    async def _open(
-        self, name: str, dataset: Dataset[Preference], rows: Callable[[int], Sequence[Encoded]], num_rows: int, *,
-        resumes: Callable[[], bool],
-    ) -> Reference:
+    async def _open(self, name: str, dataset: Dataset[Preference], rows: RowsToScore, *, resumes: bool) -> Reference:
         parts, encoder = self._parts, self._encoder
         data, identity, hf = parts.config.data, parts.inputs.identity, encoder.tokenizer.hf
         limits = [encoder.context, encoder.max_row_tokens, encoder.share_prefix] if encoder.too_long == "drop" else []
-        others = [parts.config.run.seed] if self._others is not None else []
+        others = [parts.config.run.seed] if self._mismatches else []
         key = digest_of([
-            dataset.digest, num_rows, identity.model, identity.tokenizer, str(hf.chat_template), data.chat_template, data.system_prompt,
+            dataset.digest, len(rows), identity.model, identity.tokenizer, str(hf.chat_template), data.chat_template, data.system_prompt,
             data.chat_template_kwargs, limits, others])
+        file = ReferenceFile(parts.config.run_dir / "reference" / f"{name}.safetensors", key, resumes)
         return await open_reference(
-            parts.config.run_dir / "reference" / f"{name}.safetensors", key=key, rows=rows, num_rows=num_rows,
-            chunk=self._settings.batch_size, score=self._score, peers=parts.peers, draws=parts.source.draws, resumes=resumes)
+            file, rows, chunk=self._settings.batch_size, score=self._score, peers=parts.peers, draws=parts.source.draws)
 
     async def _score(self, sequences: Sequence[Encoded]) -> np.ndarray:
         """Return the log-probabilities, [M] float32, of all answer tokens under the present weights; collective."""
@@ -114,7 +112,7 @@ class PreferenceLesson(Lesson):
 
     async def _divergence(self, indices: Sequence[int]) -> float:
         """Estimate how far the policy is from the reference, at least 0, by answers that belong to other prompts."""
-        mismatched = [self._mismatched(index) for index in indices]
+        mismatched = [self._rows.mismatched(index) for index in indices]
         logprobs = await self._score([sequence for sequences in mismatched for sequence in sequences])
         # In a row of the reference, the mismatched answer comes after the row's own.
         counts = [_num_targets(sequences) for sequences in mismatched]
@@ -123,16 +121,28 @@ class PreferenceLesson(Lesson):
         values = answer_values(lengths, logprobs, reference, loss=self._loss.name)
         return max(float(values.mean()), 0.0) if lengths else 0.0
 
-    def _sequences(self, index: int) -> list[Encoded]:
-        """Return the sequences of a row that the reference scores; none of a row that is dropped."""
-        pair = self._encoder.encode(self.dataset.row(index), name=f"row {index}")
-        return [] if pair is None else [*pair.sequences, *self._mismatched(index)]
 
-    def _mismatched(self, index: int) -> list[Encoded]:
+class _TrainRows:
+    """Sequences of each training row that the reference scores: the row's own and, where there are `others`, the mismatched one."""
+
+    def __init__(self, dataset: Dataset[Preference], encoder: PairEncoder, others: np.ndarray | None) -> None:
+        """`others` are [N] int64: the row whose answer goes with each row's prompt; see `_derangement`."""
+        self._dataset = dataset
+        self._encoder = encoder
+        self._others = others
+
+    def __len__(self) -> int:
+        return self._dataset.num_rows or 0
+
+    def __getitem__(self, index: int, /) -> list[Encoded]:
+        pair = self._encoder.encode(self._dataset.row(index), name=f"row {index}")
+        return [] if pair is None else [*pair.sequences, *self.mismatched(index)]
+
+    def mismatched(self, index: int) -> list[Encoded]:
         """Return a row's prompt with the answer of another row; nothing if it is too long, or a text and a chat do not go together."""
         if self._others is None:
             return []
-        row, other = self.dataset.row(index), self.dataset.row(int(self._others[index]))
+        row, other = self._dataset.row(index), self._dataset.row(int(self._others[index]))
         if isinstance(row.prompt, str) != isinstance(other.prompt, str):
             return []
         single = Preference(row.prompt, other.answers[:1], other.liked[:1], tools=row.tools)

@@ -4,7 +4,9 @@ One file of a data set, `reference/NAME.safetensors`, holds arrays and a digest 
 """
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -35,65 +37,90 @@ class Reference:
         return self._logprobs[self._offsets[index] : self._offsets[index + 1]]
 
 
+class RowsToScore(Protocol):
+    """The sequences of each row of a data set, made when they are asked for, such as a list; none of a row that is dropped."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Sequence[Encoded]: ...
+
+
+@dataclass(frozen=True)
+class ReferenceFile:
+    """Where a data set's reference is kept for later starts of the run.
+
+    Attributes:
+        key: digest of everything that the log-probabilities depend on.
+        resumes: whether the run goes on from a checkpoint that was trained with the file.
+    """
+
+    path: Path
+    key: str
+    resumes: bool
+
+    def read_reference(self, *, num_rows: int) -> Reference | None:
+        """Return the reference in the file; None if it has to be computed.
+
+        Raises:
+            ConfigError: the run resumes, and the file is of other data or cannot be read.
+        """
+        if not self.path.exists():
+            return None
+        try:
+            with safe_open(self.path, framework="np") as file:
+                kept = (file.metadata() or {}).get("key")
+                reference = Reference(file.get_tensor("logprobs"), file.get_tensor("offsets"))
+        except (OSError, SafetensorError) as exc:
+            if self.resumes:
+                raise ConfigError(
+                    f"{str(self.path)!r} cannot be read ({exc}); delete it, and it is computed again from the initial weights") from exc
+            return None
+        if kept == self.key and reference.num_rows == num_rows:
+            return reference
+        if self.resumes:
+            raise ConfigError(
+                f"the reference log-probabilities in {str(self.path)!r} are of other preferences: the data, the model, the tokenizer's chat"
+                " template or what is too long has changed since the run began; restore it, or start over with another run.name")
+        return None
+
+    def write_arrays(self, arrays: dict[str, np.ndarray]) -> None:
+        """Write the file, whole or not at all; `arrays` are the arguments of `Reference` by name."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_suffix(".tmp")
+        save_file(arrays, part, metadata={"key": self.key})
+        part.replace(self.path)
+
+
 async def open_reference(
-    path: Path, *, key: str, rows: Callable[[int], Sequence[Encoded]], num_rows: int, chunk: int, score: Score, peers: LoopPeers,
-    draws: bool, resumes: Callable[[], bool],
+    file: ReferenceFile, rows: RowsToScore, *, chunk: int, score: Score, peers: LoopPeers, draws: bool,
 ) -> Reference:
     """Read the reference of an earlier start, or compute it now; every rank calls it, before the initial weights change.
 
     Args:
-        key: digest of everything that the log-probabilities depend on.
-        rows: gives the sequences of a row; none of a row that is dropped.
         chunk: number of rows that are scored in one call.
         draws: whether this process draws data, and so needs the result.
-        resumes: returns whether the run goes on from a checkpoint that was trained with the file; called where the file is.
 
     Raises:
-        ConfigError: the run resumes, and the file is of other data or cannot be read.
+        ConfigError: as `ReferenceFile.read_reference`.
     """
     nothing = Reference(np.zeros(0, np.float32), np.zeros(1, np.int64))
-    found: list[Reference] = []
+    found: list[Reference | None] = []
 
     async def look() -> bool:
-        found.extend(_read(path, key, num_rows=num_rows, resumes=resumes()))
-        return bool(found)
+        found.append(file.read_reference(num_rows=len(rows)))
+        return found[0] is not None
 
     if await peers.lead("reference_found", look, bool):
-        return found[0] if found else nothing
+        return found[0] if found and found[0] is not None else nothing
     parts, counts = [np.zeros(0, np.float32)], [0]
-    for start in range(0, num_rows, chunk):
-        of_rows = [rows(index) for index in range(start, min(start + chunk, num_rows))] if draws else []
+    for start in range(0, len(rows), chunk):
+        of_rows = [rows[index] for index in range(start, min(start + chunk, len(rows)))] if draws else []
         parts.append(await score([sequence for sequences in of_rows for sequence in sequences]))
         counts += [sum(int(mask.sum()) for _, mask in sequences) for sequences in of_rows]
     arrays = {"logprobs": np.concatenate(parts), "offsets": np.cumsum(counts, dtype=np.int64)}
 
     async def write() -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".tmp")
-        save_file(arrays, part, metadata={"key": key})
-        part.replace(path)
+        file.write_arrays(arrays)
 
     await peers.lead("reference_written", write, None)
     return Reference(**arrays) if draws else nothing
-
-
-def _read(path: Path, key: str, *, num_rows: int, resumes: bool) -> list[Reference]:
-    """Return the reference in a file; an empty list if it has to be computed."""
-    if not path.exists():
-        return []
-    try:
-        with safe_open(path, framework="np") as file:
-            kept = (file.metadata() or {}).get("key")
-            reference = Reference(file.get_tensor("logprobs"), file.get_tensor("offsets"))
-    except (OSError, SafetensorError) as exc:
-        if resumes:
-            raise ConfigError(
-                f"{str(path)!r} cannot be read ({exc}); delete it, and it is computed again from the initial weights") from exc
-        return []
-    if kept == key and reference.num_rows == num_rows:
-        return [reference]
-    if resumes:
-        raise ConfigError(
-            f"the reference log-probabilities in {str(path)!r} are of other preferences: the data, the model, the tokenizer's chat template"
-            " or what is too long has changed since the run began; restore it, or start over with another run.name")
-    return []

@@ -115,12 +115,12 @@ def _squeezed(text: str) -> str:
 def _texts(messages: Messages, tools: Tools) -> Iterator[tuple[int, str, str]]:
     found: list[tuple[int, str, str]] = []
 
-    def note(message: int, kind: str, said: str) -> str:
+    def collect(message: int, kind: str, said: str) -> str:
         if said.strip():
             found.append((message, kind, said))
         return said
 
-    _mapped(messages, tools, note)
+    _mapped(messages, tools, collect)
     return iter(found)
 
 

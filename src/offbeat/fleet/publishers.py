@@ -157,7 +157,7 @@ class WeightsPublisher(Fanouts):
         """
         start = time.monotonic()
         async with self._writing:
-            manifest = await self._channel.write(version)
+            manifest = await self._channel.write(version, num_receivers=len(self._pool.healthy))
             self.current = manifest
         written = time.monotonic()
         await self._on_written()

@@ -130,7 +130,7 @@ class Trainers:
     async def write_weights(
         self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "",
     ) -> Manifest:
-        """Write or offer the weights; see `offbeat.weights.channels.WriteVersion`. In SPMD mode only rank 0 gives a fingerprint."""
+        """Write or offer the weights; see `offbeat.weights.channels.VersionWriter`. In SPMD mode only rank 0 gives a fingerprint."""
         self._held = version
         timeout_s = self._config.weights.stage_timeout_s
         broadcast = BroadcastRequest(self._ranks.host, num_receivers, timeout_s) if num_receivers else None

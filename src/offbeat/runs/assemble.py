@@ -28,9 +28,8 @@ from offbeat.runs.rollouts import EngineRollouts, NoEngines, open_user_code
 from offbeat.runs.shared_disk import apart, note_apart, without_shared_disk
 from offbeat.runs.teacher import open_teacher
 from offbeat.telemetry.record import RunRecord
-from offbeat.types import Version
 from offbeat.weights.adapters import policy_adapter
-from offbeat.weights.channels import Channel, WriteVersion, draw_incarnation
+from offbeat.weights.channels import Channel, VersionWriter, draw_incarnation
 from offbeat.workers.worker import make_launcher
 
 
@@ -62,7 +61,7 @@ async def open_controller(config: Config, rank_info: RankInfo, inputs: RunInputs
             record.note("broadcasts", "weights are broadcast to the engines (weights.channel), because they would have to travel twice")
         fleet = await open_engines(stack, engines, config.for_engines, record, model=inputs.model, tokenizer=inputs.tokenizer_folder)
         trainers = Trainers(ranks, config.for_ranks, on_span=record.on_span)
-        policy = await open_policy(stack, fleet, inputs, config, write=trainers.write_weights, holds=trainers.holds)
+        policy = await open_policy(stack, fleet, inputs, config, writer=trainers)
         journal = open_journal(stack, config, inputs, record)
         source = EngineRollouts(config, record, inputs, policy.generate, user_code, engines=fleet.pool.clock, journal=journal)
         yield RunParts(
@@ -101,25 +100,21 @@ class Policy:
 
 
 async def open_policy(
-    stack: AsyncExitStack, fleet: Fleet, inputs: RunInputs, config: Config, *, write: WriteVersion, release: Release = release_nobody,
-    holds: Callable[[Version], bool] = lambda _version: False, waits: bool = False,
+    stack: AsyncExitStack, fleet: Fleet, inputs: RunInputs, config: Config, *, writer: VersionWriter, release: Release = release_nobody,
+    waits: bool = False,
 ) -> Policy:
     """Open the publishing of whole weights, or of the adapter of `model.lora`, under names that are new with this start.
 
     Args:
-        write: writes or offers the trainer's weights.
-        holds: whether `write` may be called again for this version, and by this process alone.
+        writer: writes or offers the trainer's weights.
         release: releases other ranks that wait for this process to publish.
         waits: whether these ranks wait until engines serve the version, because they roll out, too.
     """
     pool, lora = fleet.pool, config.model.lora.rank > 0
     directory, incarnation = config.weights_dir.resolve(), draw_incarnation()
     fleet.record.events.record("incarnation", name=incarnation)
-    broadcasts = config.weights.channel == "collective" and not lora
     channel = Channel(
-        directory, keep=config.weights.keep, canary=choose_canary(inputs, config), write=write, incarnation=incarnation,
-        num_receivers=lambda: len(pool.healthy) if broadcasts else 0, holds=holds, on_rewrite=partial(fleet.record.note, "rewritten"),
-        whole_every=config.weights.whole_every_versions, note=partial(fleet.record.note, "not_removed"))
+        directory, config.weights, canary=choose_canary(inputs, config), incarnation=incarnation, writer=writer, notes=fleet.record)
     turns, on_written = NoTurns(), wake_nobody
     if config.cluster.take_turns:
         turns = EngineTurns(

@@ -26,6 +26,7 @@ from offbeat.ranks.trainers import Trainers
 from offbeat.sync.notice import Notice
 from offbeat.sync.sync import Sync
 from offbeat.types import Version
+from offbeat.weights.protocol import Manifest
 
 T = TypeVar("T")
 
@@ -168,6 +169,23 @@ class FollowingPublisher:
 
     async def watch(self) -> None:
         """Do nothing, for the same reason; see `Publishing.watch`."""
+
+
+@dataclass(frozen=True)
+class LeadingWriter:
+    """Rank 0's trainers as `VersionWriter`: no version is written again, since the other ranks would have to take part."""
+
+    trainers: Trainers
+
+    async def write_weights(
+        self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "",
+    ) -> Manifest:
+        """See `VersionWriter.write_weights`."""
+        return await self.trainers.write_weights(version, folder, canary=canary, num_receivers=num_receivers, base=base)
+
+    def holds(self, version: Version) -> bool:  # noqa: ARG002
+        """See `VersionWriter.holds`."""
+        return False
 
 
 def make_release(pool: EnginePool, peers: RankPeers, *, timeout_s: float) -> Release:

@@ -34,7 +34,7 @@ from offbeat.runs.assemble import make_critic, open_journal, open_policy
 from offbeat.runs.rank_info import RankInfo
 from offbeat.runs.rollouts import EngineRollouts, NoEngines, UserCode, open_user_code
 from offbeat.runs.teacher import open_teacher
-from offbeat.spmd.peers import EngineNews, Followed, FollowingPublisher, RankPeers, make_release
+from offbeat.spmd.peers import EngineNews, Followed, FollowingPublisher, LeadingWriter, RankPeers, make_release
 from offbeat.spmd.ranks import HeadsLoad, OneRankLoads, OwnRank
 from offbeat.spmd.rollouts import NoRolloutSource, share_limits, share_rows
 from offbeat.sync.mesh import MeshShape, ProcessGroups, check_peers, connect_store, give_up, host_store, join, leave
@@ -146,7 +146,7 @@ async def _open(
         return parts(following(followed=followed), source, watch=followed.watch)
     (fleet,) = fleets
     policy = await open_policy(
-        stack, fleet, inputs, config, write=trainers.write_weights,
+        stack, fleet, inputs, config, writer=LeadingWriter(trainers),
         release=make_release(fleet.pool, peers, timeout_s=config.weights.stage_timeout_s), waits=not one_loads)
     source = EngineRollouts(own, record, rows, policy.generate, user_code, engines=fleet.pool.clock, journal=journal)
     if one_loads:

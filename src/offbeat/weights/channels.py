@@ -5,13 +5,13 @@
 
 import re
 import secrets
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
+from offbeat.config.weights import WeightsConfig
 from offbeat.disk import remove_tree
 from offbeat.errors import StorageError
-from offbeat.types import Version
+from offbeat.types import NoNotes, Notes, Version
 from offbeat.weights.protocol import Manifest
 
 _FOLDER = re.compile(r"v(\d{8})(?:-([0-9a-f]+))?")
@@ -22,12 +22,12 @@ def draw_incarnation() -> str:
     return secrets.token_hex(3)
 
 
-class WriteVersion(Protocol):
+class VersionWriter(Protocol):
     """The trainer's part: it makes its weights available as a version, and scores the canary under them."""
 
-    def __call__(
+    async def write_weights(
         self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "",
-    ) -> Awaitable[Manifest]:
+    ) -> Manifest:
         """Write the weights into a new folder; with receivers, offer them to that many engines by broadcast instead.
 
         An offered version's folder is written only if an engine cannot be reached otherwise.
@@ -37,6 +37,10 @@ class WriteVersion(Protocol):
             base: folder of the version written last: the changes since then may be written instead, or be offered to receivers that have
                 that version; the manifest's `base` says so.
         """
+        ...
+
+    def holds(self, version: Version) -> bool:
+        """Whether `write_weights` would still write the weights of this version, and not newer ones, if this process alone called it."""
         ...
 
 
@@ -50,32 +54,24 @@ class Channel:
     """
 
     def __init__(
-        self, directory: Path, *, keep: int, canary: tuple[int, ...], write: WriteVersion, incarnation: str,
-        num_receivers: Callable[[], int] = lambda: 0, holds: Callable[[Version], bool] = lambda _version: False,
-        on_rewrite: Callable[[str], None] = lambda _text: None, whole_every: int = 1, note: Callable[[str], None] = lambda _text: None,
+        self, directory: Path, config: WeightsConfig, *, canary: tuple[int, ...], incarnation: str, writer: VersionWriter,
+        notes: Notes | None = None,
     ) -> None:
         """Write versions below `directory`.
 
         Args:
-            keep: number of versions that stay; engines hold their own copy, so nobody needs older ones that all of them have.
+            config: the channel, versions from a whole one to the next, and the number of versions that stay; engines hold their own copy,
+                so nobody needs older ones that all of them have.
             canary: [n] token IDs that prove each version.
             incarnation: last part of the folders' names; see `draw_incarnation`.
-            num_receivers: returns how many engines are about to receive a broadcast; for 0, a folder is written.
-            holds: returns whether `write` would still write the weights of this version, and not newer ones.
-            on_rewrite: called with a sentence when a version is written again.
-            whole_every: number of versions from one that is written whole to the next.
-            note: called with a sentence when a folder that nobody needs cannot be removed.
+            notes: takes a note when a version is written again, or a folder that nobody needs cannot be removed.
         """
         self._directory = directory
         self._incarnation = incarnation
-        self._keep = keep
+        self._config = config
         self._canary = canary
-        self._write = write
-        self._num_receivers = num_receivers
-        self._holds = holds
-        self._on_rewrite = on_rewrite
-        self._whole_every = whole_every
-        self._note = note
+        self._writer = writer
+        self._notes = notes or NoNotes()
         self._left: set[Path] = set()
         self._chain: list[str] = []
         """Folders that make up the newest version: a whole one, and the changes since. Folders of broadcast versions may not exist."""
@@ -85,11 +81,14 @@ class Channel:
         self._unfinished: Path | None = None
         """A folder that is being written: it does not count among the `keep` newest, which engines may still be reading."""
 
-    async def write(self, version: Version) -> Manifest:
-        """Make the trainer's weights available as an immutable version, and return its manifest."""
-        num_receivers = self._num_receivers()
+    async def write(self, version: Version, *, num_receivers: int = 0) -> Manifest:
+        """Make the trainer's weights available as an immutable version, and return its manifest.
+
+        `num_receivers` is the number of engines that could receive a broadcast now; with 0, or without broadcasts, a folder is written.
+        """
+        num_receivers = num_receivers if self._config.channel == "collective" else 0
         # Receivers of changes have the version before, but a folder of changes is read with the folders that it builds on.
-        follows = 0 < len(self._chain) < self._whole_every and (num_receivers > 0 or self._is_intact())
+        follows = 0 < len(self._chain) < self._config.whole_every_versions and (num_receivers > 0 or self._is_intact())
         return await self._make(version, num_receivers=num_receivers, base=self._chain[-1] if follows else "")
 
     async def rewrite(self, manifest: Manifest) -> Manifest | None:
@@ -98,9 +97,9 @@ class Channel:
         Returns:
             The new manifest; None if all is as it was written, or the trainer has other weights by now.
         """
-        if manifest.broadcast or not self._holds(manifest.version) or self._is_intact():
+        if manifest.broadcast or not self._writer.holds(manifest.version) or self._is_intact():
             return None
-        self._on_rewrite(f"{Path(manifest.folder).name} is not on disk as it was written, and is written again")
+        self._notes.note("rewritten", f"{Path(manifest.folder).name} is not on disk as it was written, and is written again")
         return await self._make(manifest.version)
 
     def prune(self, served: Version) -> None:
@@ -111,7 +110,7 @@ class Channel:
         """
         versions = {str(folder): version for version, _, folder in self._folders() if folder != self._unfinished}
         folders = list(versions)
-        kept = {*folders[-self._keep :], *(folder for folder, version in versions.items() if version > served)}
+        kept = {*folders[-self._config.keep :], *(folder for folder, version in versions.items() if version > served)}
         for folder in reversed(folders):
             if folder in kept:
                 kept.add(self._bases.get(folder, ""))
@@ -123,7 +122,7 @@ class Channel:
         """Remove a folder and return whether it is gone; if not, it is noted once, and tried again when the next version is served."""
         if (why := remove_tree(folder)) and folder not in self._left:
             self._left.add(folder)
-            self._note(why)
+            self._notes.note("not_removed", why)
         return not why
 
     def _is_intact(self) -> bool:
@@ -137,7 +136,7 @@ class Channel:
             if (incarnation != self._incarnation or number >= version) and not self._remove(left) and left == folder:
                 raise StorageError(f"{folder} cannot be written, since what is there cannot be removed; remove it, or set weights.dir")
         self._unfinished = folder
-        manifest = await self._write(version, folder, canary=self._canary, num_receivers=num_receivers, base=base)
+        manifest = await self._writer.write_weights(version, folder, canary=self._canary, num_receivers=num_receivers, base=base)
         self._unfinished = None
         self._chain = [*(self._chain if manifest.base else []), str(folder)]
         self._bases.pop(str(folder), None)  # it may have been changes, and is written again
