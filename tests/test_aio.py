@@ -218,11 +218,8 @@ def test_what_is_interruptible_ends_in_good_order(number: signal.Signals) -> Non
 
 
 def test_sigterm_that_comes_again_within_seconds_is_the_same_request() -> None:
-    now_s = [100.0]
-    terminations = Terminations(now_s=lambda: now_s[0])
-    asked = []
-    for now_s[0] in (100.0, 100.1, 104.9, 105.1, 109.0, 110.2):
-        asked.append(terminations.asks())
+    terminations = Terminations()
+    asked = [terminations.asks(now_s=now_s) for now_s in (100.0, 100.1, 104.9, 105.1, 109.0, 110.2)]
     assert asked == [True, False, False, True, False, True]
 
 

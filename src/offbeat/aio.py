@@ -101,13 +101,11 @@ class Terminations:
     A scheduler sends it to all processes of a job: a run gets it, and once more from the batch script or the torchrun that passes it on.
     """
 
-    def __init__(self, *, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._now_s = now_s
+    def __init__(self) -> None:
         self._last_s: float | None = None
 
-    def asks(self) -> bool:
-        """Note that a SIGTERM has come; whether it is a new request."""
-        now_s = self._now_s()
+    def asks(self, *, now_s: float) -> bool:
+        """Note that a SIGTERM has come at this time, of `time.monotonic`; whether it is a new request."""
         if self._last_s is not None and now_s - self._last_s < ONE_REQUEST_S:
             return False
         self._last_s = now_s
@@ -119,7 +117,7 @@ def listen_to_signals(loop: asyncio.AbstractEventLoop, end: End) -> None:
     terminations = Terminations()
 
     def terminate() -> None:
-        if terminations.asks():
+        if terminations.asks(now_s=time.monotonic()):
             end(ASKED_TO_STOP)
 
     loop.add_signal_handler(signal.SIGINT, end, PRESSED)

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -92,7 +93,7 @@ class Ending:
 
     def terminate(self) -> None:
         """Ask as SIGTERM does."""
-        if self._terminations.asks():
+        if self._terminations.asks(now_s=time.monotonic()):
             self.ask(ASKED_TO_STOP)
 
 

@@ -7,7 +7,7 @@ process count: a resumed run is judged anew. Called by the loop and by the rollo
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from offbeat.agents.opening import SHORT_NAMES
@@ -154,14 +154,14 @@ def _all_equal(seen: Seen) -> str:
 
 def _nearly_all_equal(seen: Seen) -> str:
     steps = seen.last(_MOST_ROWS)
-    if not steps or (share := _mean(steps, _equal_share)) < _NEARLY_ALL:
+    if not steps or (share := _mean(map(_equal_share, steps), steps)) < _NEARLY_ALL:
         return ""
     return _equal_rewards(seen, steps, f"{share:.0%} of the groups", "so there was next to nothing to learn from")
 
 
 def _mostly_differ(seen: Seen) -> bool:
     steps = seen.last(_MOST_ROWS)
-    return bool(steps) and _mean(steps, _equal_share) < _OVER
+    return bool(steps) and _mean(map(_equal_share, steps), steps) < _OVER
 
 
 def _no_reward_yet(seen: Seen) -> str:
@@ -199,7 +199,7 @@ def _causes(seen: Seen, steps: Sequence[Row]) -> str:
     if min(step["reward/mean"] for step in steps) >= RIGHT:
         return ""
     causes = []
-    if (share := _mean(steps, _truncated_share)) >= _CUT_OFF:
+    if (share := _mean(map(_truncated_share, steps), steps)) >= _CUT_OFF:
         causes.append(f"{share:.0%} of the samples were cut off at rollout.max_new_tokens = {rollout.max_new_tokens}")
     if rollout.temperature < _COLD:
         causes.append(f"rollout.temperature = {rollout.temperature:g} makes the samples of a prompt alike")
@@ -339,8 +339,8 @@ def _more_episodes(minute: WaitingMinute, config: Config) -> str:
     return f"{limit}, and {factor} as many {noun} would keep the engines busy{todo}"
 
 
-def _mean(steps: Sequence[Row], figure: Callable[[Row], float]) -> float:
-    return sum(map(figure, steps)) / len(steps)
+def _mean(shares: Iterator[float], steps: Sequence[Row]) -> float:
+    return sum(shares) / len(steps)
 
 
 _REWARDS = ("reward/mean", "reward/std")

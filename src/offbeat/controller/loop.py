@@ -38,7 +38,7 @@ with objects of its own mode behind the same names; work of the leader alone is 
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offbeat.aio import run_beside, unless
@@ -240,15 +240,16 @@ class _Training:
     async def _publish_step(self, step: LoopStep, rollouts: Rollouts, times: StepTimes) -> None:
         with times.stage("step/publish_s", "publish", version=step.next_version):
             rollouts.advance(step.next_version)
-            await self._publish(step.next_version, rollouts.serve)
+            await self._publish(step.next_version, rollouts)
 
-    async def _publish(self, version: Version, on_serving: Callable[[Version], None] = lambda _version: None) -> None:
-        """Publish a version: return when it is written. When engines serve it, record the report and call `on_serving`."""
+    async def _publish(self, version: Version, rollouts: Rollouts | None = None) -> None:
+        """Publish a version: return when it is written. When engines serve it, record the report and let `rollouts` know."""
 
         def served(report: PublishReport) -> None:
             self._state.highlights = self._state.highlights.reaching(logprob_gap=report.canary_gap)
             self._steps.published(version, report)
-            on_serving(version)
+            if rollouts is not None:
+                rollouts.serve(version)
 
         await self._parts.publisher.publish(version, on_served=served)
 
@@ -269,7 +270,7 @@ class _Training:
         """Do all that follows a step: decide whether it is the last, store its rollouts, and save and evaluate what is due."""
         state, stats = self._state, finite(done.stats)
         self._parts.journal.record(StepTrained(step.global_step, state_of(step, state.highlights, self.rescue.coefficients, stats)))
-        await state.agree(self._parts.peers, overdue=self._checkpoints.overdue)
+        await state.agree(self._parts.peers, overdue=self._checkpoints.overdue())
         await self._steps.keep_rollouts(step, done.groups, done.batch)
         if not state.stopping and evaluations.due(step.global_step):
             state.unevaluated = stats

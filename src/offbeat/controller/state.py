@@ -1,7 +1,7 @@
 """Where a run stands: which step comes next, and the controller's part of a checkpoint."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from offbeat.algorithms.coefficients import Coefficients
@@ -206,11 +206,14 @@ class RunState:
     def stopped_early(self) -> bool:
         return self.stopping and self.global_step < self.total_steps
 
-    async def agree(self, peers: LoopPeers, *, overdue: Callable[[], bool] = lambda: False) -> None:
-        """Let the leader decide for all peers whether its user wants this step to be the last, and whether a checkpoint is overdue."""
+    async def agree(self, peers: LoopPeers, *, overdue: bool = False) -> None:
+        """Let the leader decide for all peers whether its user wants this step to be the last, and whether a checkpoint is overdue.
+
+        `overdue` is this process's view, which counts if it leads.
+        """
 
         async def decide() -> Decided:
-            return Decided(stop=self.asked.is_set(), save=overdue())
+            return Decided(stop=self.asked.is_set(), save=overdue)
 
         decided = await peers.lead("stop", decide, Decided)
         self.stopping, self.saving = decided.stop, decided.save

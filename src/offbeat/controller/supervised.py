@@ -261,7 +261,7 @@ class _Teaching:
         self._trained_tokens += int(stats["train/tokens"])
         self._loss, self._is_whole = stats["train/loss"], True
         stats["step/total_s"] = time.monotonic() - start
-        await self._state.agree(parts.peers, overdue=self._checkpoints.overdue)
+        await self._state.agree(parts.peers, overdue=self._checkpoints.overdue())
         last, every = self._step == lesson.config.total_steps, lesson.config.evaluate_every_steps
         if (last or (every and self._step % every == 0)) and not self._state.stopping:
             self._unevaluated = {name: value if math.isfinite(value) else None for name, value in stats.items()}

@@ -6,7 +6,7 @@ small chats, and `Form.write` converts a chat accordingly, e.g. a system message
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from offbeat.data.chat_keys import THOUGHTS as REASONING
@@ -88,27 +88,65 @@ def find_form(render: Render, *, with_tools: bool) -> Form:
         with_tools: whether to test with tools, for which a tokenizer may have a template of its own.
     """
     given = (_NESTED,) if with_tools else ()
+    probe = _Probe(render, given)
+    user = probe.as_taken(_USER, [], [], "probe_user")
+    # Asked after the user, since a template may refuse a chat that begins with the assistant.
+    answer = probe.as_taken({"role": "assistant", "content": "probe_answer"}, [user], [], "probe_answer")
+    system = probe.as_taken({"role": "system", "content": "probe_system"}, [], [user], "probe_system", "probe_user")
+    folds = probe.shows([user], "probe_user") and not probe.shows([system, user], "probe_system")
+    flattened = _Probe(render, (_flat(_NESTED),), probe.parts)
+    flat = with_tools and not probe.shows([user], "probe_tool") and flattened.shows([user], "probe_tool")
+    taken = flattened if flat else probe
+    arguments_as_text = taken.find_arguments(user)
+    writes_calls = arguments_as_text is not None and (not with_tools or taken.shows([user], "probe_tool"))
+    reasoning = next((key for key in REASONING if probe.shows([user, {**answer, key: "probe_thought"}], "probe_thought")), "")
+    return Form(frozenset(probe.parts), folds, writes_calls, flat, bool(arguments_as_text), reasoning)
 
-    def shows(messages: Messages, *texts: str, tools: Tools = given) -> bool:
-        written = render(messages, tools)
+
+@dataclass(frozen=True)
+class _Probe:
+    """Small chats that a template renders with some tools.
+
+    Attributes:
+        parts: roles whose messages the template takes as a list of parts; grows while forms are found.
+    """
+
+    render: Render
+    tools: Tools
+    parts: set[str] = field(default_factory=set)
+
+    def shows(self, messages: Messages, *texts: str) -> bool:
+        """Whether all texts are in the rendering of a chat."""
+        written = self.render(messages, self.tools)
         return written is not None and all(text in written for text in texts)
 
-    parts: set[str] = set()
-    user = _as_taken(_USER, parts, lambda message: shows([message], "probe_user"))
-    # Asked after the user, since a template may refuse a chat that begins with the assistant.
-    _as_taken({"role": "assistant", "content": "probe_answer"}, parts, lambda message: shows([user, message], "probe_answer"))
-    system = {"role": "system", "content": "probe_system"}
-    _as_taken(system, parts, lambda message: shows([message, user], "probe_system", "probe_user"))
-    system = system if "system" not in parts else _in_parts(system)
-    folds = shows([user], "probe_user") and not shows([system, user], "probe_system")
-    flat = with_tools and not shows([user], "probe_tool") and shows([user], "probe_tool", tools=(_flat(_NESTED),))
-    tools = (_flat(_NESTED),) if flat else given
-    arguments_as_text = _find_arguments(user, parts, lambda messages, *texts: shows(messages, *texts, tools=tools))
-    writes_calls = arguments_as_text is not None and (not with_tools or shows([user], "probe_tool", tools=tools))
-    thinks = {"role": "assistant", "content": "probe_answer"}
-    thinks = thinks if "assistant" not in parts else _in_parts(thinks)
-    reasoning = next((key for key in REASONING if shows([user, {**thinks, key: "probe_thought"}], "probe_thought")), "")
-    return Form(frozenset(parts), folds, writes_calls, flat, bool(arguments_as_text), reasoning)
+    def as_taken(
+        self, message: Mapping[str, Any], before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], *texts: str,
+    ) -> Mapping[str, Any]:
+        """Return a message in the form in which the template writes these texts; its role is added to `parts` if that is a list."""
+        listed = _in_parts(message)
+        if self.shows([*before, message, *after], *texts) or not self.shows([*before, listed, *after], *texts):
+            return message
+        self.parts.add(message["role"])
+        return listed
+
+    def find_arguments(self, user: Mapping[str, Any]) -> bool | None:
+        """Whether arguments have to be JSON text; None if the template writes no calls, or no results."""
+        result = {"role": "tool", "content": "probe_result", "tool_call_id": "000000000", "name": "probe_tool"}
+        for results in (result, _in_parts(result)):
+            for as_text in (False, True):
+                text = json.dumps(_ARGUMENTS)
+                function = {"name": "probe_tool", "arguments": text if as_text else _ARGUMENTS}
+                call = {"id": "000000000", "type": "function", "function": function}
+                history = [user, {"role": "assistant", "content": "", "tool_calls": [call]}, results]
+                if not self.shows(history, "probe_tool", "probe_key", "probe_value", "probe_result"):
+                    continue
+                # An object printed as Python is no JSON, and neither is text that was quoted once more.
+                if self.shows(history, text) if as_text else not self.shows(history, "{'probe_key'"):
+                    if results is not result:
+                        self.parts.add("tool")
+                    return as_text
+        return None
 
 
 def uses_tools(messages: Messages, tools: Tools) -> bool:
@@ -128,33 +166,6 @@ def _flat(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
-
-
-def _as_taken(message: Mapping[str, Any], parts: set[str], shows: Callable[[Mapping[str, Any]], bool]) -> Mapping[str, Any]:
-    """Return a message in the form that the template writes; its role is added to `parts` if that is a list of parts."""
-    if shows(message) or not shows(listed := _in_parts(message)):
-        return message
-    parts.add(message["role"])
-    return listed
-
-
-def _find_arguments(user: Mapping[str, Any], parts: set[str], shows: Callable[..., bool]) -> bool | None:
-    """Whether arguments have to be JSON text; None if the template writes no calls, or no results."""
-    result = {"role": "tool", "content": "probe_result", "tool_call_id": "000000000", "name": "probe_tool"}
-    for results in (result, _in_parts(result)):
-        for as_text in (False, True):
-            text = json.dumps(_ARGUMENTS)
-            function = {"name": "probe_tool", "arguments": text if as_text else _ARGUMENTS}
-            call = {"id": "000000000", "type": "function", "function": function}
-            history = [user, {"role": "assistant", "content": "", "tool_calls": [call]}, results]
-            if not shows(history, "probe_tool", "probe_key", "probe_value", "probe_result"):
-                continue
-            # An object printed as Python is no JSON, and neither is text that was quoted once more.
-            if shows(history, text) if as_text else not shows(history, "{'probe_key'"):
-                if results is not result:
-                    parts.add("tool")
-                return as_text
-    return None
 
 
 def _in_words(messages: Messages, tools: Tools) -> list[Mapping[str, Any]]:

@@ -5,9 +5,9 @@ before, so a mark's position is its text's. Text is never searched for, so an an
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 from offbeat.data.forms import REASONING, Messages, Render, Tools
@@ -43,16 +43,32 @@ class Place:
     shows: bool
 
 
-def find_places(
-    text: str, render: Render, messages: Messages, tools: Tools, *, of: Callable[[int, str], bool],
-) -> list[Place]:
+@dataclass(frozen=True)
+class Wanted:
+    """Which texts of a chat are looked for.
+
+    Attributes:
+        message: index of the only message whose texts are; None for all messages and tools.
+        reasoning: whether reasoning is, too.
+    """
+
+    message: int | None = None
+    reasoning: bool = True
+
+    def includes(self, message: int, kind: str) -> bool:
+        """Whether texts of a message and kind are looked for; see `Place`."""
+        return self.message in (None, message) and (self.reasoning or kind != "reasoning")
+
+
+def find_places(text: str, render: Render, messages: Messages, tools: Tools, *, wanted: Wanted) -> list[Place]:
     """Find the texts of a chat in its rendering, in the order of the chat.
 
     Args:
         text: the rendering of messages and tools by `render`.
-        of: whether texts of a message and kind, such as "reasoning", are looked for.
     """
-    texts = [(message, kind, said) for message, kind, said in _texts(messages, tools) if of(message, kind)]
+    listed = _Listed(wanted)
+    listed.replace_all(messages, tools)
+    texts = listed.all
     used = set(text)
     # Only as many as there are texts: going through all of them takes longer than rendering.
     marks = list(islice((sign for sign in map(chr, range(*_MARKS)) if sign not in used), 2 * len(texts)))
@@ -60,21 +76,8 @@ def find_places(
         raise DataError(f"the chat has {len(texts)} texts, allowed are {len(marks) // 2}; shorten it")
 
     def attempt(chosen: Sequence[int], *, both: bool) -> dict[str, list[int]] | None:
-        counter = iter(range(len(texts)))
-        wanted = set(chosen)
-
-        def mark(message: int, kind: str, said: str) -> str:
-            if not said.strip() or not of(message, kind):
-                return said
-            number = next(counter)
-            if number not in wanted:
-                return said
-            core = said.strip()
-            at = said.index(core)
-            return f"{said[:at]}{marks[2 * number] if both else ''}{core}{marks[2 * number + 1]}{said[at + len(core):]}"
-
-        marked = render(*_mapped(messages, tools, mark))
-        return None if marked is None else _positions(marked, text, set(marks[: 2 * len(texts)]))
+        marked = render(*_Marked(wanted, marks, chosen, both=both).replace_all(messages, tools))
+        return None if marked is None else _positions(marked, text, set(marks))
 
     if (found := attempt(range(len(texts)), both=True)) is None:
         found = {}
@@ -112,66 +115,90 @@ def _squeezed(text: str) -> str:
     return "".join(text.split()).casefold()
 
 
-def _texts(messages: Messages, tools: Tools) -> Iterator[tuple[int, str, str]]:
-    found: list[tuple[int, str, str]] = []
+class _Texts:
+    """All texts of a chat and its tools, in order; `replaced` writes another in the place of each."""
 
-    def collect(message: int, kind: str, said: str) -> str:
-        if said.strip():
-            found.append((message, kind, said))
+    def replaced(self, message: int, kind: str, said: str) -> str:
+        """Return the text to write for one; see `Place` for the arguments."""
+        raise NotImplementedError
+
+    def replace_all(self, messages: Messages, tools: Tools) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the chat and its tools with another text in the place of each."""
+        return [self._message(index, message) for index, message in enumerate(messages)], [self._tool(tool) for tool in tools]
+
+    def _message(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+        found = dict(message)
+        for key in REASONING:
+            if isinstance(message.get(key), str):
+                found[key] = self.replaced(index, "reasoning", message[key])
+        content = message.get("content")
+        if isinstance(content, str):
+            found["content"] = self.replaced(index, "content", content)
+        elif isinstance(content, Sequence):
+            found["content"] = [
+                {**part, "text": self.replaced(index, "content", part["text"])}
+                if isinstance(part, Mapping) and isinstance(part.get("text"), str) else part for part in content]
+        if calls := message.get("tool_calls"):
+            found["tool_calls"] = [self._call(index, call) for call in calls]
+        return found
+
+    def _call(self, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
+        nested = isinstance(call.get("function"), Mapping)
+        function = dict(call["function"] if nested else call)
+        function["name"] = self.replaced(index, "call", function["name"])
+        if "arguments" in function:
+            function["arguments"] = self._value(index, function["arguments"])
+        return {**call, "function": function} if nested else function
+
+    def _value(self, index: int, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {self.replaced(index, "call", key): self._value(index, each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._value(index, each) for each in value]
+        return self.replaced(index, "call", value) if isinstance(value, str) else value
+
+    def _tool(self, tool: Mapping[str, Any]) -> dict[str, Any]:
+        nested = isinstance(tool.get("function"), Mapping)
+        function = dict(tool["function"] if nested else tool)
+        for key in ("name", "description"):
+            if isinstance(function.get(key), str):
+                function[key] = self.replaced(_TOOL, "tool", function[key])
+        return {**tool, "function": function} if nested else function
+
+
+class _Listed(_Texts):
+    """The texts that are looked for, as (message, kind, text)."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.all: list[tuple[int, str, str]] = []
+        self._wanted = wanted
+
+    def replaced(self, message: int, kind: str, said: str) -> str:
+        """See `_Texts.replaced`."""
+        if said.strip() and self._wanted.includes(message, kind):
+            self.all.append((message, kind, said))
         return said
 
-    _mapped(messages, tools, collect)
-    return iter(found)
 
+class _Marked(_Texts):
+    """The texts that are looked for, with a mark at the end of some of them, and at their beginning if `both`."""
 
-Change = Callable[[int, str, str], str]
+    def __init__(self, wanted: Wanted, marks: Sequence[str], chosen: Sequence[int], *, both: bool) -> None:
+        """`marks` are two for each text that is looked for; `chosen` are the numbers of those that are marked."""
+        self._wanted = wanted
+        self._marks = marks
+        self._chosen = set(chosen)
+        self._both = both
+        self._numbers = count()
 
-
-def _mapped(messages: Messages, tools: Tools, change: Change) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return a chat and its tools with `change` applied to every text."""
-    return (
-        [_message(message, lambda kind, said, i=index: change(i, kind, said)) for index, message in enumerate(messages)],
-        [_tool(tool, change) for tool in tools])
-
-
-def _message(message: Mapping[str, Any], change: Callable[[str, str], str]) -> dict[str, Any]:
-    found = dict(message)
-    for key in REASONING:
-        if isinstance(message.get(key), str):
-            found[key] = change("reasoning", message[key])
-    content = message.get("content")
-    if isinstance(content, str):
-        found["content"] = change("content", content)
-    elif isinstance(content, Sequence):
-        found["content"] = [
-            {**part, "text": change("content", part["text"])} if isinstance(part, Mapping) and isinstance(part.get("text"), str) else part
-            for part in content]
-    if calls := message.get("tool_calls"):
-        found["tool_calls"] = [_call(call, change) for call in calls]
-    return found
-
-
-def _call(call: Mapping[str, Any], change: Callable[[str, str], str]) -> dict[str, Any]:
-    nested = isinstance(call.get("function"), Mapping)
-    function = dict(call["function"] if nested else call)
-    function["name"] = change("call", function["name"])
-    if "arguments" in function:
-        function["arguments"] = _value(function["arguments"], change)
-    return {**call, "function": function} if nested else function
-
-
-def _value(value: Any, change: Callable[[str, str], str]) -> Any:
-    if isinstance(value, Mapping):
-        return {change("call", key): _value(each, change) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_value(each, change) for each in value]
-    return change("call", value) if isinstance(value, str) else value
-
-
-def _tool(tool: Mapping[str, Any], change: Change) -> dict[str, Any]:
-    nested = isinstance(tool.get("function"), Mapping)
-    function = dict(tool["function"] if nested else tool)
-    for key in ("name", "description"):
-        if isinstance(function.get(key), str):
-            function[key] = change(_TOOL, "tool", function[key])
-    return {**tool, "function": function} if nested else function
+    def replaced(self, message: int, kind: str, said: str) -> str:
+        """See `_Texts.replaced`."""
+        if not said.strip() or not self._wanted.includes(message, kind):
+            return said
+        number = next(self._numbers)
+        if number not in self._chosen:
+            return said
+        core = said.strip()
+        at = said.index(core)
+        first, last = self._marks[2 * number : 2 * number + 2]
+        return f"{said[:at]}{first if self._both else ''}{core}{last}{said[at + len(core):]}"

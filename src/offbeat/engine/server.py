@@ -166,7 +166,7 @@ class EngineServer:
         async def guarded(http: HttpRequest) -> Response:
             if (refused := refusal(http, self._options.api_key)) is not None:
                 return error_response(refused, write)
-            if foreign := self._owners.refusal(http.headers.get(HEADER, "")):
+            if foreign := self._owners.refusal(http.headers.get(HEADER, ""), now_s=time.monotonic()):
                 return error_response(Refusal(foreign, 409), write)
             with Caught() as caught:
                 return await handler(http)

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -345,7 +346,7 @@ class _Run:
         await both(server.serve(sockets=[listener]), tell_and_wait())  # a failure of either ends the other
 
     def _terminated(self, task: asyncio.Task[None]) -> None:
-        if self._terminations.asks():
+        if self._terminations.asks(now_s=time.monotonic()):
             self._interrupted(task)
 
     def _interrupted(self, task: asyncio.Task[None]) -> None:

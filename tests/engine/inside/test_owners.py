@@ -10,14 +10,14 @@ class World:
 
     def __init__(self) -> None:
         self.now_s = 100.0
-        self._owners = Owners(now_s=lambda: self.now_s)
+        self._owners = Owners()
 
     def asks(self, header: str) -> bool:
         """Whether a request is answered."""
-        return not self._owners.refusal(header)
+        return not self.why(header)
 
     def why(self, header: str) -> str:
-        return self._owners.refusal(header)
+        return self._owners.refusal(header, now_s=self.now_s)
 
 
 def test_a_run_that_publishes_whole_weights_has_the_engine_for_itself_until_it_leaves_or_is_silent() -> None:

@@ -26,9 +26,9 @@ class OwnStage:
     """Plays instances of one class."""
 
     def __init__(self, make: Callable[..., Any], *, name: str, options: Mapping[str, Any] | None = None) -> None:
-        """`make(**options)` constructs an instance for one episode."""
-        self._make = partial(make, **options) if options else make
-        self._name = name
+        """`make(**options)` constructs an instance for one episode; `name` is what messages call the class."""
+        self.make = partial(make, **options) if options else make
+        self.name = name
         self.tools: tuple[Tool, ...] = tuple(
             tool if isinstance(tool, Tool) else tool_of(tool) for tool in getattr(make, "tools", None) or ())
 
@@ -39,28 +39,27 @@ class OwnStage:
         """Share nothing."""
 
     def environment(self) -> Environment:
-        return _Own(self._make, self._name, takes_message=bool(self.tools))
+        return _Own(self)
 
 
 class _Own:
     """An instance of a user's class, whose return values are checked."""
 
-    def __init__(self, make: Callable[[], Any], name: str, *, takes_message: bool) -> None:
-        self._make = make
-        self._name = name
-        self._takes_message = takes_message
+    def __init__(self, stage: OwnStage) -> None:
+        self._stage = stage
+        self._name = stage.name
         self._instance: Any = None
         self._nothing: dict[str, float] = {}
 
     async def reset(self, row: Row, seed: int) -> View:
-        self._instance = await call(self._make)
+        self._instance = await call(self._stage.make)
         shown = await call(self._instance.reset, row, seed)
         view = shown if isinstance(shown, View) else View(self._messages(shown, "reset"))
         self._nothing[view.player] = 0.0
         return view
 
     async def step(self, answer: Message) -> View:
-        returned = await call(self._instance.step, answer if self._takes_message else answer.content)
+        returned = await call(self._instance.step, answer if self._stage.tools else answer.content)
         if isinstance(returned, View):
             self._nothing[returned.player] = 0.0
             return returned

@@ -45,11 +45,11 @@ class ToolStage:
         self, functions: Sequence[Callable[..., Any]], factory: type | None, servers: Sequence[ToolServer], *, timeout_s: float,
     ) -> None:
         """`timeout_s` is the limit of one call of a tool."""
-        self._functions = functions
-        self._factory = factory
-        self._servers = servers
-        self._timeout_s = timeout_s
-        self._methods = [] if factory is None else _public_methods(factory)
+        self.functions = functions
+        self.factory = factory
+        self.servers = servers
+        self.timeout_s = timeout_s
+        self.methods = [] if factory is None else _public_methods(factory)
         self.tools: tuple[Tool, ...] = ()
 
     async def open(self) -> None:
@@ -58,40 +58,35 @@ class ToolStage:
         Raises:
             CodeError: a tool has no schema, or two have one name.
         """
-        await asyncio.gather(*(server.open() for server in self._servers))
-        own = [tool_of(function) for function in self._functions] + [tool_of(_bound(self._factory, name)) for name in self._methods]
-        self.tools = (*own, *(tool for server in self._servers for tool in server.tools))
+        await asyncio.gather(*(server.open() for server in self.servers))
+        own = [tool_of(function) for function in self.functions] + [tool_of(_bound(self.factory, name)) for name in self.methods]
+        self.tools = (*own, *(tool for server in self.servers for tool in server.tools))
         names = [tool.name for tool in self.tools]
         if twice := next((name for name in names if names.count(name) > 1), ""):
             raise CodeError(f"two of agent.tools are named {twice!r}; a model could not tell them apart")
 
     async def close(self) -> None:
-        await asyncio.gather(*(server.close() for server in self._servers))
+        await asyncio.gather(*(server.close() for server in self.servers))
 
     def environment(self) -> Environment:
-        return _ToolEpisode(self._functions, self._factory, self._methods, self._servers, timeout_s=self._timeout_s)
+        return _ToolEpisode(self)
 
 
 class _ToolEpisode:
-    def __init__(
-        self, functions: Sequence[Callable[..., Any]], factory: type | None, methods: Sequence[str], servers: Sequence[ToolServer], *,
-        timeout_s: float,
-    ) -> None:
-        self._functions = {function.__name__: function for function in functions}
-        self._factory = factory
-        self._methods = methods
+    def __init__(self, stage: ToolStage) -> None:
+        self._stage = stage
+        self._functions = {function.__name__: function for function in stage.functions}
         self._instance: Any = None
-        self._servers = {tool.name: server for server in servers for tool in server.tools}
+        self._servers = {tool.name: server for server in stage.servers for tool in server.tools}
         self._schemas: dict[str, type[BaseModel]] = {}
-        self._timeout_s = timeout_s
         self._late: list[asyncio.Future[Any]] = []
 
     async def reset(self, row: Row, seed: int) -> View:  # noqa: ARG002 - tools begin the same
         messages = [Message("user", row.prompt)] if isinstance(row.prompt, str) else [
             _message(message) for message in row.prompt]
-        if self._factory is not None:
-            self._instance = await call(self._factory)
-            self._functions |= {name: getattr(self._instance, name) for name in self._methods}
+        if self._stage.factory is not None:
+            self._instance = await call(self._stage.factory)
+            self._functions |= {name: getattr(self._instance, name) for name in self._stage.methods}
             added = await call(self._instance.reset, **_fields(row)) if hasattr(self._instance, "reset") else None
             if isinstance(added, str) and added:
                 last = messages[-1]
@@ -123,10 +118,10 @@ class _ToolEpisode:
         result: Any = None
         try:
             with Caught(passes=(CodeError,)) as caught:  # a lost server is not the model's fault, which reads every other error of a tool
-                if not (await asyncio.wait([calling], timeout=self._timeout_s))[0]:
+                if not (await asyncio.wait([calling], timeout=self._stage.timeout_s))[0]:
                     self._late.append(calling)
                     calling.cancel()
-                    result = f"Error: it did not answer within {self._timeout_s:g} s"
+                    result = f"Error: it did not answer within {self._stage.timeout_s:g} s"
                 else:
                     result = calling.result()
         except asyncio.CancelledError:

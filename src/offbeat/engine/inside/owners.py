@@ -5,8 +5,6 @@ publish adapters share it. Others, such as a program with the OpenAI client, sen
 engine and, in vLLM's API server, by `vllm_inside`; imports nothing of `offbeat`.
 """
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 HEADER = "x-offbeat-owner"
@@ -26,18 +24,17 @@ class _User:
 class Owners:
     """The runs that use one engine."""
 
-    def __init__(self, *, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._now_s = now_s
+    def __init__(self) -> None:
         self._users: dict[str, _User] = {}
 
-    def refusal(self, header: str) -> str:
-        """Note a request; returns why it is refused, "" if it is not."""
+    def refusal(self, header: str, *, now_s: float) -> str:
+        """Note a request at a time of `time.monotonic`; returns why it is refused, "" if it is not."""
         if not header:
             return ""
         run, start, kind = read(header)
         if not run:
             return f"{HEADER} must be a run, the number of its start and exclusive, shared or leaves, got {header[:100]!r}"
-        now_s, own = self._now_s(), self._users.get(run)
+        own = self._users.get(run)
         if own is not None and start < own.start:
             return f"this engine is used by start {own.start} of the run {run}, and start {start} is an earlier one of it"
         if kind == "leaves":

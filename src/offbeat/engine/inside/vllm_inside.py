@@ -88,7 +88,7 @@ class Inside:
             self._install(scope["app"])
         elif not may_enter(scope, _KEY):
             return await refuse(scope, receive, send)
-        elif foreign := self._owners.refusal(_header(scope, HEADER)):
+        elif foreign := self._owners.refusal(_header(scope, HEADER), now_s=time.monotonic()):
             return await _error(foreign, status=409)(scope, receive, send)
         elif scope["type"] == "http" and self._broken and scope["path"] in _GENERATING:
             return await _error(self._broken, status=503)(scope, receive, send)
