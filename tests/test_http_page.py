@@ -28,7 +28,7 @@ def of(routes) -> set[tuple[str, str]]:
 
 def test_the_engines_routes_are_listed():
     server = MagicMock()
-    server._chats = Chats(MagicMock(), MagicMock(), MagicMock(), model_name="m")
+    server._chats = Chats(MagicMock(), MagicMock(), model_name="m")
     server._guarded = lambda handler, _: handler
     assert of(EngineServer._routes(server)) == listed("The embedded engine")
 

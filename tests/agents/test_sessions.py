@@ -295,7 +295,7 @@ def test_keys_of_ended_sessions_are_forgotten_at_last(monkeypatch):
 def test_a_shared_key_has_a_bounded_number_of_named_sessions(monkeypatch):
     async def body(opened: ProxySessions, session: Session, engine: Engine) -> None:
         monkeypatch.setattr(sessions, "MAX_NAMED", 2)
-        group = opened.open_group(recorder, engine)
+        group = opened.open_group(recorder(), engine)
         first = opened.find(group.key, "a")
         assert opened.find(group.key, "b") is not first and opened.find(group.key, "a") is first is group.session("a")
         for name in ("c", "", "x" * 201):

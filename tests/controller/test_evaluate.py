@@ -3,7 +3,7 @@
 import asyncio
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -28,6 +28,7 @@ from offbeat.evaluation.samples import EvaluatedSet
 from offbeat.evaluation.scores import Evaluation
 from offbeat.inference.sampling import Sampling
 from offbeat.rollout.metric import Metric
+from offbeat.rollout.outcomes import GroupListener
 from small_run import REWARDS, SmallRun
 
 METRICS = Path(__file__).parents[1] / "support" / "metrics.py"
@@ -44,13 +45,13 @@ class Rollouts:
         self.sampling = Sampling(6, temperature=1.0, top_p=0.9, stop=("\n",))
 
     async def rollout_batch(
-        self, rows: Iterable[Row], *, group_size: int, sampling: Sampling, on_group: Callable[[Group], None],
+        self, rows: Iterable[Row], *, group_size: int, sampling: Sampling, listener: GroupListener,
     ) -> list[Group]:
         self.asked = (list(rows), group_size, sampling)
         await asyncio.sleep(self.delay_s)
         groups = [self._group(i, self.rewards[i]) for i in range(len(self.asked[0]))]
         for group in groups:
-            on_group(group)
+            listener.on_played(group)
         return groups
 
     def _group(self, index: int, reward: float | list[float] | None) -> Group:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from offbeat.data.forms import Messages, Tools
-from offbeat.data.text_positions import Wanted, find_places
+from offbeat.data.text_positions import SoughtTexts, find_places
 from offbeat.errors import DataError
 
 
@@ -13,7 +13,7 @@ def places(write, messages: Messages, tools: Tools = ()) -> list[tuple[str, int 
     def render(chat: Messages, described: Tools) -> str | None:
         return write(chat, described)
 
-    found = find_places(write(messages, tools), render, messages, tools, wanted=Wanted())
+    found = find_places(write(messages, tools), render, messages, tools, sought=SoughtTexts())
     return [(place.kind, place.start, place.end, place.shows) for place in found]
 
 

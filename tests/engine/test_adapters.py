@@ -23,7 +23,8 @@ def used():
 
 @pytest.fixture
 def adapters(used):
-    return EngineAdapters(FORWARD, EngineOptions(model="m", max_adapters=3, max_adapter_rank=8), in_use=lambda: used)
+    requests = SimpleNamespace(adapters_in_use=lambda: used)
+    return EngineAdapters(FORWARD, EngineOptions(model="m", max_adapters=3, max_adapter_rank=8), requests=requests)
 
 
 def add(adapters: EngineAdapters, *names: str) -> None:

@@ -118,7 +118,7 @@ def test_memory_grows_with_use_gives_way_to_the_slots_and_is_freed():
     prefixes.fit(limit)
     prefixes.store([(None, np.arange(16 * 3), 0)], cache)
     assert prefixes.size_bytes == 0 and prefixes.find(None, np.arange(16 * 3)).blocks == ()
-    prefixes.clear()
+    prefixes.release()
     assert prefixes.size_bytes == 0
 
 

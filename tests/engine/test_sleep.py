@@ -179,7 +179,7 @@ def test_weights_to_keep_leave_a_device_for_host_memory() -> None:
         device=torch.device("meta"), tensors=lambda: weights, release=lambda: calls.append("release"), prepare=lambda kept: kept,
         install=install)
     cache = SlotCache(CacheShape(1, 1, 4, torch.float32), device=torch.device("cpu"), max_slots=2, max_positions=8)
-    rest = EngineSleep(forward, (cache.release,), VersionStore(live=0, folder="f"))  # type: ignore[arg-type]
+    rest = EngineSleep(forward, (cache,), VersionStore(live=0, folder="f"))  # type: ignore[arg-type]
     for _ in range(2):
         rest.begin(keep_weights=True)
     assert calls == ["release"]

@@ -21,7 +21,7 @@ from offbeat.fleet.dispatch import Dispatcher
 from offbeat.fleet.members import State
 from offbeat.fleet.pool import EnginePool
 from offbeat.fleet.publication import PublishReport
-from offbeat.fleet.publishers import AdapterPublisher, Fanouts, PolicyPublisher, WeightsPublisher
+from offbeat.fleet.publishers import AdapterPublisher, Fanouts, PolicyPublisher, WeightsPublisher, WrittenVersion
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.sampling import Sampling
 from offbeat.model.peft_io import Adapter, write_adapter
@@ -313,17 +313,16 @@ def test_a_publish_that_fails_in_the_background_is_raised_to_whoever_watches_wai
 
 
 def test_a_failure_is_raised_at_once_though_an_earlier_version_is_still_on_its_way() -> None:
-    async def never() -> PublishReport:
-        await asyncio.Event().wait()
-        raise AssertionError("nothing lets it go on")
-
-    async def fails() -> PublishReport:
-        raise PublishError("nobody takes it")
+    class Failing(Fanouts):
+        async def _fan_out(self, written: WrittenVersion) -> PublishReport:
+            if written.manifest.version == 5:
+                await asyncio.Event().wait()
+            raise PublishError("nobody takes it")
 
     async def main() -> None:
-        async with Fanouts() as fanouts:
-            fanouts.begin(5, never, lambda _report: None)
-            fanouts.begin(6, fails, lambda _report: None)
+        async with Failing() as fanouts:
+            for version in (5, 6):
+                fanouts.begin(WrittenVersion(replace(MANIFEST, version=version), 0.0, 0.0), lambda _report: None)
             with pytest.raises(PublishError, match="nobody takes it"):
                 await fanouts.watch()
 

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from types import SimpleNamespace
 
 from offbeat.data.wire import decode_json, encode_json
 from offbeat.sync.board import Board, Wait
@@ -16,7 +17,7 @@ from offbeat.sync.watcher import Mail, Watcher
 def _start(store, rank=1):
     board, posted = Board(rank), queue.SimpleQueue()
     peers = SyncPeers(own_card(rank, hosts_store=False), world=2, address="")
-    watcher = Watcher(connect(store, timeout_s=30), board=board, peers=peers, keys=StoreKeys(), post=posted.put)
+    watcher = Watcher(connect(store, timeout_s=30), board=board, peers=peers, keys=StoreKeys(), judge=SimpleNamespace(post=posted.put))
     watcher.thread.start()
     return board, peers, watcher, posted
 

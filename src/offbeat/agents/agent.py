@@ -65,9 +65,10 @@ class AgentWorkflow:
     max_tokens: int
 
     async def __call__(self, episode: Episode) -> list[Trajectory]:
-        return await play_group(episode, self._play)
+        return await play_group(episode, self)
 
-    async def _play(self, episode: Episode, index: int) -> list[Trajectory]:
+    async def play_episode(self, episode: Episode, index: int) -> list[Trajectory]:
+        """See `PlaysEpisodes.play_episode`."""
         config = self.config
         limits = EpisodeLimits(config.max_turns, min(episode.context, self.max_tokens))
         clock = AgentClock(config.timeout_s, episode)

@@ -2,7 +2,8 @@
 
 import asyncio
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from offbeat.agents.pool import LostError
 from offbeat.data.row import Row
@@ -15,11 +16,16 @@ _TRIES = 2
 """An episode whose process ended is played once more, since another one may have ended it."""
 
 
-async def play_group(episode: Episode, play: Callable[[Episode, int], Awaitable[Sequence[Trajectory]]]) -> list[Trajectory]:
-    """Return the trajectories of all episodes; a failed episode has one that holds the reason.
+class PlaysEpisodes(Protocol):
+    """A workflow that plays one episode after the other, not a group as a whole."""
 
-    Args:
-        play: plays the episode with this index; its `Episode` keeps account of that episode's time.
+    async def play_episode(self, episode: Episode, index: int) -> Sequence[Trajectory]:
+        """Play the episode with this index in the group; `episode` keeps account of its time alone."""
+        ...
+
+
+async def play_group(episode: Episode, workflow: PlaysEpisodes) -> list[Trajectory]:
+    """Return the trajectories of all episodes; a failed episode has one that holds the reason.
 
     Raises:
         Exception: the first episode's error, if all failed.
@@ -31,7 +37,7 @@ async def play_group(episode: Episode, play: Callable[[Episode, int], Awaitable[
             own = accounted(episode, account)
             for _ in range(_TRIES):
                 with Caught() as caught:
-                    return await play(own, index)
+                    return await workflow.play_episode(own, index)
                 if not isinstance(caught.error, LostError):
                     break
         error = caught.take()

@@ -55,9 +55,10 @@ class PlayedWorkflow:
     system_prompt: str = ""
 
     async def __call__(self, episode: Episode) -> list[Trajectory]:
-        return await play_group(episode, self._play)
+        return await play_group(episode, self)
 
-    async def _play(self, episode: Episode, index: int) -> list[Trajectory]:
+    async def play_episode(self, episode: Episode, index: int) -> list[Trajectory]:
+        """See `PlaysEpisodes.play_episode`."""
         players: dict[str, _Player] = {}
         clock = AgentClock(self.config.timeout_s, episode)
         async with self.pool.seat(episode.off_the_clock) as seat, clock:

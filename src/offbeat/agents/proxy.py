@@ -129,7 +129,7 @@ class Proxy:
         self, generate: Generate, sampling: Sampling, *, limits: EpisodeLimits | None = None, keep_reasoning: bool = True,
     ) -> SessionGroup:
         """Begin episodes that share a key and are told apart by the X-Session-ID header. `close` has to be called at their end."""
-        return self._sessions.open_group(lambda: self._recorder(sampling, limits, keep_reasoning), generate)
+        return self._sessions.open_group(self._recorder(sampling, limits, keep_reasoning), generate)
 
     def close(self, ended: Session | SessionGroup) -> None:
         """Seal a session or a group; calls with its key are refused from now on."""

@@ -140,13 +140,18 @@ class Recorder:
             keep_reasoning: leave reasoning that was sampled in the prompts of later turns, although clients and templates drop it. Without
                 it, an answer with reasoning ends its chain.
         """
-        self._renderer, self._answering, self._sampling = renderer, Answering(renderer, parser), sampling
+        self._renderer, self._parser, self._answering, self._sampling = renderer, parser, Answering(renderer, parser), sampling
         self._limits = limits or EpisodeLimits()
         self._keep_reasoning = keep_reasoning
         self._nodes: list[Node] = []
         self._by_history: dict[bytes, list[Node]] = {}
         self._same_history: dict[bytes, bytes] = {}  # digests of other forms of an answer, to the digest in `_by_history`
         self._num_opened = self._num_dropped = 0
+
+    def another(self) -> "Recorder":
+        """Return a recorder for another episode, with the same settings."""
+        return Recorder(
+            self._renderer, self._parser, sampling=self._sampling, limits=self._limits, keep_reasoning=self._keep_reasoning)
 
     @property
     def num_turns(self) -> int:

@@ -10,7 +10,6 @@ import secrets
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from offbeat.agents.recorder import PendingTurn, Recorder, Rendered
@@ -220,9 +219,12 @@ class SessionGroup:
         key: secret that their clients have to send.
     """
 
-    def __init__(self, begin: Callable[[], Session], *, key: str) -> None:
+    def __init__(self, recorder: Recorder, generate: Generate, *, key: str, linger_s: float) -> None:
+        """`recorder` is one of those that the sessions record with; they begin anew."""
         self.key = key
-        self._begin = begin
+        self._recorder = recorder
+        self._generate = generate
+        self._linger_s = linger_s
         self._named: dict[str, Session] = {}
         self._is_sealed = False
 
@@ -240,7 +242,7 @@ class SessionGroup:
                 raise RefusedError("this key is shared by several episodes; name yours in an X-Session-ID header of 1 to 200 characters")
             if len(self._named) >= MAX_NAMED:
                 raise RefusedError(f"this key has {MAX_NAMED} sessions, which is the most; use an X-Session-ID that is in use")
-            self._named[name] = self._begin()
+            self._named[name] = Session(self._recorder.another(), self._generate, key=self.key, linger_s=self._linger_s)
         return self._named[name]
 
     def seal(self) -> None:
@@ -268,11 +270,10 @@ class ProxySessions:
         self._open[session.key] = session
         return session
 
-    def open_group(self, recorder: Callable[[], Recorder], generate: Generate) -> SessionGroup:
-        """Begin episodes that share a key; `recorder()` makes the recorder of each. `close` has to be called at their end."""
-        key = _new_key()
-        group = SessionGroup(lambda: Session(recorder(), generate, key=key, linger_s=self.linger_s), key=key)
-        self._open[key] = group
+    def open_group(self, recorder: Recorder, generate: Generate) -> SessionGroup:
+        """Begin episodes that share a key, each with another recorder like this one. `close` has to be called at their end."""
+        group = SessionGroup(recorder, generate, key=_new_key(), linger_s=self.linger_s)
+        self._open[group.key] = group
         return group
 
     def close(self, ended: Session | SessionGroup) -> None:

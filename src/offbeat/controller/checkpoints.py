@@ -2,10 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from offbeat.algorithms.coefficients import Coefficients
 from offbeat.checkpoint.manifest import is_sealed
@@ -62,16 +63,36 @@ def part_of(kind: str) -> Part:
     return _PARTS[kind]
 
 
+class Exporter(Protocol):
+    """The model of a run, for other programs."""
+
+    async def export(self, folder: Path) -> None:
+        """Write it to `folder`."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelExporter:
+    """The language model that is trained, as a Hugging Face folder."""
+
+    parts: RunParts
+
+    async def export(self, folder: Path) -> None:
+        """See `Exporter.export`."""
+        parts = self.parts
+        tokenizer = write_tokenizer(parts.inputs, parts.record.run_dir, writes=parts.record.writes)
+        await parts.trainers.export(folder, tokenizer=tokenizer)
+
+
 class RunCheckpoints:
     """The resumable checkpoints of a run or of its warm-up, and its exports."""
 
     def __init__(
-        self, parts: RunParts, settings: CheckpointConfig, *, kind: str = TRAINING,
-        export: Callable[[Path], Awaitable[None]] | None = None,
+        self, parts: RunParts, settings: CheckpointConfig, *, kind: str = TRAINING, exporter: "Exporter | None" = None,
     ) -> None:
-        """`export` writes the model to a folder; by default it writes the language model that is trained."""
+        """`exporter` writes the model; by default the language model that is trained."""
         self._parts = parts
-        self._write = export or self._write_model
+        self._exporter = exporter or ModelExporter(parts)
         self._trainers = parts.trainers
         self._settings = settings
         self._run_dir = parts.record.run_dir
@@ -210,11 +231,7 @@ class RunCheckpoints:
         await self._export("best")
 
     async def _export(self, folder: str) -> None:
-        await self._write(self._run_dir / folder)
-
-    async def _write_model(self, folder: Path) -> None:
-        tokenizer = write_tokenizer(self._parts.inputs, self._run_dir, writes=self._parts.record.writes)
-        await self._trainers.export(folder, tokenizer=tokenizer)
+        await self._exporter.export(self._run_dir / folder)
 
     async def _find(self) -> _Found | None:
         newest, damages = await asyncio.to_thread(self._index.choose)

@@ -6,7 +6,7 @@ and sampling of its own (`config.evaluation_sets`).
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -98,19 +98,26 @@ class Evaluator:
             on_prompt: called when a prompt is scored, with the numbers of its right answers and of all.
         """
         config, name = self._config, self.name
-
-        def settled(group: Group) -> None:
-            on_prompt(int((group.rewards >= RIGHT).sum()), len(group.episodes))
-
         async with deadline(f"evaluation of {name}" if name else "evaluation", config.timeout_s):
             groups = await self._rollouts.rollout_batch(
-                self._rows, group_size=config.samples_per_prompt, sampling=self._sampling, on_group=settled)
+                self._rows, group_size=config.samples_per_prompt, sampling=self._sampling, listener=_RightAnswers(on_prompt))
         # On a thread, as the texts of long answers would hold up the rollouts beside.
         prompts = await asyncio.to_thread(self._read, groups)
         return check_answered(EvaluatedSet(name, config.samples_per_prompt, prompts, config.pass_at))
 
     def _read(self, groups: Sequence[Group]) -> tuple[EvaluatedPrompt, ...]:
         return tuple(read_group(row, group, self._tokenizer) for row, group in zip(self._rows, groups, strict=True))
+
+
+@dataclass(frozen=True)
+class _RightAnswers:
+    """Counts the right answers of groups."""
+
+    on_prompt: OnPrompt
+
+    def on_played(self, group: Group) -> None:
+        """See `GroupListener.on_played`."""
+        self.on_prompt(int((group.rewards >= RIGHT).sum()), len(group.episodes))
 
 
 async def score(played: EvaluatedSet, metric: Metric | None) -> Evaluation:

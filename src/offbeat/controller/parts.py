@@ -21,6 +21,7 @@ from offbeat.inference.sampling import Sampling
 from offbeat.journal.run_journal import NoJournal
 from offbeat.journal.standing import HeldGroups
 from offbeat.ranks.trainers import Trainers
+from offbeat.rollout.outcomes import GroupListener
 from offbeat.telemetry.record import RunRecord
 from offbeat.telemetry.tracker import StatsPart
 from offbeat.types import Version
@@ -115,7 +116,7 @@ class Rollouts(Protocol):
     def take_stats(self) -> StatsPart: ...
 
     async def rollout_batch(
-        self, rows: Iterable[Row], *, group_size: int, sampling: Sampling, on_group: Callable[[Group], None] = ...,
+        self, rows: Iterable[Row], *, group_size: int, sampling: Sampling, listener: GroupListener | None = None,
     ) -> list[Group]: ...
 
 

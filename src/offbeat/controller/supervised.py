@@ -16,9 +16,9 @@ from offbeat.aio import run_beside
 from offbeat.config.root import TRAINING_KINDS, Config
 from offbeat.config.train import OptimizerConfig
 from offbeat.config.training_kinds import TrainingKind
-from offbeat.controller.checkpoints import WARM_UP, RunCheckpoints
+from offbeat.controller.checkpoints import WARM_UP, ModelExporter, RunCheckpoints
 from offbeat.controller.evaluate import Evaluator
-from offbeat.controller.inputs import RunInputs, read_inputs, write_tokenizer
+from offbeat.controller.inputs import RunInputs, read_inputs
 from offbeat.controller.parts import RunParts
 from offbeat.controller.state import HeadState, Highlights, RunState, SavedState
 from offbeat.data.batch import Batch
@@ -104,9 +104,7 @@ class Lesson(ABC):
 
     async def export(self, folder: Path) -> None:
         """Write the model for other programs to `folder`. By default a Hugging Face folder of the language model."""
-        parts = self._parts
-        tokenizer = write_tokenizer(parts.inputs, parts.config.run_dir, writes=parts.record.writes)
-        await parts.trainers.export(folder, tokenizer=tokenizer)
+        await ModelExporter(self._parts).export(folder)
 
 
 def lesson_of(kind: TrainingKind) -> type[Lesson]:
@@ -212,7 +210,7 @@ class _Teaching:
         self._lesson = lesson
         self._record = parts.record
         kind = lesson.kind.checkpoints if lesson.standalone else WARM_UP
-        self._checkpoints = RunCheckpoints(parts, parts.config.checkpoint, kind=kind, export=lesson.export)
+        self._checkpoints = RunCheckpoints(parts, parts.config.checkpoint, kind=kind, exporter=lesson)
         self._stream = PromptStream(lesson.dataset, seed=config.run.seed + 1, shuffle=config.data.shuffle)
         self._step = 0
         self._trained_tokens = 0

@@ -15,7 +15,7 @@ import numpy as np
 
 from offbeat.data.forms import REASONING
 from offbeat.data.messages import is_learnt
-from offbeat.data.text_positions import Place, Wanted, find_places
+from offbeat.data.text_positions import Place, SoughtTexts, find_places
 from offbeat.data.thoughts import CLOSED, OPENED, close_thought, skip_empty, split_thought, write_thought
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import DataError, ModelError
@@ -141,7 +141,7 @@ def check_shown(messages: Messages, tokenizer: Tokenizer, tools: Tools = ()) -> 
     def render(chat: Messages, described: Tools) -> str | None:
         return _rendered(tokenizer, chat, described, to_answer=True)
 
-    for place in find_places(text, render, written, given, wanted=Wanted(reasoning=False)):
+    for place in find_places(text, render, written, given, sought=SoughtTexts(reasoning=False)):
         role = "tool" if place.message < 0 else written[place.message]["role"]
         # Templates may leave out the reasoning of an earlier answer, but not its result.
         if not place.shows and not (role == "assistant" and place.kind == "content" and place.end is not None):
@@ -300,7 +300,7 @@ def _places(before: Messages, message: Mapping[str, Any], tokenizer: Tokenizer, 
     def render(chat: Messages, described: Tools) -> str | None:
         return _rendered(tokenizer, chat, described, to_answer=False)
 
-    places = find_places(text, render, written, given, wanted=Wanted(message=last))
+    places = find_places(text, render, written, given, sought=SoughtTexts(message=last))
     return text, sorted(places, key=lambda place: (place.kind != "reasoning", place.kind == "call"))
 
 

@@ -44,7 +44,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SoughtTexts:
     """Which texts of a chat are looked for.
 
     Attributes:
@@ -60,13 +60,13 @@ class Wanted:
         return self.message in (None, message) and (self.reasoning or kind != "reasoning")
 
 
-def find_places(text: str, render: Render, messages: Messages, tools: Tools, *, wanted: Wanted) -> list[Place]:
+def find_places(text: str, render: Render, messages: Messages, tools: Tools, *, sought: SoughtTexts) -> list[Place]:
     """Find the texts of a chat in its rendering, in the order of the chat.
 
     Args:
         text: the rendering of messages and tools by `render`.
     """
-    listed = _Listed(wanted)
+    listed = _Listed(sought)
     listed.replace_all(messages, tools)
     texts = listed.all
     used = set(text)
@@ -76,7 +76,7 @@ def find_places(text: str, render: Render, messages: Messages, tools: Tools, *, 
         raise DataError(f"the chat has {len(texts)} texts, allowed are {len(marks) // 2}; shorten it")
 
     def attempt(chosen: Sequence[int], *, both: bool) -> dict[str, list[int]] | None:
-        marked = render(*_Marked(wanted, marks, chosen, both=both).replace_all(messages, tools))
+        marked = render(*_Marked(sought, marks, chosen, both=both).replace_all(messages, tools))
         return None if marked is None else _positions(marked, text, set(marks))
 
     if (found := attempt(range(len(texts)), both=True)) is None:
@@ -169,13 +169,13 @@ class _Texts:
 class _Listed(_Texts):
     """The texts that are looked for, as (message, kind, text)."""
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, sought: SoughtTexts) -> None:
         self.all: list[tuple[int, str, str]] = []
-        self._wanted = wanted
+        self._sought = sought
 
     def replaced(self, message: int, kind: str, said: str) -> str:
         """See `_Texts.replaced`."""
-        if said.strip() and self._wanted.includes(message, kind):
+        if said.strip() and self._sought.includes(message, kind):
             self.all.append((message, kind, said))
         return said
 
@@ -183,9 +183,9 @@ class _Listed(_Texts):
 class _Marked(_Texts):
     """The texts that are looked for, with a mark at the end of some of them, and at their beginning if `both`."""
 
-    def __init__(self, wanted: Wanted, marks: Sequence[str], chosen: Sequence[int], *, both: bool) -> None:
+    def __init__(self, sought: SoughtTexts, marks: Sequence[str], chosen: Sequence[int], *, both: bool) -> None:
         """`marks` are two for each text that is looked for; `chosen` are the numbers of those that are marked."""
-        self._wanted = wanted
+        self._sought = sought
         self._marks = marks
         self._chosen = set(chosen)
         self._both = both
@@ -193,7 +193,7 @@ class _Marked(_Texts):
 
     def replaced(self, message: int, kind: str, said: str) -> str:
         """See `_Texts.replaced`."""
-        if not said.strip() or not self._wanted.includes(message, kind):
+        if not said.strip() or not self._sought.includes(message, kind):
             return said
         number = next(self._numbers)
         if number not in self._chosen:

@@ -4,8 +4,9 @@ A name is bound to one folder for as long as it is held. At most `max_adapters` 
 that no request uses is evicted. A request holds its adapter from its submission to its end, even when the adapter is unloaded meanwhile.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -38,6 +39,14 @@ class HeldAdapter:
     leaving: bool = False
 
 
+class AdapterRequests(Protocol):
+    """An engine's requests."""
+
+    def adapters_in_use(self) -> set[str]:
+        """Return the names of adapters that waiting and running requests hold."""
+        ...
+
+
 class EngineAdapters:
     """Names, folders and weights of the adapters that the engine holds.
 
@@ -46,14 +55,13 @@ class EngineAdapters:
         num_evicted: number of adapters evicted to make room for another, since the start.
     """
 
-    def __init__(self, forward: Forward, options: EngineOptions, *, in_use: Callable[[], set[str]]) -> None:
-        """`in_use` returns the names of adapters that waiting and running requests hold."""
+    def __init__(self, forward: Forward, options: EngineOptions, *, requests: AdapterRequests) -> None:
         self.folders: dict[str, str] = {}
         self.num_evicted = 0
         self._linears = {linear.name: linear for group in forward.lora_groups.values() for linear in group}
         self._max_adapters = options.max_adapters
         self._max_rank = options.max_adapter_rank
-        self._in_use = in_use
+        self._requests = requests
         self._held: dict[str, HeldAdapter] = {}  # least recently used first
         self._stack = AdapterStack(forward.lora_groups, device=forward.device)
         self._row_multiple = forward.row_multiple
@@ -117,7 +125,7 @@ class EngineAdapters:
         if self.has(name, folder):
             return
         if len(self._held) >= self._max_adapters:
-            used = self._in_use()
+            used = self._requests.adapters_in_use()
             idle = next((other for other in self._held if other not in used), None)
             if idle is None:
                 raise BusyError(
@@ -139,7 +147,7 @@ class EngineAdapters:
     def drop_leaving(self) -> None:
         """Drop adapters that were unloaded and are no longer used. Called when requests end."""
         leaving = [name for name, held in self._held.items() if held.leaving]
-        used = self._in_use() if leaving else set()
+        used = self._requests.adapters_in_use() if leaving else set()
         for name in leaving:
             if name not in used:
                 del self._held[name]

@@ -4,8 +4,8 @@ It uses slots, not pages: at contexts of a few thousand tokens memory is not the
 a sample's length hold finite leftovers, which the mask of `DecodeStep` hides and later tokens overwrite.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -38,6 +38,14 @@ def round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
+class SharingBound(Protocol):
+    """Other memory under the bound of the slots."""
+
+    def fit(self, slot_bytes: int) -> None:
+        """Leave this many bytes to the slots, which are about to grow to them."""
+        ...
+
+
 class SlotCache:
     """Keys and values of all layers; per layer one tensor [2, slots, num_kv_heads, positions, head_dim].
 
@@ -47,18 +55,16 @@ class SlotCache:
 
     def __init__(
         self, shape: CacheShape, *, device: torch.device, max_slots: int, max_positions: int, max_bytes: int | None = None,
-        make_room: Callable[[int], None] = lambda _: None,
+        beside: SharingBound | None = None,
     ) -> None:
-        """`max_bytes` bounds the whole cache; with None only `max_slots` and `max_positions` bound it. `make_room` is called with the
-        bytes that the cache is about to grow to.
-        """
+        """`max_bytes` bounds the whole cache; with None only `max_slots` and `max_positions` bound it. `beside` shares the bound."""
         self.shape = shape
         self.device = device
         self.max_slots = max_slots
         self.max_positions = round_up(max_positions, BUCKET)
         most = self.max_slots * self.max_positions
         self.max_tokens = most if max_bytes is None else max(BUCKET, min(most, max_bytes // shape.bytes_per_token))
-        self._make_room = make_room
+        self._beside = beside
         self.release()
 
     @property
@@ -82,7 +88,8 @@ class SlotCache:
         if slots <= self.slots and positions <= self.positions:
             return
         slots, positions = self._room(slots, round_up(positions, BUCKET))
-        self._make_room(slots * positions * self.shape.bytes_per_token)
+        if self._beside is not None:
+            self._beside.fit(slots * positions * self.shape.bytes_per_token)
         for layer, old in enumerate(self._data):
             self._data[layer] = new = self._allocate(slots, positions)
             kept = (min(slots, old.shape[1]), min(positions, old.shape[3]))

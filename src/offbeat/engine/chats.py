@@ -5,10 +5,11 @@ Chat completions without tools answer with the model's text as it is. All other 
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
 from functools import cached_property
+from typing import Protocol
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
@@ -31,7 +32,18 @@ from offbeat.engine.wire import body_of
 from offbeat.errors import EngineError
 from offbeat.listening import decode_body
 
-Outputs = Callable[[HttpRequest, Request], AsyncGenerator[Output]]
+
+class ChatServer(Protocol):
+    """The server whose engine answers chats."""
+
+    def outputs(self, http: HttpRequest, *requests: Request) -> AsyncGenerator[Output]:
+        """Run requests until their client is gone."""
+        ...
+
+    def adapter_of(self, model: str) -> str:
+        """Return the adapter that a request's `model` names; empty for the model itself."""
+        ...
+
 
 _ANTHROPIC = Anthropic()
 
@@ -39,16 +51,9 @@ _ANTHROPIC = Anthropic()
 class Chats:
     """Answers chats with an engine."""
 
-    def __init__(self, engine: EmbeddedEngine, outputs: Outputs, adapter_of: Callable[[str], str], *, model_name: str) -> None:
-        """Serve chats.
-
-        Args:
-            outputs: runs a request.
-            adapter_of: gives the adapter that a request's `model` names; empty for the model itself.
-        """
+    def __init__(self, engine: EmbeddedEngine, server: ChatServer, *, model_name: str) -> None:
         self._engine = engine
-        self._outputs = outputs
-        self._adapter_of = adapter_of
+        self._server = server
         self._model_name = model_name
 
     @cached_property
@@ -80,10 +85,10 @@ class Chats:
             # The field is obligatory there, so clients fill in the limit of their largest model.
             asked = replace(asked, max_new_tokens=min(asked.max_new_tokens, rest))
         body = body_of(asked, stops=chat.stops, stop_token_ids=self._ends(chat), stream=asked.stream)
-        adapter = self._adapter_of(asked.model)
+        adapter = self._server.adapter_of(asked.model)
         params = body.params(default_max_tokens=rest)
         request = Request(id=uuid.uuid4().hex, prompt=list(chat.prompt), params=params, n=asked.n, adapter=adapter, stream=asked.stream)
-        model, outputs = adapter or self._model_name, self._outputs(http, request)
+        model, outputs = adapter or self._model_name, self._server.outputs(http, request)
         if asked.stream and not chat.plain:
             events = ChatEvents(replace(chat, request=asked), self._answering, dialect, self._engine.tokenizer, model=model)
             return await stream_chat(events, outputs, keep_alive=dialect.keep_alive)

@@ -71,14 +71,14 @@ class EmbeddedEngine:
             forward.cache_shape, device=forward.device, max_bytes=cache_bytes if options.prefix_caching else 0)
         self._cache = SlotCache(
             forward.cache_shape, device=forward.device, max_slots=options.max_running, max_positions=self.max_context,
-            max_bytes=cache_bytes, make_room=self._prefixes.fit,
+            max_bytes=cache_bytes, beside=self._prefixes,
         )
         self._scheduler = Scheduler(
             max_running=options.max_running, max_queued=options.max_queued, max_prefill_tokens=options.max_prefill_tokens,
             max_prefill_per_round=options.max_prefill_per_round, max_cache_tokens=self._cache.max_tokens,
         )
         self._rows = Rows(max_rows=options.max_running, device=forward.device)
-        self.adapters = EngineAdapters(forward, options, in_use=self._adapters_in_use)
+        self.adapters = EngineAdapters(forward, options, requests=self)
         self._runner = Runner(
             forward, self._cache, self._rows, self.adapters, prefixes=self._prefixes, max_prefill_tokens=options.max_prefill_tokens)
         self._scorer = Scorer(
@@ -87,7 +87,7 @@ class EmbeddedEngine:
         )
         self._scores_from_s = 0.0
         self._versions = VersionStore(live=options.version, folder=options.model)
-        self._sleep = EngineSleep(forward, (self._cache.release, self._prefixes.clear), self._versions)
+        self._sleep = EngineSleep(forward, (self._cache, self._prefixes), self._versions)
         self._rng = np.random.default_rng(options.seed)
         self._starting: list[Request] = []
         self._pending: PendingSwitch | None = None
@@ -150,7 +150,8 @@ class EmbeddedEngine:
             self.adapters.use(request.adapter)
             self._scheduler.add(request)
 
-    def _adapters_in_use(self) -> set[str]:
+    def adapters_in_use(self) -> set[str]:
+        """See `AdapterRequests.adapters_in_use`."""
         waiting = {request.adapter for request in self._scheduler.waiting()}
         return waiting.union(self._rows.adapters(), self._scorer.adapters_in_use())
 

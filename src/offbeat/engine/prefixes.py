@@ -65,7 +65,7 @@ class PrefixCache:
         self._roots: WeakKeyDictionary[Adapter, int] = WeakKeyDictionary()
         self._num_roots = 1
         self.max_blocks = 0
-        self.clear()
+        self.release()
         self.fit(0)
 
     @property
@@ -77,9 +77,9 @@ class PrefixCache:
         room = min(int(self._max_bytes * SHARE), self._max_bytes - slot_bytes)
         self.max_blocks = max(room, 0) // self._block_bytes
         if len(self._data[0]) > self.max_blocks:
-            self.clear()
+            self.release()
 
-    def clear(self) -> None:
+    def release(self) -> None:
         """Forget everything and free its memory."""
         self._blocks: dict[BlockKey, int] = {}
         self._used: OrderedDict[int, BlockKey] = OrderedDict()  # least recently used first, and each block before the one it follows

@@ -90,7 +90,7 @@ class Runner:
 
     def new_weights(self, *, recompute: bool) -> None:
         """Forget the prefixes of earlier weights, and with `recompute` compute the cache of all running samples again."""
-        self.prefixes.clear()
+        self.prefixes.release()
         if recompute:
             self.recompute()
         else:

@@ -90,7 +90,7 @@ class EngineServer:
         self._loop = EngineLoop(self._engine, deliver=self._deliver)
         self._steps = StepWatch(options.stall_timeout_s)
         self._registry = registry_of(self._engine)
-        self._chats = Chats(self._engine, self._outputs, self._adapter_of, model_name=self._model_name)
+        self._chats = Chats(self._engine, self, model_name=self._model_name)
         self._inboxes: dict[str, _Numbered] = {}
         self._owners = Owners()
         self._started = time.time()
@@ -185,7 +185,7 @@ class EngineServer:
         prompts = [next(tokenized) if isinstance(prompt, str) else prompt for prompt in given]
         generates = not (body.echo and body.max_tokens == 0)
         params = body.params(default_max_tokens=DEFAULT_MAX_TOKENS) if generates else SamplingParams()
-        form, adapter = CompletionFormat(packed=body.encoding_format == "base64"), self._adapter_of(body.model or "")
+        form, adapter = CompletionFormat(packed=body.encoding_format == "base64"), self.adapter_of(body.model or "")
         name = f"{form.prefix}-{uuid.uuid4().hex}"
         requests = [
             Request(id=f"{name}-{index}", prompt=prompt, params=params, n=body.n, adapter=adapter, stream=body.stream)
@@ -194,7 +194,7 @@ class EngineServer:
         answer = Answer(
             name, form, body, tokenizer=self._tokenizer, model=adapter or self._model_name, prompt_len=sum(map(len, prompts)),
             prompts=[Prompt(*prompt) for prompt in zip(prompts, body.prompts, scores, strict=True)])
-        outputs = self._outputs(http, *requests) if generates else _empty_samples(len(prompts) * body.n)
+        outputs = self.outputs(http, *requests) if generates else _empty_samples(len(prompts) * body.n)
         if body.stream:
             return await streaming(answer, outputs)
         made = [output async for output in outputs]
@@ -219,7 +219,7 @@ class EngineServer:
                     scores[places[scored.index]] = scored
         return scores
 
-    def _adapter_of(self, model: str) -> str:
+    def adapter_of(self, model: str) -> str:
         """Return the adapter that a request's `model` names; empty for the base model, which its folder's name, its path and "" name.
 
         Raises:
@@ -233,7 +233,7 @@ class EngineServer:
                 f"no model is called {model[:MAX_NAME]!r} here; this engine serves {served}; leave model out for the first")
         return model
 
-    async def _outputs(self, http: HttpRequest, *requests: Request) -> AsyncGenerator[Output]:
+    async def outputs(self, http: HttpRequest, *requests: Request) -> AsyncGenerator[Output]:
         """Run requests; yields their outputs until all samples are done, and aborts them if the caller stops early.
 
         Samples are numbered through all requests, such as 0, 1 of the first and 2, 3 of the second for n = 2.
@@ -296,7 +296,7 @@ class EngineServer:
         return json_response(list_models(dict.fromkeys(models, self._started), models))
 
     async def _model(self, http: HttpRequest) -> Response:
-        name = self._adapter_of(http.path_params["name"]) or self._model_name
+        name = self.adapter_of(http.path_params["name"]) or self._model_name
         if (more := self._described().get(name)) is None:
             raise UnknownAdapterError(f"no model is called {name[:MAX_NAME]!r} here; GET /v1/models lists them")
         return json_response(msgspec.json.encode({**model_entry(name, self._started), **more}))

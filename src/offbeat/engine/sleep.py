@@ -3,7 +3,8 @@
 Weights that are dropped come back with the next version that is switched to; those that are kept wait in host memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +15,14 @@ from offbeat.errors import RefusedError
 from offbeat.sync.platform import current_platform
 
 
+class Releasable(Protocol):
+    """Memory of keys and values."""
+
+    def release(self) -> None:
+        """Free it."""
+        ...
+
+
 class EngineSleep:
     """The sleep of an engine, and the weights that it keeps meanwhile.
 
@@ -21,11 +30,10 @@ class EngineSleep:
         asleep: whether the memory is free for others, so that nothing may be computed.
     """
 
-    def __init__(self, forward: Forward, release: Sequence[Callable[[], None]], versions: VersionStore) -> None:
-        """`release` frees the memory of keys and values."""
+    def __init__(self, forward: Forward, caches: Sequence[Releasable], versions: VersionStore) -> None:
         self.asleep = False
         self._forward = forward
-        self._release = release
+        self._caches = caches
         self._versions = versions
         self._kept: dict[str, Tensor] | None = None
 
@@ -33,8 +41,8 @@ class EngineSleep:
     def begin(self, *, keep_weights: bool) -> None:
         """Free the memory. Weights to be kept go to host memory; on a CPU, they are there already, and stay."""
         self.asleep = True  # whatever fails below
-        for release in self._release:
-            release()
+        for cache in self._caches:
+            cache.release()
         holds = self._kept is None and self._versions.holds_live
         if not keep_weights:
             if holds:

@@ -6,11 +6,10 @@ several engines.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 from offbeat.aio import deadline
 from offbeat.errors import BusyError, EngineError, RefusedError
@@ -24,9 +23,6 @@ from offbeat.types import Version
 from offbeat.weights.protocol import Manifest
 
 T = TypeVar("T")
-Ask = Callable[[EngineClient, str], Coroutine[Any, Any, T]]
-"""A request, to be made of an engine, with an adapter's name or ""."""
-
 _BUSY_RETRY_S = 0.2
 _TRIES_PER_ENGINE = 3
 """A request that has failed on engines this often, each healed in between, breaks them itself."""
@@ -78,13 +74,8 @@ class Dispatcher:
             DeadlineError: the request passed its deadline.
         """
         timeout_s = max(self._request_timeout_s, self._token_timeout_s * sampling.max_new_tokens)
-
-        def ask(client: EngineClient, name: str) -> Coroutine[Any, Any, list[Sample]]:
-            return client.generate(prompt, sampling, n=n, timeout_s=timeout_s, adapter=name)
-
         samples, num_retries = await self._route(
-            ask, _newest_of_samples, cost=n * (len(prompt) + sampling.max_new_tokens), session=session, adapter=adapter,
-            max_failures=max_failures)
+            _Generation(prompt, sampling, n, timeout_s), session=session, adapter=adapter, max_failures=max_failures)
         self.generated_tokens += sum(len(sample.tokens) for sample in samples)
         return [replace(sample, num_retries=num_retries) for sample in samples] if num_retries else samples
 
@@ -93,30 +84,26 @@ class Dispatcher:
         draws: Draws | None = None, session: str = "", adapter: str = "", max_failures: int | None = None,
     ) -> PromptScore:
         """Score tokens under an adapter or the model itself; arguments as for `ScoreRequest` and `generate`."""
-        def ask(client: EngineClient, name: str) -> Coroutine[Any, Any, PromptScore]:
-            return client.score(
-                tokens, adapter=name, top_k=top_k, targets=targets, draws=draws, timeout_s=self._request_timeout_s)
-
         score, _ = await self._route(
-            ask, _version_of_score, cost=len(tokens), session=session, adapter=adapter, max_failures=max_failures)
+            _Scoring(tokens, top_k, targets, draws, self._request_timeout_s), session=session, adapter=adapter, max_failures=max_failures)
         return score
 
     async def _route(
-        self, ask: Ask[T], newest: Callable[[T], Version], *, cost: int, session: str, adapter: str, max_failures: int | None,
+        self, request: "_Request[T]", *, session: str, adapter: str, max_failures: int | None,
     ) -> tuple[T, int]:
-        """Return an engine's answer, and the number of failures before it; `newest` returns the newest version in an answer."""
+        """Return an engine's answer, and the number of failures before it."""
         failed = Failures(limit=max_failures or _TRIES_PER_ENGINE * len(self.pool.members))
         give_up_s = time.monotonic() + self._request_timeout_s
         refused: set[str] = set()
         again: Member | None = None
         with self._cache.wanted(adapter) if adapter else nullcontext() as wanted:
             while True:
-                choose = partial(self._choose, cost, session, wanted, failed)
+                choose = partial(self._choose, request.cost, session, wanted, failed)
                 member = again if again is not None and again.healthy else await self.pool.wait(choose, last=failed.error)
                 again, stint = None, member.stint
-                with self.pool.carrying(member, cost):
+                with self.pool.carrying(member, request.cost):
                     try:
-                        return await self._ask(member, ask, newest, wanted), failed.count
+                        return await self._ask(member, request, wanted), failed.count
                     except RefusedError:
                         if wanted is None or member.client.name in refused:
                             raise
@@ -132,15 +119,15 @@ class Dispatcher:
                         self.pool.listener.failed(member.client.name, str(exc))
                         await self.pool.examine(member.client.name)
 
-    async def _ask(self, member: Member, ask: Ask[T], newest: Callable[[T], Version], wanted: Manifest | None) -> T:
+    async def _ask(self, member: Member, request: "_Request[T]", wanted: Manifest | None) -> T:
         """Return one engine's answer, once its weights are proven; raises EngineError if it failed, or was quarantined."""
         if wanted is not None:
             async with self._cache.holding(Guarded(member), wanted):
-                return await member.while_in_service(ask(member.client, wanted.name))
-        answer = await member.while_in_service(ask(member.client, ""))
+                return await member.while_in_service(request.ask(member.client, wanted.name))
+        answer = await member.while_in_service(request.ask(member.client, ""))
         # The answer is ahead of the member between a switch and its proof; the publisher then admits or quarantines the engine.
         async with deadline(f"the proof of what {member.client.name} answered with", self._request_timeout_s):
-            while member.version is not None and newest(answer) > member.version:
+            while member.version is not None and request.newest(answer) > member.version:
                 await member.while_in_service(member.news.wait())
         return answer
 
@@ -191,9 +178,62 @@ class Failures:
         self.count += 1
 
 
-def _newest_of_samples(samples: list[Sample]) -> Version:
-    return max((int(sample.token_versions.max(initial=-1)) for sample in samples), default=-1)
+class _Request(Protocol[T]):
+    """A request that any engine can answer.
+
+    Attributes:
+        cost: tokens to compute, at most.
+    """
+
+    @property
+    def cost(self) -> int: ...
+
+    async def ask(self, client: EngineClient, adapter: str) -> T:
+        """Ask an engine, with an adapter's name or ""."""
+        ...
+
+    def newest(self, answer: T) -> Version:
+        """Return the newest version in an answer."""
+        ...
 
 
-def _version_of_score(score: PromptScore) -> Version:
-    return score.version
+@dataclass(frozen=True)
+class _Generation:
+    """Generates n continuations of a prompt."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    n: int
+    timeout_s: float
+
+    @property
+    def cost(self) -> int:
+        return self.n * (len(self.prompt) + self.sampling.max_new_tokens)
+
+    async def ask(self, client: EngineClient, adapter: str) -> list[Sample]:
+        return await client.generate(self.prompt, self.sampling, n=self.n, timeout_s=self.timeout_s, adapter=adapter)
+
+    def newest(self, answer: list[Sample]) -> Version:
+        return max((int(sample.token_versions.max(initial=-1)) for sample in answer), default=-1)
+
+
+@dataclass(frozen=True)
+class _Scoring:
+    """Scores tokens; see `ScoreRequest` for the fields."""
+
+    tokens: tuple[int, ...]
+    top_k: int
+    targets: tuple[tuple[int, ...], ...] | None
+    draws: Draws | None
+    timeout_s: float
+
+    @property
+    def cost(self) -> int:
+        return len(self.tokens)
+
+    async def ask(self, client: EngineClient, adapter: str) -> PromptScore:
+        return await client.score(
+            self.tokens, adapter=adapter, top_k=self.top_k, targets=self.targets, draws=self.draws, timeout_s=self.timeout_s)
+
+    def newest(self, answer: PromptScore) -> Version:
+        return answer.version

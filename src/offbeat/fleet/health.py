@@ -83,19 +83,19 @@ class Healer:
         self._pool.mark_healing(name)
         for attempt in itertools.count(1):
             async with self._pool.members[name].held:  # not while the train ranks have its device
-                healed = await self._succeeds("reload", self._reload, name, attempt)
-                if not healed and self._restart_engine is not None and await self._succeeds("restart", self._restart, name, attempt):
-                    healed = await self._succeeds("reload", self._reload, name, attempt)
+                healed = await self._succeeds("reload", self._reload(name), name, attempt)
+                if not healed and self._restart_engine is not None and await self._succeeds("restart", self._restart(name), name, attempt):
+                    healed = await self._succeeds("reload", self._reload(name), name, attempt)
             if healed:
                 self._listener.event("healed", engine=name, attempts=attempt, seconds=round(time.monotonic() - start, 3))
                 return
             await asyncio.sleep(min(self._probe_interval_s * 2 ** (attempt - 1), self._max_backoff_s))
 
-    async def _succeeds(self, by: str, act: Callable[[str], Awaitable[None]], name: str, attempt: int) -> bool:
+    async def _succeeds(self, by: str, act: Awaitable[None], name: str, attempt: int) -> bool:
         start = time.monotonic()
         reason = ""
         try:
-            await act(name)
+            await act
         except OffbeatError as exc:
             reason = str(exc)
         except Exception as exc:  # concerns this engine alone, such as an OSError of the disk of its weights

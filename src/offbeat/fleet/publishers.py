@@ -10,11 +10,11 @@ engines serve them once `settle` does.
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -52,7 +52,16 @@ async def wake_nobody() -> None:
     """Do nothing, because engines do not sleep."""
 
 
-class Fanouts:
+@dataclass(frozen=True)
+class WrittenVersion:
+    """A version that the ranks have written, between two times of `time.monotonic`."""
+
+    manifest: Manifest
+    start_s: float
+    end_s: float
+
+
+class Fanouts(ABC):
     """Versions on their way to the engines while the loop goes on, in the order in which they were written.
 
     Use as `async with`; leaving cancels the ones that are still on their way.
@@ -70,10 +79,15 @@ class Fanouts:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def begin(self, version: Version, fan_out: Callable[[], Awaitable[PublishReport]], on_served: OnServed) -> None:
-        """Bring a version to the engines; `on_served` is called in the order of versions."""
+    @abstractmethod
+    async def _fan_out(self, written: WrittenVersion) -> PublishReport:
+        """Bring a version to the engines."""
+
+    def begin(self, written: WrittenVersion, on_served: OnServed) -> None:
+        """Begin to bring a version to the engines; `on_served` is called in the order of versions."""
         before = self._tasks[-1] if self._tasks else None
-        task = asyncio.create_task(self._arrive(fan_out, before, on_served), name=f"fan-out of version {version}")
+        task = asyncio.create_task(
+            self._arrive(written, before, on_served), name=f"fan-out of version {written.manifest.version}")
         task.add_done_callback(self._note_failure)
         self._tasks.append(task)
 
@@ -99,10 +113,8 @@ class Fanouts:
             if self._tasks and self._tasks[0] is task:  # unless somebody else has waited for it, too
                 self._tasks.popleft()
 
-    async def _arrive(
-        self, fan_out: Callable[[], Awaitable[PublishReport]], before: asyncio.Task[None] | None, on_served: OnServed,
-    ) -> None:
-        report = await fan_out()
+    async def _arrive(self, written: WrittenVersion, before: asyncio.Task[None] | None, on_served: OnServed) -> None:
+        report = await self._fan_out(written)
         if before is not None:
             await asyncio.wait([before])
             before.result()
@@ -159,13 +171,13 @@ class WeightsPublisher(Fanouts):
         async with self._writing:
             manifest = await self._channel.write(version, num_receivers=len(self._pool.healthy))
             self.current = manifest
-        written = time.monotonic()
+        written = WrittenVersion(manifest, start, time.monotonic())
         await self._on_written()
         if not self._waits:
             await self._release(None)
-            self.begin(version, partial(self._fan_out, manifest, start, written), on_served)
+            self.begin(written, on_served)
             return
-        report = await self._fan_out(manifest, start, written)
+        report = await self._fan_out(written)
         await self._release(report)
         on_served(report)
 
@@ -197,9 +209,10 @@ class WeightsPublisher(Fanouts):
                 return manifest.version
         return None
 
-    async def _fan_out(self, manifest: Manifest, start_s: float, written_s: float) -> PublishReport:
+    async def _fan_out(self, written: WrittenVersion) -> PublishReport:
         """Have every engine in service come to a version, each at its own pace, and wait until enough of them serve it."""
         # Engines that heal from here on heal to `current`, which is this version or a newer one.
+        manifest = written.manifest
         publication, engines = WeightsPublication(manifest.version), self._pool.healthy
         await gather_all(self._carry(engine, publication) for engine in engines.values())
         serving: Collection[str] = publication.serving
@@ -207,8 +220,8 @@ class WeightsPublisher(Fanouts):
             serving = await self._wait_for_more(publication)
         self._channel.prune(manifest.version)
         return PublishReport(
-            manifest.version, total_s=time.monotonic() - start_s, write_s=written_s - start_s, stage_s=publication.stage_s,
-            switch_s=publication.switch_s, canary_gap=publication.largest_gap, serving=tuple(serving),
+            manifest.version, total_s=time.monotonic() - written.start_s, write_s=written.end_s - written.start_s,
+            stage_s=publication.stage_s, switch_s=publication.switch_s, canary_gap=publication.largest_gap, serving=tuple(serving),
             quarantined=dict(publication.reasons), inconclusive=dict(publication.unsure), num_bytes=manifest.num_bytes)
 
     async def _carry(self, engine: EngineControl, publication: WeightsPublication) -> None:
@@ -392,14 +405,15 @@ class PolicyPublisher(Fanouts):
         """
         await self.settle()
         start = time.monotonic()
-        written = await self._channel.write(version)
-        num_bytes = sum(file.stat().st_size for file in Path(written.folder).glob("*.safetensors"))
-        write_s = time.monotonic() - start
+        manifest = await self._channel.write(version)
+        num_bytes = sum(file.stat().st_size for file in Path(manifest.folder).glob("*.safetensors"))
+        written = WrittenVersion(replace(manifest, adapter=self._adapter, num_bytes=num_bytes), start, time.monotonic())
         await self._on_written()
         await self._release(None)
+        self.begin(written, on_served)
 
-        async def fan_out() -> PublishReport:
-            report = await self._publisher.publish(replace(written, adapter=self._adapter, num_bytes=num_bytes))
-            return replace(report, total_s=time.monotonic() - start, write_s=write_s, num_bytes=num_bytes)
-
-        self.begin(version, fan_out, on_served)
+    async def _fan_out(self, written: WrittenVersion) -> PublishReport:
+        report = await self._publisher.publish(written.manifest)
+        return replace(
+            report, total_s=time.monotonic() - written.start_s, write_s=written.end_s - written.start_s,
+            num_bytes=written.manifest.num_bytes)

@@ -16,7 +16,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Self
@@ -34,7 +34,7 @@ from offbeat.raised import describe_at
 from offbeat.rollout.accounts import Accounts
 from offbeat.rollout.holdup import HoldupGuard
 from offbeat.rollout.idle import IdleListener, IdleMeter, NoListener
-from offbeat.rollout.outcomes import GroupFailure, Kind, Outcomes, RolloutListener, Settled, screen
+from offbeat.rollout.outcomes import GroupFailure, GroupListener, Kind, Outcomes, RolloutListener, Settled, screen
 from offbeat.rollout.player import CALLERS, GroupPlayer, RolloutParts
 from offbeat.rollout.staleness import Gate
 from offbeat.telemetry.tracker import StatsPart, combine
@@ -206,14 +206,14 @@ class RolloutExecutor:
         return combine([self._outcomes.take(), dynamic, self._stream.stats(), self._accounts.take()])
 
     async def rollout_batch(
-        self, rows: Iterable[Row], *, group_size: int, sampling: Sampling, on_group: Callable[[Group], None] = lambda _group: None,
+        self, rows: Iterable[Row], *, group_size: int, sampling: Sampling, listener: GroupListener | None = None,
     ) -> list[Group]:
         """Play the given rows now, bypassing the gate, and wait for all, for evaluation and debugging. Groups are in the rows' order.
 
         Groups without a usable trajectory keep the played ones, too, so that they can be shown.
 
         Args:
-            on_group: called with each group as soon as it has ended.
+            listener: hears of each group as soon as it has ended.
         """
         slots = asyncio.Semaphore(self._config.max_concurrent_rollouts)
 
@@ -225,7 +225,8 @@ class RolloutExecutor:
                     group, failure = screen(played, failure, fewest=1)
                     if failure is None or not failure.is_ours or tries > self._config.max_retries:
                         whole = replace(group, trajectories=played.trajectories)
-                        on_group(whole)
+                        if listener is not None:
+                            listener.on_played(whole)
                         return whole
                 raise AssertionError("a count has no end")
 

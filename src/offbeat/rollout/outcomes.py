@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 from offbeat.data.trajectory import UNUSABLE, Group, Trajectory, Unusable
 from offbeat.errors import CodeError, DeadlineError, RefusedError, RewardError, RunError, TooLongError, WorkerError
@@ -58,6 +58,14 @@ class RolloutListener:
 
     def warn(self, text: str) -> None:
         """Take a warning, such as that too many prompts or samples are lost for one reason."""
+
+
+class GroupListener(Protocol):
+    """Hears of groups that are played outside of the gate."""
+
+    def on_played(self, group: Group) -> None:
+        """Take note of a group that has ended."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Rollouts of a rank in SPMD mode: none, or its share on rank 0's engines. Rank 0 itself has a plain `EngineRollouts`. Torch-free."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -15,6 +15,7 @@ from offbeat.data.trajectory import Group
 from offbeat.errors import ConfigError, DataError
 from offbeat.inference.sampling import Sampling
 from offbeat.journal.standing import HeldGroups
+from offbeat.rollout.outcomes import GroupListener
 from offbeat.runs.rank_info import RankInfo
 from offbeat.telemetry.tracker import StatsPart
 from offbeat.types import Version
@@ -83,7 +84,7 @@ class NoRollouts:
 
     async def rollout_batch(
         self, rows: Iterable[Row], *, group_size: int, sampling: Sampling,  # noqa: ARG002
-        on_group: Callable[[Group], None] = lambda _group: None,  # noqa: ARG002
+        listener: GroupListener | None = None,  # noqa: ARG002
     ) -> list[Group]:
         """Never called: rank 0 evaluates."""
         raise AssertionError("a rank without rollouts was asked to play some")

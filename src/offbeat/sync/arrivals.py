@@ -9,13 +9,12 @@ Each rank needs two store operations per point: it adds its ticket, and then eit
 import contextlib
 import queue
 import threading
-from collections.abc import Callable
 
 import torch.distributed as dist
 
 from offbeat.data.wire import decode_json
 from offbeat.sync import points
-from offbeat.sync.board import PASSED, Announcement, Board, Message, Wait, breakage
+from offbeat.sync.board import PASSED, Board, Judging, Message, Wait, breakage
 from offbeat.sync.links import SyncPeers
 from offbeat.sync.points import GO, StoreKeys
 from offbeat.sync.verdict import SyncVerdict
@@ -35,15 +34,15 @@ class Arrivals:
     """
 
     def __init__(
-        self, client: dist.TCPStore, *, board: Board, peers: SyncPeers, keys: StoreKeys, post: Callable[[Wait | Announcement], None],
+        self, client: dist.TCPStore, *, board: Board, peers: SyncPeers, keys: StoreKeys, judge: Judging,
     ) -> None:
-        """`post` asks the judge to look at a point that cannot be passed as it is, or reports that this thread broke."""
+        """`judge` is asked to look at a point that cannot be passed as it is, or hears that this thread broke."""
         self.waits: queue.SimpleQueue[Wait | None] = queue.SimpleQueue()
         self._client = client
         self._board = board
         self._peers = peers
         self._keys = keys
-        self._post = post
+        self._judge = judge
         self._passed = 0
         self._pruned = 0
         self.thread = threading.Thread(target=self._run, name="sync arrivals", daemon=True)
@@ -62,7 +61,7 @@ class Arrivals:
             except dist.DistError:
                 self._board.fail(self._peers.store_lost())
             except Exception as exc:  # of whatever kind: the peers must hear that this rank is out
-                self._post(breakage(self._board.rank, exc))
+                self._judge.post(breakage(self._board.rank, exc))
 
     def _arrive(self, wait: Wait) -> Message:
         count = points.read(self._client.add(self._keys.count(wait.n), points.ticket(wait.signature)), wait.signature)
@@ -71,7 +70,7 @@ class Arrivals:
         if count.poisons == 0 and count.agreed and count.arrived == self._peers.world:
             return self._read(self._client.compare_set(key, "", GO))
         if count.poisons == 0 and (not count.agreed or self._peers.departed):
-            self._post(wait)
+            self._judge.post(wait)
         return self._read(self._client.get(key))
 
     def _read(self, result: bytes) -> Message:

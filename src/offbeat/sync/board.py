@@ -84,6 +84,14 @@ class RankListener(Protocol):
         ...
 
 
+class Judging(Protocol):
+    """What finds out why a point cannot be passed."""
+
+    def post(self, case: "Wait | Announcement") -> None:
+        """Hand in a case; never blocks."""
+        ...
+
+
 class BoardListener(Protocol):
     """Hears of failures that the caller of a rank may never see, since it may be in a collective that does not end."""
 

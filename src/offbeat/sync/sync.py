@@ -132,8 +132,8 @@ class Sync:
         clients = [connect(store, timeout_s=self._config.init_timeout_s, server=server) for _ in range(3)]
         self._judge = SyncJudge(
             clients[0], answer_timeout_s=self._config.answer_timeout_s, patience_s=self._config.sync_timeout_s, **common)
-        self._arrivals = Arrivals(clients[1], post=self._judge.post, **common)
-        self._watcher = Watcher(clients[2], post=self._judge.post, **common)
+        self._arrivals = Arrivals(clients[1], judge=self._judge, **common)
+        self._watcher = Watcher(clients[2], judge=self._judge, **common)
         store.set(keys.card(self.rank), encode_json(card).decode())
         for worker in (self._judge, self._arrivals, self._watcher):
             worker.thread.start()

@@ -5,14 +5,13 @@
 """
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch.distributed as dist
 
 from offbeat.data.wire import decode_json, encode_json
-from offbeat.sync.board import Announcement, Board, breakage
+from offbeat.sync.board import Board, Judging, breakage
 from offbeat.sync.links import SyncPeers
 from offbeat.sync.points import StoreKeys
 from offbeat.sync.verdict import SyncVerdict
@@ -37,14 +36,14 @@ class Watcher:
     """Reads mail until "close", or until the store is gone."""
 
     def __init__(
-        self, client: dist.TCPStore, *, board: Board, peers: SyncPeers, keys: StoreKeys, post: Callable[[Announcement], None],
+        self, client: dist.TCPStore, *, board: Board, peers: SyncPeers, keys: StoreKeys, judge: Judging,
     ) -> None:
-        """`post` tells the judge that an answer broke."""
+        """`judge` hears that an answer broke."""
         self._client = client
         self._board = board
         self._peers = peers
         self._keys = keys
-        self._post = post
+        self._judge = judge
         self.thread = threading.Thread(target=self._run, name="sync watcher", daemon=True)
 
     def _run(self) -> None:
@@ -55,7 +54,7 @@ class Watcher:
             except dist.DistError:
                 return  # the store is gone; a rank learns that at its next point
             except Exception as exc:  # of whatever kind: the peers must hear that this rank is out
-                self._post(breakage(self._board.rank, exc))
+                self._judge.post(breakage(self._board.rank, exc))
 
     def _answer(self, mail: Mail) -> bool:
         if mail.kind == "status":
