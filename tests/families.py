@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from family_table import FAMILIES, SIZES, Family
 from offbeat.config.train import TrainConfig
-from offbeat.data.batch import Batch
+from offbeat.data.batch import Batch, SharedPrompts
 from offbeat.data.packing import pack_row
 from offbeat.engine.cache import SlotCache
 from offbeat.engine.forward import Forward, fingerprint_tensors
@@ -245,8 +245,8 @@ def _batch(chosen: list[int]) -> Batch:
     return Batch.of_next_tokens(
         np.concatenate(sequences).astype(np.int32),
         np.concatenate([np.arange(len(sequence)) >= prompt for sequence, prompt in zip(sequences, prompts, strict=True)]),
-        lengths=[len(sequence) for sequence in sequences], columns={}, losses=(), group_ids=np.array([SAMPLES[i][0] for i in chosen]),
-        prefix_lens=prompts)
+        lengths=[len(sequence) for sequence in sequences], columns={}, losses=(),
+        shared=SharedPrompts(np.array([SAMPLES[i][0] for i in chosen]), prompts))
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import log_softmax
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from offbeat.data.batch import Batch
+from offbeat.data.batch import Batch, SharedPrompts
 
 SIZES = {
     "vocab_size": 49, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -43,7 +43,7 @@ def make_batch(seed=0, *, even=False):
         masks[5][-2:] = False
     return Batch.of_next_tokens(
         np.concatenate(sequences), np.concatenate(masks), lengths=[len(s) for s in sequences], columns={}, losses=(),
-        group_ids=np.array(group_ids), prefix_lens=np.array(prefix_lens))
+        shared=SharedPrompts(np.array(group_ids), np.array(prefix_lens)))
 
 
 def one_by_one(model, batch, temperature=1.0):

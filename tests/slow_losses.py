@@ -8,7 +8,7 @@ import math
 import numpy as np
 import torch
 
-from offbeat.data.batch import Batch
+from offbeat.data.batch import Batch, SharedPrompts
 
 LIMIT = 20.0
 
@@ -40,7 +40,8 @@ def random_batch(loss, *, lengths=(1, 2, 5, 1, 9, 4, 3), seed=0, spread=0.4, equ
     for name, values in columns.items():
         full[name][trained] = values
     batch = Batch.of_next_tokens(
-        rng.integers(2, 9, len(trained)), trained, lengths=total, columns=full, losses=(loss,), group_ids=np.arange(len(lengths)) // 2)
+        rng.integers(2, 9, len(trained)), trained, lengths=total, columns=full, losses=(loss,),
+        shared=SharedPrompts(np.arange(len(lengths)) // 2, np.zeros(len(lengths), np.int64)))
     return batch, np.minimum(batch.columns["prox_logprobs"] + spread * rng.standard_normal(count), -1e-3).astype(np.float32)
 
 

@@ -15,7 +15,7 @@ from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.model import TinyConfig
 from offbeat.config.root import Config
 from offbeat.config.train import OptimizerConfig
-from offbeat.data.batch import Batch
+from offbeat.data.batch import Batch, SharedPrompts
 from offbeat.data.packing import plan_microbatches
 from offbeat.model.tiny import build_tiny
 from offbeat.sync.mesh import MeshShape, build_meshes
@@ -70,7 +70,8 @@ def make_batch(num_groups, group_size, *, seed=0, prompt_len=5, loss=PPO):
         np.concatenate(tokens), trained, lengths=lengths, columns={
             "rollout_logprobs": np.log(1 / VOCAB) + 0.2 * rng.standard_normal(len(trained)),
             "advantages": np.repeat(rng.standard_normal(len(lengths)), lengths), "loss_weights": trained / trained.sum()},
-        losses=(loss,), group_ids=np.array(group_ids), prefix_lens=np.full(len(lengths), prompt_len if group_size > 1 else 0))
+        losses=(loss,), shared=SharedPrompts(
+            np.array(group_ids), np.full(len(lengths), prompt_len if group_size > 1 else 0)))
 
 
 def imitated(batch):

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.data.batch import Batch
+from offbeat.data.batch import Batch, SharedPrompts
 from offbeat.data.cost import CostModel, run_work
 from offbeat.data.packing import find_prompts, pack_row, plan_microbatches
 from offbeat.errors import DataError
@@ -16,7 +16,7 @@ def make_batch(sequences, *, prefix_lens, group_ids, masks=None):
     return Batch.of_next_tokens(
         np.concatenate([np.asarray(s, np.int32) for s in sequences] or [np.zeros(0, np.int32)]),
         np.concatenate([np.asarray(m, bool) for m in masks] or [np.zeros(0, bool)]), lengths=lengths, columns={}, losses=(),
-        group_ids=np.asarray(group_ids, np.int64), prefix_lens=np.asarray(prefix_lens, np.int64))
+        shared=SharedPrompts(np.asarray(group_ids, np.int64), np.asarray(prefix_lens, np.int64)))
 
 
 def row_cost(batch, *, share_prefix):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.data.batch import Batch
+from offbeat.data.batch import Batch, SharedPrompts
 from offbeat.data.packing import pack_row
 from offbeat.engine.loader import load_engine
 from offbeat.engine.options import EngineOptions
@@ -26,8 +26,8 @@ def to_batch(groups: list[list[Output]]) -> Batch:
             group_ids.append(group)
     return Batch.of_next_tokens(
         np.concatenate(sequences), np.concatenate(masks), lengths=[len(sequence) for sequence in sequences],
-        columns={"rollout_logprobs": np.concatenate(logprobs)}, losses=(), group_ids=np.array(group_ids),
-        prefix_lens=np.array([len(PROMPTS[group]) for group in group_ids]))
+        columns={"rollout_logprobs": np.concatenate(logprobs)}, losses=(),
+        shared=SharedPrompts(np.array(group_ids), np.array([len(PROMPTS[group]) for group in group_ids])))
 
 
 @pytest.mark.parametrize(("path", "kind"), [("direct", "qwen3"), ("hf", "qwen3"), ("direct", "llama"), ("hf", "gpt2")])

@@ -6,6 +6,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, MixtralForCausalLM
 from transformers.models.mixtral import modeling_mixtral
 
+from offbeat.data.batch import SharedPrompts
 from offbeat.data.packing import pack_row
 from offbeat.errors import ModelError
 from offbeat.model.logprobs import dummy_row, packs_rows, token_logprobs, unscored
@@ -53,7 +54,7 @@ def test_answers_of_one_token_count_their_shared_prompt():
     first = np.isin(np.arange(batch.num_targets), np.unique(batch.target_sequences, return_index=True)[1])
     batch = type(batch).of_next_tokens(
         batch.tokens, np.isin(np.arange(len(batch.tokens)), batch.positions[first] + 1), lengths=batch.lengths, columns={}, losses=(),
-        group_ids=np.zeros(3, np.int64), prefix_lens=np.full(3, 5))
+        shared=SharedPrompts(np.zeros(3, np.int64), np.full(3, 5)))
     row = pack_row(batch, share_prefix=True)
     record = RouterRecord(sequence_ends(batch, row), top_k=2)
     assert len(row) == 5

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from offbeat.config.train import OptimizerConfig
-from offbeat.data.batch import Batch
+from offbeat.data.batch import Batch, SharedPrompts
 from ranks import run_alone, run_ranks
 from train_samples import PPO, VOCAB, build_model, build_trainer, train
 
@@ -48,7 +48,7 @@ def batch_of(case):
         np.concatenate(sequences), mask, lengths=lengths, columns={
             "rollout_logprobs": np.log(1 / VOCAB) + 0.2 * rng.standard_normal(len(mask)), "advantages": rng.standard_normal(len(mask)),
             "loss_weights": mask * rng.random(len(mask))},
-        losses=(PPO,), group_ids=np.array(group_ids), prefix_lens=np.array(prefixes))
+        losses=(PPO,), shared=SharedPrompts(np.array(group_ids), np.array(prefixes)))
 
 
 def _train(groups, argument):

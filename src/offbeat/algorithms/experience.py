@@ -19,7 +19,7 @@ from offbeat.algorithms.shaping import shaped_rewards
 from offbeat.algorithms.turns import reward_range, turn_advantages
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.objectives import objective_of
-from offbeat.data.batch import Batch, any_in_ranges, bounds, over_ranges, take_ranges
+from offbeat.data.batch import Batch, SharedPrompts, any_in_ranges, bounds, over_ranges, take_ranges
 from offbeat.data.reward import RIGHT
 from offbeat.data.trajectory import Group, Trajectory, episode_reward, parts_of
 from offbeat.errors import DataError, printable
@@ -96,8 +96,8 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
         [t.tokens for t in used], [t.loss_mask for t in used], columns={
             "advantages": advantages if keep.all() else take_ranges(advantages, offsets, kept),
             "loss_weights": over_ranges(weights[kept].astype(np.float32), bounds(num_trained[kept]))},
-        of_tokens={"rollout_logprobs": [t.rollout_logprobs for t in used]}, losses=(policy_loss(config),), group_ids=group_ids[kept],
-        prefix_lens=prefix_lens[kept], denominator=denominator)
+        of_tokens={"rollout_logprobs": [t.rollout_logprobs for t in used]}, losses=(policy_loss(config),),
+        shared=SharedPrompts(group_ids[kept], prefix_lens[kept]), denominator=denominator)
     if config.needs_critic:
         batch = replace(batch, sequences=batch.sequences | {"truncated": truncated[kept].astype(np.int64)})
     if config.imitation_coefficient:

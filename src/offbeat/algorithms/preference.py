@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from offbeat.config.objectives import OBJECTIVES
-from offbeat.data.batch import Batch, LossSpec, bounds
+from offbeat.data.batch import Batch, LossSpec, SharedPrompts, bounds
 from offbeat.data.pairs import EncodedPair
 from offbeat.data.supervised import Sequence as Encoded
 
@@ -51,7 +51,7 @@ def pair_batch(pairs: Sequence[EncodedPair], loss: LossSpec, *, ref_logprobs: np
     groups = np.arange(len(sequences)) if single else np.repeat(np.arange(len(pairs)), sizes)
     prefixes = np.zeros(len(sequences), np.int64) if single else np.repeat([pair.prefix_len for pair in pairs], sizes)
     num_groups = len(sequences) if single else len(pairs)
-    batch = answer_batch(sequences, loss, group_ids=groups, prefix_lens=prefixes)
+    batch = answer_batch(sequences, loss, shared=SharedPrompts(groups, prefixes.astype(np.int64)))
     group_of_target = groups[batch.target_sequences].astype(np.int64)
     weights = 1.0 / (max(num_groups, 1) * np.bincount(group_of_target, minlength=num_groups)[group_of_target])
     batch = batch.with_columns(loss_weights=weights, **({} if ref_logprobs is None else {"ref_logprobs": ref_logprobs}))
@@ -59,19 +59,15 @@ def pair_batch(pairs: Sequence[EncodedPair], loss: LossSpec, *, ref_logprobs: np
     return replace(batch, sequences={**batch.sequences, "signs": signs}, denominator=float(num_groups))
 
 
-def answer_batch(
-    sequences: Sequence[Encoded], loss: LossSpec, *, group_ids: np.ndarray | None = None, prefix_lens: np.ndarray | None = None,
-) -> Batch:
-    """Make a batch that is only scored: a target for each token in the masks.
+def answer_batch(sequences: Sequence[Encoded], loss: LossSpec, *, shared: SharedPrompts | None = None) -> Batch:
+    """Make a batch that is only scored: a target for each token in the masks of N sequences, [L] each.
 
-    Args:
-        group_ids, prefix_lens: [N] int64 each; None shares no prompt.
+    `shared` are the prompts that sequences share; None for no prompt.
     """
     tokens = np.concatenate([np.zeros(0, np.int32), *(tokens for tokens, _ in sequences)])
     trained = np.concatenate([np.zeros(0, np.bool_), *(mask for _, mask in sequences)])
     return Batch.of_next_tokens(
-        tokens, trained, lengths=[len(tokens) for tokens, _ in sequences], columns={}, losses=(loss,), group_ids=group_ids,
-        prefix_lens=None if prefix_lens is None else prefix_lens.astype(np.int64))
+        tokens, trained, lengths=[len(tokens) for tokens, _ in sequences], columns={}, losses=(loss,), shared=shared)
 
 
 def answer_values(lengths: Sequence[int], logprobs: np.ndarray, ref_logprobs: np.ndarray | None, *, loss: str) -> np.ndarray:

@@ -6,7 +6,7 @@ import numpy as np
 
 from offbeat.algorithms.objectives import client_loss
 from offbeat.config.objectives import objective_of
-from offbeat.data.batch import Batch
+from offbeat.data.batch import Batch, SharedPrompts
 from offbeat.errors import DataError
 from offbeat.inference.sampling import Sample
 
@@ -50,5 +50,5 @@ def policy_batch(
         columns={
             "advantages": values, "loss_weights": ones / max(len(ones), 1), "ratio_mask": ones,
             "rollout_logprobs": np.concatenate([np.zeros(0, np.float32), *(answer.token_logprobs for answer in answers)])},
-        losses=(spec,), group_ids=np.array([groups[tuple(prompt)] for prompt in prompts], np.int64),
-        prefix_lens=np.array([len(prompt) for prompt in prompts], np.int64), denominator=float(len(ones)))
+        losses=(spec,), denominator=float(len(ones)), shared=SharedPrompts(
+            np.array([groups[tuple(prompt)] for prompt in prompts], np.int64), np.array([len(prompt) for prompt in prompts], np.int64)))

@@ -107,6 +107,24 @@ class LossSpec:
     reads: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class SharedPrompts:
+    """Which of N sequences begin with the same prompt, such as the samples of a group.
+
+    Attributes:
+        group_ids: [N] int64, equal where the prompt is.
+        prefix_lens: [N] int64, tokens of the prompt; 0 for a sequence that shares none.
+    """
+
+    group_ids: np.ndarray
+    prefix_lens: np.ndarray
+
+    @classmethod
+    def none(cls, num_sequences: int) -> Self:
+        """Return what sequences share that share nothing."""
+        return cls(np.arange(num_sequences), np.zeros(num_sequences, np.int64))
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """N sequences with T tokens in total, and M targets.
@@ -165,7 +183,7 @@ class Batch:
     @classmethod
     def of_next_tokens(
         cls, tokens: np.ndarray, trained: np.ndarray, *, lengths: Sequence[int] | np.ndarray, columns: Mapping[str, np.ndarray],
-        losses: tuple[LossSpec, ...], group_ids: np.ndarray | None = None, prefix_lens: np.ndarray | None = None, denominator: float = 1.0,
+        losses: tuple[LossSpec, ...], shared: SharedPrompts | None = None, denominator: float = 1.0,
     ) -> Self:
         """Make a batch in which some tokens are targets, each predicted by the output of the token before it.
 
@@ -174,7 +192,7 @@ class Batch:
             trained: [T] bool, which tokens are targets.
             lengths: [N], lengths of the sequences.
             columns: [T] each, by name; only values at trained tokens are used.
-            group_ids, prefix_lens: [N] each; None shares no prompt.
+            shared: the prompts that sequences share; None for no prompt.
 
         Raises:
             DataError: the first token of a sequence, which nothing predicts, is trained on; or arrays do not fit each other.
@@ -186,14 +204,14 @@ class Batch:
         sequences = [slice(start, end) for start, end in pairwise(offsets.tolist())]
         return cls.of_sequences(
             [tokens[own] for own in sequences], [trained[own] for own in sequences],
-            columns={name: np.asarray(values)[trained] for name, values in columns.items()}, losses=losses, group_ids=group_ids,
-            prefix_lens=prefix_lens, denominator=denominator)
+            columns={name: np.asarray(values)[trained] for name, values in columns.items()}, losses=losses, shared=shared,
+            denominator=denominator)
 
     @classmethod
     def of_sequences(
         cls, tokens: Sequence[np.ndarray], trained: Sequence[np.ndarray], *, columns: Mapping[str, np.ndarray],
-        losses: tuple[LossSpec, ...], of_tokens: Mapping[str, Sequence[np.ndarray]] | None = None, group_ids: np.ndarray | None = None,
-        prefix_lens: np.ndarray | None = None, denominator: float = 1.0,
+        losses: tuple[LossSpec, ...], of_tokens: Mapping[str, Sequence[np.ndarray]] | None = None,
+        shared: SharedPrompts | None = None, denominator: float = 1.0,
     ) -> Self:
         """Make the batch of `of_next_tokens` from sequences that lie apart.
 
@@ -225,13 +243,11 @@ class Batch:
             for column, arrays in gathered:
                 column[own] = arrays[i][at]
             np.add(index, start - 1, out=positions[own])
-        num = len(tokens)
+        shared = shared or SharedPrompts.none(len(tokens))
         return cls(
             tokens=whole, offsets=offsets, positions=positions, targets=targets,
             columns={**{name: column for name, (column, _) in zip(of_tokens or {}, gathered, strict=True)}, **columns},
-            sequences={
-                "group_ids": np.arange(num) if group_ids is None else group_ids,
-                "prefix_lens": np.zeros(num, np.int64) if prefix_lens is None else prefix_lens},
+            sequences={"group_ids": shared.group_ids, "prefix_lens": shared.prefix_lens},
             losses=losses, denominator=denominator)
 
     def __len__(self) -> int:

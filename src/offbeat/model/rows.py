@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from offbeat.data.batch import Batch
+from offbeat.data.batch import Batch, SharedPrompts
 from offbeat.data.packing import PackedRow, pack_row
 from offbeat.errors import ModelError, first_line
 from offbeat.model.attention import ATTENTION_KINDS, PACKED
@@ -174,7 +174,7 @@ def small_row(model: PreTrainedModel, *, share_prefix: bool = False) -> PackedRo
     trained = np.concatenate([np.arange(length) >= _PROMPT for length in lengths])
     batch = Batch.of_next_tokens(
         np.concatenate(list(_sequences(model))).astype(np.int32), trained, lengths=lengths, columns={}, losses=(),
-        group_ids=np.zeros(len(lengths), np.int64), prefix_lens=np.full(len(lengths), _PROMPT))
+        shared=SharedPrompts(np.zeros(len(lengths), np.int64), np.full(len(lengths), _PROMPT)))
     return pack_row(batch, share_prefix=share_prefix)
 
 
