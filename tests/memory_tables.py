@@ -1,6 +1,6 @@
 """The shapes of well-known models, and the tables of docs/scaling.md made of them: `python tests/memory_tables.py` prints the tables."""
 
-from offbeat.runs.memory import ModelShape, cache_bytes_per_token, engine_weights, rank_memory
+from offbeat.runs.memory import ModelShape, TrainedAdapter, cache_bytes_per_token, engine_weights, rank_memory
 
 GIB = 2**30
 
@@ -45,7 +45,7 @@ def adapter_table(*, rank: int = 16, shards: tuple[int, ...] = (8, 32)) -> str:
         f"{dtype}{places}" for dtype in ("float32", "bfloat16") for places in ("", *(f" over {count}" for count in shards)))]
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)]]
     for name, shape in MODELS.items():
-        sizes = [rank_memory(shape, tokens=0, num_shards=count, adapter_rank=rank, half=half).total
+        sizes = [rank_memory(shape, tokens=0, num_shards=count, adapter=TrainedAdapter(rank, half=half)).total
                  for half in (False, True) for count in (1, *shards)]
         lines.append([name, *(f"{size / GIB:.1f}" for size in (16 * rank * shape.width_of_adapters, *sizes))])
     return _rows(lines)

@@ -20,7 +20,7 @@ from offbeat.engine.cache import CacheShape, DecodeStep, PrefillStep, attend
 from offbeat.engine.forward import LOGITS_AT_ONCE, fingerprint_tensors, take
 from offbeat.engine.lora import AdapterRows, Groups, Linear
 from offbeat.errors import ModelError, first_line
-from offbeat.model.attention import ATTENTION_KINDS, explicit_attention, fused_attention, refuse_unknown, window_mask
+from offbeat.model.attention import ATTENTION_KINDS, ScoreForm, explicit_attention, fused_attention, refuse_unknown, window_mask
 from offbeat.model.checkpoint_names import module_names, published_names
 from offbeat.model.load import context_length
 from offbeat.model.lora import adaptable
@@ -79,6 +79,7 @@ def slot_attention(
     Where a layer's heads are smaller than the cache's, keys and values are padded with zeros, which change no score and are cut off again.
     """
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    form = ScoreForm(scale, softcap, s_aux)
     layer: int = module.layer_idx  # type: ignore[assignment]
     if isinstance(offbeat_step, ShapeStep):
         refuse_unknown(module, sliding_window, kwargs)
@@ -88,30 +89,28 @@ def slot_attention(
         raise ModelError(f"{type(module).__name__} was not handed the keyword arguments of its model's forward; use another engine")
     if isinstance(offbeat_step, ScoreStep):
         mask = window_mask(query.shape[2], sliding_window, query.device)
-        return _attend_whole(query, key, value, mask, scale=scale, softcap=softcap, sinks=s_aux).transpose(1, 2).contiguous(), None
+        return _attend_whole(query, key, value, mask, form).transpose(1, 2).contiguous(), None
     step, mask, size = offbeat_step.step, offbeat_step.mask(sliding_window), value.shape[3]
     query, key, value = (_filled(heads, step.head_dim) for heads in (query, key, value))
     if isinstance(step, PrefillStep):
         key, value = step.extend(layer, key, value)
-        attended = _attend_whole(query, key, value, mask, scale=scale, softcap=softcap, sinks=s_aux)
+        attended = _attend_whole(query, key, value, mask, form)
         return attended[..., :size].transpose(1, 2).contiguous(), None
     keys, values = step.extend(layer, key[:, :, 0], value[:, :, 0])
     assert mask is not None, "a decode step has a mask"
-    if softcap is not None or s_aux is not None:
+    if not form.is_plain:
         keys, values, mask = (part.unflatten(0, (len(query), -1)) for part in (keys, values, mask))
-        attended = explicit_attention(query, keys, values, mask[:, :1], scale=scale, softcap=softcap, sinks=s_aux)
+        attended = explicit_attention(query, keys, values, mask[:, :1], form=form)
     else:
         attended = attend(query.reshape(len(keys), -1, step.head_dim), keys, values, mask=mask, scale=scale)
     return attended[..., :size].reshape(len(query), 1, -1, size), None
 
 
-def _attend_whole(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
+def _attend_whole(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, form: ScoreForm) -> Tensor:
     """Compute attention of [N, heads, L, head_dim] to [N, kv_heads, width, head_dim]; without a mask it is causal, and both are as long."""
-    if softcap is not None or sinks is not None:
-        return explicit_attention(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)
-    return fused_attention(query, key, value, mask, scale=scale)
+    if not form.is_plain:
+        return explicit_attention(query, key, value, mask, form=form)
+    return fused_attention(query, key, value, mask, scale=form.scale)
 
 
 def _filled(heads: Tensor, size: int) -> Tensor:

@@ -168,7 +168,7 @@ def packed_attention(
         attention_mask: must be None when a plan is given.
         sliding_window: most tokens that a token attends to, itself included, by their positions in their own sequence.
         attention_plan: the plan of this row; None computes each row of a batch as one causal sequence.
-        kwargs: `softcap` and `s_aux` as for `explicit_attention`.
+        kwargs: `softcap`, and `s_aux` for sinks; see `ScoreForm`.
 
     Returns:
         The output, [1, R, H, D] in the dtype of value, and None in place of attention weights.
@@ -181,7 +181,7 @@ def packed_attention(
         if attention_mask is None and query.shape[2] == key.shape[2]:
             attention_mask = window_mask(query.shape[2], sliding_window, query.device)
         if softcap is not None or sinks is not None:
-            output = explicit_attention(query, key, value, attention_mask, scale=scaling, softcap=softcap, sinks=sinks, dropout=dropout)
+            output = explicit_attention(query, key, value, attention_mask, form=ScoreForm(scaling, softcap, sinks, dropout))
             return output.transpose(1, 2).contiguous(), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     refuse_unknown(module, sliding_window, kwargs)
@@ -204,7 +204,7 @@ def packed_attention(
         output = varlen_attention(query, key, value, attention_plan.varlen.calls(sliding_window), scale=scaling)
     else:
         output = _by_buckets(
-            query, key, value, attention_plan, window=sliding_window, dropout=dropout, scale=scaling, softcap=softcap, sinks=sinks)
+            query, key, value, attention_plan, window=sliding_window, form=ScoreForm(scaling, softcap, sinks, dropout))
     return (output if context is None else context.to_tokens(output)).unsqueeze(0), None
 
 
@@ -225,16 +225,30 @@ def refuse_unknown(module: torch.nn.Module, window: int | None, kwargs: dict[str
         raise ModelError(f"{name} is of kind {kind} but asks for plain causal attention, which would be silently wrong; use another model")
 
 
+@dataclass(frozen=True)
+class ScoreForm:
+    """How a layer turns products of queries and keys into shares.
+
+    Attributes:
+        scale: factor of the scores; None is D ** -0.5, for heads of size D.
+        softcap: a cap c that turns scores s into c tanh(s / c), as in Gemma 2.
+        sinks: [H], an extra score per head whose share of the softmax is discarded, as in GPT-OSS.
+        dropout: share of the shares that are dropped.
+    """
+
+    scale: float | None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    dropout: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch's own attention computes it."""
+        return self.softcap is None and self.sinks is None
+
+
 def explicit_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    scale: float | None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    dropout: float = 0.0,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, form: ScoreForm,
 ) -> Tensor:
     """Compute attention with softcap or sinks, which `scaled_dot_product_attention` lacks; holds all scores [N, H, Lq, Lk] in memory.
 
@@ -242,15 +256,13 @@ def explicit_attention(
         query: [N, H, Lq, D] float.
         key, value: [N, Hkv, Lk, D]; H is a multiple of Hkv.
         mask: [N or 1, 1, Lq, Lk] or [Lq, Lk], bool or added to the scores; None is causal, where Lq = Lk.
-        scale: factor of the scores; None is D ** -0.5.
-        softcap: a cap c that turns scores s into c tanh(s / c), as in Gemma 2.
-        sinks: [H], an extra score per head whose share of the softmax is discarded, as in GPT-OSS.
 
     Returns:
         [N, H, Lq, D] in the dtype of value.
     """
     n, num_heads, length, head_dim = query.shape
-    factor = head_dim**-0.5 if scale is None else scale
+    factor = head_dim**-0.5 if form.scale is None else form.scale
+    softcap, sinks = form.softcap, form.sinks
     grouped = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # [N, Hkv, H / Hkv * Lq, D]: queries of one key head are adjacent
     scores = (grouped @ key.transpose(2, 3)).view(n, num_heads, length, -1) * factor
     if softcap is not None:
@@ -264,41 +276,32 @@ def explicit_attention(
     shares = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
     if sinks is not None:
         shares = shares[..., :-1]
-    if dropout:
-        shares = torch.dropout(shares, dropout, train=True)
+    if form.dropout:
+        shares = torch.dropout(shares, form.dropout, train=True)
     attended = shares.reshape(n, key.shape[1], -1, key.shape[2]) @ value
     return attended.view(n, num_heads, length, -1)
 
 
-def _by_buckets(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, *, window: int | None, **settings: Any) -> Tensor:
-    """Attend over a row, bucket by bucket: [R, H, D] queries, [R, Hkv, D] keys and values to [R, H, D]; `settings` as for `_attend`."""
+def _by_buckets(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, *, window: int | None, form: ScoreForm) -> Tensor:
+    """Attend over a row, bucket by bucket: [R, H, D] queries, [R, Hkv, D] keys and values to [R, H, D]."""
     buckets = plan.buckets
     queries = _gather(query, plan.query_index).split([bucket.n * bucket.num_queries for bucket in buckets])
     keys, values = (_gather(x, plan.key_index).split([bucket.n * bucket.num_keys for bucket in buckets]) for x in (key, value))
     outputs = [
-        _attend(bucket, q, k, v, mask, **settings)
+        _attend(bucket, q, k, v, mask, form=form)
         for bucket, q, k, v, mask in zip(buckets, queries, keys, values, plan.masks(window, query.device), strict=True)]
     return _gather(outputs[0] if len(outputs) == 1 else torch.cat(outputs), plan.restore)
 
 
 def _attend(
-    bucket: Bucket,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    dropout: float,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, form: ScoreForm,
 ) -> Tensor:
     """Attend within a bucket: queries [N * Lq, H, D], keys and values [N * Lk, Hkv, D] to [N * Lq, H, D]."""
     q, k, v = (x.reshape(bucket.n, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
-    if softcap is not None or sinks is not None:
-        output = explicit_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout)
+    if not form.is_plain:
+        output = explicit_attention(q, k, v, mask, form=form)
     else:
-        output = fused_attention(q, k, v, mask, dropout=dropout, scale=scale)
+        output = fused_attention(q, k, v, mask, dropout=form.dropout, scale=form.scale)
     return output.transpose(1, 2).reshape(len(query), *output.shape[1::2])
 
 

@@ -83,9 +83,22 @@ class RankMemory:
         return self.weights + self.gradients + self.optimizer + self.gathered + self.activations
 
 
+@dataclass(frozen=True)
+class TrainedAdapter:
+    """An adapter on all linear layers, which every rank holds whole.
+
+    Attributes:
+        rank: `model.lora.rank`, such as 16.
+        half: whether the frozen weights under it are bfloat16 (`model.dtype`).
+    """
+
+    rank: int
+    half: bool = False
+
+
 def rank_memory(
     shape: ModelShape, *, tokens: int, num_shards: int = 1, mixed: bool = True, checkpointing: bool = False, offloads: bool = False,
-    adapter_rank: int = 0, half: bool = False,
+    adapter: TrainedAdapter | None = None,
 ) -> RankMemory:
     """Estimate one train rank's memory; leave a tenth or two free for logits, the allocator and the collectives.
 
@@ -95,17 +108,16 @@ def rank_memory(
         mixed: whether layers compute in bfloat16 (`train.precision`).
         checkpointing: whether activations are computed again in full.
         offloads: whether moments are kept in host memory (`train.offload_optimizer`).
-        adapter_rank: `model.lora.rank` of an adapter on all linear layers, held whole by every rank; 0 trains the model's weights.
-        half: whether the frozen weights under an adapter are bfloat16 (`model.dtype`).
+        adapter: the adapter that is trained; None trains the model's weights.
     """
-    each = 2 if adapter_rank and half else 4
+    each = 2 if adapter is not None and adapter.half else 4
     weights = each * -(-shape.num_parameters // num_shards)
-    adapter = 4 * adapter_rank * shape.width_of_adapters
-    trained = adapter or weights
+    of_adapter = 0 if adapter is None else 4 * adapter.rank * shape.width_of_adapters
+    trained = of_adapter or weights
     gathered = each * (2 * shape.matrices_of_block + shape.vocabulary * shape.hidden) if num_shards > 1 else 0
     activations = _activations(shape, tokens, mixed=mixed, checkpointing=checkpointing)
     moments = 2 * trained
-    return RankMemory(weights + adapter, trained, 0 if offloads else moments, gathered, activations, host=moments if offloads else 0)
+    return RankMemory(weights + of_adapter, trained, 0 if offloads else moments, gathered, activations, host=moments if offloads else 0)
 
 
 def engine_weights(shape: ModelShape, *, num_devices: int = 1) -> int:

@@ -13,7 +13,7 @@ from offbeat.config.for_processes import PlanConfig
 from offbeat.data.model_folder import read_model_config
 from offbeat.errors import ModelError
 from offbeat.machine import Device
-from offbeat.runs.memory import ModelShape, rank_memory
+from offbeat.runs.memory import ModelShape, TrainedAdapter, rank_memory
 
 _USABLE = 0.85
 """Share of a device's memory that an estimate by formula may take; a rank's own later estimate may take more."""
@@ -106,8 +106,8 @@ def _recomputation(config: PlanConfig, device: Device | None, shape: ModelShape 
     else:
         tokens, num_shards = -(-train.max_tokens_per_microbatch // train.parallel.cp), train.parallel.shard * train.parallel.tp
         found = rank_memory(
-            shape, tokens=tokens, num_shards=num_shards, mixed=mixed, offloads=train.offload_optimizer, adapter_rank=lora,
-            half=config.model.number_format == "bfloat16")
+            shape, tokens=tokens, num_shards=num_shards, mixed=mixed, offloads=train.offload_optimizer,
+            adapter=TrainedAdapter(lora, half=config.model.number_format == "bfloat16") if lora else None)
         another = rank_memory(shape, tokens=0, num_shards=num_shards).weights
         states = found.total - found.activations
         states += another * (config.algorithm.needs_reference and not lora) + 4 * another * config.algorithm.needs_critic
