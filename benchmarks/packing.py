@@ -29,6 +29,7 @@ from offbeat.config.train import OptimizerConfig
 from offbeat.data.batch import Batch
 from offbeat.data.packing import plan_microbatches
 from offbeat.model.load import load_causal_lm
+from offbeat.sync.links import MeetingPlace
 from offbeat.sync.mesh import ProcessGroups, host_store, join, leave
 from offbeat.trainer.messages import TrainStep
 from offbeat.trainer.model_trainer import ModelTrainer
@@ -176,7 +177,7 @@ def skewed_lengths(rng: np.random.Generator, count: int) -> np.ndarray:
 def groups_of_one():
     """The process groups of a single rank."""
     store = host_store(30.0)
-    yield join(rank=0, world=1, store=store, config=DistConfig())
+    yield join(rank=0, world=1, place=MeetingPlace(store), config=DistConfig())
     leave()
 
 

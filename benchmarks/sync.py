@@ -23,6 +23,7 @@ from measure import emit, note, take_turns
 
 from offbeat.config.dist import DistConfig
 from offbeat.errors import SyncError
+from offbeat.sync.links import MeetingPlace
 from offbeat.sync.mesh import ProcessGroups, connect_store, host_store, join, leave
 
 AIM = 0.5
@@ -74,7 +75,7 @@ def start_ranks(world: int, *, repeats: int) -> dict:
 def run_rank(rank: int, world: int, port: int, repeats: int) -> None:
     """One process: barriers, then faults."""
     store = connect_store("127.0.0.1", port, timeout_s=STORE_TIMEOUT_S)
-    groups = join(rank=rank, world=world, store=store, config=DistConfig())
+    groups = join(rank=rank, world=world, place=MeetingPlace(store), config=DistConfig())
 
     def plain() -> None:
         dist.barrier(group=groups.cpu_group)  # noqa: TID251 - what we compare with

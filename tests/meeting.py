@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from offbeat.config.dist import DistConfig
+from offbeat.sync.links import MeetingPlace
 from offbeat.sync.mesh import host_store
 from offbeat.sync.sync import Sync
 
@@ -13,7 +14,7 @@ def meeting(world, **config):
     """The ranks' ends, by rank, and the store. Ranks that live answer, however busy the machine is."""
     store = host_store(60)
     settings = DistConfig(**{"answer_timeout_s": 20} | config)
-    syncs = [Sync.start(rank=rank, world=world, store=store, config=settings, hosts_store=False) for rank in range(world)]
+    syncs = [Sync.start(rank=rank, world=world, place=MeetingPlace(store), config=settings, hosts_store=False) for rank in range(world)]
     try:
         yield syncs, store
     finally:

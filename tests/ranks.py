@@ -21,6 +21,7 @@ from pathlib import Path
 
 from offbeat.config.dist import DistConfig
 from offbeat.process.serving import die_with_parent
+from offbeat.sync.links import MeetingPlace
 from offbeat.sync.mesh import connect_store, host_store, join, leave
 from waiting import wait_until
 
@@ -70,7 +71,7 @@ _parent = cache(_Parent)
 
 def run_alone(function, *, argument=None):
     """Call `function(groups, argument)` in this process, as the only rank."""
-    groups = join(rank=0, world=1, store=host_store(60), config=CONFIG)
+    groups = join(rank=0, world=1, place=MeetingPlace(host_store(60)), config=CONFIG)
     try:
         return function(groups, argument)
     finally:
@@ -98,7 +99,7 @@ def play(file, name, rank, world, port, argument, output):
     sys.modules["test_module"] = module
     spec.loader.exec_module(module)
     store = meet(rank, port, Path(output).parent)
-    groups = join(rank=rank, world=world, store=store, config=CONFIG)
+    groups = join(rank=rank, world=world, place=MeetingPlace(store), config=CONFIG)
     result = getattr(module, name)(groups, argument)
     Path(output).write_text(json.dumps(result))
     leave()

@@ -23,6 +23,7 @@ from offbeat.model.blocks import checkpoint_activations, compile_layers
 from offbeat.model.head import FusedHead, Picks
 from offbeat.model.logprobs import token_logprobs
 from offbeat.model.lora import AdapterBank
+from offbeat.sync.links import MeetingPlace
 from offbeat.sync.mesh import host_store, join, leave
 from offbeat.sync.platform import current_platform
 from offbeat.trainer.memory import estimate_memory, packed_tokens
@@ -112,7 +113,7 @@ def adapters(device: torch.device) -> dict[str, float]:
 
 def collectives(device: torch.device) -> dict[str, Any]:
     """A group of one rank on the device's own backend."""
-    groups = join(rank=0, world=1, store=host_store(60), config=DistConfig())
+    groups = join(rank=0, world=1, place=MeetingPlace(host_store(60)), config=DistConfig())
     try:
         tensor = torch.arange(4.0, device=device)
         dist.all_reduce(tensor, group=groups.mesh.get_group("dp"))

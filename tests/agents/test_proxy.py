@@ -14,7 +14,7 @@ import pytest
 
 from chats import CHATML, words
 from field_requests import field_requests
-from offbeat.agents.proxy import MAX_BODY_BYTES, Proxy
+from offbeat.agents.proxy import MAX_BODY_BYTES, Proxy, ProxyAddress
 from offbeat.agents.recorder import EpisodeLimits
 from offbeat.agents.sessions import Session
 from offbeat.chat.parsing import AnswerParser
@@ -306,7 +306,7 @@ def test_beyond_this_machine_it_says_so_and_keys_keep_others_out(caplog):
         for headers in ({}, world.headers("sk-guess")):
             assert (await world.post({"messages": [USER]}, headers=headers))[0] == 401
 
-    play(body, host="0.0.0.0", told_host="localhost")
+    play(body, address=ProxyAddress("0.0.0.0", told_host="localhost"))
     [said] = [record.message for record in caplog.records if record.name == "offbeat.agents.proxy"]
     assert "whoever reaches it and has an episode's key takes part in that episode" in said
 
@@ -496,7 +496,7 @@ def test_a_port_that_is_taken_is_a_users_error():
         port = int(world.proxy.url.rpartition(":")[2])
         renderer = Renderer(words(CHATML))
         with pytest.raises(PortBusyError, match="cannot listen"):
-            async with Proxy(renderer, AnswerParser(renderer), port=port):
+            async with Proxy(renderer, AnswerParser(renderer), address=ProxyAddress(port=port)):
                 pass
 
     play(body)

@@ -9,7 +9,7 @@ import pytest
 
 import offbeat
 from hub_serving import TOKEN, Hub, serving_hub
-from offbeat.api.push import plan_push, send
+from offbeat.api.push import Commit, plan_push, send
 from offbeat.errors import ConfigError, DataError, HubError, ModelError
 
 WEIGHTS = bytes(range(256)) * 40
@@ -62,7 +62,7 @@ def test_a_repository_that_exists_is_pushed_to_again(hub: Hub, run_dir: Path) ->
 
 
 def test_branch_message_privacy_and_the_export_of_a_step_are_chosen(hub: Hub, run_dir: Path) -> None:
-    address = send(plan_push(run_dir, "me/digits", checkpoint="2", revision="half", message="Half way", private=True))
+    address = send(plan_push(run_dir, "me/digits", checkpoint="2", commit=Commit("half", "Half way"), private=True))
     assert address == f"{hub.url}/me/digits/tree/half"
     assert hub.created[0]["visibility"] == "private" and hub.branches == {"me/digits": ["half"]}
     ((branch, message, files),) = hub.commits

@@ -12,6 +12,7 @@ from torch.distributed import get_process_group_ranks
 from offbeat.config.dist import DistConfig
 from offbeat.errors import ConfigError, DeadlineError, PortBusyError, StuckError, SyncTimeout
 from offbeat.pulse import progress, work
+from offbeat.sync.links import MeetingPlace
 from offbeat.sync.mesh import MeshShape, connect_store, host_store, join, leave
 from ranks import run_ranks
 from train_samples import arranged
@@ -57,7 +58,7 @@ def test_a_name_without_an_address_is_said_at_once_and_asked_for_until_the_deadl
 
 def test_a_single_rank_joins_and_leaves_twice():
     for _ in range(2):
-        groups = join(rank=0, world=1, store=host_store(30), config=DistConfig())
+        groups = join(rank=0, world=1, place=MeetingPlace(host_store(30)), config=DistConfig())
         assert groups.world == 1
         assert groups.mesh.mesh_dim_names == ("dp", "shard", "cp", "tp")
         assert (groups.batch_ranks, groups.batch_index, groups.gradient_mesh.size()) == (1, 0, 1)
@@ -70,7 +71,7 @@ def test_a_single_rank_joins_and_leaves_twice():
 def test_a_single_rank_that_hangs_is_told_to_whoever_waits_for_it():
     stuck, beats = queue.SimpleQueue(), []
     groups = join(
-        rank=0, world=1, store=host_store(30), config=DistConfig(sync_timeout_s=0.5),
+        rank=0, world=1, place=MeetingPlace(host_store(30)), config=DistConfig(sync_timeout_s=0.5),
         listener=SimpleNamespace(give_up=stuck.put, beat=beats.append))
     try:
         with work("save"):
@@ -92,7 +93,7 @@ def _take_while_asleep(stuck):
 def test_ranks_that_do_not_join_are_named():
     store = host_store(30)
     with pytest.raises(SyncTimeout) as error:
-        join(rank=1, world=3, store=store, config=DistConfig(init_timeout_s=1))
+        join(rank=1, world=3, place=MeetingPlace(store), config=DistConfig(init_timeout_s=1))
     assert str(error.value) == (
         "sync point 'join' timed out after 1 s with 1 of 3 ranks there: rank 0 has not started, rank 2 has not started")
     leave()
@@ -101,7 +102,7 @@ def test_ranks_that_do_not_join_are_named():
 @pytest.mark.parametrize(("shape", "world"), [(MeshShape(2), 3), (MeshShape(2, tp=2), 2), (MeshShape(0), 0), (MeshShape(-1, -2), 2)])
 def test_a_world_that_does_not_match_the_mesh_is_refused(shape, world):
     with pytest.raises(ConfigError, match=rf"a mesh of dp {shape.dp} \* shard {shape.shard} .* tp {shape.tp} needs .* ranks, got {world}"):
-        join(rank=0, world=world, store=host_store(30), config=DistConfig(), shape=shape)
+        join(rank=0, world=world, place=MeetingPlace(host_store(30)), config=DistConfig(), shape=shape)
 
 
 def _find_peers(groups, _argument):

@@ -23,6 +23,7 @@ from offbeat.config.dist import DistConfig
 from offbeat.errors import ConfigError, SyncError
 from offbeat.phase import phase
 from offbeat.sync import exchange
+from offbeat.sync.links import MeetingPlace
 from offbeat.sync.mesh import connect_store, host_store
 from offbeat.sync.peers import Card
 from offbeat.sync.sync import Sync
@@ -166,7 +167,7 @@ def _failure(groups):
     hosted = host_store(60) if groups.rank == 0 else None
     port = int(groups.sync.broadcast("port", str(hosted.port).encode() if hosted else None))
     store = hosted or connect_store("127.0.0.1", port, timeout_s=60)
-    sync = Sync.start(rank=groups.rank, world=3, store=store, config=DistConfig(), hosts_store=bool(hosted))
+    sync = Sync.start(rank=groups.rank, world=3, place=MeetingPlace(store), config=DistConfig(), hosts_store=bool(hosted))
     sync.arrive("start")
     groups.sync.barrier("started")  # a failure would also end somebody's wait at "start"
     if groups.rank == 1:

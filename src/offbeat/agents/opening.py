@@ -8,7 +8,7 @@ from offbeat.agents.bridge import BridgePlayer
 from offbeat.agents.command import CommandPlayer
 from offbeat.agents.played import PlayedWorkflow
 from offbeat.agents.pool import PlayPool
-from offbeat.agents.proxy import Proxy
+from offbeat.agents.proxy import Proxy, ProxyAddress
 from offbeat.agents.recorder import EpisodeLimits, Recorder
 from offbeat.agents.worker import PlayLoadRequest
 from offbeat.chat.parsing import AnswerParser
@@ -47,7 +47,7 @@ async def open_workflow(
     if name == "agent":
         player = await _open_player(stack, config, log_dir=log_dir, notes=notes)
         proxy = await stack.enter_async_context(Proxy(
-            renderer, parser, model=agent.model, host=agent.host, told_host=agent.told_host))
+            renderer, parser, model=agent.model, address=ProxyAddress(agent.host, told_host=agent.told_host)))
         if not is_loopback(agent.host):
             notes.note("user_code", f"{proxy.exposed}; see `offbeat docs security`")
         return AgentWorkflow(proxy, player, agent, max_tokens)

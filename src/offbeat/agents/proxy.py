@@ -11,6 +11,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Self
 
 import msgspec
@@ -51,6 +52,20 @@ _REFUSALS = Refusals("the run", {
 """SDKs try again after 409, 429 and 503."""
 
 
+@dataclass(frozen=True)
+class ProxyAddress:
+    """Where a proxy listens.
+
+    Attributes:
+        port: 0 chooses a free one.
+        told_host: name or address in the proxy's URL, for agents that do not reach this machine under `host`; "" for that.
+    """
+
+    host: str = LOOPBACK
+    port: int = 0
+    told_host: str = ""
+
+
 class Proxy:
     """Answers agents, and records the answers.
 
@@ -69,20 +84,19 @@ class Proxy:
     exposed = ""
 
     def __init__(
-        self, renderer: Renderer, parser: AnswerParser, *, model: str = "policy", host: str = LOOPBACK, port: int = 0,
-        told_host: str = "", keep_alive_s: float = KEEP_ALIVE_S, linger_s: float = 10.0,
+        self, renderer: Renderer, parser: AnswerParser, *, model: str = "policy", address: ProxyAddress | None = None,
+        keep_alive_s: float = KEEP_ALIVE_S, linger_s: float = 10.0,
     ) -> None:
         """Make a proxy that does not listen yet.
 
         Args:
             model: the name under which the model is listed. Requests may name any.
-            host, port: where to listen; port 0 chooses a free one.
-            told_host: name or address in `url`, for agents that do not reach this machine under `host`; "" for that.
+            address: where to listen; by default on this machine's own address.
             keep_alive_s: seconds between keep-alives to a client that waits for a stream.
             linger_s: seconds that a call runs on once its client has gone, who may try again.
         """
         self._renderer, self._parser, self._model = renderer, parser, model
-        self._host, self._port, self._told_host, self._keep_alive_s = host, port, told_host or host, keep_alive_s
+        self._address, self._keep_alive_s = address or ProxyAddress(), keep_alive_s
         self._sessions = ProxySessions(linger_s=linger_s)
         self._started = time.time()
 
@@ -95,12 +109,13 @@ class Proxy:
             PortBusyError: the address cannot be bound.
             DeadlineError: uvicorn did not start in time.
         """
-        listener = bind(self._host, self._port, who="the proxy of agents")
-        self.url = url_of(listener, host=self._told_host)
-        if not is_loopback(self._host):
+        address = self._address
+        listener = bind(address.host, address.port, who="the proxy of agents")
+        self.url = url_of(listener, host=address.told_host or address.host)
+        if not is_loopback(address.host):
             self.exposed = (
-                f"the proxy of agents listens on {self._host}:{listener.getsockname()[1]}, beyond this machine: whoever reaches it and has"
-                " an episode's key takes part in that episode, and nothing on the way is encrypted")
+                f"the proxy of agents listens on {address.host}:{listener.getsockname()[1]}, beyond this machine: whoever reaches it and"
+                " has an episode's key takes part in that episode, and nothing on the way is encrypted")
             logger.warning("%s", self.exposed)
         app = Starlette(routes=self._routes(), exception_handlers={HTTPException: no_such_endpoint})
         self._server = GuestServer(

@@ -163,8 +163,7 @@ class Engine:
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         asked = [tuple(self._base.tokenizer.prompt(text)) for text in prompts]
         found = self._ask(
-            asked, timeout_s=timeout_s, seed=seed, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
-            stop=stop)
+            asked, Sampling(0, temperature, top_p, top_k, _listed(stop), seed), max_new_tokens=max_new_tokens, timeout_s=timeout_s)
         return found[0] if isinstance(prompt, str) else found
 
     def chat(
@@ -181,27 +180,25 @@ class Engine:
         self.start()
         said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         [answer] = self._ask(
-            [tuple(self._base.tokenizer.chat(said))], timeout_s=timeout_s, seed=seed, max_new_tokens=max_new_tokens,
-            temperature=temperature, top_p=top_p, top_k=top_k, stop=stop)
+            [tuple(self._base.tokenizer.chat(said))], Sampling(0, temperature, top_p, top_k, _listed(stop), seed),
+            max_new_tokens=max_new_tokens, timeout_s=timeout_s)
         return answer
 
     def _ask(
-        self, prompts: Sequence[tuple[int, ...]], *, timeout_s: float, seed: int | None, max_new_tokens: int | None, temperature: float,
-        top_p: float, top_k: int, stop: Sequence[str],
+        self, prompts: Sequence[tuple[int, ...]], sampling: Sampling, *, max_new_tokens: int | None, timeout_s: float,
     ) -> list[Completion]:
-        if isinstance(stop, str):
-            raise ConfigError(f"stop must be a list of texts, got {stop!r}; write [{stop!r}]")
-        ends = base_ends(self._base, stop=stop)
+        """Answer prompts; `sampling` has neither a length nor the model's own ends yet, and the first prompt's seed."""
+        ends = base_ends(self._base, stop=sampling.stop)
 
-        def sampling(index: int) -> Sampling:
+        def sampling_of(index: int) -> Sampling:
             room = (self._options.max_context or self._base.context) - len(prompts[index])
             most = max(1, min(_NEW_TOKENS, room)) if max_new_tokens is None else max_new_tokens
-            own_seed = None if seed is None else seed + index
-            return Sampling(most, temperature, top_p, top_k, ends.strings, own_seed, ends.token_ids)
+            seed = None if sampling.seed is None else sampling.seed + index
+            return replace(sampling, max_new_tokens=most, seed=seed, stop=ends.strings, stop_token_ids=ends.token_ids)
 
         async def ask() -> list[list[Sample]]:
             return await asyncio.gather(*(
-                self._client.generate(prompt, sampling(index), n=1, timeout_s=timeout_s) for index, prompt in enumerate(prompts)))
+                self._client.generate(prompt, sampling_of(index), n=1, timeout_s=timeout_s) for index, prompt in enumerate(prompts)))
 
         return [
             Completion(sample.text, sample.finish_reason, tuple(sample.tokens.tolist()), tuple(sample.token_logprobs.tolist()))
@@ -236,3 +233,9 @@ class Engine:
             loop.call_soon_threadsafe(loop.stop)
             thread.join(_STOP_TIMEOUT_S)
             loop.close()
+
+
+def _listed(stop: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(stop, str):
+        raise ConfigError(f"stop must be a list of texts, got {stop!r}; write [{stop!r}]")
+    return tuple(stop)

@@ -52,9 +52,22 @@ class Push:
         return dict(sorted((sizes | {name: len(text.encode()) for name, text in self.texts.items()}).items()))
 
 
+@dataclass(frozen=True)
+class Commit:
+    """A commit to a repository.
+
+    Attributes:
+        revision: branch.
+        message: empty names the run.
+    """
+
+    revision: str = _MAIN
+    message: str = ""
+
+
 def plan_push(
-    run_dir: Path, repo_id: str, *, checkpoint: str = "last", adapter: bool = False, base_model: str = "", revision: str = _MAIN,
-    message: str = "", private: bool = False,
+    run_dir: Path, repo_id: str, *, checkpoint: str = "last", adapter: bool = False, base_model: str = "",
+    commit: Commit | None = None, private: bool = False,
 ) -> Push:
     """Plan a push.
 
@@ -62,7 +75,8 @@ def plan_push(
         checkpoint: which export: "last", "best", or the number of a step.
         adapter: whether to send the LoRA adapter by itself, instead of the model into which it is merged.
         base_model: hub id of the model that was trained, where the run began with a local folder of it.
-        message: message of the commit; empty names the run.
+        commit: its branch and message; by default the run's name on main.
+        private: whether a new repository is private.
 
     Raises:
         ConfigError: the name is not as OWNER/NAME, or the run has no adapter.
@@ -73,7 +87,8 @@ def plan_push(
     _check_name(repo_id, "the repository")
     if base_model:
         _check_name(base_model, "--base-model")
-    if not revision:
+    commit = commit or Commit()
+    if not commit.revision:
         raise ConfigError("--revision must name a branch, got nothing; leave it out for main")
     check_run(run_dir)
     folder = run_export(run_dir, checkpoint)
@@ -95,7 +110,7 @@ def plan_push(
     if adapter and base_model:  # PEFT loads the base by this id
         texts[_ADAPTER_CONFIG] = json.dumps(_json(folder / _ADAPTER_CONFIG) | {"base_model_name_or_path": base_model}, indent=2) + "\n"
         del files[_ADAPTER_CONFIG]
-    return Push(repo_id, revision, message or f"Push the run {run.name} of Offbeat", private, files, texts)
+    return Push(repo_id, commit.revision, commit.message or f"Push the run {run.name} of Offbeat", private, files, texts)
 
 
 def send(push: Push) -> str:

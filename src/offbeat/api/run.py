@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import msgspec
 import zstandard
 
-from offbeat.api.push import plan_push, send
+from offbeat.api.push import Commit, plan_push, send
 from offbeat.dashboard.report import cell_html, write_report
 from offbeat.dashboard.run_files import check_run, read_run
 from offbeat.errors import ConfigError, DataError, MissingExtraError
@@ -231,8 +231,8 @@ class Run:
             UserError: there is nothing to send, the hub cannot be reached, or it refuses.
         """
         return send(plan_push(
-            self.folder, repo_id, checkpoint=checkpoint, adapter=adapter, base_model=base_model, revision=revision, message=message,
-            private=private))
+            self.folder, repo_id, checkpoint=checkpoint, adapter=adapter, base_model=base_model,
+            commit=Commit(revision, message), private=private))
 
     def _accuracies(self) -> list[tuple[float, float]]:
         return [(row["global_step"], row[_ACCURACY]) for row in self.metrics() if {"global_step", _ACCURACY} <= row.keys()]

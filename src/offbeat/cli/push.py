@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from offbeat.api.push import Push, plan_push, send
+from offbeat.api.push import Commit, Push, plan_push, send
 from offbeat.cli.help import HelpFormatter
 from offbeat.errors import ConfigError
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         raise ConfigError(f"push takes no settings, got --{overrides[0][0]}; the model is sent as the run has exported it")
     push = plan_push(
         args.run_dir, args.repo_id, checkpoint=args.checkpoint, adapter=args.adapter, base_model=args.base_model,
-        revision=args.revision, message=args.message, private=args.private)
+        commit=Commit(args.revision, args.message), private=args.private)
     if args.dry_run:
         _show(push)
         return 0

@@ -37,6 +37,7 @@ from offbeat.runs.teacher import open_teacher
 from offbeat.spmd.peers import EngineNews, Followed, FollowingPublisher, LeadingWriter, RankPeers, make_release
 from offbeat.spmd.ranks import HeadsLoad, OneRankLoads, OwnRank
 from offbeat.spmd.rollouts import NoRolloutSource, share_limits, share_rows
+from offbeat.sync.links import MeetingPlace
 from offbeat.sync.mesh import MeshShape, ProcessGroups, check_peers, connect_store, give_up, host_store, join, leave
 from offbeat.sync.notice import Notice
 from offbeat.sync.sync import Sync
@@ -214,8 +215,8 @@ def _join(config: Config, rank_info: RankInfo) -> ProcessGroups:
     else:
         store = connect_store(rank_info.store_host, rank_info.store_port, timeout_s=timeout_s)
     return join(
-        rank=rank_info.rank, world=rank_info.world, store=store, config=config.dist, local_rank=rank_info.local_rank,
-        prefix=f"attempt-{rank_info.attempt}/", shape=MeshShape.of(config.train, world=rank_info.world))
+        rank=rank_info.rank, world=rank_info.world, place=MeetingPlace(store, prefix=f"attempt-{rank_info.attempt}/"), config=config.dist,
+        local_rank=rank_info.local_rank, shape=MeshShape.of(config.train, world=rank_info.world))
 
 
 async def _listen() -> None:

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -114,6 +115,21 @@ def connect(store: dist.TCPStore, *, timeout_s: float, server: Card | None = Non
     client = reach(store.host, store.port, timeout_s=timeout_s, server=server)
     client.set_timeout(_FOREVER)
     return client
+
+
+@dataclass(frozen=True)
+class MeetingPlace:
+    """Where ranks meet.
+
+    Attributes:
+        store: rank 0's own store, or a client of it.
+        prefix: prefix of every key in the store; unique per meeting where a store serves several, as torchrun's does on restarts.
+        server: the rank that serves the store, if its process is known: it may die, or be stopped, before it has joined.
+    """
+
+    store: dist.TCPStore
+    prefix: str = ""
+    server: Card | None = None
 
 
 class SyncPeers:

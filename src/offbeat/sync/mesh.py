@@ -20,7 +20,7 @@ from offbeat.config.train import TrainConfig
 from offbeat.errors import ConfigError, PortBusyError, SyncError
 from offbeat.pulse import Hang, Vigil
 from offbeat.sync.board import RankListener
-from offbeat.sync.links import reach
+from offbeat.sync.links import MeetingPlace, reach
 from offbeat.sync.peers import Card
 from offbeat.sync.platform import current_platform
 from offbeat.sync.sync import Sync
@@ -188,17 +188,14 @@ class _WorkReports:
 
 
 def join(
-    *, rank: int, world: int, store: dist.TCPStore, config: DistConfig, local_rank: int = 0, prefix: str = "",
-    shape: MeshShape | None = None, server: Card | None = None, listener: RankListener | None = None,
+    *, rank: int, world: int, place: MeetingPlace, config: DistConfig, local_rank: int = 0, shape: MeshShape | None = None,
+    listener: RankListener | None = None,
 ) -> ProcessGroups:
     """Meet the other ranks at the sync point "join"; returns when all have arrived.
 
     Args:
-        store: rank 0's own store, or a client of it.
         local_rank: index among the devices visible to this process; 0 where the launcher shows each rank only its own.
-        prefix: prefix of every key in the store; unique per meeting where a store serves several, as torchrun's does on restarts.
         shape: layout of the ranks; by default each holds a replica of the model.
-        server: the rank that serves the store, if its process is known: it may die, or be stopped, before it has joined.
         listener: hears of this rank's work, and of ranks that are stuck.
 
     Raises:
@@ -209,9 +206,9 @@ def join(
     shape = shape or MeshShape(world)
     shape.check(world)
     current_platform.set_device(local_rank)
+    store = place.store
     sync = Sync.start(
-        rank=rank, world=world, store=store, config=config, hosts_store=isinstance(store, HostedStore), prefix=prefix, server=server,
-        listener=listener)
+        rank=rank, world=world, place=place, config=config, hosts_store=isinstance(store, HostedStore), listener=listener)
     _syncs.append(sync)
     _vigils.append(Vigil(_WorkReports(sync, listener), patience_s=config.sync_timeout_s))
     try:
@@ -219,7 +216,7 @@ def join(
             init_timeout = timedelta(seconds=config.init_timeout_s)
             store.set_timeout(init_timeout)
             dist.init_process_group(
-                current_platform.backend, store=dist.PrefixStore(f"{prefix}groups", store), rank=rank, world_size=world,
+                current_platform.backend, store=dist.PrefixStore(f"{place.prefix}groups", store), rank=rank, world_size=world,
                 timeout=init_timeout)
             mesh, gradient_mesh = build_meshes(shape)
             cpu_group = dist.new_group(backend="gloo", timeout=init_timeout)

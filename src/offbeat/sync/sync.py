@@ -39,8 +39,8 @@ from offbeat.sync.arrivals import Arrivals
 from offbeat.sync.board import Announcement, Board, Message, RankListener, Renewed, Wait
 from offbeat.sync.faults import FaultInjector
 from offbeat.sync.judge import STORE_S, Broken, Departure, SyncJudge
-from offbeat.sync.links import SyncPeers, connect
-from offbeat.sync.peers import Card, end_if_stopped, own_card
+from offbeat.sync.links import MeetingPlace, SyncPeers, connect
+from offbeat.sync.peers import end_if_stopped, own_card
 from offbeat.sync.platform import current_platform
 from offbeat.sync.points import MAX_WORLD, StoreKeys
 from offbeat.sync.verdict import SyncVerdict
@@ -107,25 +107,24 @@ class Sync:
 
     @classmethod
     def start(
-        cls, *, rank: int, world: int, store: dist.TCPStore, config: DistConfig, hosts_store: bool, prefix: str = "",
-        server: Card | None = None, listener: RankListener | None = None,
+        cls, *, rank: int, world: int, place: MeetingPlace, config: DistConfig, hosts_store: bool, listener: RankListener | None = None,
     ) -> Self:
         """Connect to the store and start the threads that serve other ranks; not collective.
 
         Args:
-            store: any client; it is not used after this.
+            place: its store may be any client; it is not used after this.
             hosts_store: whether this process serves the store.
-            prefix: separates this meeting from others in the same store.
-            server, listener: see `offbeat.sync.mesh.join`.
+            listener: see `offbeat.sync.mesh.join`.
         """
         if not 1 <= world <= MAX_WORLD:
             raise ConfigError(f"the number of ranks must be in 1..{MAX_WORLD}, got {world}")
         sync = cls(rank=rank, world=world, config=config, listener=listener)
         if world > 1:  # a single rank waits for nobody, and needs no threads
-            sync._start(store, hosts_store=hosts_store, keys=StoreKeys(prefix), server=server)
+            sync._start(place, hosts_store=hosts_store)
         return sync
 
-    def _start(self, store: dist.TCPStore, *, hosts_store: bool, keys: StoreKeys, server: Card | None) -> None:
+    def _start(self, place: MeetingPlace, *, hosts_store: bool) -> None:
+        store, server, keys = place.store, place.server, StoreKeys(place.prefix)
         card = own_card(self.rank, hosts_store=hosts_store)
         self._peers = SyncPeers(card, world=self.world, address=f"{store.host}:{store.port}", server=server)
         common = {"board": self._board, "peers": self._peers, "keys": keys}

@@ -13,6 +13,7 @@ from offbeat.errors import SyncError, UserError
 from offbeat.model.tiny import build_tiny
 from offbeat.process.serving import Lifeline
 from offbeat.pulse import work
+from offbeat.sync.links import MeetingPlace
 from offbeat.sync.mesh import MeshShape, ProcessGroups, connect_store, host_store, join
 from offbeat.sync.peers import own_card
 from offbeat.sync.platform import current_platform
@@ -121,7 +122,7 @@ class TrainWorker(WorkerService):
         at = request.store
         store = self._store or connect_store(at.host, at.port, timeout_s=config.dist.init_timeout_s, server=at.server)
         self._groups = join(
-            rank=request.rank, world=request.world, store=store, config=config.dist, server=at.server,
+            rank=request.rank, world=request.world, place=MeetingPlace(store, server=at.server), config=config.dist,
             shape=MeshShape.of(config.train, world=request.world), listener=self.lifeline)
         return Nothing()
 

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -60,7 +61,7 @@ class _Host:
     _disk: DiskService | None = None
 
     async def start(
-        self, name: str, target: str, env: dict[str, str], log: str, beside: str, scratch: tuple[str, str], umask: int, timeout_s: float,
+        self, spec: ChildSpec, beside: str, scratch: tuple[str, str], umask: int, timeout_s: float,
     ) -> tuple[bool, bytes]:
         """Start the child; returns the folder on this machine's own disk, if there is one.
 
@@ -72,11 +73,11 @@ class _Host:
         os.umask(umask)
         try:
             if beside and not Path(beside).exists():
-                self._own_log = Path(tempfile.mkdtemp(prefix="offbeat-")) / Path(log).name
+                assert spec.log is not None, "a file is beside the log only where there is one"
+                self._own_log = Path(tempfile.mkdtemp(prefix="offbeat-")) / spec.log.name
                 self._scratch = open_scratch(Path(scratch[0] or tempfile.gettempdir()), f"{scratch[1]}-{_node()}")
                 self._disk = DiskService(self._scratch, durable=False)
-            path = self._own_log or (Path(log) if log else None)
-            self._child = await Child.start(ChildSpec(name, target, env, path), timeout_s=timeout_s)
+            self._child = await Child.start(replace(spec, log=self._own_log or spec.log), timeout_s=timeout_s)
         except OffbeatError as exc:
             return False, CallFailure.of(exc).pack()
         return True, str(self._scratch or "").encode()
@@ -163,9 +164,8 @@ class RayWorker:
                 reaper.add([pid])
             else:
                 worker.host = address
-            log = str(spec.log.absolute()) if spec.log else ""
-            root = await worker._ask(
-                "start", spec.name, spec.target, spec.environment, log, beside, scratch, _umask(), timeout_s=timeout_s, doing="to start")
+            child = ChildSpec(spec.name, spec.target, spec.environment, spec.log.absolute() if spec.log else None)
+            root = await worker._ask("start", child, beside, scratch, _umask(), timeout_s=timeout_s, doing="to start")
             worker.disk = FarDisk(f"node {node}", root.decode(), worker._ask_disk) if root else None
         except BaseException:
             worker.kill()
