@@ -50,9 +50,9 @@ def test_the_leader_decides_for_all_peers_whether_a_step_is_saved() -> None:
 
     state = RunState(total_steps=4)
     for peers, saving in ((SingleProcess(), False), (Led(), True), (SingleProcess(), False)):
-        asyncio.run(state.agree(peers, overdue=lambda: False))
+        asyncio.run(state.agree(peers, overdue=False))
         assert (state.saving, state.stopping) == (saving, False)
-    asyncio.run(state.agree(SingleProcess(), overdue=lambda: True))
+    asyncio.run(state.agree(SingleProcess(), overdue=True))
     assert state.saving
 
 
