@@ -26,7 +26,7 @@ from offbeat.algorithms.objectives import CROSS_ENTROPY
 from offbeat.config.dist import DistConfig
 from offbeat.config.root import Config
 from offbeat.config.train import OptimizerConfig
-from offbeat.data.batch import Batch
+from offbeat.data.batch import Batch, SharedPrompts
 from offbeat.data.packing import plan_microbatches
 from offbeat.model.load import load_causal_lm
 from offbeat.sync.links import MeetingPlace
@@ -166,7 +166,7 @@ def make_batch(lengths: np.ndarray, unscored: np.ndarray, group_ids: np.ndarray,
     mask = np.concatenate(masks)
     return Batch.of_next_tokens(
         np.concatenate(tokens), mask, lengths=lengths, columns={"loss_weights": mask / mask.sum()}, losses=(CROSS_ENTROPY,),
-        group_ids=group_ids, prefix_lens=shared)
+        shared=SharedPrompts(group_ids, shared))
 
 
 def skewed_lengths(rng: np.random.Generator, count: int) -> np.ndarray:

@@ -36,7 +36,7 @@ from offbeat.aio import both
 from offbeat.algorithms.objectives import policy_loss
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.root import Config
-from offbeat.data.batch import Batch
+from offbeat.data.batch import Batch, SharedPrompts
 from offbeat.fleet.engine_group import EngineGroup
 from offbeat.fleet.kinds import MAKERS
 from offbeat.fleet.pool import EnginePool
@@ -217,7 +217,7 @@ def train_batch(vocab_size: int, *, seed: int) -> Batch:
         rng.integers(3, vocab_size, len(mask)), mask, lengths=lengths, columns={
             "rollout_logprobs": np.full(len(mask), -np.log(vocab_size)), "advantages": np.repeat(rng.standard_normal(8), lengths),
             "loss_weights": mask / mask.sum()},
-        losses=(policy_loss(AlgorithmConfig()),), group_ids=np.arange(8), prefix_lens=np.zeros(8, np.int64))
+        losses=(policy_loss(AlgorithmConfig()),), shared=SharedPrompts.none(8))
 
 
 def largest(gaps: Iterable[Gap], start_s: float, end_s: float) -> float:

@@ -25,7 +25,7 @@ from offbeat.chat.shaping import Shaping
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.preference import PAIR_LOSSES, PreferenceConfig
 from offbeat.config.presets import PRESETS
-from offbeat.data.batch import Batch, LossSpec
+from offbeat.data.batch import Batch, LossSpec, SharedPrompts
 from offbeat.data.pairs import EncodedPair
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.engine.engine import EmbeddedEngine
@@ -169,7 +169,7 @@ def _policy_batch(loss: LossSpec) -> Batch:
     return Batch.of_next_tokens(
         np.arange(total.sum(), dtype=np.int32) % 60 + 2, trained, lengths=total,
         columns={name: np.full(len(trained), -1.0 if name.endswith(("logprobs", "least")) else 1.0) for name in names}, losses=(loss,),
-        group_ids=np.arange(6) // 2, prefix_lens=prompts)
+        shared=SharedPrompts(np.arange(6) // 2, prompts))
 
 
 def _pair_batch(loss: LossSpec) -> Batch:
