@@ -1,6 +1,7 @@
 """Groups of episodes: which failures cost what."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,7 +32,7 @@ def group(outcomes: list[list[object]]) -> tuple[list[Trajectory], list[int]]:
         return [TrajectoryBuilder((1,)).generated(sample).finish(outcome, episode=index)]
 
     episode = model.episode(Config(), Row("p", "a"), group_size=len(outcomes))
-    return asyncio.run(play_group(episode, play)), tries
+    return asyncio.run(play_group(episode, SimpleNamespace(play_episode=play))), tries
 
 
 def test_failures_cost_their_own_episodes_unless_all_fail() -> None:
@@ -61,7 +62,7 @@ def test_an_account_is_kept_of_the_time_of_each_episode() -> None:
             raise ValueError("it counts, too")
         return [TrajectoryBuilder((1,)).generated(sample).finish(reward, episode=index)]
 
-    asyncio.run(play_group(model.episode(Config(), Row("p", "a"), group_size=3), play))
+    asyncio.run(play_group(model.episode(Config(), Row("p", "a"), group_size=3), SimpleNamespace(play_episode=play)))
     metrics = model.accounts.take().values()
     assert 0.05 < metrics["rollout/episode_mean_s"] < metrics["rollout/episode_max_s"] < 5
     assert metrics["rollout/tool_share"] > metrics["rollout/model_share"] > 0.01 < metrics["rollout/queue_share"]

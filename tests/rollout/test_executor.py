@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -249,7 +250,7 @@ def test_what_still_waits_ahead_when_its_step_was_trained_takes_nothing_of_what_
 def test_the_time_of_episodes_that_are_trained_on_is_accounted_for() -> None:
     async def body() -> None:
         play = make()
-        play.workflow = lambda episode: play_group(episode, one_turn)
+        play.workflow = lambda episode: play_group(episode, SimpleNamespace(play_episode=one_turn))
         executor = play.executor()
         await executor.rollout_batch(ROWS[:4], group_size=1, sampling=Sampling(8))
         assert "rollout/episode_mean_s" not in executor.take_stats().means, "episodes of an evaluation are none of the step's"
