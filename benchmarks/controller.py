@@ -238,7 +238,7 @@ async def play(options: argparse.Namespace, urls: Sequence[str], http: EngineSes
 
     async def make_ahead(version: int) -> Batch:
         made = await asyncio.to_thread(flatten, await executor.take_ahead(), config, version=version)
-        await trainers.prepare(made)
+        await trainers.spread_ahead(made)
         return made
 
     ahead: asyncio.Task[Batch] | None = None

@@ -193,7 +193,7 @@ def _frames_of(waiting: object) -> Iterator[tuple[FrameType, int]]:
 def exit_within(code: int, *, seconds: float = EXIT_S, leave: Callable[[int], object] = os._exit) -> None:
     """End this process with `code` unless it has exited by itself in so many seconds; says which threads it would have waited for."""
 
-    def watch() -> None:
+    def leave_late() -> None:
         time.sleep(seconds)
         others = [thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
         places = "; ".join(map(place_of_thread, others)) or "a function that was registered with atexit"
@@ -201,4 +201,4 @@ def exit_within(code: int, *, seconds: float = EXIT_S, leave: Callable[[int], ob
         sys.stderr.flush()
         leave(code)
 
-    threading.Thread(target=watch, name="exit", daemon=True).start()
+    threading.Thread(target=leave_late, name="exit", daemon=True).start()

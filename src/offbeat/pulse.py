@@ -178,8 +178,8 @@ class Signs:
             return cls(steps, time.process_time())
         cpu_s = _cpu_s(native)
         helpers_s = sum(_cpu_s(task) for task in helpers if task != native and task not in strangers and task != threading.get_native_id())
-        fields = _read(native, "stat").rpartition(")")[2].split()
-        counts = dict(line.split(": ") for line in _read(native, "io").splitlines() if ": " in line)
+        fields = _read_proc(native, "stat").rpartition(")")[2].split()
+        counts = dict(line.split(": ") for line in _read_proc(native, "io").splitlines() if ": " in line)
         moved = sum(int(counts.get(name, 0)) for name in ("rchar", "wchar", "read_bytes")) + (int(fields[9]) if fields else 0)
         return cls(steps, cpu_s, helpers_s, moved, on_disk=bool(fields) and fields[0] == "D")
 
@@ -191,13 +191,13 @@ class Signs:
 
 
 def _cpu_s(task: int) -> float:
-    if text := _read(task, "schedstat"):
+    if text := _read_proc(task, "schedstat"):
         return int(text.split()[0]) / 1e9
-    fields = _read(task, "stat").rpartition(")")[2].split()
+    fields = _read_proc(task, "stat").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
 
 
-def _read(task: int, name: str) -> str:
+def _read_proc(task: int, name: str) -> str:
     try:
         return (_TASKS / str(task) / name).read_text()
     except OSError:  # the thread has ended, or the system does not report this

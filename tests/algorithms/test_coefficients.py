@@ -18,7 +18,7 @@ ENTROPY = AlgorithmConfig(entropy_target=0.2)
 def test_without_a_target_nothing_changes_and_nothing_is_reported() -> None:
     config = AlgorithmConfig(kl_loss="k3", entropy_coefficient=0.1)
     start = Coefficients.of(config)
-    assert start.applied(config) is config and start.metrics(config) == {}
+    assert start.applied(config) is config and start.as_metrics(config) == {}
     assert start.after({KL_METRIC: 9.0, "train/tokens": 5.0, "train/entropy": 0.0}, config) == start
 
 
@@ -32,7 +32,7 @@ def test_factors_of_the_divergence_follow_the_papers_formula() -> None:
         applied = now.applied(KL)
         assert (applied.kl_coefficient, applied.reward_kl) == (now.kl_loss, now.reward_kl)
         assert [term.coefficient for term in policy_loss(applied).regularisers] == [now.kl_loss]
-        assert now.metrics(KL) == {"train/kl_coefficient": now.kl_loss, "train/reward_kl_coefficient": now.reward_kl}
+        assert now.as_metrics(KL) == {"train/kl_coefficient": now.kl_loss, "train/reward_kl_coefficient": now.reward_kl}
     assert now.after({}, KL) == now, "no token was compared"
 
 
@@ -41,7 +41,7 @@ def test_the_entropy_bonus_follows_the_papers_rule() -> None:
     previous = None
     for entropy in [0.15, 0.1, 0.05, 0.3, 0.19, 0.2, 0.5, 0.5, 0.5, 0.5, 0.5, 0.1]:
         alpha = c if previous is None or previous <= 0.2 else 0.0
-        assert now.metrics(ENTROPY) == {"train/entropy_coefficient": pytest.approx(alpha)}
+        assert now.as_metrics(ENTROPY) == {"train/entropy_coefficient": pytest.approx(alpha)}
         assert [term.coefficient for term in policy_loss(now.applied(ENTROPY)).regularisers] == ([pytest.approx(alpha)] if alpha else [])
         now = now.after({"train/entropy": entropy, "train/tokens": 3.0}, ENTROPY)
         c, previous = max(c + 0.005 if entropy <= 0.2 else c - 0.005, 0.0), entropy

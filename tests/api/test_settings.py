@@ -15,7 +15,7 @@ from offbeat.config.root import Config
 from offbeat.data.dataset import open_datasets
 from offbeat.errors import CodeError, ConfigError, DataError
 from offbeat.user_code.functions import resolve
-from offbeat.user_code.given import find
+from offbeat.user_code.given import find_given
 from support import own_losses
 
 HOMES = ("run", "rollout", "train", "train.optimizer", "algorithm")
@@ -67,8 +67,8 @@ def test_functions_with_weights_are_named_and_known() -> None:
                     rows={}) as found:
         (first, weight), (second, _) = found.rollout.rewards.items()
         assert first.startswith("python:") and weight == 0.5 and second.endswith(":squared")
-        assert callable(find(first)) and find(second) is own_losses.squared
-    assert find(second) is None
+        assert callable(find_given(first)) and find_given(second) is own_losses.squared
+    assert find_given(second) is None
 
 
 def test_a_keyword_may_be_the_name_that_other_projects_have() -> None:
@@ -142,9 +142,9 @@ def test_functions_are_known_under_their_names_for_as_long_as_the_run() -> None:
     with configured(None, {"evaluate.sets": {"own": {"rollout": {"reward": reward}}}}, {}, homes=HOMES, given=given, rows={}) as found:
         assert found.rollout.reward == "python:reward" and found.agent.tools == ("python:tool", "tools.py:add")
         assert found.evaluate.sets["own"]["rollout"]["reward"] == "python:reward"
-        assert resolve("python:reward", kind="reward") is reward and find("python:tool") is tool
+        assert resolve("python:reward", kind="reward") is reward and find_given("python:tool") is tool
     with pytest.raises(CodeError, match="gave to its run"):
-        find("python:reward")
+        find_given("python:reward")
 
 
 def test_a_run_inside_of_a_run_leaves_it_the_functions_that_both_were_given() -> None:
@@ -155,9 +155,9 @@ def test_a_run_inside_of_a_run_leaves_it_the_functions_that_both_were_given() ->
     with configured(None, {}, {}, homes=HOMES, given=given, rows={}):
         with configured(None, {}, {}, homes=HOMES, given=given, rows={}) as inner:
             assert inner.rollout.reward == "python:reward"
-        assert find("python:reward") is reward
+        assert find_given("python:reward") is reward
     with pytest.raises(CodeError, match="gave to its run"):
-        find("python:reward")
+        find_given("python:reward")
 
 
 def test_an_objective_must_be_importable_because_ranks_import_it() -> None:

@@ -87,7 +87,7 @@ def test_an_answer_holds_the_prompt_if_its_tokens_are_wanted() -> None:
 
 def asked_with(answering: Answering, **asked) -> str:
     request = ChatRequest(USER, **asked)
-    chat = answering.prepare(request, Completions())
+    chat = answering.prepare_chat(request, Completions())
     assert answering.count(request) == len(chat.prompt)
     return answering.renderer.tokenizer.decode(chat.prompt, skip_special_tokens=False).replace("<|im_end|>\n", "").partition("hello")[2]
 
@@ -112,4 +112,4 @@ def test_an_answer_is_read_by_what_its_own_prompt_has_begun() -> None:
     ids = tuple(answering.renderer.tokenizer.encode("hm</think>7"))
     told = Sample(ids, (-0.5,) * len(ids), (3,) * len(ids), "", "length")
     for thinks, message in [(True, Message("assistant", "7", reasoning="hm")), (None, Message("assistant", "hm</think>7"))]:
-        assert answering.reply(answering.prepare(ChatRequest(USER, thinks=thinks), Anthropic()), told).message == message
+        assert answering.reply(answering.prepare_chat(ChatRequest(USER, thinks=thinks), Anthropic()), told).message == message

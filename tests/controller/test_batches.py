@@ -47,12 +47,12 @@ def parts_of(*, critic: object = None) -> tuple[Any, list[int]]:
     """The parts that batches use, and the number of sequences of each batch that ranks are given ahead of its step."""
     prepared: list[int] = []
 
-    async def prepare(batch, *, num_minibatches: int) -> None:
+    async def spread_ahead(batch, *, num_minibatches: int) -> None:
         assert num_minibatches == 1
         prepared.append(len(batch))
 
     return SimpleNamespace(
-        record=SimpleNamespace(tracer=Tracer(None)), trainers=SimpleNamespace(prepare=prepare),
+        record=SimpleNamespace(tracer=Tracer(None)), trainers=SimpleNamespace(spread_ahead=spread_ahead),
         critic=critic), prepared
 
 
@@ -64,7 +64,7 @@ def test_a_batch_that_was_made_ahead_is_taken_once() -> None:
             first, _ = await batches.take([group("0:0")], FIRST, PLAIN)
             batches.make_ahead(FIRST.following(), rollouts, PLAIN)
             rollouts.release([group("0:1"), group("0:2")])
-            await batches.settle(rollouts)
+            await batches.cancel_idle(rollouts)
             ahead, _ = await batches.take([], FIRST.following(), PLAIN)
             last, _ = await batches.take([group("0:3")] * 3, FIRST.following().following(), PLAIN)
         assert (len(first), len(ahead), len(last), prepared) == (2, 4, 6, [4])
@@ -79,7 +79,7 @@ def test_a_step_does_not_wait_for_groups_that_were_not_released() -> None:
             batches.make_ahead(FIRST.following(), rollouts, PLAIN)
             await asyncio.sleep(0)
             assert rollouts.num_waiting == 1
-            await batches.settle(rollouts)
+            await batches.cancel_idle(rollouts)
             assert rollouts.num_waiting == 0
             batch, _ = await batches.take([group("0:0")], FIRST.following(), PLAIN)
             assert len(batch) == 2

@@ -34,7 +34,7 @@ def test_seconds_of_a_stage_within_another_count_for_it_alone_and_stages_of_one_
         clock.now_s += 2
     with times.stage("step/publish_s"):
         clock.now_s += 4
-    assert times.metrics() == {"step/rollout_wait_s": 2, "step/publish_s": 5, "step/total_s": 7.5}
+    assert times.stage_metrics() == {"step/rollout_wait_s": 2, "step/publish_s": 5, "step/total_s": 7.5}
 
 
 def test_a_stage_that_fails_is_counted_and_ends(clock: Clock) -> None:
@@ -43,7 +43,7 @@ def test_a_stage_that_fails_is_counted_and_ends(clock: Clock) -> None:
         clock.now_s += 1
         raise ValueError
     clock.now_s += 1
-    assert times.metrics() == {"step/train_s": 1, "step/total_s": 2}
+    assert times.stage_metrics() == {"step/train_s": 1, "step/total_s": 2}
 
 
 def test_stages_with_a_name_are_spans_of_the_controller(tmp_path: Path) -> None:

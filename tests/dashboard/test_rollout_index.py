@@ -16,7 +16,7 @@ from rollout_samples import addresses, group, write_rollouts, write_small_run
 
 
 def test_the_newest_come_first_and_each_is_found_again_by_its_address(index: RolloutIndex) -> None:
-    found = index.find(Filter())
+    found = index.find_rollouts(Filter())
     assert [each.address for each in found] == [
         "3.0.0", "3.0.1", "2.0.0", "2.0.1", "2r.0.0", "2r.0.1", "2r.1.0", "1.0.0", "1.0.1", "1.1.0", "1.1.1"]
     for each in found:
@@ -28,16 +28,16 @@ def test_the_newest_come_first_and_each_is_found_again_by_its_address(index: Rol
 
 
 def test_pages_follow_each_other(index: RolloutIndex) -> None:
-    pages = [index.find(Filter(), limit=4, offset=offset) for offset in (0, 4, 8)]
-    assert [each for page in pages for each in page] == index.find(Filter())
+    pages = [index.find_rollouts(Filter(), limit=4, offset=offset) for offset in (0, 4, 8)]
+    assert [each for page in pages for each in page] == index.find_rollouts(Filter())
 
 
 def test_reasons_are_counted_and_details_kept(index: RolloutIndex) -> None:
     assert set(index.reasons()) == {
         ("stop", "trained", 7), ("equal rewards", "rejected", 2), ("prompt refused", "rejected", 1), ("too long", "left out", 1)}
-    (left_out,) = index.find(Filter(status="left out"))
+    (left_out,) = index.find_rollouts(Filter(status="left out"))
     assert left_out.why == "too long: 999 tokens" and left_out.reward is None and left_out.advantage is None
-    assert index.find(Filter(reason="equal rewards"))[0].why == "all rewards are 0"
+    assert index.find_rollouts(Filter(reason="equal rewards"))[0].why == "all rewards are 0"
 
 
 def test_what_a_run_adds_changes_and_removes_is_seen_by_the_next_update(index: RolloutIndex) -> None:
@@ -54,7 +54,7 @@ def test_what_a_run_adds_changes_and_removes_is_seen_by_the_next_update(index: R
 def test_the_newest_steps_are_there_first_and_a_reader_may_stop(tmp_path: Path) -> None:
     write_small_run(tmp_path)
     index = RolloutIndex(tmp_path)
-    assert index.progress().num_indexed == 0 and index.find(Filter()) == []
+    assert index.progress().num_indexed == 0 and index.find_rollouts(Filter()) == []
     assert index.update(most_files=1).num_indexed == 1 and addresses(index) == ["3.0.0", "3.0.1"]
     stop = threading.Event()
     stop.set()
@@ -128,13 +128,13 @@ def test_an_index_that_somebody_else_holds_is_left_alone(tmp_path: Path, monkeyp
 def test_a_run_without_rollouts_has_an_empty_index(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     index = RolloutIndex(tmp_path)
-    assert index.update().num_files == 0 and index.find(Filter()) == []
+    assert index.update().num_files == 0 and index.find_rollouts(Filter()) == []
     index.close()
 
 
 def test_an_index_that_goes_away_while_it_is_read_is_made_again(index: RolloutIndex) -> None:
     (index.run_dir / "rollouts" / "index.sqlite").unlink()
-    assert index.find(Filter()) == [] and index.update().num_rollouts == 11
+    assert index.find_rollouts(Filter()) == [] and index.update().num_rollouts == 11
     index.run_dir.rename(index.run_dir.with_name("older"))  # as a run that begins anew does
     write_rollouts(index.run_dir, 1, [group("Anew? ", ("yes", 1.0))])
     assert index.progress().num_rollouts == 0

@@ -174,7 +174,7 @@ def told(folder: str, dialect: ChatDialect, outputs, *, keep_alive_s: float = 9.
     """Send outputs, each a text or an error, or a wait in seconds; returns what was sent, a refusal before the headers as its error."""
     tokenizer = load_tokenizer(folder)
     answering = Answering.of(tokenizer)
-    chat = answering.prepare(ChatRequest((Message("user", "3?"),), stream=True), dialect)
+    chat = answering.prepare_chat(ChatRequest((Message("user", "3?"),), stream=True), dialect)
 
     async def made() -> AsyncGenerator[Output]:
         for output in outputs:

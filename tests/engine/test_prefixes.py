@@ -45,7 +45,7 @@ def test_random_sequences_begin_with_what_was_computed_of_the_same_tokens_by_the
             said.append(tokens.tolist())
             number = rng.randrange(3)
             content = computed(tokens, number)
-            begun = prefixes.find(owners[number], tokens)
+            begun = prefixes.find_beginning(owners[number], tokens)
             hits += len(begun.blocks)
             assert begun.num_tokens < len(tokens)
             for layer in range(2):
@@ -58,7 +58,7 @@ def test_random_sequences_begin_with_what_was_computed_of_the_same_tokens_by_the
                     assert (part[1, :, begun.num_tokens :] == -1).all() and (part[0] == -1).all()
             write(cache, 2, content)
             prefixes.store([(owners[number], tokens, 2)], cache)
-            again = prefixes.find(owners[number], tokens)
+            again = prefixes.find_beginning(owners[number], tokens)
             assert len(again.blocks) == min((len(tokens) - 1) // BLOCK, capacity)
             assert prefixes.size_bytes <= capacity * BLOCK_BYTES
     assert hits > 40
@@ -73,7 +73,7 @@ def test_several_sequences_are_stored_and_loaded_at_once_whatever_they_evict():
     for capacity in (100, 7):
         prefixes = kept(capacity)
         prefixes.store([(None, tokens, slot) for slot, tokens in enumerate(sequences)], cache)
-        begun = [prefixes.find(None, tokens) for tokens in sequences]
+        begun = [prefixes.find_beginning(None, tokens) for tokens in sequences]
         assert len(begun[2].blocks) == 5
         assert [len(known.blocks) for known in begun[:2]] == ([4, 6] if capacity == 100 else [2, 2]), "the least recently used made room"
         other = SlotCache(SHAPE, device=CPU, max_slots=4, max_positions=128)
@@ -90,14 +90,14 @@ def test_the_next_block_tells_which_prompts_can_wait_for_one_another():
     prefixes = kept(4)
     adapter = Adapter(1, 1.0, {})
     tokens = np.arange(60)
-    assert prefixes.find(None, tokens).next == prefixes.find(None, tokens[:17]).next is not None
-    assert prefixes.find(adapter, tokens).next != prefixes.find(None, tokens).next
-    assert prefixes.find(None, tokens[:16]).next is None, "the last token is always computed"
+    assert prefixes.find_beginning(None, tokens).next == prefixes.find_beginning(None, tokens[:17]).next is not None
+    assert prefixes.find_beginning(adapter, tokens).next != prefixes.find_beginning(None, tokens).next
+    assert prefixes.find_beginning(None, tokens[:16]).next is None, "the last token is always computed"
     prefixes.store([(None, tokens[:40], 0)], cache)
-    assert len(prefixes.find(None, tokens).blocks) == 2 and prefixes.find(None, tokens).next is not None
-    assert prefixes.find(None, tokens[:48]).next is None
+    assert len(prefixes.find_beginning(None, tokens).blocks) == 2 and prefixes.find_beginning(None, tokens).next is not None
+    assert prefixes.find_beginning(None, tokens[:48]).next is None
     prefixes.store([(None, np.arange(100), 0)], cache)
-    whole = prefixes.find(None, np.arange(100))
+    whole = prefixes.find_beginning(None, np.arange(100))
     assert len(whole.blocks) == 4 and whole.next is None, "there is no more room"
 
 
@@ -109,15 +109,15 @@ def test_memory_grows_with_use_gives_way_to_the_slots_and_is_freed():
     prefixes.store([(None, np.arange(16 * 3), 0)], cache)
     assert prefixes.size_bytes == FIRST_BLOCKS * BLOCK_BYTES
     prefixes.store([(None, np.arange(16 * 300), 0)], cache)
-    assert prefixes.size_bytes == 200 * BLOCK_BYTES and len(prefixes.find(None, np.arange(16 * 300)).blocks) == 200
+    assert prefixes.size_bytes == 200 * BLOCK_BYTES and len(prefixes.find_beginning(None, np.arange(16 * 300)).blocks) == 200
     limit = int(200 * BLOCK_BYTES / SHARE)
     prefixes.fit(limit - 200 * BLOCK_BYTES)
-    assert len(prefixes.find(None, np.arange(16 * 300)).blocks) == 200
+    assert len(prefixes.find_beginning(None, np.arange(16 * 300)).blocks) == 200
     prefixes.fit(limit - 199 * BLOCK_BYTES)
     assert prefixes.size_bytes == 0 and prefixes.max_blocks == 199
     prefixes.fit(limit)
     prefixes.store([(None, np.arange(16 * 3), 0)], cache)
-    assert prefixes.size_bytes == 0 and prefixes.find(None, np.arange(16 * 3)).blocks == ()
+    assert prefixes.size_bytes == 0 and prefixes.find_beginning(None, np.arange(16 * 3)).blocks == ()
     prefixes.release()
     assert prefixes.size_bytes == 0
 
@@ -130,4 +130,4 @@ def test_an_adapter_that_is_gone_is_not_mistaken_for_one_that_comes(keep):
     prefixes.store([(first, np.arange(60), 0)], cache)
     first = first if keep else None  # a new object may take its place in memory
     for _ in range(50):
-        assert prefixes.find(Adapter(1, 1.0, {}), np.arange(60)).blocks == ()
+        assert prefixes.find_beginning(Adapter(1, 1.0, {}), np.arange(60)).blocks == ()

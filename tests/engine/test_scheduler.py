@@ -156,8 +156,8 @@ def test_a_prompt_that_is_begun_is_forgotten_with_its_request():
     for i in range(2):
         scheduler.add(make(i, length=9))
     scheduler.admit(NEW)
-    assert scheduler.begun is not None and scheduler.remove("1") and scheduler.begun is not None
-    assert scheduler.remove("0") and scheduler.begun is None
+    assert scheduler.begun is not None and scheduler.remove_request("1") and scheduler.begun is not None
+    assert scheduler.remove_request("0") and scheduler.begun is None
     scheduler.add(make(2, length=9))
     assert scheduler.admit(NEW).part is not None
     scheduler.drop_waiting()
@@ -168,7 +168,7 @@ def test_waiting_requests_can_be_removed_and_dropped():
     scheduler = Scheduler(max_running=4, max_queued=10, max_prefill_tokens=5)
     for i in range(3):
         scheduler.add(make(i))
-    assert scheduler.remove("1") and not scheduler.remove("1")
+    assert scheduler.remove_request("1") and not scheduler.remove_request("1")
     assert [r.id for r in scheduler.drop_waiting()] == ["0", "2"]
     assert scheduler.num_waiting == 0
 

@@ -44,7 +44,7 @@ def build(folder):
 def put_random(bank):
     """An adapter whose B is not zero."""
     fresh = bank.adapter(slot := bank.add(rank=3, scaling=2.0, seed=0))
-    bank.remove(slot)
+    bank.remove_slot(slot)
     generator = torch.Generator().manual_seed(1)
     return bank.put(Adapter(3, 2.0, {
         name: (a, 0.3 * torch.randn(b.shape, generator=generator)) for name, (a, b) in fresh.pairs.items()}))

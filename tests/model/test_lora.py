@@ -37,7 +37,7 @@ def put_random(bank, seed, rank, scaling):
     slot = bank.add(rank=rank, scaling=scaling, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     fresh = bank.adapter(slot)
-    bank.remove(slot)
+    bank.remove_slot(slot)
     return bank.put(Adapter(rank, scaling, {
         name: (a, 0.3 * torch.randn(b.shape, generator=generator)) for name, (a, b) in fresh.pairs.items()}))
 
@@ -191,7 +191,7 @@ def test_slots_grow_are_freed_and_keep_what_they_hold(folder):
     added = [bank.add(rank=1, scaling=1.0, seed=9) for _ in range(5)]
     assert added == [3, 4, 5, 6, 7]
     assert torch.equal(bank.weights[:3], weights[:3]) and torch.equal(bank.gradients[:3], gradients[:3])
-    bank.remove(1)
+    bank.remove_slot(1)
     assert not bank.weights[1].any() and not bank.gradients[1].any()
     assert put_random(bank, 1, RANKS[1], SCALINGS[1]) == 1
     assert torch.equal(bank.weights[1], weights[1])

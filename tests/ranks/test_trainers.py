@@ -136,7 +136,7 @@ def test_a_step_that_was_prepared_is_spread_as_it_would_be_and_only_once(tmp_pat
             step = asyncio.create_task(trainers.train_step(batch, num_minibatches=2))
             if prepares and following is not None:
                 await asyncio.sleep(0)
-                await trainers.prepare(following, num_minibatches=2)
+                await trainers.spread_ahead(following, num_minibatches=2)
             await step
         return ranks
 
@@ -150,9 +150,9 @@ def test_what_was_prepared_and_is_not_trained_on_is_forgotten(tmp_path: Path) ->
     async def main() -> Spreading:
         ranks = Spreading()
         trainers = Trainers(ranks, small_config(tmp_path).for_ranks)  # pyright: ignore[reportArgumentType]
-        await trainers.prepare(make_batch(1, 2))
+        await trainers.spread_ahead(make_batch(1, 2))
         await trainers.train_step(make_batch(2, 2))
-        await trainers.prepare(make_batch(1, 2))
+        await trainers.spread_ahead(make_batch(1, 2))
         await trainers.restart_optimizer(small_config(tmp_path).train.optimizer, total_steps=4)
         await trainers.train_step(make_batch(3, 2))
         return ranks

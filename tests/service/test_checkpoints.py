@@ -132,7 +132,7 @@ def test_files_stay_while_anything_needs_them(tmp_path: Path) -> None:
             assert world.folders == {folder}
         assert world.folders == {folder} and world.removed == []
         needed.clear()
-        await checkpoints.release(folder)
+        await checkpoints.release_folder(folder)
         assert world.folders == set() and world.removed == ["tenant@3"]
 
     run(tmp_path, body)

@@ -175,9 +175,9 @@ def test_what_the_database_did_not_take_is_not_taken_for_stored(
             with monkeypatch.context() as patch:
                 patch.setattr(running.store, "put", full)
                 with pytest.raises(StorageError):
-                    await models.save(model)
+                    await models.save_state(model)
             assert model.row.state_folder == "" and model.is_dirty and not list((tmp_path / "checkpoints").iterdir())
-            await models.save(model)
+            await models.save_state(model)
             assert running.store.load().models == (model.row,) and not model.is_dirty and model.row.step == 1
 
     cluster.run(body)

@@ -42,7 +42,7 @@ def test_a_request_has_one_outcome_which_releases_what_it_was_charged(cluster: S
             assert (work.standing().jobs, work.standing().tokens) == (1, 5) and running.usage.of("alice").queued_tokens == 5
             work.end_soon(step, Failed("not this time", "server"))
             work.end_soon(step, StepDone({}))
-            await work.settle()
+            await work.wait_for_tails()
             assert await running.outcome(future.request_id) == Failed("not this time", "server"), "the first outcome stands"
             assert not work.has(model) and running.usage.of("alice").queued_tokens == 0
             assert [(failure.request_id, failure.owner) for failure in work.failures] == [(future.request_id, "alice")]
@@ -65,7 +65,7 @@ def test_whoever_waits_hears_how_things_are(cluster: SmallCluster, tmp_path: Pat
             assert await running.service.retrieve(ALICE, future.request_id, timeout_s=0) == Pending()
             for step in (before, after):
                 work.end_soon(step, StepDone({}))
-            await work.settle()
+            await work.wait_for_tails()
 
     cluster.run(body)
 
@@ -95,11 +95,11 @@ def test_settling_waits_for_tails_of_tails_and_cancelling_ends_them(cluster: Sma
                     work.spawn(tail(left - 1))
 
             work.spawn(tail(2))
-            await work.settle()
+            await work.wait_for_tails()
             assert done == [2, 1, 0]
             endless = work.spawn(asyncio.Event().wait())  # pyright: ignore[reportArgumentType]
             work.cancel()
-            await work.settle()
+            await work.wait_for_tails()
             assert endless.cancelled()
 
     cluster.run(body)

@@ -24,7 +24,7 @@ def pass_once():
 
 pass_once()
 after = heap.resident_bytes
-settled, again = heap.settle(), heap.settle()
+settled, again = heap.return_free(), heap.return_free()
 left = heap.resident_bytes
 pass_once()
 print(after - before >> 20, left - before >> 20, Heap().resident_bytes - before >> 20, settled, again)

@@ -14,7 +14,7 @@ from offbeat.data.row import Row
 from offbeat.errors import CodeError
 from offbeat.user_code import given
 from offbeat.user_code.functions import resolve
-from offbeat.user_code.given import Given, find, give, import_name, pack, receive, source_of, withdraw
+from offbeat.user_code.given import Given, find_given, give, import_name, pack, receive, source_of, withdraw
 from support import rewards
 
 ROW = Row("2+2=", "4")
@@ -29,7 +29,7 @@ def _nothing_stays() -> Iterator[None]:
 def in_a_child(given: tuple[Given, ...], call: str) -> str:
     """What a process prints that receives the functions, and then runs `call`."""
     code = (
-        "import sys; from offbeat.data import wire; from offbeat.user_code.given import Given, receive, find\n"
+        "import sys; from offbeat.data import wire; from offbeat.user_code.given import Given, receive, find_given\n"
         "receive(wire.decode(tuple[Given, ...], sys.stdin.buffer.read()))\n" + call)
     done = subprocess.run([sys.executable, "-c", code], input=wire.encode(given), capture_output=True, check=False, cwd="/")
     assert done.returncode == 0, done.stderr.decode()
@@ -51,12 +51,12 @@ def test_what_cannot_be_imported_is_kept_under_a_name_that_says_so() -> None:
 
     first, second = give(reward, kind="rollout.reward"), give(lambda completion, row: 2.0, kind="rollout.reward")
     assert (first, second) == ("python:reward", "python:lambda")
-    assert find(first) is reward and "completion == row.answer" in source_of(first)
+    assert find_given(first) is reward and "completion == row.answer" in source_of(first)
     other = give(type("reward", (), {"__call__": lambda self, completion, row: 3.0})(), kind="rollout.reward")
     assert other == "python:reward_2" and give(reward, kind="rollout.reward") == first
     assert code_digest(first) and code_digest(first) != code_digest(second)
     withdraw([first])
-    assert find(first) is reward, "it was given twice"
+    assert find_given(first) is reward, "it was given twice"
     withdraw([first])
     with pytest.raises(CodeError, match="'python:reward' is a function that a Python program gave to its run"):
         resolve(first, kind="reward")
@@ -74,10 +74,11 @@ def test_a_child_process_gets_what_the_function_refers_to(tmp_path: Path, monkey
 
     name = give(reward, kind="rollout.reward")
     assert pack([name, "math:sqrt"])[0].name == name and len(pack([name, "math:sqrt"])) == 1
-    assert in_a_child(pack([name]), f"print(find({name!r})('four', None))") == "10.0\n"
+    assert in_a_child(pack([name]), f"print(find_given({name!r})('four', None))") == "10.0\n"
     imported = give(beside_the_script.doubled, kind="rollout.reward")
     assert imported == f"{tmp_path}/beside_the_script.py:doubled"
-    assert in_a_child(pack([imported]), f"print(find({imported!r})(4), find({imported!r}).__module__)") == "8 beside_the_script\n"
+    shown = f"print(find_given({imported!r})(4), find_given({imported!r}).__module__)"
+    assert in_a_child(pack([imported]), shown) == "8 beside_the_script\n"
 
 
 def test_what_cannot_be_sent_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ class PlayedWorkflow:
             if not view.messages:
                 raise CodeError("an environment that has not ended must return a message for the next player; it returned none")
             player.messages += [self._shortened(message) for message in view.messages]
-            reply = await self._answer(episode, player, order, view.state, session=f"{session}-{view.player}")
+            reply = await self._sample_reply(episode, player, order, view.state, session=f"{session}-{view.player}")
             if reply is None:
                 break
             step = StepRequest(seat.number, reply.message)
@@ -97,7 +97,7 @@ class PlayedWorkflow:
                 return view
         return await seat.call("end", CloseRequest(seat.number), View, timeout_s=timeout_s)
 
-    async def _answer(self, episode: Episode, player: _Player, order: int, state: str, *, session: str) -> Reply | None:
+    async def _sample_reply(self, episode: Episode, player: _Player, order: int, state: str, *, session: str) -> Reply | None:
         """Let the model answer; None if there is no room for another answer."""
         recorder = player.recorder
         try:

@@ -162,9 +162,9 @@ class Recorder:
 
     def open(self, request: ChatRequest) -> PendingTurn:
         """Find the answer that the request continues, and return its prompt; raises as `find`, `render` and `begin`."""
-        return self.begin(self.render(self.find(request)))
+        return self.begin(self.render(self.find_continuation(request)))
 
-    def find(self, request: ChatRequest) -> Continuation:
+    def find_continuation(self, request: ChatRequest) -> Continuation:
         """Find the answer that the request continues.
 
         Raises:

@@ -118,7 +118,7 @@ class Session:
             before = self._tried_before(attempt)
             if before is not None and not before.has_failed:
                 return self.enter(request, attempt)
-            rendered = await asyncio.to_thread(self._recorder.render, self._recorder.find(request))
+            rendered = await asyncio.to_thread(self._recorder.render, self._recorder.find_continuation(request))
             return self.enter(request, attempt, rendered)
 
     def enter(self, request: ChatRequest, attempt: Attempt, rendered: Rendered | None = None) -> SharedCall:

@@ -114,7 +114,7 @@ class PlayWorker:
                 return wire.encode(await self._of(number, self._environment(number).end()))
             case "run":
                 run = wire.decode(RunRequest, payload)
-                return wire.encode(await self._of(run.episode, self._run(run.task)))
+                return wire.encode(await self._of(run.episode, self._run_program(run.task)))
             case "close":
                 await self._close(wire.decode(CloseRequest, payload).episode)
         return b""  # also of "ping", which asks whether the loop runs
@@ -163,7 +163,7 @@ class PlayWorker:
         assert environment is not None, "step before open"
         return environment
 
-    async def _run(self, task: AgentTask) -> Played:
+    async def _run_program(self, task: AgentTask) -> Played:
         assert self._program is not None, "run before load"
         return played(await call(self._program, task), of=self._name)
 

@@ -74,7 +74,7 @@ class Coefficients:
             found = replace(found, entropy=max(found.entropy + step, 0.0), last_entropy=entropy)
         return found
 
-    def metrics(self, config: AlgorithmConfig) -> dict[str, float]:
+    def as_metrics(self, config: AlgorithmConfig) -> dict[str, float]:
         """Return the coefficients that the step trains with, by the names of metrics; none if nothing is adaptive."""
         now = self.applied(config)
         found = {}

@@ -114,7 +114,7 @@ class Engine:
             self._thread = threading.Thread(target=self._loop.run_forever, name="offbeat engine", daemon=True)
             self._thread.start()
             try:
-                self._run(self._open_engine(str(folder)))
+                self._run_on_loop(self._open_engine(str(folder)))
             except BaseException:
                 self._end()
                 raise
@@ -202,7 +202,7 @@ class Engine:
 
         return [
             Completion(sample.text, sample.finish_reason, tuple(sample.tokens.tolist()), tuple(sample.token_logprobs.tolist()))
-            for [sample] in self._run(ask())]
+            for [sample] in self._run_on_loop(ask())]
 
     async def _open_engine(self, folder: str) -> None:
         options = replace(self._options, model=folder)
@@ -211,7 +211,7 @@ class Engine:
         session = await self._stack.enter_async_context(aiohttp.ClientSession())
         self._client = EngineClient("the engine", self.url, session, api_key=self.key)
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+    def _run_on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         loop = self._loop
         if loop is None:
             work.close()

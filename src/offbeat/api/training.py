@@ -79,7 +79,7 @@ def train(
         "agent.tools": list(tools) or None}
     rows = {"data": data, **{f"evaluate.sets.{name}.data" if name else "data.heldout_path": each for name, each in sets.items()}}
     with configured(config, settings, keywords, homes=_RL_HOMES, given=given, rows=rows) as chosen:
-        return _run(run_training, chosen, callbacks=callbacks, fresh=fresh, progress=progress, dashboard=dashboard)
+        return _train(run_training, chosen, callbacks=callbacks, fresh=fresh, progress=progress, dashboard=dashboard)
 
 
 class TrainOnExamples(Protocol):
@@ -105,7 +105,7 @@ def _function_of(kind: TrainingKind) -> TrainOnExamples:
         homes = (kind.section, f"{kind.section}.optimizer", "run", "train", "data", "model")
         rows = {"data": data, "data.heldout_path": evaluate}
         with configured(config, settings, keywords, homes=homes, given={"model.path": model}, rows=rows) as chosen:
-            return _run(partial(run_lesson, kind), chosen, callbacks=callbacks, fresh=fresh, progress=progress, dashboard=dashboard)
+            return _train(partial(run_lesson, kind), chosen, callbacks=callbacks, fresh=fresh, progress=progress, dashboard=dashboard)
 
     first, example = kind.python
     train_on_examples.__name__ = train_on_examples.__qualname__ = kind.function
@@ -122,7 +122,7 @@ ON_EXAMPLES: Mapping[str, TrainOnExamples] = MappingProxyType({
 sft, dpo, reward_model = ON_EXAMPLES["sft"], ON_EXAMPLES["dpo"], ON_EXAMPLES["reward_model"]
 
 
-def _run(
+def _train(
     learn: Callable[..., object], config: Config, *, callbacks: Iterable[Callback], fresh: bool, progress: bool, dashboard: bool,
 ) -> Run:
     shows = progress and config.telemetry.console

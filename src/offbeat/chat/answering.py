@@ -88,7 +88,7 @@ class Answering:
         renderer = Renderer(tokenizer)
         return cls(renderer, AnswerParser(renderer))
 
-    def prepare(self, request: ChatRequest, dialect: ChatDialect) -> Chat:
+    def prepare_chat(self, request: ChatRequest, dialect: ChatDialect) -> Chat:
         """Render a request; errors as of `Renderer.prompt` and `Renderer.opening`."""
         variables = self._variables(request)
         renderer = self._giving(variables).renderer

@@ -45,7 +45,7 @@ def seal(folder: Path, step: int, state: bytes) -> bytes:
 
 def reseal(folder: Path, step: int, state: bytes) -> bytes:
     """Build the marker of a complete checkpoint with another state of the controller; its files are as they were."""
-    return _marker(state, step, _read(folder)["files"])
+    return _marker(state, step, _read_marker(folder)["files"])
 
 
 def _marker(state: bytes, step: int, files: Mapping[str, Any]) -> bytes:
@@ -67,7 +67,7 @@ def look(folder: Path, step: int) -> str:
         ConfigError: a newer Offbeat has written it, in a format that this one does not know.
     """
     try:
-        marker = _read(folder)
+        marker = _read_marker(folder)
     except OSError as exc:
         return f"{MARKER} {_reason(exc)}"
     except (ValueError, RecursionError):
@@ -94,7 +94,7 @@ def look(folder: Path, step: int) -> str:
 
 def read_through(folder: Path) -> str:
     """Return the first file of a checkpoint that has other bytes than were written, as a sentence; "" for none. It has passed `look`."""
-    files: Mapping[str, Mapping[str, Any]] = _read(folder).get("files", {})
+    files: Mapping[str, Mapping[str, Any]] = _read_marker(folder).get("files", {})
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         found = pool.map(_digest_or_reason, (folder / name for name in files))
         for (name, about), (digest, reason) in zip(files.items(), found, strict=True):
@@ -105,7 +105,7 @@ def read_through(folder: Path) -> str:
     return ""
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def _read_marker(folder: Path) -> dict[str, Any]:
     marker = json.loads((folder / MARKER).read_bytes())
     if not isinstance(marker, dict):
         raise ValueError(f"it holds {type(marker).__name__}, not an object")

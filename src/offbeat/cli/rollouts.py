@@ -104,7 +104,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     try:
         progress = index.update()
         wanted = _filter(args)
-        found, total = index.find(wanted, order=args.order, limit=args.limit), index.num_found(wanted)
+        found, total = index.find_rollouts(wanted, order=args.order, limit=args.limit), index.num_found(wanted)
     finally:
         index.close()
     if args.json:

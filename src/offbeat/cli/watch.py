@@ -10,7 +10,7 @@ from pathlib import Path
 from offbeat.cli.help import HelpFormatter
 from offbeat.cli.keys import read_key
 from offbeat.dashboard.library import RunLibrary
-from offbeat.dashboard.serving import PORT, page_url, serve
+from offbeat.dashboard.serving import PORT, page_url, serve_pages
 from offbeat.errors import ConfigError
 from offbeat.hosts import is_loopback
 from offbeat.listening import bind
@@ -67,5 +67,5 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
                 url = page_url(listener, key=key)
                 print(f"watching {', '.join(library.runs()) or 'for a run to begin'} at {url}; Ctrl-C ends it", flush=True)
 
-            asyncio.run(serve(library, listener, key=key, ready=tell))
+            asyncio.run(serve_pages(library, listener, key=key, ready=tell))
     return 0

@@ -39,7 +39,7 @@ class StepBatches:
         if self._ahead is not None:
             await cancelled(self._ahead)
 
-    async def settle(self, rollouts: Rollouts) -> None:
+    async def cancel_idle(self, rollouts: Rollouts) -> None:
         """Cancel `make_ahead` if no groups were released for it: the step that begins now must not wait for it."""
         if self._ahead is not None and not rollouts.has_ahead:
             await cancelled(self._ahead)
@@ -64,7 +64,7 @@ class StepBatches:
         with self._parts.record.tracer.span("make_ahead", "controller, ahead", step=step.global_step):
             batch, stats = await self._make(groups, step, algorithm)
             if not algorithm.needs_scores and self._parts.critic is None:
-                await self._parts.trainers.prepare(batch, num_minibatches=algorithm.num_minibatches)
+                await self._parts.trainers.spread_ahead(batch, num_minibatches=algorithm.num_minibatches)
         return batch, stats
 
     async def _make(self, groups: Sequence[Group], step: LoopStep, algorithm: AlgorithmConfig) -> MadeBatch:

@@ -102,10 +102,10 @@ class Evaluator:
             groups = await self._rollouts.rollout_batch(
                 self._rows, group_size=config.samples_per_prompt, sampling=self._sampling, listener=_RightAnswers(on_prompt))
         # On a thread, as the texts of long answers would hold up the rollouts beside.
-        prompts = await asyncio.to_thread(self._read, groups)
+        prompts = await asyncio.to_thread(self._read_prompts, groups)
         return check_answered(EvaluatedSet(name, config.samples_per_prompt, prompts, config.pass_at))
 
-    def _read(self, groups: Sequence[Group]) -> tuple[EvaluatedPrompt, ...]:
+    def _read_prompts(self, groups: Sequence[Group]) -> tuple[EvaluatedPrompt, ...]:
         return tuple(read_group(row, group, self._tokenizer) for row, group in zip(self._rows, groups, strict=True))
 
 

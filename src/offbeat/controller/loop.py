@@ -199,7 +199,7 @@ class _Training:
             with times.stage("step/publish_s"):
                 # Groups for this step are only released when no engine is further behind its version.
                 await self._parts.publisher.settle(behind=self._config.rollout.max_head_offpolicyness)
-            await self._batches.settle(rollouts)
+            await self._batches.cancel_idle(rollouts)
             groups = await unless(self._state.asked, run_beside(take(), self._parts.publisher.watch()))
             return self.rescue.taken or None if groups is None else groups  # they may have come while the wait for them was given up
 
@@ -260,7 +260,7 @@ class _Training:
         algorithm, parts, coefficients = self._config.algorithm, self._parts, self.rescue.coefficients
         diverged = [await asyncio.to_thread(reference_stats, scored.batch)] if algorithm.kl_target else []
         of_all = await parts.peers.gather("export_stats", combine([own, rollouts.take_stats(), scored.stats, *diverged]))
-        stats = trained | batch_metrics(of_all) | times.metrics() | parts.turns.take_metrics() | coefficients.metrics(algorithm)
+        stats = trained | batch_metrics(of_all) | times.stage_metrics() | parts.turns.take_metrics() | coefficients.as_metrics(algorithm)
         self.rescue.coefficients = coefficients.after(stats, algorithm)
         return stats
 

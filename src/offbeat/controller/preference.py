@@ -82,7 +82,7 @@ class PreferenceLesson(Lesson):
         size, parts = self._settings.batch_size, self._parts
         with parts.record.tracer.span("evaluate", "controller"):
             logprobs = _joined([
-                await self._score(_sequences_of(self._heldout[start : start + size]))
+                await self._score_answers(_sequences_of(self._heldout[start : start + size]))
                 for start in range(0, len(self._heldout), size)])
 
             async def compare() -> PairEvaluation:
@@ -104,16 +104,16 @@ class PreferenceLesson(Lesson):
             data.chat_template_kwargs, limits, others])
         file = ReferenceFile(parts.config.run_dir / "reference" / f"{name}.safetensors", key, resumes)
         return await open_reference(
-            file, rows, chunk=self._settings.batch_size, score=self._score, peers=parts.peers, draws=parts.source.draws)
+            file, rows, chunk=self._settings.batch_size, score=self._score_answers, peers=parts.peers, draws=parts.source.draws)
 
-    async def _score(self, sequences: Sequence[Encoded]) -> np.ndarray:
+    async def _score_answers(self, sequences: Sequence[Encoded]) -> np.ndarray:
         """Return the log-probabilities, [M] float32, of all answer tokens under the present weights; collective."""
         return (await self._parts.trainers.score(answer_batch(sequences, self._loss))).columns["logprobs"]
 
     async def _divergence(self, indices: Sequence[int]) -> float:
         """Estimate how far the policy is from the reference, at least 0, by answers that belong to other prompts."""
         mismatched = [self._rows.mismatched(index) for index in indices]
-        logprobs = await self._score([sequence for sequences in mismatched for sequence in sequences])
+        logprobs = await self._score_answers([sequence for sequences in mismatched for sequence in sequences])
         # In a row of the reference, the mismatched answer comes after the row's own.
         counts = [_num_targets(sequences) for sequences in mismatched]
         reference = _joined([self._reference.row(index)[-count:] for index, count in zip(indices, counts, strict=True) if count])

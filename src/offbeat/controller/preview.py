@@ -99,12 +99,12 @@ def preview(config: Config, kind: TrainingKind, *, count: int) -> Preview:
         dataset, heldout = open_mixed(config, base, supervised=kind.imitates, refused=unusable)
         show = _imitated(config, base) if kind.imitates else _prompts(config, base)
         unwritable = unwritable_answers(base.tokenizer, dataset)
-    rows, lengths, refused = _read(dataset, show, count=count)
+    rows, lengths, refused = _read_rows(dataset, show, count=count)
     return Preview(
         tuple(rows), dataset.num_rows, heldout.num_rows or 0, tuple(lengths), tuple(unusable), allowed, tuple(refused), unwritable)
 
 
-def _read(
+def _read_rows(
     dataset: Dataset[Any], show: Callable[[Any, str], ShownRow], *, count: int,
 ) -> tuple[list[ShownRow], list[int], list[str]]:
     rows, lengths, refused = [], [], []

@@ -43,7 +43,7 @@ class StepTimes:
         """Seconds since this was made."""
         return time.monotonic() - self._start_s
 
-    def metrics(self) -> dict[str, float]:
+    def stage_metrics(self) -> dict[str, float]:
         """Return the seconds of all stages by metric, and `total_s` as "step/total_s"."""
         return {**self._spent, "step/total_s": self.total_s}
 

@@ -92,14 +92,14 @@ class _Taught:
         prompts = [prompt for prompt in _first_prompts(config) if isinstance(prompt, str)]
         if not prompts:
             return False, ""
-        tokenizer, end = self._read()
+        tokenizer, end = self._read_tokenizer()
         if not end:
             return False, ""
         if rendered := next(filter(None, map(tokenizer.special_text_in, prompts)), ""):
             return False, f'"auto" leaves prompts as they are that hold special tokens, such as {rendered}'
         return True, f'"auto" asks plain prompts in chats, as {self._model} ends answers with {end} like its chat template'
 
-    def _read(self) -> tuple[Tokenizer, str]:
+    def _read_tokenizer(self) -> tuple[Tokenizer, str]:
         """Return the tokenizer, and the token that ends the model's answers and its template's turns, such as "<|im_end|>"; "" for none."""
         if self._ends is None:
             read_model_config(self._model)

@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 
 from offbeat.dashboard.library import RunLibrary
-from offbeat.dashboard.serving import PORT, page_url, serve
+from offbeat.dashboard.serving import PORT, page_url, serve_pages
 from offbeat.errors import OffbeatError
 from offbeat.listening import bind
 from offbeat.process.serving import die_with_parent, outlive_sigterm
@@ -43,7 +43,7 @@ async def _serve(library: RunLibrary, listener: socket.socket) -> None:
         signal.raise_signal(signal.SIGINT)
 
     loop.add_reader(sys.stdin, end)  # nobody writes there, so it becomes readable at its end
-    await serve(library, listener, ready=lambda: print(page_url(listener), flush=True), until=[signal.SIGINT])
+    await serve_pages(library, listener, ready=lambda: print(page_url(listener), flush=True), until=[signal.SIGINT])
 
 
 def bind_next(port: int) -> socket.socket:

@@ -152,7 +152,7 @@ class RolloutIndex:
         with self._connection() as db:
             return self._progress(db, len(kept_files(self.run_dir)))
 
-    def find(self, wanted: Filter, *, order: Order = "newest", limit: int = 50, offset: int = 0) -> list[IndexedRollout]:
+    def find_rollouts(self, wanted: Filter, *, order: Order = "newest", limit: int = 50, offset: int = 0) -> list[IndexedRollout]:
         """Return the rollouts that a filter lets pass, in an order.
 
         Raises:

@@ -18,7 +18,7 @@ _MAX_CONNECTIONS = 1024
 _KEEP_ALIVE_S = 5
 
 
-async def serve(
+async def serve_pages(
     library: RunLibrary, listener: socket.socket, *, key: str = "", ready: Hook,
     until: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
 ) -> None:

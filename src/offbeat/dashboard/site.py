@@ -129,7 +129,7 @@ def _rollouts(library: RunLibrary, http: Request) -> Any:
     if order not in ORDERS:
         raise ConfigError(f"order must be one of {', '.join(ORDERS)}, got {order[:40]!r}")
     offset = _number_of(http, "offset", int) or 0
-    found = index.find(wanted, order=order, limit=_PAGE, offset=min(max(offset, 0), 10**9))
+    found = index.find_rollouts(wanted, order=order, limit=_PAGE, offset=min(max(offset, 0), 10**9))
     return {
         "rollouts": [asdict(each) for each in found], "total": index.num_found(wanted), "page": _PAGE, "progress": asdict(progress),
         "reasons": index.reasons() if not offset else None}

@@ -162,7 +162,7 @@ def judged_text(messages: Messages, tokenizer: Tokenizer, *, tools: Tools = ()) 
     if not messages[-1]["content"].strip() and not messages[-1].get("tool_calls"):  # a sample may end at once
         return tokenizer.chat_text(messages, tools=tools, to_answer=False)
     check_shown(messages[:-1], tokenizer, tools)
-    answer = _read(messages, len(messages) - 1, tokenizer, tools)
+    answer = _read_answer(messages, len(messages) - 1, tokenizer, tools)
     if answer.as_written:
         return answer.text
     end = _end_of_turn(answer, messages, len(messages) - 1, tokenizer, tools)
@@ -185,7 +185,7 @@ def _continues(part: MarkedText, before: MarkedText, tokenizer: Tokenizer) -> bo
 
 def _mark(messages: Messages, index: int, tokenizer: Tokenizer, tools: Tools) -> MarkedText:
     """Render the chat up to the assistant's message at `index`, and mark that message."""
-    answer = _read(messages, index, tokenizer, tools)
+    answer = _read_answer(messages, index, tokenizer, tools)
     end = _end_of_turn(answer, messages, index, tokenizer, tools)
     spans = [(answer.asked, len(answer.text))]
     if answer.as_written and _MARKS.search(tokenizer.template(with_tools=bool(tools))):
@@ -207,7 +207,7 @@ def _marked_spans(messages: Messages, index: int, answer: _Answer, tokenizer: To
     return [(first, end), *spans[1:]]
 
 
-def _read(messages: Messages, index: int, tokenizer: Tokenizer, tools: Tools) -> _Answer:
+def _read_answer(messages: Messages, index: int, tokenizer: Tokenizer, tools: Tools) -> _Answer:
     """Find the answer at `index` after the prompt that it answers."""
     message = messages[index]
     if not any(message.get(key) for key in ("tool_calls", REASONING[0])) and not message["content"].strip():

@@ -131,7 +131,7 @@ def parse_preference(record: Mapping[str, Any], config: DataConfig, *, where: st
     else:
         raise DataError(
             f"{where}, must have the fields 'chosen' and 'rejected', or 'completion' and 'label'; it has {', '.join(record) or 'none'}")
-    given = [_answer(record[name], name, where) for name in names]
+    given = [_read_answer(record[name], name, where) for name in names]
     if len({isinstance(answer, str) for answer in given}) > 1:
         raise DataError(f"{where}: 'chosen' and 'rejected' must both be text or both be chats, got one of each")
     prompt_field = config.prompt_field or "prompt"
@@ -280,7 +280,7 @@ def _split(
     return split, answers
 
 
-def _answer(value: Any, name: str, where: str) -> Answer:
+def _read_answer(value: Any, name: str, where: str) -> Answer:
     if isinstance(value, str) and chat_in(value, name, where) is None:
         return value
     if isinstance(value, str | list):

@@ -98,7 +98,7 @@ def parse_record(record: Mapping[str, Any], config: DataConfig, *, where: str, n
         return _chat(record, prompt_field, answer_field, system, where, used, needs_answer=needs_answer)
     if not isinstance(prompt, str):
         raise DataError(f"{where}: field {prompt_field!r} must be text, got {kind_of(prompt)}; a chat needs data.format = \"messages\"")
-    answer, solution = _answer(record, answer_field, where, config, needs_answer=needs_answer), ""
+    answer, solution = _read_answer(record, answer_field, where, config, needs_answer=needs_answer), ""
     if config.format == "gsm8k" and (answer or needs_answer):
         solution, answer = answer, _gsm8k_answer(answer, where)
     extra, json_fields = _extra(record, used, answer_field)
@@ -154,7 +154,7 @@ _WHEN_NEEDED = (
     "an answer is needed where it is imitated (run.warm_up, offbeat sft), shown to a teacher, or compared with by exact_match or math")
 
 
-def _answer(record: Mapping[str, Any], name: str, where: str, config: DataConfig, *, needs_answer: bool) -> str:
+def _read_answer(record: Mapping[str, Any], name: str, where: str, config: DataConfig, *, needs_answer: bool) -> str:
     if name not in record:
         if not needs_answer and not config.answer_field:
             return ""

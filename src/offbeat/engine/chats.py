@@ -77,7 +77,7 @@ class Chats:
     async def _answer(self, http: HttpRequest, dialect: ChatDialect) -> Response:
         asked = await decode_body(dialect.read, await whole_body(http))
         check_chat_size(asked, self._engine.tokenizer, context=self._engine.max_context)
-        chat = await asyncio.to_thread(self._answering.prepare, asked, dialect)
+        chat = await asyncio.to_thread(self._answering.prepare_chat, asked, dialect)
         if (structure := self._answering.strict_structure(chat)) is not None:
             asked = replace(asked, shaping=replace(asked.shaping, structure=structure))
         rest = max(self._engine.max_context - len(chat.prompt), 1)

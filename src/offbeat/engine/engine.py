@@ -157,10 +157,10 @@ class EmbeddedEngine:
 
     def abort(self, request_id: str) -> None:
         """Drop a request whose client is gone; no event reports it."""
-        self._scorer.remove(request_id)
+        self._scorer.remove_job(request_id)
         if (begun := self._scheduler.begun) is not None and begun.request.id == request_id:
             self._restart_prompt()
-        if not self._scheduler.remove(request_id):
+        if not self._scheduler.remove_request(request_id):
             rows = [row for row, running in enumerate(self._rows.samples) if running.request.id == request_id]
             self.finished["abort"] += len(rows)
             self._release(rows)
@@ -189,14 +189,14 @@ class EmbeddedEngine:
 
         Prompts that are long are computed in parts beside it, one part a step.
         """
-        events = self._score() if self._has_scores else []
+        events = self._score_step() if self._has_scores else []
         if not self._has_samples:
             return events
         logits = self._runner.next_logits(self._schedule())
         self._starting = []
         return events if logits is None else events + self._postprocess(logits)
 
-    def _score(self) -> list[Event]:
+    def _score_step(self) -> list[Event]:
         """Score one waiting batch. While samples run, scoring takes at most half of the time; a pause does not hold it up."""
         start_s = time.monotonic()
         if self._has_samples and start_s < self._scores_from_s:

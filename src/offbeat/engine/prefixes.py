@@ -86,7 +86,7 @@ class PrefixCache:
         self._free: list[int] = []
         self._data = [self._allocate(0) for _ in range(self._shape.num_layers)]
 
-    def find(self, adapter: Adapter | None, tokens: np.ndarray) -> Begun:
+    def find_beginning(self, adapter: Adapter | None, tokens: np.ndarray) -> Begun:
         """Find the longest known beginning of a prompt [L] int64; at least one token of it remains to be computed."""
         found: list[int] = []
         parent = self._root(adapter)

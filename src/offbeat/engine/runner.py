@@ -41,7 +41,7 @@ class Runner:
     def num_known(self, request: Request) -> int:
         """See `KnownPrompts`."""
         (owner,) = self._adapters.of([request.adapter])
-        return self.prefixes.find(owner, np.array(request.prompt)).num_tokens
+        return self.prefixes.find_beginning(owner, np.array(request.prompt)).num_tokens
 
     @torch.inference_mode()
     def next_logits(self, prompts: RoundPrompts) -> Tensor | None:
@@ -135,7 +135,7 @@ class Runner:
         logits: Tensor | None = None
         waiting = list(range(len(sequences)))
         while waiting:
-            found = {i: self.prefixes.find(owners[i], sequences[i]) for i in waiting}
+            found = {i: self.prefixes.find_beginning(owners[i], sequences[i]) for i in waiting}
             now, waiting = _first_of_their_kind(found)
             ready = {0: begun} if begun and 0 in now else {}
             self.prefixes.load(((int(slots[i]), found[i]) for i in now if i not in ready), self._cache)

@@ -136,7 +136,7 @@ class Scheduler:
             raise BusyError(f"the engine's queue is full: {self.num_waiting} requests wait, as many as max_queued allows; try again later")
         self._waiting.append(request)
 
-    def remove(self, request_id: str) -> bool:
+    def remove_request(self, request_id: str) -> bool:
         """Drop a waiting request; False if there is no such request."""
         kept = deque(request for request in self._waiting if request.id != request_id)
         removed = len(kept) < len(self._waiting)

@@ -174,7 +174,7 @@ class Scorer:
                 raise RefusedError(f"tokens to score must lie in the vocabulary of {vocab} tokens")
         self._adapters.use(job.adapter)
 
-    def remove(self, job_id: str) -> None:
+    def remove_job(self, job_id: str) -> None:
         """Drop a waiting request; an unknown one is no error."""
         self._waiting = deque(job for job in self._waiting if job.id != job_id)
 

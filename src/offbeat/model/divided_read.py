@@ -48,14 +48,14 @@ class DividedRead:
     def hooked(self) -> Iterator[dict[str, Any]]:
         """Let transformers call `divide` in place of its own distribution over a mesh; yields keywords for it."""
 
-        def prepare(_cls: type, config: DistributedConfig, device_map: object = None) -> tuple[DistributedConfig, object, _NoMesh]:  # noqa: ARG001
+        def skip_placing(_cls: type, config: DistributedConfig, device_map: object = None) -> tuple[DistributedConfig, object, _NoMesh]:  # noqa: ARG001
             return config, torch.device(current_platform.device), _NoMesh()
 
         def distribute(_cls: type, model: PreTrainedModel, *_: object) -> PreTrainedModel:
             self._distribute(model)
             return model
 
-        hooks = {"prepare_distribute_model": prepare, "maybe_distribute_model": distribute}
+        hooks = {"prepare_distribute_model": skip_placing, "maybe_distribute_model": distribute}
         for name, hook in hooks.items():
             setattr(PreTrainedModel, name, classmethod(hook))
         try:

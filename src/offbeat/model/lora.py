@@ -145,7 +145,7 @@ class AdapterBank(nn.Module):
         return slot
 
     @torch.no_grad()
-    def remove(self, slot: int) -> None:
+    def remove_slot(self, slot: int) -> None:
         """Free a slot and zero its weights and gradients."""
         self._slots[slot] = None
         self.weights[slot] = 0.0

@@ -117,7 +117,7 @@ class Child:
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         child = cls(spec, process, reader, writer)
         try:
-            await child._answer(child._ready, "to start", timeout_s=timeout_s, what=f"{spec.name} to start")
+            await child._wait_for(child._ready, "to start", timeout_s=timeout_s, what=f"{spec.name} to start")
         except BaseException:
             await child.kill()
             raise
@@ -156,7 +156,7 @@ class Child:
             self._watch.begin(method)
             self._looking = self._looking or asyncio.create_task(self._look_on(), name=f"look at {self.name}")
         try:
-            return await self._answer(future, f"in {method}", timeout_s=timeout_s, what=f"{method} on {self.name}", patience_s=patience_s)
+            return await self._wait_for(future, f"in {method}", timeout_s=timeout_s, what=f"{method} on {self.name}", patience_s=patience_s)
         except (asyncio.CancelledError, errors.DeadlineError):
             self._frame(CANCEL, call_id, b"")
             raise
@@ -173,7 +173,7 @@ class Child:
         if not self.alive:
             raise await self._death(f"before {method}")
         for _, future in [self._send(CALL, method.encode() + b"\0" + payload) for payload in payloads]:
-            yield await self._answer(future, f"in {method}", timeout_s=timeout_s, what=f"{method} on {self.name}")
+            yield await self._wait_for(future, f"in {method}", timeout_s=timeout_s, what=f"{method} on {self.name}")
 
     async def stack(self) -> str:
         """Return the Python stacks of the child's threads, or the operating system's view of a child that does not answer."""
@@ -213,7 +213,7 @@ class Child:
             task.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
 
-    async def _answer(
+    async def _wait_for(
         self, future: "asyncio.Future[bytes | CallFailure]", doing: str, *, timeout_s: float, what: str, patience_s: float | None = None,
     ) -> bytes:
         try:

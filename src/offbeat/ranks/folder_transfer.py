@@ -146,8 +146,8 @@ def _firsts(workers: Sequence[Worker]) -> list[bool]:
 
 
 async def _clear(disks: Sequence[Far], folders: Sequence[Path]) -> None:
-    async def remove(disk: Far, folder: Path) -> None:
+    async def remove_folder(disk: Far, folder: Path) -> None:
         with suppress(OffbeatError):  # the scratch folder is removed in the end, and machines that are gone keep nothing
             await disk.ask("remove", DiskFolder(place_of(folder)), Nothing, timeout_s=_REMOVE_S)
 
-    await asyncio.gather(*(remove(disk, folder) for disk in disks for folder in folders))
+    await asyncio.gather(*(remove_folder(disk, folder) for disk in disks for folder in folders))

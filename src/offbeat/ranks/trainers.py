@@ -98,7 +98,7 @@ class Trainers:
         seen = {} if self._part else speed(answers) | self._ranks.observe([answer.busy_s for answer in answers])
         return answers[0].metrics | seen
 
-    async def prepare(self, batch: Batch, *, num_minibatches: int = 1) -> None:
+    async def spread_ahead(self, batch: Batch, *, num_minibatches: int = 1) -> None:
         """Spread the batch of the step after the one in training, where ranks can do that, so that `train_step` can begin with it at once.
 
         Raises:

@@ -128,7 +128,7 @@ class Accounts:
         track = self._free_tracks.pop() if drawn else None
         wall_s = time.time() - self._now_s()
 
-        def settle(account: Account, ended: bool) -> None:
+        def end_account(account: Account, ended: bool) -> None:
             if ended:
                 self._part.add(account)
             if track is None:
@@ -138,7 +138,7 @@ class Accounts:
                 self._num_traced += 1
                 self._draw(account, f"episodes {track}", prompt_id, wall_s)
 
-        return Account(settle, _MOST_STRETCHES if drawn else 0, self._now_s)
+        return Account(end_account, _MOST_STRETCHES if drawn else 0, self._now_s)
 
     def take(self) -> StatsPart:
         """Return the times and the mean measurements of the episodes that have ended since the last call."""

@@ -217,7 +217,7 @@ class RolloutExecutor:
         """
         slots = asyncio.Semaphore(self._config.max_concurrent_rollouts)
 
-        async def play(index: int, row: Row) -> Group:
+        async def play_row(index: int, row: Row) -> Group:
             async with slots:
                 for tries in itertools.count(1):
                     played, failure = await self._player.play(
@@ -232,7 +232,7 @@ class RolloutExecutor:
 
         with self._holdups.on():
             async with asyncio.TaskGroup() as tasks:
-                playing = [tasks.create_task(play(index, row)) for index, row in enumerate(rows)]
+                playing = [tasks.create_task(play_row(index, row)) for index, row in enumerate(rows)]
         return [task.result() for task in playing]
 
     def _admit(self) -> None:

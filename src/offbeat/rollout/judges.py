@@ -149,7 +149,7 @@ class Judge:
 
     def scores(self, completions: Sequence[str], row: Row) -> list[float]:
         """Return the reward of each completion, from 0 to 1, asked about side by side; a `FailedReward` where there is no judgement."""
-        judge = self._grade if self.rubric else self._score
+        judge = self._grade if self.rubric else self._score_answer
         return self._side_by_side([partial(judge, completion, row) for completion in completions])
 
     def prefer(self, first: str, second: str, row: Row) -> float:
@@ -181,7 +181,7 @@ class Judge:
                 wins[j].append(1 - value)
         return [sum(won) / len(won) if won else failures.get(index, 0.5) for index, won in enumerate(wins)]
 
-    def _score(self, completion: str, row: Row, until: float) -> float:
+    def _score_answer(self, completion: str, row: Row, until: float) -> float:
         def read(text: str) -> float:
             return self._scaled(self.parse(text), text)
 
@@ -275,7 +275,7 @@ class Judge:
             pause = min(_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S)
             try:
                 with open_url(request, timeout_s=max(0.01, until - time.monotonic())) as response:
-                    return _answer(response.read())
+                    return _answer_text(response.read())
             except urllib.error.HTTPError as exc:
                 with exc:
                     why = f"status {exc.code}: {printable(exc.read(300).decode(errors='replace'))}"
@@ -339,7 +339,7 @@ def _both(one: float, other: float) -> float:
     return failed if failed is not None else (one + 1 - other) / 2
 
 
-def _answer(content: bytes) -> str:
+def _answer_text(content: bytes) -> str:
     try:
         choice = json.loads(content)["choices"][0]
         text, why = choice["message"]["content"], choice.get("finish_reason")

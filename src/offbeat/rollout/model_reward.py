@@ -116,7 +116,7 @@ class ModelReward:
             batch = [each for each in batch if not each.reward.done()]  # an episode that was cancelled waits no more
             rewards: Sequence[float] = ()
             with Caught() as caught:  # this loop goes on, and whoever waits decides
-                rewards = await self._score(index, batch) if batch else ()
+                rewards = await self._score_batch(index, batch) if batch else ()
             if caught.error is not None:
                 for each in batch:
                     if not each.reward.done():
@@ -126,7 +126,7 @@ class ModelReward:
                 if not each.reward.done():
                     each.reward.set_result(reward)
 
-    async def _score(self, index: int, batch: Sequence[_Waiting]) -> list[float]:
+    async def _score_batch(self, index: int, batch: Sequence[_Waiting]) -> list[float]:
         request = TextsToScore(tuple(each.prompt for each in batch), tuple(each.answer for each in batch))
         why = ""
         for _ in range(2):

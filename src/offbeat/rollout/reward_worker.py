@@ -84,9 +84,9 @@ class RewardWorker:
             return wire.encode(self._load(wire.decode(RewardLoadRequest, handshake.load)))
         if method == "score_group":
             group = wire.decode(GroupRequest, payload)
-            return wire.encode(ScoredGroup(self._score(group.completions, group.row)))
+            return wire.encode(ScoredGroup(self._score_group(group.completions, group.row)))
         request = wire.decode(RewardRequest, payload)
-        [scored] = self._score((request.completion,), request.row)
+        [scored] = self._score_group((request.completion,), request.row)
         return wire.encode(scored)
 
     def _load(self, request: RewardLoadRequest) -> RewardsLoaded:
@@ -94,7 +94,7 @@ class RewardWorker:
         self._functions = [RewardFunction(name, may_miss=bool(self._weights)) for name in self._weights or (request.reward,)]
         return RewardsLoaded(any(function.takes_group for function in self._functions))
 
-    def _score(self, completions: Sequence[str], row: Row) -> tuple[ScoredCompletion, ...]:
+    def _score_group(self, completions: Sequence[str], row: Row) -> tuple[ScoredCompletion, ...]:
         """Score completions with all functions.
 
         Raises:

@@ -174,7 +174,7 @@ class ModelEndpoint:
                 raise EngineError(f"{self._url}{path} answered without choices: {printable(str(told), most=200)}")
             usage = told.get("usage")
             tokens = usage.get("completion_tokens") if isinstance(usage, dict) and len(choices) == 1 else None
-            answers += [_answer(choice, tokens if isinstance(tokens, int) else 0) for choice in choices[:n]]
+            answers += [_read_choice(choice, tokens if isinstance(tokens, int) else 0) for choice in choices[:n]]
         return answers
 
     async def _retrying(self, path: str, body: Mapping[str, Any], num_retries: int) -> dict[str, Any]:
@@ -262,7 +262,7 @@ def _call(call: Mapping[str, Any], free_id: str) -> dict[str, Any]:
     return {"id": call.get("id") or free_id, "type": "function", "function": {"name": function["name"], "arguments": text}}
 
 
-def _answer(choice: Mapping[str, Any], num_tokens: int) -> EvaluatedSample:
+def _read_choice(choice: Mapping[str, Any], num_tokens: int) -> EvaluatedSample:
     """Return a choice as an answer that has no reward yet."""
     message = choice.get("message")
     text = message.get("content") if isinstance(message, dict) else choice.get("text")

@@ -292,10 +292,10 @@ async def _open_mixed(
                 stack, own, tokenizer=tokenizer, log_dir=_log_dir(record, folder), notes=record)
         judges[name], plays[name] = rewards[judging], workflows[playing]
 
-    async def play(episode: Episode) -> Sequence[Trajectory]:
+    async def play_of_set(episode: Episode) -> Sequence[Trajectory]:
         return await plays[episode.row.of_set](episode)
 
-    return UserCode(MixedRewards(judges), play)
+    return UserCode(MixedRewards(judges), play_of_set)
 
 
 def _what_plays(config: Config) -> Hashable:

@@ -78,7 +78,7 @@ def quotas(mount: Path, membership: Path) -> Iterator[int]:
         mount: folder where control groups are mounted, such as /sys/fs/cgroup.
         membership: file with the process's groups, a line "ID:CONTROLLERS:PATH" for each hierarchy; without controllers it is version 2.
     """
-    for line in _read(membership).splitlines():
+    for line in _read_text(membership).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
@@ -86,14 +86,14 @@ def quotas(mount: Path, membership: Path) -> Iterator[int]:
         lowest = top / path.strip("/")  # visible only to a process outside of any container
         for group in [lowest, *lowest.parents]:
             if group.is_relative_to(top):
-                quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+                quota, period = _read_text(group / "cpu.cfs_quota_us"), _read_text(group / "cpu.cfs_period_us")
                 if not controllers:
-                    quota, _, period = _read(group / "cpu.max").partition(" ")
+                    quota, _, period = _read_text(group / "cpu.max").partition(" ")
                 if quota.isdigit() and period.isdigit():  # otherwise "max" or -1: no quota
                     yield max(1, int(quota) // int(period))
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="ascii").strip()
     except OSError:

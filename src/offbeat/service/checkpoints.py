@@ -89,7 +89,7 @@ class Checkpoints:
             self._held[folder] -= 1
             if not self._held[folder]:
                 del self._held[folder]
-            await self.release(folder)
+            await self.release_folder(folder)
 
     def path(self, folder: str) -> Path:
         """Return the path of a folder."""
@@ -114,7 +114,7 @@ class Checkpoints:
             raise CheckpointError(f"the checkpoint folder {folder} holds no adapter for engines")
         return replace(manifest.adapter, folder=str(self.path(folder)))
 
-    async def release(self, folder: str) -> None:
+    async def release_folder(self, folder: str) -> None:
         """Delete a folder's files, unless one of `users` needs them."""
         if folder and not self._is_needed(folder):
             await self._remove(folder)
@@ -158,7 +158,7 @@ class Checkpoints:
             try:
                 await self._store.put(row)
             except StorageError:
-                self._usage.release(row.owner, disk_bytes=row.size_bytes)
+                self._usage.subtract(row.owner, disk_bytes=row.size_bytes)
                 raise
             except asyncio.CancelledError:  # the row may have been stored, and then needs its files
                 self._rows[path] = row
@@ -166,8 +166,8 @@ class Checkpoints:
             before = self._rows.get(path)
             self._rows[path] = row
         if before is not None:
-            self._usage.release(before.owner, disk_bytes=before.size_bytes)
-            await self.release(before.folder)
+            self._usage.subtract(before.owner, disk_bytes=before.size_bytes)
+            await self.release_folder(before.folder)
 
     def check_free(self, path: CheckpointPath) -> None:
         """Raise RequestError if a checkpoint of this name exists."""
@@ -261,8 +261,8 @@ class Checkpoints:
                 return  # by now another checkpoint may have its name
             await self._store.delete(now)
             del self._rows[path]
-            self._usage.release(now.owner, disk_bytes=now.size_bytes)
-        await self.release(row.folder)
+            self._usage.subtract(now.owner, disk_bytes=now.size_bytes)
+        await self.release_folder(row.folder)
 
     async def sweep(self) -> None:
         """Delete expired checkpoints and old orphans."""

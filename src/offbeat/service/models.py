@@ -166,7 +166,7 @@ class Models:
         self._uncount(model)
         if model.resident and self._adapters.trainers_alive:
             await self._adapters.remove(model.adapter)
-        await self._checkpoints.release(model.row.state_folder)
+        await self._checkpoints.release_folder(model.row.state_folder)
 
     async def store(self, model: Model, **changes: Any) -> None:
         """Change the stored row of a model, and then the one in memory; raises StorageError and changes nothing."""
@@ -259,9 +259,9 @@ class Models:
             await self._put(model, state_folder=folder, step=step, dirty=model.would_lose(num_changes))
             model.saved_changes = num_changes
         if before != folder:
-            await self._checkpoints.release(before)
+            await self._checkpoints.release_folder(before)
 
-    async def save(self, model: Model) -> None:
+    async def save_state(self, model: Model) -> None:
         """Write a model's state to a folder that only the model itself uses."""
         async with self._checkpoints.making() as folder:
             await self._adapters.save(model.adapter, self._checkpoints.path(folder))
@@ -271,7 +271,7 @@ class Models:
     async def park(self, model: Model, reason: str) -> None:
         """Save a model and remove it from the trainers until it is needed again; a client that loses a gradient is told the reason."""
         if model.num_changes > model.saved_changes:
-            await self.save(model)
+            await self.save_state(model)
         await self._adapters.remove(model.adapter)
         model.resident = False
         if model.has_gradient:
@@ -291,7 +291,7 @@ class Models:
             model.resident = False
         self._uncount(model)
         await self.store(model, ended=True, state_folder="", dirty=False)
-        await self._checkpoints.release(state)
+        await self._checkpoints.release_folder(state)
 
     async def forget(self, model: Model) -> None:
         """Forget a run whose session has ended and which has no checkpoints."""
@@ -314,7 +314,7 @@ class Models:
     def _uncount(self, model: Model) -> None:
         if model.counted:
             model.counted = False
-            self._usage.release(model.row.owner, models=1)
+            self._usage.subtract(model.row.owner, models=1)
 
     def _uses(self, folder: str) -> bool:
         return any(model.row.state_folder == folder for model in self._models.values())

@@ -90,7 +90,7 @@ class OpenWork:
 
     async def _end_work(self, work: Work, future: Future, outcome: Outcome) -> None:
         """Store an outcome along with the model's progress."""
-        self._usage.release(work.model.row.owner, **work.charged)
+        self._usage.subtract(work.model.row.owner, **work.charged)
         if isinstance(outcome, Failed):
             self.failures.append(FailedRequest(steady_time(), future.request_id, work.model.row.owner, outcome.message))
         await asyncio.gather(self._store_progress(work), self._futures.finish(future, outcome))
@@ -114,7 +114,7 @@ class OpenWork:
         task.add_done_callback(self._tails.discard)
         return task
 
-    async def settle(self) -> None:
+    async def wait_for_tails(self) -> None:
         """Wait until there are no tails, nor tails of tails."""
         while self._tails:
             await asyncio.wait(tuple(self._tails))

@@ -53,7 +53,7 @@ class SamplerCheckpoints(Protocol):
 
     async def adapter(self, folder: str) -> Manifest: ...
 
-    async def release(self, folder: str) -> None: ...
+    async def release_folder(self, folder: str) -> None: ...
 
 
 class Samplers:
@@ -165,7 +165,7 @@ class Samplers:
                 try:
                     await self._store.put(row)
                 except StorageError:
-                    self._usage.release(row.owner, disk_bytes=row.size_bytes, samplers=1)
+                    self._usage.subtract(row.owner, disk_bytes=row.size_bytes, samplers=1)
                     raise
                 self._rows[row.id], self._last_used[row.id] = row, self._clock()
             finally:
@@ -285,7 +285,7 @@ class Samplers:
         ended = [row for row in rows if self._rows.pop(row.id, None) is not None]
         for row in ended:
             del self._last_used[row.id]
-            self._usage.release(row.owner, disk_bytes=row.size_bytes, samplers=1)
+            self._usage.subtract(row.owner, disk_bytes=row.size_bytes, samplers=1)
         for row in ended:
             if row.folder:
                 await self._let_go(row.folder)
@@ -297,7 +297,7 @@ class Samplers:
         if (name := self._pinned.pop(folder, None)) is not None:
             self._engines.unpin(name)
         self._pinning.pop(folder, None)
-        await self._checkpoints.release(folder)
+        await self._checkpoints.release_folder(folder)
 
 
 def _of_checkpoint(row: SamplerRow, checkpoint: CheckpointRow) -> SamplerRow:

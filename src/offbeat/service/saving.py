@@ -148,7 +148,7 @@ class Saving:
                 if request.optimizer:
                     await self._models.keep(model, row.folder, step=row.step, num_changes=model.num_changes)
                 else:
-                    await self._models.save(model)
+                    await self._models.save_state(model)
         except BaseException:
             if request.creates:
                 await self._models.dismiss(model)

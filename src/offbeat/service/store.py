@@ -82,12 +82,12 @@ class _Write:
         """Make the rows. Returns False, and gives the caller the error, if that failed."""
         outcome = outcome_of(lambda: [row() if callable(row) else row for row in self.given])
         if (error := outcome.exception()) is not None:
-            self.settle(error)
+            self.wake_caller(error)
             return False
         self.rows = outcome.result()
         return True
 
-    def settle(self, error: BaseException | None) -> None:
+    def wake_caller(self, error: BaseException | None) -> None:
         """Wake the caller, with an error if there is one."""
         def tell() -> None:
             if not self.done.done():
@@ -287,7 +287,7 @@ class Store:
                 connection.execute(sa.delete(table).where(*(c == sa.bindparam(c.name) for c in table.primary_key)), rows)
 
     def _settle(self, write: _Write, error: BaseException | None) -> None:
-        write.settle(error and _storage_error(self._engine, error))
+        write.wake_caller(error and _storage_error(self._engine, error))
 
 
 # -- SQLAlchemy ----------------------------------------------------------------------------------------------------------------------------

@@ -213,13 +213,13 @@ class Training:
         self._closing, self._give_up = True, time.monotonic() + _DRAIN_S
         self._woken.set()
         async with self._at_work:
-            await self.work.settle()
+            await self.work.wait_for_tails()
             if not self._adapters.trainers_alive:
                 return
             for model in self._models:
                 try:
                     if model.resident and model.num_changes > model.saved_changes:
-                        await self._models.save(model)
+                        await self._models.save_state(model)
                 except OffbeatError as exc:
                     _log.error("%s could not be saved, and stays at its last checkpoint: %s", model.id, exc)
 

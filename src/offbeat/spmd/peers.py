@@ -191,11 +191,11 @@ class LeadingWriter:
 def make_release(pool: EnginePool, peers: RankPeers, *, timeout_s: float) -> Release:
     """Return the function by which rank 0, which brings weights to the pool's engines, releases the other ranks."""
 
-    async def release(report: PublishReport | None) -> None:
+    async def release_ranks(report: PublishReport | None) -> None:
         published = report and Published(report, _urls_of(pool))
         await _pass_published(peers, published, timeout_s=timeout_s)
 
-    return release
+    return release_ranks
 
 
 async def _pass_published(peers: RankPeers, published: Published | None, *, timeout_s: float) -> Published | None:
@@ -246,7 +246,7 @@ class EngineNews:
         text = await self._notice.read()
         return wire.decode_json(dict[str, Standing], text.encode()).get(name) if text else None
 
-    async def find(self, engine: EngineClient) -> str:
+    async def find_url(self, engine: EngineClient) -> str:
         """On another rank: return the engine's current URL.
 
         Raises:
@@ -296,7 +296,7 @@ class Followed:
         interval_s = self._config.probe_interval_s
         # Rank 0 does the healing; this rank only checks whether it is done, and may do so often.
         healer = Healer(
-            self._pool, reload=self._look, restart=lambda name: self._news.find(self._pool.client(name)), probe_interval_s=interval_s,
+            self._pool, reload=self._look, restart=lambda name: self._news.find_url(self._pool.client(name)), probe_interval_s=interval_s,
             probe_timeout_s=self._config.probe_timeout_s, max_backoff_s=interval_s)
         await healer.run()
 

@@ -120,13 +120,13 @@ async def _open(
 
     fleets: list[Fleet] = []
 
-    async def serve() -> EngineAddresses:
+    async def serve_engines() -> EngineAddresses:
         assert engines is not None, "the leader has started engines"
         fleets.append(await open_engines(
             stack, engines, config.for_engines, record, model=inputs.model, tokenizer=inputs.tokenizer_folder))
         return fleets[0].addresses
 
-    addresses = await peers.lead("engines", serve, EngineAddresses)
+    addresses = await peers.lead("engines", serve_engines, EngineAddresses)
     sharder = Sharder.of(config.for_ranks, model=inputs.model, num_ranks=rank_info.world if one_loads else 1)
     loading = (OneRankLoads if one_loads else HeadsLoad)(groups.sync, sharder)
     ranks = OwnRank(own_trainers, loading, thread, host=rank_info.store_host)

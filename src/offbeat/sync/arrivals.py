@@ -68,12 +68,12 @@ class Arrivals:
         key = self._keys.result(wait.n)
         # Passed if and only if this ticket was the last, nobody had given up, and all names agree; see `points`.
         if count.poisons == 0 and count.agreed and count.arrived == self._peers.world:
-            return self._read(self._client.compare_set(key, "", GO))
+            return self._message_of(self._client.compare_set(key, "", GO))
         if count.poisons == 0 and (not count.agreed or self._peers.departed):
             self._judge.post(wait)
-        return self._read(self._client.get(key))
+        return self._message_of(self._client.get(key))
 
-    def _read(self, result: bytes) -> Message:
+    def _message_of(self, result: bytes) -> Message:
         return PASSED if result.decode() == GO else decode_json(SyncVerdict, result)
 
     def _next(self) -> Wait | None:

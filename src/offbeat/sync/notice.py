@@ -41,7 +41,7 @@ class Notice:
         Raises:
             DeadlineError: the store does not answer.
         """
-        return await self._call(self._read)
+        return await self._call(self._read_value)
 
     def close(self) -> None:
         """End the thread; a call that it is in is abandoned."""
@@ -51,7 +51,7 @@ class Notice:
         self._client.set(self._name, text)
         self._client.check([self._name])  # `set` is sent without an answer; the store answers this only after it has taken the text.
 
-    def _read(self) -> str:
+    def _read_value(self) -> str:
         return self._client.get(self._name).decode() if self._client.check([self._name]) else ""
 
     async def _call(self, function: Callable[[], T]) -> T:

@@ -50,13 +50,13 @@ class Watcher:
         open_ = True
         while open_:
             try:
-                open_ = self._answer(decode_json(Mail, self._client.queue_pop(self._keys.mail(self._board.rank))))
+                open_ = self._answer_mail(decode_json(Mail, self._client.queue_pop(self._keys.mail(self._board.rank))))
             except dist.DistError:
                 return  # the store is gone; a rank learns that at its next point
             except Exception as exc:  # of whatever kind: the peers must hear that this rank is out
                 self._judge.post(breakage(self._board.rank, exc))
 
-    def _answer(self, mail: Mail) -> bool:
+    def _answer_mail(self, mail: Mail) -> bool:
         if mail.kind == "status":
             status = replace(self._board.status(), states=self._peers.states())
             self._client.queue_push(mail.reply, encode_json(status).decode())

@@ -115,7 +115,7 @@ class WeightBroadcast:
             while arrived := self._gather():
                 by_folder = [one for one in arrived if one.attempt >= _MAX_ROUNDS]
                 for one in by_folder:
-                    self._answer(one, self._by_folder())
+                    self._send_ticket(one, self._by_folder())
                 members = [one for one in arrived if one not in by_folder]
                 self._expected = 0
                 for tensors, alike in (
@@ -146,7 +146,7 @@ class WeightBroadcast:
         self._unread -= set(ready)
         return [Arrival(number, **json.loads(self._store.get(f"arrival/{number}"))) for number in ready]
 
-    def _answer(self, arrival: Arrival, ticket: dict[str, str] | dict[str, str | int | float]) -> None:
+    def _send_ticket(self, arrival: Arrival, ticket: dict[str, str] | dict[str, str | int | float]) -> None:
         self._store.set(f"ticket/{arrival.number}", json.dumps(ticket))
 
     def _by_folder(self) -> dict[str, str]:
@@ -165,7 +165,7 @@ class WeightBroadcast:
         device = self._meeting_device([one.device for one in members])
         backend = current_platform.backend if device.type != "cpu" else "gloo"
         for rank, one in enumerate(members, start=1):
-            self._answer(one, {"round": name, "backend": backend, "rank": rank, "world": world, "timeout_s": timeout_s})
+            self._send_ticket(one, {"round": name, "backend": backend, "rank": rank, "world": world, "timeout_s": timeout_s})
         try:
             with BroadcastGroup(backend, dist.PrefixStore(name, self._store), rank=0, world=world, timeout_s=timeout_s) as group:
                 group.broadcast(tensors, device=device)

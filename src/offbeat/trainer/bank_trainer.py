@@ -135,7 +135,7 @@ class BankTrainer(Trainer):
         self._check(request.names)
         for name in request.names:
             slot = self._slots.pop(name)
-            self._bank.remove(slot)
+            self._bank.remove_slot(slot)
             self._adam.clear(slot)
 
     def discard(self, request: AdapterNames) -> None:
@@ -158,7 +158,8 @@ class BankTrainer(Trainer):
     def save(self, request: Folder) -> None:
         """See `Trainer.save`; all ranks write a run's state together, rank 0 alone writes a named adapter."""
         if request.name == WHOLE:
-            shards.save(request.folder, self._run_state(with_reference=self._frozen is not None), groups=self.groups, keeps=request.keeps)
+            state = self._run_state(with_reference=self._frozen is not None)
+            shards.save_state(request.folder, state, groups=self.groups, keeps=request.keeps)
             return
         slot = self._slot(request.name)
         if self.groups.rank == 0:
@@ -212,7 +213,7 @@ class BankTrainer(Trainer):
         if kept:
             self._freeze(state["reference"]["weights"])
         elif self._frozen is not None:
-            self._bank.remove(self._frozen)
+            self._bank.remove_slot(self._frozen)
             self._frozen = None
         self.step = state["step"]
         return LoadedStep(self.step)

@@ -30,7 +30,7 @@ class Heap:
         """Resident memory of the process."""
         return self._process.memory_info().rss
 
-    def settle(self) -> bool:
+    def return_free(self) -> bool:
         """Return free memory if the process has grown by more than the slack since the last time; tells whether it has."""
         if self._trim is None or self.resident_bytes <= self._least_bytes + self._slack_bytes:
             return False

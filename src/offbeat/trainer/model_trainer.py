@@ -97,7 +97,7 @@ class ModelTrainer(Trainer):
 
     def save(self, request: Folder) -> None:
         """See `Trainer.save`."""
-        shards.save(request.folder, self._state(with_reference=self._refreshed), groups=self.groups, keeps=request.keeps)
+        shards.save_state(request.folder, self._state(with_reference=self._refreshed), groups=self.groups, keeps=request.keeps)
 
     def load(self, request: Folder) -> LoadedStep:
         """See `Trainer.load`."""

@@ -18,7 +18,7 @@ from offbeat.sync.mesh import ProcessGroups
 from offbeat.trainer.metadata import SafePlanner, SafeReader
 
 
-def save(folder: Path, state: dict[str, Any], *, groups: ProcessGroups, keeps: bool = False) -> None:
+def save_state(folder: Path, state: dict[str, Any], *, groups: ProcessGroups, keeps: bool = False) -> None:
     """Write weights, optimizer state and the step to `folder`, replacing an earlier state; a collective call.
 
     Args:

@@ -363,7 +363,7 @@ class Trainer(ABC):
                 losses += np.bincount(
                     batch.target_sequences[row.batch_index], scored.losses.detach().cpu().numpy(), minlength=len(batch))
         finally:
-            self._heap.settle()
+            self._heap.return_free()
         return Scores(logprobs, losses.astype(np.float32))
 
     def _score(self, batch: Batch, rows: Sequence[PackedRow], *, of: Policy = "policy", with_entropy: bool = False) -> TargetScores:

@@ -21,7 +21,7 @@ from typing import Any
 from offbeat.errors import CodeError, OwnCodeError, describe
 from offbeat.raised import describe_at
 from offbeat.user_code.boundary import Caught
-from offbeat.user_code.given import find
+from offbeat.user_code.given import find_given
 
 
 def resolve(dotted: str, *, kind: str) -> Callable[..., Any]:
@@ -34,7 +34,7 @@ def resolve(dotted: str, *, kind: str) -> Callable[..., Any]:
     Raises:
         CodeError: the form is wrong, the module or function does not exist, importing fails, or the object is not callable.
     """
-    if (given := find(dotted)) is not None:
+    if (given := find_given(dotted)) is not None:
         return given
     module_name, _, function_name = dotted.rpartition(":")
     if not module_name or not function_name.isidentifier():

@@ -73,7 +73,7 @@ def withdraw(names: Iterable[str]) -> None:
             _GIVEN.pop(name, None)
 
 
-def find(name: str) -> Callable[..., Any] | None:
+def find_given(name: str) -> Callable[..., Any] | None:
     """Return the function given under this name, or None.
 
     Raises:

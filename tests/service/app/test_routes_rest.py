@@ -107,14 +107,14 @@ def test_links_end_with_what_they_lead_to(tmp_path: Path) -> None:
     tokens = {
         (caller, path): exports.link(LinkedExport(caller, path, f"folder of {path}", files))[0]
         for path in readers for caller in (ALICE, BOB)}
-    assert [key for key, token in tokens.items() if exports.find(token, "a")] == [(ALICE, "one"), (BOB, "one"), (ALICE, "two")]
-    assert not exports.find(tokens[ALICE, "one"], "b") and not exports.find("x", "a")
+    assert [key for key, token in tokens.items() if exports.find_file(token, "a")] == [(ALICE, "one"), (BOB, "one"), (ALICE, "two")]
+    assert not exports.find_file(tokens[ALICE, "one"], "b") and not exports.find_file("x", "a")
     readers["one"].remove(BOB)
-    assert not exports.find(tokens[BOB, "one"], "a") and exports.find(tokens[ALICE, "one"], "a")
+    assert not exports.find_file(tokens[BOB, "one"], "a") and exports.find_file(tokens[ALICE, "one"], "a")
     exports.end("one")
-    assert not exports.find(tokens[ALICE, "one"], "a") and exports.find(tokens[ALICE, "two"], "a")
+    assert not exports.find_file(tokens[ALICE, "one"], "a") and exports.find_file(tokens[ALICE, "two"], "a")
     replaced, _ = exports.link(LinkedExport(ALICE, "two", "the folder before", files))
-    assert not exports.find(replaced, "a")
+    assert not exports.find_file(replaced, "a")
 
 
 def test_a_run_shows_its_newest_checkpoints_however_many_there_are(serve: Serve) -> None:

@@ -136,7 +136,7 @@ def _index(task: dict[str, Any], num: int) -> int:
     return (int(task["seed"]) if wanted is None else wanted) % num
 
 
-async def serve(out: Any) -> None:
+async def serve_bridge(out: Any) -> None:
     """Answer lines until there are no more."""
     loop = asyncio.get_running_loop()
     lines = asyncio.StreamReader(limit=16 << 20)
@@ -187,7 +187,7 @@ def main() -> None:
         return
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of the library is no answer
-    asyncio.run(serve(out))
+    asyncio.run(serve_bridge(out))
 
 
 if __name__ == "__main__":

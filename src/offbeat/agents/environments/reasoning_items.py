@@ -28,12 +28,12 @@ class ReasoningGym:
 
     def step(self, text: str) -> tuple[str, float, bool]:
         self._tries_left -= 1
-        score = self._score(text)
+        score = self._score_text(text)
         if score >= 1 or not self._tries_left:
             return "", score, True
         return "That is not right. Try again.", 0.0, False
 
-    def _score(self, text: str) -> float:
+    def _score_text(self, text: str) -> float:
         found = _ANSWER.findall(text) or _NUMBER.findall(text) or [text.strip()]
         with Caught():  # some tasks raise on text that is no answer of their kind
             return float(self._data.score_answer(found[-1].strip(), self._item))

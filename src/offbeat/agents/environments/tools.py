@@ -95,7 +95,7 @@ class _ToolEpisode:
 
     async def step(self, answer: Message) -> View:
         if answer.calls:
-            return View(tuple(await asyncio.gather(*(self._answer(each) for each in answer.calls))))
+            return View(tuple(await asyncio.gather(*(self._tool_message(each) for each in answer.calls))))
         return await self.end()
 
     async def end(self) -> View:
@@ -113,7 +113,7 @@ class _ToolEpisode:
         if hasattr(self._instance, "close"):
             await call(self._instance.close)
 
-    async def _answer(self, called: ToolCall) -> Message:
+    async def _tool_message(self, called: ToolCall) -> Message:
         calling = asyncio.ensure_future(self._call(called))
         result: Any = None
         try:

@@ -98,18 +98,18 @@ class Inside:
 
     def _install(self, app: Any) -> None:
         self._state = app.state
-        app.add_route("/v1/weights/stage", self._answer(self._stage), methods=["POST"])
-        app.add_route("/v1/weights/switch", self._answer(self._switch), methods=["POST"])
-        app.add_route("/v1/weights/prove", self._answer(self._prove), methods=["POST"])
-        app.add_route("/v1/weights/fingerprint", self._answer(self._fingerprint), methods=["GET"])
-        app.add_route("/v1/weights/adapter", self._answer(self._adapter), methods=["POST"])
-        app.add_route("/v1/weights/sleep", self._answer(self._sleep), methods=["POST"])
-        app.add_route("/v1/weights/wake", self._answer(self._wake), methods=["POST"])
-        app.add_route("/v1/weights/resume", self._answer(self._resume_stranger), methods=["POST"])
+        app.add_route("/v1/weights/stage", self._answering(self._stage), methods=["POST"])
+        app.add_route("/v1/weights/switch", self._answering(self._switch), methods=["POST"])
+        app.add_route("/v1/weights/prove", self._answering(self._prove), methods=["POST"])
+        app.add_route("/v1/weights/fingerprint", self._answering(self._fingerprint), methods=["GET"])
+        app.add_route("/v1/weights/adapter", self._answering(self._adapter), methods=["POST"])
+        app.add_route("/v1/weights/sleep", self._answering(self._sleep), methods=["POST"])
+        app.add_route("/v1/weights/wake", self._answering(self._wake), methods=["POST"])
+        app.add_route("/v1/weights/resume", self._answering(self._resume_stranger), methods=["POST"])
         form = OpenAIServingCompletion.request_output_to_completion_response
         OpenAIServingCompletion.request_output_to_completion_response = with_versions(form)
 
-    def _answer(self, handler: Callable[..., Any]) -> Callable[..., Any]:
+    def _answering(self, handler: Callable[..., Any]) -> Callable[..., Any]:
         async def answer(request: Request) -> Response:
             try:
                 return JSONResponse(await handler(request.app.state.engine_client, await request.body()))
@@ -293,14 +293,14 @@ class Inside:
         async def replay() -> Any:
             return {"type": "http.request", "body": body, "more_body": False}
 
-        async def watch(message: Any) -> None:
+        async def note_start(message: Any) -> None:
             statuses.extend([message["status"]] if message["type"] == "http.response.start" else [])
             if message["type"] == "http.response.start" and statuses == [200]:
                 name, folder = read_body(body, lora_name=str, lora_path=str)
                 self._adapters[name] = await asyncio.to_thread(fingerprint_files, files_of(folder), dtype=torch.float32)
             await send(message)
 
-        await self._app(scope, replay, watch)
+        await self._app(scope, replay, note_start)
 
 
 @dataclasses.dataclass(frozen=True)

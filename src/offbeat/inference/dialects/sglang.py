@@ -67,7 +67,7 @@ class SGLangDialect:
 
     async def check(self, wire: Wire) -> None:
         await wire.call("GET", "/health")
-        meta = await self._score(wire, _ANY_TOKENS, adapter="")
+        meta = await self._score_tokens(wire, _ANY_TOKENS, adapter="")
         if missing := {"weight_version", "weight_versions", "input_token_logprobs"} - meta.keys():
             raise EngineError(
                 f"{wire.name} answers /generate without {', '.join(sorted(missing))}, by which versions are told apart; it takes"
@@ -100,7 +100,7 @@ class SGLangDialect:
         if request.draws is not None:
             raise RefusedError("SGLang cannot draw alternatives to the tokens of a prompt; leave them out, or use the embedded engine")
         fields = {"top_logprobs_num": request.top_k} if request.top_k else {}
-        meta = await self._score(wire, request.tokens, adapter=adapter, **fields)
+        meta = await self._score_tokens(wire, request.tokens, adapter=adapter, **fields)
         logprobs = (math.nan, *(logprob for logprob, *_ in meta["input_token_logprobs"][1:]))
         version = split_adapter_name(adapter)[1] if adapter else _version(meta["weight_version"])
         top = ((), *map(_top_tokens, meta["input_top_logprobs"][1:])) if request.top_k else ()
@@ -126,7 +126,7 @@ class SGLangDialect:
         self._namespaces[wire.name] = f"v{manifest.version}"
 
     async def prove(self, wire: Wire, canary: tuple[int, ...], *, adapter: str) -> Proof:
-        meta = await self._score(wire, canary, adapter=adapter)
+        meta = await self._score_tokens(wire, canary, adapter=adapter)
         logprobs = [logprob for logprob, *_ in meta["input_token_logprobs"][1:]]  # the first token has none
         if len(logprobs) != len(canary) - 1 or None in logprobs:
             raise EngineError(f"{wire.name} scored {len(logprobs)} tokens of a canary of {len(canary)}")
@@ -165,7 +165,7 @@ class SGLangDialect:
         models = await wire.call("GET", "/v1/models")
         return {model["id"]: model.get("root", "") for model in models["data"]}
 
-    async def _score(self, wire: Wire, tokens: tuple[int, ...], *, adapter: str, **fields: Any) -> dict[str, Any]:
+    async def _score_tokens(self, wire: Wire, tokens: tuple[int, ...], *, adapter: str, **fields: Any) -> dict[str, Any]:
         params = {**_NEUTRAL, "max_new_tokens": 1, "temperature": 1.0}
         body = self._body(wire, tokens, params, adapter=adapter, logprob_start_len=0, **fields)
         return (await wire.call("POST", "/generate", body))["meta_info"]

@@ -126,7 +126,8 @@ class VllmDialect(EmbeddedDialect):
 
     async def _score_each(self, wire: Wire, canary: tuple[int, ...], adapter: str, **fields: Any) -> list[tuple[float, Version]]:
         """Score the canary with one request per token: with LoRA on CPUs, asking for a prompt's log-probabilities crashes the engine."""
-        scored = await asyncio.gather(*(self._score(wire, canary[:end], canary[end], adapter, **fields) for end in range(1, len(canary))))
+        scored = await asyncio.gather(*(
+            self._score_token(wire, canary[:end], canary[end], adapter, **fields) for end in range(1, len(canary))))
         if len(versions := sorted({version for _, version in scored})) > 1:
             raise EngineError(f"{wire.name} changed between versions {versions} during its proof")
         return scored
@@ -179,7 +180,7 @@ class VllmDialect(EmbeddedDialect):
             return None
         return {"version": told["version"], "paused": told.get("paused", False)}
 
-    async def _score(self, wire: Wire, context: tuple[int, ...], token: int, adapter: str, **fields: Any) -> tuple[float, Version]:
+    async def _score_token(self, wire: Wire, context: tuple[int, ...], token: int, adapter: str, **fields: Any) -> tuple[float, Version]:
         """Return the log-probability of a token after a context, and the version that scored it."""
         answer = await wire.call("POST", "/v1/completions", {
             **_NEUTRAL, "prompt": context, "max_tokens": 1, "temperature": 1.0, "logprobs": 1, "logprob_token_ids": [token],

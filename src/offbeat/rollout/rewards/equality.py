@@ -254,11 +254,11 @@ def _bounded(compute: Callable[[], _T]) -> _T | None:
 def _timed(compute: Callable[[], _T]) -> _T:
     on = True
 
-    def stop(_number: int, _frame: FrameType | None) -> None:
+    def raise_late(_number: int, _frame: FrameType | None) -> None:
         if on:
             raise _Late
 
-    before = signal.signal(signal.SIGVTALRM, stop)
+    before = signal.signal(signal.SIGVTALRM, raise_late)
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, _LIMIT_S, _AGAIN_S)  # again, where a bare except has taken the first
         return compute()

@@ -77,7 +77,7 @@ class RequestGate:
         """Wrap an endpoint's handler so that it needs a key."""
         return _Guarded(self, endpoint)
 
-    async def serve(self, endpoint: Endpoint, http: Request, send: Send) -> None:
+    async def answer_request(self, endpoint: Endpoint, http: Request, send: Send) -> None:
         """Answer a request."""
         start, owner = time.monotonic(), ""
         request_id = uuid.uuid4().hex[:12]
@@ -122,4 +122,4 @@ class _Guarded:
         self._endpoint = endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._gate.serve(self._endpoint, Request(scope, receive), send)
+        await self._gate.answer_request(self._endpoint, Request(scope, receive), send)

@@ -90,7 +90,7 @@ class ChatRoutes:
         asked = await said(call.read(dialect.read))
         row = await self._find(call.caller, asked.model)
         # Always off the event loop, because a small body may take long to render.
-        chat = await said(call.beside(lambda: self._answering.prepare(asked, dialect)))
+        chat = await said(call.beside(lambda: self._answering.prepare_chat(asked, dialect)))
         samples = self._sampling.ask(call.caller, self._request(row, chat))
         readers, caller = call.readers, call.caller
 

@@ -157,7 +157,7 @@ class Exports:
         """Route that serves the files."""
         return Route("/api/v1/external/{token}/{name:path}", self._fetch)
 
-    def find(self, token: str, name: str) -> Path | None:
+    def find_file(self, token: str, name: str) -> Path | None:
         """Return the file that a link refers to, or None if the link is not valid."""
         export = self._links.find(token)
         return export.files.get(name) if export is not None and self._stands(export) else None
@@ -169,7 +169,7 @@ class Exports:
             return False
 
     async def _fetch(self, http: Request) -> Response:
-        path = self.find(http.path_params["token"], http.path_params["name"])
+        path = self.find_file(http.path_params["token"], http.path_params["name"])
         if path is None or not path.is_file():
             return refusal("there is no such file, or its link has ended; ask for external_weights_urls again", status=404)
         return FileResponse(path)
