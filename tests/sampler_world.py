@@ -50,7 +50,7 @@ class World:
         await asyncio.sleep(0.01)
         return Manifest(3, folder, "fingerprint", (1, 2), (-1.0,), adapter=f"t.{folder}")
 
-    async def release(self, folder: str) -> None:
+    async def release_folder(self, folder: str) -> None:
         self.released.append(folder)
 
     def pin(self, manifest: Manifest) -> None:

@@ -149,7 +149,7 @@ def test_a_batch_that_is_being_made_ahead_is_given_up_before_rollouts_end_when_t
         ended.append("rollouts")
         await leave(self, *exc)
 
-    monkeypatch.setattr(Trainers, "prepare", prepare)
+    monkeypatch.setattr(Trainers, "spread_ahead", prepare)
     monkeypatch.setattr(Trainers, "train_step", train_after)
     monkeypatch.setattr(RolloutExecutor, "prepare_batch", fail_if_ahead)
     monkeypatch.setattr(RolloutExecutor, "__aexit__", note)

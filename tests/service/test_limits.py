@@ -14,11 +14,11 @@ def test_what_is_charged_and_released_adds_up_for_each_owner() -> None:
     usage.charge("alice", queued_tokens=60, disk_bytes=1000)
     usage.charge("bob", models=2)
     assert usage.of("alice") == Use(1, 100, 1000)
-    usage.subtract("alice", queued_tokens=40, disk_bytes=1000)
+    usage.release_charge("alice", queued_tokens=40, disk_bytes=1000)
     assert usage.of("alice") == Use(1, 60, 0)
     assert usage.of("bob") == Use(2, 0, 0)
     assert usage.of("nobody") == Use()
-    usage.subtract("bob", models=2)
+    usage.release_charge("bob", models=2)
     assert set(usage._uses) == {"alice"}, "who has nothing is forgotten"
 
 
@@ -29,7 +29,7 @@ def test_a_full_queue_is_a_matter_of_time() -> None:
         usage.charge("alice", queued_tokens=31)
     assert caught.value.status == 429
     assert caught.value.retry_after_s > 0
-    usage.subtract("alice", queued_tokens=70)
+    usage.release_charge("alice", queued_tokens=70)
     usage.charge("alice", queued_tokens=31)
 
 
@@ -75,10 +75,10 @@ def test_an_owner_beyond_a_limit_may_still_do_what_it_does_not_bound() -> None:
     usage = Usage(lambda owner: LIMITS)
     usage.add("alice", models=5, disk_bytes=5000)
     usage.charge("alice", queued_tokens=100)
-    usage.subtract("alice", models=4)
+    usage.release_charge("alice", models=4)
     usage.charge("alice", models=1)
 
 
 def test_releasing_what_was_not_charged_is_our_mistake() -> None:
     with pytest.raises(AssertionError, match="released more than was charged"):
-        Usage(lambda owner: LIMITS).release("alice", models=1)
+        Usage(lambda owner: LIMITS).release_charge("alice", models=1)

@@ -158,7 +158,7 @@ class Checkpoints:
             try:
                 await self._store.put(row)
             except StorageError:
-                self._usage.subtract(row.owner, disk_bytes=row.size_bytes)
+                self._usage.release_charge(row.owner, disk_bytes=row.size_bytes)
                 raise
             except asyncio.CancelledError:  # the row may have been stored, and then needs its files
                 self._rows[path] = row
@@ -166,7 +166,7 @@ class Checkpoints:
             before = self._rows.get(path)
             self._rows[path] = row
         if before is not None:
-            self._usage.subtract(before.owner, disk_bytes=before.size_bytes)
+            self._usage.release_charge(before.owner, disk_bytes=before.size_bytes)
             await self.release_folder(before.folder)
 
     def check_free(self, path: CheckpointPath) -> None:
@@ -261,7 +261,7 @@ class Checkpoints:
                 return  # by now another checkpoint may have its name
             await self._store.delete(now)
             del self._rows[path]
-            self._usage.subtract(now.owner, disk_bytes=now.size_bytes)
+            self._usage.release_charge(now.owner, disk_bytes=now.size_bytes)
         await self.release_folder(row.folder)
 
     async def sweep(self) -> None:

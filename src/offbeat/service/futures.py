@@ -194,7 +194,7 @@ class Futures:
         await self._store.delete(*rows)  # afterwards, all answers stored earlier are in the database
         self._on_disk.difference_update([hash(row.request_id) for row in rows])
         for row in rows:
-            self.usage.subtract(row.owner, disk_bytes=row.length + ANSWER_ROW_BYTES)
+            self.usage.release_charge(row.owner, disk_bytes=row.length + ANSWER_ROW_BYTES)
         first = await asyncio.to_thread(self._store.first_segment)
         await asyncio.to_thread(self._results.delete_before, active if first is None else min(first, active))
 

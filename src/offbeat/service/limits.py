@@ -85,7 +85,7 @@ class Usage:
         if use == Use():
             del self._uses[owner]
 
-    def subtract(self, owner: str, **amounts: int) -> None:
+    def release_charge(self, owner: str, **amounts: int) -> None:
         """Subtract amounts that were charged."""
         self.add(owner, **{name: -amount for name, amount in amounts.items()})
 

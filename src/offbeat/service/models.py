@@ -314,7 +314,7 @@ class Models:
     def _uncount(self, model: Model) -> None:
         if model.counted:
             model.counted = False
-            self._usage.subtract(model.row.owner, models=1)
+            self._usage.release_charge(model.row.owner, models=1)
 
     def _uses(self, folder: str) -> bool:
         return any(model.row.state_folder == folder for model in self._models.values())

@@ -90,7 +90,7 @@ class OpenWork:
 
     async def _end_work(self, work: Work, future: Future, outcome: Outcome) -> None:
         """Store an outcome along with the model's progress."""
-        self._usage.subtract(work.model.row.owner, **work.charged)
+        self._usage.release_charge(work.model.row.owner, **work.charged)
         if isinstance(outcome, Failed):
             self.failures.append(FailedRequest(steady_time(), future.request_id, work.model.row.owner, outcome.message))
         await asyncio.gather(self._store_progress(work), self._futures.finish(future, outcome))

@@ -165,7 +165,7 @@ class Samplers:
                 try:
                     await self._store.put(row)
                 except StorageError:
-                    self._usage.subtract(row.owner, disk_bytes=row.size_bytes, samplers=1)
+                    self._usage.release_charge(row.owner, disk_bytes=row.size_bytes, samplers=1)
                     raise
                 self._rows[row.id], self._last_used[row.id] = row, self._clock()
             finally:
@@ -285,7 +285,7 @@ class Samplers:
         ended = [row for row in rows if self._rows.pop(row.id, None) is not None]
         for row in ended:
             del self._last_used[row.id]
-            self._usage.subtract(row.owner, disk_bytes=row.size_bytes, samplers=1)
+            self._usage.release_charge(row.owner, disk_bytes=row.size_bytes, samplers=1)
         for row in ended:
             if row.folder:
                 await self._let_go(row.folder)

@@ -272,7 +272,7 @@ class SamplingService:
         job.left -= num_parts
         if not job.left:
             del self._jobs[job.future.request_id]
-            self._usage.subtract(job.row.owner, **job.cost.whole.charge)
+            self._usage.release_charge(job.row.owner, **job.cost.whole.charge)
 
     def _give_up(self, job: SamplingJob) -> None:
         """End a request whose samples nobody wants any more: waiting parts at once, running ones as soon as engines let go."""

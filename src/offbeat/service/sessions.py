@@ -151,6 +151,6 @@ class Sessions:
         rows = [row for row in rows if row.id not in used][:_SWEPT_AT_ONCE]
         for row in rows:
             del self._rows[row.id], self._last_seen[row.id]
-            self._usage.subtract(row.owner, sessions=1)
+            self._usage.release_charge(row.owner, sessions=1)
         if rows:
             await self._store.delete(*rows)
