@@ -57,6 +57,6 @@ def write_small_run(run_dir: Path) -> None:
 
 def addresses(index: RolloutIndex, order: str = "newest", **wanted: object) -> list[str]:
     """Addresses of the rollouts that a filter lets pass, which are as many as are counted."""
-    found = [each.address for each in index.find(Filter(**wanted), order=order)]
+    found = [each.address for each in index.find_rollouts(Filter(**wanted), order=order)]
     assert len(found) == index.num_found(Filter(**wanted))
     return found

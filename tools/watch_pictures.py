@@ -52,8 +52,8 @@ def choose(run_dir: Path) -> str:
     index = RolloutIndex(run_dir)
     try:
         index.update()
-        newest = index.find(Filter(), limit=1)[0].step
-        return index.find(Filter(min_step=newest - 2, min_reward=0.1, status="trained"), order="longest", limit=1)[0].address
+        newest = index.find_rollouts(Filter(), limit=1)[0].step
+        return index.find_rollouts(Filter(min_step=newest - 2, min_reward=0.1, status="trained"), order="longest", limit=1)[0].address
     finally:
         index.close()
 

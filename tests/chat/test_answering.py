@@ -22,7 +22,7 @@ def sample(text: str, finish: str = "stop") -> Sample:
 
 
 def reply(text: str, *, finish: str = "stop", plain: bool = False, **asked) -> Reply:
-    chat = ANSWERING.prepare(ChatRequest(USER, **asked), Completions() if plain else Anthropic())
+    chat = ANSWERING.prepare_chat(ChatRequest(USER, **asked), Completions() if plain else Anthropic())
     return ANSWERING.reply(chat, sample(text, finish))
 
 
@@ -47,7 +47,7 @@ def test_a_stop_string_among_the_least_number_of_tokens_stays_in_the_text(min_to
 
 
 def test_special_tokens_among_the_stops_are_given_as_tokens() -> None:
-    chat = ANSWERING.prepare(ChatRequest(USER, stop=("b", "<|im_start|>")), Completions())
+    chat = ANSWERING.prepare_chat(ChatRequest(USER, stop=("b", "<|im_start|>")), Completions())
     assert chat.stop == chat.stops == ("b",) and chat.stop_token_ids == (ANSWERING.renderer.tokenizer.special_id("<|im_start|>"),)
     assert ANSWERING.reply(chat, sample("a<|im_start|>")).message.content == "a"
 
@@ -56,14 +56,14 @@ def test_a_call_is_read_where_there_are_tools_and_forced_where_it_has_to_be() ->
     told = reply(f"ok {CALL}<|im_end|>", tools=(ADD,))
     assert told.finish == "tool_calls" and told.message.calls[0].name == "add" and told.message.calls[0].id.startswith("call_")
     assert reply(CALL, tools=(ADD,), tool_choice="none").message.calls == () == reply(CALL).message.calls
-    forced = ANSWERING.prepare(ChatRequest(USER, (ADD,), tool_choice="required"), Completions())
+    forced = ANSWERING.prepare_chat(ChatRequest(USER, (ADD,), tool_choice="required"), Completions())
     assert forced.opening.endswith('"add", "arguments": ')
     assert ANSWERING.renderer.tokenizer.decode(forced.prompt, skip_special_tokens=False).endswith(forced.opening)
     assert ANSWERING.reply(forced, sample('{"a": 1}}\n</tool_call>')).message.calls[0].arguments == '{"a": 1}'
 
 
 def test_the_only_call_of_an_answer_ends_it() -> None:
-    chat = ANSWERING.prepare(ChatRequest(USER, (ADD,), stop=("x",), parallel_calls=False), Completions())
+    chat = ANSWERING.prepare_chat(ChatRequest(USER, (ADD,), stop=("x",), parallel_calls=False), Completions())
     assert chat.stops == ("x", "</tool_call>")
     told = ANSWERING.reply(chat, sample(f"{CALL} x"))
     assert len(told.message.calls) == 1 and told.stop == "" and told.finish == "tool_calls"

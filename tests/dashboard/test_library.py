@@ -151,7 +151,7 @@ def test_the_index_is_built_on_beside_the_caller(tmp_path: Path) -> None:
     library = RunLibrary([tmp_path])
     with closing(library):
         index, progress = library.rollouts("a")
-        assert progress.num_indexed >= 2 and index.find(Filter(), limit=1)[0].address == "3.0.0"
+        assert progress.num_indexed >= 2 and index.find_rollouts(Filter(), limit=1)[0].address == "3.0.0"
         assert library.rollouts("a")[0] is index
     assert index.progress().num_files == 4
 

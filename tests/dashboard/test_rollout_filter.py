@@ -44,14 +44,14 @@ def test_filters(index: RolloutIndex, wanted: dict, expected: list[str]) -> None
     ("oldest", ["1.0.0", "1.0.1"]), ("best", ["3.0.0", "2.0.0"]), ("worst", ["2.0.1", "2r.0.0"]), ("longest", ["3.0.0", "1.1.0"]),
     ("shortest", ["2r.1.0", "2r.0.0"])])
 def test_orders(index: RolloutIndex, order: str, first: list[str]) -> None:
-    assert [each.address for each in index.find(Filter(), order=order, limit=2)] == first
-    assert len(index.find(Filter(), order=order, limit=50)) == 11
+    assert [each.address for each in index.find_rollouts(Filter(), order=order, limit=2)] == first
+    assert len(index.find_rollouts(Filter(), order=order, limit=50)) == 11
 
 
 def test_a_search_without_a_word_is_refused(index: RolloutIndex) -> None:
     for text in ("<>", '"', "*"):
         with pytest.raises(ConfigError, match="has none; give letters or digits"):
-            index.find(Filter(text=text))
+            index.find_rollouts(Filter(text=text))
 
 
 def test_a_prompt_is_found_in_any_case_of_its_letters(tmp_path: Path) -> None:
