@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 from attention_rows import ROWS, make_row, slow_attention
 from offbeat.errors import ModelError
 from offbeat.model import attention
-from offbeat.model.attention import build_plan, explicit_attention, fused_attention, packed_attention, window_mask
+from offbeat.model.attention import ScoreForm, build_plan, explicit_attention, fused_attention, packed_attention, window_mask
 
 ASKED = {
     "plain": {}, "a window": {"window": 4}, "a window of one": {"window": 1}, "a cap": {"softcap": 1.5}, "sinks": {"sinks": True},
@@ -65,7 +65,7 @@ def test_copied_keys_change_no_number():
     more = [part.repeat_interleave(2, dim=1) for part in (key, value)]
     shared, copied = fused_attention(query, key, value, mask, scale=0.3), fused_attention(query, *more, mask, scale=0.3)
     torch.testing.assert_close(shared, copied, atol=1e-6, rtol=0)
-    torch.testing.assert_close(shared, explicit_attention(query, key, value, mask, scale=0.3), atol=1e-6, rtol=0)
+    torch.testing.assert_close(shared, explicit_attention(query, key, value, mask, form=ScoreForm(0.3)), atol=1e-6, rtol=0)
 
 
 def test_the_masks_of_a_window_are_made_once_and_where_it_cuts_nothing_not_at_all():
