@@ -1,22 +1,42 @@
 """Runs that are killed, with SIGKILL for the whole process group, and go on from their journals."""
 
+import asyncio
 import os
 import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.numpy import load_file
 
 from offbeat.algorithms.coefficients import Coefficients
 from offbeat.config.algorithms import AlgorithmConfig
-from offbeat.controller.recovery import finite, state_of
-from offbeat.controller.state import Highlights, LoopStep, SavedState
-from offbeat.data.wire import decode_json
-from offbeat.journal.records import GroupFinished, GroupSettled, PromptDrawn, Record, decode_record
-from offbeat.journal.segments import Reader, find
+from offbeat.controller.parts import SingleProcess
+from offbeat.controller.recovery import Recovered, StepRecovery, finite, state_of
+from offbeat.controller.state import HeadState, Highlights, LoopStep, SavedState
+from offbeat.data.dataset import ListDataset
+from offbeat.data.identity import Identity
+from offbeat.data.row import Row
+from offbeat.data.stream import PromptStream, StreamState
+from offbeat.data.trajectory import Group
+from offbeat.data.wire import decode_json, encode_json
+from offbeat.journal.records import (
+    GroupEntry,
+    GroupFinished,
+    GroupSettled,
+    JournalBegun,
+    JournalHead,
+    PromptDrawn,
+    Record,
+    RecordEntry,
+    decode_record,
+)
+from offbeat.journal.segments import Reader, RecordPlace, Stored, find
+from offbeat.journal.standing import JournalStanding
 from small_run import SmallRun, start_offbeat
 from waiting import wait_until
 
@@ -30,6 +50,50 @@ def test_the_state_of_a_step_is_that_of_its_checkpoint() -> None:
     data = state_of(LoopStep(5, 6, 7), Highlights(max_staleness=2), COEFFICIENTS, finite({"a": 1.5, "b": float("nan")}))
     saved = decode_json(SavedState, data)
     assert saved == SavedState(5, 7, (), Highlights(max_staleness=2), None, COEFFICIENTS, {"a": 1.5, "b": None})
+
+
+IDENTITY = Identity({"train.optimizer.lr": 1e-3}, "rows", 10, "weights", "tokens", {})
+SAVED = SavedState(4, 4, (HeadState(StreamState(0, 2), ("0:1",)),), identity=IDENTITY)
+
+
+def recover(tmp_path: Path, *, reason: str = "", **changed: float) -> tuple[Recovered, list[str]]:
+    """Go on from a checkpoint of step 4 with a journal that has a finished group; returns what was said, too."""
+    said: list[str] = []
+    group = Group("0:1", 3)
+    packed = GroupEntry(group).to_bytes()
+    (tmp_path / "record").write_bytes(packed)
+    standing = JournalStanding(4)
+    begun = RecordEntry(JournalBegun(4, encode_json(IDENTITY), JournalHead(StreamState(0, 2), ("0:1", "0:0")))).to_bytes()
+    settled = RecordEntry(GroupSettled("0:2", "not accepted", "", False, (1.0,))).to_bytes()
+    place = RecordPlace(tmp_path / "record", 0, len(packed))
+    standing.follow(Stored(place, each) for each in (begun, packed, settled, RecordEntry(PromptDrawn("1:3", 3, 1, 4)).to_bytes()))
+    journal = SimpleNamespace(read=lambda base: (standing, reason) if base == 4 else None)
+    parts = SimpleNamespace(
+        journal=journal, peers=SingleProcess(), source=SimpleNamespace(draws=True),
+        inputs=SimpleNamespace(identity=replace(IDENTITY, settings={"train.optimizer.lr": 1e-3, **changed})),
+        record=SimpleNamespace(run_dir=tmp_path, writes=True, note=lambda _kind, text: said.append(text)))
+    stream = PromptStream(ListDataset([Row(f"{index}", "") for index in range(5)]), seed=0)
+    recovery = StepRecovery(parts, SimpleNamespace(), SimpleNamespace(), stream, algorithm=AlgorithmConfig())
+    return asyncio.run(recovery.run(SAVED)), said
+
+
+def test_finished_groups_and_the_position_in_the_data_are_those_of_the_journal(tmp_path: Path) -> None:
+    recovered, said = recover(tmp_path)
+    assert [group.prompt_id for group in recovered.held.ready] == ["0:1"] and not recovered.held.taken and not recovered.num_redone
+    assert recovered.saved == replace(SAVED, heads=(HeadState(StreamState(1, 4), ("0:0", "1:3")),))
+    assert said == ["the journal goes further than the checkpoint: no step is redone, and 1 finished group is kept"]
+
+
+def test_damage_is_told_and_the_records_before_it_are_used(tmp_path: Path) -> None:
+    recovered, said = recover(tmp_path, reason="00000007.log is not as it was written from byte 90 of 99 on")
+    assert len(recovered.held.ready) == 1
+    assert said[0] == "the journal is used as far as it goes: 00000007.log is not as it was written from byte 90 of 99 on"
+
+
+def test_with_other_settings_the_run_goes_on_from_the_checkpoint_alone(tmp_path: Path) -> None:
+    recovered, said = recover(tmp_path, **{"train.optimizer.lr": 1e-4})
+    assert recovered.saved == SAVED and not recovered.held.ready
+    assert said == ["the journal is not used: continues with train.optimizer.lr = 0.0001, was 0.001"]
 
 
 def run_until_killed(run: SmallRun, condition: Callable[[], object], **changes: str) -> None:

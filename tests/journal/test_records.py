@@ -43,7 +43,7 @@ GROUP = Group("0:17", 3, (
 
 @pytest.mark.parametrize("record", [
     JournalBegun(7, b"{}", JournalHead(StreamState(1, 5, ("0:3",), CurriculumState({3: 0.25}, (4,))), ("1:2",), 3, {"1:2": 1})),
-    PromptDrawn("0:17", 3, 0, 12), GroupFinished("0:17", (1.0, 0.5), b"bytes"), GroupSettled("0:17", "timed out", "late", True, (0.5,)),
+    PromptDrawn("0:17", 3, 0, 12), GroupFinished("0:17", b"bytes"), GroupSettled("0:17", "timed out", "late", True, (0.5,)),
     BatchTaken(8, ("0:17", "0:3")), StepTrained(8, b'{"a": 1}'), StepEnded(8, b"{}"), CheckpointKept(8)])
 def test_every_record_comes_back_as_it_was(record: Record) -> None:
     assert decode_record(RecordEntry(record).to_bytes()) == record
@@ -53,7 +53,7 @@ def test_a_group_comes_back_with_all_that_training_reads() -> None:
     assert [t.num_generated for t in GROUP.usable]  # values that were computed before do not get into the record
     entry = GroupEntry(GROUP)
     record = decode_record(entry.to_bytes())
-    assert isinstance(record, GroupFinished) and record.rewards == tuple(GROUP.rewards.tolist())
+    assert isinstance(record, GroupFinished)
     group = unpack(record.packed)
     assert (group.prompt_id, group.admitted_version, group.rejected, group.metrics) == ("0:17", 3, None, {"won": 1.0})
     assert len(group.trajectories) == 5 and entry.num_bytes > 0

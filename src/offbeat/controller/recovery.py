@@ -94,7 +94,8 @@ class StepRecovery:
             return None
         standing, reason = found
         if changed := self._changed(saved, wire.decode_json(Identity, standing.identity)):
-            self._record.note("journal", f"the journal is not used: {changed}")
+            if standing.steps or standing.ready or standing.taken:
+                self._record.note("journal", f"the journal is not used: {changed}")
             return None
         if reason:
             self._record.note("journal", f"the journal is used as far as it goes: {reason}")
@@ -122,12 +123,12 @@ class StepRecovery:
     def _head(self, standing: JournalStanding) -> HeadState:
         """Return where this process stood in its data."""
         self._stream.restore(StreamState(standing.epoch, standing.position, (), standing.curriculum))
-        if standing.results:
+        if standing.results and standing.curriculum is not None:
             first = standing.results[0].epoch
             self._stream.restore(StreamState(first, 0, (), standing.curriculum))
             self._stream.go_on(
                 epoch=standing.epoch, position=standing.position,
-                results=[(each.epoch, each.prompt_id, each.rewards) for each in standing.results])
+                results=[(each.epoch, each.prompt_id, each.read()) for each in standing.results])
         return HeadState(self._stream.state(), standing.waiting, standing.num_flat_rejected)
 
 

@@ -4,13 +4,15 @@ Called by `journal`; `standing` says what follows from them. A record is one byt
 trajectories of a group are compressed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import zstandard
 
 from offbeat.data import wire
 from offbeat.data.stream import StreamState
-from offbeat.data.trajectory import Group
+from offbeat.data.trajectory import DTYPES, Group, Trajectory, TurnEnd
 from offbeat.errors import DataError
 from offbeat.types import Version
 
@@ -66,12 +68,10 @@ class GroupFinished:
     """A group is ready to be trained on.
 
     Attributes:
-        rewards: of its usable samples, such as (1.0, 0.0).
         packed: the whole group, as `pack` gives it.
     """
 
     prompt_id: str
-    rewards: tuple[float, ...]
     packed: bytes
 
 
@@ -149,14 +149,61 @@ def decode_record(data: bytes) -> Record:
     return wire.decode(_KINDS[data[0]], memoryview(data)[1:])
 
 
+@dataclass(frozen=True)
+class _Rest:
+    """All of a trajectory but its arrays; see `Trajectory`."""
+
+    length: int
+    reward: float
+    reason: str
+    num_retries: int
+    named_rewards: dict[str, float]
+    episode: int | None
+    agent: str
+    turns: tuple[TurnEnd, ...]
+    malformed_calls: int
+
+
+@dataclass(frozen=True, eq=False)
+class _PackedGroup:
+    """A group whose trajectories lie back to back: T tokens in each of `columns`, as in `DTYPES`."""
+
+    prompt_id: str
+    admitted_version: Version
+    columns: tuple[np.ndarray, ...]
+    rest: tuple[_Rest, ...]
+    metrics: dict[str, float]
+
+
+_COMPRESSOR = zstandard.ZstdCompressor(level=1)
+"""One at a time may use it: the thread of the only writer of a process."""
+
+
 def pack(group: Group) -> bytes:
-    """Return a group with all its trajectories as bytes, compressed."""
-    return zstandard.ZstdCompressor(level=1).compress(wire.encode(group))
+    """Return a group with all its trajectories as bytes, compressed. Not to be called by several threads."""
+    own = group.trajectories
+    columns = tuple(
+        np.concatenate([np.zeros(0, dtype), *(getattr(t, name) for t in own)], dtype=dtype) for name, dtype in DTYPES.items())
+    rest = tuple(
+        _Rest(len(t), t.reward, t.reason, t.num_retries, t.named_rewards, t.episode, t.agent, t.turns, t.malformed_calls) for t in own)
+    return _COMPRESSOR.compress(wire.encode(_PackedGroup(group.prompt_id, group.admitted_version, columns, rest, group.metrics)))
 
 
 def unpack(packed: bytes) -> Group:
     """Return the group of bytes from `pack`."""
-    return wire.decode(Group, zstandard.ZstdDecompressor().decompress(packed))
+    whole = wire.decode(_PackedGroup, zstandard.ZstdDecompressor().decompress(packed))
+    ends = np.cumsum([rest.length for rest in whole.rest]).tolist()
+    trajectories = tuple(
+        _trajectory([column[end - rest.length : end] for column in whole.columns], rest)
+        for rest, end in zip(whole.rest, ends, strict=True))
+    return Group(whole.prompt_id, whole.admitted_version, trajectories, metrics=whole.metrics)
+
+
+def _trajectory(columns: Sequence[np.ndarray], rest: _Rest) -> Trajectory:
+    tokens, loss_mask, logprobs, versions = columns
+    return Trajectory(
+        tokens, loss_mask, logprobs, versions, rest.reward, rest.reason, rest.num_retries, rest.named_rewards, rest.episode, rest.agent,
+        rest.turns, rest.malformed_calls)
 
 
 @dataclass(frozen=True)
@@ -189,4 +236,4 @@ class GroupEntry:
     def to_bytes(self) -> bytes:
         """Pack and encode the group."""
         group = self.group
-        return encode_record(GroupFinished(group.prompt_id, tuple(group.rewards.tolist()), pack(group)))
+        return encode_record(GroupFinished(group.prompt_id, pack(group)))

@@ -31,7 +31,6 @@ class StoredGroup:
     """A group in a journal."""
 
     prompt_id: str
-    rewards: tuple[float, ...]
     place: RecordPlace
 
     def read(self) -> Group:
@@ -78,11 +77,15 @@ class HeldGroups:
 
 @dataclass(frozen=True)
 class Result:
-    """Rewards that a curriculum has heard of, of a prompt that was settled while the stream was in this epoch."""
+    """Rewards of a prompt that was settled while the stream was in this epoch, or the group that has them; for a curriculum."""
 
     prompt_id: str
-    rewards: tuple[float, ...]
+    rewards: tuple[float, ...] | StoredGroup
     epoch: int
+
+    def read(self) -> tuple[float, ...]:
+        """Return the rewards; raises as `StoredGroup.read`."""
+        return tuple(self.rewards.read().rewards.tolist()) if isinstance(self.rewards, StoredGroup) else self.rewards
 
 
 @dataclass
@@ -147,11 +150,11 @@ class JournalStanding:
                     del self.returned[prompt_id]
                 self.epoch, self.position = record.epoch, record.position
                 self.running[prompt_id] = None
-            case GroupFinished(prompt_id, rewards):
+            case GroupFinished(prompt_id):
                 self._leaves(prompt_id)
                 del self.num_tries[prompt_id]
                 if self.taken is None or all(each.prompt_id != prompt_id for each in self.taken.groups):
-                    self.ready[prompt_id] = StoredGroup(prompt_id, rewards, stored.place)
+                    self.ready[prompt_id] = StoredGroup(prompt_id, stored.place)
             case GroupSettled(prompt_id):
                 self._settle(record)
             case BatchTaken(step, prompt_ids):
@@ -199,7 +202,7 @@ class JournalStanding:
 
     def _end(self, step: int, state: bytes) -> None:
         if self.taken is not None and self.taken.global_step == step:
-            self.results += [Result(each.prompt_id, each.rewards, self.epoch) for each in self.taken.groups]
+            self.results += [Result(each.prompt_id, each, self.epoch) for each in self.taken.groups]
             self.steps.append(replace(self.taken, state=state))
             self.taken = None
         elif self.steps and step == self._last:

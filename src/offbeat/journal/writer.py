@@ -22,7 +22,6 @@ from typing import Protocol
 
 from offbeat.disk import make_folder, sync
 from offbeat.journal.segments import FRAME_BYTES, HEADER_BYTES, find, frame, header, numbers, path_of
-from offbeat.settling import outcome_of
 from offbeat.types import Hook, Tell
 
 SYNC_S = 5.0
@@ -190,8 +189,11 @@ class JournalWriter:
 
     def _attempt(self, work: Hook) -> bool:
         """Do some work on files; returns whether the disk let it. The first failure is told, and the first success after it."""
-        error = outcome_of(work).exception()
-        trouble = "" if error is None else str(getattr(error, "strerror", "") or error)
+        trouble = ""
+        try:
+            work()
+        except OSError as exc:
+            trouble = exc.strerror or str(exc)
         if trouble and not self._trouble:
             self._tell(f"the journal cannot be written: {trouble}; it is tried again, and a kill loses what waits")
         elif self._trouble and not trouble:
@@ -230,8 +232,7 @@ class _Files:
             self._open_segment()
         assert self._file is not None, "it has just been opened"
         try:
-            for piece in (frame(self._following, data), data):
-                _write_all(self._file, piece)
+            _write_all(self._file, frame(self._following, data) + data)
         except OSError:
             self._cut()
             raise

@@ -80,8 +80,10 @@ def open_journal(stack: AsyncExitStack, config: Config, inputs: RunInputs, recor
         with suppress(RuntimeError):  # the run has ended meanwhile
             loop.call_soon_threadsafe(partial(record.note, "journal", text))
 
-    return stack.enter_context(RunJournal(
-        folder / f"head-{head}" if head else folder, identity=wire.encode_json(inputs.identity), tell=show_text))
+    journal = RunJournal(folder / f"head-{head}" if head else folder, identity=wire.encode_json(inputs.identity), tell=show_text)
+    stack.callback(lambda: record.events.record(
+        "journal_written", num_bytes=journal.writer.num_bytes, cpu_s=round(journal.writer.cpu_s, 3)))
+    return stack.enter_context(journal)
 
 
 def make_critic(ranks: Ranks, config: Config, record: RunRecord) -> Trainers | None:
