@@ -9,7 +9,7 @@ from offbeat.config.root import Config
 def test_sections_for_ranks_and_engines_are_those_of_the_configuration():
     config = Config.model_validate({"run": {"name": "a", "dir": "b"}, "train": {"num_ranks": 3}, "inference": {"num_engines": 2}})
     assert config.for_ranks.train is config.train
-    assert config.for_engines.inference is config.inference
+    assert config.for_engines.inference == config.inference.model_copy(update={"batch_invariant": False}), "of an asynchronous run"
     assert config.for_ranks.run_dir == config.for_engines.run_dir == config.run_dir
     assert config.for_plan.cluster is config.cluster
     assert config.planned(config.for_plan) == config
