@@ -13,6 +13,7 @@ from offbeat.data.identity import Identity
 from offbeat.data.stream import StreamState
 from offbeat.data.wire import encode_json
 from offbeat.errors import ConfigError, StorageError
+from offbeat.runs.learning_rates import choose_rates
 from offbeat.runs.run_dir import check_resumption, prepare_run_dir, remembered_settings
 from offbeat.telemetry.run_lock import lock_run
 from small_run import REWARDS, SmallRun, small_config
@@ -152,3 +153,43 @@ def test_what_has_the_name_of_a_file_and_is_none_is_refused_and_not_waited_for(n
     for read in (remembered_settings, prepare_run_dir):
         with pytest.raises(StorageError, match=f"{name} must be a regular file, and is not; remove it, or set run.name"):
             read(config)
+
+
+OLD_SETTINGS = """
+[run]
+total_steps = 2
+consumer_steps = 0
+
+[train.optimizer]
+lr = 1e-06
+
+[sft.optimizer]
+lr = 0.002
+
+[data]
+chat_template = false
+"""
+"""Some of the `config.toml` of a version whose checkpoints had no settings, with a setting that is none any more."""
+
+
+@pytest.mark.parametrize(("written", "rate"), [(OLD_SETTINGS, 1e-06), (None, 2e-4)], ids=["config.toml", "no file"])
+def test_a_run_whose_checkpoint_has_no_settings_keeps_the_rate_of_its_own_file(written: str | None, rate: float, tmp_path: Path) -> None:
+    config = small_config(tmp_path, run__total_steps="9", train__optimizer__lr="auto")
+    CheckpointIndex(config.run_dir / "checkpoints").complete(2, encode_json(SavedState(2, 2, (HeadState(StreamState(0, 4), ()),))))
+    if written is not None:
+        (config.run_dir / "config.toml").write_text(written)
+    was = remembered_settings(config)
+    chosen, _ = choose_rates(config, "rl", was=was)
+    assert chosen.train.optimizer.lr == rate
+    assert was == ({} if written is None else {
+        "run.total_steps": 2, "train.optimizer.lr": 1e-06, "sft.optimizer.lr": 0.002, "data.chat_template": False})
+
+
+def test_a_damaged_file_of_settings_is_refused_only_where_it_is_needed(tmp_path: Path) -> None:
+    config = small_config(tmp_path, run__total_steps="9")
+    config.run_dir.mkdir()
+    (config.run_dir / "config.toml").write_text("[train")
+    assert remembered_settings(config) == {}
+    CheckpointIndex(config.run_dir / "checkpoints").complete(2, encode_json(SavedState(2, 2, (HeadState(StreamState(0, 4), ()),))))
+    with pytest.raises(ConfigError, match=r"small/config.toml is not valid TOML at "):
+        remembered_settings(config)

@@ -20,6 +20,7 @@ from offbeat.config.base import NUMBER_OR_AUTO, Section, declared
 from offbeat.config.evaluation_sets import setting_of
 from offbeat.config.relative_paths import found_beside
 from offbeat.config.root import Config
+from offbeat.config.toml_file import read_toml
 from offbeat.errors import ConfigError
 
 Override = tuple[str, str]
@@ -117,7 +118,7 @@ def load_config(path: str | None, overrides: Sequence[Override] = (), *, values:
         ConfigError: the file cannot be read, or settings are unknown, of the wrong type or out of range, and it names all of them, a line
             each. Or a setting is given by two names.
     """
-    given = found_beside(_read_toml(Path(path)), Path(path).parent) if path is not None else {}
+    given = found_beside(read_toml(Path(path)), Path(path).parent) if path is not None else {}
     typed = {key for key, _ in overrides}
     for alias, name in ALIASES.items():
         _rename(given, alias, name)
@@ -202,24 +203,6 @@ def _following_value(key: str, following: str | None) -> str | None:
             return None
         raise ConfigError(f"--{key} has no value; write --{key} VALUE, or --{key}=VALUE if it starts with '--'")
     return following
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows put a mark of the byte order first
-    except FileNotFoundError as exc:
-        raise ConfigError(f"configuration file {path} does not exist; give the path of a TOML file") from exc
-    except tomllib.TOMLDecodeError as exc:
-        reason, _, place = str(exc).rpartition(" (at ")
-        raise ConfigError(f"{path} is not valid TOML at {place.rstrip(')')}: {reason[:1].lower()}{reason[1:]}") from exc
-    except RecursionError as exc:
-        raise ConfigError(f"{path} has lists or tables inside each other, more than Python reads; give fewer levels") from exc
-    except UnicodeDecodeError as exc:
-        raise ConfigError(f"{path} is not UTF-8 text (byte {exc.start}); give a TOML file") from exc
-    except ValueError as exc:  # such as an integer of thousands of digits
-        raise ConfigError(f"{path} has a value that cannot be read: {exc}") from exc
-    except OSError as exc:
-        raise ConfigError(f"configuration file {path} cannot be read: {exc.strerror}; give the path of a TOML file") from exc
 
 
 def _parse_value(key: str, text: str) -> Any:

@@ -5,12 +5,15 @@ The controller does so before it starts anything. Each setting's field gives the
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from offbeat.config.base import Change, Part, declared, value_at
 from offbeat.config.dump import toml_value
 from offbeat.config.root import Config
+from offbeat.config.toml_file import read_toml
 
 _SETTINGS = {setting.key: setting for setting in declared(Config)}
 
@@ -41,6 +44,22 @@ def remembered(config: Config) -> dict[str, Any]:
     """Return a checkpoint's settings by "section.key": all but those that may change freely, among which are secrets."""
     values = config.model_dump(mode="json")
     return {key: value_at(values, key) for key, change in CHANGES.items() if change is not Change.FREE}
+
+
+def remembered_in(file: Path) -> dict[str, Any]:
+    """Return those settings of `remembered` that a run's own `config.toml` holds, whichever version wrote it; {} without the file.
+
+    Raises:
+        ConfigError: the file cannot be read as TOML.
+    """
+    if not file.exists():
+        return {}
+    values, found = read_toml(file), {}
+    for key, change in CHANGES.items():
+        with suppress(KeyError, AttributeError):  # another version's file lacks some, or has a value in place of a table
+            if change is not Change.FREE:
+                found[key] = value_at(values, key)
+    return found
 
 
 def changes(now: Mapping[str, Any], was: Mapping[str, Any], *, part: Part) -> dict[Change, list[Changed]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from offbeat.checkpoint.manifest import MARKER
 from offbeat.checkpoint.recover import Checkpoint, none_sound
+from offbeat.config.resume import remembered_in
 from offbeat.config.root import TRAINING_KINDS, Config
 from offbeat.config.training_kinds import TrainingKind
 from offbeat.controller.checkpoints import TRAINING, WARM_UP, check_heads, index_of, part_of
@@ -105,16 +106,19 @@ def check_resumption(config: Config, identity: Identity, *, kind: TrainingKind =
 
 
 def remembered_settings(config: Config, *, kind: TrainingKind = _RL) -> Mapping[str, Any]:
-    """Return the settings of the checkpoint that the run goes on from, by names such as "train.optimizer.lr"; {} if there are none.
+    """Return the settings of the checkpoint that the run goes on from, by names such as "train.optimizer.lr"; {} if there is none.
+
+    An older version's checkpoint has no settings; those of the run's `config.toml` count then, which its last start wrote.
 
     Raises:
+        ConfigError: that file is needed and is not TOML.
         StorageError: one of the run's files is not a regular file but e.g. a FIFO, which would be waited for.
     """
     _check_kinds(config.run_dir)
     for each in _goes_on_from(config, kind):
         if newest := index_of(config.run_dir, each).newest():
             identity = _saved(newest).identity
-            return {} if identity is None else identity.settings
+            return remembered_in(config.run_dir / "config.toml") if identity is None else identity.settings
     return {}
 
 
