@@ -52,6 +52,9 @@ def test_without_ranks_a_plan_leaves_the_training_step_open() -> None:
 def test_a_folder_without_a_plan_is_refused_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"plan.json cannot be read: No such file or directory; give a run's folder, such as runs/my-run"):
         read_plan(tmp_path)
+    (tmp_path / "config.toml").touch()
+    with pytest.raises(DataError, match="made by a version that kept no plan; what it chose is among all other settings in .*/config.toml"):
+        read_plan(tmp_path)
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(DataError, match="this JSON is not a KeptPlan"):
         read_plan(tmp_path)

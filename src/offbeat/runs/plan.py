@@ -99,9 +99,13 @@ def read_plan(run_dir: Path) -> KeptPlan:
     """Read `plan.json` from a run's folder.
 
     Raises:
-        DataError: there is none, or it is damaged.
+        DataError: there is none, as in the folder of a run of a version that kept none, or it is damaged.
     """
     path = run_dir / PLAN_NAME
+    if not path.exists() and (settings := run_dir / "config.toml").is_file():
+        raise DataError(
+            f"{run_dir} has no {PLAN_NAME}: the run was made by a version that kept no plan; what it chose is among all other settings in"
+            f" {settings}, without the reasons, and a run that goes on there writes a plan")
     try:
         return wire.decode_json(KeptPlan, path.read_bytes())
     except OSError as exc:
