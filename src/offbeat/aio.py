@@ -85,7 +85,13 @@ async def deadline(name: str, timeout_s: float, *, clock: HaltingClock | None = 
 ASKED_TO_STOP = "asked to stop; this step is the last, and another SIGTERM, 5 s from now or later, ends the run at once"
 """A run's message at SIGTERM."""
 
-PRESSED = "stopping after this step; press Ctrl-C again to stop at once"
+STOPPING = "stopping after this step"
+"""A run's words at an interrupt, which `FINISHING` replaces where no step is left."""
+
+FINISHING = "all steps are done, and the run ends once what follows the last one is done"
+"""A run's words at an interrupt after its last step."""
+
+PRESSED = f"{STOPPING}; press Ctrl-C again to stop at once"
 """A run's message at the first Ctrl-C."""
 
 ONE_REQUEST_S = 5.0

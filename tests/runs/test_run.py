@@ -4,7 +4,8 @@ import asyncio
 import io
 import json
 import shutil
-from contextvars import ContextVar
+from collections.abc import Mapping
+from contextvars import ContextVar, copy_context
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 import offbeat.runs.run as run_module
 from faults.workshop import Workshop
-from offbeat.aio import End
+from offbeat.aio import PRESSED, End, listener
 from offbeat.config.load import load_config
 from offbeat.config.root import TRAINING_KINDS
 from offbeat.controller.evaluate import Evaluator, Keep
@@ -23,7 +24,7 @@ from offbeat.evaluation.scores import Evaluation
 from offbeat.fleet.publishers import WeightsPublisher
 from offbeat.model.load import load_causal_lm
 from offbeat.rollout.executor import RolloutExecutor
-from offbeat.runs.run import RunResult, execute, run_training
+from offbeat.runs.run import RunResult, SupervisedResult, execute, run_kind, run_training
 from offbeat.telemetry.console import Console
 from small_run import REWARDS, SmallRun, small_config
 
@@ -282,3 +283,35 @@ def test_a_run_that_fails_says_why_in_its_events(tmp_path: Path, model_dir: str)
     assert failed["error"].startswith("CodeError: the reward")
     assert "the run failed" in (run.folder / "logs" / "controller.log").read_text()
     assert not (run.folder / "result.json").exists()
+
+
+class PressedAtTheEnd(Console):
+    """A console whose user asks the run to end when the last step is shown."""
+
+    def __init__(self) -> None:
+        super().__init__("quiet", stream=io.StringIO())
+        self.ends: list[End] = []
+        self.notes: list[str] = []
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        super().update(step, metrics)
+        if step == 2:
+            self.ends[-1](PRESSED)
+
+    def note(self, text: str) -> None:
+        super().note(text)
+        self.notes.append(text)
+
+
+@pytest.mark.parametrize("kind", ["train", pytest.param("sft", marks=pytest.mark.drill)])
+def test_an_interrupt_after_the_last_step_is_told_that_none_is_left(kind: str, tmp_path: Path, model_dir: str) -> None:
+    console = PressedAtTheEnd()
+
+    def run() -> RunResult | SupervisedResult | None:
+        listener.set(lambda _loop, end: console.ends.append(end))
+        return run_kind(TRAINING_KINDS[kind], small_config(tmp_path, model_dir, sft__total_steps="2", sft__batch_size="4"), console)
+
+    result = copy_context().run(run)
+    assert result is not None and (result.steps, result.stopped_early) == (2, False)
+    told = [text for text in console.notes if "Ctrl-C" in text]
+    assert told == ["all steps are done, and the run ends once what follows the last one is done; press Ctrl-C again to stop at once"]

@@ -18,6 +18,8 @@ def test_values_have_names_and_units_that_people_understand():
 
 def test_what_is_missing_or_for_programs_alone_is_left_out():
     assert list(in_words({"heldout_before": None, "stopped_early": False, "torch_in_controller": True})) == []
+    assert list(in_words({"warm_up_steps": 0})) == []
+    assert list(in_words({"warm_up_steps": 50})) == [("supervised warm-up steps", "50")]
     assert list(in_words({"stopped_early": True})) == [("stopped early", "yes, on request")]
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from offbeat.aio import ASKED_TO_STOP, PRESSED, End, Terminations, listener
+from offbeat.aio import ASKED_TO_STOP, PRESSED, STOPPING, End, Terminations, listener
 from offbeat.config.root import Config
 from offbeat.dashboard.live_page import LivePage
 from offbeat.errors import CodeError, ConfigError, RunError, StorageError
@@ -35,7 +35,7 @@ T = TypeVar("T")
 PRIVATE_UMASK = 0o077
 """Umask that makes new files readable by this user only."""
 
-_INTERRUPTED = "stopping after this step; interrupt again to stop at once"
+_INTERRUPTED = f"{STOPPING}; interrupt again to stop at once"
 
 _LOOK_UP_S = 0.5
 

@@ -292,14 +292,14 @@ class _Training:
             is_due: whether one is due.
         """
         state, global_step = self._state, step.global_step
+        last = state.finishing = global_step == state.total_steps
         try:
             if state.unevaluated is not None:
-                stats = stats | await evaluations.run(global_step, last=global_step == state.total_steps)
+                stats = stats | await evaluations.run(global_step, last=last)
         finally:
             state.highlights = state.highlights.reaching(staleness=int(stats.get("rollout/staleness_max_versions", 0)))
             await self._steps.commit(step, groups, stats)  # the step itself is done
         state.unevaluated = None
-        last = global_step == state.total_steps
         await self._parts.peers.meet("commit_stats")
         await self._checkpoints.export_step(global_step)
         if last:  # before the checkpoint says that all is done

@@ -171,6 +171,7 @@ class RunState:
     Attributes:
         asked: set when the user wants this process to stop.
         stopping: whether the present step is the last because the user said so; the same on all peers.
+        finishing: whether the last step is trained, so that its evaluation, export and checkpoint are all that is left.
         saving: whether the present step has to be saved because the last checkpoint is long ago; the same on all peers.
         highlights: key figures of the steps done.
         unevaluated: statistics of a step that is done but neither evaluated nor committed as a row, such as {"train/loss": 0.02}; None
@@ -184,6 +185,7 @@ class RunState:
         self.asked = asyncio.Event()
         self.stopping = False
         self.saving = False
+        self.finishing = False
         self.highlights = Highlights()
         self.unevaluated: dict[str, float | None] | None = None
 

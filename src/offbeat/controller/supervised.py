@@ -276,6 +276,7 @@ class _Teaching:
             is_due: whether one is due.
         """
         parts, lesson, start = self._parts, self._lesson, time.monotonic()
+        self._state.finishing = lesson.standalone and self._step == lesson.config.total_steps
         if self._unevaluated is not None and (outcome := await lesson.evaluate()) is not None:
             self._accuracy, self._accuracy_step = outcome.accuracy, self._step
             stats = stats | outcome.metrics() | {"step/total_s": stats["step/total_s"] + time.monotonic() - start}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from offbeat import ending
-from offbeat.aio import listener
+from offbeat.aio import FINISHING, STOPPING, listener
 from offbeat.config.agent import PLAYS
 from offbeat.config.dump import dump_toml
 from offbeat.config.notes import few_rows_note, notes
@@ -341,7 +341,7 @@ async def _with_parts(config: Config, rank_info: RankInfo, inputs: RunInputs, re
             task.cancel()
             return
         state.asked.set()
-        record.console.note(how)
+        record.console.note(how.replace(STOPPING, FINISHING) if state.finishing else how)
 
     listener.get()(loop, interrupted)
     if threading.current_thread() is threading.main_thread():  # no other can have signal handlers

@@ -29,6 +29,10 @@ def _early(value: bool) -> str:
     return "yes, on request" if value else ""
 
 
+def _if_any(count: int) -> str:
+    return str(count) if count else ""
+
+
 def _fell(value: bool) -> str:
     return HELDOUT_FELL if value else ""
 
@@ -43,7 +47,7 @@ _NAMES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "heldout_after_step": ("", _hidden),
     "accuracy": ("held-out accuracy", _share),
     "accuracy_step": ("", _hidden),
-    "warm_up_steps": ("supervised warm-up steps", _shown),
+    "warm_up_steps": ("supervised warm-up steps", _if_any),
     "steps": ("training steps", _shown),
     "trained_tokens": ("tokens trained on", lambda value: f"{value:,}"),
     "final_loss": ("last loss", _shown),
