@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import family_table
 from families import build
 from offbeat.algorithms.adam import AdamParams
-from offbeat.data.batch import Batch, LossSpec
+from offbeat.data.batch import Batch, LossSpec, SharedPrompts
 from offbeat.sync.mesh import ProcessGroups
 from offbeat.trainer.messages import OptimStep
 from offbeat.trainer.model_trainer import ModelTrainer
@@ -85,7 +85,7 @@ def _batch(seed: int) -> Batch:
     return Batch.of_next_tokens(
         np.concatenate(tokens).astype(np.int32), mask, lengths=lengths, columns={
             "advantages": np.repeat(rng.standard_normal(len(lengths)), lengths), "loss_weights": mask / mask.sum()},
-        losses=(LossSpec("reinforce"),), group_ids=np.repeat(np.arange(4), 3), prefix_lens=np.full(12, 6))
+        losses=(LossSpec("reinforce"),), shared=SharedPrompts(np.repeat(np.arange(4), 3), np.full(12, 6)))
 
 
 def _plain_step(folder: str, batch: Batch, dtype: torch.dtype) -> Step:

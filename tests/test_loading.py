@@ -1,8 +1,12 @@
 """Large libraries are loaded without the garbage collector, which works afterwards as before."""
 
+import builtins
 import gc
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +16,7 @@ LOOKS = """
 import gc, sys
 from offbeat.loading import load_module
 before = gc.get_freeze_count()
-gc.callbacks.append(lambda *_: ran.append(1))
+gc.callbacks.append(lambda *_: gc.get_freeze_count() == before and ran.append(1))
 ran = []
 module = load_module("xml.sax.expatreader")
 assert module is sys.modules["xml.sax.expatreader"] and not ran and gc.isenabled()
@@ -34,3 +38,20 @@ def test_the_collector_works_again_after_a_module_that_cannot_be_loaded() -> Non
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         load_module("no_such_module")
     assert gc.isenabled() and gc.get_freeze_count() <= frozen
+
+
+def test_the_collector_works_again_when_two_threads_have_loaded_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second begins while the first loads, and ends after it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    both, first_is_done = threading.Barrier(2), threading.Event()
+    monkeypatch.setattr(builtins, "both", both, raising=False)
+    monkeypatch.setattr(builtins, "first_is_done", first_is_done, raising=False)
+    (tmp_path / "loaded_first.py").write_text("both.wait(20)\n")
+    (tmp_path / "loaded_second.py").write_text("both.wait(20)\nassert first_is_done.wait(20)\n")
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.submit(load_module, "loaded_first"), pool.submit(load_module, "loaded_second")
+        first.result()
+        assert not gc.isenabled()
+        first_is_done.set()
+        second.result()
+    assert gc.isenabled()

@@ -21,6 +21,7 @@ from offbeat.rollout.idle import IdleMeter, NoListener
 from offbeat.rollout.outcomes import RolloutListener
 from offbeat.rollout.player import GroupPlayer, RolloutParts
 from offbeat.rollout.staleness import Gate
+from offbeat.types import NoNotes
 from scripted_model import ScriptedModel, play_agent
 
 CODE = Path(__file__).parents[1] / "support" / "playing.py"
@@ -88,7 +89,7 @@ def test_an_agent_whose_requests_fail_and_that_asks_for_ever_gives_up_its_place_
     async def play() -> Group:
         gate = Gate(batch_size=1, max_running=1, eta=0, version=0, last_version=1, on_stale="wait")
         async with AsyncExitStack() as stack:
-            plays = await open_workflow(stack, config, tokenizer=tokenizer, log_dir=None, tell=print)
+            plays = await open_workflow(stack, config, tokenizer=tokenizer, log_dir=None, notes=NoNotes())
             player = GroupPlayer(
                 RolloutParts(plays, episode, has_places=True), config=config.rollout, idle=IdleMeter(gate, NoListener()),
                 listener=RolloutListener())
