@@ -123,9 +123,10 @@ def test_ranks_save_the_last_whole_step_together_when_user_code_fails_on_one(
 
 
 @pytest.mark.drill
-def test_ranks_make_up_for_the_evaluation_before_which_a_rank_died(tmp_path: Path, model_dir: str) -> None:
+@pytest.mark.parametrize("heads", [{}, HEADS], ids=["one rank loads", "heads load"])
+def test_ranks_make_up_for_the_evaluation_before_which_a_rank_died(heads: dict[str, str], tmp_path: Path, model_dir: str) -> None:
     run = SmallRun(tmp_path, model_dir)
-    given = {"evaluate__every_steps": "1", "checkpoint__every_steps": "1"}
+    given = {"evaluate__every_steps": "1", "checkpoint__every_steps": "1"} | heads
     dies = {"OFFBEAT_FAULT": "rank=1,point=evaluate_fn,kind=kill,nth=2"}  # the first evaluation precedes the first step
     failed = torchrun("train", *run.arguments(**given), "--json", world=2, env=dies)
     assert failed.returncode != 0 and "rank 1" in failed.stderr
@@ -135,6 +136,12 @@ def test_ranks_make_up_for_the_evaluation_before_which_a_rank_died(tmp_path: Pat
     assert again.returncode == 0, again.stderr
     assert [row["global_step"] for row in run.metrics()] == [1, 2] and all("eval/accuracy" in row for row in run.metrics())
     assert run.metrics()[0]["train/tokens"] == saved["unevaluated"]["train/tokens"]
+    assert [event["global_step"] for event in run.events("resumed")] == [1]
+    assert [event["global_step"] for event in run.events("evaluation")] == [0, 1, 2], "each evaluation is done once"
+    newest = json.loads((run.folder / "checkpoints" / "step-00000002" / "complete.json").read_text())
+    assert newest["unevaluated"] is None and len(newest["heads"]) == (2 if heads else 1)
+    taken = [group["prompt_id"] for step in (1, 2) for group in run.groups(step)]
+    assert len(taken) == len(set(taken)) == (2 if heads else 4), "what the leader drew before the kill is not drawn anew"
     result = json.loads((run.folder / "result.json").read_text())
     assert result["steps"] == 2 and result["heldout_before"] is not None and result["heldout_after_step"] == 2
 
