@@ -140,7 +140,7 @@ def all_cases() -> list[Case]:
         ("gives_inf", "returns infinity", "alone", "inf is not a number within ±1e+12"),
         ("gives_1e308", "returns 1e308", "alone", "1e+308 is not a number within ±1e+12"),
         ("gives_an_endless_integer", "returns an integer of 400 digits", "alone", "(int) is not a number"),
-        ("gives_a_coroutine", "is an async function", "alone", "(coroutine) is not a number"),
+        ("gives_a_coroutine", "returns a coroutine, which is waited for", "taken", ""),
         ("gives_any_number", "returns True, 1, a numpy scalar or an array without dimensions", "taken", ""),
     ])
     cases += _of(SAMPLE, "sample", "rollout.workflow", [
@@ -191,7 +191,7 @@ def all_cases() -> list[Case]:
         ("raises", "raises", "again", "should_accept raised KeyError"),
         ("exits", "calls `sys.exit`", "again", "should_accept raised SystemExit"),
         ("gives_none", "returns None", "again", "must return True or False, got None"),
-        ("gives_an_array", "returns an array", "again", "The truth value of an array"),
+        ("gives_an_array", "returns an array", "again", "must return True or False, got array"),
         ("writes_into_tokens", "writes into the tokens it is shown", "again", "read-only"),
     ])
     here = f"{CODE}:"
