@@ -34,7 +34,7 @@ def test_compiled_blocks_are_counted_with_the_same_products_and_fewer_bytes() ->
     command = [sys.executable, str(BENCHMARKS / "gpu" / "counts.py"), "--models", "tiny", "--tokens", "2048"]
     done = subprocess.run([*command, "--variants", "bf16", "bf16, compiled"], capture_output=True, text=True, timeout=240, check=True)
     plain, compiled = map(json.loads, done.stdout.splitlines())
-    assert plain["launches"] / 3 < compiled["launches"] < plain["launches"] / 2
+    assert plain["launches"] / 3 < compiled["launches"] < plain["launches"] * 3 / 4
     assert compiled["bytes_moved"] < 0.6 * plain["bytes_moved"] and compiled["activation_bytes"] is None
     moved, seconds = (plain[name] - compiled[name] for name in ("bytes_moved", "roofline_s"))
     assert seconds == pytest.approx(moved / 3.35e12, rel=0.1), "what a compiled block saves is memory's time"

@@ -59,7 +59,7 @@ def test_answers_have_the_same_bits_in_every_batch(kind, threads, model_folder, 
         for settings in ({}, {"prefix_caching": False, "max_prefill_per_round": 7}, {"max_running": 6}, {"max_prefill_tokens": 64}):
             engine = load_engine(EngineOptions(model=folder, batch_invariant=True, **settings))
             for seed, name in enumerate(adapters):
-                engine.adapters.add(name, path := adapter_folder("long", seed, rank=4), read_adapter(path))
+                engine.adapters.add(name, path := adapter_folder("long", seed, rank=seed + 1), read_adapter(path))
             answers.append(play(engine, draw.sample(requests, len(requests)), draw))
         for other in answers[1:]:
             assert other.keys() == answers[0].keys()
@@ -90,8 +90,10 @@ def test_a_processor_on_which_bits_differ_is_noticed(model_folder, monkeypatch, 
     assert engine._forward.row_multiple == 1 and "not batch-invariant" in caplog.text
 
 
-def test_rows_of_adapters_are_filled_up_to_a_multiple():
-    segments = segment(np.array([2, 3, 7, BASE, 2, 2, 2, 2]), 4)
-    assert [(piece.slots, piece.length) for piece in segments.pieces] == [(slice(2, 4), 8), (slice(7, 8), 8)]
-    assert [segments.index[i : i + 8].tolist() for i in (0, 8, 16)] == [[0, 4, 5, 6, 7, 0, 0, 0], [1] * 8, [2] * 8]
-    assert segments.padding.sum() == 3 + 7 + 7
+def test_rows_of_adapters_are_gathered_in_segments_of_one_length():
+    segments = segment(np.array([2, 3, BASE, *[2] * 40]), fixed=True)
+    assert [(piece.slots.start, piece.rows.start, piece.length) for piece in segments.pieces] == [(2, 0, 32), (2, 32, 32), (3, 64, 32)]
+    assert segments.index[:41].tolist() == [0, *range(3, 43)]
+    assert segments.index[41:].tolist() == [34] * 23 + [1] * 32
+    assert segments.padding.sum() == 23 + 31
+    assert segments.slot.tolist() == [2] * 64 + [3] * 32

@@ -63,8 +63,9 @@ class EngineAdapters:
         self._max_rank = options.max_adapter_rank
         self._requests = requests
         self._held: dict[str, HeldAdapter] = {}  # least recently used first
-        self._stack = AdapterStack(forward.lora_groups, device=forward.device)
-        self._row_multiple = forward.row_multiple
+        self._fixed = forward.row_multiple > 1
+        # One rank for all, because sums depend on it; a product with a single column sums its rows in ways of its own.
+        self._stack = AdapterStack(forward.lora_groups, device=forward.device, least_rank=max(2, self._max_rank) if self._fixed else 1)
         self._last_key: tuple[int, tuple[str, ...], int] | None = None
         self._last_rows: AdapterRows | None = None
 
@@ -194,7 +195,7 @@ class EngineAdapters:
         if key != self._last_key:
             slots = {name: self._stack.adapters.index(self._held[name].adapter) if name else BASE for name in dict.fromkeys(names)}
             rows = np.repeat(np.array([slots[name] for name in names]), repeat)
-            self._last_key, self._last_rows = key, AdapterRows(self._stack, rows, multiple=self._row_multiple)
+            self._last_key, self._last_rows = key, AdapterRows(self._stack, rows, fixed=self._fixed)
         return self._last_rows
 
     def live(self, name: str) -> Adapter:

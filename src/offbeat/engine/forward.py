@@ -43,7 +43,7 @@ class Forward(Protocol):
     Attributes:
         max_score_tokens: most tokens, padding included, that may be scored together, because all of their logits may be in memory at once.
         takes_changes: whether `tensors` returns the weights as they were published, so that changes to them make the next version.
-        row_multiple: the rows of a product are filled up to a multiple of this, those of an adapter too.
+        row_multiple: the rows of a product are filled up to a multiple of this; above 1, a token's numbers do not depend on the batch.
         lora_groups: the linear layers that can take adapters. `lora`, where given, has an adapter for each row of a batch; in a prefill
             each token is a row.
     """

@@ -19,6 +19,9 @@ from offbeat.model.uploads import upload
 BASE = -1
 """Slot number of a row that uses the base model alone."""
 
+FIXED_ROWS = 32
+"""Rows of every segment where an adapter's numbers must not depend on the batch: products of one shape sum in one order."""
+
 PIECE_COST = 32
 """Cost of one more pair of products, in rows of padding. (Measured: 35 rows at a hidden size of 128, 4 at 512.)"""
 
@@ -68,8 +71,10 @@ class AdapterStack:
         layout: number of changes of the slots; an `AdapterRows` is valid only for the layout that it was made for.
     """
 
-    def __init__(self, groups: Groups, *, device: torch.device) -> None:
+    def __init__(self, groups: Groups, *, device: torch.device, least_rank: int = 1) -> None:
+        """`least_rank` is the common rank of adapters that have no larger one."""
         self.adapters: list[Adapter] = []
+        self._least_rank = least_rank
         self._held: list[Adapter] = []
         self.layout = 0
         self.device = device
@@ -126,7 +131,7 @@ class AdapterStack:
         """Empty and reallocate the stack if it lacks slots, or does not have exactly the wanted rank and groups."""
         modules = {module for adapter in wanted for module in adapter.pairs}
         groups = [group for group, linears in self._groups.items() if any(linear.name in modules for linear in linears)]
-        count, rank = len(wanted), max(adapter.rank for adapter in wanted)
+        count, rank = len(wanted), max(self._least_rank, *(adapter.rank for adapter in wanted))
         if count <= self._capacity and rank == self._rank and groups == list(self._weights):
             return
         # Doubled, so that adapters that start one after the other are copied twice on average.
@@ -190,12 +195,12 @@ class GatheredSegments:
     slot: np.ndarray
 
 
-def segment(slots: np.ndarray, multiple: int = 1) -> GatheredSegments:
+def segment(slots: np.ndarray, *, fixed: bool = False) -> GatheredSegments:
     """Gather the rows of each slot: first a segment of one common length for every slot, then the remainder of longer ones.
 
     Args:
         slots: [N] int64, such as [0, 2, 0, -1], the slot of each row's adapter or `BASE`; at least one row has an adapter.
-        multiple: lengths of segments are filled up to a multiple of this, and then each slot has one.
+        fixed: whether all segments have `FIXED_ROWS` rows, padding included, and a slot as many segments as it needs.
     """
     # Rows sorted by slot, without those of the base model, whose slot is negative.
     order = np.argsort(slots, kind="stable")
@@ -204,7 +209,9 @@ def segment(slots: np.ndarray, multiple: int = 1) -> GatheredSegments:
     number = np.repeat(np.arange(len(used)), counts)  # index of each row's slot among the used ones
     starts = np.cumsum(counts) - counts
     place = np.arange(len(order)) - starts[number]
-    length = shared_length(counts) if multiple == 1 else int(-(-counts.max() // multiple) * multiple)
+    if fixed:
+        return _in_segments(order, used=used, counts=counts)
+    length = shared_length(counts)
     here = place < length
     index, padding = np.repeat(order[starts], length), np.ones(length * len(used), bool)
     target = number[here] * length + place[here]
@@ -228,6 +235,26 @@ def segment(slots: np.ndarray, multiple: int = 1) -> GatheredSegments:
     )
 
 
+def _in_segments(order: np.ndarray, *, used: np.ndarray, counts: np.ndarray) -> GatheredSegments:
+    """Gather rows in segments of `FIXED_ROWS`.
+
+    Args:
+        order: [M] int64, the batch rows with an adapter, by slot.
+        used, counts: [S] int64, the slots and their numbers of rows.
+    """
+    index, padding, slot, pieces = [], [], [], []
+    for own, rows in zip(used.tolist(), np.split(order, np.cumsum(counts)[:-1]), strict=True):
+        for first in range(0, len(rows), FIXED_ROWS):
+            here = rows[first : first + FIXED_ROWS]
+            missing = FIXED_ROWS - len(here)
+            row = len(pieces) * FIXED_ROWS
+            pieces.append(Piece(slice(own, own + 1), slice(row, row + FIXED_ROWS), FIXED_ROWS))
+            index.append(np.append(here, np.repeat(here[:1], missing)))
+            padding.append(np.arange(FIXED_ROWS) >= len(here))
+            slot.append(np.full(FIXED_ROWS, own))
+    return GatheredSegments(pieces, index=np.concatenate(index), padding=np.concatenate(padding), slot=np.concatenate(slot))
+
+
 def shared_length(counts: np.ndarray) -> int:
     """Choose the common segment length with the lowest cost of padding and products.
 
@@ -246,9 +273,9 @@ def shared_length(counts: np.ndarray) -> int:
 class AdapterRows:
     """The adapters of a batch's rows; made anew when rows come or go, and used for all steps and layers in between."""
 
-    def __init__(self, stack: AdapterStack, slots: np.ndarray, *, multiple: int = 1) -> None:
+    def __init__(self, stack: AdapterStack, slots: np.ndarray, *, fixed: bool = False) -> None:
         """`slots` [N] int64, the slot of each row, refer to the stack's current layout; see `segment`."""
-        segments = segment(slots, multiple)
+        segments = segment(slots, fixed=fixed)
         scaling = np.array([adapter.scaling for adapter in stack.adapters], np.float32)[segments.slot]
         self._stack = stack
         self._pieces = segments.pieces
