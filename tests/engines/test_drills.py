@@ -74,7 +74,7 @@ class Versions:
         self._random = torch.Generator().manual_seed(5)
         self.folder = model
 
-    async def write(self, version: int) -> Manifest:
+    async def write(self, version: int, *, num_receivers: int = 0) -> Manifest:
         folder = Path(shutil.copytree(self._model, self._root / f"v{version:08d}"))
         for tensor in self._state.values():
             tensor += LR * torch.randn(tensor.shape, generator=self._random).sign()
