@@ -53,6 +53,10 @@ def scribble(path: Path) -> None:
 KINDS: dict[str, Damage] = {"truncated": truncate, "emptied": empty, "flipped": flip, "rubbish": scribble, "gone": os.unlink}
 
 
+_OF_EVERY_RUN = ("held-out", "resumed", "continues with", "prompts are plain text")
+"""Beginnings of what a run says whose files are whole."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One row: what was done to the run, what its report and its resumption came to, and what is wrong with that."""
@@ -70,7 +74,7 @@ class Row:
         if self.done.code:
             return f"exit code {self.done.code}: {self.done.error.strip().removeprefix('offbeat: ')}"
         went_on = "starts over" if self.went_on_from is None else f"continues from step {self.went_on_from}"
-        return "; ".join([went_on, *(line for line in self.done.said if not line.startswith(("held-out", "resumed", "continues with")))])
+        return "; ".join([went_on, *(line for line in self.done.said if not line.startswith(_OF_EVERY_RUN))])
 
 
 class Bench:

@@ -56,7 +56,7 @@ GIVEN: Mapping[str, str] = {
     "rollout.workflow": "code.py:play", "train.optimizer.min_lr_ratio": "0.5", "sft.optimizer.min_lr_ratio": "0.5",
     "evaluate.num_prompts": "2", "evaluate.pass_at": "[1]", "evaluate.sets": "{few = {num_prompts = 2}}",
     "evaluate.keep_best": "eval/accuracy", "evaluate.metric": "code.py:mean_length",
-    "inference.max_context": "32", "rollout.batch_timeout_s": "3000",
+    "inference.max_context": "32", "inference.batch_invariant": "true", "rollout.batch_timeout_s": "3000",
     "model.lora.targets": '["q_proj"]', "model.lora.dropout": "0.1", "inference.forward": "hf",
     "weights.dir": "WEIGHTS",
     "inference.max_cache_bytes": "100000000",
