@@ -292,14 +292,15 @@ class _Training:
             is_due: whether one is due.
         """
         state, global_step = self._state, step.global_step
-        last = state.finishing = global_step == state.total_steps
+        state.finishing = global_step == state.total_steps
         try:
             if state.unevaluated is not None:
-                stats = stats | await evaluations.run(global_step, last=last)
+                stats = stats | await evaluations.run(global_step, last=state.finishing)
         finally:
             state.highlights = state.highlights.reaching(staleness=int(stats.get("rollout/staleness_max_versions", 0)))
             await self._steps.commit(step, groups, stats)  # the step itself is done
         state.unevaluated = None
+        last = state.finishing = global_step == state.total_steps  # the evaluation may have made this step the last
         await self._parts.peers.meet("commit_stats")
         await self._checkpoints.export_step(global_step)
         if last:  # before the checkpoint says that all is done
