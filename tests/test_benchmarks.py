@@ -35,7 +35,7 @@ def test_compiled_blocks_are_counted_with_the_same_products_and_fewer_bytes() ->
     done = subprocess.run([*command, "--variants", "bf16", "bf16, compiled"], capture_output=True, text=True, timeout=240, check=True)
     plain, compiled = map(json.loads, done.stdout.splitlines())
     assert plain["launches"] / 3 < compiled["launches"] < plain["launches"] * 3 / 4
-    assert compiled["bytes_moved"] < 0.6 * plain["bytes_moved"] and compiled["activation_bytes"] is None
+    assert compiled["bytes_moved"] < 0.7 * plain["bytes_moved"] and compiled["activation_bytes"] is None
     moved, seconds = (plain[name] - compiled[name] for name in ("bytes_moved", "roofline_s"))
     assert seconds == pytest.approx(moved / 3.35e12, rel=0.1), "what a compiled block saves is memory's time"
     assert compiled["roofline_mfu"] * compiled["roofline_s"] == pytest.approx(plain["roofline_mfu"] * plain["roofline_s"])
