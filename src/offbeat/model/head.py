@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from offbeat.errors import ModelError
-from offbeat.model.kernel_head import KernelPicked
+from offbeat.model.kernel_head import KernelPicked, empty_gradients, like_parameter, of_whole_vocabulary
 from offbeat.model.uploads import upload
 from offbeat.model.vocabulary import Vocabulary
 
@@ -231,13 +231,9 @@ class _Picked(torch.autograd.Function):
                 if mean is not None:
                     entropy[place] = largest + mean / sums[place]
             kept.append(logits if chunks.kept(rows) else None)
-        own_normalizer = normalizer.clone()
-        vocabulary.join(normalizer, entropy, logprobs)
-        logprobs -= normalizer[upload(picks.positions, x.device)]
-        if picks.with_entropy:
-            entropy = normalizer - entropy
+        entropy, of_own = of_whole_vocabulary(logprobs, normalizer, entropy, picks=picks, vocabulary=vocabulary)
         # Factor of a kept exponential, which is relative to the largest logit of this part of the vocabulary.
-        shares = (own_normalizer - normalizer).exp_() / sums
+        shares = of_own / sums
         ctx.save_for_backward(x, weight, bias, normalizer, entropy, shares)
         ctx.picks, ctx.compute, ctx.kept, ctx.vocabulary = picks, compute, kept, vocabulary
         if not picks.entropy_gradient:
@@ -253,11 +249,7 @@ class _Picked(torch.autograd.Function):
         chunks = _Chunks(x, weight, bias, picks=ctx.picks, compute=ctx.compute)
         # The logits are divided by the temperature; so are these instead of the gradient of all logits.
         to_logprobs, to_entropy = (grad if ctx.picks.temperature == 1.0 else grad / ctx.picks.temperature for grad in grads)
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        grad_x = torch.empty_like(x) if needs_x else None
-        # Sums over chunks are float32, whatever the weight is.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        grad_x, grad_weight, grad_bias = empty_gradients(x, weight, bias, needed=ctx.needs_input_grad)
         for number, rows in enumerate(chunks.rows):
             logits, ctx.kept[number] = ctx.kept[number], None
             has_exps = logits is not None and chunks.spends_logits
@@ -282,7 +274,7 @@ class _Picked(torch.autograd.Function):
             own = to_logprobs[which] if others is None else to_logprobs[which].masked_fill_(others, 0.0)
             logits.index_put_((positions - rows.start, columns), own, accumulate=True)
             chunks.backward(rows, logits, grad_x, grad_weight, grad_bias)
-        return ctx.vocabulary.sum(grad_x), _like(grad_weight, weight), _like(grad_bias, bias), None, None, None, None
+        return ctx.vocabulary.sum(grad_x), like_parameter(grad_weight, weight), like_parameter(grad_bias, bias), None, None, None, None
 
 
 def _exponentials(part: Tensor, largest: Tensor, *, spend: bool, with_mean: bool) -> tuple[Tensor, Tensor | None]:
@@ -298,10 +290,6 @@ def _exponentials(part: Tensor, largest: Tensor, *, spend: bool, with_mean: bool
     logs = part - above
     exps = torch.exp(logs, out=part) if spend else logs.exp()
     return exps, logs.mul_(exps).nansum(dim=-1)  # 0 * -inf for impossible tokens
-
-
-def _like(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
-    return None if gradient is None or parameter is None else gradient.to(parameter.dtype)
 
 
 class _Chunks:

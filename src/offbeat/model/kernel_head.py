@@ -5,6 +5,7 @@ kernel, log-normalisers follow from each row's largest logit and its probability
 products that read it.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -40,13 +41,8 @@ class KernelPicked(torch.autograd.Function):
             if picks.with_entropy:  # for now the mean logit
                 entropy[rows] = normalizer[rows] - torch.special.entr(probs).sum(dim=-1)
             kept.append(probs if chunks.kept(rows) else None)
-        own_normalizer = normalizer.clone()
-        vocabulary.join(normalizer, entropy, logprobs)
-        logprobs -= normalizer[upload(picks.positions, x.device)]
-        if picks.with_entropy:
-            entropy = normalizer - entropy
-        # Probability of this part of the vocabulary.
-        ctx.save_for_backward(x, weight, bias, entropy, (own_normalizer - normalizer).exp_())
+        entropy, of_own = of_whole_vocabulary(logprobs, normalizer, entropy, picks=picks, vocabulary=vocabulary)
+        ctx.save_for_backward(x, weight, bias, entropy, of_own)
         ctx.picks, ctx.chunks_of, ctx.kept, ctx.vocabulary = picks, chunks_of, kept, vocabulary
         if not picks.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -61,11 +57,7 @@ class KernelPicked(torch.autograd.Function):
         chunks = ctx.chunks_of(x, weight, bias)
         # The logits are divided by the temperature; so are these instead of the gradient of all logits.
         to_logprobs, to_entropy = (grad if ctx.picks.temperature == 1.0 else grad / ctx.picks.temperature for grad in grads)
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        grad_x = torch.empty_like(x) if needs_x else None
-        # Sums over chunks are float32, whatever the weight is.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        grad_x, grad_weight, grad_bias = empty_gradients(x, weight, bias, needed=ctx.needs_input_grad)
         of_positions, of_places = _sums(ctx.picks, to_logprobs, num_positions=len(x))
         for number, rows in enumerate(chunks.rows):
             probs, ctx.kept[number] = ctx.kept[number], None
@@ -90,7 +82,7 @@ class KernelPicked(torch.autograd.Function):
                 own = to_logprobs[which] if others is None else to_logprobs[which].masked_fill_(others, 0.0)
                 gradient = probs.mul_(factors).index_put_(places, own, accumulate=True)
             chunks.backward(rows, gradient, grad_x, grad_weight, grad_bias)
-        return ctx.vocabulary.sum(grad_x), _like(grad_weight, weight), _like(grad_bias, bias), None, None, None
+        return ctx.vocabulary.sum(grad_x), like_parameter(grad_weight, weight), like_parameter(grad_bias, bias), None, None, None
 
 
 def _rounded_gradient(probs: Tensor, factors: Tensor, places: tuple[Tensor, Tensor], sums: Tensor, dtype: torch.dtype) -> Tensor:
@@ -111,5 +103,36 @@ def _sums(picks: Any, values: Tensor, *, num_positions: int) -> tuple[Tensor, Te
     return values.new_zeros(num_positions).index_add_(0, positions, values), by_place[place]
 
 
-def _like(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+def of_whole_vocabulary(
+    logprobs: Tensor, normalizer: Tensor, entropy: Tensor, *, picks: Any, vocabulary: Vocabulary,
+) -> tuple[Tensor, Tensor]:
+    """Join this part of the vocabulary with the others, in place, and normalise; collective.
+
+    Args:
+        logprobs: [M] float32, picked logits, which become log-probabilities.
+        normalizer: [U] float32, of this part, which becomes that of the whole.
+        entropy: [U] float32, mean logits; [0] if they are not wanted.
+
+    Returns:
+        The entropies, [U] or [0], and the probabilities of this part of the vocabulary, [U].
+    """
+    own = normalizer.clone()
+    vocabulary.join(normalizer, entropy, logprobs)
+    logprobs -= normalizer[upload(picks.positions, normalizer.device)]
+    return normalizer - entropy if picks.with_entropy else entropy, (own - normalizer).exp_()
+
+
+def empty_gradients(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *, needed: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return room for the gradients that are needed, like x, [V, H] and [V]; sums over chunks are float32, whatever the weight is."""
+    needs_x, needs_weight, needs_bias, *_ = needed
+    return (
+        torch.empty_like(x) if needs_x else None,
+        None if weight is None or not needs_weight else torch.zeros_like(weight, dtype=torch.float32),
+        None if bias is None or not needs_bias else torch.zeros_like(bias, dtype=torch.float32))
+
+
+def like_parameter(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    """Return a gradient of any shape, such as [V, H], in its parameter's number format."""
     return None if gradient is None or parameter is None else gradient.to(parameter.dtype)
