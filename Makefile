@@ -149,6 +149,7 @@ check: $(DEV_STAMP)  ## lint, types, layers, figures of the structure, and the t
 	$(BIN)/lint-imports
 	$(BIN)/python tools/structure.py
 	$(BIN)/pyright
+	$(BIN)/pyright -p tools/pyright.json
 	$(BIN)/python tests/families.py
 
 docs: $(DEV_STAMP)  ## build the documentation as a site, build/site/index.html; a link that leads nowhere fails

@@ -38,6 +38,7 @@ from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.sampling import Sampling
 from offbeat.model.load import load_causal_lm
 from offbeat.model.peft_io import Adapter, write_adapter
+from offbeat.sync.links import MeetingPlace
 from offbeat.sync.mesh import connect_store, host_store, join, leave
 from offbeat.telemetry.record import SilentRecord
 from offbeat.weights.protocol import Manifest
@@ -170,7 +171,8 @@ def run_rank(rank: int, port: int, model: str) -> None:
     def run(job: dict[str, Any]) -> dict[str, Any]:
         nonlocal group
         if job["do"] == "join":
-            group = join(rank=rank, world=2, store=connect_store("127.0.0.1", port, timeout_s=TIMEOUT_S), config=DistConfig()).cpu_group
+            place = MeetingPlace(connect_store("127.0.0.1", port, timeout_s=TIMEOUT_S))
+            group = join(rank=rank, world=2, place=place, config=DistConfig()).cpu_group
             return {}
         dist.barrier(group=group)  # noqa: TID251 - what we compare with
         start, manifests, seconds = time.perf_counter(), [], []

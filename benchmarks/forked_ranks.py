@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from offbeat.config.dist import DistConfig
 from offbeat.process.serving import die_with_parent
+from offbeat.sync.links import MeetingPlace
 from offbeat.sync.mesh import MeshShape, ProcessGroups, connect_store, host_store, join, leave
 
 TIMEOUT_S = 300
@@ -38,5 +39,5 @@ def _be_rank(rank: int, world: int, shape: MeshShape, act: Callable[[ProcessGrou
     die_with_parent(os.getppid())
     store = connect_store("127.0.0.1", parent.recv(), timeout_s=TIMEOUT_S)
     config = DistConfig(init_timeout_s=TIMEOUT_S, sync_timeout_s=TIMEOUT_S)
-    parent.send(act(join(rank=rank, world=world, store=store, config=config, shape=shape)))
+    parent.send(act(join(rank=rank, world=world, place=MeetingPlace(store), config=config, shape=shape)))
     leave()

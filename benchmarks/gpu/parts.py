@@ -164,8 +164,9 @@ def _attend(
     row: PackedRow, inputs: list[Tensor], weights: Tensor, window: int | None, device: torch.device | str, dtype: torch.dtype,
 ) -> list[Tensor]:
     own = [tensor.to(device, dtype).requires_grad_() for tensor in inputs]
+    queries, keys, values = own
     out, _ = packed_attention(
-        torch.nn.Module(), *own, None, sliding_window=window, attention_plan=build_plan(row, device))
+        torch.nn.Module(), queries, keys, values, None, sliding_window=window, attention_plan=build_plan(row, device))
     grads = torch.autograd.grad((out * weights.to(device, dtype)).sum(), own)
     return [tensor.detach().float().cpu() for tensor in (out, *grads)]
 

@@ -12,6 +12,7 @@ from offbeat.config.dist import DistConfig
 from offbeat.config.root import Config
 from offbeat.data.packing import plan_microbatches
 from offbeat.data.trajectory import Group, Trajectory
+from offbeat.sync.links import MeetingPlace
 from offbeat.sync.mesh import host_store, join
 from offbeat.trainer.messages import TrainStep
 from offbeat.trainer.model_trainer import ModelTrainer
@@ -40,7 +41,7 @@ batch = make_batch(
     [group(i, *each) for i, each in enumerate(zip(work["prompts"], work["answers"], work["rewards"], strict=True))],
     config=config.algorithm, max_new_tokens=max(len(answer) for answers in work["answers"] for answer in answers))
 trainer = ModelTrainer.build(
-    work["model"], config=config.for_ranks, groups=join(rank=0, world=1, store=host_store(60), config=DistConfig()))
+    work["model"], config=config.for_ranks, groups=join(rank=0, world=1, place=MeetingPlace(host_store(60)), config=DistConfig()))
 
 
 def step() -> float:

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from offbeat.errors import PeerError, SyncTimeout
 from offbeat.workers.worker import Nothing, WorkerService
@@ -12,7 +13,7 @@ from offbeat.workers.worker import Nothing, WorkerService
 
 @dataclass(frozen=True)
 class Order:
-    """Do `what`, after some seconds."""
+    """Do `what`, after some seconds; "wait PATH" returns once that file exists."""
 
     what: str
     after_s: float = 0.0
@@ -23,6 +24,9 @@ class Actor(WorkerService):
 
     def act(self, order: Order) -> Nothing:
         time.sleep(order.after_s)
+        if order.what.startswith("wait "):
+            while not Path(order.what.removeprefix("wait ")).exists():
+                time.sleep(0.01)
         match order.what:
             case "raise":
                 raise ValueError("no such token")

@@ -132,17 +132,21 @@ def test_failures_are_told_by_their_root_cause_and_stuck_workers_are_not_waited_
         assert str(error) == "rank 1 failed in act: ValueError: no such token"
         assert notes == ["rank 0: rank 1 failed at 'save'"]
 
-        error, notes = await act(workers[:3], Order("raise verdict", 0.1), Order("nothing", 3.0), Order("raise verdict"))
+        told = tmp_path / "the verdict was told"
+        error, notes = await act(workers[:3], Order("raise verdict", 0.1), Order(f"wait {told}"), Order("raise verdict"))
         assert isinstance(error, SyncTimeout) and str(error).startswith("rank 1 did not come to 'save'")
         assert notes == ["rank 1: had not answered act"]
+        told.touch()
 
         # Whose collective breaks is a victim of who is elsewhere.
-        error, notes = await act(workers[:2], Order("break", 0.1), Order("nothing", 3.0))
+        told = tmp_path / "the broken collective was told"
+        error, notes = await act(workers[:2], Order("break", 0.1), Order(f"wait {told}"))
         assert isinstance(error, PeerError)
         assert str(error) == (
             "rank 1 made no progress in act, so that a collective of the others broke"
             " (rank 0 failed in act: RuntimeError: [gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 40000ms)")
-        assert any("time.sleep(order.after_s)" in note for note in error.__notes__)
+        assert any("time.sleep(0.01)" in note for note in error.__notes__)
+        told.touch()
 
         # A missed deadline of the caller's shows what every worker was doing.
         orders = Order("sleep"), Order("stop", 0.5), Order("hold the interpreter"), Order("nothing")
