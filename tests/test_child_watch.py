@@ -1,9 +1,11 @@
 """What a parent concludes from looks at a child; tests/test_process.py has real ones."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
-from offbeat.child_watch import LOOK_S, ChildWatch, bound_log, is_stopped, log_tail, system_view
+from offbeat.child_watch import LOOK_S, ChildWatch, bound_log, cpu_seconds, is_stopped, log_tail, system_view
 from offbeat.errors import StuckError
 
 
@@ -84,3 +86,16 @@ def test_the_beginning_of_a_log_that_grows_without_end_is_dropped(tmp_path: Path
     assert lines[0] == f"({size - 2**20} bytes that were printed before were dropped)"
     assert lines[-2:] == ["line 299999", "and more"] and log.stat().st_size < 2**20 + 100
     assert log_tail(log).endswith("line 299999\nand more")
+
+
+def test_cpu_time_counts_living_descendants_and_is_zero_for_the_dead() -> None:
+    before_s = cpu_seconds(os.getpid())
+    code = "import time\nwhile time.process_time() < 0.2: pass\nprint(flush=True)\ninput()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert child.stdout and child.stdout.readline()
+        assert cpu_seconds(os.getpid()) >= before_s + 0.15
+    finally:
+        child.kill()
+        child.communicate()
+    assert cpu_seconds(child.pid) == 0.0

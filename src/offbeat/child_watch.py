@@ -26,7 +26,7 @@ MOST_LOG_BYTES = 64 << 20
 _KEPT_BYTES = 1 << 20
 """Bytes at the end of such a log that are kept."""
 
-_BUSY_SHARE = 0.01
+BUSY_SHARE = 0.01
 """CPU share of one core from which a process counts as computing."""
 
 
@@ -36,6 +36,17 @@ def is_stopped(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_STOPPED
     except psutil.NoSuchProcess:
         return False
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process and of its living descendants, in seconds; 0 if it is dead."""
+    total_s = 0.0
+    with suppress(psutil.NoSuchProcess):
+        for process in ((root := psutil.Process(pid)), *root.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total_s += times.user + times.system
+    return total_s
 
 
 def system_view(pid: int) -> str:
@@ -118,7 +129,7 @@ class ChildWatch:
         """
         self._work = work if work.startswith(self._call) else self._work  # a report may still belong to the previous call
         seconds = min(seconds, 2 * LOOK_S)
-        busy = cpu_s - self._cpu_s >= _BUSY_SHARE * seconds
+        busy = cpu_s - self._cpu_s >= BUSY_SHARE * seconds
         self._cpu_s = cpu_s
         self._stopped_s = self._stopped_s + seconds if stopped else 0.0
         self._silent_s = self._silent_s + seconds if silent and not busy and not stopped else 0.0

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from heard import Heard
-from offbeat.errors import EngineError
+from offbeat.errors import DeadlineError, EngineError
 from offbeat.fleet.members import State
 from offbeat.fleet.pool import EnginePool
 from offbeat.inference.client import EngineClient, EngineSession
@@ -43,6 +43,52 @@ def test_who_waits_for_a_version_gets_the_engines_that_serve_it_once_they_are_en
         assert list(await waiting) == ["a", "c"]
 
     asyncio.run(main())
+
+
+class LateEngine(Engine):
+    """Misses the deadline of its first probes."""
+
+    def __init__(self, *, misses: int) -> None:
+        super().__init__("a")
+        self.misses = misses
+        self.given_s: list[float] = []
+
+    async def health(self, *, timeout_s: float) -> dict[str, object]:
+        self.given_s.append(timeout_s)
+        if len(self.given_s) <= self.misses:
+            raise DeadlineError(f"health of a passed its deadline of {timeout_s:g} s")
+        return {}
+
+
+class Processes:
+    """Processes that compute between any two looks."""
+
+    def __init__(self, *, computed_s: float) -> None:
+        self.step_s, self.now_s = computed_s, 0.0
+
+    def cpu_s(self, name: str) -> float:
+        assert name == "a"
+        self.now_s += self.step_s
+        return self.now_s
+
+
+@pytest.mark.parametrize(("misses", "computed_s", "given_s"), [
+    (0, 9.0, [5.0]), (1, 9.0, [5.0, 15.0]), (2, 9.0, [5.0, 15.0]), (1, 0.04, [5.0]), (1, 0.0, [5.0])])
+def test_a_late_engine_is_asked_again_while_it_computes(misses: int, computed_s: float, given_s: list[float]) -> None:
+    async def main() -> None:
+        engine = LateEngine(misses=misses)
+        pool = EnginePool([engine], listener=(heard := Heard()), processes=Processes(computed_s=computed_s))
+        await pool.examine("a")
+        assert engine.given_s == given_s
+        assert list(heard.quarantines) == ([] if misses < len(given_s) else ["a"])
+
+    asyncio.run(main())
+
+
+def test_without_a_view_of_its_process_a_late_engine_is_out_at_once() -> None:
+    pool = EnginePool([engine := LateEngine(misses=1)], listener=(heard := Heard()))
+    asyncio.run(pool.examine("a"))
+    assert engine.given_s == [5.0] and list(heard.quarantines) == ["a"]
 
 
 def test_a_probe_tells_a_dead_engine_from_a_well_one(start_engine) -> None:

@@ -63,7 +63,8 @@ class InferenceConfig(Section):
     start_timeout_s: float = field(180.0, "Seconds until an engine must answer.", gt=0)
     probe_interval_s: float = field(2.0, "Seconds between two health probes of an engine.", gt=0)
     probe_timeout_s: float = field(
-        15.0, "Seconds for an engine to answer a probe before it is quarantined. A server on a busy CPU may need several.", gt=0)
+        15.0, "Seconds for an engine to answer a probe before it is quarantined. One that is late but computes, on the machine of "
+        "the run, is asked once more, for three times as long.", gt=0)
     stall_timeout_s: float = field(
         60.0, "Seconds for which a step of the embedded engine may compute nothing before the engine counts as hung and is quarantined; a "
         "step that computes may take five times as long. Raise it for a machine that is overloaded or very slow.", gt=0)

@@ -139,6 +139,10 @@ class EngineGroup:
         self.workers[index] = await self._launcher.start(self._specs[index], timeout_s=self._config.inference.start_timeout_s)
         return await self._serve(index, port=port)
 
+    def cpu_s(self, name: str) -> float | None:
+        """Return the CPU time of an engine's processes so far, in seconds; None if that is not seen from here."""
+        return next((worker.cpu_s for worker in self.workers if worker.name == name), None)
+
     async def deliver(self, name: str, folder: str, timeout_s: float) -> str:
         """Make a folder present on the engine's machine, if that does not see this one's files, and return its path there.
 

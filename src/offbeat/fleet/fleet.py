@@ -20,9 +20,9 @@ from offbeat.fleet.health import Healer
 from offbeat.fleet.kinds import MAKERS
 from offbeat.fleet.listener import FleetRecord, HealingRecord
 from offbeat.fleet.owner import leaving
-from offbeat.fleet.pool import EnginePool
+from offbeat.fleet.pool import EnginePool, ProcessTimes
 from offbeat.fleet.publishers import AdapterPublisher
-from offbeat.inference.client import Deliver, EngineClient, EngineSession, deliver_nothing
+from offbeat.inference.client import EngineClient, EngineSession, deliver_nothing
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
 from offbeat.weights.adapters import is_policy
@@ -103,7 +103,7 @@ async def open_fleet(
     Raises:
         ConfigError: an engine by URL is not ready, serves another model, or lacks a feature that the run needs.
     """
-    pool = await open_pool(stack, addresses, config, record, model=model, deliver=engines.deliver)
+    pool = await open_pool(stack, addresses, config, record, model=model, engines=engines)
     if addresses.owner:
         stack.push_async_callback(_leave, pool, addresses.owner, timeout_s=config.inference.probe_timeout_s)
     judge = ProofJudge.of(
@@ -120,9 +120,10 @@ async def open_fleet(
 
 async def open_pool(
     stack: AsyncExitStack, addresses: EngineAddresses, config: EngineConfig, record: RunRecord, *, model: str,
-    deliver: Deliver = deliver_nothing,
+    engines: EngineGroup | None = None,
 ) -> EnginePool:
-    """Connect to the engines at these addresses; see `open_fleet`."""
+    """Connect to the engines at these addresses; see `open_fleet`. `engines` are None in a process that has not started them."""
+    deliver = engines.deliver if engines else deliver_nothing
     http = await stack.enter_async_context(EngineSession())
     dialect, inference, clock = MAKERS[config.inference.engine].dialect(config, model), config.inference, HaltingClock()
     clients = [
@@ -133,17 +134,17 @@ async def open_pool(
         await gather_all(_check(client, timeout_s=inference.start_timeout_s) for client in clients)
     return make_pool(
         clients, record, probe_timeout_s=inference.probe_timeout_s, min_engines=inference.min_engines,
-        heal_timeout_s=inference.heal_timeout_s, clock=clock)
+        heal_timeout_s=inference.heal_timeout_s, clock=clock, processes=engines)
 
 
 def make_pool(
     clients: Iterable[EngineClient], record: RunRecord, *, probe_timeout_s: float, heal_timeout_s: float, min_engines: int = 1,
-    clock: HaltingClock | None = None,
+    clock: HaltingClock | None = None, processes: ProcessTimes | None = None,
 ) -> EnginePool:
     """Make a pool whose listener is a run's record; see `EnginePool`."""
     return EnginePool(
         clients, probe_timeout_s=probe_timeout_s, min_engines=min_engines, heal_timeout_s=heal_timeout_s,
-        listener=FleetRecord(record), clock=clock)
+        listener=FleetRecord(record), clock=clock, processes=processes)
 
 
 def make_dispatcher(pool: EnginePool, inference: InferenceConfig, *, adapters: AdapterCache | None = None) -> Dispatcher:

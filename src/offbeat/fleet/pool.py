@@ -9,9 +9,10 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from offbeat.aio import HaltingClock, deadline
+from offbeat.child_watch import BUSY_SHARE
 from offbeat.errors import DeadlineError, EngineError, OffbeatError
 from offbeat.fleet.listener import FleetListener
 from offbeat.fleet.members import Guarded, Member, State
@@ -20,6 +21,17 @@ from offbeat.types import Version
 from offbeat.weights.protocol import EngineControl
 
 T = TypeVar("T")
+
+_PATIENCE = 3
+"""Time for the second probe of an engine that computes, as a multiple of the first one's."""
+
+
+class ProcessTimes(Protocol):
+    """Computing times of the engines' processes, as far as they are seen from here."""
+
+    def cpu_s(self, name: str) -> float | None:
+        """Return the CPU time of an engine's processes so far, in seconds; None if that is not seen from here."""
+        ...
 
 
 class EnginePool:
@@ -41,6 +53,7 @@ class EnginePool:
         heal_timeout_s: float = 0.0,
         listener: FleetListener | None = None,
         clock: HaltingClock | None = None,
+        processes: ProcessTimes | None = None,
     ) -> None:
         """Begin with all engines unproven.
 
@@ -49,12 +62,14 @@ class EnginePool:
             heal_timeout_s: longest wait of a request or a publish for engines; 0 where nobody heals them.
             listener: hears what happens to the engines; None for nobody.
             clock: clock that also counts the time of the clients' requests; None for the pool's own.
+            processes: tells whether an engine that is late computes; None where that is not known.
         """
         self.members: Mapping[str, Member] = {client.name: Member(client) for client in clients}
         self.min_engines = min_engines
         self.clock = clock or HaltingClock()
         self._probe_timeout_s = probe_timeout_s
         self._heal_timeout_s = heal_timeout_s
+        self._processes = processes
         self.listener = FleetListener() if listener is None else listener
         self._changed = asyncio.Event()
         self._num_waiting = 0
@@ -120,15 +135,28 @@ class EnginePool:
         self._tell()
 
     async def examine(self, name: str) -> None:
-        """Probe an engine, and quarantine it if it does not answer in time or somebody has paused it."""
+        """Probe an engine, and quarantine it if it does not answer in time or somebody has paused it.
+
+        An engine that is late but computes, as on an overloaded machine, is asked once more, for three times as long.
+        """
         member = self.members[name]
+        before_s, timeout_s = self._cpu_s(name), self._probe_timeout_s
         try:
-            told = await member.while_in_service(member.client.health(timeout_s=self._probe_timeout_s))
+            try:
+                told = await member.while_in_service(member.client.health(timeout_s=timeout_s))
+            except DeadlineError:
+                if self._cpu_s(name) - before_s < BUSY_SHARE * timeout_s:
+                    raise
+                self.listener.event("engine_slow", engine=name, seconds=timeout_s)
+                told = await member.while_in_service(member.client.health(timeout_s=_PATIENCE * timeout_s))
         except OffbeatError as exc:
             self.quarantine(name, str(exc))
         else:
             if pause := told.get("paused"):
                 self.quarantine(name, _paused(pause))
+
+    def _cpu_s(self, name: str) -> float:
+        return (self._processes.cpu_s(name) if self._processes else None) or 0.0
 
     async def wait_quarantined(self, name: str) -> None:
         """Return as soon as the engine is quarantined."""

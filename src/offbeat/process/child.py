@@ -23,7 +23,7 @@ from pathlib import Path
 
 from offbeat import errors
 from offbeat.aio import deadline
-from offbeat.child_watch import LOOK_S, ChildWatch, bound_log, is_stopped, log_tail, system_view
+from offbeat.child_watch import LOOK_S, ChildWatch, bound_log, cpu_seconds, is_stopped, log_tail, system_view
 from offbeat.process.frames import BEAT, CALL, CANCEL, FAILURE, HEADER, STACK, STOP, CallFailure, Payload
 
 _STACK_TIMEOUT_S = 1.0
@@ -131,6 +131,11 @@ class Child:
     def alive(self) -> bool:
         """Whether the process has not been seen to end."""
         return not self._reading.done()
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU time of the process and of its descendants so far, in seconds."""
+        return cpu_seconds(self.pid)
 
     async def call(self, method: str, payload: Payload = b"", *, timeout_s: float, patience_s: float | None = None) -> bytes:
         """Run `handler.handle(method, payload)` in the child.

@@ -181,6 +181,11 @@ class RayWorker:
     def alive(self) -> bool:
         return not self._dead
 
+    @property
+    def cpu_s(self) -> None:
+        """See `Worker.cpu_s`."""
+        return None
+
     async def call(self, method: str, payload: Payload = b"", *, timeout_s: float, patience_s: float | None = None) -> bytes:
         """See `Worker.call`."""
         whole = payload if isinstance(payload, bytes) else b"".join(payload)

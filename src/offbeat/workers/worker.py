@@ -122,6 +122,11 @@ class Worker(Protocol):
     def alive(self) -> bool: ...
 
     @property
+    def cpu_s(self) -> float | None:
+        """CPU time of its process and of the processes below it so far, in seconds; None if that is not seen from here."""
+        ...
+
+    @property
     def disk(self) -> "Far | None":
         """Disk of its machine, if it does not see the folder of its log as this process does; its log is then copied every second."""
         ...
