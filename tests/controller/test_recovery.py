@@ -17,7 +17,8 @@ from offbeat.algorithms.coefficients import Coefficients
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.controller.parts import SingleProcess
 from offbeat.controller.recovery import Recovered, StepRecovery, finite, state_of
-from offbeat.controller.state import HeadState, Highlights, LoopStep, SavedState
+from offbeat.controller.scoring import ScoredBatch
+from offbeat.controller.state import HeadState, Highlights, LoopStep, RunState, SavedState
 from offbeat.data.dataset import ListDataset
 from offbeat.data.identity import Identity
 from offbeat.data.row import Row
@@ -34,6 +35,7 @@ from offbeat.journal.records import (
     PromptDrawn,
     Record,
     RecordEntry,
+    StepTrained,
     decode_record,
 )
 from offbeat.journal.segments import Reader, RecordPlace, Stored, find
@@ -57,25 +59,26 @@ IDENTITY = Identity({"train.optimizer.lr": 1e-3}, "rows", 10, "weights", "tokens
 SAVED = SavedState(4, 4, (HeadState(StreamState(0, 2), ("0:1",)),), identity=IDENTITY)
 
 
-def recover(tmp_path: Path, *, reason: str = "", **changed: float) -> tuple[Recovered, list[str]]:
-    """Go on from a checkpoint of step 4 with a journal that has a finished group; returns what was said, too."""
+def recover(tmp_path: Path, *, reason: str = "", base: int = 4, **changed: float) -> tuple[Recovered, list[str]]:
+    """Go on from a checkpoint of step `base`, 0 for none, with a journal that has a finished group; returns what was said, too."""
     said: list[str] = []
-    group = Group("0:1", 3)
-    packed = GroupEntry(group).to_bytes()
-    (tmp_path / "record").write_bytes(packed)
-    standing = JournalStanding(4)
-    begun = RecordEntry(JournalBegun(4, encode_json(IDENTITY), JournalHead(StreamState(0, 2), ("0:1", "0:0")))).to_bytes()
+    place = write_group(tmp_path, Group("0:1", 3))
+    standing = JournalStanding(base)
+    begun = RecordEntry(JournalBegun(base, encode_json(IDENTITY), JournalHead(StreamState(0, 2), ("0:1", "0:0")))).to_bytes()
     settled = RecordEntry(GroupSettled("0:2", "not accepted", "", False, (1.0,))).to_bytes()
-    place = RecordPlace(tmp_path / "record", 0, len(packed))
-    standing.follow(Stored(place, each) for each in (begun, packed, settled, RecordEntry(PromptDrawn("1:3", 3, 1, 4)).to_bytes()))
-    journal = SimpleNamespace(read=lambda base: (standing, reason) if base == 4 else None)
+    standing.follow(Stored(place, each) for each in (begun, place.read(), settled, RecordEntry(PromptDrawn("1:3", 3, 1, 4)).to_bytes()))
+    journal = SimpleNamespace(read=lambda since: (standing, reason) if since == base else None)
     parts = SimpleNamespace(
-        journal=journal, peers=SingleProcess(), source=SimpleNamespace(draws=True),
+        journal=journal, peers=SingleProcess(), source=SimpleNamespace(draws=True), num_heads=1,
         inputs=SimpleNamespace(identity=replace(IDENTITY, settings={"train.optimizer.lr": 1e-3, **changed})),
-        record=SimpleNamespace(run_dir=tmp_path, writes=True, note=lambda _kind, text: said.append(text)))
+        record=SimpleNamespace(run_dir=tmp_path, writes=True, note=lambda _kind, text: said.append(text), stored=nothing))
     stream = PromptStream(ListDataset([Row(f"{index}", "") for index in range(5)]), seed=0)
-    recovery = StepRecovery(parts, SimpleNamespace(), SimpleNamespace(), stream, algorithm=AlgorithmConfig())
-    return asyncio.run(recovery.run(SAVED)), said
+    recovery = StepRecovery(parts, SimpleNamespace(), SimpleNamespace(), stream, algorithm=AlgorithmConfig(), keep=nothing)
+    return asyncio.run(recovery.run(SAVED if base else None, RunState(total_steps=9))), said
+
+
+async def nothing(*_: object) -> None:
+    pass
 
 
 def test_finished_groups_and_the_position_in_the_data_are_those_of_the_journal(tmp_path: Path) -> None:
@@ -83,6 +86,54 @@ def test_finished_groups_and_the_position_in_the_data_are_those_of_the_journal(t
     assert [group.prompt_id for group in recovered.held.ready] == ["0:1"] and not recovered.held.taken and not recovered.num_redone
     assert recovered.saved == replace(SAVED, heads=(HeadState(StreamState(1, 4), ("0:0", "1:3")),))
     assert said == ["the journal goes further than the checkpoint: no step is redone, and 1 finished group is kept"]
+
+
+def test_without_a_checkpoint_the_run_goes_on_from_the_initial_model(tmp_path: Path) -> None:
+    recovered, said = recover(tmp_path, base=0)
+    assert recovered.begins and [group.prompt_id for group in recovered.held.ready] == ["0:1"]
+    assert (recovered.saved.global_step, recovered.saved.heads[0].in_flight) == (0, ("0:0", "1:3"))
+    assert said == ["the journal goes on from the initial model: no step is redone, and 1 finished group is kept"]
+    recovered, said = recover(tmp_path, base=0, **{"train.optimizer.lr": 1e-4})
+    assert recovered.begins and recovered.saved.heads == (HeadState(StreamState(), ()),) and not recovered.held.ready
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_rollouts_of_a_redone_step_are_stored_if_the_kill_came_before_that(tmp_path: Path, *, is_stored: bool) -> None:
+    standing, done = JournalStanding(4), []
+    begun = JournalBegun(4, encode_json(IDENTITY), JournalHead(StreamState(), ()))
+    trained = StepTrained(5, state_of(LoopStep(5, 4, 5), Highlights(), COEFFICIENTS))
+    place = write_group(tmp_path, Group("0:1", 3))
+    records = (begun, PromptDrawn("0:1", 3, 0, 1), None, BatchTaken(5, ("0:1",)), trained)
+    standing.follow(Stored(place, place.read() if each is None else RecordEntry(each).to_bytes()) for each in records)
+    batch = SimpleNamespace(with_columns=lambda **_columns: "batch")
+
+    async def take(groups: list[Group], *_: object) -> tuple[object, None]:
+        assert [group.prompt_id for group in groups] == ["0:1"]
+        return batch, None
+
+    async def score(*_: object) -> ScoredBatch:
+        return ScoredBatch(batch)
+
+    async def keep(step: LoopStep, groups: list[Group], kept: object) -> None:
+        done.append((step.global_step, [group.prompt_id for group in groups], kept))
+
+    parts = SimpleNamespace(
+        journal=SimpleNamespace(read=lambda _base: (standing, "")), peers=SingleProcess(), source=SimpleNamespace(draws=True), num_heads=1,
+        inputs=SimpleNamespace(identity=IDENTITY), turns=SimpleNamespace(to_ranks=nothing), publisher=None,
+        record=SimpleNamespace(
+            run_dir=tmp_path, writes=True, note=print, stored=nothing, has_rollouts=lambda step: step == 5 and is_stored))
+    recovery = StepRecovery(
+        parts, SimpleNamespace(take=take), SimpleNamespace(score=score, train=nothing), PromptStream(ListDataset([Row("", "")]), seed=0),
+        algorithm=AlgorithmConfig(), keep=keep)
+    recovered = asyncio.run(recovery.run(SAVED, RunState(total_steps=9)))
+    assert recovered.num_redone == 1 and not recovered.begins
+    assert done == ([] if is_stored else [(5, ["0:1"], "batch")])
+
+
+def write_group(folder: Path, group: Group) -> RecordPlace:
+    data = GroupEntry(group).to_bytes()
+    (folder / "record").write_bytes(data)
+    return RecordPlace(folder / "record", 0, len(data))
 
 
 def test_damage_is_told_and_the_records_before_it_are_used(tmp_path: Path) -> None:
@@ -165,12 +216,27 @@ def test_after_kills_nothing_is_lost_doubled_or_generated_twice_and_redone_steps
     rows = run.metrics()
     assert [row["global_step"] for row in rows] == list(range(1, 41))
     assert all(row["rollout/staleness_max_versions"] <= int(eta) for row in rows)
-    # A kill may come before the rollouts of a step are stored, and they are not stored again when the step is redone.
     stored = {int(path.name[5:11]): [group["prompt_id"] for group in read_rollouts(path)] for path in run.folder.glob("rollouts/step-*")}
-    trained = Counter(prompt_id for step in range(1, 41) for prompt_id in stored.get(step) or taken[step])
+    assert stored == {step: list(taken[step]) for step in range(1, 41)}
+    trained = Counter(prompt_id for step in range(1, 41) for prompt_id in stored[step])
     assert set(trained.values()) == {1} and len(trained) == 80 and drawn <= trained.keys() | settled and not trained.keys() & settled
     assert version >= 11
     check_weights(run, tmp_path / "was", version)
+
+
+@pytest.mark.drill
+def test_a_run_without_a_checkpoint_goes_on_from_its_journal(tmp_path: Path, model_dir: str) -> None:
+    run, settings = SmallRun(tmp_path, model_dir), {"checkpoint__every_steps": "0", "checkpoint__every_minutes": "0"}
+    run_until_killed(run, lambda: num_rows(run) >= 5, **settings)
+    before = [group["prompt_id"] for step in range(1, 6) for group in run.groups(step)]
+    with start_offbeat("train", *run.arguments(**SETTINGS | settings | {"run__total_steps": "9"})) as process:
+        error = process.communicate(timeout=200)[1]
+    assert process.returncode == 0, error
+    assert [row["global_step"] for row in run.metrics()] == list(range(1, 10)) and not list(tmp_path.glob("small.*"))
+    trained = [group["prompt_id"] for step in range(1, 10) for group in run.groups(step)]
+    assert trained[: len(before)] == before and len(set(trained)) == 18
+    [told] = run.events("recovered")
+    assert "from the initial model" in told["text"]
 
 
 def check_weights(run: SmallRun, was: Path, version: int) -> None:

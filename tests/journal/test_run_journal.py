@@ -8,7 +8,7 @@ import pytest
 from offbeat.data.stream import StreamState
 from offbeat.data.trajectory import Group, Trajectory
 from offbeat.journal.records import BatchTaken, JournalHead, PromptDrawn, StepTrained
-from offbeat.journal.run_journal import NoJournal, RunJournal
+from offbeat.journal.run_journal import NoJournal, RunJournal, begun_at_start, folder_of
 from offbeat.journal.segments import numbers, path_of
 
 
@@ -73,3 +73,17 @@ def test_a_run_without_a_journal_records_nothing() -> None:
     journal.record(StepTrained(5, b"{}"))
     journal.saved(5, oldest=0)
     assert journal.synced().done() and journal.read(4) is None
+
+
+def test_a_journal_that_begins_with_the_initial_model_tells_with_which_identity_and_how_many_processes(tmp_path: Path) -> None:
+    assert begun_at_start(tmp_path) is None
+    with open_journal(folder_of(tmp_path)) as journal, open_journal(folder_of(tmp_path, 1)) as other:
+        journal.begin(0, head(), held=[])
+        other.begin(0, head(), held=[])
+        journal.synced().result(10)
+        other.synced().result(10)
+        assert begun_at_start(tmp_path) == (b"{}", 2)
+        journal.begin(5, head(), held=[])
+        journal.saved(5, oldest=5)
+        journal.synced().result(10)
+        assert begun_at_start(tmp_path) is None

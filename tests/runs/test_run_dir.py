@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from offbeat.data.identity import Identity
 from offbeat.data.stream import StreamState
 from offbeat.data.wire import encode_json
 from offbeat.errors import ConfigError, StorageError
+from offbeat.journal.records import JournalHead
+from offbeat.journal.run_journal import RunJournal, folder_of
 from offbeat.runs.learning_rates import choose_rates
 from offbeat.runs.run_dir import check_resumption, prepare_run_dir, remembered_settings
 from offbeat.telemetry.run_lock import lock_run
@@ -105,6 +108,26 @@ def test_starts_that_failed_before_anything_was_trained_use_one_folder(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["small"]
     events.write_text('{"kind": "sft_step", "time_s": 1.0, "step": 1}\n')
     assert prepare_run_dir(config, fresh=fresh) == tmp_path / "small.1"
+
+
+def test_a_run_without_a_checkpoint_goes_on_by_its_journal_where_nothing_has_changed(tmp_path: Path) -> None:
+    config, identity = small_config(tmp_path), Identity({"run.seed": 1}, "rows", 10, "weights", "tokens", {})
+    folder = folder_of(config.run_dir)
+
+    def begin_journal() -> None:
+        (config.run_dir / "config.toml").touch()
+        with RunJournal(folder, identity=encode_json(identity), tell=pytest.fail) as journal:
+            journal.begin(0, JournalHead(StreamState(), ()), held=[])
+            journal.synced().result(10)
+
+    config.run_dir.mkdir()
+    begin_journal()
+    (config.run_dir / "rollouts").mkdir()
+    assert prepare_run_dir(config, identity=identity) is None and folder.exists()
+    assert prepare_run_dir(config, identity=replace(identity, data="others")) == tmp_path / "small.1" and not config.run_dir.exists()
+    config.run_dir.mkdir()
+    begin_journal()
+    assert prepare_run_dir(config, identity=identity, num_heads=2) is None and not folder.exists()  # it had only begun
 
 
 def test_a_run_that_another_process_runs_keeps_its_folder(tmp_path: Path) -> None:

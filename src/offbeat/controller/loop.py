@@ -118,9 +118,10 @@ class _Training:
         self._stream = PromptStream(parts.inputs.train, seed=config.run.seed, shuffle=config.data.shuffle, curriculum=config.curriculum)
         self._training = StepTraining(
             parts, self._stream, num_minibatches=config.algorithm.num_minibatches, critic=config.critic, seed=config.run.seed)
-        self._recovery = StepRecovery(parts, self._batches, self._training, self._stream, algorithm=config.algorithm)
         self._num_flat_rejected = 0
         self._steps = StepRecord(parts, self._stream, warm_up_steps=state.highlights.warm_up_steps)
+        self._recovery = StepRecovery(
+            parts, self._batches, self._training, self._stream, algorithm=config.algorithm, keep=self._steps.keep_rollouts)
         self.rescue = Rescue(parts, state, self._stream, self._checkpoints, Coefficients.of(config.algorithm))
 
     async def run(self) -> TrainResult:
@@ -128,12 +129,13 @@ class _Training:
         if parts.critic is not None:
             await parts.critic.restart_optimizer(config.critic.optimizer, total_steps=config.run.total_steps)
         await parts.trainers.restart_optimizer(config.train.optimizer, total_steps=config.run.total_steps)
-        saved = await self._checkpoints.restore()
-        recovered = None if saved is None else await self._recovery.run(saved)
-        if recovered is not None:
-            saved = recovered.saved
-            self._resume(saved)
-            await self._best.export_if_best(saved.global_step)  # it may have ended between its checkpoint and this
+        recovered = await self._recovery.run(await self._checkpoints.restore(), state)
+        self._stand(recovered.saved)
+        if recovered.begins:
+            self._record.begin_anew()
+        else:
+            self._resume(recovered.saved)
+            await self._best.export_if_best(state.global_step)  # it may have ended between its checkpoint and this
         await state.agree(parts.peers)
         if state.stopping:
             return self._result()
@@ -144,7 +146,7 @@ class _Training:
         evaluations = RunEvaluations(parts, state, self._best, make_evaluators(
             rollouts, parts.source, parts.inputs, config, parts.peers, log_dir=self._record.log_dir))
         self._record.console.start(f"{config.run.name} · {config.algorithm.preset}", config.run.total_steps)
-        if saved is None and (before := await evaluations.run(0, last=True)):
+        if recovered.begins and (before := await evaluations.run(0, last=True)):
             self._record.stats.commit(0, 0, 0, before)
             self._steps.advise(before)
         async with rollouts, self._batches, self._steps.timing_first_step() as timer:
@@ -165,17 +167,16 @@ class _Training:
         await self._record.stored()
         return self._result()
 
-    async def _open_rollouts(self, recovered: Recovered | None) -> Rollouts:
+    async def _open_rollouts(self, recovered: Recovered) -> Rollouts:
         """Open the rollouts and the journal; after steps that were redone, a checkpoint is saved, so that they are not redone again."""
         state = self._state
         rollouts = self.rescue.rollouts = self._parts.source.rollouts(
             self._stream, version=state.version, last_version=state.last_version, num_flat_rejected=self._num_flat_rejected)
-        if recovered is not None:
-            rollouts.take_over(recovered.held)
-            if recovered.num_redone:
-                await self.rescue.save(state.last_step)
-                return rollouts
-        self.rescue.begin_journal(state.global_step, rollouts)
+        rollouts.take_over(recovered.held)
+        if recovered.num_redone:
+            await self.rescue.save(state.last_step)
+        else:
+            self.rescue.begin_journal(state.global_step, rollouts)
         return rollouts
 
     # -- one step, from rollouts to published weights ------------------------------------------------------------------------------------
@@ -320,7 +321,8 @@ class _Training:
         self._record.console.note(f"no step is in training, so the run ends after step {self._state.global_step}")
         await self.rescue.save_last()
 
-    def _resume(self, saved: SavedState) -> None:
+    def _stand(self, saved: SavedState) -> None:
+        """Stand where a checkpoint or the journal says, in steps, coefficients and data."""
         self._state.resume(saved)
         self.rescue.coefficients = Coefficients.of(self._config.algorithm, saved.coefficients)
         head = saved.heads[self._parts.head]
@@ -328,6 +330,9 @@ class _Training:
         self._num_flat_rejected = head.num_flat_rejected
         for prompt_id in head.in_flight:
             self._stream.give_back(prompt_id)
+
+    def _resume(self, saved: SavedState) -> None:
+        """Go on in the records of the steps that are done."""
         self._record.resume_after(saved.global_step, repeats_row=saved.unevaluated is not None)
         in_flight = sum(len(each.in_flight) for each in saved.heads)
         self._record.events.record("resumed", global_step=saved.global_step, version=saved.version, prompts_in_flight=in_flight)

@@ -1,14 +1,14 @@
-"""Goes on from a checkpoint to the point where the run's journal ended: redoes the steps since, on the batches that they had.
+"""Goes on from a checkpoint, or from the initial model, to the point where the run's journal ended: redoes the steps since.
 
-Called by the loop, on every rank, after the ranks have loaded the checkpoint and before any engine has their weights. Steps are redone
-without engines: the groups are in the journal. With one rank the weights come out the same, bit for bit; with several, up to the rounding
-of sums in another order, because sequences are spread by measured times. Rows of metrics, evaluations and exports of redone steps are there
-already.
+Called by the loop, on every rank, after the ranks have loaded the checkpoint and before any engine has their weights. Steps are redone on
+the batches that they had, without engines: the groups are in the journal. With one rank the weights come out the same, bit for bit; with
+several, up to the rounding of sums in another order, because sequences are spread by measured times. Rows of metrics, evaluations and
+exports of redone steps are there already, and their rollouts but for the last ones, which are stored now if the kill came before that.
 """
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from offbeat.algorithms.coefficients import Coefficients
@@ -17,9 +17,10 @@ from offbeat.config.root import TRAINING_KINDS
 from offbeat.controller.batches import StepBatches
 from offbeat.controller.parts import RunParts
 from offbeat.controller.resume import compare
-from offbeat.controller.state import HeadState, Highlights, LoopStep, SavedState
+from offbeat.controller.state import HeadState, Highlights, LoopStep, RunState, SavedState
 from offbeat.controller.step_training import StepTraining
 from offbeat.data import wire
+from offbeat.data.batch import Batch
 from offbeat.data.identity import Identity
 from offbeat.data.stream import PromptStream, StreamState
 from offbeat.data.trajectory import Group
@@ -27,6 +28,9 @@ from offbeat.errors import ConfigError
 from offbeat.journal.standing import HeldGroups, JournalStanding, StoredGroup
 
 _PART = TRAINING_KINDS["train"].part
+
+Keep = Callable[[LoopStep, Sequence[Group], Batch], Awaitable[None]]
+"""Stores the groups and the batch of a step."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +40,13 @@ class Recovered:
     Attributes:
         saved: as of a checkpoint of the last step that was done; its one head is this process's.
         num_redone: steps since the checkpoint.
+        begins: whether no step is done, and the run has no checkpoint.
     """
 
     saved: SavedState
     held: HeldGroups
     num_redone: int
+    begins: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,23 +61,26 @@ class StepRecovery:
 
     def __init__(
         self, parts: RunParts, batches: StepBatches, training: StepTraining, stream: PromptStream, *, algorithm: AlgorithmConfig,
+        keep: Keep,
     ) -> None:
-        """`stream` is that of the run, before it is restored."""
+        """`stream` is that of the run, before it is restored; `keep` stores the rollouts of a step that have not been."""
         self._algorithm = algorithm
         self._parts = parts
         self._record = parts.record
         self._batches = batches
         self._training = training
         self._stream = stream
+        self._keep = keep
 
-    async def run(self, saved: SavedState) -> Recovered:
-        """Go on from a checkpoint that the ranks have loaded.
+    async def run(self, checkpoint: SavedState | None, state: RunState) -> Recovered:
+        """Go on from a checkpoint that the ranks have loaded; from `state` and the initial model where there is none.
 
         Raises:
             StorageError: the journal cannot be read.
             ConfigError: a newer Offbeat has written it.
             WorkerError: a rank failed.
         """
+        saved = self._beginning(state) if checkpoint is None else checkpoint
         standing = await asyncio.to_thread(self._read, saved)
         draws = self._parts.source.draws
         known = await self._parts.peers.gather("recover_steps", _Known(len(standing.steps) if standing else 0 if draws else None))
@@ -80,13 +89,19 @@ class StepRecovery:
             standing.back_to(num_steps)
         states = await self._parts.peers.lead("recover", lambda: _states(standing), tuple[SavedState, ...])
         await self._redo([saved, *states], standing)
+        begins = checkpoint is None and not num_steps
         if standing is None:
-            return Recovered(_follow(saved, states, saved.heads), HeldGroups(), num_steps)
+            return Recovered(_follow(saved, states, saved.heads), HeldGroups(), num_steps, begins)
         held = await asyncio.to_thread(_held, standing)
         heads = (self._head(standing),) * max(len(saved.heads), 1)
         if self._record.writes and (num_steps or held.ready or held.taken):
-            self._record.note("recovered", _told(saved.global_step, num_steps, held))
-        return Recovered(_follow(saved, states, heads), held, num_steps)
+            self._record.note("recovered", _told(saved.global_step, num_steps, held, from_checkpoint=checkpoint is not None))
+        return Recovered(_follow(saved, states, heads), held, num_steps, begins)
+
+    def _beginning(self, state: RunState) -> SavedState:
+        """Return where a run without a checkpoint begins."""
+        heads = (HeadState(self._stream.state(), ()),) * self._parts.num_heads
+        return SavedState(0, state.version, heads, state.highlights, self._parts.inputs.identity)
 
     def _read(self, saved: SavedState) -> JournalStanding | None:
         found = self._parts.journal.read(saved.global_step)
@@ -119,6 +134,9 @@ class StepRecovery:
             await self._parts.turns.to_ranks(self._parts.publisher)
             scored = await self._training.score(batch, groups, step, own)
             await self._training.train(scored.batch, step)
+            if not self._record.has_rollouts(step.global_step):
+                await self._keep(step, groups, scored.batch.with_columns(**scored.known))
+        await self._record.stored()
 
     def _head(self, standing: JournalStanding) -> HeadState:
         """Return where this process stood in its data."""
@@ -162,8 +180,10 @@ def _read_groups(stored: Sequence[StoredGroup]) -> list[Group]:
     return [each.read() for each in stored]
 
 
-def _told(step: int, num_steps: int, held: HeldGroups) -> str:
+def _told(step: int, num_steps: int, held: HeldGroups, *, from_checkpoint: bool) -> str:
     num_groups = len(held.ready) + len(held.taken)
-    redone = f"{num_steps} step{'s' if num_steps != 1 else ''} after step {step} {'are' if num_steps != 1 else 'is'} redone"
+    are = "are" if num_steps != 1 else "is"
+    redone = f"{num_steps} step{'s' if num_steps != 1 else ''}{f' after step {step}' if from_checkpoint else ''} {are} redone"
     groups = f"{num_groups} finished group{'s' if num_groups != 1 else ''} {'are' if num_groups != 1 else 'is'} kept"
-    return f"the journal goes further than the checkpoint: {redone if num_steps else 'no step is redone'}, and {groups}"
+    begun = "goes further than the checkpoint" if from_checkpoint else "goes on from the initial model"
+    return f"the journal {begun}: {redone if num_steps else 'no step is redone'}, and {groups}"

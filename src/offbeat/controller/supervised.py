@@ -329,8 +329,8 @@ class _Teaching:
         marks = saved.highlights
         self._accuracy, self._accuracy_step, self._trained_tokens = marks.heldout_after, marks.heldout_after_step, marks.trained_tokens
         self._stream.restore(saved.heads[self._parts.head].stream)
-        # Rows after a warm-up come from reinforcement learning that left no checkpoint, and begins again.
         self._unevaluated = saved.unevaluated
-        self._record.resume_after(saved.global_step if lesson.standalone else -1, repeats_row=saved.unevaluated is not None)
+        if lesson.standalone:  # rows after a warm-up come from reinforcement learning
+            self._record.resume_after(saved.global_step, repeats_row=saved.unevaluated is not None)
         self._record.events.record(lesson.kind.event("resumed"), step=saved.global_step, version=saved.version)
         self._record.console.note(f"resumed after {saved.global_step} {lesson.kind.word} steps")

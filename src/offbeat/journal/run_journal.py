@@ -11,11 +11,34 @@ from typing import Self
 
 from offbeat.data.trajectory import Group
 from offbeat.errors import DataError
-from offbeat.journal.records import CheckpointKept, GroupEntry, JournalBegun, JournalHead, Record, RecordEntry
+from offbeat.journal.records import CheckpointKept, GroupEntry, JournalBegun, JournalHead, Record, RecordEntry, decode_record
 from offbeat.journal.segments import Reader, find
 from offbeat.journal.standing import JournalStanding
 from offbeat.journal.writer import JournalWriter
 from offbeat.types import Tell
+
+
+def folder_of(run_dir: Path, head: int = 0) -> Path:
+    """Return the folder of the journal of a process that draws data, the `head`th of the run's."""
+    folder = run_dir / "journal"
+    return folder / f"head-{head}" if head else folder
+
+
+def begun_at_start(run_dir: Path) -> tuple[bytes, int] | None:
+    """Return JSON of the identity with which a run's journal goes on from the initial model, and the number of processes that draw data.
+
+    None if there is no such journal.
+
+    Raises:
+        ConfigError: a newer Offbeat has written it.
+        StorageError: it cannot be read.
+    """
+    folder = folder_of(run_dir)
+    newest = max((each for each in find(folder) if each.base == 0), key=lambda each: each.number, default=None)
+    stored = None if newest is None else next(iter(Reader([newest])), None)
+    record = None if stored is None else decode_record(stored.payload)
+    num_heads = 1 + sum(path.is_dir() for path in folder.glob("head-*"))
+    return (record.identity, num_heads) if isinstance(record, JournalBegun) else None
 
 
 class NoJournal:

@@ -19,7 +19,7 @@ from offbeat.fleet.engine_group import EngineGroup
 from offbeat.fleet.fleet import Fleet, open_engines
 from offbeat.fleet.publishers import PolicyPublisher, Release, WeightsPublisher, release_nobody, wake_nobody
 from offbeat.fleet.turns import EngineTurns
-from offbeat.journal.run_journal import NoJournal, RunJournal
+from offbeat.journal.run_journal import NoJournal, RunJournal, folder_of
 from offbeat.ranks.ranks import Ranks, WorkerRanks
 from offbeat.ranks.trainers import Trainers
 from offbeat.rollout.episode import Generate
@@ -73,14 +73,13 @@ def open_journal(stack: AsyncExitStack, config: Config, inputs: RunInputs, recor
     """Open the journal of a process that draws data, `journal` in the run's folder, and below it for heads other than the first."""
     if not config.checkpoint.journal:
         return NoJournal()
-    folder = config.run_dir / "journal"
     loop = asyncio.get_running_loop()
 
     def show_text(text: str) -> None:
         with suppress(RuntimeError):  # the run has ended meanwhile
             loop.call_soon_threadsafe(partial(record.note, "journal", text))
 
-    journal = RunJournal(folder / f"head-{head}" if head else folder, identity=wire.encode_json(inputs.identity), tell=show_text)
+    journal = RunJournal(folder_of(config.run_dir, head), identity=wire.encode_json(inputs.identity), tell=show_text)
     stack.callback(lambda: record.events.record(
         "journal_written", num_bytes=journal.writer.num_bytes, cpu_s=round(journal.writer.cpu_s, 3)))
     return stack.enter_context(journal)

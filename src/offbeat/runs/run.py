@@ -306,8 +306,9 @@ def _open_record(
         # Its log is opened when it has met the leader, who may first move an older run of this name out of the way.
         return SilentRecord(config.run_dir)
     check_installed(config.telemetry.sinks)  # before an older run is moved out of the way
-    aside = prepare_run_dir(config, kind=kind, fresh=fresh)
-    check_resumption(config, identity, kind=kind, num_heads=1 if config.rollout.single_rank_load else rank_info.world)
+    num_heads = 1 if config.rollout.single_rank_load else rank_info.world
+    aside = prepare_run_dir(config, kind=kind, fresh=fresh, identity=identity, num_heads=num_heads)
+    check_resumption(config, identity, kind=kind, num_heads=num_heads)
     record = RunRecord(
         config.run_dir, trace=config.telemetry.trace, console=console, sinks=config.telemetry.sinks,
         settings=config.model_dump(mode="json"), rollouts_max_bytes=config.telemetry.rollouts_max_bytes or None)

@@ -20,6 +20,7 @@ from offbeat.data import wire
 from offbeat.data.identity import Identity
 from offbeat.disk import discard
 from offbeat.errors import ConfigError, StorageError
+from offbeat.journal.run_journal import begun_at_start, folder_of
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.run_lock import lock_run
 
@@ -29,12 +30,16 @@ _FILES = ("config.toml", "events.jsonl", "metrics.jsonl", "trace.json", "result.
 _RL = TRAINING_KINDS["train"]
 
 
-def prepare_run_dir(config: Config, *, kind: TrainingKind = _RL, fresh: bool = False) -> Path | None:
-    """Go on in the run's folder if it has a checkpoint, else move an older run of the same name aside if it has trained or saved anything.
-    A `fresh` run always does the latter.
+def prepare_run_dir(
+    config: Config, *, kind: TrainingKind = _RL, fresh: bool = False, identity: Identity | None = None, num_heads: int = 1,
+) -> Path | None:
+    """Go on in the run's folder if it has a checkpoint, or a journal of the same run from its beginning on, else move an older run of the
+    same name aside if it has trained or saved anything. A `fresh` run always does the latter.
 
     Args:
         kind: kind of training; a run goes on only from checkpoints of its own kind.
+        identity: of the run as it is now, which must be that of its journal; None goes on from checkpoints alone.
+        num_heads: number of processes that draw data.
 
     Returns:
         New folder of the older run, such as `runs/NAME.1`, if it was moved.
@@ -63,7 +68,25 @@ def prepare_run_dir(config: Config, *, kind: TrainingKind = _RL, fresh: bool = F
         raise StorageError(
             f"the run {str(run_dir)!r} has saved a checkpoint of step {step}, and {str(run_dir / 'checkpoints')!r} has none any more; put"
             " it back, or move the run's folder away or give run.name a new name to begin anew")
-    return _move_aside(config) if _got_anywhere(run_dir) else None
+    if kind is _RL and config.checkpoint.journal and identity and _is_journaled(run_dir, identity, num_heads=num_heads):
+        return None
+    if _got_anywhere(run_dir):
+        return _move_aside(config)
+    if (journal := folder_of(run_dir)).exists():
+        with lock_run(run_dir):
+            discard(journal)
+    return None
+
+
+def _is_journaled(run_dir: Path, identity: Identity, *, num_heads: int) -> bool:
+    """Whether the run can go on from the initial model by its journal, because nothing has changed."""
+    if (begun := begun_at_start(run_dir)) is None:
+        return False
+    was = SavedState(0, 0, (), identity=wire.decode_json(Identity, begun[0]))
+    try:
+        return begun[1] == num_heads and not compare(identity, was, run_dir=run_dir, part=_RL.part)
+    except ConfigError:
+        return False
 
 
 def _check_kinds(run_dir: Path) -> None:

@@ -103,6 +103,15 @@ class RunRecord:
         await self.stored()
         self._stored = self._writer.submit(self._rollout_log.write, step, lines, self._rollout_log.take_rejected())
 
+    def has_rollouts(self, step: int) -> bool:
+        """Whether the rollouts of a step are stored, or have to be by another process."""
+        return self._rollout_log.has(step)
+
+    def begin_anew(self) -> None:
+        """Drop the records of steps of an earlier start, which the run begins again."""
+        if (self.run_dir / "metrics.jsonl").stat().st_size:
+            self.resume_after(-1)
+
     def reject(self, num_tokens: int, line: RejectedLine) -> None:
         """Store a group that is not trained on with the next step; see `RolloutLog.reject`."""
         self._rollout_log.reject(num_tokens, line)
@@ -172,6 +181,13 @@ class SilentRecord(RunRecord):
 
     def resume_after(self, global_step: int, *, repeats_row: bool = False) -> None:
         """Do nothing, since nothing was stored."""
+
+    def begin_anew(self) -> None:
+        """Do nothing, since nothing was stored."""
+
+    def has_rollouts(self, step: int) -> bool:  # noqa: ARG002
+        """Return True: the leader stores them."""
+        return True
 
     async def rollouts(self, step: int, lines: Iterable[bytes]) -> None:
         """Store nothing."""

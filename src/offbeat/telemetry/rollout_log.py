@@ -79,6 +79,10 @@ class RolloutLog:
             raise StorageError(f"cannot write {path}: {exc.strerror}; free space, or set telemetry.rollouts_every_steps to 0") from exc
         return path
 
+    def has(self, step: int) -> bool:
+        """Whether the groups of a step are stored."""
+        return (self._folder / f"step-{step:06d}.jsonl.zst").exists()
+
     def resume_after(self, step: int) -> None:
         """Remove the files of later steps, which are repeated."""
         for later, files in self._files().items():
