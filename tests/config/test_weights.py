@@ -5,8 +5,10 @@ from itertools import product
 import pytest
 from pydantic import ValidationError
 
+from offbeat.config.load import load_config
 from offbeat.config.root import Config
 from offbeat.config.weights import WeightsConfig
+from offbeat.errors import ConfigError
 
 
 def test_generation_goes_on_under_new_weights_by_default():
@@ -18,6 +20,13 @@ def test_generation_goes_on_under_new_weights_by_default():
 def test_values_without_meaning_are_refused(values):
     with pytest.raises(ValidationError):
         WeightsConfig(**values)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "true", "never"])
+def test_versions_between_whole_ones_are_a_number_or_auto(text):
+    assert [load_config(None, [("weights.whole_every_versions", good)]).weights.longest_chain for good in ("1", "7", "auto")] == [1, 7, 1]
+    with pytest.raises(ConfigError, match=r"^weights.whole_every_versions: it must be an integer >= 1 or 'auto', got .*; use 1 to write"):
+        load_config(None, [("weights.whole_every_versions", text)])
 
 
 @pytest.mark.parametrize("section, values, told", [

@@ -58,7 +58,7 @@ GIVEN: Mapping[str, str] = {
     "evaluate.keep_best": "eval/accuracy", "evaluate.metric": "code.py:mean_length",
     "inference.max_context": "32", "inference.batch_invariant": "true", "rollout.batch_timeout_s": "3000",
     "model.lora.targets": '["q_proj"]', "model.lora.dropout": "0.1", "inference.forward": "hf",
-    "weights.dir": "WEIGHTS",
+    "weights.dir": "WEIGHTS", "weights.whole_every_versions": "4",
     "inference.max_cache_bytes": "100000000",
     "algorithm.clip_low": "0.1", "rollout.top_k": "5", "train.optimizer.beta1": "0.8", "train.optimizer.beta2": "0.9",
     "algorithm.constants": "{tau_low = 1.2}", "algorithm.objective": "gspo", "algorithm.credit": "code.py:credit",

@@ -12,6 +12,7 @@ class EngineKind:
     Attributes:
         inside: whether it computes in a worker of Offbeat's own, instead of a server in an environment of its own.
         takes_changes: whether changes of weights can be published to it (`weights.whole_every_versions`).
+        changes_in_place: whether it applies them to the weights that it computes with, instead of to a copy that it keeps for it.
         takes_broadcasts: whether weights can be sent to it by a collective (`weights.channel`).
         sleeps: whether it can give its device's memory to a train rank meanwhile (`cluster.take_turns`).
         quantises: whether it can be told to sample with a rounded form of the weights (`inference.quantization`).
@@ -23,6 +24,7 @@ class EngineKind:
 
     inside: bool = False
     takes_changes: bool = False
+    changes_in_place: bool = False
     takes_broadcasts: bool = False
     sleeps: bool = False
     quantises: bool = False
@@ -34,7 +36,8 @@ class EngineKind:
 
 ENGINE_KINDS: Mapping[str, EngineKind] = MappingProxyType({
     "embedded": EngineKind(
-        inside=True, takes_changes=True, takes_broadcasts=True, sleeps=True, quantises=True, batch_invariant=True, reports_context=True),
+        inside=True, takes_changes=True, changes_in_place=True, takes_broadcasts=True, sleeps=True, quantises=True, batch_invariant=True,
+        reports_context=True),
     "vllm": EngineKind(
         takes_changes=True, takes_broadcasts=True, sleeps=True, splits=True, reports_context=True, setup="make vllm"),
     "sglang": EngineKind(splits=True),

@@ -71,6 +71,7 @@ class PlanConfig(Section):
     algorithm: AlgorithmConfig
     train: TrainConfig
     inference: InferenceConfig
+    weights: WeightsConfig
     cluster: ClusterConfig
 
 

@@ -57,7 +57,7 @@ def check_step(train: TrainConfig, *, model: ModelConfig) -> None:
 
 def check_channel(weights: WeightsConfig, *, model: ModelConfig, inference: InferenceConfig) -> None:
     """Check how weights reach engines."""
-    if weights.whole_every_versions > 1:
+    if weights.sends_changes:
         for name, value, refused in (
             ("model.lora.rank", model.lora.rank, model.lora.rank > 0),
             ("inference.engine", inference.engine, not inference.kind.takes_changes),

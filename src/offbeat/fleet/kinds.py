@@ -74,8 +74,7 @@ class _Vllm:
     def dialect(self, config: EngineConfig, model: str) -> Dialect:
         lora = config.model.lora.rank > 0
         on_cpu = not config.inference.devices_per_engine  # also of engines by URL, for which there is no other sign
-        changes = config.weights.whole_every_versions > 1
-        return VllmDialect(model=model, whole_weights=not lora, lora=lora, on_cpu=on_cpu, changes=changes)
+        return VllmDialect(model=model, whole_weights=not lora, lora=lora, on_cpu=on_cpu, changes=config.weights.sends_changes)
 
     def reader(self) -> Dialect:
         return VllmDialect(model="", whole_weights=False, lora=False)

@@ -22,6 +22,7 @@ from offbeat.data import wire
 from offbeat.disk import write_file
 from offbeat.errors import DataError
 from offbeat.machine import Device, smallest_device
+from offbeat.runs.change_choice import change_choice, choose_changes
 from offbeat.runs.devices import choose_devices, describe_devices, usable_devices
 from offbeat.runs.number_format import choose_number_format, format_choice, slow_formats
 from offbeat.runs.rank_info import RankInfo
@@ -113,7 +114,7 @@ def read_plan(run_dir: Path) -> KeptPlan:
 
 
 def make_plan(config: Config, *, rank_info: RankInfo = _CONTROLLER, trains: bool = True, serves: bool = True) -> RunPlan:
-    """Choose devices, precision, recomputation, number format and threads, in this order, where they are left open.
+    """Choose devices, precision, recomputation, number format, changes of weights and threads, in this order, where they are left open.
 
     Args:
         rank_info: place of this process in SPMD mode.
@@ -128,13 +129,15 @@ def make_plan(config: Config, *, rank_info: RankInfo = _CONTROLLER, trains: bool
     device, shape = _rank_device(placed, rank_info), shape_of(placed) if trains else None
     stepped = choose_step(placed, device=device, shape=shape) if trains else placed
     formatted = choose_number_format(stepped)
-    sections = choose_threads(formatted, cores=num_cores, rank_info=rank_info, trains=trains, serves=serves)
+    publishing = choose_changes(formatted) if trains and serves else formatted
+    sections = choose_threads(publishing, cores=num_cores, rank_info=rank_info, trains=trains, serves=serves)
     chosen = config.planned(sections)
     reasons: Mapping[str, str] = {
         **dict.fromkeys(_DEVICES, f"of {num_devices} that are visible"), **dict.fromkeys(_THREADS, f"of {num_cores} cores"),
         **({choice.setting: choice.why for choice in step_choices(placed, device=device, shape=shape) if "." in choice.setting}
            if trains else {}),
-        "model.dtype": format_choice(stepped, device=_engine_device(stepped), cpu=this_cpu()).why}
+        "model.dtype": format_choice(stepped, device=_engine_device(stepped), cpu=this_cpu()).why,
+        "weights.whole_every_versions": change_choice(formatted).why}
     choices = (
         Choice(setting, _shown(value_at(chosen, setting)), why) for setting, why in reasons.items()
         if value_at(chosen, setting) != value_at(config, setting))

@@ -51,7 +51,7 @@ class ModelTrainer(Trainer):
         self._norm: Tensor = torch.zeros(())
         self._parts = None if self._exchange is None else PartWriter(
             ModelSnapshot(model, self._model_folder, {}, "float32"), self._exchange, groups, timeout_s=config.weights.stage_timeout_s,
-            keeps_last=config.weights.whole_every_versions > 1)
+            keeps_last=config.weights.sends_changes)
 
     @classmethod
     def build(cls, folder: str, *, config: RankConfig, groups: ProcessGroups) -> Self:

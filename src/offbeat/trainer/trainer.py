@@ -211,7 +211,7 @@ class Trainer(ABC):
                 timeout_s=broadcast.timeout_s, since=since, base=request.base)
             if self._offer is not None:
                 address, num_bytes = self._offer.address, self._offer.changes_bytes
-        if self._run.weights.whole_every_versions > 1:
+        if self._run.weights.sends_changes:
             self._last = request.folder, snapshot
         return Written(fingerprint, (), address, num_bytes or snapshot.num_bytes, base=request.base if num_bytes else "")
 

@@ -88,7 +88,7 @@ class Channel:
         """
         num_receivers = num_receivers if self._config.channel == "collective" else 0
         # Receivers of changes have the version before, but a folder of changes is read with the folders that it builds on.
-        follows = 0 < len(self._chain) < self._config.whole_every_versions and (num_receivers > 0 or self._is_intact())
+        follows = 0 < len(self._chain) < self._config.longest_chain and (num_receivers > 0 or self._is_intact())
         return await self._make(version, num_receivers=num_receivers, base=self._chain[-1] if follows else "")
 
     async def rewrite(self, manifest: Manifest) -> Manifest | None:
