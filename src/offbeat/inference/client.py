@@ -18,6 +18,7 @@ from offbeat.errors import BusyError, EngineError, OffbeatError, RefusedError
 from offbeat.inference.dialects.base import Dialect
 from offbeat.inference.dialects.embedded import EmbeddedDialect
 from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling, ScoreRequest
+from offbeat.outside import outside
 from offbeat.weights.protocol import Interrupt, Manifest, Proof
 
 T = TypeVar("T")
@@ -221,6 +222,9 @@ class EngineSession:
         self._through_proxies = through_proxies
 
     async def __aenter__(self) -> Self:
+        if (given := outside.get()) is not None:
+            self.session = given.open_session()
+            return self
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
         self.session = aiohttp.ClientSession(
             connector=connector, timeout=aiohttp.ClientTimeout(total=None), trust_env=self._through_proxies)

@@ -24,6 +24,7 @@ from pathlib import Path
 from offbeat import errors
 from offbeat.aio import deadline
 from offbeat.child_watch import LOOK_S, ChildWatch, bound_log, cpu_seconds, is_stopped, log_tail, system_view
+from offbeat.outside import outside
 from offbeat.process.frames import BEAT, CALL, CANCEL, FAILURE, HEADER, STACK, STOP, CallFailure, Payload
 
 _STACK_TIMEOUT_S = 1.0
@@ -102,6 +103,8 @@ class Child:
             DeadlineError: the process was not ready in time; shows its stack. It has been killed.
             WorkerError: the handler's constructor raised an error that is not an `OffbeatError`.
         """
+        if (given := outside.get()) is not None:
+            return await given.start_child(spec, timeout_s=timeout_s)
         ours, theirs = socket.socketpair()
         log = spec.log.open("ab") if spec.log else None
         try:

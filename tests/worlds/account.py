@@ -1,0 +1,111 @@
+"""Checks a world's ledger against what a run promises. Reads what the stand-ins and the disk have seen, not what the run says of itself."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from worlds.drawn import World
+from worlds.life import NAME
+from worlds.stand_in_engine import version_token, weights_token
+
+
+def violations(world: World, folder: Path) -> list[str]:
+    """Return what a world's run has done against its promises; empty if all is well."""
+    rows = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    found = [f"raised: {row['raised']}" for row in rows if "raised" in row]
+    found += [row["endless"] for row in rows if "endless" in row]
+    found += [f"tasks left: {row['left']}" for row in rows if row.get("left")]
+    done = [row for row in rows if "done" in row]
+    if not found and not (done and done[-1]["done"] == world.num_steps):
+        found.append(f"it did not come to its end: {[row['ended'] for row in rows if 'ended' in row][-1:] or rows[-1:]}")
+    found += [
+        f"prompt {row['settled']} failed as if by user code: {row['reason']}" for row in rows if row.get("why") == "code failed"][:3]
+    found += _generated_again(world, rows)
+    found += _trained_again(rows)
+    if found:
+        return found
+    return [*_wrong_steps(world, done[-1]), *_wrong_prompts(world, done[-1], rows), *_files_left(world, folder)]
+
+
+def _wrong_steps(world: World, done: dict[str, Any]) -> list[str]:
+    """Check each step's size, staleness and stamps in the model that came out."""
+    found: list[str] = []
+    steps, fingerprints = done["steps"], done["fingerprints"]
+    if len(steps) != world.num_steps or len(fingerprints) != world.num_steps + 1:
+        return [f"the model has learnt {len(steps)} steps, and {world.num_steps} were to be"]
+    for number, groups in enumerate(steps):  # the trainer's version before the step
+        if len(groups) != world.batch_size:
+            found.append(f"step {number + 1} has {len(groups)} groups, not {world.batch_size}")
+        for group in groups:
+            for tokens, versions in group["samples"]:
+                if not tokens or not number - world.eta <= min(versions) <= max(versions) <= number:
+                    found.append(f"step {number + 1} has tokens of versions {versions}, eta = {world.eta}")
+                    continue
+                found += _wrong_tokens(number, tokens, versions, fingerprints)
+    return found
+
+
+def _wrong_tokens(number: int, tokens: list[int], versions: list[int], fingerprints: list[str]) -> list[str]:
+    for token, version in zip(tokens, versions, strict=True):
+        if token not in (version_token(version), weights_token(fingerprints[version])):
+            return [f"step {number + 1} has token {token} stamped with version {version}, whose tokens are"
+                    f" {version_token(version)} and {weights_token(fingerprints[version])}"]
+    return []
+
+
+def _wrong_prompts(world: World, done: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    """Check that no prompt of an epoch was trained on twice, and that none before the last ones trained on was lost."""
+    counts = Counter(group["prompt"] for groups in done["steps"] for group in groups)
+    found = [f"prompt {prompt} is trained on {count} times" for prompt, count in counts.items() if count > 1]
+    rejected = {row["settled"] for row in rows if "settled" in row and not row["again"]}
+    missing = []
+    by_epoch: dict[int, set[int]] = {}
+    for prompt in (*counts, *rejected):
+        epoch, _, row = prompt.partition(":")
+        by_epoch.setdefault(int(epoch), set()).add(int(row))
+    last = max(by_epoch)
+    for epoch in range(last):
+        missing += [f"{epoch}:{row}" for row in set(range(world.num_rows)) - by_epoch.get(epoch, set())]
+    if missing:
+        found.append(f"prompts {sorted(missing)[:10]} were lost")
+    drawn = {row["drawn"] for row in rows if "drawn" in row}
+    if lost := sorted(prompt for prompt in drawn - set(counts) - rejected if int(prompt.partition(":")[0]) == last):
+        found.append(f"prompts {lost[:10]} were drawn, and neither trained on nor rejected")
+    return found
+
+
+def _generated_again(world: World, rows: list[dict[str, Any]]) -> list[str]:
+    """Check that groups which were finished at a kill were not drawn by a later life."""
+    settings = world.settings
+    if not settings["checkpoint.journal"] or settings["rollout.on_stale"] == "requeue":
+        return []
+    if any(row.get("fault") in ("power_cut", "disk_full", "disk_slow") for row in rows):
+        return []
+    found, held = [], set()
+    for row in rows:
+        if "killed" in row:
+            held |= set(row["held"])
+        elif row.get("drawn") in held:
+            found.append(f"prompt {row['drawn']} was finished at a kill, and was generated again")
+    return found
+
+
+def _trained_again(rows: list[dict[str, Any]]) -> list[str]:
+    """Check that no step of which a checkpoint was saved is trained again."""
+    saved, found = 0, []
+    for row in rows:
+        saved = max(saved, row.get("saved", 0))
+        if row.get("trained", saved + 1) <= saved:
+            found.append(f"step {row['trained']} was trained again, and a checkpoint of step {saved} had been saved")
+    return found[:3]
+
+
+def _files_left(world: World, folder: Path) -> list[str]:
+    run = folder / NAME
+    names = [path.relative_to(run).as_posix() for path in run.rglob("*")]
+    left = [name for name in names if name.endswith((".part", ".old"))]
+    weights = [name for name in names if name.startswith("weights/") and name.count("/") == 1]
+    if len(weights) > world.settings["weights.keep"] + 1:
+        left += weights
+    return [f"files left: {left[:10]}"] if left else []

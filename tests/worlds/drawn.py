@@ -1,0 +1,149 @@
+"""A world: the settings of a run, how long everything takes in it, and its faults, all drawn from one number."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+KINDS = {
+    "kill": "the controller's process is killed",
+    "power_cut": "all processes end, and writes that were not synced are lost",
+    "engine_dies": "an engine's process ends",
+    "engine_hangs": "an engine answers nothing for a while",
+    "engine_lies": "an engine says that it has loaded weights, and keeps the ones before",
+    "rank_dies": "a train rank's process ends",
+    "rank_hangs": "a train rank does nothing for a while",
+    "reward_dies": "the reward process ends",
+    "reward_hangs": "the reward process does nothing for a while",
+    "partition": "an engine cannot be reached for a while",
+    "lost": "requests to engines, or their answers, are lost for a while",
+    "twice": "requests that change an engine arrive twice for a while, the second time late",
+    "disk_full": "nothing can be written for a while",
+    "disk_slow": "every write takes seconds for a while",
+    "clock_jumps": "the wall clock is set, by up to an hour in either direction",
+    "stop": "the user asks the run to stop after its step, and starts it again",
+}
+"""Faults, in words."""
+
+ENDS_LIFE = ("kill", "power_cut", "stop")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong.
+
+    Attributes:
+        life: start of the run in which it happens, from 0.
+        at_s: virtual seconds after that start.
+        kind: one of `KINDS`.
+        who: number of the engine or rank.
+        for_s: how long it lasts, or by how much a clock jumps.
+    """
+
+    life: int
+    at_s: float
+    kind: str
+    who: int = 0
+    for_s: float = 0.0
+
+    def __str__(self) -> str:
+        lasts = f" for {self.for_s:g} s" if self.kind not in (*ENDS_LIFE, "engine_dies", "rank_dies", "reward_dies") else ""
+        whom = f" {self.who}" if self.kind.partition("_")[0] in ("engine", "rank", "partition") else ""
+        return f"start {self.life}, after {self.at_s:g} s: {self.kind}{whom}{lasts}"
+
+
+@dataclass(frozen=True)
+class World:
+    """What was drawn.
+
+    Attributes:
+        settings: of the run, by "section.key".
+        num_rows: rows of the data set that are trained on.
+        turns: times an episode asks the engine.
+        token_s, train_s, stage_s, write_s, start_s: mean time of a token, a step, a staging, a writing of weights, a start of a process.
+        straggler: share of requests that take ten times as long.
+        reward_fails: share of failed rewards.
+        goes_on: whether an engine finishes what it was asked although nobody waits any more.
+        faults: in any order.
+    """
+
+    seed: int
+    settings: Mapping[str, Any]
+    num_rows: int
+    turns: int
+    token_s: float
+    train_s: float
+    stage_s: float
+    write_s: float
+    start_s: float
+    straggler: float
+    reward_fails: float
+    goes_on: bool
+    faults: tuple[Fault, ...]
+
+    @property
+    def lora(self) -> bool:
+        return bool(self.settings["model.lora.rank"])
+
+    @property
+    def eta(self) -> int:
+        return self.settings["rollout.max_head_offpolicyness"]
+
+    @property
+    def batch_size(self) -> int:
+        return self.settings["rollout.consumer_batch_size"]
+
+    @property
+    def num_steps(self) -> int:
+        return self.settings["run.total_steps"]
+
+    def without(self, index: int) -> "World":
+        """Return the world without one of its faults."""
+        return replace(self, faults=self.faults[:index] + self.faults[index + 1 :])
+
+
+def draw(seed: int) -> World:
+    """Draw a world."""
+    rng = random.Random(seed)
+    num_engines, batch_size = rng.choice([1, 1, 2, 3]), rng.randint(1, 3)
+    steps = rng.randint(3, 6)
+    num_ranks = rng.choice([1, 1, 1, 2])
+    turns = rng.choice([1, 1, 1, 3])
+    lora = rng.random() < 0.35
+    settings = {
+        "run.total_steps": steps, "run.seed": seed, "data.heldout_size": rng.choice([0, 2, 2]), "model.lora.rank": 4 if lora else 0,
+        "train.num_ranks": num_ranks, "train.step_timeout_s": 600.0, "dist.sync_timeout_s": 120.0,
+        "rollout.group_size": 2, "rollout.consumer_batch_size": batch_size, "rollout.max_concurrent_rollouts": rng.randint(1, 8),
+        "rollout.max_new_tokens": 4, "rollout.max_head_offpolicyness": rng.choice([0, 0, 1, 1, 2, 3]),
+        "rollout.on_stale": rng.choice(["wait", "wait", "requeue"]), "rollout.reward": "worlds.given:reward",
+        "rollout.workflow": "worlds.given:several_turns" if turns > 1 else "single_turn", "rollout.reward_timeout_s": 15.0,
+        "algorithm.dynamic_sampling": rng.random() < 0.25, "inference.num_engines": num_engines,
+        "inference.min_engines": rng.choice([1, 1, num_engines]), "inference.heal_timeout_s": 2000.0, "inference.request_timeout_s": 300.0,
+        "weights.keep": rng.choice([1, 2]), "weights.stage_timeout_s": 120.0, "evaluate.every_steps": rng.choice([0, 1, 3]),
+        "evaluate.keep_samples": False, "checkpoint.every_steps": rng.choice([0, 1, 2, 3]), "checkpoint.keep": rng.choice([1, 2]),
+        "checkpoint.every_minutes": rng.choice([0.0, 0.0, 1.0]), "checkpoint.export": rng.random() < 0.3,
+        "checkpoint.journal": rng.random() < 0.85, "cluster.take_turns": num_engines < 3 and rng.random() < 0.15,
+        "telemetry.rollouts_every_steps": rng.choice([0, 0, 1]), "telemetry.trace": False,
+        "train.threads": 1, "inference.threads": 1,
+    }
+    world = World(
+        seed=seed, settings=settings, num_rows=rng.choice([5, 9, 40]), turns=turns, token_s=rng.choice([0.05, 0.5, 3]),
+        train_s=rng.choice([1, 10, 30]), stage_s=rng.choice([0.1, 5, 30]), write_s=rng.choice([0.2, 3]), start_s=rng.choice([0.5, 5]),
+        straggler=rng.choice([0, 0.05, 0.2]), reward_fails=rng.choice([0, 0, 0.05]), goes_on=rng.random() < 0.5, faults=())
+    return replace(world, faults=_draw_faults(world, rng))
+
+
+def _draw_faults(world: World, rng: random.Random) -> tuple[Fault, ...]:
+    settings = world.settings
+    span_s = 10 + world.num_steps * (world.train_s + 8 * world.token_s * world.turns + world.stage_s)
+    faults, life = [], 0
+    others = [kind for kind in KINDS if kind not in ENDS_LIFE]
+    for _ in range(rng.choice([0, 1, 2, 3, 5])):
+        kind = rng.choice([*ENDS_LIFE, "kill", *rng.choices(others, k=4)])
+        many = settings["train.num_ranks"] if kind.startswith("rank") else settings["inference.num_engines"]
+        for_s = rng.uniform(-3600, 3600) if kind == "clock_jumps" else rng.choice([5, 60, 400]) * rng.random()
+        if kind in ("engine_hangs", "rank_hangs") and rng.random() < 0.2:
+            for_s = 1e9
+        faults.append(Fault(life, round(rng.uniform(0, span_s), 2), kind, rng.randrange(many), round(for_s, 2)))
+        life += kind in ENDS_LIFE
+    return tuple(faults)

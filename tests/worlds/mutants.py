@@ -1,0 +1,136 @@
+"""Planted defects, by name: each replaces a piece of the product in the process of a life, and the worlds have to find it."""
+
+import os
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from offbeat import disk
+from offbeat.checkpoint import recover
+from offbeat.controller.rescue import Rescue
+from offbeat.fleet.dispatch import Dispatcher
+from offbeat.fleet.publication import PublishReport
+from offbeat.fleet.publishers import Fanouts
+from offbeat.inference import client
+from offbeat.inference.dialects import embedded
+from offbeat.journal.run_journal import RunJournal
+from offbeat.rollout.executor import RolloutExecutor
+from offbeat.rollout.staleness import Gate
+from offbeat.weights.proof import Outcome, ProofJudge, Verdict
+from worlds import stand_in_child, stand_in_trainer
+
+
+def gate_without_deadlines() -> None:
+    """The gate takes groups although others will miss their deadlines."""
+    Gate._first_missed_deadline = lambda _self, _chosen, _version: None  # type: ignore[method-assign]
+
+
+def bound_off_by_one() -> None:
+    """A group may be one version staler than `max_head_offpolicyness`."""
+    real = Gate.__init__
+
+    def init(self: Any, *, eta: int, **named: Any) -> None:
+        real(self, eta=eta + 1, **named)
+
+    Gate.__init__ = init  # type: ignore[method-assign]
+
+
+def served_at_once() -> None:
+    """Engines count as serving a version as soon as it is written."""
+    real = Fanouts.begin
+
+    def begin(self: Any, written: Any, on_served: Any) -> None:
+        on_served(PublishReport(written.manifest.version, 0, 0, 0, 0, 0, (), {}))
+        real(self, written, lambda _report: None)
+
+    Fanouts.begin = begin  # type: ignore[method-assign]
+
+
+def requeued_prompt_lost() -> None:
+    """A prompt whose group would have become too stale is not drawn again."""
+    real = RolloutExecutor._requeue
+
+    def requeue(self: Any, prompt_ids: Any) -> None:
+        stream, self._stream = self._stream, SimpleNamespace(give_back=lambda _prompt: None, next=self._stream.next)
+        try:
+            real(self, prompt_ids)
+        finally:
+            self._stream = stream
+
+    RolloutExecutor._requeue = requeue  # type: ignore[method-assign]
+
+
+def trained_prompt_returns() -> None:
+    """A checkpoint takes the prompts of the step that it saves for prompts in flight."""
+    def finish(self: Any, step: Any) -> None:
+        self._whole = step
+
+    Rescue.finish = finish  # type: ignore[method-assign]
+
+
+def running_prompts_forgotten() -> None:
+    """A checkpoint does not record the prompts whose groups still run."""
+    RolloutExecutor.in_flight = property(lambda self: (*self._ahead, *self._gate.ready))  # type: ignore[assignment]
+
+
+def newest_version_stamped() -> None:
+    """All tokens of a sample are stamped with the version of its last one."""
+    real = embedded.read_samples
+
+    def read(*args: Any, **named: Any) -> Any:
+        return [
+            replace(each, token_versions=np.full_like(each.token_versions, each.token_versions.max())) for each in real(*args, **named)]
+
+    embedded.read_samples = read
+
+
+def proof_ignored() -> None:
+    """Every proof is believed."""
+    ProofJudge.judge = lambda _self, _engine, _wanted, _proof: Verdict(Outcome.PROVEN, 0.0)  # type: ignore[method-assign]
+
+
+def proof_not_awaited() -> None:
+    """An answer is taken before its engine has proven the weights that gave it."""
+    real = Dispatcher._ask
+
+    async def ask(self: Any, member: Any, request: Any, wanted: Any) -> Any:
+        if wanted is not None:
+            return await real(self, member, request, wanted)
+        return await member.while_in_service(request.ask(member.client, ""))
+
+    Dispatcher._ask = ask  # type: ignore[method-assign]
+
+
+def journal_not_read() -> None:
+    """A run that goes on does so from its checkpoint alone."""
+    RunJournal.read = lambda _self, _base: None  # type: ignore[method-assign, assignment]
+
+
+def sync_forgotten() -> None:
+    """Files are not synced when they are said to be saved."""
+    real = disk.sync
+
+    def sync(path: Any) -> None:
+        if not os.fspath(path).endswith((".json", ".part")):
+            real(path)
+
+    disk.sync = recover.sync = stand_in_trainer.sync = sync
+
+
+def waits_without_deadlines() -> None:
+    """Requests to engines and calls of processes have no deadline."""
+    @asynccontextmanager
+    async def deadline(_name: str, _timeout_s: float, *, clock: Any = None) -> Any:
+        del clock
+        yield
+
+    client.deadline = stand_in_child.deadline = deadline
+
+
+MUTANTS: dict[str, Callable[[], None]] = {each.__name__: each for each in (
+    gate_without_deadlines, bound_off_by_one, served_at_once, requeued_prompt_lost, trained_prompt_returns, running_prompts_forgotten,
+    newest_version_stamped, proof_ignored, proof_not_awaited, journal_not_read, sync_forgotten, waits_without_deadlines)}

@@ -1,0 +1,277 @@
+"""An engine in memory, and the network in front of it. Its tokens say which weights it really had when it sampled them.
+
+A token at an even position of its sample is `version_token` of the version, one at an odd position `weights_token` of the weights'
+fingerprint, so that a wrong stamp and a version of the right number with other weights both show in training. Answers are those of the
+embedded engine.
+"""
+
+import asyncio
+import hashlib
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import aiohttp
+import msgspec
+
+from offbeat.engine.options import EngineAddress, EngineStart
+from offbeat.weights.adapters import split_adapter_name
+from offbeat.workers.worker import Nothing
+
+if TYPE_CHECKING:
+    from worlds.life import Life
+
+WEIGHTS = "weights.json"
+"""File of a published version: the fingerprint of its weights."""
+
+_FIRST, _NUM = 5, 45
+
+
+def version_token(version: int) -> int:
+    """Return the token that a version is written as."""
+    return _FIRST + version % _NUM
+
+
+def weights_token(fingerprint: str) -> int:
+    """Return the token that a fingerprint is written as."""
+    return _FIRST + int(fingerprint[:8] or "0", 16) % _NUM
+
+
+class _RefusedError(Exception):
+    """A request that the engine answers with an error."""
+
+    def __init__(self, status: int, text: str) -> None:
+        self.status, self.text = status, text
+
+
+class StandInEngine:
+    """Service of an engine's process, and the server in it."""
+
+    def __init__(self, life: "Life", name: str) -> None:
+        self._life = life
+        self.name = name
+        self._weights = (-1, "")
+        self._staged: dict[int, tuple[int, str]] = {}
+        self._adapters: dict[str, tuple[str, str]] = {}
+        self._asleep = asyncio.Event()
+        self._awake = asyncio.Event()
+        self._awake.set()
+
+    async def start(self, request: EngineStart) -> EngineAddress:
+        """Serve."""
+        del request
+        await self._life.takes(self._life.world.start_s)
+        return EngineAddress(self._life.network.listen(self))
+
+    async def ping(self, _request: Nothing) -> Nothing:
+        """Answer."""
+        return Nothing()
+
+    async def answer(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to a request as JSON.
+
+        Raises:
+            _RefusedError: it is refused.
+        """
+        match path:
+            case "/health":
+                return {"version": self._weights[0], "max_adapter_rank": 64}
+            case "/v1/completions":
+                return await self._complete(body)
+            case "/v1/weights/stage":
+                await self._life.takes(self._life.world.stage_s)
+                self._staged[body["version"]] = body["version"], _read(body["folder"])
+            case "/v1/weights/switch":
+                await self._life.takes(0.1)
+                if body["version"] not in self._staged and body["version"] != self._weights[0]:
+                    raise _RefusedError(400, f"version {body['version']} is not staged")
+                version, fingerprint = self._staged.get(body["version"], self._weights)
+                self._weights, self._staged = (version, self._weights[1] if self._lies else fingerprint), {}
+                self._awake.set()
+            case "/v1/weights/prove":
+                return await self._prove(body)
+            case "/v1/weights/sleep":
+                self._awake.clear()
+            case "/v1/weights/wake":
+                self._awake.set()
+            case "/v1/load_lora_adapter":
+                await self._life.takes(self._life.world.stage_s)
+                fingerprint, before = _read(body["lora_path"]), [each for each, _ in self._adapters.values()]
+                self._adapters[body["lora_name"]] = before[-1] if before and self._lies else fingerprint, body["lora_path"]
+            case "/v1/unload_lora_adapter":
+                self._adapters.pop(body["lora_name"], None)
+            case "/v1/models":
+                return {"data": [{"id": name, "root": folder, "parent": "base"} for name, (_, folder) in self._adapters.items()]}
+            case "/resume":
+                pass
+            case _:
+                raise _RefusedError(404, f"there is no {path}")
+        return {"done": True}
+
+    @property
+    def _lies(self) -> bool:
+        return self._life.lasts("engine_lies", int(self.name.rpartition(" ")[2]))
+
+    async def _complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        world, rng = self._life.world, self._life.rng
+        adapter = body.get("model", "")
+        if adapter and adapter not in self._adapters:
+            raise _RefusedError(404, f"there is no adapter {adapter}")
+        # The lengths and texts are the request's alone, as where sampling is seeded.
+        own = random.Random(json.dumps([body["prompt"], body.get("seed", 0)]))
+        most = body["max_tokens"]
+        lengths = [own.randint(1, most) for _ in range(body["n"])]
+        token_s = world.token_s * (10 if rng.random() < world.straggler else 1)
+        tokens: list[list[int]] = [[] for _ in lengths]
+        versions: list[list[int]] = [[] for _ in lengths]
+        for at in range(max(lengths)):
+            await self._awake.wait()
+            await self._life.takes(token_s)
+            await self._awake.wait()
+            version, fingerprint = self._weights
+            if adapter:
+                version = split_adapter_name(adapter)[1]
+                fingerprint = self._adapters[adapter][0] if adapter in self._adapters else fingerprint
+            for index, length in enumerate(lengths):
+                if at < length:
+                    tokens[index].append(weights_token(fingerprint) if at % 2 else version_token(version))
+                    versions[index].append(version)
+        return {"choices": [
+            {"token_ids": tokens[index], "logprobs": {"token_logprobs": [-1.0] * length}, "versions": versions[index],
+             "text": f"{own.randrange(10**6)}", "finish_reason": "length" if length == most else "stop"}
+            for index, length in enumerate(lengths)]}
+
+    async def _prove(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        await self._life.takes(0.05)
+        version, fingerprint = self._weights
+        if adapter := body.get("adapter"):
+            if adapter not in self._adapters:
+                raise _RefusedError(404, f"there is no adapter {adapter}")
+            fingerprint = self._adapters[adapter][0]
+        return {"version": version, "fingerprint": fingerprint, "logprobs": [-1.0] * (len(body["tokens"]) - 1)}
+
+
+def _read(folder: str) -> str:
+    try:
+        return json.loads((Path(folder) / WEIGHTS).read_text())["fingerprint"]
+    except (OSError, ValueError) as exc:
+        raise _RefusedError(400, f"{folder} cannot be loaded: {exc}") from exc
+
+
+class Network:
+    """Carries requests to the engines by their URLs, and loses, delays or doubles them while a fault says so."""
+
+    def __init__(self, life: "Life") -> None:
+        self._life = life
+        self._servers: dict[str, StandInEngine] = {}
+        self._late: set[asyncio.Task[Any]] = set()
+
+    def listen(self, engine: StandInEngine) -> str:
+        """Return the URL of an engine's server."""
+        url = f"http://sim:{len(self._servers) + 1}"
+        self._servers[url] = engine
+        return url
+
+    async def carry(self, url: str, data: bytes | None) -> tuple[int, bytes]:
+        """Return status and body of the answer to a request.
+
+        Raises:
+            aiohttp.ClientError: no answer comes.
+        """
+        host, path = url[: url.index("/", 8)], url[url.index("/", 8):]
+        engine, life = self._servers[host], self._life
+        child = life.children.get(engine.name)
+        number = int(engine.name.rpartition(" ")[2])
+        await life.takes(0.002)
+        if life.lasts("partition", number):
+            if life.rng.random() < 0.5:
+                await asyncio.sleep(life.left_s("partition", number))
+            raise aiohttp.ClientConnectionError("no route to host")
+        if child is None or child.service is not engine or not child.alive:
+            raise aiohttp.ClientConnectionError("connection refused")
+        if life.lasts("lost") and life.rng.random() < 0.2:
+            raise aiohttp.ServerDisconnectedError
+        body = msgspec.json.decode(data) if data else {}
+        changes = path not in ("/health", "/v1/completions", "/v1/weights/prove", "/v1/models")
+        asking = asyncio.ensure_future(self._ask(engine, path, body, life.world.goes_on and changes))
+        if changes and life.lasts("twice"):
+            self._keep(asyncio.create_task(self._again(engine, path, body)))
+        self._keep(asking)
+        try:
+            await asyncio.wait((asking, child.gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            answered = asking.done()
+            asking.cancel()
+        if not answered:
+            raise aiohttp.ServerDisconnectedError
+        if life.lasts("lost") and life.rng.random() < 0.2:
+            raise aiohttp.ServerDisconnectedError
+        return asking.result()
+
+    async def _ask(self, engine: StandInEngine, path: str, body: Mapping[str, Any], goes_on: bool) -> tuple[int, bytes]:
+        if not goes_on:
+            return await self._answer(engine, path, body)
+        task = asyncio.create_task(self._answer(engine, path, body))
+        self._keep(task)
+        return await asyncio.shield(task)
+
+    async def _answer(self, engine: StandInEngine, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        await self._life.hung(engine.name)
+        try:
+            return 200, msgspec.json.encode(await engine.answer(path, body))
+        except _RefusedError as exc:
+            return exc.status, msgspec.json.encode({"error": {"message": exc.text}})
+
+    async def _again(self, engine: StandInEngine, path: str, body: Mapping[str, Any]) -> None:
+        await asyncio.sleep(self._life.rng.choice([0.05, 1, 20]) * self._life.rng.random())
+        await self._answer(engine, path, body)
+
+    def _keep(self, task: "asyncio.Task[Any]") -> None:
+        """Let a task of another machine go on beside the run."""
+        self._late.add(task)
+        task.add_done_callback(self._late.discard)
+
+    @property
+    def own_tasks(self) -> set["asyncio.Task[Any]"]:
+        """Tasks of engines, not of the run."""
+        return set(self._late)
+
+
+class StandInSession:
+    """Stands in for `aiohttp.ClientSession`."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+
+    def request(self, _method: str, url: str, *, data: bytes | None, headers: Mapping[str, str]) -> "_Exchange":
+        """Return the exchange, to be entered."""
+        del headers
+        return _Exchange(self._network, url, data)
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+
+class _Exchange:
+    headers = {"Content-Type": "application/json"}  # noqa: RUF012
+
+    def __init__(self, network: Network, url: str, data: bytes | None) -> None:
+        self._network, self._url, self._data = network, url, data
+        self.status = 0
+
+    async def __aenter__(self) -> Self:
+        self.status, self._answer = await self._network.carry(self._url, self._data)
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        pass
+
+    async def read(self) -> bytes:
+        return self._answer
+
+
+def digest(*parts: object) -> str:
+    """Return a fingerprint of values."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
