@@ -29,6 +29,15 @@ def test_tied_weights_come_once_and_only_saved_buffers_come():
     assert [name for name, _ in parameter_bytes(model, state)] == ["embed.weight"]
 
 
+def test_weights_that_are_written_at_once_are_not_copied_where_their_format_is_the_published_one():
+    model = Small()
+    state = full_state(model, dtype="float32", keep=True, copies=False)
+    assert state["embed.weight"].data_ptr() == model.embed.weight.data_ptr()
+    assert not state["embed.weight"].requires_grad
+    assert full_state(model, dtype="float32", keep=True)["embed.weight"].data_ptr() != model.embed.weight.data_ptr()
+    assert full_state(model, dtype="bfloat16", keep=True, copies=False)["embed.weight"].data_ptr() != model.embed.weight.data_ptr()
+
+
 def test_a_rank_that_does_not_keep_them_gets_nothing():
     assert full_state(Small(), dtype="float32", keep=False) == {}
 

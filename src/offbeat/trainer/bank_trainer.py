@@ -150,7 +150,9 @@ class BankTrainer(Trainer):
 
     # -- weights -----------------------------------------------------------------------------------------------------------------------
 
-    def snapshot(self, dtype: Dtype, *, name: str = WHOLE, merges: bool = False) -> AdapterSnapshot:
+    def snapshot(
+        self, dtype: Dtype, *, name: str = WHOLE, merges: bool = False, copies: bool = True,  # noqa: ARG002
+    ) -> AdapterSnapshot:
         """See `Trainer.snapshot`; the adapter is complete on every rank, as it is small, and the model that it is merged into on rank 0."""
         state = full_state(self._model, dtype="float32", keep=self.groups.rank == 0) if merges else {}
         return AdapterSnapshot(self._bank.adapter(self._slot(name)), self._model, self._base, self._run.model.lora.dropout, dtype, state)

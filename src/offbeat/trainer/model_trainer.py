@@ -76,16 +76,16 @@ class ModelTrainer(Trainer):
     def _load_model(cls, folder: str, config: RankConfig, divide: Divide | None) -> PreTrainedModel:
         return load_policy(folder, config=config.train, divide=divide, float32_head=config.algorithm.float32_head)
 
-    def snapshot(self, dtype: Dtype, *, name: str = WHOLE, merges: bool = False) -> ModelSnapshot:  # noqa: ARG002
+    def snapshot(self, dtype: Dtype, *, name: str = WHOLE, merges: bool = False, copies: bool = True) -> ModelSnapshot:  # noqa: ARG002
         """See `Trainer.snapshot`."""
         self._check([name])
-        return ModelSnapshot(self._model, self._model_folder, self._whole_state(dtype), dtype)
+        return ModelSnapshot(self._model, self._model_folder, self._whole_state(dtype, copies=copies), dtype)
 
-    def _whole_state(self, dtype: Dtype) -> dict[str, Tensor]:
+    def _whole_state(self, dtype: Dtype, *, copies: bool = True) -> dict[str, Tensor]:
         """Return all weights on rank 0, such as "lm_head.weight" [V, H], and none on others; collective, for the inside of a region."""
         if self._exchange is not None:
             return self._exchange.state(dtype, [0])
-        return full_state(self._model, dtype=dtype, keep=self.groups.rank == 0)
+        return full_state(self._model, dtype=dtype, keep=self.groups.rank == 0, copies=copies)
 
     def _write(self, request: WriteRequest) -> Written:
         """See `Trainer.write_weights`. Of a model in shards, each rank writes a part, unless rank 0 offers it."""

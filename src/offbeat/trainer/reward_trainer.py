@@ -39,10 +39,12 @@ class RewardTrainer(ValueTrainer):
         Classifier(model)
         return model
 
-    def snapshot(self, dtype: Dtype, *, name: str = WHOLE, merges: bool = False) -> "RewardSnapshot":  # noqa: ARG002
+    def snapshot(
+        self, dtype: Dtype, *, name: str = WHOLE, merges: bool = False, copies: bool = True,  # noqa: ARG002
+    ) -> "RewardSnapshot":
         """See `Trainer.snapshot`."""
         self._check([name])
-        return RewardSnapshot(self._model, self._model_folder, self._whole_state(dtype), dtype)
+        return RewardSnapshot(self._model, self._model_folder, self._whole_state(dtype, copies=copies), dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,13 +17,14 @@ _DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch
 
 
 @torch.no_grad()
-def full_state(model: nn.Module, *, dtype: Dtype, keep: bool) -> dict[str, Tensor]:
-    """Copy all weights to the CPU; collective if they are in shards.
+def full_state(model: nn.Module, *, dtype: Dtype, keep: bool, copies: bool = True) -> dict[str, Tensor]:
+    """Return all weights on the CPU; collective if they are in shards.
 
     Args:
         model: unwrapped, or sharded with FSDP2.
-        dtype: number format of the copies.
+        dtype: number format of the result.
         keep: whether this rank needs them; otherwise it takes part and gets an empty dictionary.
+        copies: whether weights that are on the CPU in `dtype` already are copied, too; otherwise the next step changes the result.
 
     Returns:
         Parameters, tied ones once, and the buffers that a checkpoint holds, by their names in `model.state_dict()`, such as
@@ -34,7 +35,7 @@ def full_state(model: nn.Module, *, dtype: Dtype, keep: bool) -> dict[str, Tenso
         progress("copy_weights")
         full = whole_tensor(tensor.detach())
         if keep:
-            state[name] = full.to("cpu", target_dtype(full, dtype), copy=True)
+            state[name] = full.to("cpu", target_dtype(full, dtype), copy=copies)
     return state
 
 

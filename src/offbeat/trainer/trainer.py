@@ -193,7 +193,8 @@ class Trainer(ABC):
     def _write(self, request: WriteRequest) -> Written:
         """Write or offer the weights on rank 0; the answer lacks the canary."""
         with self.groups.sync.region("publish"):
-            snapshot = self.snapshot(request.dtype, name=request.name)
+            outlives = request.broadcast is not None or self._run.weights.sends_changes
+            snapshot = self.snapshot(request.dtype, name=request.name, copies=outlives)
         if self.groups.rank != 0:
             return Written("", ())
         folder, broadcast = Path(request.folder), request.broadcast
@@ -221,7 +222,7 @@ class Trainer(ABC):
         An adapter is merged into the model, and also written separately, as `adapter` in the folder.
         """
         with self.groups.sync.region("save_hf"):
-            snapshot = self.snapshot(request.dtype, merges=True)
+            snapshot = self.snapshot(request.dtype, merges=True, copies=False)
         if self.groups.rank == 0:
             snapshot.export(Path(request.path), tokenizer_folder=Path(request.tokenizer))
 
@@ -235,11 +236,12 @@ class Trainer(ABC):
             return canary_logprobs(self._module, tokens)
 
     @abstractmethod
-    def snapshot(self, dtype: Dtype, *, name: str = WHOLE, merges: bool = False) -> Snapshot:
+    def snapshot(self, dtype: Dtype, *, name: str = WHOLE, merges: bool = False, copies: bool = True) -> Snapshot:
         """Return a snapshot of the trainee; only rank 0's is complete. Collective.
 
         Args:
             merges: whether it will be exported, for which an adapter needs the weights of its model.
+            copies: whether it is used after the next step; otherwise a model's may be the weights themselves.
         """
 
     def restart_optimizer(self, request: None = None) -> None:  # noqa: ARG002
