@@ -7,6 +7,7 @@ STAMP := $(VENV)/.installed
 # What tests, checks and benchmarks need besides: Ray, data sets, sinks of other projects, linters.
 DEV_STAMP := $(VENV)/.installed-dev
 VLLM_STAMP := .venv-vllm/.installed
+TRL_STAMP := .venv-trl/.installed
 TINKER_STAMP := .venv-tinker/.installed
 TINKER_OLD_STAMP := .venv-tinker-old/.installed
 COOKBOOK_STAMP := .venv-cookbook/.installed
@@ -26,7 +27,7 @@ export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart test test-drills test-wheel test-avx2 test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real test-templates cookbook verifiers test-verifiers test-agents smollm2 qwen check docs bench release gpu-check gpu-rehearse operator-schemas gpu-matrix faults soak worlds clean
+.PHONY: help quickstart test test-drills test-wheel test-avx2 test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real test-templates cookbook verifiers test-verifiers test-agents smollm2 qwen check docs bench release gpu-check gpu-rehearse operator-schemas gpu-matrix faults soak worlds clean bench-peers bench-peers-avx2
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
 
@@ -169,6 +170,17 @@ bench: $(DEV_STAMP) $(TINKER_STAMP)  ## run the benchmarks; each prints one JSON
 	$(BIN)/python benchmarks/publish.py
 	$(BIN)/python benchmarks/service.py
 	$(BIN)/python benchmarks/async_env.py
+
+$(TRL_STAMP):
+	$(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/python -m pip install -q torch==2.13.0 trl==1.16.0 transformers==5.23.0 accelerate==1.15.0 datasets==5.2.0 psutil
+	touch $(TRL_STAMP)
+
+bench-peers: $(DEV_STAMP) $(VLLM_STAMP) $(TRL_STAMP) smollm2  ## compare with vLLM, TRL and PEFT on this CPU, and write docs/performance.md; takes an hour
+	$(BIN)/python benchmarks/peers.py --resume --write-docs
+
+bench-peers-avx2: $(DEV_STAMP) $(VLLM_STAMP) $(TRL_STAMP) smollm2  ## the same with libraries kept to AVX2, as most laptops have
+	$(AVX2) $(BIN)/python benchmarks/peers.py --resume --write-docs
 
 release: $(DEV_STAMP)  ## cut the changelog for VERSION, build the wheel and the source distribution into dist/, and try them; a tag comes after
 	$(BIN)/python tools/release.py cut $(VERSION)

@@ -39,6 +39,8 @@ SHORTEST, LONGEST = 16, 112
 SETTLE_S = 1.5
 """vLLM's processes spin for a second after their last request; nobody else is measured during that."""
 ONE_THREAD = library_environment(1)
+VLLM_ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
+"""Environment of vLLM in one process, whose threads the library's environment counts; its default takes a process more, and a core each."""
 
 
 def main() -> None:

@@ -1,29 +1,39 @@
 """The embedded engine as a contestant of `engine.py` and `real.py`, in this process or behind `offbeat engine` over HTTP.
 
-usage: engine_ours.py {inprocess,http} MODEL [DTYPE]
+usage: engine_ours.py {inprocess,uncached,http} MODEL [DTYPE]
+
+`uncached` is in this process without a prefix cache.
 """
 
 import asyncio
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import aiohttp
 from measure import answer_jobs, claim_stdout
 
+from offbeat.engine.engine import EmbeddedEngine
 from offbeat.engine.loader import load_engine
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import Output, Request, SamplingParams
+from offbeat.engine.versions import VersionSource
 
 MAX_RUNNING = 256
 
 
-def run_in_process(model: str, dtype: str) -> None:
+def run_in_process(model: str, dtype: str, *, prefix_caching: bool = True) -> None:
     """Keep `in_flight` requests in the engine until all are done."""
-    engine = load_engine(EngineOptions(model=model, dtype=dtype, max_running=MAX_RUNNING))  # type: ignore[arg-type]
+    engine = load_engine(
+        EngineOptions(model=model, dtype=dtype, max_running=MAX_RUNNING, prefix_caching=prefix_caching))  # type: ignore[arg-type]
 
-    def run(job: dict[str, Any]) -> dict[str, float]:
+    def run(job: dict[str, Any]) -> dict[str, Any]:
+        if job.get("do") == "generate":
+            return _generate(engine, job)
+        if job.get("do") == "forget":
+            return _forget(engine, model)
         waiting = [
             Request(id=str(i), prompt=prompt, params=SamplingParams(max_new_tokens=length, ignore_eos=True))
             for i, (prompt, length) in enumerate(zip(job["prompts"], job["lengths"], strict=True))]
@@ -41,6 +51,22 @@ def run_in_process(model: str, dtype: str) -> None:
         return {"wall_s": time.perf_counter() - start, "tokens": tokens}
 
     answer_jobs(pipe, run)
+
+
+def _generate(engine: EmbeddedEngine, job: dict[str, Any]) -> dict[str, Any]:
+    """Sample `n` answers of `length` tokens to each prompt."""
+    params = SamplingParams(max_new_tokens=job["length"], ignore_eos=True, seed=0)
+    start = time.perf_counter()
+    samples = [[output.token_ids for output in outputs] for outputs in engine.generate(job["prompts"], params, n=job["n"])]
+    return {"wall_s": time.perf_counter() - start, "samples": samples}
+
+
+def _forget(engine: EmbeddedEngine, model: str) -> dict[str, Any]:
+    """Switch the weights, which empties the prefix cache."""
+    version = engine.version + 1
+    engine.stage(version, VersionSource(model, str(version)), engine.prepare(model))
+    engine.switch(version, "recompute")
+    return {}
 
 
 def run_over_http(model: str, dtype: str) -> None:
@@ -85,4 +111,6 @@ async def _load(url: str, job: dict[str, Any]) -> dict[str, float]:
 
 if __name__ == "__main__":
     pipe = claim_stdout()
-    {"inprocess": run_in_process, "http": run_over_http}[sys.argv[1]](sys.argv[2], *sys.argv[3:] or ["float32"])
+    {
+        "inprocess": run_in_process, "uncached": partial(run_in_process, prefix_caching=False), "http": run_over_http,
+    }[sys.argv[1]](sys.argv[2], *sys.argv[3:] or ["float32"])

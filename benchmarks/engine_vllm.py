@@ -1,5 +1,5 @@
 """vLLM on CPU as a contestant of `engine.py` and `real.py`; runs in vLLM's own environment, with its own defaults for
-threads and compilation.
+compilation and, unless the environment says otherwise, threads.
 
 usage: engine_vllm.py MODEL [DTYPE]
 """
@@ -18,10 +18,20 @@ def main(model: str, dtype: str = "float32") -> None:
     """Keep `in_flight` requests in the engine until all are done."""
     pipe = claim_stdout()
     llm = LLM(
-        model=model, dtype=dtype, max_model_len=256, max_num_seqs=256, kv_cache_memory_bytes=KV_CACHE_BYTES, skip_tokenizer_init=True)
+        model=model, dtype=dtype, max_model_len=1024, max_num_seqs=256, kv_cache_memory_bytes=KV_CACHE_BYTES, skip_tokenizer_init=True)
     engine = llm.llm_engine
 
-    def run(job: dict[str, Any]) -> dict[str, float]:
+    def run(job: dict[str, Any]) -> dict[str, Any]:
+        if job.get("do") == "generate":
+            params = SamplingParams(
+                temperature=1.0, max_tokens=job["length"], ignore_eos=True, logprobs=0, detokenize=False, seed=0, n=job["n"])
+            start = time.perf_counter()
+            found = llm.generate([{"prompt_token_ids": prompt} for prompt in job["prompts"]], params, use_tqdm=False)
+            wall_s = time.perf_counter() - start
+            return {"wall_s": wall_s, "samples": [[list(sample.token_ids) for sample in each.outputs] for each in found]}
+        if job.get("do") == "forget":
+            llm.reset_prefix_cache()
+            return {}
         waiting = list(enumerate(zip(job["prompts"], job["lengths"], strict=True)))
         waiting.reverse()
         running = tokens = 0

@@ -166,7 +166,7 @@ def offbeat(command: str, settings: Mapping[str, object], *flags: str, log: str)
     config = FOLDER / "empty.toml"
     config.touch()
     overrides = [part for key, value in settings.items() for part in (f"--{key}", value)]
-    return run([sys.executable, "-m", "offbeat", command, config, *overrides, *flags], log=f"rates-{log}", threads=1)
+    return run([sys.executable, "-m", "offbeat", command, config, *overrides, *flags], log=f"rates-{log}", threads=1).stdout
 
 
 def write_rows(kind: str, seed: int) -> Path:

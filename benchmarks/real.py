@@ -3,8 +3,8 @@
     python benchmarks/real.py [--quick] [--model .models/smollm2-135m-instruct] [--parts engine step] [--in-flight 1 8 64] [--steps 6]
 
 engine: all sides are processes that are ready before the first measurement and take turns on the same ragged requests, as in `engine.py`,
-each in float32 and in bfloat16. Ours runs on --threads threads; vLLM as it comes, its worker bound to one core of two. The aim is for the
-better format of each side at 64 in flight.
+each in float32 and in bfloat16, on --threads threads. vLLM runs in one process, its fastest way on a CPU of few cores. The aims are for the
+better format of each side. `groups` are 8 prompts with 8 samples each, which share their prompt on both sides.
 
 step: GRPO on prompts of the task `addition`, 4 with 4 samples each of at most 48 new tokens, under a reward that differs from sample to
 sample, since a group without a difference costs us nothing; one AdamW update per step, both from the same folder, trained in float32. TRL
@@ -20,14 +20,16 @@ import json
 import os
 import shutil
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from statistics import mean
 
+import numpy as np
 from measure import BENCHMARKS, ROOT, WORK, Contestant, contest, emit, note, take_turns
-from step import run, write_prompts
+from step import emit_steps, our_steps, run, step_figures, write_prompts
 
-from engine import time_generation
+from engine import SETTLE_S, VLLM_ALONE, time_generation
 from offbeat.config.load import load_config
 from offbeat.data.model_folder import read_model_config
 from offbeat.workers.worker import library_environment
@@ -35,7 +37,8 @@ from offbeat.workers.worker import library_environment
 RUNS = WORK / "real"
 DTYPES = ("float32", "bfloat16")
 PARTS = ("rollout_wait_s", "train_s", "publish_s")
-ENGINE_AIM, TRAINER_AIM, STEP_AIM = 0.9, 1.5, 1.9
+ENGINE_AIMS = {"1": 1.0, "8": 1.1, "64": 1.1, "groups": 2.0}
+TRAINER_AIM, STEP_AIM = 1.5, 2.2
 SETTINGS = {
     "data.task": "addition", "rollout.group_size": 4, "rollout.consumer_batch_size": 4, "rollout.max_new_tokens": 48,
     "rollout.max_head_offpolicyness": 1, "weights.interrupt": "keep", "train.optimizer.lr": 1e-6, "run.warm_up": "false",
@@ -50,7 +53,7 @@ def main() -> None:
     parser.add_argument("--in-flight", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--threads", type=int, default=1, help="of our engine in the part `engine` (default: 1)")
     parser.add_argument("--steps", type=int, default=6, help="steps that count, per turn (default: 6)")
-    parser.add_argument("--repeats", type=int, default=3, help="rounds of the engines; the median counts (default: 3)")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds; the median counts (default: 3)")
     parser.add_argument("--peer-threads", type=int, default=os.cpu_count() or 1, help="CPU threads of TRL (default: all)")
     parser.add_argument("--vllm-python", type=Path, default=ROOT / ".venv-vllm" / "bin" / "python")
     parser.add_argument("--trl-python", type=Path, default=ROOT / ".venv-trl" / "bin" / "python")
@@ -69,15 +72,16 @@ def main() -> None:
 
 
 def compare_engines(args: argparse.Namespace) -> None:
-    """Tokens per second of all sides in both formats. One contestant at a time is loaded: two cores hold no six models."""
-    own = {"OMP_NUM_THREADS": "", "OMP_WAIT_POLICY": "", "VLLM_LOGGING_LEVEL": "WARNING"}  # vLLM chooses its threads and policy
-    ours = library_environment(args.threads)
+    """Tokens per second of all sides in both formats. Both sides in one format are loaded at a time: two cores hold no four models."""
+    threads = library_environment(args.threads)
     vocab_size = read_model_config(str(args.model))["vocab_size"]
-    medians: dict[tuple[str, str, int], dict[str, float]] = {}
+    medians: dict[tuple[str, str, str], dict[str, float]] = {}
     for dtype in DTYPES:
-        sides = [Contestant(f"offbeat-{dtype}", [sys.executable, BENCHMARKS / "engine_ours.py", "inprocess", args.model, dtype], env=ours)]
+        sides = [
+            Contestant(f"offbeat-{dtype}", [sys.executable, BENCHMARKS / "engine_ours.py", "inprocess", args.model, dtype], env=threads)]
         if args.vllm_python.exists():
-            sides.append(Contestant(f"vllm-{dtype}", [args.vllm_python, BENCHMARKS / "engine_vllm.py", args.model, dtype], env=own))
+            command = [args.vllm_python, BENCHMARKS / "engine_vllm.py", args.model, dtype]
+            sides.append(Contestant(f"vllm-{dtype}", command, env=threads | VLLM_ALONE))
         else:
             note(f"there is no {args.vllm_python}, so vLLM does not take part")
         with contest(sides) as contestants:
@@ -85,21 +89,34 @@ def compare_engines(args: argparse.Namespace) -> None:
                 times = time_generation(
                     contestants, max(in_flight, 2 if in_flight == 1 else 8), vocab_size=vocab_size, in_flight=in_flight,
                     repeats=args.repeats, what=f"{in_flight} in flight,")
-                for name, figures in times.items():
-                    medians[name.partition("-")[0], dtype, in_flight] = figures
-    for in_flight in args.in_flight:
+                medians |= {(name.partition("-")[0], dtype, str(in_flight)): figures for name, figures in times.items()}
+            times = take_turns(
+                {name: partial(time_groups, each, vocab_size) for name, each in contestants.items()}, repeats=args.repeats, what="groups,")
+            medians |= {(name.partition("-")[0], dtype, "groups"): figures for name, figures in times.items()}
+    for load in (*map(str, args.in_flight), "groups"):
         for unit in ("tokens/s", "tokens/CPU-s"):
             best = {}
             for side in ("offbeat", "vllm"):
-                found = {dtype: medians[side, dtype, in_flight][unit] for dtype in DTYPES if (side, dtype, in_flight) in medians}
+                found = {dtype: medians[side, dtype, load][unit] for dtype in DTYPES if (side, dtype, load) in medians}
                 best[side] = max(found.values(), default=float("nan"))
                 for dtype, value in found.items():
-                    emit("real", f"{side} {dtype}/{in_flight} vs offbeat float32", ours=value,
-                         peer=medians["offbeat", "float32", in_flight][unit], unit=unit)
-            aim = ENGINE_AIM if in_flight == 64 and unit == "tokens/s" else None
+                    emit("real", f"{side} {dtype}/{load} vs offbeat float32", ours=value,
+                         peer=medians["offbeat", "float32", load][unit], unit=unit)
+            aim = ENGINE_AIMS.get(load) if unit == "tokens/s" else None
             if best["vllm"] == best["vllm"]:
-                case = f"engine/{in_flight} vs vLLM, better format of each"
+                case = f"engine/{load} vs vLLM, better format of each"
                 emit("real", case, ours=best["offbeat"], peer=best["vllm"], unit=unit, aim=aim)
+
+
+def time_groups(contestant: Contestant, vocab_size: int, turn: int) -> dict[str, float]:
+    """8 prompts of 64 tokens, with 8 samples of 64 tokens each."""
+    rng = np.random.default_rng([turn, 7])
+    prompts = [rng.integers(3, vocab_size, 64).tolist() for _ in range(8)]
+    time.sleep(SETTLE_S)
+    answer = contestant.ask({"do": "generate", "prompts": prompts, "length": 64, "n": 8})
+    tokens = sum(len(sample) for samples in answer.values["samples"] for sample in samples)
+    assert tokens == 8 * 8 * 64, f"{contestant.name} generated {tokens} tokens"
+    return {"tokens/s": tokens / answer.values["wall_s"], "tokens/CPU-s": tokens / answer.cpu_s}
 
 
 # -- a training step ---------------------------------------------------------------------------------------------------------------------
@@ -113,12 +130,13 @@ def compare_steps(args: argparse.Namespace) -> None:
     shutil.rmtree(RUNS, ignore_errors=True)
     RUNS.mkdir(parents=True)
     sides = {f"offbeat {dtype}": partial(run_offbeat, args, dtype) for dtype in DTYPES}
-    results = take_turns(sides | {"trl": partial(run_trl, args)}, repeats=1, what=f"{args.steps} steps,")
+    results = take_turns(sides | {"trl": partial(run_trl, args)}, repeats=args.repeats, what=f"{args.steps} steps,")
     peer = results["trl"]
     for dtype in DTYPES:
         ours, engine = results[f"offbeat {dtype}"], f"engine in {dtype}"
-        for case, unit, aim in (("trainer step", "train_s", TRAINER_AIM), ("whole step", "s/step", STEP_AIM)):
-            emit("real", f"{case} vs TRL, {engine}", ours=ours[unit], peer=peer[unit], unit="s/step", aim=aim, less_is_better=True)
+        emit("real", f"trainer step vs TRL, {engine}", ours=ours["train_s"], peer=peer["train_s"], unit="s/step", aim=TRAINER_AIM,
+             less_is_better=True)
+        emit_steps("real", f"whole step vs TRL, {engine}", ours, peer, aim=STEP_AIM)
         for part in PARTS:
             emit("real", f"share of our step: {part}, {engine}", ours=ours[part], peer=ours["s/step"], unit="s/step")
 
@@ -138,12 +156,13 @@ def run_offbeat(args: argparse.Namespace, dtype: str, turn: int) -> dict[str, fl
     config.write_text("")
     try:
         overrides = [part for key, value in chosen.items() for part in (f"--{key}", value)]
-        run([sys.executable, "-m", "offbeat", "train", config, *overrides], log=f"real-{name}", threads=1)
+        done = run([sys.executable, "-m", "offbeat", "train", config, *overrides], log=f"real-{name}", threads=1)
     finally:
         shutil.rmtree(str(chosen["weights.dir"]), ignore_errors=True)
     rows = [json.loads(line) for line in (RUNS / name / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "step/total_s" in row][1:-1]
-    return {"s/step": mean(row["step/total_s"] for row in rows), **{part: mean(row[f"step/{part}"] for row in rows) for part in PARTS}}
+    figures = our_steps(done, RUNS / name, count=args.steps + 2)
+    return figures | {part: mean(row[f"step/{part}"] for row in rows) for part in PARTS}
 
 
 def run_trl(args: argparse.Namespace, turn: int) -> dict[str, float]:
@@ -156,9 +175,10 @@ def run_trl(args: argparse.Namespace, turn: int) -> dict[str, float]:
         "lr": optimizer.lr, "min_lr": optimizer.lr * optimizer.min_lr_ratio, "warmup_steps": 0, "beta2": optimizer.beta2,
         "group_size": config.rollout.group_size, "max_new_tokens": config.rollout.max_new_tokens, "reward": "varied"}
     command = [args.trl_python, BENCHMARKS / "trl_step.py", json.dumps(job)]
-    answer = json.loads(run(command, log=f"real-trl-{turn}", threads=args.peer_threads))
-    seconds = mean(answer["seconds"][1:])
-    return {"s/step": seconds, "train_s": seconds - mean(answer["generation_s"][1:])}
+    done = run(command, log=f"real-trl-{turn}", threads=args.peer_threads)
+    answer = json.loads(done.stdout)
+    figures = step_figures(done, answer["begins_s"][1:])
+    return figures | {"train_s": figures["s/step"] - mean(answer["generation_s"][1:-1])}
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@ order, 64 per step with 8 samples each of at most 10 new tokens, reward an exact
 learning rates, no KL term. Ours is the quick start's configuration: a train process and an engine process that share the cores, one
 version of staleness. TRL runs in one process, on --peer-threads threads. The sides take turns, each turn in fresh processes.
 
-Figures: seconds per step, from the first step on, without start-up and evaluation, and without the last step, which also saves the model;
-then held-out accuracy after the steps, both measured by `offbeat eval`.
+Figures: seconds and CPU seconds per step of all processes, from the end of the first step on, without start-up and evaluation, and without
+the last step, which also saves the model; the most memory of all processes; seconds from the command to the end of the first step; then
+held-out accuracy after the steps, both measured by `offbeat eval`.
 
-    python benchmarks/step.py [--quick] [--steps 20] [--repeats 2] [--peer-threads 2]
+    python benchmarks/step.py [--quick] [--steps 20] [--repeats 3] [--peer-threads 2]
 
 TRL's environment is `.venv-trl`, or --trl-python:
     python -m venv .venv-trl
@@ -19,13 +20,12 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean
 
 from measure import BENCHMARKS, ROOT, WORK, emit, note, take_turns
+from trees import TreeRun, run_tree
 
 from offbeat.config.load import load_config
 from offbeat.config.root import Config
@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smoke run: 5 steps, once")
     parser.add_argument("--steps", type=int, default=20, help="steps that count, per turn (default: 20)")
-    parser.add_argument("--repeats", type=int, default=2, help="turns of each side; the median counts (default: 2)")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of each side; the median counts (default: 3)")
     parser.add_argument("--peer-threads", type=int, default=os.cpu_count() or 1, help="CPU threads of TRL (default: all)")
     parser.add_argument("--trl-python", type=Path, default=ROOT / ".venv-trl" / "bin" / "python")
     args = parser.parse_args()
@@ -59,9 +59,14 @@ def main() -> None:
         },
         repeats=repeats, what=f"{steps} steps,")
     ours, peer = results["offbeat"], results["trl"]
-    emit("step", "GRPO, sort 8 digits, 64 x 8 samples, vs TRL", ours=ours["s/step"], peer=peer["s/step"], unit="s/step", aim=AIM,
-         less_is_better=True)
+    emit_steps("step", "GRPO, sort 8 digits, 64 x 8 samples, vs TRL", ours, peer, aim=AIM)
     emit("step", f"held-out accuracy after {steps + 1} steps, vs TRL", ours=ours["accuracy"], peer=peer["accuracy"], unit="accuracy")
+
+
+def emit_steps(benchmark: str, case: str, ours: Mapping[str, float], peer: Mapping[str, float], *, aim: float | None) -> None:
+    """Print the figures of `our_steps` and `trl_steps`."""
+    for unit in ("s/step", "CPU-s/step", "GB", "s to step 1"):
+        emit(benchmark, case, ours=ours[unit], peer=peer[unit], unit=unit, aim=aim if unit == "s/step" else None, less_is_better=True)
 
 
 def warm_up() -> None:
@@ -74,13 +79,26 @@ def warm_up() -> None:
 def run_offbeat(turn: int, *, steps: int) -> dict[str, float]:
     """`offbeat train` for `steps` steps and one that saves."""
     name = f"offbeat-{turn}"
-    offbeat(
+    run = offbeat(
         "train", "--run.dir", RUNS, "--run.name", name, "--run.warm_up", "false", "--run.total_steps", steps + 1, "--run.seed", turn,
         "--model.path", START, "--evaluate.every_steps", 0)
-    rows = [json.loads(line) for line in (RUNS / name / "metrics.jsonl").read_text().splitlines()]
-    seconds = [row["step/total_s"] for row in rows if "step/total_s" in row]
-    assert len(seconds) == steps + 1, f"{name} made {len(seconds)} steps instead of {steps + 1}"
-    return {"s/step": mean(seconds[:-1]), "accuracy": accuracy(RUNS / name / "export")}
+    return our_steps(run, RUNS / name, count=steps + 1) | {"accuracy": accuracy(RUNS / name / "export")}
+
+
+def our_steps(run: TreeRun, folder: Path, *, count: int) -> dict[str, float]:
+    """Figures of a run of `count` steps, of those between the first and the last."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    ends = [row["time_s"] for row in rows if "step/total_s" in row]
+    assert len(ends) == count, f"{folder.name} made {len(ends)} steps instead of {count}"
+    return step_figures(run, ends[:-1])
+
+
+def step_figures(run: TreeRun, ends: Sequence[float]) -> dict[str, float]:
+    """Figures of the steps after the first one; `ends` are the wall-clock times at which steps ended."""
+    counted = len(ends) - 1
+    return {
+        "s/step": (ends[-1] - ends[0]) / counted, "CPU-s/step": run.cpu_between(ends[0], ends[-1]) / counted,
+        "GB": run.peak_bytes / 1e9, "s to step 1": ends[0] - run.began_s}
 
 
 def run_trl(turn: int, *, steps: int, python: Path, threads: int) -> dict[str, float]:
@@ -92,8 +110,8 @@ def run_trl(turn: int, *, steps: int, python: Path, threads: int) -> dict[str, f
         "model": str(START), "prompts": str(prompts), "output": str(output), "steps": steps + 1, "seed": turn, "lr": optimizer.lr,
         "min_lr": optimizer.lr * optimizer.min_lr_ratio, "warmup_steps": optimizer.warmup_steps, "beta2": optimizer.beta2,
         "group_size": config.rollout.group_size, "max_new_tokens": config.rollout.max_new_tokens, "reward": "exact_match"}
-    answer = run([python, BENCHMARKS / "trl_step.py", json.dumps(job)], log=f"trl-{turn}", threads=threads)
-    return {"s/step": mean(json.loads(answer)["seconds"]), "accuracy": accuracy(output)}
+    done = run([python, BENCHMARKS / "trl_step.py", json.dumps(job)], log=f"trl-{turn}", threads=threads)
+    return step_figures(done, json.loads(done.stdout)["begins_s"][1:]) | {"accuracy": accuracy(output)}
 
 
 def write_prompts(path: Path, config: Config, *, count: int) -> None:
@@ -106,28 +124,17 @@ def write_prompts(path: Path, config: Config, *, count: int) -> None:
 
 def accuracy(model: Path) -> float:
     """Held-out accuracy of a model's folder; the held-out prompts are those of seed 0."""
-    answer = offbeat("eval", "--run.dir", RUNS, "--model.path", model, "--model.tokenizer", START, "--json")
+    answer = offbeat("eval", "--run.dir", RUNS, "--model.path", model, "--model.tokenizer", START, "--json").stdout
     return json.loads(answer.splitlines()[-1])["eval/accuracy"]
 
 
-def offbeat(command: str, *overrides: object) -> str:
+def offbeat(command: str, *overrides: object) -> TreeRun:
     return run([sys.executable, "-m", "offbeat", command, CONFIG, *overrides], log=f"offbeat-{command}", threads=1)
 
 
-def run(command: Sequence[object], *, log: str, threads: int) -> str:
-    """A command's stdout.
-
-    Raises:
-        RuntimeError: it failed; names its log.
-    """
-    path = WORK / f"step-{log}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    env: Mapping[str, str] = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
-    with path.open("w") as stderr:
-        done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, stderr=stderr, text=True, env=os.environ | env)
-    if done.returncode:
-        raise RuntimeError(f"{Path(str(command[0])).name} {log} failed with exit code {done.returncode}; see {path}")
-    return done.stdout
+def run(command: Sequence[object], *, log: str, threads: int) -> TreeRun:
+    """Run a command with this number of threads per process; see `run_tree`."""
+    return run_tree(command, log=WORK / f"step-{log}.log", env={"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Reads a job as JSON: model (folder), prompts (file of {"prompt", "answer"} lines, 64 per step), steps, lr, min_lr, warmup_steps, beta2,
 group_size, max_new_tokens, seed, reward ("exact_match" or "varied"), output (folder for the model). Prints
-{"seconds": [...], "generation_s": [...]}: from each step's beginning to the next, and what of it generated and scored completions.
+{"begins_s": [...], "generation_s": [...]}: wall-clock time at which each step began, and what of it generated and scored completions.
 
 usage: trl_step.py JOB
 """
@@ -27,7 +27,7 @@ class StepClock(TrainerCallback):
         self.begins: list[float] = []
 
     def on_step_begin(self, *_args: object, **_kwargs: object) -> None:
-        self.begins.append(time.perf_counter())
+        self.begins.append(time.time())
 
 
 def clocked(owner: object, name: str) -> list[float]:
@@ -71,8 +71,7 @@ def main(job: dict) -> None:
     generation_s = clocked(trainer, "_generate_and_score_completions")
     trainer.train()
     trainer.save_model(job["output"])
-    seconds = [end - begin for begin, end in zip(clock.begins, clock.begins[1:], strict=False)]
-    pipe.write(json.dumps({"seconds": seconds, "generation_s": generation_s[: len(seconds)]}) + "\n")
+    pipe.write(json.dumps({"begins_s": clock.begins, "generation_s": generation_s}) + "\n")
 
 
 if __name__ == "__main__":

@@ -92,7 +92,8 @@ class Chain:
         new, self._seen = events[self._seen :], len(events)
         if not new:  # The command did not come so far.
             return []
-        resumed = new[-1]["global_step"] == before
+        # A step that was trained, but struck before it was saved, is redone from the journal.
+        resumed = before <= new[-1]["global_step"] <= before + 1
         problems = () if resumed else (f"went on from step {new[-1]['global_step']} where {before} were saved",)
         settled = [replace(each, resumed=resumed, problems=each.problems + problems) for each in self.pending]
         self.pending.clear()

@@ -1,0 +1,175 @@
+"""Offbeat against its newest peers on this machine, and the page docs/performance.md; `make bench-peers` and `make bench-peers-avx2`.
+
+    python benchmarks/peers.py [--quick] [--parts engine prefixes ...] [--resume] [--write-docs]
+
+Runs the benchmarks below one after the other, each paired within itself, and keeps their figures in build/benchmarks/peers-KIND.jsonl,
+where KIND is the CPU's instructions, such as avx2. --resume leaves out parts that are there. With --write-docs, the page is made from the
+figures of all kinds.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from measure import BENCHMARKS, ROOT, WORK, emit, note
+from results import read_results, record
+from trees import run_tree
+
+from offbeat.cpu import this_cpu
+
+PAGE = ROOT / "docs" / "performance.md"
+PARTS = {
+    "engine": ["real.py", "--parts", "engine"],
+    "prefixes": ["prefixes.py"],
+    "step": ["step.py", "--steps", "12"],
+    "pretrained": ["real.py", "--parts", "step"],
+    "adapters": ["lora.py"],
+    "quickstart": ["peers.py", "--quickstart"],
+}
+TITLES = {
+    "engine": "Generation of SmolLM2-135M, against vLLM",
+    "prefixes": "Prompts with known beginnings, SmolLM2-135M in float32",
+    "step": "A GRPO step of a small model, against TRL",
+    "pretrained": "A GRPO step of SmolLM2-135M, against TRL",
+    "adapters": "Many adapters in one step, against PEFT",
+    "quickstart": "The quick start",
+}
+WANTED = {"engine": "engine/", "adapters": " vs ", "pretrained": " vs TRL"}
+"""What the cases of a part have to contain to stand on the page; others are for information."""
+QUICKSTART_AIM_S = 60.0
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of a part; `cpu`, `load` and `versions` say under what it was measured."""
+
+    part: str
+    case: str
+    ours: float
+    peer: float
+    ratio: float
+    unit: str
+    aim: float | None
+    met: bool | None
+    cpu: str
+    load: float
+    versions: str
+    date: str
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a smoke run of each part")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--resume", action="store_true", help="leave out parts whose figures are there")
+    parser.add_argument("--write-docs", action="store_true", help="write docs/performance.md")
+    parser.add_argument("--quickstart", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.quickstart:
+        time_quickstart(repeats=1 if args.quick else 3)
+        return
+    results = WORK / f"peers-{this_cpu().instructions.lower().replace(' ', '-')}.jsonl"
+    done = {figure.part for figure in read_results(results, Figure)} if args.resume else set()
+    if not args.resume:
+        results.unlink(missing_ok=True)
+    for part in args.parts:
+        if part in done:
+            note(f"{part} is there")
+            continue
+        for figure in run_part(part, quick=args.quick):
+            record(results, figure)
+    if args.write_docs:
+        PAGE.write_text(render(), encoding="utf-8")
+
+
+def run_part(part: str, *, quick: bool) -> Iterator[Figure]:
+    """Run one benchmark and yield its figures."""
+    begin, load = time.monotonic(), os.getloadavg()[1]
+    command = [sys.executable, BENCHMARKS / PARTS[part][0], *PARTS[part][1:], *["--quick"] * quick]
+    with subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None, "is a pipe"
+        for line in process.stdout:
+            values = json.loads(line)
+            del values["benchmark"]
+            print(line, end="", flush=True)
+            yield Figure(
+                part=part, **values, cpu=str(this_cpu()), load=load, versions=versions(), date=time.strftime("%Y-%m-%d"))
+    if process.returncode:
+        sys.exit(f"{part} failed with exit code {process.returncode}")
+    note(f"{part} took {time.monotonic() - begin:.0f} s")
+
+
+def time_quickstart(*, repeats: int) -> None:
+    """Wall and CPU seconds of the quick start, and the accuracy that it reaches."""
+    runs = []
+    for turn in range(repeats):
+        command = [sys.executable, "-m", "offbeat", "quickstart", "--run.dir", WORK / "quickstart", "--run.seed", turn]
+        done = run_tree(command, log=WORK / f"quickstart-{turn}.log", env={"OMP_WAIT_POLICY": "passive"})
+        result = json.loads(max((WORK / "quickstart").glob("**/result.json"), key=lambda path: path.stat().st_mtime).read_text())
+        runs.append({"s": done.wall_s, "CPU-s": done.cpu_s, "GB": done.peak_bytes / 1e9, "accuracy": result["heldout_after"]})
+        note(f"quick start {turn + 1}/{repeats}: {runs[-1]}")
+    for unit in runs[0]:
+        value = statistics.median(run[unit] for run in runs)
+        wanted = QUICKSTART_AIM_S if unit == "s" else value
+        emit("peers", "quick start", ours=value, peer=wanted, unit=unit, aim=1.0 if unit == "s" else None, less_is_better=True)
+
+
+def versions() -> str:
+    """Versions of the peers that are installed, such as "torch 2.13.0, vLLM 0.32.0, TRL 1.16.0"."""
+    found = []
+    for name, folder, package in (("torch", ".venv", "torch"), ("vLLM", ".venv-vllm", "vllm"), ("TRL", ".venv-trl", "trl")):
+        for path in sorted((ROOT / folder).glob(f"lib/python3*/site-packages/{package}-*.dist-info")):
+            found.append(f"{name} {path.name.removeprefix(f'{package}-').removesuffix('.dist-info')}")
+    return ", ".join(found)
+
+
+# -- the page ------------------------------------------------------------------------------------------------------------------------------
+
+INTRODUCTION = """# Speed beside other systems
+
+What Offbeat and its peers take for the same work on the same machine, on CPUs. `make bench-peers` makes this page: sides take turns
+within a run, each figure is a median of three rounds or more, and peers run in their fastest way (vLLM in one process, TRL on all cores).
+`times` says how many times better Offbeat is; figures in **bold** miss their aim, and what is below 1 is listed first. On GPUs nothing
+has been measured; [GPUs](gpu.md) says what is known.
+"""
+
+
+def render() -> str:
+    """Return the page, from the figures of all kinds of CPU."""
+    text = INTRODUCTION
+    for results in sorted(WORK.glob("peers-*.jsonl")):
+        figures = read_results(results, Figure)
+        loads = sorted(figure.load for figure in figures)
+        text += (
+            f"\n## On {figures[0].cpu}\n\n{figures[0].date}; {figures[0].versions}; {os.cpu_count()} cores; load of the machine when"
+            f" a part began {loads[0]:.1f} to {loads[-1]:.1f}.\n")
+        shown = [figure for figure in figures if WANTED.get(figure.part, "") in figure.case]
+        behind = [figure for figure in shown if figure.ratio < 1 and figure.part != "quickstart"]
+        if behind:
+            text += "\nA peer is ahead in:\n\n"
+            text += "".join(f"- {figure.case}, {figure.unit}: {figure.ratio:.2f} times\n" for figure in behind)
+        for part, title in TITLES.items():
+            rows = [figure for figure in shown if figure.part == part]
+            if rows:
+                text += f"\n### {title}\n\n| | unit | Offbeat | {'wanted' if part == 'quickstart' else 'peer'} | times | aim |\n"
+                text += "|---|---|---|---|---|---|\n"
+                text += "".join(_row(figure) for figure in rows)
+    return text
+
+
+def _row(figure: Figure) -> str:
+    times = f"{figure.ratio:.2f}"
+    shown = f"**{times}**" if figure.met is False else times
+    aim = "" if figure.aim is None else f"{figure.aim:g}"
+    peer = "" if figure.part == "quickstart" and figure.unit != "s" else f"{figure.peer:g}"
+    return f"| {figure.case} | {figure.unit} | {figure.ours:g} | {peer} | {shown if peer else ''} | {aim} |\n"
+
+
+if __name__ == "__main__":
+    main()
