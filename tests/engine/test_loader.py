@@ -37,7 +37,7 @@ def test_a_forward_that_disagrees_with_the_models_own_code_does_not_serve(model_
         monkeypatch.setattr(forward_direct.DirectForward, "_rotary", lambda self, length: right(self, length)[::-1])
     else:
         run = HFForward._run
-        monkeypatch.setattr(HFForward, "_run", lambda self, tokens, positions, *args, **kwargs: run(
-            self, tokens, positions * 3, *args, **kwargs))
+        monkeypatch.setattr(HFForward, "_run", lambda self, inputs, *args, **kwargs: run(
+            self, {**inputs, "position_ids": inputs["position_ids"] * 3}, *args, **kwargs))
     with pytest.raises(ModelError, match=r"full forward differs from transformers' own by \S+ in log-probability"):
         load_forward(EngineOptions(model=model_folder("qwen3"), forward=path))

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, time
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +17,8 @@ import msgspec
 import numpy as np
 
 from offbeat.data.cells import in_memory, shortest
+from offbeat.data.image_memory import as_uris
+from offbeat.data.image_sources import MARK, WRITTEN_MARK
 from offbeat.data.messages import without_filled_nulls
 from offbeat.data.row import Row
 from offbeat.errors import DataError, StorageError, shorten
@@ -142,8 +144,11 @@ def _narrow_columns(rows: Any) -> dict[str, Any]:
 def _record_of(row: Row, where: str) -> dict[str, Any]:
     if row.template_kwargs:
         raise DataError(f"{where} has template_kwargs, which rows in memory have no place for; set data.chat_template_kwargs")
-    extra = {name: json.loads(text) if name in row.json_fields else text for name, text in row.extra.items()}
+    beside = {"images": row.images} if row.images else {}
+    extra = beside | {name: json.loads(text) if name in row.json_fields else text for name, text in row.extra.items()}
     answer = extra["answer"] if row.extra.get("answer") == row.answer else row.answer  # as it was in the data, unless changed since
+    if row.images:
+        row = _with_written_marks(row)
     if isinstance(row.prompt, str):
         if row.solution or row.said or row.tools:
             raise DataError(
@@ -154,8 +159,15 @@ def _record_of(row: Row, where: str) -> dict[str, Any]:
     return {**extra, **({"tools": row.tools} if row.tools else {}), "messages": [*row.prompt, *said], "answer": answer}
 
 
+def _with_written_marks(row: Row) -> Row:
+    """Return a row with images whose places are written as data has them."""
+    if isinstance(row.prompt, str):
+        return replace(row, prompt=row.prompt.replace(MARK, WRITTEN_MARK))
+    return replace(row, prompt=tuple({**each, "content": each["content"].replace(MARK, WRITTEN_MARK)} for each in row.prompt))
+
+
 def _encode(record: Mapping[str, Any], argument: str, number: int) -> bytes:
-    plain = {name: in_memory(value, f"{argument}, row {number}: field {name!r}") for name, value in record.items()}
+    plain = {name: in_memory(as_uris(value), f"{argument}, row {number}: field {name!r}") for name, value in record.items()}
     try:
         return msgspec.json.encode(plain, enc_hook=_plain)
     except (NotImplementedError, TypeError, ValueError, msgspec.EncodeError, RecursionError) as exc:

@@ -43,6 +43,11 @@ class DataConfig(Section):
     system_field: str = field("", "Name of a field with a system message for each row, which makes the row a chat; empty is none.")
     max_unusable_rows: int = field(
         0, "Rows that may be left out because they cannot be used, each of which is reported with its reason; one more is an error.", ge=0)
+    max_images: int = field(16, "Most images of a row; docs/images.md describes how rows give them.", ge=0)
+    max_image_bytes: int = field(20_000_000, "Most bytes of an image's file.", ge=1)
+    max_image_pixels: int = field(
+        16_777_216, "Most pixels of an image, width times height, before the model's processor resizes it; known from the file's header, so"
+        " that a larger one is never unpacked.", ge=1)
     chat_template: bool | str = field(
         "auto", "Wrap a prompt that is plain text as a user message with the tokenizer's chat template; \"auto\" does so if the model ends"
         " its answers as its template does, as models that were taught chats do. A file or the text of a Jinja template does so with"

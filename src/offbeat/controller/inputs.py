@@ -16,6 +16,9 @@ from offbeat.data.dataset import Dataset, ListDataset, PromptDataset, open_datas
 from offbeat.data.ends import Ends, find_ends
 from offbeat.data.evaluation_set import open_set
 from offbeat.data.identity import Identity, code_digest, command_digest, digest_of, model_digest
+from offbeat.data.image_reader import images_for
+from offbeat.data.image_sources import ImageLimits
+from offbeat.data.image_store import ImageStore, images_folder, is_image
 from offbeat.data.mixture import Mixture, RowsOfSet
 from offbeat.data.model_folder import check_model_folder, read_context_length, read_end_token_ids, read_vocab_size
 from offbeat.data.pairs import PairEncoder, Preference, open_pairs
@@ -366,7 +369,9 @@ def read_base(config: Config) -> Base:
         model = str(check_model_folder(config.model.path))
         tokenizer_folder = config.model.tokenizer or model
         tokenizer = fit_vocabulary(give_template(load_tokenizer(tokenizer_folder), config), read_vocab_size(model), model=model)
-        return Base(model, None, tokenizer_folder, tokenizer, read_context_length(model))
+        limits = ImageLimits(config.data.max_image_bytes, config.data.max_image_pixels, config.data.max_images)
+        images = images_for(model, ImageStore(images_folder(config.run_dir)), limits)
+        return Base(model, None, tokenizer_folder, replace(tokenizer, images=images), read_context_length(model))
     model = str(config.run_dir / "model")
     tokenizer = give_template(load_tokenizer(config.model.tokenizer) if config.model.tokenizer else character_tokenizer(), config)
     tiny = config.model.tiny
@@ -409,4 +414,5 @@ def give_template(tokenizer: Tokenizer, config: Config) -> Tokenizer:
 def choose_canary(inputs: RunInputs, config: Config) -> tuple[int, ...]:
     """Return the tokens whose log-probabilities every publish compares: a prompt with its answer, as the model will see them."""
     tokens, _ = sft_sequence(inputs.train.row(0), inputs.tokenizer, config.data)
-    return tuple(int(token) for token in tokens[:_MAX_CANARY_TOKENS])
+    most = len(tokens) if is_image(tokens).any() else _MAX_CANARY_TOKENS  # an image is seen whole, so that its tower is compared, too
+    return tuple(int(token) for token in tokens[:most])

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from offbeat.data.forms import REASONING
+from offbeat.data.image_sources import MARK
 from offbeat.data.messages import is_learnt
 from offbeat.data.text_positions import Place, SoughtTexts, find_places
 from offbeat.data.thoughts import CLOSED, OPENED, close_thought, skip_empty, split_thought, write_thought
@@ -143,6 +144,8 @@ def check_shown(messages: Messages, tokenizer: Tokenizer, tools: Tools = ()) -> 
 
     for place in find_places(text, render, written, given, sought=SoughtTexts(reasoning=False)):
         role = "tool" if place.message < 0 else written[place.message]["role"]
+        if tokenizer.images is not None and MARK in place.said and all(part.strip() in text for part in place.said.split(MARK)):
+            continue  # templates may write other signs before an image than before a text, which hides marks
         # Templates may leave out the reasoning of an earlier answer, but not its result.
         if not place.shows and not (role == "assistant" and place.kind == "content" and place.end is not None):
             what = "the tools" if place.message < 0 else f"the text of a message with role {role!r}"

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from offbeat.data.chat_keys import CALL, CONTENT_KEYS, MARKS, READ_AS, REFUSED, ROLE_KEYS, THOUGHTS, holds_message, read_role
+from offbeat.data.image_sources import MARK, PART_KINDS, ImageSource, image_of_part
 from offbeat.errors import DataError
 
 Message = dict[str, Any]
@@ -27,14 +28,19 @@ _NULL_VALUES = ("default", "const", "example", "examples", "enum")
 _SAME = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
 
 
-def parse_messages(value: Any, name: str, where: str) -> tuple[Message, ...]:
-    """Return a chat from the field `name` of a record; raises DataError, which names the record `where`, if it is none."""
+def parse_messages(value: Any, name: str, where: str, *, images: list[ImageSource | None] | None = None) -> tuple[Message, ...]:
+    """Return a chat from the field `name` of a record; raises DataError, which names the record `where`, if it is none.
+
+    Args:
+        images: the images in the messages are appended, None for one of the row's column, and `MARK` stands in their places; None
+            refuses them.
+    """
     given = chat_in(value, name, where) if isinstance(value, str) else value
     if not isinstance(given, list) or not given:
         as_text = ", or one as JSON text" if isinstance(value, str) else ""
         raise DataError(f"{where}: field {name!r} must be a list of messages{as_text}, got {kind_of(value)}")
     found: list[Message] = []
-    for message in (_message(each, name, where) for each in given):
+    for message in (_message(each, name, where, images) for each in given):
         if message.pop(CALL, False) and found and found[-1]["role"] == "assistant":  # calls of one turn, written as several messages
             found[-1] = {**found[-1], "tool_calls": [*found[-1].get("tool_calls", ()), *message["tool_calls"]]}
         else:
@@ -154,7 +160,7 @@ def _schema(value: Any) -> Any:
     return [_schema(each) for each in value] if isinstance(value, list) else value
 
 
-def _message(message: Any, name: str, where: str) -> Message:
+def _message(message: Any, name: str, where: str, images: list[ImageSource | None] | None) -> Message:
     if not isinstance(message, Mapping):
         raise DataError(f"{where}: each message in {name!r} must be an object with 'role' and 'content', got {kind_of(message)}")
     given = {key: value for key, value in message.items() if value is not None}
@@ -163,7 +169,7 @@ def _message(message: Any, name: str, where: str) -> Message:
     calls = _all_calls(given, name, where)
     if found_role == CALL:
         calls, content, found_role = [*calls, *_calls_in(content, name, where)], "", CALL
-    text, thoughts = _texts(content)
+    text, thoughts = _texts(_marked(content, role, name, where, images))
     thoughts = _thoughts(given, thoughts, name, where)
     if found_role in ("assistant", None) and content is None and (calls or thoughts):
         text = ""
@@ -201,6 +207,22 @@ def _role(role: Any, name: str, where: str, *, named_by: str) -> str | None:
         raise DataError(
             f"{where}: a message in {name!r} is from {role!r}, which is none of the known roles {', '.join(READ_AS)}; write one of these")
     return role
+
+
+def _marked(content: Any, role: Any, name: str, where: str, images: list[ImageSource | None] | None) -> Any:
+    """Return a message's content with text in the place of its images, which are appended to `images`."""
+    if not isinstance(content, list):
+        return content
+    parts = []
+    for part in content:
+        if isinstance(part, Mapping) and part.get("type") in PART_KINDS:
+            if images is None or read_role(str(role)) == "assistant":
+                what = "the assistant's message" if images is not None else "a message"
+                raise DataError(f"{where}: {what} in {name!r} has an image, which is not read there; leave it out")
+            images.append(image_of_part(part, f"{where}: image {len(images) + 1}"))
+            part = {"type": "text", "text": MARK}
+        parts.append(part)
+    return parts
 
 
 def _texts(content: Any) -> tuple[str | None, str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from offbeat.data.image_store import FIRST_ID
 from offbeat.data.tokenizer import Tokenizer
 
 _BROKEN = "\ufffd"  # of decoders, for bytes that are no whole character
@@ -14,6 +15,7 @@ class Pieces:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._decode = tokenizer.hf.backend_tokenizer.decode
         self._num_ids = tokenizer.vocab_size
+        self._label = tokenizer.image_label
         ids = tokenizer.encode("a")
         # Some decoders drop the space before the first word of a text, so a token is decoded behind an anchor.
         self._anchor = ids[-1:]
@@ -22,16 +24,21 @@ class Pieces:
     def split(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each token, special tokens included; together they are the whole text.
 
-        A character whose bytes lie in several tokens belongs to the last of them. An id that is no token is written as e.g. "<70000>".
+        A character whose bytes lie in several tokens belongs to the last of them. An id that is no token is written as e.g. "<70000>", and
+        an image at its first placeholder.
         """
         pieces = [self._known.get(token) or self._piece(token) for token in ids]
+        for at in range(len(ids) - 1, 0, -1):
+            if ids[at] >= FIRST_ID and ids[at] == ids[at - 1]:
+                pieces[at] = ""
         for first, piece in enumerate(pieces):
             if _BROKEN in piece and (first == 0 or _BROKEN not in pieces[first - 1]):
                 self._join(ids, pieces, first)
         return pieces
 
     def _piece(self, token: int) -> str:
-        piece = self._added([token]) if 0 <= token < self._num_ids else f"<{token}>"
+        other = self._label(token) if token >= FIRST_ID else f"<{token}>"
+        piece = self._added([token]) if 0 <= token < self._num_ids else other
         self._known[token] = piece
         return piece
 

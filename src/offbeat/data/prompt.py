@@ -5,6 +5,8 @@ import numpy as np
 from offbeat.config.data import DataConfig
 from offbeat.data.chat import check_shown
 from offbeat.data.dataset import PromptDataset
+from offbeat.data.image_reader import FAMILIES
+from offbeat.data.image_sources import MARK
 from offbeat.data.messages import Message, with_system
 from offbeat.data.row import Row
 from offbeat.data.tokenizer import Tokenizer
@@ -21,12 +23,26 @@ def render(row: Row, tokenizer: Tokenizer, config: DataConfig) -> list[int]:
         DataError: the template does not write all of the chat.
         ModelError: a chat is needed and the tokenizer has no template for it.
     """
+    check_reads(row, tokenizer)
     messages = messages_of(row, config)
     if messages is None:
-        return tokenizer.prompt(str(row.prompt))
-    tokenizer = tokenizer.giving(row.template_kwargs)
-    check_shown(messages, tokenizer, row.tools)
-    return tokenizer.chat(messages, tools=row.tools)
+        text = str(row.prompt)
+        if tokenizer.images is not None and row.images:
+            text = text.replace(MARK, str(tokenizer.hf.convert_ids_to_tokens(tokenizer.images.token_id)))
+        ids = tokenizer.prompt(text)
+    else:
+        tokenizer = tokenizer.giving(row.template_kwargs)
+        check_shown(messages, tokenizer, row.tools)
+        ids = tokenizer.chat(messages, tools=row.tools)
+    return ids if tokenizer.images is None else tokenizer.images.expand(ids, row.images)[0].tolist()
+
+
+def check_reads(row: Row, tokenizer: Tokenizer) -> None:
+    """Raise DataError if a row has images and they are not read for the model."""
+    if row.images and tokenizer.images is None:
+        raise DataError(
+            f"the row has {len(row.images)} images, which are not read for {tokenizer.name!r}: they are for models of the types"
+            f" {', '.join(FAMILIES)} in a folder with their processor; leave them out, or give another model.path")
 
 
 def messages_of(row: Row, config: DataConfig) -> tuple[Message, ...] | None:

@@ -5,12 +5,13 @@ Rows cross to reward processes, so they are frozen and plain. Every error about 
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offbeat.config.data import DataConfig
 from offbeat.config.template import missing_column, parse_template
 from offbeat.data.cells import is_absent, json_text, number_or_text
+from offbeat.data.image_sources import COLUMNS, MARK, WRITTEN_MARK, ImageSource, images_of_column, place_images
 from offbeat.data.layouts import as_chat
 from offbeat.data.messages import Message, Tool, as_context, chat_in, is_learnt, kind_of, parse_messages, parse_tools, text_of, with_system
 from offbeat.errors import DataError
@@ -41,6 +42,7 @@ class Row:
         json_fields: names of the extra fields that were not text, and are JSON.
         of_set: name of the data set that it comes from, where several are mixed.
         template_kwargs: variables of the chat template for this row, such as {"enable_thinking": False}.
+        images: images of the prompt, in the order of the marks in its text (`image_sources.MARK`).
     """
 
     prompt: Prompt
@@ -52,6 +54,7 @@ class Row:
     json_fields: tuple[str, ...] = ()
     of_set: str = ""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    images: tuple[ImageSource, ...] = ()
 
     @property
     def imitated(self) -> Message:
@@ -61,9 +64,8 @@ class Row:
     @property
     def prompt_text(self) -> str:
         """The prompt for readers: its text, or the messages of a chat one below the other, such as "user: What is 6 * 7?"."""
-        if isinstance(self.prompt, str):
-            return self.prompt
-        return "\n".join(f"{message['role']}: {message['content']}" for message in self.prompt)
+        text = self.prompt if isinstance(self.prompt, str) else "\n".join(f"{each['role']}: {each['content']}" for each in self.prompt)
+        return text.replace(MARK, WRITTEN_MARK) if self.images else text
 
 
 def parse_record(record: Mapping[str, Any], config: DataConfig, *, where: str, needs_answer: bool = True) -> Row:
@@ -78,6 +80,15 @@ def parse_record(record: Mapping[str, Any], config: DataConfig, *, where: str, n
     """
     if config.format in ("auto", "messages") and not (config.prompt or config.prompt_field):
         record = as_chat(record, where)
+    column, images = images_of_column(record, where) if any(name in record for name in COLUMNS) else ("", ())
+    record = {name: value for name, value in record.items() if name != column}
+    found: list[ImageSource | None] = []
+    return _with_images(_parsed(record, config, where, needs_answer=needs_answer, images=found), found, images, where)
+
+
+def _parsed(
+    record: Mapping[str, Any], config: DataConfig, where: str, *, needs_answer: bool, images: list[ImageSource | None],
+) -> Row:
     answer_field = config.answer_field or next((name for name in _ANSWERS if name in record), _ANSWERS[0])
     if config.format == "gsm8k":
         answer_field = config.answer_field or _ANSWERS[0]
@@ -95,7 +106,8 @@ def parse_record(record: Mapping[str, Any], config: DataConfig, *, where: str, n
     system = system_of(record, config, where)
     used |= {answer_field, *([config.system_field] if config.system_field else [])}
     if not config.prompt and (config.format == "messages" or (config.format == "auto" and _is_chat(prompt, prompt_field, config, where))):
-        return _chat(record, prompt_field, answer_field, system, where, used, needs_answer=needs_answer)
+        messages = with_system(parse_messages(prompt, prompt_field, where, images=images), system)
+        return _chat(record, prompt_field, answer_field, messages, where, used, needs_answer=needs_answer)
     if not isinstance(prompt, str):
         raise DataError(f"{where}: field {prompt_field!r} must be text, got {kind_of(prompt)}; a chat needs data.format = \"messages\"")
     answer, solution = _read_answer(record, answer_field, where, config, needs_answer=needs_answer), ""
@@ -105,6 +117,20 @@ def parse_record(record: Mapping[str, Any], config: DataConfig, *, where: str, n
     made: Prompt = with_system(({"role": "user", "content": prompt},), system) if system else prompt
     tools = tools_of(record, where) if system or config.wraps else ()
     return Row(made, answer, extra, solution, tools, json_fields=json_fields)
+
+
+def _with_images(row: Row, found: list[ImageSource | None], column: tuple[ImageSource, ...], where: str) -> Row:
+    """Return a row with its images, each with a mark in the prompt; `found` are those in its messages, and `column` those beside it."""
+    if not found and not column:
+        return row
+    is_text = isinstance(row.prompt, str)
+    texts = [row.prompt] if isinstance(row.prompt, str) else [message["content"] for message in row.prompt]
+    first = 0 if isinstance(row.prompt, str) else next((i for i, each in enumerate(row.prompt) if each["role"] == "user"), 0)
+    texts, images = place_images(texts, found, column, where, first=first)
+    if is_text:
+        return replace(row, prompt=texts[0], images=images)
+    chat = tuple({**message, "content": text} for message, text in zip(row.prompt, texts, strict=True) if isinstance(message, dict))
+    return replace(row, prompt=chat, images=images)
 
 
 def tools_of(record: Mapping[str, Any], where: str) -> tuple[Tool, ...]:
@@ -172,14 +198,14 @@ def _answer_text(value: Any, name: str, where: str, *, needs_answer: bool) -> st
 
 
 def _chat(
-    record: Mapping[str, Any], prompt_field: str, answer_field: str, system: str, where: str, used: set[str], *, needs_answer: bool,
+    record: Mapping[str, Any], prompt_field: str, answer_field: str, messages: tuple[Message, ...], where: str, used: set[str], *,
+    needs_answer: bool,
 ) -> Row:
     """Make a row whose prompt ends where the assistant is to answer. A last message by the assistant is the answer or solution.
 
     A prompt with a completion or an answer beside it is context, as in TRL's pairs: its turns are not trained on. Messages after the last
     one that is trained on are left out.
     """
-    messages = with_system(parse_messages(record[prompt_field], prompt_field, where), system)
     given = record.get(answer_field)
     given = None if is_absent(given) else given
     rest = chat_in(given, answer_field, where) if isinstance(given, str) else given

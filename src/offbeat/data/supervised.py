@@ -13,7 +13,7 @@ from offbeat.config.data import DataConfig
 from offbeat.config.train import SftConfig
 from offbeat.data.chat import MarkedText, mark_answers
 from offbeat.data.dataset import PromptDataset
-from offbeat.data.prompt import messages_of, sft_sequence
+from offbeat.data.prompt import check_reads, messages_of, sft_sequence
 from offbeat.data.row import Row
 from offbeat.data.stream import PromptStream
 from offbeat.data.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ class Supervision:
             ModelError: a chat is needed and the tokenizer cannot make one of the row.
         """
         chat = self._chat(row, name)
-        sequences = [sft_sequence(row, self.tokenizer, self.data)] if chat is None else [text.sequence(self.tokenizer) for text in chat]
+        sequences = [sft_sequence(row, self.tokenizer, self.data)] if chat is None else self._encoded(row, chat, name)
         for tokens, mask in sequences:
             self.tokenizer.check_rows(tokens)
             if mask[0]:
@@ -100,8 +100,21 @@ class Supervision:
         """Longest sequence in tokens; nothing is predicted from its last one, so it may have one more than a row."""
         return min(self.context, self.max_row_tokens + 1)
 
+    def _encoded(self, row: Row, chat: list[MarkedText], name: str) -> list[Sequence]:
+        """Return the sequences of the texts of a chat, with its images in their places."""
+        sequences = [text.sequence(self.tokenizer) for text in chat]
+        if (images := self.tokenizer.images) is None:
+            return sequences
+        expanded = []
+        for number, (tokens, mask) in enumerate(sequences, start=1):
+            count = len(row.images) if number == len(sequences) else int((tokens == images.token_id).sum())
+            whole, origins = images.expand(tokens, row.images[:count], where=name)
+            expanded.append((whole, mask[origins]))
+        return expanded
+
     def _chat(self, row: Row, name: str) -> list[MarkedText] | None:
         """The texts of a row that is a chat, else None."""
+        check_reads(row, self.tokenizer)
         messages = messages_of(row, self.data)
         if messages is None:
             return None
@@ -116,7 +129,7 @@ class Supervision:
         chat = self._chat(row, name)
         answer = row.solution or row.answer
         texts = [text.text for text in chat] if chat is not None else [f"{row.prompt}{answer}"] if row.prompt and answer else []
-        is_short = texts and all(len(text.encode()) + _MOST_ADDED <= self._max_tokens for text in texts)
+        is_short = not row.images and texts and all(len(text.encode()) + _MOST_ADDED <= self._max_tokens for text in texts)
         return bool(is_short or self.sequences(row, name=name))
 
 

@@ -9,8 +9,10 @@ import json
 import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +25,9 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from offbeat.data.forms import Form, Messages, Tools, find_form
+from offbeat.data.image_reader import ImageReader
+from offbeat.data.image_sources import MARK
+from offbeat.data.image_store import FIRST_ID
 from offbeat.errors import DataError, ModelError
 from offbeat.user_code.boundary import Caught
 
@@ -65,6 +70,7 @@ class Tokenizer:
         alphabet: all characters that it knows, if it was built of them here; else empty.
         num_rows: number of rows of the model's embedding, if it has fewer than the tokenizer has tokens; else None.
         has_own_template: whether its chat template differs from the one in its files.
+        images: reads images for its model; None where the model reads none.
     """
 
     hf: PreTrainedTokenizerFast
@@ -73,6 +79,7 @@ class Tokenizer:
     alphabet: str = ""
     num_rows: int | None = None
     has_own_template: bool = False
+    images: ImageReader | None = None
 
     def __post_init__(self) -> None:
         if self.hf.eos_token_id is None:
@@ -130,7 +137,8 @@ class Tokenizer:
 
     def check_rows(self, ids: Iterable[int]) -> None:
         """Raise DataError if there is a token among these that the model's embedding lacks."""
-        if self.num_rows is not None and (largest := max(ids, default=0)) >= self.num_rows:
+        known = (index for index in ids if index < FIRST_ID)
+        if self.num_rows is not None and (largest := max(known, default=0)) >= self.num_rows:
             token = self.hf.convert_ids_to_tokens(int(largest))
             raise DataError(
                 f"a text has {token!r}, which tokenizer {self.name!r} knows, but the model's embedding of {self.num_rows} rows does not;"
@@ -245,8 +253,24 @@ class Tokenizer:
         return ids[0] if ids and ids[0] in self.special_tokens.values() else None
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids."""
-        return cast(str, self.hf.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        """Return the text of token ids; an image is its label (`image_label`), or with `skip_special_tokens` nothing."""
+        ids = list(ids)
+        if max(ids, default=0) < FIRST_ID:
+            return cast(str, self.hf.decode(ids, skip_special_tokens=skip_special_tokens))
+        texts = []
+        for first, run in groupby(ids, key=lambda index: index if index >= FIRST_ID else 0):
+            if not first:
+                texts.append(cast(str, self.hf.decode(list(run), skip_special_tokens=skip_special_tokens)))
+            elif not skip_special_tokens:
+                texts.append(self.image_label(first))
+        return "".join(texts)
+
+    def image_label(self, image_id: int) -> str:
+        """Return the text that shows an image to people by its token id, such as "<image 640x480 3f2a9c01>"."""
+        if self.images is not None:
+            with suppress(DataError):
+                return self.images.store.get(image_id).label
+        return f"<image {image_id}>"
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token, which may be part of a character, such as b"\\xe2\\x82"; if unknown, the bytes of its text."""
@@ -324,17 +348,23 @@ class Tokenizer:
         """Render a chat that already has the form for the template. Errors as of `chat_text`."""
         template = self.template(with_tools=bool(tools))
         with Caught() as caught:  # a template is a program, and may raise anything
-            return _render(template, self._template_variables, messages, tools, to_answer=to_answer)
+            return _render(template, self._template_variables, self._with_parts(messages), tools, to_answer=to_answer)
         roles, exc = ", ".join(str(m.get("role")) for m in messages), caught.take()
         raise ModelError(f"the chat template of tokenizer {self.name!r} refuses messages with roles {roles}: {exc}") from exc
 
     def generated(self, messages: Messages, tools: Tools = ()) -> tuple[str, list[tuple[int, int]]]:
         """Render a chat as `render` does, and return the ranges of characters between the template's marks of generation as well."""
         rendered: Any = render_jinja_template(
-            [[dict(message) for message in messages]], tools=[dict(tool) for tool in tools] or None,
+            [[dict(message) for message in self._with_parts(messages)]], tools=[dict(tool) for tool in tools] or None,
             chat_template=self.template(with_tools=bool(tools)), return_assistant_tokens_mask=True, **self._template_variables)
         [text], [spans] = rendered
         return text, [(start, end) for start, end in spans]
+
+    def _with_parts(self, messages: Messages) -> Messages:
+        """Return messages for the template, with a part for each image whose mark is in a text."""
+        if self.images is None:
+            return messages
+        return [{**message, "content": _parts_of(message.get("content"))} if "content" in message else message for message in messages]
 
     @property
     def _template_variables(self) -> dict[str, Any]:
@@ -348,6 +378,24 @@ class Tokenizer:
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json, tokenizer_config.json and the chat template into `folder`."""
         self.hf.save_pretrained(folder)
+
+
+def _parts_of(content: Any) -> Any:
+    """Return the content of a message with its images as parts, if its text has marks of images."""
+    if isinstance(content, str):
+        return _parts_of([{"type": "text", "text": content}]) if MARK in content else content
+    if not isinstance(content, list):
+        return content
+    parts = []
+    for part in content:
+        texts = str(part["text"]).split(MARK) if isinstance(part, Mapping) and "text" in part else []
+        if len(texts) < 2:
+            parts.append(part)
+            continue
+        for number, text in enumerate(texts):
+            parts += [{"type": "image"}] if number else []
+            parts += [{**part, "text": text}] if text else []
+    return parts
 
 
 def _render(

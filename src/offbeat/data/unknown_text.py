@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from offbeat.config.data import DataConfig
 from offbeat.data.dataset import PromptDataset
+from offbeat.data.image_sources import MARK
 from offbeat.data.messages import Message, text_of
 from offbeat.data.pairs import Preference
 from offbeat.data.prompt import messages_of
@@ -35,7 +36,7 @@ def check_row(tokenizer: Tokenizer, config: DataConfig, *, answered: bool) -> Ca
         return None
 
     def check(row: Row, where: str) -> None:
-        texts = _prompt(row.prompt, config)
+        texts = ((part, text.replace(MARK, "") if row.images else text) for part, text in _prompt(row.prompt, config))
         _check_texts(tokenizer, texts if not answered else [*texts, *(("answer", text) for text in _answers(row))], where)
 
     return check

@@ -143,7 +143,8 @@ class EmbeddedEngine:
             self._scorer.submit(request)
         else:
             request.check(
-                vocab_size=self._forward.vocab_size, max_context=self.max_context, max_running=self._scheduler.max_running)
+                vocab_size=self._forward.vocab_size, max_context=self.max_context, max_running=self._scheduler.max_running,
+                images=self._forward.reads_images)
             self._scheduler.check(request)
             if (structure := request.params.shaping.structure) is not None and request.grammar is None:
                 request = replace(request, grammar=self.grammars.compile(structure))

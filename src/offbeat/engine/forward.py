@@ -5,7 +5,7 @@ use the same `SlotCache`, name weights as Hugging Face does, and swap prepared w
 engine computes: its weights, cache and sampler are there, and every tensor that a `Forward` takes or gives.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,6 +44,7 @@ class Forward(Protocol):
         max_score_tokens: most tokens, padding included, that may be scored together, because all of their logits may be in memory at once.
         takes_changes: whether `tensors` returns the weights as they were published, so that changes to them make the next version.
         row_multiple: the rows of a product are filled up to a multiple of this; above 1, a token's numbers do not depend on the batch.
+        reads_images: whether tokens may be placeholders of stored images (`data.image_store`).
         lora_groups: the linear layers that can take adapters. `lora`, where given, has an adapter for each row of a batch; in a prefill
             each token is a row.
     """
@@ -55,18 +56,34 @@ class Forward(Protocol):
     max_score_tokens: int
     takes_changes: bool
     row_multiple: int
+    reads_images: bool
     lora_groups: Groups
 
-    def prefill(self, tokens: Tensor, step: PrefillStep, *, lora: AdapterRows | None = None) -> Tensor:
+    def prefill(
+        self, tokens: Tensor, step: PrefillStep, *, lora: AdapterRows | None = None, sequences: Sequence[np.ndarray] | None = None,
+    ) -> Tensor:
         """Run the new tokens of N sequences, [N, L] int64 padded on the right with any valid id, and store their keys and values.
+
+        Args:
+            sequences: where one of them has images, all of its tokens up to the last new one, [K] int64.
 
         Returns:
             [N, V], logits after each sequence's last token.
         """
         ...
 
-    def decode(self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None) -> Tensor:
-        """Run one token per slot, [B] int64, and store its keys and values; returns the logits after it, [B, V]."""
+    def decode(
+        self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None, shifts: np.ndarray | None = None,
+    ) -> Tensor:
+        """Run one token per slot, [B] int64, and store its keys and values; returns the logits after it, [B, V].
+
+        Args:
+            shifts: [B] int64, see `shift_of`; None where there are no images.
+        """
+        ...
+
+    def shift_of(self, tokens: np.ndarray) -> int:
+        """Return what the rotary position of the token after a prompt [L] int64 is ahead of L; not 0 for some prompts with images."""
         ...
 
     def score(self, tokens: Tensor, *, lora: AdapterRows | None = None) -> Iterable[Tensor]:

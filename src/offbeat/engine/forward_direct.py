@@ -5,10 +5,11 @@ runs about 20 kernels per layer. Tests compare it token by token with Hugging Fa
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
@@ -83,6 +84,7 @@ class DirectForward:
         self.takes_changes = not isinstance(self._matrices, Int8Matrices)
         self._attention: Attention = InvariantAttention() if batch_invariant else FastAttention()
         self.row_multiple = self._attention.row_multiple
+        self.reads_images = False
         self.family = FAMILIES[config.model_type]
         self.hidden_size = config.hidden_size
         self.intermediate_size = config.intermediate_size
@@ -230,7 +232,14 @@ class DirectForward:
 
     # -- forward -----------------------------------------------------------------------------------------------------------------------
 
-    def prefill(self, tokens: Tensor, step: PrefillStep, *, lora: AdapterRows | None = None) -> Tensor:
+    def shift_of(self, tokens: np.ndarray) -> int:  # noqa: ARG002
+        """See `Forward.shift_of`; the models of this path read no images."""
+        return 0
+
+    def prefill(
+        self, tokens: Tensor, step: PrefillStep, *, lora: AdapterRows | None = None,
+        sequences: Sequence[np.ndarray] | None = None,  # noqa: ARG002
+    ) -> Tensor:
         """Return the logits [N, V] after the new tokens [N, L] int64 of N sequences; see `Forward.prefill`."""
         hidden = self._run_prompts(tokens, step, lora)
         return self._logits(hidden[torch.arange(len(tokens), device=self.device), step.last])
@@ -240,7 +249,9 @@ class DirectForward:
         hidden = self._run_prompts(tokens, None, lora).flatten(0, 1)
         return map(self._logits, hidden.split(max(LOGITS_AT_ONCE // self.vocab_size, 1)))
 
-    def decode(self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None) -> Tensor:
+    def decode(
+        self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None, shifts: np.ndarray | None = None,  # noqa: ARG002
+    ) -> Tensor:
         """Return the logits [B, V] after one token per slot, [B] int64; see `Forward.decode`."""
         weights, rows = self._weights, step.rows
         self._grow_rotary(step.width)

@@ -6,24 +6,28 @@ refused with a message. Weights are named as in a published checkpoint.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from offbeat.data.image_store import ImageStore, find_images, image_positions
 from offbeat.engine.cache import CacheShape, DecodeStep, PrefillStep, attend
 from offbeat.engine.forward import LOGITS_AT_ONCE, fingerprint_tensors, take
 from offbeat.engine.lora import AdapterRows, Groups, Linear
 from offbeat.errors import ModelError, first_line
 from offbeat.model.attention import ATTENTION_KINDS, ScoreForm, explicit_attention, fused_attention, refuse_unknown, window_mask
 from offbeat.model.checkpoint_names import module_names, published_names
+from offbeat.model.images import ModelImages, embedded, give_images, has_images, language_attention
 from offbeat.model.load import context_length
 from offbeat.model.lora import adaptable
+from offbeat.model.uploads import upload
 
 ATTENTION = "offbeat_slots"
 
@@ -142,35 +146,79 @@ class HFForward:
         self.max_positions = context_length(config)
         self.max_score_tokens = max(LOGITS_AT_ONCE // self.vocab_size, 1)
         self.row_multiple = 1
+        self.reads_images = False
         # Without the output head, which sees only the last token of each row.
         head = model.get_output_embeddings()
         self._linears = {name: m for name, m in adaptable(model).items() if m is not head}
         self.lora_groups: Groups = {name: (Linear(name, m.in_features, m.out_features),) for name, m in self._linears.items()}
         self.takes_changes = True
         self._lora: AdapterRows | None = None
+        self._images: ModelImages | None = None
         self._hooked = False
 
-    def prefill(self, tokens: Tensor, step: PrefillStep, *, lora: AdapterRows | None = None) -> Tensor:
-        """Return the logits [N, V] after the new tokens [N, L] int64 of N sequences; see `Forward.prefill`."""
-        return self._run(tokens, step.positions, Windows(step), keep=step.last[:, None], lora=lora)[:, 0]
+    def read_images(self, store: ImageStore) -> None:
+        """Take prompts with images of a store from now on, if the model reads images."""
+        self._images = give_images(self._model, store)
+        self.reads_images = self._images is not None
 
-    def decode(self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None) -> Tensor:
+    def shift_of(self, tokens: np.ndarray) -> int:
+        """See `Forward.shift_of`."""
+        if self._images is None or not self._images.family.grid or not has_images(tokens):
+            return 0
+        return int(image_positions(len(tokens), find_images(tokens, self._images.store)).max()) + 1 - len(tokens)
+
+    def prefill(
+        self, tokens: Tensor, step: PrefillStep, *, lora: AdapterRows | None = None, sequences: Sequence[np.ndarray] | None = None,
+    ) -> Tensor:
+        """Return the logits [N, V] after the new tokens [N, L] int64 of N sequences; see `Forward.prefill`."""
+        inputs = {"input_ids": tokens, "position_ids": step.positions}
+        if sequences is not None:
+            starts = [int(row[0]) for row in step.positions.expand(len(tokens), -1).cpu()]
+            inputs = self._with_images(tokens, sequences, starts)
+        return self._run(inputs, Windows(step), keep=step.last[:, None], lora=lora)[:, 0]
+
+    def decode(
+        self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None, shifts: np.ndarray | None = None,
+    ) -> Tensor:
         """Return the logits [B, V] after one token per slot, [B] int64; see `Forward.decode`."""
-        return self._run(tokens[:, None], step.positions[:, None], Windows(step), keep=1, lora=lora)[:, 0]
+        positions = step.positions[:, None]
+        if shifts is not None and shifts.any():
+            positions = positions + upload(shifts, self.device)[:, None]
+        return self._run({"input_ids": tokens[:, None], "position_ids": positions}, Windows(step), keep=1, lora=lora)[:, 0]
 
     def score(self, tokens: Tensor, *, lora: AdapterRows | None = None) -> Iterable[Tensor]:
         """Return the logits [N * L, V] of tokens [N, L] int64 in one block; see `Forward.score`."""
         # All logits at once: models differ in the steps between the last layer and the logits.
-        positions = torch.arange(tokens.shape[1], device=self.device)[None]
-        return [self._run(tokens, positions, ScoreStep(), keep=0, lora=lora).flatten(0, 1)]
+        inputs = {"input_ids": tokens, "position_ids": torch.arange(tokens.shape[1], device=self.device)[None]}
+        if self._images is not None and has_images(host := tokens.cpu().numpy()):
+            inputs = self._with_images(tokens, list(host), [0] * len(host))
+        return [self._run(inputs, ScoreStep(), keep=0, lora=lora).flatten(0, 1)]
 
-    def _run(self, tokens: Tensor, positions: Tensor, step: Step, *, keep: int | Tensor, lora: AdapterRows | None) -> Tensor:
+    def _with_images(self, tokens: Tensor, sequences: Sequence[np.ndarray], starts: Sequence[int]) -> dict[str, Tensor]:
+        """Return the inputs of sequences [K] with images, of which those from `starts` on are the new tokens [N, L] int64."""
+        assert self._images is not None, "prompts with images are refused otherwise"
+        self._lora = None  # of the pass before; the tower takes no adapter
+        of_rows = [find_images(sequence, self._images.store, cut=True) for sequence in sequences]
+        features = self._images.kept_features(self._model, [image for images in of_rows for image, _ in images])
+        width, grid = tokens.shape[1], self._images.family.grid
+        parts, positions = [], np.zeros((3, len(tokens), width), np.int64)
+        for row, (sequence, start, images) in enumerate(zip(sequences, starts, of_rows, strict=True)):
+            whole = image_positions(len(sequence), images if grid else ())[:, start:]
+            positions[:, row, : whole.shape[1]] = whole
+            for image, places in images:
+                new = places >= start
+                parts.append((row * width + places[new] - start, features[image.id][: len(places)][new]))
+        embeds = embedded(self._model, tokens.flatten(), parts).unflatten(0, tokens.shape)
+        shown = upload(positions, self.device)
+        return {"inputs_embeds": embeds, "position_ids": shown if grid else shown[0]}
+
+    def _run(self, inputs: Mapping[str, Tensor], step: Step, *, keep: int | Tensor, lora: AdapterRows | None) -> Tensor:
         self._lora = lora
         if lora is not None and not self._hooked:  # not earlier: a hook slows down every call
             self._hooked = True
             for name, linear in self._linears.items():
                 linear.register_forward_hook(partial(self._add_lora, name))
-        return self._model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep, offbeat_step=step).logits
+        return self._model(**inputs, use_cache=False, logits_to_keep=keep, offbeat_step=step).logits
 
     def _add_lora(self, name: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         if self._lora is not None:
@@ -187,6 +235,8 @@ class HFForward:
     def install(self, prepared: dict[str, Tensor]) -> None:
         for name, parameter in self._model.named_parameters():
             parameter.data = prepared[name]
+        if self._images is not None:
+            self._images.forget()
 
     @torch.inference_mode()
     def release(self) -> None:
@@ -210,7 +260,7 @@ def _find_cache_shape(model: PreTrainedModel, *, dtype: torch.dtype, device: tor
     name, seen = type(model).__name__, ShapeStep()
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     try:
-        model.set_attn_implementation(ATTENTION)
+        model.set_attn_implementation(language_attention(model.config, ATTENTION))
         if model.config._attn_implementation == ATTENTION:
             with torch.inference_mode():
                 model(input_ids=zero, position_ids=zero, use_cache=False, logits_to_keep=1, offbeat_step=seen)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from offbeat.data.image_store import ImageStore
 from offbeat.data.tokenizer import load_tokenizer
 from offbeat.engine.batch_invariant import is_invariant
 from offbeat.engine.engine import EmbeddedEngine
@@ -55,8 +56,10 @@ def load_forward(options: EngineOptions) -> Forward:
             f"inference.batch_invariant must be false or auto for {options.model}, got true; a token's bits are the same in every batch in"
             " float32, on a CPU, with the direct forward alone")
     if not fast:
-        forward: Forward = HFForward(model, **place)
+        forward = HFForward(model, **place)
         check_forward(forward, reference)
+        if options.images:
+            forward.read_images(ImageStore(options.images))
         return forward
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
     direct_forward = DirectForward(model.config, state, **place, batch_invariant=exact and bool(options.batch_invariant))

@@ -33,6 +33,7 @@ class EngineOptions:
         seed: seed of the engine's own generator, which serves requests without a seed.
         api_key: bearer token that every request must carry; empty for none.
         version: version of the weights in `model`; -1 before a run has published any.
+        images: folder of the images whose ids prompts may hold; empty takes none.
     """
 
     model: str
@@ -55,6 +56,7 @@ class EngineOptions:
     seed: int = 0
     api_key: str = field(default="", repr=False)
     version: Version = 0
+    images: str = ""
 
     def __post_init__(self) -> None:
         ones = (

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from offbeat.chat.shaping import PLAIN, Shaping
+from offbeat.data.image_store import FIRST_ID
 from offbeat.engine.structure import Grammar
 from offbeat.errors import EngineError, RefusedError
 from offbeat.inference.sampling import TopTokens
@@ -106,13 +107,18 @@ class Request:
         if self.n < 1:
             raise RefusedError(f"n must be >= 1, got {self.n}")
 
-    def check(self, *, vocab_size: int, max_context: int, max_running: int) -> None:
-        """Raise RefusedError with the reason if an engine with these limits can never serve this request."""
+    def check(self, *, vocab_size: int, max_context: int, max_running: int, images: bool = False) -> None:
+        """Raise RefusedError with the reason if an engine with these limits can never serve this request.
+
+        Args:
+            images: whether the prompt may have placeholders of images.
+        """
         length, most = len(self.prompt), self.params.max_new_tokens
         if length == 0:
             raise RefusedError("the prompt is empty; it needs at least one token")
-        if min(self.prompt) < 0 or max(self.prompt) >= vocab_size:
-            bad = next(t for t in self.prompt if not 0 <= t < vocab_size)
+        strange = max(self.prompt) >= vocab_size and any(vocab_size <= t and not (images and t >= FIRST_ID) for t in self.prompt)
+        if min(self.prompt) < 0 or strange:
+            bad = next(t for t in self.prompt if not (0 <= t < vocab_size or (images and t >= FIRST_ID)))
             raise RefusedError(f"prompt token {bad} is outside the vocabulary of {vocab_size} tokens")
         shaping = self.params.shaping
         if shaping.structure is not None and self.params.ignore_eos:

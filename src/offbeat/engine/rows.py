@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from offbeat.data.image_store import FIRST_ID
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.engine.cache import BUCKET, round_up
 from offbeat.engine.request import FinishReason, Output, Request
@@ -28,6 +29,7 @@ class RunningSample:
         shaped: follows the tokens where the request has a shaping, else None.
         num_cached: number of prompt tokens that were not computed; see `Output`.
         mixed: whether weights that served before have computed a part of its cache.
+        shift: what its rotary positions are ahead of its number of tokens; of a prompt with images it may be below 0.
     """
 
     request: Request
@@ -38,6 +40,7 @@ class RunningSample:
     shaped: ShapedSample | None = None
     num_cached: int = 0
     mixed: bool = False
+    shift: int = 0
 
 
 class Rows:
@@ -89,8 +92,9 @@ class Rows:
         if not params.shaping.is_plain:
             words = bad_word_ids(params.shaping.bad_words, tokenizer)
             for sample in self.samples[first:]:
+                known = [token for token in request.prompt if token < FIRST_ID]
                 sample.shaped = ShapedSample(
-                    params, prompt=request.prompt, end_ids=stop_ids, bad_words=words, grammar=request.grammar and request.grammar.begin())
+                    params, prompt=known, end_ids=stop_ids, bad_words=words, grammar=request.grammar and request.grammar.begin())
         self._sampling = self._watched = self._adapters = None
 
     def _reserve(self, *, positions: int, stop_ids: int) -> None:

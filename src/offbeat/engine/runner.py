@@ -15,6 +15,7 @@ from offbeat.engine.prefixes import Begun, PrefixCache
 from offbeat.engine.request import Request
 from offbeat.engine.rows import Rows
 from offbeat.engine.scheduler import PromptPart, RoundPrompts, plan_prefill
+from offbeat.model.images import has_images
 from offbeat.model.uploads import upload
 
 
@@ -68,7 +69,8 @@ class Runner:
         """Decode the first rows; returns their logits [count, V]."""
         step = self._cache.step(self._rows.length[:count] - 1)
         lora = self._adapters.rows(self._rows.adapters()[:count])
-        return self._forward.decode(self._send(self._rows.last_tokens(count)), step, lora=lora)
+        shifts = np.array([sample.shift for sample in self._rows.samples[:count]]) if self._forward.reads_images else None
+        return self._forward.decode(self._send(self._rows.last_tokens(count)), step, lora=lora, shifts=shifts)
 
     def _start_requests(self, requests: Sequence[Request], begun: PromptPart | None, old: int) -> Tensor:
         """Prefill requests whose rows are those from `old` on; the first of them may be begun. Returns the rows' logits [N, V]."""
@@ -82,8 +84,9 @@ class Runner:
         self.num_cached_tokens += int(known.sum())
         repeats = np.arange(old, len(self._rows))
         prompts = np.repeat(np.arange(len(requests)), counts)
-        for sample, num_cached in zip(self._rows.samples[old:], known[prompts].tolist(), strict=True):
-            sample.num_cached = num_cached
+        shifts = [self._forward.shift_of(sequence) if self._forward.reads_images else 0 for sequence in sequences]
+        for sample, num_cached, prompt in zip(self._rows.samples[old:], known[prompts].tolist(), prompts.tolist(), strict=True):
+            sample.num_cached, sample.shift = num_cached, shifts[prompt]
         copies = repeats != first[prompts]
         self._cache.move(first[prompts][copies].tolist(), repeats[copies].tolist(), positions=max(map(len, sequences)))
         return logits[self._send(prompts)]
@@ -172,7 +175,9 @@ class Runner:
             tokens[row, : len(rest)] = rest
         step = self._cache.prefill(slots[chunk], starts=starts[chunk], lengths=lengths)
         lora = self._adapters.rows([adapters[int(i)] for i in chunk], repeat=tokens.shape[1])
-        return self._forward.prefill(self._send(tokens), step, lora=lora)
+        images = self._forward.reads_images and any(map(has_images, (sequences[i] for i in chunk)))
+        whole = [sequences[i] for i in chunk] if images else None
+        return self._forward.prefill(self._send(tokens), step, lora=lora, sequences=whole)
 
     def _send(self, array: np.ndarray) -> Tensor:
         """Copy a host array, such as [N, L], to the model's device, with its dtype."""

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offbeat.data.image_store import FIRST_ID, is_image
 from offbeat.engine.adapters import EngineAdapters
 from offbeat.engine.forward import Forward
 from offbeat.engine.request import MAX_TOP, Event, Scored, ScoreJob
@@ -31,7 +32,7 @@ class Wanted:
 
     Attributes:
         length: L, length of the longest job.
-        next_ids: [N * L] int64, the token that follows each row; arbitrary where none does.
+        next_ids: [N * L] int64, the token that follows each row; arbitrary where none does, or an image.
         num_top: number of most likely tokens to read in `top_rows`.
         top_rows: [R] int64, ascending, the rows whose most likely tokens are read.
         target_rows, target_ids: [M] int64 each, rows ascending, further tokens to read.
@@ -65,7 +66,7 @@ class Wanted:
             uniforms_DK[start : start + len(places), : job.draws] = _draw_numbers(job, places)
             start += len(places)
         return cls(
-            length, np.roll(tokens, -1, axis=1).ravel(), max(job.top_k for job in jobs),
+            length, np.where(is_image(follows := np.roll(tokens, -1, axis=1)), 0, follows).ravel(), max(job.top_k for job in jobs),
             np.concatenate([np.zeros(0, np.int64), *top_rows]), rows, ids,
             np.concatenate([np.zeros(0, np.int64), *(n * length + places for n, _, places in drawn)]),
             np.concatenate([np.zeros(0, np.float32), *(np.full(len(places), job.temperature, np.float32) for _, job, places in drawn)]),
@@ -169,7 +170,8 @@ class Scorer:
                 f"draws of a score must be 0 to {MAX_TOP} at a finite temperature of at least 0, got {job.draws} at {job.temperature}")
         if targets is not None and len(targets) != len(tokens):
             raise RefusedError(f"targets hold one list for each of the {len(tokens)} tokens, got {len(targets)} lists")
-        for ids in (tokens, *(targets or ())):
+        of_text = [token for token in tokens if token < FIRST_ID] if self._forward.reads_images else tokens
+        for ids in (of_text, *(targets or ())):
             if ids and not 0 <= min(ids) <= max(ids) < vocab:
                 raise RefusedError(f"tokens to score must lie in the vocabulary of {vocab} tokens")
         self._adapters.use(job.adapter)

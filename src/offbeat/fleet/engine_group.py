@@ -16,6 +16,7 @@ from pathlib import Path
 from offbeat.aio import gather_all
 from offbeat.config.for_processes import EngineConfig
 from offbeat.data import wire
+from offbeat.data.image_store import images_folder
 from offbeat.engine.options import EngineAddress, EngineOptions, EngineStart
 from offbeat.errors import EngineError, StorageError, WorkerError
 from offbeat.fleet.owner import begin_start
@@ -211,7 +212,8 @@ def engine_options(config: EngineConfig, model: str, tokenizer: str, version: in
         prefix_caching=inference.prefix_caching, batch_invariant=inference.batch_invariant, num_engines=inference.num_engines,
         max_adapters=inference.max_adapters, max_adapter_rank=inference.max_adapter_rank,
         max_prefill_per_round=inference.max_prefill_per_round,
-        stall_timeout_s=inference.stall_timeout_s, seed=engine_seed(config, index), api_key=api_key, version=version)
+        stall_timeout_s=inference.stall_timeout_s, seed=engine_seed(config, index), api_key=api_key, version=version,
+        images=str(images_folder(config.run_dir)))
 
 
 @asynccontextmanager

@@ -23,6 +23,7 @@ from offbeat.pulse import progress
 _SINGLE_FILE, _INDEX_FILE = WEIGHT_FILES
 _COMPANIONS = (
     *("config.json", "generation_config.json"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt"),
 )
 """Files of a complete folder besides its weights."""

@@ -1,4 +1,4 @@
-"""Loads a Hugging Face causal language model for training or scoring.
+"""Loads a Hugging Face language model, causal or of images and text, for training or scoring.
 
 Called by the trainer and by tools. A model is loaded completely or not at all: missing weights are an error, never random numbers.
 """
@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from offbeat.data.model_folder import CONTEXT_LENGTH_NAMES, check_model_folder, rope_limit
+from offbeat.data.image_reader import reads_images
+from offbeat.data.model_folder import CONTEXT_LENGTH_NAMES, check_model_folder, read_model_config, rope_limit
 from offbeat.errors import ModelError, first_line
 from offbeat.model.attention import PACKED
 from offbeat.model.divided_read import Divide, DividedRead, GiveHead
@@ -43,10 +44,14 @@ def load_causal_lm(
     if dtype not in DTYPES:
         raise ModelError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     folder = check_model_folder(path)
+    sees = reads_images(read_model_config(str(folder)))
+    if sees and divide is not None:
+        raise ModelError(f"train.parallel must have shard = 1 and tp = 1 for {folder}, because a model that reads images is not divided")
+    kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     parts = None if divide is None else DividedRead(divide, give_head)
     try:
         with nullcontext({}) if parts is None else parts.hooked() as more:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = kind.from_pretrained(
                 folder, dtype=DTYPES[dtype], attn_implementation=attention, local_files_only=True, output_loading_info=True, **more
             )
     except ModelError:

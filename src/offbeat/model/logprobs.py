@@ -18,6 +18,7 @@ from offbeat.model.apart import apart_logits
 from offbeat.model.attention import PACKED, AttentionPlan, build_plan, planned
 from offbeat.model.context import RowShare, share_of
 from offbeat.model.head import Picks, check_head_format, fused_head, never_fuse, pick
+from offbeat.model.images import has_images, row_inputs
 from offbeat.model.load import rope_limit_of
 from offbeat.model.routers import record_of
 from offbeat.model.uploads import upload
@@ -142,10 +143,17 @@ def _forward(model: nn.Module, share: RowShare, *, keep: Tensor | None) -> Tenso
     row, here = share.row, share.here
     plan = build_plan(row, device, context=share.context)
     record = record_of(model)
+    if has_images(row.tokens):
+        if share.context is not None:
+            raise ModelError("train.parallel.cp must be 1 for sequences with images, whose features are not divided over ranks")
+        inputs = row_inputs(bare, row)
+    else:
+        inputs = {
+            "input_ids": upload(row.tokens[here].astype(np.int64), device).unsqueeze(0),
+            "position_ids": upload(row.positions[here].astype(np.int64), device).unsqueeze(0)}
     with planned():
         outputs = model(
-            input_ids=upload(row.tokens[here].astype(np.int64), device).unsqueeze(0),
-            position_ids=upload(row.positions[here].astype(np.int64), device).unsqueeze(0),
+            **inputs,
             # With a cache transformers forgets that the row holds several sequences.
             use_cache=False,
             attention_plan=plan,

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from offbeat.data.packing import PackedRow
 from offbeat.errors import ModelError
+from offbeat.model.images import is_language
 from offbeat.model.layer_slices import LayerSlice, slice_of
 from offbeat.model.lora_routes import EqualRoute, OneRoute, Route, SpanRoute
 from offbeat.model.peft_io import Adapter
@@ -347,11 +348,12 @@ def find_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linea
 
 
 def adaptable(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return a model's linear layers by name, except routers of experts, which some families derive from nn.Linear although they return
-    more.
+    """Return the linear layers of a model's language part by name, except routers of experts, which some families derive from nn.Linear
+    although they return more.
     """
+    config = getattr(model, "config", None)
     return {name: module for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and "Router" not in type(module).__name__}
+            if isinstance(module, nn.Linear) and "Router" not in type(module).__name__ and (config is None or is_language(config, name))}
 
 
 def layer_kind(name: str) -> str:

@@ -20,6 +20,7 @@ from offbeat.errors import ModelError, first_line
 from offbeat.model.attention import ATTENTION_KINDS, PACKED
 from offbeat.model.context import ContextGroup, share_of, spread
 from offbeat.model.divided_read import WholeOnlyError
+from offbeat.model.images import language_attention
 from offbeat.model.logprobs import UnpackedError, head_outputs, packs_rows, scored_positions, token_logprobs
 from offbeat.model.values import ValueHead
 
@@ -97,13 +98,13 @@ def _pack(model: PreTrainedModel) -> str:
     if others := sorted(set(layer_types) - ATTENTION_KINDS):
         return f"has {others[0]} layers"
     plain = model.config._attn_implementation or "eager"
-    model.set_attn_implementation(PACKED)
+    model.set_attn_implementation(language_attention(model.config, PACKED))
     if not packs_rows(model):
         return "computes attention by code of its own"
     try:
         probe(model, share_prefix=True)
     except UnpackedError as exc:
-        model.set_attn_implementation(plain)
+        model.set_attn_implementation(language_attention(model.config, plain))
         return f"lets packed attention reach {exc.num_calls} of its {exc.num_layers} layers"
     return ""
 

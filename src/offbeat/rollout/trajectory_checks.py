@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from offbeat.data.image_store import is_image
 from offbeat.data.trajectory import Trajectory, Unusable
 from offbeat.errors import CodeError, shorten
 from offbeat.types import Version
@@ -104,7 +105,9 @@ class TrajectoryChecks:
             return "malformed", "it begins with a generated token; put its prompt first"
         # Minima and maxima of whole arrays are fast, and clear nearly all trajectories; in the others, each token is checked.
         if t.tokens.min() < 0 or t.tokens.max() >= self.vocab_size:
-            at = np.argmax((t.tokens < 0) | (t.tokens >= self.vocab_size))
+            wrong = (t.tokens < 0) | ((t.tokens >= self.vocab_size) & ~(is_image(t.tokens) & ~t.loss_mask))
+            at = np.argmax(wrong)
+        if t.tokens.min() < 0 or (t.tokens.max() >= self.vocab_size and wrong.any()):
             return "wrong tokens", f"token {at} has the id {t.tokens[at]}, which is not in the vocabulary of {self.vocab_size} tokens"
         logprobs, versions = t.rollout_logprobs, t.versions
         within = logprobs.min() >= LEAST_LOGPROB and logprobs.max() <= MOST_LOGPROB  # not if one is NaN

@@ -22,6 +22,7 @@ from offbeat.algorithms.adam import AdamParams
 from offbeat.config.for_processes import RankConfig
 from offbeat.config.objectives import objective_of
 from offbeat.data.batch import Batch
+from offbeat.data.image_store import images_folder
 from offbeat.data.packing import PackedRow, plan_microbatches
 from offbeat.errors import ModelError, StorageError, UserError
 from offbeat.model.context import share_of
@@ -350,7 +351,7 @@ def _load_base(folder: str, config: RankConfig, groups: ProcessGroups) -> tuple[
     def read(divide: Divide | None) -> PreTrainedModel:
         return load_policy(
             folder, config=config.train, dtype=config.model.number_format, divide=divide,
-            float32_head=config.algorithm.float32_head).requires_grad_(False)
+            float32_head=config.algorithm.float32_head, images=images_folder(config.run_dir)).requires_grad_(False)
 
     divided = groups.shape.shard > 1 or groups.shape.tp > 1
     # A model that is whole on its rank computes under autocast, also on a single one.

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 from torch import Tensor
@@ -22,18 +23,19 @@ from offbeat.trainer.strategies import Strategy, load
 
 def load_frozen(
     folder: str, *, config: TrainConfig, groups: ProcessGroups, dtype: Dtype = "float32", float32_head: bool = False,
+    images: Path | None = None,
 ) -> Strategy:
     """Load a model that only scores, in shards if the policy is; no gradient ever reaches it. Collective.
 
     Args:
         folder: Hugging Face folder or hub id, the same on all ranks.
-        float32_head: as for `load_policy`.
+        float32_head, images: as for `load_policy`.
     """
-    unchecked = config.model_copy(update={"gradient_checkpointing": "off"})
+    unchecked = config.model_copy(update={"gradient_checkpointing": "off", "freeze": ()})
 
     def read(divide: Divide | None) -> PreTrainedModel:
         return load_policy(
-            folder, config=unchecked, dtype=dtype, divide=divide, float32_head=float32_head).requires_grad_(False)
+            folder, config=unchecked, dtype=dtype, divide=divide, float32_head=float32_head, images=images).requires_grad_(False)
 
     return load(read, groups=groups, precision=config.computes_in, trained=False, compiles=config.compile)[1]
 

@@ -14,10 +14,12 @@ from transformers import PreTrainedModel
 from offbeat.algorithms.adam import AdamParams
 from offbeat.config.for_processes import RankConfig
 from offbeat.data.batch import Batch
+from offbeat.data.image_store import images_folder
 from offbeat.data.model_folder import check_model_folder
 from offbeat.data.packing import PackedRow, plan_microbatches
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, ModelError
 from offbeat.model.divided_read import Divide
+from offbeat.model.images import images_of
 from offbeat.model.logprobs import dummy_row
 from offbeat.pulse import progress
 from offbeat.sync.mesh import ProcessGroups
@@ -65,6 +67,10 @@ class ModelTrainer(Trainer):
         model, strategy = load(
             lambda divide: cls._load_model(folder, config, divide), groups=groups, precision=config.train.computes_in,
             compiles=config.train.compile)
+        if groups.world > 1 and images_of(model) is not None:
+            raise ModelError(
+                f"train.num_ranks must be 1 for a whole {type(model).__name__}, got {groups.world}: rows without images would leave its"
+                " tower without gradients; train an adapter (model.lora), or use one rank")
         return cls(model, strategy, folder=folder, config=config, groups=groups)
 
     @property
@@ -74,7 +80,8 @@ class ModelTrainer(Trainer):
 
     @classmethod
     def _load_model(cls, folder: str, config: RankConfig, divide: Divide | None) -> PreTrainedModel:
-        return load_policy(folder, config=config.train, divide=divide, float32_head=config.algorithm.float32_head)
+        return load_policy(
+            folder, config=config.train, divide=divide, float32_head=config.algorithm.float32_head, images=images_folder(config.run_dir))
 
     def snapshot(self, dtype: Dtype, *, name: str = WHOLE, merges: bool = False, copies: bool = True) -> ModelSnapshot:  # noqa: ARG002
         """See `Trainer.snapshot`."""
@@ -123,7 +130,8 @@ class ModelTrainer(Trainer):
     def _load_reference(self) -> Strategy:
         """Load the initial weights once more, in shards if the policy is."""
         return load_frozen(
-            str(self._model_folder), config=self._config, groups=self.groups, float32_head=self._run.algorithm.float32_head)
+            str(self._model_folder), config=self._config, groups=self.groups, float32_head=self._run.algorithm.float32_head,
+            images=images_folder(self._run.run_dir))
 
     @contextmanager
     def _referring(self) -> Iterator[nn.Module]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -13,12 +14,14 @@ from transformers import PreTrainedModel
 from offbeat.algorithms.objectives import reads_of
 from offbeat.config.train import TrainConfig
 from offbeat.data.batch import Batch, gather_ranges
+from offbeat.data.image_store import ImageStore
 from offbeat.data.packing import PackedRow, pack_row
 from offbeat.losses.compose import target_losses
 from offbeat.losses.metrics import Report
 from offbeat.model.blocks import checkpoint_activations
 from offbeat.model.divided_read import Divide, GiveHead
 from offbeat.model.head import compute_in_float32
+from offbeat.model.images import freeze, give_images
 from offbeat.model.load import load_causal_lm
 from offbeat.model.logprobs import token_logprobs
 from offbeat.model.rows import settle_rows
@@ -53,7 +56,7 @@ class ScoredRow:
 
 def load_policy(
     model_folder: str, *, config: TrainConfig, dtype: str = "float32", divide: Divide | None = None, give_head: GiveHead | None = None,
-    float32_head: bool = False,
+    float32_head: bool = False, images: Path | None = None,
 ) -> PreTrainedModel:
     """Load a model to the CPU, or its divided parts to the rank's device, with rows proven to give each sequence its own log-probabilities.
 
@@ -61,6 +64,7 @@ def load_policy(
         divide: as for `load_causal_lm`; all ranks must call then.
         give_head: replaces the output head: before the model is divided, or else at the end.
         float32_head: whether the output head computes in float32 under mixed precision, too.
+        images: folder of the images in its sequences.
 
     Raises:
         ModelError, WholeOnlyError: as `load_causal_lm` and `settle_rows`.
@@ -70,6 +74,9 @@ def load_policy(
     mixed = isinstance(model, FSDPModule) and config.computes_in == "bf16_mixed"
     settle_rows(model, share_prefix=config.share_prefix, computes=torch.bfloat16 if mixed else None)
     checkpoint_activations(model, config.recomputes)
+    if images is not None:
+        give_images(model, ImageStore(images))
+    freeze(model, config.freeze)
     if float32_head and config.computes_in == "bf16_mixed":
         compute_in_float32(model)
     if give_head is not None and divide is None:

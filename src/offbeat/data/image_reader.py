@@ -1,0 +1,208 @@
+"""Images of rows to what stands for them in prompts. Holds the image process of a model, and the store of a run. Called by `data.prompt`.
+
+An image is decoded and processed once: afterwards it is found by the hash of its file, also by a run that goes on.
+"""
+
+import atexit
+import hashlib
+import select
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from offbeat.data import wire
+from offbeat.data.image_sources import ImageLimits, ImageSource
+from offbeat.data.image_store import ImageStore, StoredImage
+from offbeat.data.model_folder import read_model_config
+from offbeat.errors import DataError, ModelError
+from offbeat.extras import require
+
+FAMILIES = ("idefics3", "qwen2_5_vl")
+"""Model types, as in config.json, whose images can be read."""
+
+HEADER = struct.Struct("<Q")
+_START_TIMEOUT_S, _TIMEOUT_S = 600.0, 120.0
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+@dataclass(frozen=True, eq=False)
+class MadeImage:
+    """Answer to the bytes of an image's file: what it becomes, or why it cannot be used.
+
+    Attributes:
+        fault: the end of a sentence about the image, such as "is animated, ..."; empty if it can be used.
+        tokens: [P] int32, what stands in a prompt, -1 at its placeholders.
+    """
+
+    fault: str
+    tokens: np.ndarray
+    arrays: dict[str, np.ndarray]
+    grid: tuple[int, int] = (0, 0)
+    size: tuple[int, int] = (0, 0)
+
+
+class ImageReader:
+    """Reads images for a model, and keeps what it makes of them in a store.
+
+    Attributes:
+        token_id: the vocabulary's image token, which prompts have once for each image before it is expanded.
+    """
+
+    def __init__(self, model: str, store: ImageStore, limits: ImageLimits) -> None:
+        """Nothing is started before an image is read; `images_for` checks that the model reads images."""
+        config = read_model_config(model)
+        self.store = store
+        self.token_id: int = config["image_token_id"]
+        self._model = model
+        self._model_type = config["model_type"]
+        self._limits = limits
+        self._child: subprocess.Popen[bytes] | None = None
+        self._known: dict[ImageSource, tuple[object, StoredImage]] = {}
+
+    def read(self, source: ImageSource, where: str) -> StoredImage:
+        """Return the image of a source; raises DataError, which names it by `where`, if it cannot be used."""
+        stamp = _stamp(source)
+        if source in self._known and self._known[source][0] == stamp:
+            return self._known[source][1]
+        try:
+            data = source.read(most_bytes=self._limits.max_bytes)
+            key = hashlib.sha256(data + repr((self._files, self._limits)).encode()).hexdigest()
+            image = self.store.find_source(key)
+            if image is None:
+                image = self._make(data)
+                self.store.note_source(key, image)
+        except DataError as exc:
+            raise DataError(f"{where} {exc}") from exc
+        self._known[source] = stamp, image
+        return image
+
+    def expand(
+        self, tokens: Sequence[int] | np.ndarray, images: Sequence[ImageSource], *, where: str = "a row",
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Put images in the places of the model's image tokens.
+
+        Args:
+            tokens: [L] ids, with one image token for each image.
+
+        Returns:
+            tokens [K] int32, and [K] int64, the index among the L tokens that each of them came from.
+
+        Raises:
+            DataError: the numbers differ, there are too many, or an image cannot be used.
+        """
+        given = np.asarray(tokens, np.int64)
+        if len(images) > self._limits.max_images:
+            raise DataError(f"{where} has {len(images)} images, allowed are data.max_images = {self._limits.max_images}")
+        places = np.flatnonzero(given == self.token_id)
+        if len(places) != len(images):
+            raise DataError(
+                f"the prompt of {where} has {len(places)} image tokens for its {len(images)} images; its text must not spell the token out,"
+                " and the chat template must write one for each image")
+        parts, origins, done = [], [], 0
+        for number, (place, source) in enumerate(zip(places.tolist(), images, strict=True), start=1):
+            image = self.read(source, f"{where}: image {number}")
+            parts += [given[done:place], image.tokens]
+            origins += [np.arange(done, place), np.full(len(image.tokens), place)]
+            done = place + 1
+        origins.append(np.arange(done, len(given)))
+        return np.concatenate([*parts, given[done:]]).astype(np.int32), np.concatenate(origins).astype(np.int64)
+
+    def close(self) -> None:
+        """End the image process."""
+        child, self._child = self._child, None
+        if child is not None:
+            atexit.unregister(self.close)
+            child.kill()
+            child.communicate()
+
+    def _make(self, data: bytes) -> StoredImage:
+        made = wire.decode(MadeImage, self._ask(data))
+        if made.fault:
+            raise DataError(made.fault)
+        return self.store.add(
+            made.tokens, made.arrays, grid=made.grid, size=made.size, source=hashlib.sha256(data).hexdigest())
+
+    def _ask(self, data: bytes) -> bytes:
+        child = self._child or self._begin_process()
+        assert child.stdin is not None and child.stdout is not None, "both are pipes"
+        try:
+            write_frame(child.stdin, wire.encode(self._limits))
+            write_frame(child.stdin, data)
+            answer = _wait_for(child, _TIMEOUT_S)
+        except OSError:
+            answer = b""
+        if not answer:
+            self.close()
+            raise DataError("ends the image process, or takes it too long; its file is damaged, so write it anew or leave the row out")
+        return answer
+
+    def _begin_process(self) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", "offbeat.data.image_process", self._model, self._model_type, str(self.token_id)]
+        log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        self._child = child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
+        atexit.register(self.close)
+        if not _wait_for(child, _START_TIMEOUT_S):
+            self.close()
+            log.seek(0)
+            said = log.read().decode(errors="replace").strip()
+            raise ModelError(
+                f"the image processor of {self._model} cannot be opened: {said.splitlines()[-1] if said else 'its process ended'}")
+        return child
+
+    @cached_property
+    def _files(self) -> tuple[str, ...]:
+        """Contents of the processor's files, which decide what an image becomes."""
+        return tuple(file.read_text() for name in _PROCESSOR_FILES if (file := Path(self._model) / name).is_file())
+
+
+def read_frame(file: BinaryIO) -> bytes:
+    """Return the next frame; empty at the end of the stream."""
+    head = file.read(HEADER.size)
+    return file.read(HEADER.unpack(head)[0]) if len(head) == HEADER.size else b""
+
+
+def write_frame(file: BinaryIO, data: bytes) -> None:
+    """Write a frame: its length, and the bytes."""
+    file.write(HEADER.pack(len(data)) + data)
+    file.flush()
+
+
+def reads_images(config: dict[str, Any]) -> bool:
+    """Whether images are read for models with this config.json."""
+    return config["model_type"] in FAMILIES and isinstance(config.get("image_token_id"), int)
+
+
+def images_for(model: str, store: ImageStore, limits: ImageLimits) -> ImageReader | None:
+    """Return the reader of a model folder's images; None if they are not read for it.
+
+    Raises:
+        MissingExtraError: Pillow is not installed.
+    """
+    if not reads_images(read_model_config(model)) or not any((Path(model) / name).is_file() for name in _PROCESSOR_FILES):
+        return None
+    require("images", ["PIL"], wanted_by="a model that reads images")
+    return ImageReader(model, store, limits)
+
+
+def _stamp(source: ImageSource) -> object:
+    try:
+        return (stat := Path(source.path).stat()).st_mtime_ns, stat.st_size
+    except OSError:
+        return None
+
+
+def _wait_for(child: "subprocess.Popen[bytes]", timeout_s: float) -> bytes:
+    """Return the next frame of the process; empty if it ends or none begins in time."""
+    assert child.stdout is not None, "it is a pipe"
+    ready, _, _ = select.select([child.stdout], [], [], timeout_s)
+    return read_frame(child.stdout) if ready else b""
+
+

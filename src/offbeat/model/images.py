@@ -1,0 +1,215 @@
+"""Images in a model's forward pass: its tower's features in the places of placeholders, and positions of several dimensions.
+
+Called by `logprobs` in training and by the engine's `forward_hf`, so that both compute the same. Pixels come from the run's `ImageStore` by
+the ids in the tokens; a model without one refuses such ids. Which families there are is said by `data.image_reader.FAMILIES`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from offbeat.data.image_reader import FAMILIES
+from offbeat.data.image_store import FIRST_ID, ImageStore, StoredImage, find_images, image_positions, is_image
+from offbeat.data.packing import PackedRow
+from offbeat.errors import ModelError
+from offbeat.model.uploads import upload
+
+
+@dataclass(frozen=True)
+class ImageFamily:
+    """Where the parts of a family's models are.
+
+    Attributes:
+        language: prefixes of the names of the language part's modules.
+        tower: prefixes of the vision tower's.
+        projector: prefixes of the modules that take the tower's states to the language part.
+        joins: the dimension of each input along which several images run together.
+        grid: whether the positions of its placeholders count rows and columns.
+    """
+
+    language: tuple[str, ...]
+    tower: tuple[str, ...]
+    projector: tuple[str, ...]
+    joins: Mapping[str, int]
+    grid: bool = False
+
+
+IMAGE_FAMILIES = {
+    "idefics3": ImageFamily(
+        ("model.text_model.", "lm_head."), ("model.vision_model.",), ("model.connector.",), {"pixel_values": 1, "pixel_attention_mask": 1}),
+    "qwen2_5_vl": ImageFamily(
+        ("model.language_model.", "lm_head."), ("model.visual.",), ("model.visual.merger.",), {"pixel_values": 0, "image_grid_thw": 0},
+        grid=True)}
+
+assert set(IMAGE_FAMILIES) == set(FAMILIES), "what is read can be computed"
+
+
+@dataclass(eq=False)
+class ModelImages:
+    """The images of one model.
+
+    Attributes:
+        store: where pixels are found.
+        num_encoded: number of images that its tower has encoded so far.
+    """
+
+    store: ImageStore
+    family: ImageFamily
+    num_encoded: int = 0
+    _features: dict[int, Tensor] = field(default_factory=dict)
+
+    def features(self, model: Any, images: Sequence[StoredImage]) -> dict[int, Tensor]:
+        """Return the features of some images by id, [P, H] each, one row for each placeholder; equal images run once.
+
+        Raises:
+            ModelError: the model gives another number of them.
+        """
+        distinct = list({image.id: image for image in images}.values())
+        found: dict[int, Tensor] = {}
+        for batch in _of_like_shapes(distinct, self.family):
+            device = next(model.parameters()).device
+            inputs = {
+                name: torch.from_numpy(np.concatenate([image.arrays[name] for image in batch], axis=axis)).to(device)
+                for name, axis in self.family.joins.items() if name in batch[0].arrays}
+            rows = torch.cat([part.flatten(0, -2) for part in model.get_image_features(**inputs, return_dict=True).pooler_output])
+            self.num_encoded += len(batch)
+            counts = [image.num_placeholders for image in batch]
+            if len(rows) != sum(counts):
+                raise ModelError(
+                    f"{type(model).__name__} gives {len(rows)} features for images of {sum(counts)} placeholders; its processor's files do"
+                    " not belong to its config.json")
+            found |= dict(zip((image.id for image in batch), rows.split(counts), strict=True))
+        return found
+
+    def kept_features(self, model: Any, images: Sequence[StoredImage]) -> dict[int, Tensor]:
+        """Return `features` without gradient, and keep them until `forget`, for the requests of a group or a chat."""
+        missing = [image for image in images if image.id not in self._features]
+        if missing:
+            if sum(map(len, self._features.values())) > _KEPT_FEATURES:
+                self.forget()
+            self._features |= self.features(model, missing)
+        return {image.id: self._features[image.id] for image in images} if all(image.id in self._features for image in images) else (
+            self.features(model, images))
+
+    def forget(self) -> None:
+        """Forget kept features, because the tower's weights are new."""
+        self._features.clear()
+
+
+_KEPT_FEATURES = 1 << 16
+"""Placeholders whose features an engine keeps."""
+
+_given: "WeakKeyDictionary[nn.Module, ModelImages]" = WeakKeyDictionary()
+
+
+def family_of(config: Any) -> ImageFamily | None:
+    """Return the family of a model's configuration; None if images are not read for it."""
+    return IMAGE_FAMILIES.get(config.model_type) if getattr(config, "image_token_id", None) is not None else None
+
+
+def give_images(model: PreTrainedModel, store: ImageStore) -> ModelImages | None:
+    """Let a bare model read images from a store; None, and nothing is done, if images are not read for its family."""
+    family = family_of(model.config)
+    if family is None:
+        return None
+    _given[model] = given = ModelImages(store, family)
+    return given
+
+
+def images_of(model: nn.Module) -> ModelImages | None:
+    """Return the images of a bare model; None if it was given none."""
+    return _given.get(model)
+
+
+def language_attention(config: Any, name: str) -> str | dict[str, str]:
+    """Return what sets the attention of a model's language part to `name`, and leaves its tower's as it is."""
+    vision = getattr(config, "vision_config", None)
+    if vision is None or family_of(config) is None:
+        return name
+    return {"": name, "text_config": name, "vision_config": vision._attn_implementation}
+
+
+def is_language(config: Any, name: str) -> bool:
+    """Whether a module belongs to the language part, which is all of a model without images."""
+    family = family_of(config)
+    return family is None or f"{name}.".startswith(family.language)
+
+
+def freeze(model: PreTrainedModel, parts: Sequence[str]) -> None:
+    """Train nothing of some parts of a model that reads images: "language", "tower", "projector".
+
+    Raises:
+        ModelError: the model has no such parts, or nothing would be trained.
+    """
+    if not parts:
+        return
+    family = family_of(model.config)
+    if family is None:
+        raise ModelError(f"train.freeze names parts of a model that reads images, and {type(model).__name__} is none; leave it out")
+    for name, parameter in model.named_parameters():
+        part = "projector" if name.startswith(family.projector) else "tower" if name.startswith(family.tower) else "language"
+        if part in parts:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError("train.freeze names all parts of the model; leave one out, which is trained")
+
+
+def row_inputs(model: Any, row: PackedRow) -> dict[str, Tensor]:
+    """Return the inputs of a packed row with images: `inputs_embeds` [1, R, H] and `position_ids`, [1, R] or [3, 1, R] int64.
+
+    A shared prompt's images run once. Sequences are checked: an image has all of its placeholders, in one run of the row.
+
+    Raises:
+        ModelError: the model was given no images.
+        DataError: as `find_images`.
+    """
+    given = images_of(model)
+    if given is None:
+        raise ModelError(f"a sequence has an image, and {type(model).__name__} was given none to read; give a model that reads images")
+    segments, found, positions = row.segments, [], np.empty((3, len(row)), np.int64)
+    after = np.zeros(len(segments), np.int64)  # rotary position behind each run
+    for number, (start, length, prefix) in enumerate(zip(segments.starts, segments.lengths, segments.prefix, strict=True)):
+        images = find_images(row.tokens[start : start + length], given.store)
+        first = int(after[prefix]) if prefix >= 0 else int(row.positions[start])
+        own = image_positions(int(length), images if given.family.grid else (), first=first)
+        positions[:, start : start + length] = own
+        after[number] = own.max(initial=first - 1) + 1
+        found += [(image, start + places) for image, places in images]
+    features = given.features(model, [image for image, _ in found])
+    device = next(model.parameters()).device
+    embeds = embedded(model, torch.from_numpy(row.tokens.astype(np.int64)).to(device), [
+        (places, features[image.id]) for image, places in found])
+    shown = torch.from_numpy(positions).to(device)
+    return {"inputs_embeds": embeds[None], "position_ids": shown[:, None] if given.family.grid else shown[:1]}
+
+
+def embedded(model: Any, tokens: Tensor, features: Sequence[tuple[np.ndarray, Tensor]]) -> Tensor:
+    """Return the embeddings [R, H] of tokens [R] int64, with features [P, H] in the places [P] int64 of images' placeholders."""
+    plain = torch.where(tokens >= FIRST_ID, torch.full_like(tokens, model.config.image_token_id), tokens)
+    embeds = model.get_input_embeddings()(plain)
+    if not features:
+        return embeds
+    places = upload(np.concatenate([place for place, _ in features]), embeds.device)
+    return embeds.index_copy(0, places, torch.cat([rows for _, rows in features]).to(embeds.dtype))
+
+
+def has_images(tokens: np.ndarray) -> bool:
+    """Whether tokens of any shape hold an image."""
+    return bool(is_image(tokens).any())
+
+
+def _of_like_shapes(images: Sequence[StoredImage], family: ImageFamily) -> list[list[StoredImage]]:
+    """Divide images into those whose arrays can be joined."""
+    groups: dict[object, list[StoredImage]] = {}
+    for image in images:
+        shapes = tuple(
+            (name, *(size for axis, size in enumerate(image.arrays[name].shape) if axis != joined))
+            for name, joined in family.joins.items() if name in image.arrays)
+        groups.setdefault(shapes, []).append(image)
+    return list(groups.values())

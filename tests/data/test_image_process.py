@@ -1,0 +1,47 @@
+"""What the image process makes of images equals what transformers' own processors make of whole prompts."""
+
+import numpy as np
+import pytest
+from transformers import AutoImageProcessor, AutoTokenizer
+from transformers.models.idefics3 import Idefics3Processor
+
+from image_models import file_of, make_folder, picture
+from offbeat.data.image_process import Processor
+from offbeat.data.image_sources import ImageLimits
+
+
+def opened(folder, family):
+    hf = AutoTokenizer.from_pretrained(folder)
+    return Processor(str(folder), model_type=family, image_token_id=hf.convert_tokens_to_ids("<image>")), hf
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_idefics3_is_processed_as_a_whole_prompt_would_be(tmp_path, splits):
+    processor, hf = opened(make_folder(tmp_path, "idefics3", splits=splits), "idefics3")
+    image = picture(size=(60, 44))
+    made = processor.make(file_of(image), ImageLimits())
+    assert made.fault == ""
+    assert made.size == (60, 44)
+    whole = Idefics3Processor(AutoImageProcessor.from_pretrained(tmp_path, backend="pil"), hf, image_seq_len=4)
+    expected = whole(text=["user: <image>how many?"], images=[[image]], add_special_tokens=False)
+    token = whole.image_token_id
+    around = [hf.encode(text, add_special_tokens=False) for text in ("user: ", "how many?")]
+    assert [*around[0], *np.where(made.tokens == -1, token, made.tokens), *around[1]] == list(expected["input_ids"][0])
+    assert np.array_equal(made.arrays["pixel_values"], np.asarray(expected["pixel_values"], np.float32))
+    assert (made.tokens == -1).sum() == (4 * (2 * 2 + 1) if splits else 4)
+
+
+def test_qwen2_5_vl_has_a_placeholder_for_each_merged_patch(tmp_path):
+    processor, _ = opened(make_folder(tmp_path, "qwen2_5_vl"), "qwen2_5_vl")
+    made = processor.make(file_of(picture()), ImageLimits())
+    assert made.arrays["image_grid_thw"].tolist() == [[1, 4, 6]]
+    assert (made.grid, made.tokens.tolist()) == ((2, 3), [-1] * 6)
+    expected = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")(images=[picture()])
+    assert np.array_equal(made.arrays["pixel_values"], np.asarray(expected["pixel_values"], np.float32))
+
+
+def test_a_fault_is_an_answer(tmp_path):
+    processor, _ = opened(make_folder(tmp_path, "qwen2_5_vl"), "qwen2_5_vl")
+    assert processor.make(b"text", ImageLimits()).fault.startswith("is no image")
+    narrow = processor.make(file_of(picture(size=(1000, 2))), ImageLimits())
+    assert narrow.fault.startswith("is refused by the model's processor")

@@ -1,0 +1,112 @@
+"""Images of rows in prompts: expanded once, found again, and refused with their row."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from image_models import file_of, make_folder, picture
+from offbeat.config.data import DataConfig
+from offbeat.config.train import SftConfig
+from offbeat.data.image_reader import images_for
+from offbeat.data.image_sources import ImageLimits, ImageSource
+from offbeat.data.image_store import FIRST_ID, ImageStore
+from offbeat.data.pieces import Pieces
+from offbeat.data.prompt import render
+from offbeat.data.row import Row, parse_record
+from offbeat.data.supervised import Supervision
+from offbeat.data.tokenizer import load_tokenizer
+from offbeat.errors import DataError
+from shared_image_reader import reader_in_process
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("models") / "idefics3", "idefics3")
+
+
+@pytest.fixture
+def tokenizer(folder, tmp_path):
+    reader = reader_in_process(folder, tmp_path / "images")
+    return replace(load_tokenizer(folder), images=reader)
+
+
+def row_of(*images, text="how many?"):
+    parts = [{"type": "image", "image": file_of(image)} for image in images]
+    record = {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}, {"role": "assistant", "content": "3"}]}
+    return parse_record(record, DataConfig(), where="'f.jsonl', line 3")
+
+
+def test_a_prompt_holds_each_image_by_its_id(tokenizer):
+    ids = np.array(render(row_of(picture(0), picture(1)), tokenizer, DataConfig()))
+    images = [tokenizer.images.store.get(int(index)) for index in dict.fromkeys(ids[ids >= FIRST_ID].tolist())]
+    assert len(images) == 2
+    start = len(tokenizer.encode("user: "))
+    assert ids[start : start + 2 * len(images[0].tokens)].tolist() == [*images[0].tokens, *images[1].tokens]
+    assert tokenizer.decode(ids.tolist(), skip_special_tokens=False).count(images[1].label) >= 1
+    assert "how many?" in tokenizer.decode(ids.tolist())
+    pieces = Pieces(tokenizer).split(ids.tolist())
+    assert pieces.count(images[0].label) == 1
+
+
+def test_an_image_is_processed_once(tokenizer, folder):
+    row = row_of(picture(0))
+    first = render(row, tokenizer, DataConfig())
+    assert render(row, tokenizer, DataConfig()) == first
+    again = replace(tokenizer, images=reader_in_process(folder, tokenizer.images.store.folder))
+    assert render(row_of(picture(0)), again, DataConfig()) == first
+    assert (tokenizer.images.num_made, again.images.num_made) == (1, 0)
+
+
+def test_supervision_trains_on_the_answer_after_an_image(tokenizer):
+    supervision = Supervision(tokenizer, DataConfig(), SftConfig(), 512, 512)
+    [(tokens, mask)] = supervision.sequences(row_of(picture(0)), name="row 0")
+    assert tokens[~mask].tolist() == render(row_of(picture(0)), tokenizer, DataConfig())
+    assert tokenizer.decode(tokens[mask].tolist(), skip_special_tokens=False) == "3<eos>"
+
+
+def test_a_text_prompt_holds_images_too(tokenizer):
+    row = parse_record({"prompt": "<image>how many?", "answer": "3", "images": [file_of(picture(0))]}, DataConfig(), where="row")
+    ids = render(row, tokenizer, DataConfig(chat_template=False))
+    assert sum(index >= FIRST_ID for index in ids) == 4
+    assert tokenizer.decode(ids).endswith("how many?")
+
+
+@pytest.mark.parametrize(("row", "said"), [
+    (lambda: row_of(picture(0), text="the <image> there"), "has 2 image tokens for its 1 images"),
+    (lambda: Row("an <image>", "3"), "has 1 image tokens for its 0 images"),
+    (lambda: replace(row_of(picture(0)), images=(ImageSource(data=b"text"),)), "a row: image 1 is no image"),
+    (lambda: replace(row_of(picture(0)), images=(ImageSource(path="nowhere.png"),)), "cannot be read from 'nowhere.png'"),
+    (lambda: row_of(*[picture(0)] * 5), "allowed are data.max_images = 4"),
+])
+def test_what_cannot_be_expanded_is_refused(tokenizer, row, said):
+    with pytest.raises(DataError, match=said):
+        render(row(), tokenizer, DataConfig(chat_template=False))
+
+
+def test_a_model_that_reads_no_images_refuses_them(folder, tmp_path):
+    with pytest.raises(DataError, match="1 images, which are not read for"):
+        render(row_of(picture(0)), load_tokenizer(folder), DataConfig())
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert images_for(str(tmp_path), ImageStore(tmp_path), ImageLimits()) is None  # without a processor
+    (tmp_path / "processor_config.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gemma3"}))
+    assert images_for(str(tmp_path), ImageStore(tmp_path), ImageLimits()) is None
+
+
+@pytest.mark.drill
+def test_the_image_process_answers_and_survives_what_ends_it(folder, tmp_path):
+    reader = images_for(str(folder), ImageStore(tmp_path), ImageLimits())
+    try:
+        image = reader.read(ImageSource(data=file_of(picture(0))), "row 1")
+        assert image.digest == reader_in_process(folder, tmp_path / "other").read(ImageSource(data=file_of(picture(0))), "row 1").digest
+        with pytest.raises(DataError, match="row 2 is no image"):
+            reader.read(ImageSource(data=b"text"), "row 2")
+        reader._child.kill()
+        with pytest.raises(DataError, match="ends the image process"):
+            reader.read(ImageSource(data=file_of(picture(1))), "row 3")
+        assert reader.read(ImageSource(data=file_of(picture(2))), "row 4").size == (40, 28)
+    finally:
+        reader.close()

@@ -1,0 +1,74 @@
+"""Images by their ids: stored once, checked when read, found in sequences, and their positions."""
+
+import numpy as np
+import pytest
+
+from offbeat.data import wire
+from offbeat.data.image_store import FIRST_ID, ImageStore, find_images, image_positions, images_folder
+from offbeat.errors import DataError
+
+
+def add(folder, value=0.0, *, grid=(0, 0), tokens=(7, -1, -1, 8, -1, -1, 9)):
+    return ImageStore(folder).add(
+        np.array(tokens), {"pixel_values": np.full((1, 3), value, np.float32)}, grid=grid, size=(40, 28), source="ab" * 32)
+
+
+def test_an_image_is_stored_once_and_read_by_every_process(tmp_path):
+    image, again = add(tmp_path), add(tmp_path)
+    assert image.id == again.id >= FIRST_ID
+    assert len(list(tmp_path.glob("*.image"))) == 1
+    found = ImageStore(tmp_path).get(image.id)
+    assert found.digest == image.digest
+    assert found.tokens.tolist() == [7, *[image.id] * 2, 8, *[image.id] * 2, 9]
+    assert found.label == "<image 40x28 abababab>"
+    assert images_folder(tmp_path / "run") == tmp_path / ".images"
+
+
+def test_other_pixels_under_an_id_are_refused(tmp_path):
+    one, other = add(tmp_path, 0.0), add(tmp_path, 1.0)
+    assert one.id != other.id
+    (tmp_path / f"{other.id}.image").rename(tmp_path / f"{one.id}.image")
+    with pytest.raises(DataError, match="holds other pixel values"):
+        ImageStore(tmp_path).get(one.id)
+
+
+def test_a_resized_image_under_its_own_id_is_refused(tmp_path):
+    image = add(tmp_path)
+    path = tmp_path / f"{image.id}.image"
+    data = wire.encode(type(image)(image.id, image.tokens, {"pixel_values": np.ones((1, 4), np.float32)}, (0, 0), (40, 28), image.source))
+    path.write_bytes(data)
+    with pytest.raises(DataError, match="holds other pixel values"):
+        ImageStore(tmp_path).get(image.id)
+
+
+def test_an_image_that_is_not_here_is_named(tmp_path):
+    with pytest.raises(DataError, match="is not in"):
+        ImageStore(tmp_path).get(FIRST_ID + 5)
+
+
+def test_images_are_found_in_a_sequence(tmp_path):
+    one, other = add(tmp_path, 0.0), add(tmp_path, 1.0)
+    tokens = np.array([5, *one.tokens, 5, *other.tokens, *one.tokens, 4])
+    found = find_images(tokens, ImageStore(tmp_path))
+    assert [image.id for image, _ in found] == [one.id, other.id, one.id]
+    assert found[0][1].tolist() == [2, 3, 5, 6]
+
+
+@pytest.mark.parametrize("change", [lambda t: np.delete(t, 2), lambda t: np.delete(t, 3), lambda t: np.where(t == 8, 6, t)])
+def test_a_placeholder_too_few_or_another_token_between_them_is_refused(tmp_path, change):
+    image = add(tmp_path)
+    with pytest.raises(DataError, match="placeholders"):
+        find_images(change(np.array([5, *image.tokens, 5])), ImageStore(tmp_path))
+
+
+def test_a_sequence_may_end_within_an_image_where_it_is_computed_in_parts(tmp_path):
+    image = add(tmp_path)
+    [(found, places)] = find_images(image.tokens[:5], ImageStore(tmp_path), cut=True)
+    assert (found.id, places.tolist()) == (image.id, [1, 2, 4])
+
+
+def test_positions_count_rows_and_columns_of_an_image(tmp_path):
+    image = add(tmp_path, grid=(2, 3), tokens=[-1] * 6)
+    positions = image_positions(10, [(image, np.arange(2, 8))])
+    assert positions.tolist() == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6], [0, 1, 2, 2, 2, 3, 3, 3, 5, 6], [0, 1, 2, 3, 4, 2, 3, 4, 5, 6]]
