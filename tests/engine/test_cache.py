@@ -47,9 +47,9 @@ def test_a_copy_takes_the_memory_of_one_layer_beside_the_cache(monkeypatch):
     most = 0
     allocate = SlotCache._allocate
 
-    def watched(self, slots, positions):
+    def watched(self, part, slots, positions):
         nonlocal most
-        tensor = allocate(self, slots, positions)
+        tensor = allocate(self, part, slots, positions)
         live.append(weakref.ref(tensor))
         old = sum(layer.nbytes for layer in self._data if not any(ref() is layer for ref in live))
         most = max(most, old + sum(new.nbytes for ref in live if (new := ref()) is not None))

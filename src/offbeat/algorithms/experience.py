@@ -20,6 +20,7 @@ from offbeat.algorithms.turns import reward_range, turn_advantages
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.objectives import objective_of
 from offbeat.data.batch import Batch, SharedPrompts, any_in_ranges, bounds, over_ranges, take_ranges
+from offbeat.data.expert_routes import join_routes
 from offbeat.data.reward import RIGHT
 from offbeat.data.trajectory import Group, Trajectory, episode_reward, parts_of
 from offbeat.errors import DataError, printable
@@ -98,6 +99,7 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
             "loss_weights": over_ranges(weights[kept].astype(np.float32), bounds(num_trained[kept]))},
         of_tokens={"rollout_logprobs": [t.rollout_logprobs for t in used]}, losses=(policy_loss(config),),
         shared=SharedPrompts(group_ids[kept], prefix_lens[kept]), denominator=denominator)
+    batch = replace(batch, routes=join_routes([t.routes for t in used], [len(t) for t in used]))
     if config.needs_critic:
         batch = replace(batch, sequences=batch.sequences | {"truncated": truncated[kept].astype(np.int64)})
     if config.imitation_coefficient:

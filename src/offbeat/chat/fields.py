@@ -152,6 +152,8 @@ _COMPLETIONS = without_proxy([
     *refused("best_of", neutral=(1,), note="ask for `n`, and choose"),
     *refused("suffix", neutral=("",), note="nothing is filled in before a given end"),
     *acts("response_format", note=_FORM),
+    *acts("return_routed_experts", service="refused", neutral=(False,),
+          note="adds `routed_experts` to each choice, the experts that each token used, of a mixture of experts"),
     *acts("encoding_format", note='"base64" packs numbers as arrays'),
     *harmless("user", "metadata", note=_VENDOR),
     *harmless("stream_options.include_obfuscation", note="nothing is padded here"),

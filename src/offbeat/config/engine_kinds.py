@@ -18,6 +18,7 @@ class EngineKind:
         quantises: whether it can be told to sample with a rounded form of the weights (`inference.quantization`).
         splits: whether it divides a model over several devices (`inference.devices_per_engine`).
         batch_invariant: whether it can compute a token to the same bits in every batch (`inference.batch_invariant`).
+        gives_routes: whether it returns the experts that each token used (`model.route_replay`).
         reports_context: whether it can serve one of `serve.sampling_models`, which have to say how long their context is.
         setup: command that makes the environment in which it is installed; "" if the user does.
     """
@@ -30,6 +31,7 @@ class EngineKind:
     quantises: bool = False
     splits: bool = False
     batch_invariant: bool = False
+    gives_routes: bool = False
     reports_context: bool = False
     setup: str = ""
 
@@ -37,9 +39,9 @@ class EngineKind:
 ENGINE_KINDS: Mapping[str, EngineKind] = MappingProxyType({
     "embedded": EngineKind(
         inside=True, takes_changes=True, changes_in_place=True, takes_broadcasts=True, sleeps=True, quantises=True, batch_invariant=True,
-        reports_context=True),
+        gives_routes=True, reports_context=True),
     "vllm": EngineKind(
-        takes_changes=True, takes_broadcasts=True, sleeps=True, splits=True, reports_context=True, setup="make vllm"),
+        takes_changes=True, takes_broadcasts=True, sleeps=True, splits=True, gives_routes=True, reports_context=True, setup="make vllm"),
     "sglang": EngineKind(splits=True),
 })
 """All kinds by name."""

@@ -51,6 +51,11 @@ class ModelConfig(Section):
         "float32", "Number format of the engines' weights; the trainer keeps float32 masters. float32 makes both agree to 1e-4."
         ' "auto" takes bfloat16 where engines compute on devices or CPUs with instructions for it, such as AMX.'
         " On other CPUs, bfloat16 is many times slower than float32.", on_resume=Change.TOLD)
+    route_replay: Literal["off", "rollout"] = field(
+        "off", 'Experts that a mixture of experts uses in training: "rollout" takes those that each token used when the engine sampled, so'
+        " that rounding cannot send it elsewhere; the trainer weighs them by its own scores. The default lets routers choose again: dense"
+        " models have none, not all engines give experts, and they take a byte per token, layer and expert on the way.",
+        on_resume=Change.TOLD)
     lora: LoraConfig = field(LoraConfig(), "Train an adapter instead of the whole model.")
     tiny: TinyConfig = field(TinyConfig(), "Sizes of the model that is built when `path` is empty.")
 

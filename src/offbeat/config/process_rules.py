@@ -25,6 +25,14 @@ def check_engines(inference: InferenceConfig) -> None:
         raise ValueError(f"inference.min_engines must be <= the {num_engines} of inference.{name}, got {inference.min_engines}")
 
 
+def check_routes(model: ModelConfig, *, inference: InferenceConfig) -> None:
+    """Check that the engines give the experts that are to be replayed."""
+    if model.route_replay != "off" and not inference.kind.gives_routes:
+        raise ValueError(
+            f"model.route_replay must be 'off' with inference.engine = '{inference.engine}', got '{model.route_replay}'; only"
+            f" {kinds_that('gives_routes')} returns the experts that each token used")
+
+
 def check_quantization(inference: InferenceConfig) -> None:
     """Check that the engines compute with weights in the form that is asked for."""
     if inference.quantization == "none":

@@ -32,6 +32,7 @@ from offbeat.config.process_rules import (
     check_engines,
     check_parallel,
     check_quantization,
+    check_routes,
     check_step,
     check_turns,
     check_who_loads,
@@ -153,6 +154,7 @@ class Config(Section):
             raise ValueError(
                 f"model.tiny.num_kv_heads must divide num_heads = {self.model.tiny.num_heads}, got {self.model.tiny.num_kv_heads}")
         check_quantization(self.inference)
+        check_routes(self.model, inference=self.inference)
         check_step(self.train, model=self.model)
         check_channel(self.weights, model=self.model, inference=self.inference)
         check_devices(self.cluster, inference=self.inference)

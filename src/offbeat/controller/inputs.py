@@ -299,7 +299,8 @@ def _choose_sampling(base: Base, config: Config) -> Sampling:
     rollout = config.rollout
     ends = base_ends(base, stop=rollout.stop, stop_token_ids=rollout.stop_token_ids)
     return Sampling(
-        rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, ends.strings, stop_token_ids=ends.token_ids)
+        rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, ends.strings, stop_token_ids=ends.token_ids,
+        routes=config.model.route_replay == "rollout")
 
 
 def base_ends(base: Base, *, stop: Sequence[str] = (), stop_token_ids: Sequence[int] = ()) -> Ends:

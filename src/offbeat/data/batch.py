@@ -20,6 +20,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from offbeat.config.loss_terms import FILTERS, REGULARISERS
+from offbeat.data.expert_routes import join_routes
 from offbeat.errors import DataError
 
 
@@ -147,6 +148,8 @@ class Batch:
         losses: losses of the sequences.
         adapters: names of the adapters that the sequences train; empty if the trainer trains one set of weights.
         denominator: number of targets or sequences over which the loss weights average, to weigh batches that were drawn separately.
+        routes: [T, K], the experts that each token used when it was sampled, for the trainer to replay; see `data.expert_routes`. None
+            where routers choose.
     """
 
     tokens: np.ndarray
@@ -158,6 +161,7 @@ class Batch:
     losses: tuple[LossSpec, ...]
     adapters: tuple[str, ...] = ()
     denominator: float = 1.0
+    routes: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in (("tokens", np.int32), ("offsets", np.int64), ("positions", np.int64), ("targets", np.int32)):
@@ -169,6 +173,8 @@ class Batch:
             raise DataError(
                 f"the positions of a batch's targets must be in 0..{len(self.tokens) - 1}, got {self.positions[[0, -1]].tolist()}")
         _check_length("targets", self.targets, len(self.positions))
+        if self.routes is not None:
+            _check_length("routes", self.routes, len(self.tokens))
         for field_name, dtype, length in (("columns", np.float32, len(self.positions)), ("sequences", np.int64, len(self))):
             given: Mapping[str, Any] = getattr(self, field_name)
             arrays = {name: _vector(name, values, dtype) for name, values in given.items()}
@@ -302,7 +308,8 @@ class Batch:
         return replace(
             self, tokens=_joined(self.tokens, tokens), offsets=offsets, positions=positions,
             targets=_joined(self.targets, targets), columns={name: _joined(values, targets) for name, values in self.columns.items()},
-            sequences={name: values[indices] for name, values in self.sequences.items()})
+            sequences={name: values[indices] for name, values in self.sequences.items()},
+            routes=None if self.routes is None else _joined(self.routes, tokens))
 
     @classmethod
     def concatenate(cls, parts: Sequence["Batch"]) -> "Batch":
@@ -329,7 +336,8 @@ class Batch:
             columns={
                 name: np.concatenate([part.columns.get(name, np.zeros(part.num_targets, np.float32)) for part in parts])
                 for name in dict.fromkeys(name for part in parts for name in part.columns)},
-            sequences=sequences, losses=losses, adapters=adapters, denominator=parts[0].denominator)
+            sequences=sequences, losses=losses, adapters=adapters, denominator=parts[0].denominator,
+            routes=join_routes([part.routes for part in parts], [part.num_tokens for part in parts]))
 
     def ids(self, name: str) -> np.ndarray:
         """Return [N] int64, a column of the sequences such as `loss_ids` or `adapter_ids`; zeros if the batch does not have it."""

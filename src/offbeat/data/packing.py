@@ -65,6 +65,7 @@ class PackedRow:
         target: [M] int64, id of the target's token.
         batch_index: [M] int64, ascending, indices of the targets in the batch.
         owner: [S] int64, the sequence of the batch whose tokens each segment runs; for a shared prefix, one of those that share it.
+        routes: [R, K], the experts that each token is to use; None where routers choose.
     """
 
     tokens: np.ndarray
@@ -74,6 +75,7 @@ class PackedRow:
     target: np.ndarray
     batch_index: np.ndarray
     owner: np.ndarray
+    routes: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -147,14 +149,16 @@ def pack_row(batch: Batch, *, share_prefix: bool, families: np.ndarray | None = 
     # The first token of an answer is predicted by the prompt's last one, which stands in another run than the answer.
     in_prefix = predictor < own_from[sequence]
     source = np.where(in_prefix, prompt_start[sequence] + predictor, own_start[sequence] + predictor - own_from[sequence])
+    place = np.repeat(batch.offsets[owner_s], length_s) + positions
     return PackedRow(
-        tokens=batch.tokens[np.repeat(batch.offsets[owner_s], length_s) + positions],
+        tokens=batch.tokens[place],
         positions=positions.astype(np.int32),
         segments=segments,
         source=source,
         target=batch.targets.astype(np.int64),
         batch_index=np.arange(batch.num_targets),
         owner=owner_s,
+        routes=None if batch.routes is None else batch.routes[place],
     )
 
 

@@ -18,8 +18,9 @@ from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
+from offbeat.data.expert_routes import check_routes
 from offbeat.data.reward import FailedReward, NamedReward, check_reward
-from offbeat.errors import describe, printable, shorten
+from offbeat.errors import DataError, describe, printable, shorten
 from offbeat.types import PROMPT_VERSION, Version
 from offbeat.user_code.boundary import Caught
 
@@ -72,6 +73,7 @@ class Trajectory:
         agent: role of the model that wrote it, where several play an episode.
         turns: ends of its turns, in order; all generated tokens lie before the last end. If empty, each run of generated tokens is a turn.
         malformed_calls: number of tool calls that could not be read.
+        routes: the experts that its tokens used when they were sampled, [L, K]; see `data.expert_routes`. None if they are not replayed.
 
     The arrays are read-only copies. Workflows create trajectories; one whose fields do not fit together costs only its sample, not its
     group: it has no tokens, and its reason is "malformed: ...".
@@ -89,14 +91,15 @@ class Trajectory:
     agent: str = ""
     turns: tuple[TurnEnd, ...] = ()
     malformed_calls: int = 0
+    routes: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        fault = self._take_arrays() or self._fault_of_fields() or self._take_turns()
+        fault = self._take_arrays() or self._take_routes() or self._fault_of_fields() or self._take_turns()
         agent, episode = (self.agent if isinstance(self.agent, str) else ""), (self.episode if _is_whole(self.episode) else None)
         self._set(agent=agent, episode=None if episode is None else index(episode))
         if fault:
             self._set(**{name: np.zeros(0, dtype) for name, dtype in DTYPES.items()})
-            self._set(num_retries=0, turns=(), malformed_calls=0, reason=f"malformed: {fault}")
+            self._set(num_retries=0, turns=(), malformed_calls=0, routes=None, reason=f"malformed: {fault}")
         reward = check_reward(self.reward)
         named = reward if isinstance(reward, NamedReward) else check_reward(self.named_rewards)
         # A workflow that replaces the reward by another number has no names for it.
@@ -127,6 +130,16 @@ class Trajectory:
             if len(array) != length:
                 return f"Trajectory.{name} must have shape ({length},) like tokens, got {array.shape}"
             self._set(**{name: array})
+        return ""
+
+    def _take_routes(self) -> str:
+        """Copy the routes; returns their fault, or an empty string."""
+        if self.routes is None:
+            return ""
+        try:
+            self._set(routes=check_routes(self.routes, len(self.tokens)))
+        except DataError as exc:
+            return f"Trajectory.routes {exc}"
         return ""
 
     def _fault_of_fields(self) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from offbeat.chat.answering import token_logprobs
 from offbeat.chat.completions import DONE, told_logprob, usage_of
 from offbeat.chat.dialects import data
+from offbeat.data.expert_routes import pack_routes
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.engine.request import Output, Scored
 from offbeat.engine.text import TextStream, cut_at_stop
@@ -206,6 +207,8 @@ class Answer:
             choice["token_ids"], choice["versions"] = (
                 (_bytes(output.token_ids, np.int32), _bytes(output.versions, np.int32)) if self._body.encoding_format == "base64"
                 else (output.token_ids, output.versions))
+        if output.routes is not None:
+            choice["routed_experts"] = pack_routes(output.routes)  # which msgspec writes as base64
         return choice
 
 

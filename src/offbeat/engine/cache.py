@@ -1,5 +1,7 @@
 """Keys and values of all running samples: a tensor of dense slots per layer, grown on demand. Used by both forward paths.
 
+Where a model has experts, a further tensor holds the routes of every position, which grow, move and are kept with it.
+
 It uses slots, not pages: at contexts of a few thousand tokens memory is not the limit, and a decode step reads plain views. Positions past
 a sample's length hold finite leftovers, which the mask of `DecodeStep` hides and later tokens overwrite.
 """
@@ -21,16 +23,30 @@ BUCKET = 32
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Shape of the keys and values stored for one position of one sample."""
+    """Shape of the keys and values stored for one position of one sample, and of its `num_routes` ids of experts; 0 for a dense model."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    num_routes: int = 0
+    route_dtype: torch.dtype = torch.uint8
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        keys = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return keys + self.num_routes * self.route_dtype.itemsize
+
+    @property
+    def parts(self) -> range:
+        """Indices of the tensors: one for each layer, and the last for routes."""
+        return range(self.num_layers + bool(self.num_routes))
+
+    def sizes(self, part: int) -> tuple[tuple[int, int, int], torch.dtype]:
+        """Return, for one position of a tensor, the numbers of stored kinds, heads and elements, such as (2, 8, 64), and their type."""
+        if part == self.num_layers:
+            return (1, 1, self.num_routes), self.route_dtype
+        return (2, self.num_kv_heads, self.head_dim), self.dtype
 
 
 def round_up(count: int, multiple: int) -> int:
@@ -91,7 +107,7 @@ class SlotCache:
         if self._beside is not None:
             self._beside.fit(slots * positions * self.shape.bytes_per_token)
         for layer, old in enumerate(self._data):
-            self._data[layer] = new = self._allocate(slots, positions)
+            self._data[layer] = new = self._allocate(layer, slots, positions)
             kept = (min(slots, old.shape[1]), min(positions, old.shape[3]))
             new[:, : kept[0], :, : kept[1]] = old[:, : kept[0], :, : kept[1]]
 
@@ -117,7 +133,7 @@ class SlotCache:
 
     def release(self) -> None:
         """Free the memory of all slots, and so all stored keys and values."""
-        self._data = [self._allocate(0, 0) for _ in range(self.shape.num_layers)]
+        self._data = [self._allocate(part, 0, 0) for part in self.shape.parts]
 
     def clear(self, slots: list[int]) -> None:
         """Zero slots that may hold NaN or inf: attention multiplies masked positions by 0, which does not remove a NaN."""
@@ -126,7 +142,10 @@ class SlotCache:
             layer[:, index] = 0
 
     def blocks(self, layer: int, size: int) -> Tensor:
-        """View a layer of B slots in blocks of `size` positions, which divides `BUCKET`: [2, B, num_kv_heads, blocks, size, head_dim]."""
+        """View a layer of B slots in blocks of `size` positions, which divides `BUCKET`: [2, B, num_kv_heads, blocks, size, head_dim].
+
+        The index after that of the last layer is that of the routes, [1, B, 1, blocks, size, num_routes].
+        """
         return self._data[layer].unflatten(3, (-1, size))
 
     def step(self, lengths: np.ndarray) -> "DecodeStep":
@@ -142,11 +161,14 @@ class SlotCache:
         keys, values = self._data[layer]
         return keys, values
 
-    def _allocate(self, slots: int, positions: int) -> Tensor:
+    def routes(self) -> Tensor:
+        """Return the routes of all B slots, [B, positions, num_routes]; a view."""
+        return self._data[self.shape.num_layers][0, :, 0]
+
+    def _allocate(self, part: int, slots: int, positions: int) -> Tensor:
         # Zeros instead of uninitialised memory: see `clear`.
-        shape = self.shape
-        sizes = (2, slots, shape.num_kv_heads, positions, shape.head_dim)
-        return torch.zeros(sizes, dtype=shape.dtype, device=self.device)
+        (kinds, heads, size), dtype = self.shape.sizes(part)
+        return torch.zeros((kinds, slots, heads, positions, size), dtype=dtype, device=self.device)
 
 
 class PrefillStep:
@@ -200,14 +222,21 @@ class PrefillStep:
         """
         attended = []
         for stored, new in zip(self._cache.layer(layer), (keys, values), strict=True):
-            if self._fresh:
-                stored[:, :, : self._length].index_copy_(0, self._slots, new)
-                attended.append(new)
-            else:
-                (slot, position), (sequence, token) = self._stored, self._new
-                stored[slot, :, position] = new[sequence, :, token]
-                attended.append(stored[:, :, : self.width].index_select(0, self._slots))
+            self._store(stored, new)
+            attended.append(new if self._fresh else stored[:, :, : self.width].index_select(0, self._slots))
         return attended[0], attended[1]
+
+    def store_routes(self, routes: Tensor) -> None:
+        """Store the routes of the new tokens, [N * L, num_routes] in the cache's type of routes."""
+        self._store(self._cache.routes().unsqueeze(1), routes.view(len(self.positions), 1, self._length, -1))
+
+    def _store(self, stored: Tensor, new: Tensor) -> None:
+        """Copy [N, heads, L, size] to their places among [B, heads, positions, size]."""
+        if self._fresh:
+            stored[:, :, : self._length].index_copy_(0, self._slots, new)
+        else:
+            (slot, position), (sequence, token) = self._stored, self._new
+            stored[slot, :, position] = new[sequence, :, token]
 
 
 class DecodeStep:
@@ -250,6 +279,11 @@ class DecodeStep:
             stored.view(-1, head_dim).index_copy_(0, self._index, new.reshape(-1, head_dim))
             cached.append(stored[: self.rows, :, : self.width].flatten(0, 1))
         return cached[0], cached[1]
+
+    def store_routes(self, routes: Tensor) -> None:
+        """Store the new position's routes, [B, num_routes] in the cache's type of routes."""
+        rows = torch.arange(self.rows, device=routes.device)
+        self._cache.routes()[rows, self.positions] = routes
 
 
 def add_mask(positions: Tensor, *, width: int, window: int | None, dtype: torch.dtype) -> Tensor:

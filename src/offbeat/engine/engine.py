@@ -145,6 +145,7 @@ class EmbeddedEngine:
             request.check(
                 vocab_size=self._forward.vocab_size, max_context=self.max_context, max_running=self._scheduler.max_running,
                 images=self._forward.reads_images)
+            self._runner.check(request)
             self._scheduler.check(request)
             if (structure := request.params.shaping.structure) is not None and request.grammar is None:
                 request = replace(request, grammar=self.grammars.compile(structure))
@@ -267,7 +268,8 @@ class EmbeddedEngine:
 
     def _end(self, row: int, reason: FinishReason) -> Event:
         self.finished[reason] += 1
-        return Event(self._rows.samples[row].request.id, self._rows.output(row, reason))
+        output = replace(self._rows.output(row, reason), routes=self._runner.routes_of(row))
+        return Event(self._rows.samples[row].request.id, output)
 
     @torch.inference_mode()
     def _release(self, rows: list[int]) -> None:
@@ -329,6 +331,8 @@ class EmbeddedEngine:
         if self._pending is not None:
             raise EngineError(f"a switch to version {self._pending.version} is draining; wait for it before it is put to sleep")
         self._restart_prompt()
+        if not self.asleep:
+            self._runner.keep_routes()
         self._sleep.begin(keep_weights=keep_weights)
 
     def wake(self) -> None:

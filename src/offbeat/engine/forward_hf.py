@@ -27,6 +27,7 @@ from offbeat.model.checkpoint_names import module_names, published_names
 from offbeat.model.images import ModelImages, embedded, give_images, has_images, language_attention
 from offbeat.model.load import context_length
 from offbeat.model.lora import adaptable
+from offbeat.model.route_replay import RouteRecorder, records_routes
 from offbeat.model.uploads import upload
 
 ATTENTION = "offbeat_slots"
@@ -141,7 +142,8 @@ class HFForward:
         model.config.pad_token_id = None
         self.device = device
         self.dtype = dtype
-        self.cache_shape = _find_cache_shape(model, dtype=dtype, device=device)
+        self._recorder = RouteRecorder(model) if records_routes(model) else None
+        self.cache_shape = _find_cache_shape(model, self._recorder, dtype=dtype, device=device)
         self.vocab_size = config.vocab_size
         self.max_positions = context_length(config)
         self.max_score_tokens = max(LOGITS_AT_ONCE // self.vocab_size, 1)
@@ -218,7 +220,12 @@ class HFForward:
             self._hooked = True
             for name, linear in self._linears.items():
                 linear.register_forward_hook(partial(self._add_lora, name))
-        return self._model(**inputs, use_cache=False, logits_to_keep=keep, offbeat_step=step).logits
+        if self._recorder is not None:
+            self._recorder.begin()
+        logits = self._model(**inputs, use_cache=False, logits_to_keep=keep, offbeat_step=step).logits
+        if self._recorder is not None and isinstance(step, Windows):
+            step.step.store_routes(self._recorder.take())
+        return logits
 
     def _add_lora(self, name: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         if self._lora is not None:
@@ -251,8 +258,10 @@ class HFForward:
         return partial(fingerprint_tensors, self.tensors())
 
 
-def _find_cache_shape(model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device) -> CacheShape:
-    """Find the shape of the keys and values that the layers store for a token, by running one token.
+def _find_cache_shape(
+    model: PreTrainedModel, recorder: RouteRecorder | None, *, dtype: torch.dtype, device: torch.device,
+) -> CacheShape:
+    """Find the shape of the keys and values that the layers store for a token, and of its routes, by running one token.
 
     Raises:
         ModelError: a layer is no attention that the slot cache can hold.
@@ -275,4 +284,5 @@ def _find_cache_shape(model: PreTrainedModel, *, dtype: torch.dtype, device: tor
     if len(heads) > 1:
         raise ModelError(f"{name} has layers of {min(heads)} and of {max(heads)} key heads, which no cache here holds; use another engine")
     head_dim = max(max(key, value) for _, key, value in seen.layers.values())
-    return CacheShape(num_layers, heads.pop(), head_dim, dtype)
+    routes = {} if recorder is None else {"num_routes": recorder.num_ids, "route_dtype": recorder.dtype}
+    return CacheShape(num_layers, heads.pop(), head_dim, dtype, **routes)

@@ -52,6 +52,8 @@ class Begun:
 class PrefixCache:
     """Blocks of keys and values, per layer one tensor [blocks, 2, num_kv_heads, BLOCK, head_dim], and the tree that finds them.
 
+    Routes lie beside them, if the cache has any, in a last tensor [blocks, 1, 1, BLOCK, num_routes].
+
     Attributes:
         max_blocks: most blocks to keep; `fit` sets it.
     """
@@ -84,7 +86,7 @@ class PrefixCache:
         self._blocks: dict[BlockKey, int] = {}
         self._used: OrderedDict[int, BlockKey] = OrderedDict()  # least recently used first, and each block before the one it follows
         self._free: list[int] = []
-        self._data = [self._allocate(0) for _ in range(self._shape.num_layers)]
+        self._data = [self._allocate(part, 0) for part in self._shape.parts]
 
     def find_beginning(self, adapter: Adapter | None, tokens: np.ndarray) -> Begun:
         """Find the longest known beginning of a prompt [L] int64; at least one token of it remains to be computed."""
@@ -149,7 +151,7 @@ class PrefixCache:
         held = len(self._data[0])
         count = min(max(FIRST_BLOCKS, 2 * held), self.max_blocks)
         for layer, old in enumerate(self._data):
-            self._data[layer] = new = self._allocate(count)
+            self._data[layer] = new = self._allocate(layer, count)
             new[:held] = old
         self._free += range(count - 1, held - 1, -1)
 
@@ -167,9 +169,9 @@ class PrefixCache:
             self._roots[adapter] = -self._num_roots
         return self._roots[adapter]
 
-    def _allocate(self, blocks: int) -> Tensor:
-        shape = self._shape
-        return torch.empty(blocks, 2, shape.num_kv_heads, BLOCK, shape.head_dim, dtype=shape.dtype, device=self._device)
+    def _allocate(self, part: int, blocks: int) -> Tensor:
+        (kinds, heads, size), dtype = self._shape.sizes(part)
+        return torch.empty(blocks, kinds, heads, BLOCK, size, dtype=dtype, device=self._device)
 
     def _send(self, rows: list[tuple[int, int, int]]) -> Iterable[Tensor]:
         return upload(np.array(rows).T, self._device)

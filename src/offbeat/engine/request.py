@@ -8,6 +8,8 @@ streams.
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from offbeat.chat.shaping import PLAIN, Shaping
 from offbeat.data.image_store import FIRST_ID
 from offbeat.engine.structure import Grammar
@@ -46,6 +48,7 @@ class SamplingParams:
         scaled_logprobs: report log-probabilities of the policy as it is trained: over all tokens at the temperature, as if top_p, top_k and
             `shaping` were not set.
         top_logprobs: number of most likely tokens to report at each position.
+        routes: report the experts that each token used.
         shaping: penalties, biases, and tokens and texts that are left out or required; see `Shaping`.
     """
 
@@ -59,6 +62,7 @@ class SamplingParams:
     ignore_eos: bool = False
     scaled_logprobs: bool = False
     top_logprobs: int = 0
+    routes: bool = False
     shaping: Shaping = PLAIN
 
     def __post_init__(self) -> None:
@@ -106,6 +110,8 @@ class Request:
     def __post_init__(self) -> None:
         if self.n < 1:
             raise RefusedError(f"n must be >= 1, got {self.n}")
+        if self.stream and self.params.routes:
+            raise RefusedError("return_routed_experts must be false with stream, which gives a sample in parts; leave one of them out")
 
     def check(self, *, vocab_size: int, max_context: int, max_running: int, images: bool = False) -> None:
         """Raise RefusedError with the reason if an engine with these limits can never serve this request.
@@ -194,6 +200,8 @@ class Output:
         finish_reason: None while the sample continues.
         top_logprobs: the most likely tokens at the same positions, under the same distribution; None if not requested.
         num_cached: number of tokens at the prompt's beginning that were not computed, because an earlier prompt began with them.
+        routes: the experts of the prompt's tokens and the sample's, but its last, which was not computed; see `data.expert_routes`. None
+            if not requested.
     """
 
     index: int
@@ -203,6 +211,7 @@ class Output:
     finish_reason: FinishReason | None
     top_logprobs: list[TopTokens] | None = None
     num_cached: int = 0
+    routes: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)

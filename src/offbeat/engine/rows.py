@@ -30,6 +30,7 @@ class RunningSample:
         num_cached: number of prompt tokens that were not computed; see `Output`.
         mixed: whether weights that served before have computed a part of its cache.
         shift: what its rotary positions are ahead of its number of tokens; of a prompt with images it may be below 0.
+        routes: routes of its first tokens, [l, num_routes], where they are not in the cache any more; see `Runner.routes_of`.
     """
 
     request: Request
@@ -41,6 +42,7 @@ class RunningSample:
     num_cached: int = 0
     mixed: bool = False
     shift: int = 0
+    routes: np.ndarray | None = None
 
 
 class Rows:

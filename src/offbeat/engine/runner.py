@@ -15,6 +15,7 @@ from offbeat.engine.prefixes import Begun, PrefixCache
 from offbeat.engine.request import Request
 from offbeat.engine.rows import Rows
 from offbeat.engine.scheduler import PromptPart, RoundPrompts, plan_prefill
+from offbeat.errors import RefusedError
 from offbeat.model.images import has_images
 from offbeat.model.uploads import upload
 
@@ -38,6 +39,12 @@ class Runner:
         self._adapters = adapters
         self._max_prefill_tokens = max_prefill_tokens
         self._num_known_of_begun = 0  # fewer than were planned where room for its slot has dropped prefixes
+
+    def check(self, request: Request) -> None:
+        """Raise RefusedError if a request wants routes, and the model gives none."""
+        if request.params.routes and not self._cache.shape.num_routes:
+            raise RefusedError(
+                "return_routed_experts needs a model whose routers tell the experts that they choose, and this one has none; leave it out")
 
     def num_known(self, request: Request) -> int:
         """See `KnownPrompts`."""
@@ -95,10 +102,31 @@ class Runner:
         """Forget the prefixes of earlier weights, and with `recompute` compute the cache of all running samples again."""
         self.prefixes.release()
         if recompute:
+            if self._cache.slots:  # a sleep has kept them
+                self.keep_routes()
             self.recompute()
         else:
             for sample in self._rows.samples:
                 sample.mixed = True
+
+    @torch.inference_mode()
+    def routes_of(self, row: int) -> np.ndarray | None:
+        """Return the routes of a row's tokens but the last, [L - 1, num_routes], as they were when the next token was sampled.
+
+        None if its request does not want them.
+        """
+        sample = self._rows.samples[row]
+        if not sample.request.params.routes:
+            return None
+        length, kept = len(self._rows.cached_tokens(row)), sample.routes
+        first = 0 if kept is None else len(kept)
+        new = self._cache.routes()[row, first:length].cpu().numpy()
+        return new.copy() if kept is None else np.concatenate([kept, new])
+
+    def keep_routes(self) -> None:
+        """Keep the routes of running samples, before their cache is dropped or computed again under other weights."""
+        for row, sample in enumerate(self._rows.samples):
+            sample.routes = self.routes_of(row)
 
     @torch.inference_mode()
     def recompute(self) -> None:

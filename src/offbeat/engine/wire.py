@@ -32,6 +32,7 @@ class GenerateBody(ShapingFields, kw_only=True):
         scaled_logprobs: report log-probabilities over all tokens at the temperature, as if nothing else changed the distribution.
         include_stop_str_in_output: keep the stop string at the end of the text.
         return_token_ids: return token ids, and with them the weight version of each token.
+        return_routed_experts: return the experts that each token used, as base64 of `offbeat.data.expert_routes.pack_routes`.
         encoding_format: "base64" gives token ids, versions and log-probabilities as base64 of little-endian int32 and float32.
     """
 
@@ -52,6 +53,7 @@ class GenerateBody(ShapingFields, kw_only=True):
     scaled_logprobs: bool = False
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool = False
+    return_routed_experts: bool = False
     encoding_format: Literal["float", "base64"] = "float"
 
     def params(self, *, default_max_tokens: int) -> SamplingParams:
@@ -71,6 +73,7 @@ class GenerateBody(ShapingFields, kw_only=True):
             ignore_eos=self.ignore_eos,
             scaled_logprobs=self.scaled_logprobs,
             top_logprobs=self.num_top,
+            routes=self.return_routed_experts,
             shaping=self.shaping(),
         )
 

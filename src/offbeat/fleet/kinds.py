@@ -92,6 +92,8 @@ class _Vllm:
         env = {
             "PYTHONPATH": str(_INSIDE), "VLLM_NO_USAGE_STATS": "1", "OFFBEAT_VERSION": str(serving.version),
             "VLLM_API_KEY": serving.key}  # `Inside` requires it on all paths, vLLM itself below /v1
+        if config.model.route_replay == "rollout":
+            command += ["--enable-return-routed-experts"]
         if inference.max_context:
             command += ["--max-model-len", str(inference.max_context)]
         if not inference.prefix_caching or config.weights.interrupt == "keep":  # new requests must not use caches of old weights

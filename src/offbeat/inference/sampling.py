@@ -24,6 +24,7 @@ class Sampling:
         scaled_logprobs: report log-probabilities of the policy as it is trained: over all tokens at this temperature, as if top_k, top_p
             and `shaping` were not set; without them this changes nothing.
         top_logprobs: number of most likely tokens to report at each sampled position.
+        routes: report the experts that each token used, where the model is a mixture of experts.
         shaping: penalties, biases, and tokens and texts that are left out or required; see `Shaping`.
         first_sample: where a request with a seed was split, the index of the first sample of this part within the whole request.
     """
@@ -40,6 +41,7 @@ class Sampling:
     top_logprobs: int = 0
     first_sample: int = 0
     shaping: Shaping = PLAIN
+    routes: bool = False
 
     @property
     def is_restricted(self) -> bool:
@@ -63,6 +65,8 @@ class Sample:
             tokens; () if not requested.
         num_cached_tokens: number of the prompt's tokens that the engine did not compute, because an earlier prompt began with them; 0
             where it does not tell.
+        routes: the experts of the prompt's tokens and the sample's, but its last, [P + L - 1, K]; see `data.expert_routes`. None if not
+            requested.
 
     The arrays may be given as any sequences of numbers, and are read-only. `token_ids`, `logprobs` and `versions` are the same as tuples.
     """
@@ -75,6 +79,7 @@ class Sample:
     num_retries: int = 0
     top_logprobs: tuple[TopTokens, ...] = ()
     num_cached_tokens: int = 0
+    routes: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in (("tokens", np.int32), ("token_logprobs", np.float32), ("token_versions", np.int32)):

@@ -11,6 +11,7 @@ import numpy as np
 import zstandard
 
 from offbeat.data import wire
+from offbeat.data.expert_routes import pack_routes, unpack_routes
 from offbeat.data.stream import StreamState
 from offbeat.data.trajectory import DTYPES, Group, Trajectory, TurnEnd
 from offbeat.errors import DataError
@@ -162,6 +163,7 @@ class _Rest:
     agent: str
     turns: tuple[TurnEnd, ...]
     malformed_calls: int
+    routes: bytes = b""
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +187,8 @@ def pack(group: Group) -> bytes:
     columns = tuple(
         np.concatenate([np.zeros(0, dtype), *(getattr(t, name) for t in own)], dtype=dtype) for name, dtype in DTYPES.items())
     rest = tuple(
-        _Rest(len(t), t.reward, t.reason, t.num_retries, t.named_rewards, t.episode, t.agent, t.turns, t.malformed_calls) for t in own)
+        _Rest(len(t), t.reward, t.reason, t.num_retries, t.named_rewards, t.episode, t.agent, t.turns, t.malformed_calls,
+              b"" if t.routes is None else pack_routes(t.routes)) for t in own)
     return _COMPRESSOR.compress(wire.encode(_PackedGroup(group.prompt_id, group.admitted_version, columns, rest, group.metrics)))
 
 
@@ -203,7 +206,7 @@ def _trajectory(columns: Sequence[np.ndarray], rest: _Rest) -> Trajectory:
     tokens, loss_mask, logprobs, versions = columns
     return Trajectory(
         tokens, loss_mask, logprobs, versions, rest.reward, rest.reason, rest.num_retries, rest.named_rewards, rest.episode, rest.agent,
-        rest.turns, rest.malformed_calls)
+        rest.turns, rest.malformed_calls, unpack_routes(rest.routes) if rest.routes else None)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from transformers.masking_utils import sdpa_mask
 from offbeat.data.packing import PackedRow
 from offbeat.errors import ModelError
 from offbeat.model.context import ContextGroup
+from offbeat.model.route_replay import set_routes
 from offbeat.model.uploads import upload
 from offbeat.model.varlen import VarlenPlan, serves, varlen_attention
 
@@ -78,6 +79,7 @@ class AttentionPlan:
         varlen: the plan for the kernel of `offbeat.model.varlen`.
         context: the ranks over whose slices the row is spread; None where all of it runs here.
         num_calls: number of layers that used the plan so far. A model that ignores it would silently mix sequences, so callers check this.
+        routes: [R, K], the experts that the tokens which run here are to use; None where routers choose.
     """
 
     buckets: tuple[Bucket, ...]
@@ -88,6 +90,7 @@ class AttentionPlan:
     varlen: VarlenPlan
     context: ContextGroup | None = None
     num_calls: int = 0
+    routes: Tensor | None = None
     _masks: dict[int | None, list[Tensor | None]] = field(default_factory=dict)
 
     def masks(self, window: int | None, device: torch.device) -> list[Tensor | None]:
@@ -177,6 +180,7 @@ def packed_attention(
         ModelError: the layer needs a form of attention that packed rows do not have.
     """
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    set_routes(None if attention_plan is None else attention_plan.routes)
     if attention_plan is None:
         if attention_mask is None and query.shape[2] == key.shape[2]:
             attention_mask = window_mask(query.shape[2], sliding_window, query.device)

@@ -142,6 +142,7 @@ def _forward(model: nn.Module, share: RowShare, *, keep: Tensor | None) -> Tenso
     device = next(model.parameters()).device
     row, here = share.row, share.here
     plan = build_plan(row, device, context=share.context)
+    plan.routes = None if row.routes is None else upload(row.routes[here], device)
     record = record_of(model)
     if has_images(row.tokens):
         if share.context is not None:

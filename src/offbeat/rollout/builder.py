@@ -11,6 +11,7 @@ from typing import Self
 
 import numpy as np
 
+from offbeat.data.expert_routes import unknown_routes
 from offbeat.data.trajectory import DTYPES, Trajectory, TurnEnd
 from offbeat.inference.sampling import Sample
 from offbeat.types import PROMPT_VERSION
@@ -30,6 +31,8 @@ class TrajectoryBuilder:
         self._state = ""
         self._num_retries = 0
         self._reason = "stop"
+        self._routes: list[np.ndarray] = []
+        self._num_routed = 0
         self.given(prompt)
 
     def __len__(self) -> int:
@@ -59,6 +62,10 @@ class TrajectoryBuilder:
             order: see `TurnEnd.order`; for episodes of several trajectories that were played in turns.
         """
         self._add(sample.tokens, np.ones(len(sample.tokens), np.bool_), sample.token_logprobs, sample.token_versions)
+        if sample.routes is not None and (routes := sample.routes[self._num_routed : len(self)]).size:
+            # A token keeps the experts with which the token after it was sampled first, not those of a later prompt.
+            self._routes.append(routes)
+            self._num_routed += len(routes)
         self._turns.append(TurnEnd(len(self), 0.0, self._state, order))
         self._state, self._reason = "", sample.finish_reason
         self._num_retries += sample.num_retries
@@ -89,7 +96,13 @@ class TrajectoryBuilder:
         tokens, mask, logprobs, versions = (np.concatenate(column) for column in zip(_NOTHING, *self._parts, strict=True))
         return Trajectory(
             tokens, mask, logprobs, versions, reward, reason or self._reason, self._num_retries,
-            episode=episode, agent=agent, turns=self._told_turns(), malformed_calls=malformed_calls)
+            episode=episode, agent=agent, turns=self._told_turns(), malformed_calls=malformed_calls, routes=self._known_routes())
+
+    def _known_routes(self) -> np.ndarray | None:
+        """Return the routes [L, K] of all tokens, those of the last turn's end unknown; None where no sample had any."""
+        if not self._routes:
+            return None
+        return np.concatenate([*self._routes, unknown_routes(len(self) - self._num_routed, self._routes[0])])
 
     def _told_turns(self) -> tuple[TurnEnd, ...]:
         """Return the turns; none where there is only one, which the loss mask describes completely."""

@@ -36,7 +36,7 @@ from offbeat.trainer import shards
 from offbeat.trainer.adapter_files import AdapterState, read_adapter_state, write_adapter_state
 from offbeat.trainer.messages import AdapterNames, CanaryScores, CanaryTokens, Dtype, Folder, LoadedStep, NewAdapter
 from offbeat.trainer.optim import RowAdam
-from offbeat.trainer.policy import canary_logprobs, load_policy, row_of
+from offbeat.trainer.policy import canary_logprobs, let_replay, load_policy, row_of
 from offbeat.trainer.snapshots import AdapterSnapshot
 from offbeat.trainer.state import full_state
 from offbeat.trainer.strategies import Strategy, load
@@ -349,9 +349,10 @@ def _load_base(folder: str, config: RankConfig, groups: ProcessGroups) -> tuple[
     """Load the frozen model, whole or divided, and distribute it over the ranks; collective."""
 
     def read(divide: Divide | None) -> PreTrainedModel:
-        return load_policy(
+        model = load_policy(
             folder, config=config.train, dtype=config.model.number_format, divide=divide,
-            float32_head=config.algorithm.float32_head, images=images_folder(config.run_dir)).requires_grad_(False)
+            float32_head=config.algorithm.float32_head, images=images_folder(config.run_dir))
+        return let_replay(model, config.model).requires_grad_(False)
 
     divided = groups.shape.shard > 1 or groups.shape.tp > 1
     # A model that is whole on its rank computes under autocast, also on a single one.

@@ -28,7 +28,7 @@ from offbeat.trainer.frozen import load_frozen
 from offbeat.trainer.messages import Dtype, Folder, LoadedStep, WriteRequest, Written
 from offbeat.trainer.optim import build_optimizer, set_params
 from offbeat.trainer.parts import PartWriter
-from offbeat.trainer.policy import load_policy, row_of
+from offbeat.trainer.policy import let_replay, load_policy, row_of
 from offbeat.trainer.snapshots import ModelSnapshot
 from offbeat.trainer.state import full_state, rounded
 from offbeat.trainer.strategies import Strategy, load, whole_tensor
@@ -80,8 +80,9 @@ class ModelTrainer(Trainer):
 
     @classmethod
     def _load_model(cls, folder: str, config: RankConfig, divide: Divide | None) -> PreTrainedModel:
-        return load_policy(
+        model = load_policy(
             folder, config=config.train, divide=divide, float32_head=config.algorithm.float32_head, images=images_folder(config.run_dir))
+        return let_replay(model, config.model)
 
     def snapshot(self, dtype: Dtype, *, name: str = WHOLE, merges: bool = False, copies: bool = True) -> ModelSnapshot:  # noqa: ARG002
         """See `Trainer.snapshot`."""

@@ -12,10 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from offbeat.algorithms.objectives import reads_of
+from offbeat.config.model import ModelConfig
 from offbeat.config.train import TrainConfig
 from offbeat.data.batch import Batch, gather_ranges
 from offbeat.data.image_store import ImageStore
 from offbeat.data.packing import PackedRow, pack_row
+from offbeat.errors import ModelError
 from offbeat.losses.compose import target_losses
 from offbeat.losses.metrics import Report
 from offbeat.model.blocks import checkpoint_activations
@@ -23,7 +25,8 @@ from offbeat.model.divided_read import Divide, GiveHead
 from offbeat.model.head import compute_in_float32
 from offbeat.model.images import freeze, give_images
 from offbeat.model.load import load_causal_lm
-from offbeat.model.logprobs import token_logprobs
+from offbeat.model.logprobs import packs_rows, token_logprobs
+from offbeat.model.route_replay import replay_routes
 from offbeat.model.rows import settle_rows
 from offbeat.model.values import token_values
 from offbeat.sync.platform import current_platform
@@ -81,6 +84,21 @@ def load_policy(
         compute_in_float32(model)
     if give_head is not None and divide is None:
         give_head(model)
+    return model
+
+
+def let_replay(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
+    """Return the model, which replays the experts that its rows bring if the configuration says so.
+
+    Raises:
+        ModelError: as `replay_routes`, or its rows are not packed.
+    """
+    if config.route_replay == "off":
+        return model
+    if not packs_rows(model):
+        raise ModelError(
+            f'model.route_replay must be "off" for {type(model).__name__}, whose sequences run one by one; leave it out')
+    replay_routes(model)
     return model
 
 

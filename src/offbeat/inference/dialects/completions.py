@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from offbeat.data.expert_routes import unpack_routes
 from offbeat.inference.sampling import Sample, TopTokens
 from offbeat.types import Version
 from offbeat.weights.adapters import split_adapter_name
@@ -33,6 +34,7 @@ class _Choice(msgspec.Struct):
     text: str
     finish_reason: str | None = None
     versions: bytes | list[int] | None = None
+    routed_experts: bytes | None = None
 
 
 class _PromptDetails(msgspec.Struct):
@@ -86,7 +88,8 @@ def _sample(choice: _Choice, adapter: str, num_top: int, unversioned: Version | 
     top = tuple(top_tokens(_by_id(row), num_top) for row in _TOP.decode(choice.logprobs.top_logprobs)) if num_top else ()
     return Sample(
         tokens, _vector(choice.logprobs.token_logprobs, np.float32), versions, choice.text, choice.finish_reason or "",
-        top_logprobs=top, num_cached_tokens=num_cached).check()
+        top_logprobs=top, num_cached_tokens=num_cached,
+        routes=None if choice.routed_experts is None else unpack_routes(choice.routed_experts)).check()
 
 
 def top_tokens(logprobs: Mapping[int, float], num: int) -> TopTokens:

@@ -24,6 +24,7 @@ class EmbeddedDialect:
     """Implements `Dialect` for the embedded engine."""
 
     _model_hint = ""
+    _routes_hint = ""
     _unversioned: Version | None = None
     _staging: Mapping[str, Any] = {}
     _named: Mapping[str, Any] = {}
@@ -59,7 +60,20 @@ class EmbeddedDialect:
             body["model"] = adapter
         read = partial(read_samples, adapter=adapter, num_top=sampling.top_logprobs, unversioned=self._unversioned)
         asked = {**self._named, **body, **sampling.shaping.fields(), **self._reporting(sampling)}
-        return await wire.fetch("/v1/completions", asked, read)
+        samples = await wire.fetch("/v1/completions", asked, read)
+        if sampling.routes:
+            self._check_routes(wire, samples, num_prompt=len(prompt))
+        return samples
+
+    def _check_routes(self, wire: Wire, samples: Sequence[Sample], *, num_prompt: int) -> None:
+        """Raise EngineError if a sample lacks the experts of its tokens."""
+        for sample in samples:
+            num_wanted = num_prompt + len(sample.tokens) - 1
+            if sample.routes is None or len(sample.routes) != num_wanted:
+                told = "none" if sample.routes is None else f"those of {len(sample.routes)} tokens"
+                raise EngineError(
+                    f"{wire.name} was asked for the experts of {num_wanted} tokens and gave {told}{self._routes_hint}; set"
+                    ' model.route_replay to "off" to train without')
 
     def _seed(self, seed: int, first: int) -> int:
         """Return the seed under which the engine's samples 0, 1, ... equal those from `first` on of the whole request."""
@@ -68,7 +82,8 @@ class EmbeddedDialect:
     def _reporting(self, sampling: Sampling) -> dict[str, Any]:
         """Return the request fields for the form and the distribution of the reported log-probabilities."""
         scaled = {"scaled_logprobs": True} if sampling.scaled_logprobs and sampling.is_restricted else {}
-        return {"encoding_format": "base64", **scaled}  # an engine that does not know it answers with lists
+        routes = {"return_routed_experts": True} if sampling.routes else {}
+        return {"encoding_format": "base64", **scaled, **routes}  # an engine that does not know it answers with lists
 
     async def score(self, wire: Wire, request: ScoreRequest, *, adapter: str) -> PromptScore:
         body: dict[str, Any] = {"tokens": request.tokens, "top_k": request.top_k}

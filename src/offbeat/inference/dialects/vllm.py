@@ -76,6 +76,8 @@ class VllmDialect(EmbeddedDialect):
             return await self.generate(wire, prompt, sampling, n=1, adapter=adapter) * n
         return await super().generate(wire, prompt, sampling, n=n, adapter=adapter)
 
+    _routes_hint = ", as vLLM does if it runs without --enable-return-routed-experts"
+
     def _seed(self, seed: int, first: int) -> int:
         return seed + first  # vLLM gives sample i of a request the request's seed plus i
 
