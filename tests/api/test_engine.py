@@ -70,8 +70,18 @@ def test_an_engine_starts_when_it_is_asked_and_leaves_nothing_when_it_is_closed(
     assert engine.url == "" and children() == before
 
 
+def test_an_engine_rounds_its_weights_where_it_is_told_to(model_dir: str, engine: offbeat.Engine) -> None:
+    with offbeat.Engine(model_dir, threads=1, dtype="auto", quantization="int8") as rounded:
+        mine, exact = (each.generate("321>", max_new_tokens=1, temperature=0).logprobs for each in (rounded, engine))
+    assert mine != exact and mine == pytest.approx(exact, abs=1)
+
+
 def test_an_engine_that_cannot_be_is_refused_at_once(tmp_path) -> None:
     with pytest.raises(ConfigError, match="threads must be >= 0, got -1"):
         offbeat.Engine(tmp_path, threads=-1)
+    with pytest.raises(ConfigError, match="quantization must be 'none' or 'int8', got 'int4'"):
+        offbeat.Engine(tmp_path, quantization="int4")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="quantization must be 'none' with device = 0, got 'int8'; it is for engines on CPUs"):
+        offbeat.Engine(tmp_path, quantization="int8", device=0)
     with pytest.raises(ModelError, match=str(tmp_path)):
         offbeat.Engine(tmp_path).start()

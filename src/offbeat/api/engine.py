@@ -70,7 +70,7 @@ class Engine:
 
     def __init__(
         self, model: str | os.PathLike[str], *, dtype: Literal["auto", "float32", "bfloat16"] = "float32", threads: int = 0,
-        device: int | None = None, max_context: int = 0, max_running: int = 256,
+        device: int | None = None, max_context: int = 0, max_running: int = 256, quantization: Literal["none", "int8"] = "none",
     ) -> None:
         """Describe an engine; nothing is started.
 
@@ -81,18 +81,26 @@ class Engine:
             device: accelerator to use, by its number; None for the CPU.
             max_context: longest prompt with its answer, in tokens; 0 for the model's.
             max_running: samples that are decoded together.
+            quantization: "int8" rounds weights to 8 bits on a CPU: about twice as fast at few samples, and a little less exact. `dtype`
+                "auto" is float32 beside it.
 
         Raises:
-            ConfigError: an option is out of range.
+            ConfigError: an option is out of range, or int8 weights are asked for on an accelerator.
         """
         if threads < 0:
             raise ConfigError(f"threads must be >= 0, got {threads}; use 0 for one on each core")
+        if quantization not in ("none", "int8"):
+            raise ConfigError(f"quantization must be 'none' or 'int8', got {quantization!r}")
+        if quantization != "none" and device is not None:
+            raise ConfigError(f"quantization must be 'none' with device = {device}, got {quantization!r}; it is for engines on CPUs")
+        if quantization != "none" and dtype == "auto":
+            dtype = "float32"  # products are in int8, and the rest takes little time
         self.url = ""
         self.key = secrets.token_urlsafe(_KEY_BYTES)
         self._model, self._threads, self._device = os.fspath(model), threads, device
         self._options = EngineOptions(
-            model=self._model, dtype=engine_format(dtype, device=device), max_running=max_running, max_context=max_context,
-            api_key=self.key, version=-1)
+            model=self._model, dtype=engine_format(dtype, device=device), quantization=quantization, max_running=max_running,
+            max_context=max_context, api_key=self.key, version=-1)
         self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -102,7 +110,7 @@ class Engine:
         """Start the process and load the model, unless it has started.
 
         Raises:
-            ModelError: there is no model or tokenizer.
+            ModelError: there is no model or tokenizer, or no fast path that computes it with int8 weights.
             WorkerError, DeadlineError: the process does not start.
         """
         with self._starting:
