@@ -1,0 +1,229 @@
+"""Which processes of a run are killed, and when; and the run that is killed: one command after another in one folder."""
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from faults.command import Command
+from small_run import ENVIRONMENT, SmallRun
+
+PLAYING = Path(__file__).parents[1] / "support" / "playing.py"
+GRACE_S = 15.0
+"""Seconds after which nothing of a command that has ended may be there; workers notice the end of their parent by themselves."""
+
+EVALUATE_EVERY = 4
+_START_S = 180.0
+_MOMENT_S = 20.0
+_GO_ON_S = 120.0
+_END_S = 120.0
+_LOOK_S = 0.003
+
+COMMON = {
+    "checkpoint.every_steps": "7", "checkpoint.keep": "2", "evaluate.every_steps": str(EVALUATE_EVERY), "weights.keep": "2",
+    "rollout.max_concurrent_rollouts": "8", "rollout.max_new_tokens": "16", "telemetry.trace": "false", "inference.num_engines": "2",
+    "inference.probe_interval_s": "0.5", "rollout.reward_workers": "2", "cluster.start_timeout_s": "150",
+    "inference.start_timeout_s": "150", "dist.sync_timeout_s": "60"}
+MODES: dict[str, dict[str, str]] = {
+    "local": {"train.num_ranks": "2"},
+    "lora": {"model.lora.rank": "4"},
+    "spmd": {"run.mode": "spmd"},
+    "spmd, all draw": {"run.mode": "spmd", "rollout.single_rank_load": "false", "rollout.consumer_batch_size": "2"},
+    "agents": {
+        "rollout.workflow": "gym", "agent.environment": f"{PLAYING}:Digits", "agent.processes": "2", "rollout.max_new_tokens": "8"},
+    "ray": {"cluster.launcher": "ray"}}
+MOMENTS = ("start-up", "any time", "publish", "save", "evaluation", "rename")
+HEALED = ("engine", "reward", "agent")
+"""What is replaced while the run goes on."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What is killed, and when.
+
+    Attributes:
+        victims: "command" is every process at once, as a batch system does it; of the others one, and of two equal ones two.
+        moment: one of `MOMENTS`.
+        delay_s: after the command's start, or after a step, for the first two of them.
+    """
+
+    victims: tuple[str, ...]
+    moment: str
+    delay_s: float
+
+    @property
+    def is_healed(self) -> bool:
+        """Whether the run is to go on."""
+        return len(self.victims) == 1 and self.victims[0] in HEALED
+
+
+@dataclass(frozen=True)
+class Struck:
+    """What came of a kill.
+
+    Attributes:
+        was: the moment that was met, which is "any time" where the wanted one did not come.
+        names: the processes that were killed.
+        went_on: whether steps were done afterwards by the same command.
+        exit_code: None while the command goes on, or when it had to be ended.
+        problems: what was not as promised.
+    """
+
+    was: str
+    names: tuple[str, ...]
+    went_on: bool
+    exit_code: int | None
+    problems: tuple[str, ...]
+
+
+def draw(chance: random.Random, mode: str, *, first: bool) -> Kill:
+    """Draw a kill; `first` if the command has just been started."""
+    healed = ["reward", "agent"] if mode == "ray" else ["engine", "reward", "agent"]
+    healed = [each for each in healed if (each == "agent") == (mode == "agents") or each == "engine"]
+    fatal = ["command", "controller"] if mode == "ray" else ["command", "controller", "rank"]
+    pairs = [(one, other) for one in (*fatal[1:], *healed) for other in healed] if healed else []
+    victims = chance.choice([(each,) for each in (*fatal, "command", *healed)] + [chance.choice(pairs or [("command",)])])
+    moment = chance.choice([each for each in MOMENTS if first or each != "start-up"])
+    return Kill(victims, moment, chance.uniform(0.1, 6.0) if moment == "start-up" else chance.uniform(0.0, 1.5))
+
+
+def role_of(process: psutil.Process) -> str:
+    """The name of a process in its run, such as "rank 0"; "" if it is none that can be chosen."""
+    with suppress(psutil.Error, IndexError):
+        words = process.cmdline()
+        if "offbeat.process" in words:
+            name = words[words.index("offbeat.process") + 2]
+            return name.replace("play", "agent") if name.split()[0] in ("rank", "engine", "reward", "play") else ""
+        if words[1:4] == ["-m", "offbeat", "train"] or words[2:5] == ["-m", "offbeat", "train"]:
+            return f"rank {process.environ()['RANK']}" if "spmd" in words else "controller"
+        if "torch.distributed.run" in words:
+            return "controller"
+    return ""
+
+
+class Life:
+    """One command: it is started, processes of it are killed, and it ends."""
+
+    def __init__(self, run: SmallRun, mode: str, **settings: str) -> None:
+        given = {name.replace(".", "__"): value for name, value in (COMMON | MODES[mode] | settings).items()}
+        start = [sys.executable, "-m"]
+        if mode.startswith("spmd"):
+            start += ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+        self.run = run
+        self.command = Command([*start, "offbeat", "train", *run.arguments(**given)], env=ENVIRONMENT, logs=[], patterns={})
+        self._thread = threading.Thread(target=self.command.run, kwargs={"timeout_s": 900.0, "grace_s": GRACE_S}, daemon=True)
+        self._start_s = time.monotonic()
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the command runs, or what is left of it is waited for."""
+        return self._thread.is_alive()
+
+    def end(self) -> None:
+        """Wait until the command has ended and nothing of it is left."""
+        self._thread.join()
+
+    def end_now(self) -> None:
+        """Kill all of its processes."""
+        self._kill(("command",))
+        self.end()
+
+    def strike(self, kill: Kill) -> Struck:
+        """Kill, and wait until the run goes on or has ended."""
+        met = self._wait_for(kill)
+        rows = num_rows(self.run.folder)
+        names = self._kill(kill.victims)
+        if kill.is_healed and names:
+            went_on = self._until(lambda: num_rows(self.run.folder) > rows, _GO_ON_S)
+            problems = () if went_on else ("it did not go on",)
+            return Struck(met, names, went_on, None if self.alive else self.command.exit_code, problems)
+        ended = self._until(lambda: False, _END_S) or not self.alive
+        if not ended:
+            for process in self.command.processes():
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self.end()
+        # Pairs that are healed may be too much for a run, which may go on as well.
+        problems = () if ended or all(each in HEALED for each in kill.victims) else ("the command did not end",)
+        if self.command.left:
+            problems += (f"left: {'; '.join(self.command.left)}",)
+        return Struck(met, names, went_on=False, exit_code=self.command.exit_code, problems=problems)
+
+    def _kill(self, victims: Sequence[str]) -> tuple[str, ...]:
+        """Send SIGKILL; returns the names of what was hit."""
+        processes = self.command.processes()
+        if "command" in victims:
+            chosen = [("command", each) for each in processes]
+        else:
+            named = [(role, each) for each in processes if (role := role_of(each))]
+            chosen = []
+            for victim in victims:
+                chosen += [pair for pair in named if pair[0].startswith(victim) and pair not in chosen][:1]
+            chosen = chosen or [("command", each) for each in processes]  # it has not come so far
+        for _, process in chosen:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        return tuple(dict.fromkeys(name for name, _ in chosen))
+
+    def _wait_for(self, kill: Kill) -> str:
+        folder = self.run.folder
+        if kill.moment == "start-up":
+            time.sleep(kill.delay_s)
+            return kill.moment
+        rows = num_rows(folder)
+        self._until(lambda: num_rows(folder) > rows, _START_S)
+        if kill.moment == "any time":
+            time.sleep(kill.delay_s)
+            return kill.moment
+        return kill.moment if self._until(_moment(kill.moment, folder), _MOMENT_S) else "any time"
+
+    def _until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait for the condition; False where the command has ended before, or in time."""
+        end_s = time.monotonic() + timeout_s
+        while self.alive and time.monotonic() < end_s:
+            if condition():
+                return True
+            time.sleep(_LOOK_S)
+        return False
+
+
+def num_rows(folder: Path) -> int:
+    """Number of rows of metrics."""
+    with suppress(FileNotFoundError):
+        return (folder / "metrics.jsonl").read_bytes().count(b"\n")
+    return 0
+
+
+def parts(folder: Path) -> Iterator[Path]:
+    """Files that have been begun and do not have their names yet."""
+    for name in ("", "rollouts", "evaluations", "checkpoints/*", "checkpoints/*/ranks", "weights/*"):
+        yield from (folder / name).parent.glob(f"{(folder / name).name}/.*.part") if name else folder.glob(".*.part")
+
+
+def _moment(name: str, folder: Path) -> Callable[[], bool]:
+    weights = {path.name for path in (folder / "weights").glob("*")}
+
+    def evaluates() -> bool:
+        stored = max((int(path.name[5:11]) for path in (folder / "rollouts").glob("step-*.zst")), default=0)
+        return stored > 0 and stored % EVALUATE_EVERY == 0 and f'"global_step": {stored},'.encode() not in _last_row(folder)
+
+    return {
+        "publish": lambda: any(path.name not in weights for path in (folder / "weights").glob("*")),
+        "save": lambda: any(not (path / "complete.json").exists() for path in (folder / "checkpoints").glob("step-*")),
+        "evaluation": evaluates,
+        "rename": lambda: any(True for _ in parts(folder))}[name]
+
+
+def _last_row(folder: Path) -> bytes:
+    with suppress(FileNotFoundError, IndexError):
+        return (folder / "metrics.jsonl").read_bytes().splitlines()[-1]
+    return b""

@@ -1,0 +1,91 @@
+"""The page docs/chaos.md, from the kills. Pure; called by `run.py`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from chaos.run import Row
+
+_PROMISES = {
+    "lost": "finished groups, drawn prompts, steps and stored rollouts that are lost",
+    "doubled": "groups that were trained on twice, or in another step than before",
+    "tokens": "finished groups with other tokens or versions than before",
+    "versions": "tokens with versions that are out of order, older than their group's admission, or beyond the bound on staleness",
+    "processes": "processes that are there 15 s after the command's end",
+    "files": "files left: parts without a name, memory that processes share, versions and checkpoints beyond those that are kept",
+    "other": "commands that neither went on nor ended, and runs that did not come to their end"}
+_MODES = {
+    "local": "controller, two train ranks, two engines, two reward processes",
+    "lora": "an adapter, one train rank, two engines", "spmd": "two ranks under `torchrun`; the first draws data for both",
+    "spmd, all draw": "two ranks under `torchrun`, each with data and a journal of its own",
+    "agents": "episodes of two turns in two processes of the user's code", "ray": "workers are Ray's actors"}
+_MOMENTS = {
+    "start-up": "up to 6 s after the command was started", "any time": "up to 1.5 s after a step",
+    "publish": "the folder of the next version has appeared", "save": "the folder of a checkpoint is there, and not complete",
+    "evaluation": "the step before an evaluation is stored, and its row of metrics is not written",
+    "rename": "a file has been begun that gets its name when it is whole"}
+_HEAD = """\
+# Chaos
+
+What is left of a run whose processes are killed, again and again, at bad moments. `make chaos` measures it and writes this page: it kills
+200 times, which takes an hour or two on two cores, and goes on where it was interrupted. The kills are drawn from a seed.
+
+A run that dies is started again with the same command, and goes on from its checkpoint and its [journal](journal.md). After every
+kill that ends a command, each prompt that was ever drawn must be in exactly one place: trained on in one step, finished and on hand,
+waiting to be answered, or rejected with a reason. What was finished must have the same tokens for ever, and what was trained on must stay
+in its step. After ten kills or fewer a run does three more steps and must end well.
+
+All kills are SIGKILL, which no program can prepare for. *The command* is every process of a run at once, as a batch system or a power
+switch does it; *the controller* is the process that was started, whose workers must then end by themselves. A dead *rank* ends the run
+with an error. An *engine*, a *reward process* or a process of *agents* is replaced while the run goes on.
+"""
+
+
+def document(rows: Sequence[Row], *, wanted: int) -> str:
+    """Write the page."""
+    if not rows:
+        return _HEAD
+    counts = sum((Counter(row.counts) for row in rows), Counter[str]())
+    tokens, again = sum(row.num_tokens for row in rows), sum(row.num_again for row in rows)
+    done = f"{len(rows)} kills" if len(rows) >= wanted else f"{len(rows)} of {wanted} kills"
+    fine = sum(not row.problems for row in rows)
+    head = (
+        f"The last measurement: {done} of {len({row.chain for row in rows})} runs, seed {rows[0].seed},"
+        f" {sum(row.wall_s for row in rows) / 60:.0f} minutes on two shared cores of an AMD EPYC (AVX-512, no GPU), busy with other work."
+        f" {fine} of {len(rows)} are as promised.")
+    promises = _table(("promised to be none", "count"), [(text, str(counts[name])) for name, text in _PROMISES.items()])
+    share = (
+        f"Tokens generated again: at most {again:,} of {tokens + again:,}, {again / max(tokens + again, 1):.1%}: those of groups that ran"
+        f" at a kill, each counted as if it had been whole. It is as much as it is because these runs are killed every few steps: at most"
+        f" {again / max(len(rows), 1):.0f} tokens a kill, whatever the time between two kills.")
+    modes = _table(
+        ("run", "what it is", "kills", "as promised", "seconds a kill, median"), _by(rows, lambda row: row.mode, _MODES))
+    moments = _table(("moment", "when", "kills", "as promised", "seconds a kill, median"), _by(rows, lambda row: row.was, _MOMENTS))
+    victims = _table(
+        ("killed", "kills", "as promised", "seconds a kill, median"),
+        [(name, *rest) for name, _, *rest in _by(rows, lambda row: " and ".join(map(_kind, row.names)) or "nothing", {})])
+    problems = [f"- {row.mode}, {' and '.join(row.names)} at {row.was}: {'; '.join(row.problems)[:300]}" for row in rows if row.problems]
+    failed = "\n\n## Not as promised\n\n" + "\n".join(problems) if problems else ""
+    parts = [_HEAD.rstrip(), head, promises, share, "## Runs", modes, "## Moments", moments, "## Processes", victims]
+    return "\n\n".join(parts) + failed + "\n"
+
+
+def _kind(name: str) -> str:
+    return name.rstrip("0123456789 ")
+
+
+def _by(rows: Sequence[Row], key: Callable[[Row], str], texts: dict[str, str]) -> list[tuple[str, ...]]:
+    groups: dict[str, list[Row]] = {name: [] for name in texts}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return [
+        (name, texts.get(name, ""), str(len(own)), str(sum(not row.problems for row in own)), f"{median(row.wall_s for row in own):.0f}")
+        for name, own in groups.items() if own]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))

@@ -1,0 +1,188 @@
+"""`make chaos`: small runs are killed 200 times, and every group and token is accounted for against their journals.
+
+Kills go to build/chaos.jsonl, a line each; those that are there are not done again, so the whole can be done in parts. It writes
+docs/chaos.md.
+"""
+
+import argparse
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from chaos.kills import MODES, Life, draw, num_rows, parts
+from chaos.ledger import Ledger
+from chaos.report import document
+from small_run import SmallRun, build_small_model
+
+ROOT = Path(__file__).parents[2]
+RESULTS, DOCUMENT = ROOT / "build" / "chaos.jsonl", ROOT / "docs" / "chaos.md"
+_SHARES = {"local": 60, "lora": 30, "spmd": 30, "spmd, all draw": 20, "agents": 50, "ray": 10}
+"""Kills in each mode, of 200."""
+_CHAIN = 10
+"""Kills of one run folder."""
+_LIFE = 3
+"""Most kills of one command."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kill, and what came of it.
+
+    Attributes:
+        wanted, was: the moment that was waited for, and the one that was met.
+        steps: steps done afterwards, in all.
+        counts: what was not as promised, by kind: "lost", "doubled", "tokens", "versions", "processes", "files", "other".
+        num_tokens, num_again: generated tokens of groups that were finished since the kill before, and of those that were not, at most.
+    """
+
+    seed: int
+    chain: int
+    mode: str
+    victims: tuple[str, ...]
+    wanted: str
+    was: str
+    names: tuple[str, ...]
+    went_on: bool
+    exit_code: int | None
+    steps: int
+    counts: dict[str, int]
+    problems: tuple[str, ...]
+    num_tokens: int
+    num_again: int
+    wall_s: float
+
+
+def main() -> int:
+    """Kill as often as is left, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200, help="in all (default: 200)")
+    parser.add_argument("--seed", type=int, default=None, help="of all choices (default: drawn, and printed)")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--minutes", type=float, default=0.0, help="begin no further run after this time; 0 for no end")
+    parser.add_argument("--write-only", action="store_true", help="write the page from the results there are")
+    args = parser.parse_args()
+    rows = read_rows()
+    seed = args.seed if args.seed is not None else rows[0].seed if rows else random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}", flush=True)
+    if not args.write_only:
+        kill_all(plan(args.kills, args.modes), seed, end_s=time.monotonic() + 60 * args.minutes if args.minutes else float("inf"))
+    rows = read_rows()
+    DOCUMENT.write_text(document(rows, wanted=args.kills))
+    failed = [row for row in rows if row.problems]
+    print(f"{len(rows)} of {args.kills} kills, {len(failed)} not as promised; {DOCUMENT.relative_to(ROOT)}")
+    return 1 if failed or len(rows) < args.kills else 0
+
+
+def plan(kills: int, modes: list[str]) -> list[tuple[str, int]]:
+    """Return the chains to do, each with its mode and its number of kills, the modes in turn."""
+    total = sum(_SHARES[mode] for mode in modes)
+    left = {mode: round(kills * _SHARES[mode] / total) for mode in modes}
+    left[modes[0]] += kills - sum(left.values())
+    chains = []
+    while any(left.values()):
+        for mode in modes:
+            if num := min(left[mode], _CHAIN):
+                chains.append((mode, num))
+                left[mode] -= num
+    return chains
+
+
+def kill_all(chains: list[tuple[str, int]], seed: int, *, end_s: float) -> None:
+    """Do the chains, or what is left of them, one after another."""
+    done = Counter(row.chain for row in read_rows())
+    with tempfile.TemporaryDirectory(prefix="offbeat-chaos-") as folder:
+        model = build_small_model(Path(folder) / "model", seed=1)
+        for number, (mode, num) in enumerate(chains):
+            if done[number] < num and time.monotonic() < end_s:
+                root = Path(folder) / str(number)
+                root.mkdir()
+                kill_one(root, model, mode=mode, number=number, num=num - done[number], seed=seed)
+                shutil.rmtree(root, ignore_errors=True)
+
+
+def kill_one(root: Path, model: str, *, mode: str, number: int, num: int, seed: int) -> list[Row]:
+    """Kill one run so many times, and let it come to its end; returns the kills, which are recorded."""
+    chance, eta = random.Random(f"{seed} {number} {num}"), number % 3
+    settings = {"run.seed": str(number), "rollout.max_head_offpolicyness": str(eta)}
+    run, shared = SmallRun(root, model), set(Path("/dev/shm").iterdir())
+    ledger = Ledger(run.folder, eta, heads=2 if mode == "spmd, all draw" else 1)
+    rows: list[Row] = []
+    life: Life | None = None
+    of_life = 0
+    while len(rows) < num:
+        start_s = time.monotonic()
+        if life is None or not life.alive:
+            life, of_life = Life(run, mode, **{"run.total_steps": "1000000"} | settings), 0
+        kill = draw(chance, mode, first=of_life == 0)
+        struck, of_life = life.strike(kill), of_life + 1
+        if life.alive and (of_life == _LIFE or len(rows) == num - 1):
+            life.end_now()
+        tokens, again = ledger.num_tokens, ledger.num_again
+        before = Counter(ledger.counts), len(ledger.problems)
+        if not life.alive:
+            ledger.audit()
+        problems = (*struck.problems, *ledger.problems[before[1]:])
+        counts = dict(ledger.counts - before[0])
+        for text in struck.problems:
+            counts["processes" if text.startswith("left") else "other"] = 1
+        rows.append(Row(
+            seed, number, mode, kill.victims, kill.moment, struck.was, struck.names, struck.went_on, struck.exit_code,
+            max(num_rows(run.folder) - 1, 0), counts, problems, ledger.num_tokens - tokens, ledger.num_again - again,
+            round(time.monotonic() - start_s, 1)))
+        if len(rows) < num:
+            record(rows[-1])
+    rows[-1] = finish(run, mode, rows[-1], ledger, shared, settings)
+    record(rows[-1])
+    return rows
+
+
+def finish(run: SmallRun, mode: str, row: Row, ledger: Ledger, shared: set[Path], settings: dict[str, str]) -> Row:
+    """Let the run do three more steps and end; what is not as promised then is added to its last kill."""
+    life = Life(run, mode, **{"run.total_steps": str(ledger.last + 3)} | settings)
+    life.end()
+    before = Counter(ledger.counts), len(ledger.problems)
+    ledger.audit(killed=False)
+    problems = [*row.problems, *ledger.problems[before[1]:]]
+    counts = Counter(row.counts) + (ledger.counts - before[0])
+    steps = [each["global_step"] for each in run.metrics()]
+    if life.command.exit_code != 0 or ledger.last != steps[-1] or steps != list(range(1, len(steps) + 1)):
+        counts["other"] += 1
+        said = life.command.stderr.text[-500:]
+        problems.append(f"the run did not come to its end: exit code {life.command.exit_code}, steps {steps}: {said}")
+    if life.command.left:
+        counts["processes"] += 1
+        problems.append(f"left: {'; '.join(life.command.left)}")
+    left = [*parts(run.folder), *(set(Path("/dev/shm").iterdir()) - shared if mode != "ray" else ())]
+    left += sorted(run.folder.glob("weights/*"))[2:] + sorted(run.folder.glob("checkpoints/*"))[2:]
+    if left:
+        counts["files"] += 1
+        problems.append(f"files left: {', '.join(map(str, left[:5]))}")
+    return replace(row, counts=dict(counts), problems=tuple(problems))
+
+
+def record(row: Row) -> None:
+    """Append to the results."""
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("ab") as file:
+        file.write(msgspec.json.encode(row) + b"\n")
+    verdict = "; ".join(row.problems) or "as promised"
+    print(f"{row.mode}: {' and '.join(row.names)} at {row.was}, {row.steps} steps, {row.wall_s:.0f} s: {verdict}", flush=True)
+
+
+def read_rows() -> list[Row]:
+    """The kills so far."""
+    lines = RESULTS.read_bytes().splitlines() if RESULTS.exists() else []
+    return [msgspec.json.decode(line, type=Row) for line in lines]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
