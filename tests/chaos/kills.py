@@ -21,10 +21,10 @@ GRACE_S = 15.0
 """Seconds after which nothing of a command that has ended may be there; workers notice the end of their parent by themselves."""
 
 EVALUATE_EVERY = 4
-_START_S = 180.0
+_START_S = 300.0
 _MOMENT_S = 20.0
-_GO_ON_S = 120.0
-_END_S = 120.0
+_GO_ON_S = 300.0
+_END_S = 300.0
 _LOOK_S = 0.003
 
 COMMON = {

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import shutil
 import signal
 from collections import Counter
@@ -10,11 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from offbeat.algorithms.coefficients import Coefficients
 from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.config.curriculum import CurriculumConfig
 from offbeat.controller.parts import SingleProcess
 from offbeat.controller.recovery import Recovered, StepRecovery, finite, state_of
 from offbeat.controller.scoring import ScoredBatch
@@ -23,7 +26,7 @@ from offbeat.data.dataset import ListDataset
 from offbeat.data.identity import Identity
 from offbeat.data.row import Row
 from offbeat.data.stream import PromptStream, StreamState
-from offbeat.data.trajectory import Group
+from offbeat.data.trajectory import Group, Trajectory
 from offbeat.data.wire import decode_json, encode_json
 from offbeat.journal.records import (
     BatchTaken,
@@ -128,6 +131,53 @@ def test_rollouts_of_a_redone_step_are_stored_if_the_kill_came_before_that(tmp_p
     recovered = asyncio.run(recovery.run(SAVED, RunState(total_steps=9)))
     assert recovered.num_redone == 1 and not recovered.begins
     assert done == ([] if is_stored else [(5, ["0:1"], "batch")])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_curriculum_stands_where_it_stood_after_any_history(tmp_path: Path, seed: int) -> None:
+    chance, config = random.Random(seed), CurriculumConfig(pools=True, leave_at=0.5, hard_weight=0.5, normal_weight=1.0, easy_weight=0.5)
+    rows = ListDataset([Row(f"{index}", "") for index in range(4)])
+    stream, standing, running, ready, step = PromptStream(rows, seed=0, curriculum=config), JournalStanding(4), [], [], 4
+    path = tmp_path / "records"
+
+    def note(*records: Record | Group) -> None:
+        with path.open("ab") as file:
+            for record in records:
+                data = (GroupEntry(record) if isinstance(record, Group) else RecordEntry(record)).to_bytes()
+                standing.follow([Stored(RecordPlace(path, file.tell(), len(data)), data)])
+                file.write(data)
+                file.flush()
+
+    note(JournalBegun(4, b"{}", JournalHead(stream.state(), ())))
+    taken: list[Group] = []
+    for _ in range(150):
+        event = chance.choice(["draw", "draw", "finish", "finish", "reject", "take", "train"])
+        if event == "draw" and len(running) < 4:
+            prompt_id, _row = stream.next()
+            if prompt_id not in running and all(prompt_id != each.prompt_id for each in (*ready, *taken)):
+                running.append(prompt_id)
+            note(PromptDrawn(prompt_id, 0, *stream.position))
+        elif event in ("finish", "reject") and running:
+            empty = np.zeros(0)
+            played = Group(running.pop(0), 0, (Trajectory(empty, empty, empty, empty, float(chance.random() < 0.6)),))
+            if event == "finish":
+                ready.append(played)
+                note(played)
+            else:
+                stream.note(played)
+                note(GroupSettled(played.prompt_id, "equal rewards", "", False, tuple(played.rewards.tolist())))
+        elif event == "take" and ready and not taken:
+            taken, ready, step = ready[:1], ready[1:], step + 1
+            for group in taken:
+                stream.note(group)
+            note(BatchTaken(step, (taken[0].prompt_id,)))
+        elif event == "train" and taken:
+            note(StepTrained(step, b"{}"))
+            taken = []
+        if not taken:
+            other = PromptStream(rows, seed=0, curriculum=config)
+            recovery = StepRecovery(SimpleNamespace(record=None), None, None, other, algorithm=AlgorithmConfig(), keep=nothing)
+            assert recovery._head(standing).stream == stream.state()
 
 
 def write_group(folder: Path, group: Group) -> RecordPlace:

@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from offbeat.data.stream import StreamState
@@ -11,9 +12,11 @@ from offbeat.data.trajectory import Group
 from offbeat.errors import DataError
 from offbeat.journal.records import (
     BatchTaken,
+    CallEntry,
     CheckpointKept,
     GroupEntry,
     GroupSettled,
+    HeardSample,
     JournalBegun,
     JournalHead,
     PromptDrawn,
@@ -83,6 +86,29 @@ def test_a_checkpoint_within_the_records_changes_nothing_but_the_count_of_what_i
         begun(0), draw(0), draw(1), draw(2), group(0), group(1), BatchTaken(1, ("0:0", "0:1")), StepTrained(1, b"1"), draw(3), group(3)]
     found = after(*records, begun(1, "0:3", "0:2", position=4), group(3), draw(4))
     assert list(found.ready) == ["0:3"] and found.waiting == ("0:2", "0:4") and found.position == 5 and len(found.steps) == 1
+
+
+def test_answered_calls_are_those_of_groups_that_ran(tmp_path: Path) -> None:
+
+    def heard(index: int, number: int, *tokens: int, start: int = 0, reason: str = "", version: int = 0) -> Stored:
+        answer = HeardSample(np.array(tokens), np.array([-0.5] * len(tokens)), np.array([version] * len(tokens)), start, reason)
+        data = CallEntry(f"0:{index}", version, number, b"key", (answer,)).to_bytes()
+        path = tmp_path / str(len(list(tmp_path.iterdir())))
+        path.write_bytes(data)
+        return Stored(RecordPlace(path, 0, len(data)), data)
+
+    standing = JournalStanding(0)
+    standing.follow([
+        stored(begun(0)), *(stored(draw(each)) for each in range(5)), heard(0, 0, 5, 6), heard(0, 1, 7, reason="stop"),
+        heard(0, 0, 8, 9, start=1, reason="length"), heard(1, 0, 5), heard(2, 0, 5), stored(group(1)),
+        stored(GroupSettled("0:2", "timed out", "late", True)), heard(3, 0, 5), stored(draw(3, 1)), heard(3, 0, 6, version=1)])
+    found = standing.read_open()
+    assert {name: each.version for name, each in found.items()} == {"0:0": 0, "0:3": 1}
+    [first, second] = found["0:0"].calls
+    assert first.answers[0].tokens.tolist() == [5, 8, 9] and first.answers[0].finish_reason == "length" and second.key == b"key"
+    assert found["0:3"].calls[0].answers[0].versions.tolist() == [1]
+    standing.follow([stored(begun(0, "0:0")), heard(0, 0, 4)])
+    assert [call.answers[0].tokens.tolist() for call in standing.read_open()["0:0"].calls] == [[4]] and len(standing.heard) == 1
 
 
 def test_one_process_goes_back_to_the_step_that_all_have_done() -> None:

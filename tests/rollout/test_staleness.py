@@ -30,6 +30,18 @@ def test_capacity_is_the_smaller_of_concurrency_and_staleness() -> None:
     assert gate.capacity == 4
 
 
+def test_a_group_of_an_earlier_process_keeps_its_deadline_where_a_step_can_still_take_it_in_time() -> None:
+    gate = Gate(batch_size=2, max_running=10, eta=1, version=4)
+    assert [gate.admit(key, since=3) for key in (0, 1)] == [3, 3]  # due at version 4, whose step takes two
+    assert gate.admit(2, since=3) == 4
+    assert gate.admit(3, since=None) == 4
+    assert gate.running == {0: 4, 1: 4, 2: 5, 3: 5}
+    gate = Gate(batch_size=2, max_running=10, eta=1, version=4)
+    assert gate.admit(0, since=2) == 4  # its tokens are too old
+    gate = Gate(batch_size=2, max_running=10, eta=1, version=4, on_stale="keep")
+    assert gate.admit(0, since=2) == 2
+
+
 def test_a_step_is_taken_ahead_at_the_version_that_it_will_train_on() -> None:
     gate = Gate(batch_size=2, max_running=10, eta=1)
     fill(gate)  # four groups, all due at version 1

@@ -4,7 +4,7 @@ Single-controller mode fills it with groups of workers and `SingleProcess` peers
 other ranks. The loop calls the same methods in the same order on every rank and has no branch on the mode. Torch-free.
 """
 
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeVar
 
@@ -18,6 +18,7 @@ from offbeat.data.trajectory import Group
 from offbeat.fleet.publishers import OnServed
 from offbeat.fleet.turns import Settling
 from offbeat.inference.sampling import Sampling
+from offbeat.journal.records import CallEntry
 from offbeat.journal.run_journal import NoJournal
 from offbeat.journal.standing import HeldGroups
 from offbeat.ranks.trainers import Trainers
@@ -92,6 +93,9 @@ class Rollouts(Protocol):
 
     @property
     def num_tries(self) -> Mapping[str, int]: ...
+
+    @property
+    def calls(self) -> Sequence[CallEntry]: ...
 
     def take_over(self, held: HeldGroups) -> None: ...
 

@@ -141,12 +141,11 @@ class StepRecovery:
     def _head(self, standing: JournalStanding) -> HeadState:
         """Return where this process stood in its data."""
         self._stream.restore(StreamState(standing.epoch, standing.position, (), standing.curriculum))
-        if standing.results and standing.curriculum is not None:
-            first = standing.results[0].epoch
-            self._stream.restore(StreamState(first, 0, (), standing.curriculum))
+        if standing.curriculum is not None:
+            self._stream.restore(StreamState(standing.begun_epoch, 0, (), standing.curriculum))
             self._stream.go_on(
                 epoch=standing.epoch, position=standing.position,
-                results=[(each.epoch, each.prompt_id, each.read()) for each in standing.results])
+                results=[(each.epoch, each.prompt_id, each.read()) for each in standing.known_results])
         return HeadState(self._stream.state(), standing.waiting, standing.num_flat_rejected)
 
 
@@ -173,7 +172,7 @@ def _follow(saved: SavedState, states: Sequence[SavedState], heads: tuple[HeadSt
 def _held(standing: JournalStanding) -> HeldGroups:
     ready = tuple(standing.ready.values())
     taken = standing.taken.groups if standing.taken is not None else ()
-    return HeldGroups(tuple(_read_groups(ready)), tuple(_read_groups(taken)), dict(standing.num_tries))
+    return HeldGroups(tuple(_read_groups(ready)), tuple(_read_groups(taken)), dict(standing.num_tries), standing.read_open())
 
 
 def _read_groups(stored: Sequence[StoredGroup]) -> list[Group]:

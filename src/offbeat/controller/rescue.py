@@ -63,7 +63,7 @@ class Rescue:
         head = HeadState(self._stream.state(), in_flight, rollouts.num_flat_rejected)
         self._parts.journal.begin(
             global_step, JournalHead(head.stream, head.in_flight, head.num_flat_rejected, dict(rollouts.num_tries)),
-            held=(*self.taken, *rollouts.held))
+            held=(*self.taken, *rollouts.held), calls=rollouts.calls)
         return head
 
     async def save_last(self) -> None:

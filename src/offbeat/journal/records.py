@@ -128,10 +128,28 @@ class CheckpointKept:
     global_step: int
 
 
-Record = JournalBegun | PromptDrawn | GroupFinished | GroupSettled | BatchTaken | StepTrained | StepEnded | CheckpointKept
+@dataclass(frozen=True)
+class CallHeard:
+    """An engine has answered a call of a group that still runs, or a part of it.
+
+    Attributes:
+        version: version at which the group was admitted.
+        number: of the call in its group, from 0.
+        key: digest of what was asked; equal calls have equal ones.
+        packed: what is new of each of its samples, compressed; see `unpack_answers`.
+    """
+
+    prompt_id: str
+    version: Version
+    number: int
+    key: bytes
+    packed: bytes
+
+
+Record = JournalBegun | PromptDrawn | GroupFinished | GroupSettled | BatchTaken | StepTrained | StepEnded | CheckpointKept | CallHeard
 
 _KINDS: tuple[type[Record], ...] = (
-    JournalBegun, PromptDrawn, GroupFinished, GroupSettled, BatchTaken, StepTrained, StepEnded, CheckpointKept)
+    JournalBegun, PromptDrawn, GroupFinished, GroupSettled, BatchTaken, StepTrained, StepEnded, CheckpointKept, CallHeard)
 
 
 def encode_record(record: Record) -> bytes:
@@ -207,6 +225,57 @@ def _trajectory(columns: Sequence[np.ndarray], rest: _Rest) -> Trajectory:
     return Trajectory(
         tokens, loss_mask, logprobs, versions, rest.reward, rest.reason, rest.num_retries, rest.named_rewards, rest.episode, rest.agent,
         rest.turns, rest.malformed_calls, unpack_routes(rest.routes) if rest.routes else None)
+
+
+@dataclass(frozen=True, eq=False)
+class HeardSample:
+    """L tokens of a sample, from its token `start` on; see `inference.sampling.Sample`.
+
+    Attributes:
+        finish_reason: "" while the sample is generated.
+        text: of the whole sample, once it is finished.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    start: int = 0
+    finish_reason: str = ""
+    text: str = ""
+
+    def followed_by(self, more: "HeardSample") -> "HeardSample":
+        """Return this with the tokens that follow; those of `more` count where both have some."""
+        kept = more.start - self.start
+        joined = (
+            np.concatenate([old[:kept], new])
+            for old, new in ((self.tokens, more.tokens), (self.logprobs, more.logprobs), (self.versions, more.versions)))
+        return HeardSample(*joined, self.start, more.finish_reason, more.text)
+
+
+@dataclass(frozen=True, eq=False)
+class CallEntry:
+    """An answered call of a group that still runs, which is packed when it is written; see `CallHeard`."""
+
+    prompt_id: str
+    version: Version
+    number: int
+    key: bytes
+    answers: tuple[HeardSample, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size in memory, nearly."""
+        return 500 + sum(200 + 12 * len(each.tokens) for each in self.answers)
+
+    def to_bytes(self) -> bytes:
+        """Pack and encode the answers."""
+        packed = _COMPRESSOR.compress(wire.encode(self.answers))
+        return encode_record(CallHeard(self.prompt_id, self.version, self.number, self.key, packed))
+
+
+def unpack_answers(packed: bytes) -> tuple[HeardSample, ...]:
+    """Return the answers of a `CallHeard`."""
+    return wire.decode(tuple[HeardSample, ...], zstandard.ZstdDecompressor().decompress(packed))
 
 
 @dataclass(frozen=True)

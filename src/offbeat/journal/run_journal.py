@@ -11,7 +11,7 @@ from typing import Self
 
 from offbeat.data.trajectory import Group
 from offbeat.errors import DataError
-from offbeat.journal.records import CheckpointKept, GroupEntry, JournalBegun, JournalHead, Record, RecordEntry, decode_record
+from offbeat.journal.records import CallEntry, CheckpointKept, GroupEntry, JournalBegun, JournalHead, Record, RecordEntry, decode_record
 from offbeat.journal.segments import Reader, find
 from offbeat.journal.standing import JournalStanding
 from offbeat.journal.writer import JournalWriter
@@ -50,7 +50,10 @@ class NoJournal:
     def finished(self, group: Group) -> None:
         """Record nothing."""
 
-    def begin(self, global_step: int, head: JournalHead, *, held: Sequence[Group]) -> None:
+    def heard(self, call: CallEntry) -> None:
+        """Record nothing."""
+
+    def begin(self, global_step: int, head: JournalHead, *, held: Sequence[Group], calls: Sequence[CallEntry] = ()) -> None:
         """Record nothing."""
 
     def saved(self, global_step: int, *, oldest: int) -> None:
@@ -95,13 +98,18 @@ class RunJournal(NoJournal):
         """Append a group that is ready to be trained on."""
         self.writer.append(GroupEntry(group))
 
-    def begin(self, global_step: int, head: JournalHead, *, held: Sequence[Group]) -> None:
+    def heard(self, call: CallEntry) -> None:
+        """Append an answered call of a group that still runs."""
+        self.writer.append(call)
+
+    def begin(self, global_step: int, head: JournalHead, *, held: Sequence[Group], calls: Sequence[CallEntry] = ()) -> None:
         """Begin anew at the checkpoint of a step that is about to be saved, or at the point from which the run goes on.
 
         Args:
             held: all groups that are ready, or taken by a step that has not been trained.
+            calls: all answered calls of groups that still run.
         """
-        self.writer.begin(global_step, [RecordEntry(JournalBegun(global_step, self._identity, head)), *map(GroupEntry, held)])
+        self.writer.begin(global_step, [RecordEntry(JournalBegun(global_step, self._identity, head)), *map(GroupEntry, held), *calls])
 
     def saved(self, global_step: int, *, oldest: int) -> None:
         """Note that the checkpoint of a step is complete, and drop the records that only checkpoints before step `oldest` need."""

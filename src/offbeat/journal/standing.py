@@ -13,17 +13,21 @@ from offbeat.data.trajectory import Group
 from offbeat.errors import DataError
 from offbeat.journal.records import (
     BatchTaken,
+    CallHeard,
     CheckpointKept,
     GroupFinished,
     GroupSettled,
+    HeardSample,
     JournalBegun,
     PromptDrawn,
     StepEnded,
     StepTrained,
     decode_record,
     unpack,
+    unpack_answers,
 )
 from offbeat.journal.segments import RecordPlace, Stored
+from offbeat.types import Version
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,26 @@ class RecordedStep:
 
 
 @dataclass(frozen=True)
+class HeardCall:
+    """A call of a group that ran, and what engines have answered; see `CallHeard`."""
+
+    key: bytes
+    answers: tuple[HeardSample, ...]
+
+
+@dataclass(frozen=True)
+class OpenGroup:
+    """A group that ran when the journal ended, with the calls that were answered.
+
+    Attributes:
+        version: at which it was admitted.
+    """
+
+    version: Version
+    calls: tuple[HeardCall, ...]
+
+
+@dataclass(frozen=True)
 class HeldGroups:
     """Groups that a run has when it goes on, besides its prompts.
 
@@ -68,24 +92,39 @@ class HeldGroups:
         ready: finished, and not taken by any step.
         taken: taken by the step that follows, in its order; none if it has not begun.
         num_tries: how often prompts in flight have failed, by id.
+        open: groups with answered calls that are to be played again, by prompt.
     """
 
     ready: tuple[Group, ...] = ()
     taken: tuple[Group, ...] = ()
     num_tries: dict[str, int] = field(default_factory=dict)
+    open: dict[str, OpenGroup] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Result:
-    """Rewards of a prompt that was settled while the stream was in this epoch, or the group that has them; for a curriculum."""
+    """Rewards of a prompt that was settled while the stream was in this epoch, or the group that has them; for a curriculum.
+
+    Attributes:
+        step: the step that has taken the group; None if it is not trained on.
+    """
 
     prompt_id: str
     rewards: tuple[float, ...] | StoredGroup
     epoch: int
+    step: int | None = None
 
     def read(self) -> tuple[float, ...]:
         """Return the rewards; raises as `StoredGroup.read`."""
         return tuple(self.rewards.read().rewards.tolist()) if isinstance(self.rewards, StoredGroup) else self.rewards
+
+
+@dataclass
+class _Heard:
+    """Where answers to the calls of a group lie that was admitted at a version, in order."""
+
+    version: Version
+    places: list[RecordPlace] = field(default_factory=list)
 
 
 @dataclass
@@ -102,8 +141,10 @@ class JournalStanding:
         steps: steps since the checkpoint that were done, in order.
         taken: the step that was begun after them.
         ready: finished groups that no step has taken, by prompt, in order of finishing.
-        results: of prompts settled since `curriculum`, but for those of `taken`.
+        results: of prompts that were settled, or taken by a step, since `curriculum`.
+        begun_epoch: that of the stream at `curriculum`.
         identity: JSON of the run's identity; empty before the first record.
+        heard: answers to calls of running groups, by prompt.
     """
 
     base: int
@@ -111,6 +152,7 @@ class JournalStanding:
     epoch: int = 0
     position: int = 0
     curriculum: CurriculumState | None = None
+    begun_epoch: int = 0
     num_flat_rejected: int = 0
     running: dict[str, None] = field(default_factory=dict)
     steps: list[RecordedStep] = field(default_factory=list)
@@ -119,6 +161,7 @@ class JournalStanding:
     results: list[Result] = field(default_factory=list)
     num_tries: Counter[str] = field(default_factory=Counter)
     identity: bytes = b""
+    heard: dict[str, _Heard] = field(default_factory=dict)
 
     def follow(self, records: Iterable[Stored]) -> None:
         """Take up the records in order.
@@ -134,6 +177,15 @@ class JournalStanding:
         """Prompts that were drawn and have to be drawn again, first those that were given back."""
         return (*self.returned, *(each for each in self.running if each not in self.returned))
 
+    @property
+    def known_results(self) -> list[Result]:
+        """Results but for those of groups that a step still has to train on, which a run that goes on hears of then."""
+        return [each for each in self.results if each.step is None or each.step <= self._last]
+
+    def read_open(self) -> dict[str, OpenGroup]:
+        """Read the groups that are to be played again and have answered calls; raises as `StoredGroup.read`."""
+        return {prompt_id: OpenGroup(heard.version, _calls(heard.places)) for prompt_id, heard in self.heard.items()}
+
     def back_to(self, num_steps: int) -> None:
         """Go back to the state after so many of the steps, because other processes of the run have not done the ones after."""
         while len(self.steps) > num_steps:
@@ -145,7 +197,9 @@ class JournalStanding:
         match record := decode_record(stored.payload):
             case JournalBegun():
                 self._start(record)
-            case PromptDrawn(prompt_id):
+            case PromptDrawn(prompt_id, version):
+                if prompt_id in self.heard and self.heard[prompt_id].version != version:
+                    del self.heard[prompt_id]  # it is played anew
                 if prompt_id in self.returned:
                     del self.returned[prompt_id]
                 self.epoch, self.position = record.epoch, record.position
@@ -161,6 +215,8 @@ class JournalStanding:
                 self._begin(step, prompt_ids)
             case StepTrained(step, state) | StepEnded(step, state):
                 self._end(step, state)
+            case CallHeard(prompt_id, version):
+                self.heard.setdefault(prompt_id, _Heard(version)).places.append(stored.place)
             case CheckpointKept():
                 pass
 
@@ -173,7 +229,7 @@ class JournalStanding:
         self.epoch, self.position, self.curriculum = head.stream.epoch, head.stream.position, head.stream.curriculum
         waiting = (*head.stream.returned, *head.in_flight)
         self.returned = {each: None for each in waiting if each not in self.ready and each not in taken}
-        self.running, self.results = {}, []
+        self.running, self.results, self.heard, self.begun_epoch = {}, [], {}, self.epoch
 
     @property
     def _last(self) -> int:
@@ -182,6 +238,7 @@ class JournalStanding:
     def _leaves(self, prompt_id: str) -> None:
         self.running.pop(prompt_id, None)
         self.returned.pop(prompt_id, None)
+        self.heard.pop(prompt_id, None)
 
     def _settle(self, record: GroupSettled) -> None:
         self._leaves(record.prompt_id)
@@ -198,14 +255,26 @@ class JournalStanding:
         if step != self._last + 1 or not self.ready.keys() >= set(prompt_ids):
             raise DataError(f"the journal takes the batch of step {step} after step {self._last}, of groups that it does not have")
         self.taken = RecordedStep(step, tuple(self.ready.pop(each) for each in prompt_ids))
+        self.results += [Result(each.prompt_id, each, self.epoch, step) for each in self.taken.groups]
         self.num_flat_rejected = 0
 
     def _end(self, step: int, state: bytes) -> None:
         if self.taken is not None and self.taken.global_step == step:
-            self.results += [Result(each.prompt_id, each, self.epoch) for each in self.taken.groups]
             self.steps.append(replace(self.taken, state=state))
             self.taken = None
         elif self.steps and step == self._last:
             self.steps[-1] = replace(self.steps[-1], state=state)
         elif step != self.base:
             raise DataError(f"the journal ends step {step} after step {self._last}")
+
+
+def _calls(places: Iterable[RecordPlace]) -> tuple[HeardCall, ...]:
+    calls: dict[int, HeardCall] = {}
+    for place in places:
+        record = decode_record(place.read())
+        if not isinstance(record, CallHeard):
+            raise DataError(f"{place.path} has changed since it was opened")
+        new, before = unpack_answers(record.packed), calls.get(record.number)
+        answers = new if before is None else tuple(old.followed_by(more) for old, more in zip(before.answers, new, strict=True))
+        calls[record.number] = HeardCall(record.key, answers)
+    return tuple(calls.values())

@@ -28,10 +28,12 @@ from offbeat.data.trajectory import Group
 from offbeat.ending import ended
 from offbeat.errors import CodeError, DeadlineError, OffbeatError, RolloutError, RunError
 from offbeat.inference.sampling import Sampling
+from offbeat.journal.records import CallEntry
 from offbeat.journal.standing import HeldGroups
 from offbeat.phase import phase
 from offbeat.raised import describe_at
 from offbeat.rollout.accounts import Accounts
+from offbeat.rollout.calls import GroupCalls
 from offbeat.rollout.holdup import HoldupGuard
 from offbeat.rollout.idle import IdleListener, IdleMeter, NoListener
 from offbeat.rollout.outcomes import GroupFailure, GroupListener, Kind, Outcomes, RolloutListener, Settled, screen
@@ -69,6 +71,7 @@ class RolloutExecutor:
         self._holdups = HoldupGuard(timeout_s=config.blocked_timeout_s, callers=CALLERS, tell=listener.warn)
         self.idle = IdleMeter(gate, idle_listener or NoListener(), has_places=parts.has_places)
         self._player = GroupPlayer(parts, config=config, idle=self.idle, listener=listener)
+        self._calls = GroupCalls(listener)
         self._exits = ExitStack()
         self._num_tries: Counter[str] = Counter()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -88,6 +91,7 @@ class RolloutExecutor:
 
     async def __aexit__(self, *exc: object) -> None:
         self._left = True
+        self._calls.end()
         tasks = list(self._tasks.values())
         self._tasks.clear()
         await ended(tasks)
@@ -104,6 +108,11 @@ class RolloutExecutor:
         return (*self._ahead.values(), *self._ready.values())
 
     @property
+    def calls(self) -> Sequence[CallEntry]:
+        """Answered calls of groups that run, or that an earlier process has played in part."""
+        return self._calls.entries
+
+    @property
     def num_tries(self) -> Mapping[str, int]:
         """How often prompts in flight have failed, by id."""
         return self._num_tries
@@ -114,6 +123,7 @@ class RolloutExecutor:
         self._ready = {group.prompt_id: group for group in held.ready}
         self._ahead = {group.prompt_id: group for group in held.taken}
         self._num_tries.update(held.num_tries)
+        self._calls.take_over(held.open)
 
     @property
     def num_flat_rejected(self) -> int:
@@ -240,9 +250,10 @@ class RolloutExecutor:
             if not self._gate.capacity or self._left:
                 break
             prompt_id, row = self._stream.next()
-            self._gate.admit(prompt_id)
-            self._listener.on_drawn(prompt_id, self._gate.served)
-            task = self._tasks[prompt_id] = asyncio.create_task(self._play(prompt_id, row), name=f"group {prompt_id}")
+            version = self._gate.admit(prompt_id, since=self._calls.admitted(prompt_id))
+            self._listener.on_drawn(prompt_id, version)
+            self._calls.open(prompt_id, version)
+            task = self._tasks[prompt_id] = asyncio.create_task(self._play(prompt_id, row, version), name=f"group {prompt_id}")
             task.add_done_callback(self._notice_crash)
         else:
             asyncio.get_running_loop().call_soon(self._admit_rest)
@@ -264,9 +275,9 @@ class RolloutExecutor:
             self._crash = crash
             self._changed.set()
 
-    async def _play(self, prompt_id: str, row: Row) -> None:
+    async def _play(self, prompt_id: str, row: Row, version: Version) -> None:
         group, failure = await self._player.play(
-            prompt_id, row, self._config.group_size, self.sampling, version=self._gate.served, accounts=self._accounts)
+            prompt_id, row, self._config.group_size, self.sampling, version=version, accounts=self._accounts, calls=self._calls)
         if self._tasks.get(prompt_id) is not asyncio.current_task():
             return  # cancelled, but user code swallowed that; by now this prompt belongs to another task
         played = self._check(group)
@@ -281,6 +292,7 @@ class RolloutExecutor:
         else:
             self._failures.clear()
         del self._tasks[prompt_id]
+        self._calls.close(prompt_id)
         if failure is not None:
             self._drop(group, failure.kind, played=played, again=failure.again)
         elif refused is not None:
@@ -333,6 +345,7 @@ class RolloutExecutor:
     def _requeue(self, prompt_ids: Sequence[str]) -> None:
         for prompt_id in prompt_ids:
             self._tasks.pop(prompt_id).cancel()
+            self._calls.close(prompt_id)
             self._gate.release(prompt_id)
             self._stream.give_back(prompt_id)
             self._outcomes.requeued()

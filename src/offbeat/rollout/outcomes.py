@@ -7,6 +7,7 @@ from typing import Literal, Protocol, get_args
 
 from offbeat.data.trajectory import UNUSABLE, Group, Trajectory, Unusable
 from offbeat.errors import CodeError, DeadlineError, RefusedError, RewardError, RunError, TooLongError, WorkerError
+from offbeat.journal.records import CallEntry
 from offbeat.raised import describe_at
 from offbeat.telemetry.tracker import StatsPart
 from offbeat.types import Version
@@ -55,6 +56,20 @@ class RolloutListener:
 
     def on_unusable(self, prompt_id: str, reasons: Sequence[str]) -> None:
         """Take note of the episodes of a prompt that are not trained on, where others of its group are."""
+
+    def on_heard(self, call: CallEntry) -> None:
+        """Take note of an answered call of a group that still runs."""
+
+    def on_played_again(self, prompt_id: str, *, num_again: int, num_left: int) -> None:
+        """Take note of a group of an earlier process that was played again.
+
+        Args:
+            num_again: calls that were answered as before.
+            num_left: answers for which it did not ask again.
+        """
+
+    def on_played_anew(self, prompt_id: str, reason: str) -> None:
+        """Take note of a group whose answers of an earlier process cannot be used."""
 
     def warn(self, text: str) -> None:
         """Take a warning, such as that too many prompts or samples are lost for one reason."""

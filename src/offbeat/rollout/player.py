@@ -25,6 +25,7 @@ from offbeat.errors import CodeError, OffbeatError, describe, shorten
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.raised import FirstTracebacks, describe_at
 from offbeat.rollout.accounts import Accounts
+from offbeat.rollout.calls import GroupCalls
 from offbeat.rollout.clock import EpisodeClock
 from offbeat.rollout.dynamic import DynamicSampling
 from offbeat.rollout.episode import Episode, Workflow
@@ -91,12 +92,14 @@ class GroupPlayer:
 
     async def play(
         self, prompt_id: str, row: Row, group_size: int, sampling: Sampling, *, version: Version, accounts: Accounts,
+        calls: GroupCalls | None = None,
     ) -> tuple[Group, GroupFailure | None]:
         """Play one group.
 
         Args:
-            version: version that the engines serve now.
+            version: at which it is admitted.
             accounts: adds up the times of the group's episodes.
+            calls: record the group's calls of engines; None records none.
 
         Returns:
             The group, and why it failed. A failure is data: the group has the reason in place of trajectories.
@@ -105,6 +108,8 @@ class GroupPlayer:
             episode = self._make_episode(row, group_size, sampling)
         if isinstance(exc := caught.error, Exception):  # the tokenizer or the chat template cannot handle the prompt
             return Group(prompt_id, version, rejected=describe(exc)), failure_to_ask(exc)
+        if calls is not None:
+            episode = calls.watched(prompt_id, episode)
         here = Path.cwd()
         try:
             with Caught() as caught:  # any error of a workflow rejects only its own group

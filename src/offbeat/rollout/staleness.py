@@ -84,13 +84,29 @@ class Gate:
             room = min(room, (self.last_version - self.version) * self.batch_size - held)
         return max(room, 0)
 
-    def admit(self, key: Key) -> None:
-        """Admit a group, whose deadline is `deadline` as it is now."""
+    def admit(self, key: Key, *, since: Version | None = None) -> Version:
+        """Admit a group, whose deadline is `deadline` as it is now; returns the version at which it counts as admitted.
+
+        Args:
+            since: version at which an earlier process has admitted it, which counts if it can still be trained on in time.
+        """
         assert self.capacity > 0, "admit without capacity"
         assert key not in self.running and key not in self.ready, f"group {key} is already in flight"
-        self.running[key] = self.deadline
+        due = self.deadline
+        if since is not None and since + self.eta < due and self._is_in_time(since + self.eta):
+            due = since + self.eta
+        self.running[key] = due
         self._admissions[key] = self._num_admitted
         self._num_admitted += 1
+        return due - self.eta
+
+    def _is_in_time(self, due: Version) -> bool:
+        """Whether a further group of this deadline leaves each group a step that can take it."""
+        if self.on_stale == "keep":
+            return True
+        deadlines = sorted((*self.running.values(), *self.ready.values(), due))
+        taken = self.training + self.ahead
+        return all(taken + count <= self.batch_size * (each - self.version + 1) for count, each in enumerate(deadlines, 1))
 
     def take_over(self, ready: Mapping[Key, Version], *, training: int) -> None:
         """Begin with groups of an earlier process, in the order of their admission, and with so many that the first step has taken.

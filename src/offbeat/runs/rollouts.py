@@ -30,7 +30,7 @@ from offbeat.engine.reward_options import RewardModelOptions
 from offbeat.errors import TooLongError
 from offbeat.fleet.publishers import OnServed
 from offbeat.inference.sampling import Sample, Sampling
-from offbeat.journal.records import GroupSettled, PromptDrawn
+from offbeat.journal.records import CallEntry, GroupSettled, PromptDrawn
 from offbeat.journal.run_journal import NoJournal
 from offbeat.rollout.accounts import Accounts
 from offbeat.rollout.dynamic import DynamicSampling
@@ -110,6 +110,18 @@ class RecordedRollouts(RolloutListener):
     def on_unusable(self, prompt_id: str, reasons: Sequence[str]) -> None:
         """See `RolloutListener`."""
         self.record.events.record("unusable_samples", prompt_id=prompt_id, reasons=reasons)
+
+    def on_heard(self, call: CallEntry) -> None:
+        """See `RolloutListener`."""
+        self.journal.heard(call)
+
+    def on_played_again(self, prompt_id: str, *, num_again: int, num_left: int) -> None:
+        """See `RolloutListener`."""
+        self.record.events.record("played_again", prompt_id=prompt_id, calls_from_journal=num_again, calls_not_asked_again=num_left)
+
+    def on_played_anew(self, prompt_id: str, reason: str) -> None:
+        """See `RolloutListener`."""
+        self.record.events.record("played_anew", prompt_id=prompt_id, reason=reason)
 
     def warn(self, text: str) -> None:
         """See `RolloutListener`."""

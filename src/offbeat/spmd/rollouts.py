@@ -1,6 +1,6 @@
 """Rollouts of a rank in SPMD mode: none, or its share on rank 0's engines. Rank 0 itself has a plain `EngineRollouts`. Torch-free."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -14,6 +14,7 @@ from offbeat.data.stream import PromptStream
 from offbeat.data.trajectory import Group
 from offbeat.errors import ConfigError, DataError
 from offbeat.inference.sampling import Sampling
+from offbeat.journal.records import CallEntry
 from offbeat.journal.standing import HeldGroups
 from offbeat.rollout.outcomes import GroupListener
 from offbeat.runs.rank_info import RankInfo
@@ -54,6 +55,7 @@ class NoRollouts:
     has_ahead: bool = True
     held: tuple[Group, ...] = ()
     num_tries: Mapping[str, int] = field(default_factory=dict)
+    calls: Sequence[CallEntry] = ()
 
     def take_over(self, held: HeldGroups) -> None:
         """Do nothing, since there are no groups."""
