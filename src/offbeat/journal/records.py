@@ -6,6 +6,7 @@ trajectories of a group are compressed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import zstandard
@@ -234,6 +235,7 @@ class HeardSample:
     Attributes:
         finish_reason: "" while the sample is generated.
         text: of the whole sample, once it is finished.
+        routes: as of a `Sample`, once it is finished; of no elements where there are none.
     """
 
     tokens: np.ndarray
@@ -242,6 +244,7 @@ class HeardSample:
     start: int = 0
     finish_reason: str = ""
     text: str = ""
+    routes: np.ndarray = field(default_factory=partial(np.zeros, (0, 0), np.uint8))
 
     def followed_by(self, more: "HeardSample") -> "HeardSample":
         """Return this with the tokens that follow; those of `more` count where both have some."""
@@ -249,7 +252,7 @@ class HeardSample:
         joined = (
             np.concatenate([old[:kept], new])
             for old, new in ((self.tokens, more.tokens), (self.logprobs, more.logprobs), (self.versions, more.versions)))
-        return HeardSample(*joined, self.start, more.finish_reason, more.text)
+        return HeardSample(*joined, self.start, more.finish_reason, more.text, more.routes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -133,8 +133,10 @@ def key_of(prompt: tuple[int, ...], sampling: Sampling, *, n: int) -> bytes:
 
 
 def _answer(sample: Sample) -> HeardSample:
-    return HeardSample(sample.tokens, sample.token_logprobs, sample.token_versions, 0, sample.finish_reason, sample.text)
+    heard = HeardSample(sample.tokens, sample.token_logprobs, sample.token_versions, 0, sample.finish_reason, sample.text)
+    return heard if sample.routes is None else replace(heard, routes=sample.routes)
 
 
-def _sample(answer: HeardSample) -> Sample:
-    return Sample(answer.tokens, answer.logprobs, answer.versions, answer.text, answer.finish_reason)
+def _sample(heard: HeardSample) -> Sample:
+    routes = heard.routes if heard.routes.size else None
+    return Sample(heard.tokens, heard.logprobs, heard.versions, heard.text, heard.finish_reason, routes=routes)
