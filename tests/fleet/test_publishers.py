@@ -211,6 +211,7 @@ def test_an_engine_whose_proof_shows_nothing_serves_and_the_report_says_why() ->
         pool, quarantined = pool_of(Silent("a"), Engine("b"))
         report = await published(publisher(pool))
         assert serving(pool) == {"a": 5, "b": 5} and not quarantined
+        assert report.proofs == {"not_proven": 1, "by_weights": 1}
         assert list(report.inconclusive) == ["a"] and "its first proof shows its noise" in report.inconclusive["a"]
         assert wire.decode(PublishReport, wire.encode(report)) == report
 

@@ -30,6 +30,14 @@ def test_a_held_out_accuracy_that_fell_is_remarked_with_where_to_read_on():
     assert list(in_words({"heldout_fell": False})) == []
 
 
+def test_a_run_says_how_many_versions_were_proven_by_which_means_and_how_many_were_not():
+    assert list(in_words({"proofs": {}})) == []
+    [(name, said)] = in_words({"proofs": {"by_weights": 12}})
+    assert (name, said) == ("engines' weights", "12 of 12 versions taken by engines are proven: 12 by the weights in use")
+    [(_, said)] = in_words({"proofs": {"by_weights": 2, "by_canary": 3, "not_proven": 4}})
+    assert said.startswith("5 of 9 versions taken by engines are proven: 2 by the weights in use and 3 by the canary's moves; 4 NOT PROVEN")
+
+
 def test_an_accuracy_says_after_which_step_it_was_measured_unless_that_was_the_last():
     marks = {"heldout_before": 0.8, "heldout_after": 0.9, "heldout_after_step": 5, "steps": 5}
     assert list(in_words(marks))[:2] == [("held-out accuracy before", "0.800"), ("held-out accuracy after", "0.900")]
@@ -52,7 +60,7 @@ def test_a_set_of_the_users_own_keeps_its_name():
 
 
 def test_everything_that_a_result_holds_has_a_name():
-    values = {each.name for kind in (RunResult, SupervisedResult) for each in fields(kind)} - {"sets", "best"}
+    values = {each.name for kind in (RunResult, SupervisedResult) for each in fields(kind)} - {"sets", "best", "proofs"}
     for name in values:
         for shown, _ in in_words({name: 1}):
             assert shown != name.replace("_", " ") or name in ("seed", "stopped_early"), f"{name} is shown as it is written in result.json"

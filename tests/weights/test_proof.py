@@ -91,6 +91,19 @@ def test_a_bias_of_all_tokens_is_seen_and_is_no_noise(seed: int, bias: float, no
         assert right.outcome is Outcome.PROVEN and stale.outcome is Outcome.REFUSED
 
 
+def test_a_bias_of_its_own_for_each_token_is_no_noise_either() -> None:
+    found = []
+    for seed in range(30):
+        world, judge = World(seed, step=2e-3, noise=1e-4, bias=1e-2), ProofJudge(tolerance=0.2)
+        judge.judge("a", manifest(0, world.trainer), told(0, world.see(world.trainer)))
+        world.move()
+        right = judge.judge("a", manifest(1, old := world.trainer), told(1, world.see(old)))
+        world.move()
+        stale = judge.judge("a", manifest(2, world.trainer), told(2, world.see(old)))
+        found.append((right.outcome, stale.outcome))
+    assert found.count((Outcome.PROVEN, Outcome.REFUSED)) > 25 and all(right is not Outcome.REFUSED for right, _ in found)
+
+
 def test_the_number_of_publishes_that_say_nothing_is_told_with_its_reason() -> None:
     world, judge = World(1, step=1e-5, noise=1e-2, bias=1e-2), ProofJudge(tolerance=0.1)
     verdicts = []
@@ -121,7 +134,7 @@ def test_what_is_wrong_by_itself_is_refused_at_once(proof: Proof, reason: str) -
 
 def test_weights_that_are_shown_are_proven_at_any_noise_and_those_that_were_only_read_are_not() -> None:
     judge, wanted = ProofJudge(tolerance=0.1), Manifest(5, "", "right", (1, 2), (-1.0,))
-    assert judge.judge("a", wanted, Proof(5, "right", (-1.05,))) == Verdict(Outcome.PROVEN, pytest.approx(0.05))
+    assert judge.judge("a", wanted, Proof(5, "right", (-1.05,))) == Verdict(Outcome.PROVEN, pytest.approx(0.05), by_weights=True)
     assert judge.judge("b", wanted, Proof(5, "right", (-1.05,), live=False)).outcome is Outcome.UNSURE
 
 

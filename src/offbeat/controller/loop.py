@@ -247,7 +247,7 @@ class _Training:
         """Publish a version: return when it is written. When engines serve it, record the report and let `rollouts` know."""
 
         def served(report: PublishReport) -> None:
-            self._state.highlights = self._state.highlights.reaching(logprob_gap=report.canary_gap)
+            self._state.highlights = self._state.highlights.reaching(logprob_gap=report.canary_gap).proving(report.proofs)
             self._steps.published(version, report)
             if rollouts is not None:
                 rollouts.serve(version)

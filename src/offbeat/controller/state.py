@@ -1,7 +1,7 @@
 """Where a run stands: which step comes next, and the controller's part of a checkpoint."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from offbeat.algorithms.coefficients import Coefficients
@@ -76,6 +76,7 @@ class Highlights:
         max_logprob_gap: largest difference of trainer's and engines' mean canary log-probability under the same weights, in nats.
         trained_tokens: of supervised fine-tuning.
         warm_up_steps: supervised steps before reinforcement learning.
+        proofs: versions that engines took, each by each engine, by what they are proven; see `weights.proof.MEANS`.
         sets: accuracies on the evaluation sets, by name.
         best: the best evaluation; None without `evaluate.keep_best`.
     """
@@ -90,6 +91,7 @@ class Highlights:
     warm_up_steps: int = 0
     sets: dict[str, SetHighlights] = field(default_factory=dict)
     best: Best | None = None
+    proofs: dict[str, int] = field(default_factory=dict)
 
     @property
     def heldout_fell(self) -> bool:
@@ -109,6 +111,10 @@ class Highlights:
         """Return these with the maxima of a step's staleness and of a publish's gap."""
         return replace(
             self, max_staleness=max(self.max_staleness, staleness), max_logprob_gap=max(self.max_logprob_gap, logprob_gap))
+
+    def proving(self, proofs: Mapping[str, int]) -> "Highlights":
+        """Return these with the engines' proofs of one more version, by what they are proven."""
+        return replace(self, proofs={name: self.proofs.get(name, 0) + proofs.get(name, 0) for name in {**self.proofs, **proofs}})
 
     def measured(self, metric: str, value: float, *, global_step: int) -> "Highlights":
         """Return these with an evaluation of the metric that `evaluate.keep_best` names."""

@@ -20,7 +20,7 @@ from offbeat.dashboard.samples import samples_html
 from offbeat.dashboard.warm_up import progress_html, warm_up_html
 from offbeat.disk import replacing
 from offbeat.errors import StorageError
-from offbeat.telemetry.summary import HELDOUT_FELL
+from offbeat.telemetry.summary import HELDOUT_FELL, proofs_in_words
 
 _FOLDER = Path(__file__).parent
 STYLE = (_FOLDER / "style.css").read_text(encoding="utf-8")
@@ -164,6 +164,9 @@ def _key_figures(run: RunFiles) -> Iterator[tuple[str, str, str]]:
     gap = run.values("policy/canary_gap")
     if gap:
         yield "log-prob gap", f"{max(gap):.0e}", "trainer to engine, same weights"
+    proofs = run.result.get("proofs") or {}
+    if total := sum(proofs.values()):
+        yield "weights proven", f"{total - proofs.get('not_proven', 0)} of {total}", proofs_in_words(proofs)
 
 
 def _advice_html(run: RunFiles) -> str:

@@ -39,11 +39,13 @@ class Installed:
         num_retries: number of times that the engine was busy.
         canary_gap: difference of the canary's mean log-probability between the trainer and the engine, in nats; 0 if it was there already.
         inconclusive: why its proof is inconclusive; empty if it is conclusive.
+        means: what it is proven by, one of `weights.proof.MEANS`; empty if it was there already.
     """
 
     num_retries: int = 0
     canary_gap: float = 0.0
     inconclusive: str = ""
+    means: str = ""
 
 
 class AdapterCache:
@@ -312,7 +314,7 @@ class AdapterCache:
                             num_retries = await self._load(engine, manifest, patience_s=patience_s)
                             verdict = await self._prove(engine, manifest)
                         slots.put(name)
-                        return Installed(num_retries, verdict.gap, verdict.reason)
+                        return Installed(num_retries, verdict.gap, verdict.reason, verdict.means)
 
     async def _load(self, engine: EngineControl, manifest: Manifest, *, patience_s: float) -> int:
         """Make room on an engine and load an adapter. Returns the number of times that the engine was busy."""

@@ -3,6 +3,7 @@
 Each engine takes a version at its own pace.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -24,6 +25,7 @@ class PublishReport:
         quarantined: reasons of the engines that failed to take it, by name.
         inconclusive: reasons of the engines that serve although their proof is inconclusive, by name.
         num_bytes: size of the tensors that were written, or offered by broadcast.
+        proofs: number of engines that took it by what they are proven, of `weights.proof.MEANS`, such as {"by_weights": 2}.
     """
 
     version: Version
@@ -36,6 +38,7 @@ class PublishReport:
     quarantined: Mapping[str, str]
     inconclusive: Mapping[str, str] = field(default_factory=dict)
     num_bytes: int = 0
+    proofs: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class WeightsPublication:
         serving: names of the engines that serve the version, or a newer one.
         reasons: why the other engines were lost, by name, such as {"engine 1": "staging failed: ..."}.
         unsure: reasons of the engines that serve although their proof is inconclusive, by name.
-        largest_gap, stage_s, switch_s: see `PublishReport`.
+        largest_gap, stage_s, switch_s, proofs: see `PublishReport`.
     """
 
     version: Version
@@ -65,6 +68,7 @@ class WeightsPublication:
     largest_gap: float = 0.0
     stage_s: float = 0.0
     switch_s: float = 0.0
+    proofs: Counter[str] = field(default_factory=Counter)
 
     def served(self, engine: str, taken: Taken | None) -> None:
         """Note that an engine serves the version, or a newer one; `taken` is None if healing or another fan-out brought it there."""
@@ -73,6 +77,7 @@ class WeightsPublication:
             return
         if taken.verdict.outcome is Outcome.UNSURE:
             self.unsure[engine] = taken.verdict.reason
+        self.proofs[taken.verdict.means] += 1
         self.largest_gap = max(self.largest_gap, taken.verdict.gap)
         self.stage_s, self.switch_s = max(self.stage_s, taken.stage_s), max(self.switch_s, taken.switch_s)
 

@@ -11,7 +11,7 @@ engines serve them once `settle` does.
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -222,7 +222,8 @@ class WeightsPublisher(Fanouts):
         return PublishReport(
             manifest.version, total_s=time.monotonic() - written.start_s, write_s=written.end_s - written.start_s,
             stage_s=publication.stage_s, switch_s=publication.switch_s, canary_gap=publication.largest_gap, serving=tuple(serving),
-            quarantined=dict(publication.reasons), inconclusive=dict(publication.unsure), num_bytes=manifest.num_bytes)
+            quarantined=dict(publication.reasons), inconclusive=dict(publication.unsure), num_bytes=manifest.num_bytes,
+            proofs=dict(publication.proofs))
 
     async def _carry(self, engine: EngineControl, publication: WeightsPublication) -> None:
         """Bring an engine in service to the current version until it serves the publication's or a newer one; quarantine it if it fails.
@@ -362,7 +363,8 @@ class AdapterPublisher:
             manifest.version, total_s=total_s, write_s=0.0, stage_s=total_s, switch_s=0.0,
             canary_gap=max((one.canary_gap for one in installed.values()), default=0.0), serving=tuple(publication.serving),
             quarantined=dict(publication.reasons),
-            inconclusive={engine: one.inconclusive for engine, one in installed.items() if one.inconclusive})
+            inconclusive={engine: one.inconclusive for engine, one in installed.items() if one.inconclusive},
+            proofs=dict(Counter(one.means for one in installed.values() if one.means)))
 
     async def _deliver(
         self, engine: EngineControl, manifest: Manifest, publication: AdapterPublication,

@@ -81,6 +81,7 @@ class RunResult:
         heldout_fell: whether held-out accuracy is lower than before by more than chance explains.
         sets: accuracy on each evaluation set, by name; left out without any.
         best: the evaluation whose model is in `best/`, or the one before the first step; left out without `evaluate.keep_best`.
+        proofs: versions that engines took, each by each engine, by what they are proven, e.g. {"by_weights": 12, "not_proven": 1}.
     """
 
     heldout_before: float | None
@@ -99,6 +100,7 @@ class RunResult:
     heldout_fell: bool = False
     sets: dict[str, SetHighlights] = field(default_factory=dict)
     best: Best | None = None
+    proofs: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ def run_training(config: Config, console: Console, *, debug: bool = False, fresh
             train_wall_s=round(time.monotonic() - ready + base_wall_s, 3), startup_wall_s=round(ready - start - base_wall_s, 3),
             max_staleness_seen=marks.max_staleness, max_logprob_gap=marks.max_logprob_gap, seed=config.run.seed,
             torch_in_controller="torch" in sys.modules, controller_memory_bytes=peak_memory_bytes(), stopped_early=result.stopped_early,
-            heldout_fell=marks.heldout_fell, sets=marks.sets, best=marks.best)
+            heldout_fell=marks.heldout_fell, sets=marks.sets, best=marks.best, proofs=marks.proofs)
 
     return _finish(execute(config, console, body, debug=debug, fresh=fresh), config, console)
 

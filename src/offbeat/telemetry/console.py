@@ -29,7 +29,7 @@ from offbeat.phase import marks
 from offbeat.telemetry.notebook import CellOutput, is_notebook
 from offbeat.telemetry.pace import Pace, duration, short_duration
 from offbeat.telemetry.streams import tolerant
-from offbeat.telemetry.summary import in_words
+from offbeat.telemetry.summary import UNPROVEN, in_words
 from offbeat.user_code.boundary import Caught
 
 MakeSamples = Callable[[], str]
@@ -217,7 +217,8 @@ class Console:
                 self._say("\n".join(f"  {name:<{width}}  {shown}" for name, shown in lines))
                 return
             for name, shown in lines:
-                self._rich.print(Text(f"  {name:<{width}}  ", style="dim").append(shown, style="not dim bold"), soft_wrap=True)
+                style = "not dim bold red" if UNPROVEN.format("") in shown else "not dim bold"
+                self._rich.print(Text(f"  {name:<{width}}  ", style="dim").append(shown, style=style), soft_wrap=True)
 
     def close(self) -> None:
         """Stop the live display where it stands; may be called twice."""

@@ -9,6 +9,10 @@ HELDOUT_FELL = "held-out accuracy is lower than before training, by more than ch
 """Said at the end of a run, by its result and its report."""
 
 
+UNPROVEN = "{} NOT PROVEN, see `offbeat docs weights`"
+"""Said of versions that engines serve without a conclusive proof."""
+
+
 def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
@@ -37,6 +41,16 @@ def _fell(value: bool) -> str:
     return HELDOUT_FELL if value else ""
 
 
+def proofs_in_words(proofs: Mapping[str, int]) -> str:
+    """Return what engines were proven to serve, such as "12 of 12 versions, by the weights in use"; empty if there was nothing to prove."""
+    if not (total := sum(proofs.values())):
+        return ""
+    by_weights, by_canary, missing = (proofs.get(name, 0) for name in ("by_weights", "by_canary", "not_proven"))
+    ways = [f"{count} {way}" for count, way in ((by_weights, "by the weights in use"), (by_canary, "by the canary's moves")) if count]
+    told = f"{total - missing} of {total} versions taken by engines are proven" + (f": {' and '.join(ways)}" if ways else "")
+    return told + (f"; {UNPROVEN.format(missing)}" if missing else "")
+
+
 def _hidden(_value: Any) -> str:
     return ""
 
@@ -55,6 +69,7 @@ _NAMES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "startup_wall_s": ("time to start", duration),
     "max_staleness_seen": ("largest staleness", _versions),
     "max_logprob_gap": ("largest gap to the engines after a publish", _shown),
+    "proofs": ("engines' weights", proofs_in_words),
     "seed": ("seed", _shown),
     "torch_in_controller": ("", _hidden),
     "controller_memory_bytes": ("memory of the controller", _megabytes),

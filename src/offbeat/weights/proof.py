@@ -3,8 +3,10 @@
 The canary's log-probabilities of an engine differ from the trainer's, because it computes by other kernels and often in another number
 format: by a bias that stays, and by rounding that changes as the weights move. One training step may move the canary by far less than that.
 So an engine that cannot show its weights is judged by *differences*: how far it moved since a version that it is known to have served,
-against how far the trainer moved, token by token. The bias cancels, and the remaining noise is measured on that engine. A move that is
-smaller than the noise shows nothing, and no engine is refused for it; moves add up until they are larger.
+against how far the trainer moved, token by token. A bias cancels, be it the same for all tokens or different for each. The noise is the
+part of the engine's move across the trainer's, which no step that it took or missed explains: two proofs of one version would not show it,
+because an engine that computes the same again rounds the same way. A move that is smaller than the noise shows nothing, and no engine is
+refused for it; moves add up until they are larger.
 """
 
 from collections import deque
@@ -32,8 +34,14 @@ _NUM_NOISES = 8
 _NOISE_GROWTH = 3.0
 """Largest noise as a multiple of the first: noise changes with the policy, but an engine that goes wrong a little at a time must not pass
 for a noisy one."""
+_RESOLUTION = 1 / 16
+"""Smallest noise of a move as a share of the spread: where weights move by less than an engine rounds, it may not move at all."""
 _LEAST_NOISE = 2e-6
 """Smallest noise in nats: float32 kernels differ by it, although a canary of few tokens may happen to show less."""
+
+
+BY_WEIGHTS, BY_CANARY, NOT_PROVEN = MEANS = ("by_weights", "by_canary", "not_proven")
+"""What the versions that engines serve are proven by: the weights that they compute with, the canary's moves, or nothing."""
 
 
 class Outcome(Enum):
@@ -51,16 +59,23 @@ class Verdict:
     Attributes:
         gap: absolute difference of the canary's mean log-probability between trainer and engine, in nats.
         reason: why the engine is refused, or why its proof shows nothing; empty if it is proven.
+        by_weights: whether it is proven by the fingerprint of the weights in use, rather than by its canary.
     """
 
     outcome: Outcome
     gap: float
     reason: str = ""
+    by_weights: bool = False
 
     @property
     def refused(self) -> bool:
         """Whether the engine must not serve."""
         return self.outcome is Outcome.REFUSED
+
+    @property
+    def means(self) -> str:
+        """What it is proven by, one of `MEANS`."""
+        return NOT_PROVEN if self.outcome is not Outcome.PROVEN else BY_WEIGHTS if self.by_weights else BY_CANARY
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +98,10 @@ class _Point:
 
     @property
     def spread(self) -> float:
-        """Root mean square of `off` without its bias, in nats: an upper bound of the engine's noise in one token."""
+        """Root mean square of `off` without its mean, in nats: an upper bound of the engine's noise in one token.
+
+        A difference of kernels that stays, but is not the same for all tokens, is in it.
+        """
         return _rms(self.off - self.bias)
 
 
@@ -105,7 +123,7 @@ class _Standing:
 
     @property
     def noise(self) -> float:
-        """Standard deviation of the noise in one token's log-probability, in nats. A bias that stays is none: it cancels in a move."""
+        """Bound of the noise in one token's log-probability, in nats, from its spread; a move may show that it is less."""
         return max(min(max(self.noises), _NOISE_GROWTH * self.first.spread), _LEAST_NOISE)
 
     @property
@@ -148,7 +166,7 @@ class ProofJudge:
         if reason := self.objection(wanted.canary_logprobs, proof.canary_logprobs):
             return refuse(reason)
         if proof.fingerprint is not None and proof.live:
-            return Verdict(Outcome.PROVEN, gap)
+            return Verdict(Outcome.PROVEN, gap, by_weights=True)
         point = _Point(wanted.version, np.asarray(wanted.canary_logprobs), np.asarray(proof.canary_logprobs))
         if point.trainer.shape != point.engine.shape:
             return Verdict(Outcome.UNSURE, gap, "inconclusive: only the mean of its canary is known")
@@ -192,9 +210,14 @@ class ProofJudge:
 
 
 def _movement(before: _Point, point: _Point, noise: float) -> tuple[Outcome, str]:
-    """Decide whether the engine moved with the trainer since the version that it was proven to serve last; returns a reason, too."""
+    """Decide whether the engine moved with the trainer since the version that it was proven to serve last; returns a reason, too.
+
+    Args:
+        noise: bound of the noise of a move in one token, in nats, from the engine's spread.
+    """
     way, moved = point.trainer - before.trainer, point.engine - before.engine
     length = float(np.linalg.norm(way))
+    noise = min(noise, max(_across(moved, way), _RESOLUTION * noise, _LEAST_NOISE))
     if length < 2 * _SEPARATION * noise:
         return Outcome.UNSURE, (
             f"inconclusive, within noise: version {point.version} moves the canary by {_rms(way):.2g} a token from version "
@@ -206,6 +229,13 @@ def _movement(before: _Point, point: _Point, noise: float) -> tuple[Outcome, str
             f"its canary went {share:.0%} of the way from version {before.version} to {point.version}, {_rms(way):.2g} a token at a noise "
             f"of {noise:.2g}: it samples older weights")
     return Outcome.PROVEN, ""
+
+
+def _across(moved: np.ndarray, way: np.ndarray) -> float:
+    """Return the root mean square per degree of freedom of `moved` [N] without its part along `way` [N], in nats."""
+    length = float(np.linalg.norm(way))
+    along = way * (float(moved @ way) / length**2) if length else np.zeros_like(way)
+    return float(np.linalg.norm(moved - along)) / max(len(way) - 1, 1) ** 0.5
 
 
 def _departure(first: _Point, point: _Point, noise: float) -> str:
