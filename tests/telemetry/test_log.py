@@ -83,3 +83,13 @@ def test_json_lines_go_on_in_another_file_when_one_is_large(tmp_path, monkeypatc
     files = sorted(tmp_path.iterdir())
     assert len(files) == 9 and all(file.stat().st_size <= 1000 for file in files)
     assert json.loads(path.read_text().splitlines()[-1])["message"] == "line 99"
+
+
+def test_what_fails_on_a_full_disk_is_told_although_the_log_cannot_be_written(tmp_path):  # world 61 of tests/worlds
+    path = tmp_path / "logs" / "controller.log"
+    set_up_logging(path)
+    path.parent.rmdir()  # as little can be written there as on a full disk
+    logging.getLogger("offbeat.runs.run").error("the run failed")
+    path.parent.mkdir()
+    logging.getLogger("offbeat.runs.run").error("once more")
+    assert path.read_text(encoding="utf-8").endswith("once more\n")

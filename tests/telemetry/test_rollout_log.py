@@ -25,6 +25,13 @@ def test_lines_come_back_in_order_under_the_name_of_their_step(tmp_path):
     assert len(list(path.parent.iterdir())) == 1
 
 
+def test_half_a_file_of_a_process_that_was_killed_goes_with_the_next_one(tmp_path):  # worlds 83 and 96 of tests/worlds
+    RolloutLog(tmp_path).write(1, [b"whole"])
+    (tmp_path / ".step-000002.jsonl.zst.part").write_bytes(b"half")
+    RolloutLog(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001.jsonl.zst"]
+
+
 def test_a_step_that_is_written_again_replaces_its_files(tmp_path):
     log = RolloutLog(tmp_path)
     log.write(1, [b"old"], [lambda step: b"refused"])

@@ -204,7 +204,7 @@ class Life:
             self.note(ended=f"{type(exc).__name__}: {exc}"[:600])
         except BaseException as exc:
             kind = "endless" if isinstance(exc, EndlessWaitError) else "raised"
-            self.note(**{kind: "".join(traceback.format_exception(exc))[-3000:] if kind == "raised" else str(exc)})
+            self.note(**{kind: "".join(traceback.format_exception(exc))[-1400:] if kind == "raised" else str(exc)})
 
 
 def make_model(folder: Path) -> None:

@@ -55,7 +55,15 @@ class StandInChild:
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._life = life
         self._turn = asyncio.Lock()
+        self._computed_s = 0.0
         self.calls: set[asyncio.Task[None]] = set()
+
+    @property
+    def cpu_s(self) -> float:
+        """A process that hangs does not compute."""
+        if not self._life.lasts_of(self.name):
+            self._computed_s = self._life.loop.now_s
+        return self._computed_s
 
     async def call(self, method: str, payload: Any = b"", *, timeout_s: float, patience_s: float | None = None) -> bytes:
         answer = self._send(method, payload)

@@ -8,6 +8,7 @@ import json
 import logging
 import sys
 import time
+from contextlib import suppress
 from contextvars import ContextVar
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -33,6 +34,15 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             row["traceback"] = self.formatException(record.exc_info)
         return json.dumps(row, ensure_ascii=False, default=str)
+
+
+class _LogFile(logging.FileHandler):
+    """Appends to a file that is made with the first record. A record that a full disk does not take is lost, and its writer goes on."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        with suppress(OSError):
+            super().emit(record)
 
 
 def set_up_logging(path: Path | None, *, debug: bool = False, as_json: bool = False) -> None:
@@ -70,7 +80,7 @@ def _handlers(path: Path | None, *, debug: bool, as_json: bool) -> list[logging.
                 path.unlink()
             handlers.append(
                 RotatingFileHandler(path, maxBytes=_FILE_BYTES, backupCount=_NUM_FILES, encoding="utf-8", delay=True) if as_json
-                else logging.FileHandler(path, encoding="utf-8", delay=True))
+                else _LogFile(path, encoding="utf-8", delay=True))
         except OSError as exc:
             raise StorageError(f"cannot write {path}: {exc.strerror}; free space or choose another folder with run.dir") from exc
     if path is None or debug:

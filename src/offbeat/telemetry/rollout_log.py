@@ -34,6 +34,8 @@ class RolloutLog:
         self._most_bytes = most_bytes
         self._rejected: deque[tuple[int, RejectedLine]] = deque()
         self._rejected_tokens = 0
+        for unfinished in folder.glob(".*.part"):  # of a process that ended while it wrote
+            unfinished.unlink(missing_ok=True)
 
     def reject(self, num_tokens: int, line: RejectedLine) -> None:
         """Note a group that is not trained on.
