@@ -106,7 +106,7 @@ def _restore(root, model_dir, done):
 def finished_run(make_once, model_dir):
     """A run of two steps by `offbeat train`, in processes of its own. Tests only read it."""
     def make(root):
-        done = offbeat("train", *SmallRun(root, model_dir).arguments(), "--json")
+        done = offbeat("train", *SmallRun(root, model_dir).arguments(checkpoint__journal_keep="all"), "--json")
         assert done.returncode == 0, done.stderr
         return str(root), model_dir, (done.args, done.returncode, done.stdout, done.stderr)
 

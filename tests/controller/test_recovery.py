@@ -121,6 +121,7 @@ def test_rollouts_of_a_redone_step_are_stored_if_the_kill_came_before_that(tmp_p
         done.append((step.global_step, [group.prompt_id for group in groups], kept))
 
     parts = SimpleNamespace(
+        trainers=SimpleNamespace(balance_by=lambda _cost: None),
         journal=SimpleNamespace(read=lambda _base: (standing, "")), peers=SingleProcess(), source=SimpleNamespace(draws=True), num_heads=1,
         inputs=SimpleNamespace(identity=IDENTITY), turns=SimpleNamespace(to_ranks=nothing), publisher=None,
         record=SimpleNamespace(

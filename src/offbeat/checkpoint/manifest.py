@@ -105,6 +105,14 @@ def read_through(folder: Path) -> str:
     return ""
 
 
+def file_digests(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file of a complete checkpoint as it was written, by name such as "ranks/__0_0.distcp".
+
+    Empty for a checkpoint from before there were checksums.
+    """
+    return {name: about["sha256"] for name, about in _read_marker(folder).get("files", {}).items()}
+
+
 def _read_marker(folder: Path) -> dict[str, Any]:
     marker = json.loads((folder / MARKER).read_bytes())
     if not isinstance(marker, dict):

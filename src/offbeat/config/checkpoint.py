@@ -1,5 +1,7 @@
 """[checkpoint]: checkpoints for resuming, and exports for use."""
 
+from typing import Literal
+
 from offbeat.config.base import Change, Section, field
 
 
@@ -17,6 +19,9 @@ class CheckpointConfig(Section):
     journal: bool = field(
         True, "Record prompts, finished groups and batches in `journal/` as the run goes, so that a run that was killed goes on from there:"
         " steps since the checkpoint are redone on their own batches, and no finished group is generated again.")
+    journal_keep: Literal["checkpoints", "all"] = field(
+        "checkpoints", 'Records kept in `journal/`: those that a kept checkpoint needs ("checkpoints"), or "all", with which `offbeat'
+        " replay` can train the whole run again. All of them take about 67 kB per step of 512 short answers.")
     keep: int = field(2, "Resumable checkpoints kept.", ge=1)
     export: bool = field(True, "Write the final model as a Hugging Face folder, `export/` in the run.")
     export_every_steps: int = field(

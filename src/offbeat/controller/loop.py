@@ -50,7 +50,7 @@ from offbeat.controller.best_model import BestModel
 from offbeat.controller.checkpoints import RunCheckpoints
 from offbeat.controller.evaluate import RunEvaluations, make_evaluators
 from offbeat.controller.parts import Rollouts, RunParts
-from offbeat.controller.recovery import Recovered, StepRecovery, finite, state_of
+from offbeat.controller.recovery import Recovered, StepRecovery, computed_by, finite, state_of
 from offbeat.controller.rescue import Rescue
 from offbeat.controller.scoring import ScoredBatch
 from offbeat.controller.state import Highlights, LoopStep, RunState, SavedState
@@ -270,6 +270,7 @@ class _Training:
     async def _follow(self, step: LoopStep, done: _Done, evaluations: RunEvaluations) -> None:
         """Do all that follows a step: decide whether it is the last, store its rollouts, and save and evaluate what is due."""
         state, stats = self._state, finite(done.stats)
+        self._parts.journal.record(computed_by(self._parts.trainers, step))
         self._parts.journal.record(StepTrained(step.global_step, state_of(step, state.highlights, self.rescue.coefficients, stats)))
         await state.agree(self._parts.peers, overdue=self._checkpoints.overdue())
         await self._steps.keep_rollouts(step, done.groups, done.batch)

@@ -1,9 +1,9 @@
 """Goes on from a checkpoint, or from the initial model, to the point where the run's journal ended: redoes the steps since.
 
 Called by the loop, on every rank, after the ranks have loaded the checkpoint and before any engine has their weights. Steps are redone on
-the batches that they had, without engines: the groups are in the journal. With one rank the weights come out the same, bit for bit; with
-several, up to the rounding of sums in another order, because sequences are spread by measured times. Rows of metrics, evaluations and
-exports of redone steps are there already, and their rollouts but for the last ones, which are stored now if the kill came before that.
+the batches that they had, without engines: the groups are in the journal, and so is what spread their sequences over the ranks. The weights
+come out the same, bit for bit. Rows of metrics, evaluations and exports of redone steps are there already, and their rollouts but for the
+last ones, which are stored now if the kill came before that.
 """
 
 import asyncio
@@ -21,11 +21,14 @@ from offbeat.controller.state import HeadState, Highlights, LoopStep, RunState, 
 from offbeat.controller.step_training import StepTraining
 from offbeat.data import wire
 from offbeat.data.batch import Batch
+from offbeat.data.cost import CostModel
 from offbeat.data.identity import Identity
 from offbeat.data.stream import PromptStream, StreamState
 from offbeat.data.trajectory import Group
 from offbeat.errors import ConfigError
+from offbeat.journal.records import StepComputed
 from offbeat.journal.standing import HeldGroups, JournalStanding, StoredGroup
+from offbeat.ranks.trainers import Trainers
 
 _PART = TRAINING_KINDS["train"].part
 
@@ -132,11 +135,15 @@ class StepRecovery:
             own = Coefficients.of(algorithm, before.coefficients).applied(algorithm)
             batch, _ = await self._batches.take(groups, step, own)
             await self._parts.turns.to_ranks(self._parts.publisher)
+            if standing is not None and (cost := standing.steps[number].cost):
+                self._parts.trainers.balance_by(CostModel(*cost))  # sums are then rounded in the order that they had
             scored = await self._training.score(batch, groups, step, own)
             await self._training.train(scored.batch, step)
             if not self._record.has_rollouts(step.global_step):
                 await self._keep(step, groups, scored.batch.with_columns(**scored.known))
         await self._record.stored()
+        if len(states) > 1:
+            self._parts.trainers.balance_by(None)
 
     def _head(self, standing: JournalStanding) -> HeadState:
         """Return where this process stood in its data."""
@@ -154,6 +161,12 @@ def state_of(
 ) -> bytes:
     """Return the loop's state after a step for the journal, with the step's statistics until it has ended."""
     return wire.encode_json(SavedState(step.global_step, step.next_version, (), highlights, None, coefficients, unevaluated))
+
+
+def computed_by(trainers: Trainers, step: LoopStep) -> StepComputed:
+    """Return how the ranks have computed a step that is trained and published, for the journal."""
+    cost = trainers.balanced_by
+    return StepComputed(step.global_step, (cost.linear, cost.quadratic, cost.constant), trainers.fingerprint)
 
 
 def finite(stats: Mapping[str, float]) -> dict[str, float | None]:

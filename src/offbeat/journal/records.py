@@ -103,6 +103,20 @@ class BatchTaken:
 
 
 @dataclass(frozen=True)
+class StepComputed:
+    """How a step was computed, so that it can be computed again, and what came out.
+
+    Attributes:
+        cost: coefficients of the cost model by which its sequences were spread over the ranks; see `data.cost.CostModel`.
+        fingerprint: of the weights that it published, as `model.fingerprint` computes it; "" in a process that does not see them.
+    """
+
+    global_step: int
+    cost: tuple[float, float, float]
+    fingerprint: str
+
+
+@dataclass(frozen=True)
 class StepTrained:
     """A step was trained, and its weights are on their way to the engines.
 
@@ -147,10 +161,13 @@ class CallHeard:
     packed: bytes
 
 
-Record = JournalBegun | PromptDrawn | GroupFinished | GroupSettled | BatchTaken | StepTrained | StepEnded | CheckpointKept | CallHeard
+Record = (
+    JournalBegun | PromptDrawn | GroupFinished | GroupSettled | BatchTaken | StepTrained | StepEnded | CheckpointKept | CallHeard
+    | StepComputed)
 
 _KINDS: tuple[type[Record], ...] = (
-    JournalBegun, PromptDrawn, GroupFinished, GroupSettled, BatchTaken, StepTrained, StepEnded, CheckpointKept, CallHeard)
+    JournalBegun, PromptDrawn, GroupFinished, GroupSettled, BatchTaken, StepTrained, StepEnded, CheckpointKept, CallHeard,
+    StepComputed)
 
 
 def encode_record(record: Record) -> bytes:

@@ -73,16 +73,18 @@ class NoJournal:
 class RunJournal(NoJournal):
     """The journal in a folder of a run. Use as `with`; on leaving, what waits is written."""
 
-    def __init__(self, folder: Path, *, identity: bytes, tell: Tell) -> None:
+    def __init__(self, folder: Path, *, identity: bytes, tell: Tell, keeps_all: bool = False) -> None:
         """Open it.
 
         Args:
             identity: JSON of the run's `Identity`.
+            keeps_all: whether records stay that no checkpoint needs.
             tell: shows a sentence on a disk that takes nothing; called from another thread.
         """
         self.writer = JournalWriter(folder, tell=tell)
         self._folder = folder
         self._identity = identity
+        self._keeps_all = keeps_all
 
     def __enter__(self) -> Self:
         return self
@@ -112,9 +114,13 @@ class RunJournal(NoJournal):
         self.writer.begin(global_step, [RecordEntry(JournalBegun(global_step, self._identity, head)), *map(GroupEntry, held), *calls])
 
     def saved(self, global_step: int, *, oldest: int) -> None:
-        """Note that the checkpoint of a step is complete, and drop the records that only checkpoints before step `oldest` need."""
+        """Note that the checkpoint of a step is complete, and drop the records that only checkpoints before step `oldest` need.
+
+        Without effect on the records of a journal that `keeps_all`.
+        """
         self.record(CheckpointKept(global_step))
-        self.writer.drop(oldest)
+        if not self._keeps_all:
+            self.writer.drop(oldest)
 
     def synced(self) -> "Future[None]":
         """Return a future that is done when all records are on disk."""

@@ -20,6 +20,7 @@ from offbeat.journal.records import (
     HeardSample,
     JournalBegun,
     PromptDrawn,
+    StepComputed,
     StepEnded,
     StepTrained,
     decode_record,
@@ -57,11 +58,13 @@ class RecordedStep:
     Attributes:
         groups: the groups that it trains on, in order.
         state: see `StepTrained`; None while the step trains.
+        cost: see `StepComputed`; None in the journal of an older version.
     """
 
     global_step: int
     groups: tuple[StoredGroup, ...]
     state: bytes | None = None
+    cost: tuple[float, float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -217,6 +220,9 @@ class JournalStanding:
                 self._end(step, state)
             case CallHeard(prompt_id, version):
                 self.heard.setdefault(prompt_id, _Heard(version)).places.append(stored.place)
+            case StepComputed(step, cost):
+                if self.taken is not None and self.taken.global_step == step:
+                    self.taken = replace(self.taken, cost=cost)
             case CheckpointKept():
                 pass
 

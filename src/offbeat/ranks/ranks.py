@@ -79,6 +79,11 @@ class Ranks(Protocol):
         """Return balance metrics of the last step, from the seconds that each rank computed; see `Sharder.observe`."""
         ...
 
+    @property
+    def sharder(self) -> Sharder:
+        """What spreads batches in this process."""
+        ...
+
 
 class WorkerRanks:
     """Ranks that are workers of this process."""
@@ -91,7 +96,7 @@ class WorkerRanks:
         """`sharder` spreads batches over the workers; `start_anew` starts new ranks on the same model."""
         self._workers = workers
         self._config = config
-        self._sharder = sharder
+        self.sharder = sharder
         self._start_anew = start_anew
         self._transfer = FolderTransfer(shared=Path(config.weights.dir) if config.weights.dir else None)
         self._turn = asyncio.Lock()
@@ -168,16 +173,16 @@ class WorkerRanks:
         self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int, ahead: bool = False,
     ) -> list[TrainStep]:
         """See `Ranks.spread`."""
-        return await asyncio.to_thread(self._sharder.shards, batch, params, num_minibatches=num_minibatches, seed=seed, ahead=ahead)
+        return await asyncio.to_thread(self.sharder.shards, batch, params, num_minibatches=num_minibatches, seed=seed, ahead=ahead)
 
     async def score(self, method: str, batch: Batch, *, of: Policy, with_entropy: bool, timeout_s: float) -> list[ScoredShare]:
         """See `Ranks.score`."""
-        shares = await asyncio.to_thread(self._sharder.score_shares, batch, of=of, with_entropy=with_entropy)
+        shares = await asyncio.to_thread(self.sharder.score_shares, batch, of=of, with_entropy=with_entropy)
         return await self.call(method, shares, ScoredShare, timeout_s=timeout_s)
 
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
         """See `Ranks.observe`."""
-        return self._sharder.observe(busy_s)
+        return self.sharder.observe(busy_s)
 
 
 async def start_ranks(

@@ -30,6 +30,9 @@ class Sharder:
 
     With `rollout.balance_batch`, ranks get shares of similar predicted cost; numbers of sequences may differ, and a rank may get none.
     Without it, groups are dealt in their order.
+
+    Attributes:
+        balanced_by: the cost model by which the step that was observed last was balanced; the prior before.
     """
 
     def __init__(self, config: RankConfig, *, num_ranks: int, prior: CostModel) -> None:
@@ -44,6 +47,8 @@ class Sharder:
         self._ranks_per_share = config.train.parallel.ranks_per_share
         self._num_shares = num_ranks // self._ranks_per_share
         self._fit = CostFit(prior)
+        self._given: CostModel | None = None
+        self.balanced_by = prior
         self._planned: list[tuple[CostModel, list[Plan]]] = []
         """The step in training, and maybe the next one, each with the model that it was balanced by."""
 
@@ -55,7 +60,14 @@ class Sharder:
     @property
     def cost(self) -> CostModel:
         """The cost model that the next step is balanced by."""
-        return self._fit.model
+        return self._given or self._fit.model
+
+    def balance_by(self, cost: CostModel | None) -> None:
+        """Balance by this cost model from now on, so that a step that is computed again gets the shares that it had.
+
+        None is the fitted one.
+        """
+        self._given = cost
 
     def shards(
         self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int, ahead: bool = False,
@@ -116,6 +128,7 @@ class Sharder:
         """
         assert self._planned, "observe follows shards"
         (cost, plans), *self._planned = self._planned
+        self.balanced_by = cost
         # The ranks of a share compute it together, so it takes as long as the busiest of them.
         busy_s = np.reshape(busy_s, (-1, self._ranks_per_share)).max(axis=1).tolist()
         self._fit.observe(sum((plan.work for plan in plans), np.zeros((self._num_shares, 2))), busy_s)

@@ -16,6 +16,7 @@ from offbeat.config.for_processes import RankConfig
 from offbeat.config.train import OptimizerConfig
 from offbeat.data.balance import partition
 from offbeat.data.batch import Batch, gather_ranges
+from offbeat.data.cost import CostModel
 from offbeat.ranks.ranks import Ranks
 from offbeat.trainer.messages import (
     AdapterNames,
@@ -49,6 +50,7 @@ class Trainers:
 
     Attributes:
         steps: number of optimizer steps that each adapter has taken, by name; empty where one policy is trained.
+        fingerprint: of the policy's weights that were written last; "" before, and in SPMD mode on ranks other than 0.
     """
 
     def __init__(self, ranks: Ranks, config: RankConfig, *, part: str = "", on_span: OnSpan = lambda *_: None) -> None:
@@ -65,6 +67,7 @@ class Trainers:
         self._total_steps = config.run.total_steps
         self._step = 0
         self._held: Version | None = None
+        self.fingerprint = ""
         self._prepared: tuple[Batch, list[TrainStep]] | None = None
         self._spreading = asyncio.Lock()
 
@@ -97,6 +100,15 @@ class Trainers:
         # Shares are balanced by the times of the policy's steps.
         seen = {} if self._part else speed(answers) | self._ranks.observe([answer.busy_s for answer in answers])
         return answers[0].metrics | seen
+
+    @property
+    def balanced_by(self) -> CostModel:
+        """The cost model by which the sequences of the last step were spread over the ranks."""
+        return self._ranks.sharder.balanced_by
+
+    def balance_by(self, cost: CostModel | None) -> None:
+        """Spread sequences by this cost model from now on, None by the fitted one; see `Sharder.balance_by`."""
+        self._ranks.sharder.balance_by(cost)
 
     async def spread_ahead(self, batch: Batch, *, num_minibatches: int = 1) -> None:
         """Spread the batch of the step after the one in training, where ranks can do that, so that `train_step` can begin with it at once.
@@ -136,6 +148,7 @@ class Trainers:
         broadcast = BroadcastRequest(self._ranks.host, num_receivers, timeout_s) if num_receivers else None
         request = WriteRequest(str(folder), self._config.model.number_format, canary, broadcast=broadcast, base=base)
         written = await self._all("write_weights", request, Written, timeout_s=timeout_s)
+        self.fingerprint = written.fingerprint
         return Manifest(
             version, str(folder), written.fingerprint, canary, written.canary_logprobs, written.broadcast, num_bytes=written.num_bytes,
             base=written.base)

@@ -79,7 +79,9 @@ def open_journal(stack: AsyncExitStack, config: Config, inputs: RunInputs, recor
         with suppress(RuntimeError):  # the run has ended meanwhile
             loop.call_soon_threadsafe(partial(record.note, "journal", text))
 
-    journal = RunJournal(folder_of(config.run_dir, head), identity=wire.encode_json(inputs.identity), tell=show_text)
+    journal = RunJournal(
+        folder_of(config.run_dir, head), identity=wire.encode_json(inputs.identity), tell=show_text,
+        keeps_all=config.checkpoint.journal_keep == "all")
     stack.callback(lambda: record.events.record(
         "journal_written", num_bytes=journal.writer.num_bytes, cpu_s=round(journal.writer.cpu_s, 3)))
     return stack.enter_context(journal)

@@ -8,8 +8,11 @@ folder as `plan.json`, for example
 Torch-free.
 """
 
+import platform
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from offbeat.telemetry.record import RunRecord
 PLAN_NAME = "plan.json"
 _CONTROLLER = RankInfo()
 _DEVICES = ("train.devices_per_rank", "inference.devices_per_engine", "cluster.share_devices")
+_LIBRARIES = ("offbeat", "torch", "transformers", "numpy", "safetensors", "tokenizers")
 _THREADS = ("train.threads", "inference.threads")
 
 
@@ -74,8 +78,8 @@ class RunPlan:
     def write(self, run_dir: Path) -> None:
         """Write `plan.json` to the run's folder."""
         settings = {choice.setting: KeptChoice(value_at(self.config, choice.setting), choice.why) for choice in self.choices}
-        write_file(
-            run_dir / PLAN_NAME, wire.encode_json(KeptPlan(self.num_devices, self.num_cores, settings, self.notes)) + b"\n")
+        kept = KeptPlan(self.num_devices, self.num_cores, settings, self.notes, versions())
+        write_file(run_dir / PLAN_NAME, wire.encode_json(kept) + b"\n")
 
 
 @dataclass(frozen=True)
@@ -88,12 +92,17 @@ class KeptChoice:
 
 @dataclass(frozen=True)
 class KeptPlan:
-    """The plan in a run's folder: devices and cores of its machine, choices by setting, and sentences about them."""
+    """The plan in a run's folder: devices and cores of its machine, choices by setting, and sentences about them.
+
+    Attributes:
+        versions: of what its numbers depend on, by name; see `versions`. Empty if an older version wrote it.
+    """
 
     devices: int
     cores: int
     settings: dict[str, KeptChoice]
     notes: tuple[str, ...]
+    versions: dict[str, str] = field(default_factory=dict)
 
 
 def read_plan(run_dir: Path) -> KeptPlan:
@@ -111,6 +120,23 @@ def read_plan(run_dir: Path) -> KeptPlan:
         return wire.decode_json(KeptPlan, path.read_bytes())
     except OSError as exc:
         raise DataError(f"{path} cannot be read: {exc.strerror}; give a run's folder, such as runs/my-run") from exc
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what the numbers of a run depend on, and the CPU, such as {"offbeat": "0.1.0", "cpu": "..., AVX2"}."""
+    found = {}
+    for name in _LIBRARIES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found | {"python": platform.python_version(), "cpu": str(this_cpu())}
+
+
+def changed_versions(was: Mapping[str, str]) -> list[str]:
+    """Return a sentence on each of `versions` that is not as it was."""
+    now = versions()
+    return [
+        f"{name} is {now.get(name, 'not installed')} here, and was {of_run} in the run, so that bits may differ"
+        for name, of_run in was.items() if now.get(name) != of_run]
 
 
 def make_plan(config: Config, *, rank_info: RankInfo = _CONTROLLER, trains: bool = True, serves: bool = True) -> RunPlan:

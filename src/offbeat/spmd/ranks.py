@@ -47,33 +47,38 @@ class Loading(Protocol):
         """Return balance metrics of a step, from the seconds that each rank computed."""
         ...
 
+    @property
+    def sharder(self) -> Sharder:
+        """What spreads batches in this process."""
+        ...
+
 
 class OneRankLoads:
     """Rank 0 has the whole batch and hands each rank its share."""
 
     def __init__(self, sync: Sync, sharder: Sharder) -> None:
         self._sync = sync
-        self._sharder = sharder
+        self.sharder = sharder
 
     def share(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int) -> TrainStep:
         """See `Loading.share`; the batches of other ranks are ignored."""
         parts = None
         if self._sync.rank == 0:
-            parts = [wire.encode(share) for share in self._sharder.shards(batch, params, num_minibatches=num_minibatches, seed=seed)]
+            parts = [wire.encode(share) for share in self.sharder.shards(batch, params, num_minibatches=num_minibatches, seed=seed)]
         return wire.decode(TrainStep, self._sync.scatter("distributed_batch", parts))
 
     def score(self, batch: Batch, score: Score, *, of: Policy, with_entropy: bool) -> list[ScoredShare]:
         """See `Loading.score`; the batches of other ranks are ignored."""
         parts = None
         if self._sync.rank == 0:
-            parts = [wire.encode(share) for share in self._sharder.score_shares(batch, of=of, with_entropy=with_entropy)]
+            parts = [wire.encode(share) for share in self.sharder.score_shares(batch, of=of, with_entropy=with_entropy)]
         scored = score(wire.decode(ScoreShare, self._sync.scatter("score_batch", parts)))
         everyones = self._sync.gather("scores", scored)
         return everyones if self._sync.rank == 0 else [scored.empty()]
 
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
         """See `Loading.observe`; empty except on rank 0."""
-        return self._sharder.observe(busy_s) if self._sync.rank == 0 else {}
+        return self.sharder.observe(busy_s) if self._sync.rank == 0 else {}
 
 
 class HeadsLoad:
@@ -82,11 +87,11 @@ class HeadsLoad:
     def __init__(self, sync: Sync, sharder: Sharder) -> None:
         """`sharder` is for one rank."""
         self._sync = sync
-        self._sharder = sharder
+        self.sharder = sharder
 
     def share(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int) -> TrainStep:
         """See `Loading.share`."""
-        (own,) = self._sharder.shards(batch, params, num_minibatches=num_minibatches, seed=seed)
+        (own,) = self.sharder.shards(batch, params, num_minibatches=num_minibatches, seed=seed)
         drawn = DrawnBatch(batch.denominator, tuple(len(minibatch) for minibatch in own.minibatches))
         everyones = self._sync.gather("train_batch", drawn)
         total = sum(one.denominator for one in everyones)
@@ -98,7 +103,7 @@ class HeadsLoad:
 
     def score(self, batch: Batch, score: Score, *, of: Policy, with_entropy: bool) -> list[ScoredShare]:
         """See `Loading.score`; every rank scores its own batch."""
-        (own,) = self._sharder.score_shares(batch, of=of, with_entropy=with_entropy)
+        (own,) = self.sharder.score_shares(batch, of=of, with_entropy=with_entropy)
         most = self._sync.max_scalars("score_rows", {"microbatches": len(own.microbatches)})["microbatches"]
         (padded,) = _pad((own.microbatches,), [int(most)])
         return [score(replace(own, microbatches=padded))]
@@ -120,6 +125,11 @@ class OwnRank:
         self._trainers = trainers
         self._loading = loading
         self._thread = thread
+
+    @property
+    def sharder(self) -> Sharder:
+        """See `Ranks.sharder`."""
+        return self._loading.sharder
 
     @property
     def alive(self) -> bool:

@@ -1,0 +1,94 @@
+"""Runs that are replayed from their journals; those of more than one kind of run are drills."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from offbeat.errors import ConfigError
+from offbeat.journal.history import JournalHistory, PastStep
+from offbeat.runs.recorded_run import make_replay_plan, replay
+from small_run import SmallRun, offbeat, start_offbeat, torchrun
+from waiting import wait_until
+
+STATE = (
+    b'{"global_step":1,"version":1,"heads":[],"highlights":{"heldout_before":null,"heldout_after":null,"heldout_after_step":null,'
+    b'"heldout_prompts":0,"max_staleness":0,"max_logprob_gap":0,"trained_tokens":0,"warm_up_steps":7}}')
+KEEP = {"checkpoint__journal_keep": "all"}
+
+
+def history_of(*numbers: int) -> JournalHistory:
+    return JournalHistory({number: PastStep(number, (), STATE, None, b"{}") for number in numbers})
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_a_replay_begins_with_the_initial_model_and_its_warm_up(tmp_path: Path) -> None:
+    plan = make_replay_plan(tmp_path, history_of(1, 2, 3), last=2)
+    assert [step.global_step for step in plan.steps] == [1, 2] and plan.first == 1 and not plan.missing
+    assert plan.beginning.warm_up_steps == 7
+
+
+def test_what_the_journal_does_not_have_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no journal with steps in it"):
+        make_replay_plan(tmp_path, history_of())
+    with pytest.raises(ConfigError, match="step 5 cannot be replayed: there is no checkpoint before it .* it has steps 4 to 5, 7"):
+        make_replay_plan(tmp_path, history_of(4, 5, 7), first=5)
+    with pytest.raises(ConfigError, match="step 9 cannot be replayed: the journal has steps 1 to 2; checkpoint.journal_keep"):
+        make_replay_plan(tmp_path, history_of(1, 2), last=9)
+
+
+def test_the_steps_of_a_run_come_out_equal_to_the_bit_and_a_changed_metric_is_named(finished_run: SmallRun, tmp_path: Path) -> None:
+    shutil.copytree(finished_run.folder, tmp_path / "run")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    was = '"reward/mean": ' + str(finished_run.metrics()[1]["reward/mean"])
+    assert metrics.read_text().count(was)
+    metrics.write_text(was.join(metrics.read_text().rsplit(was, 1)).replace(was, was[:-1] + "7", 1))
+    before = files_of(tmp_path / "run")
+    steps, told = [], []
+    assert not replay(tmp_path / "run", SimpleNamespace(compared=steps.append, remark=told.append))
+    changed, equal = sorted(steps, key=lambda step: not step.difference)
+    assert changed.difference.startswith("reward/mean is ") and not equal.difference
+    assert all(step.has_weights and step.num_metrics > 30 for step in steps) and steps[1].has_checkpoint
+    assert files_of(tmp_path / "run") == before and not told
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(("kind", "settings"), [
+    ("asynchronous", {"rollout__max_head_offpolicyness": "2"}),
+    ("adapter", {"model__lora__rank": "4", "train__optimizer__lr": "1e-2"}),
+    ("two ranks", {"train__num_ranks": "2", "rollout__consumer_batch_size": "4", "rollout__max_concurrent_rollouts": "8"}),
+    ("reference", {"algorithm__kl_loss": "k3", "algorithm__num_minibatches": "2"}),
+])
+def test_a_run_that_was_killed_and_went_on_is_replayed_to_the_bit(
+    tmp_path: Path, model_dir: str, kind: str, settings: dict[str, str],
+) -> None:
+    run = SmallRun(tmp_path, model_dir)
+    arguments = run.arguments(**KEEP, **settings, run__total_steps="16", checkpoint__every_steps="5")
+    with start_offbeat("train", *arguments) as process:
+        try:
+            metrics = run.folder / "metrics.jsonl"
+            wait_until(lambda: process.poll() is not None or (metrics.exists() and len(run.metrics()) >= 8), timeout_s=200)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    done = offbeat("train", *arguments)
+    assert done.returncode == 0, done.stderr
+    replayed = offbeat("replay", str(run.folder))
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    lines = replayed.stdout.splitlines()
+    assert len(lines) == 17 and all("weights" in line and "equal" in line for line in lines[:16]), kind
+
+
+@pytest.mark.drill
+def test_a_run_in_spmd_mode_is_replayed_to_the_bit(tmp_path: Path, model_dir: str) -> None:
+    run = SmallRun(tmp_path, model_dir)
+    done = torchrun("train", *run.arguments(**KEEP, run__total_steps="8", rollout__consumer_batch_size="4"), world=2)
+    assert done.returncode == 0, done.stderr
+    replayed = offbeat("replay", str(run.folder))
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
