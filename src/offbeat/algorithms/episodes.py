@@ -14,7 +14,7 @@ from typing import Self
 
 import numpy as np
 
-from offbeat.data.trajectory import Group, Trajectory, named_rewards, parts_of
+from offbeat.data.trajectory import Group, Trajectory, named_rewards
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +49,7 @@ class Episodes:
         parts, part_groups, part_episodes = [], [], []
         episode = 0
         for position, group in enumerate(groups):
-            for chains in group.usable_episodes:
-                own = parts_of(chains)
+            for own in group.usable_parts:
                 parts += own
                 part_groups += [position] * len(own)
                 part_episodes += [episode] * len(own)

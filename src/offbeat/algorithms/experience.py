@@ -22,7 +22,7 @@ from offbeat.config.objectives import objective_of
 from offbeat.data.batch import Batch, SharedPrompts, any_in_ranges, bounds, over_ranges, take_ranges
 from offbeat.data.expert_routes import join_routes
 from offbeat.data.reward import RIGHT
-from offbeat.data.trajectory import Group, Trajectory, episode_reward, parts_of
+from offbeat.data.trajectory import Group, Trajectory, mean_reward
 from offbeat.errors import DataError, printable
 from offbeat.telemetry.tracker import StatsPart, StatsTracker, combine
 from offbeat.types import PROMPT_VERSION, Version
@@ -192,7 +192,7 @@ def batch_stats(groups: Sequence[Group], *, version: Version, config: AlgorithmC
         config: decides which values credit compares; a group of advantage 0 has equal ones (see `turns.reward_range`).
     """
     everyone = [(chains, verdict.unusable) for group in groups for chains, verdict in zip(group.episodes, group.verdicts, strict=True)]
-    rewards = np.array([episode_reward(chains) for chains, why in everyone if why is None], dtype=np.float64)
+    rewards = np.array([mean_reward(parts) for group in groups for parts in group.usable_parts], dtype=np.float64)
     num_generated = np.array([sum(t.num_generated for t in chains) for chains, _ in everyone], dtype=np.float64)
     usable = np.array([why is None for _, why in everyone], np.bool_)
     lengths = num_generated[usable]
@@ -249,7 +249,7 @@ def _named_rewards(groups: Sequence[Group]) -> dict[str, list[np.ndarray]]:
     found: dict[str, list[np.ndarray]] = {}
     for group in groups:
         of_group: dict[str, list[float]] = {}
-        for part in (part for chains in group.usable_episodes for part in parts_of(chains)):
+        for part in (part for own in group.usable_parts for part in own):
             by_agent = {f"agent_{part.agent}": part.reward} if part.agent else {}
             for name, reward in {**part.chains[0].named_rewards, **by_agent}.items():
                 of_group.setdefault(name, []).append(reward)

@@ -10,7 +10,7 @@ from offbeat.data.batch import Batch
 from offbeat.data.pieces import Pieces
 from offbeat.data.row import Row
 from offbeat.data.stored_rollouts import KeptGroup, KeptTrajectory, KeptTurn, Numbers
-from offbeat.data.trajectory import Group, Trajectory, parts_of
+from offbeat.data.trajectory import Group, Trajectory
 
 _DIGITS = 5
 _KEPT_COLUMNS = ("advantages", "prox_logprobs", "ref_logprobs")
@@ -36,7 +36,7 @@ def trained_columns(groups: Sequence[Group], batch: Batch) -> dict[tuple[int, in
         waiting = sequences.get(position, [])
         places = {id(t): place for place, t in enumerate(group.trajectories)}
         # The sequences of a group stand in this order, without those that were left out.
-        for t in (t for chains in group.usable_episodes for part in parts_of(chains) for t in part.chains):
+        for t in (t for own in group.usable_parts for part in own for t in part.chains):
             if waiting and _is_of(batch, waiting[0], t):
                 own = slice(*batch.target_offsets[[waiting[0], waiting[0] + 1]].tolist())
                 found[position, places[id(t)]] = {name: batch.columns[name][own] for name in names}

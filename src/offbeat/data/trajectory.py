@@ -198,7 +198,7 @@ class Trajectory:
         generated = self.versions[self.loss_mask]
         return int(generated.min()) if generated.size else PROMPT_VERSION
 
-    @property
+    @cached_property
     def prompt_len(self) -> int:
         """Number of tokens before the first generated one."""
         return int(np.argmax(self.loss_mask)) if self.loss_mask.any() else len(self)
@@ -268,7 +268,7 @@ class AgentPart:
     @cached_property
     def turn_reward(self) -> float:
         """Sum of the rewards of its turns."""
-        return math.fsum(turn.reward for t in self.chains for turn in t.turns)
+        return math.fsum(turn.reward for t in self.chains for turn in t.turns) if any(t.turns for t in self.chains) else 0.0
 
     @property
     def reward(self) -> float:
@@ -292,6 +292,8 @@ def named_rewards(parts: Sequence[AgentPart]) -> list[dict[str, float]]:
 
 def parts_of(chains: Sequence[Trajectory]) -> tuple[AgentPart, ...]:
     """Return the parts of an episode's trajectories, one for each agent that played in it."""
+    if len(chains) == 1:
+        return (AgentPart(tuple(chains)),)
     found: dict[str, list[Trajectory]] = {}
     for trajectory in chains:
         found.setdefault(trajectory.agent, []).append(trajectory)
@@ -300,7 +302,12 @@ def parts_of(chains: Sequence[Trajectory]) -> tuple[AgentPart, ...]:
 
 def episode_reward(chains: Sequence[Trajectory]) -> float:
     """Return the reward of an episode with these trajectories: the mean of its agents' rewards, e.g. 0.5 of 1.0 and 0.0."""
-    return fmean(part.reward for part in parts_of(chains))
+    return mean_reward(parts_of(chains))
+
+
+def mean_reward(parts: Sequence[AgentPart]) -> float:
+    """Return the reward of an episode with these parts; see `episode_reward`."""
+    return parts[0].reward if len(parts) == 1 else fmean(part.reward for part in parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -339,7 +346,7 @@ class Group:
             found.setdefault(key, []).append(trajectory)
         return tuple(map(tuple, found.values()))
 
-    @property
+    @cached_property
     def verdicts(self) -> tuple[Trajectory, ...]:
         """For each episode, the trajectory that decides whether it can be trained on: the first that cannot, or else its first."""
         return tuple(next((t for t in chains if t.unusable is not None), chains[0]) for chains in self.episodes)
@@ -349,6 +356,11 @@ class Group:
         """The trajectories of each episode that can be trained on: one whose trajectories all can, since they share its reward."""
         return tuple(chains for chains, verdict in zip(self.episodes, self.verdicts, strict=True) if verdict.unusable is None)
 
+    @cached_property
+    def usable_parts(self) -> tuple[tuple[AgentPart, ...], ...]:
+        """The parts of each usable episode, one for each agent."""
+        return tuple(map(parts_of, self.usable_episodes))
+
     @property
     def usable(self) -> tuple[Trajectory, ...]:
         """The trajectories of the episodes that can be trained on, one episode after the other."""
@@ -357,7 +369,7 @@ class Group:
     @property
     def rewards(self) -> np.ndarray:
         """Rewards of the usable episodes, [E] float32, such as [1.0, 0.0]; with several agents, the mean of theirs."""
-        return np.array([episode_reward(chains) for chains in self.usable_episodes], dtype=np.float32)
+        return np.array(list(map(mean_reward, self.usable_parts)), dtype=np.float32)
 
     def reward_range(self, *, separate: bool, by_agent: bool = False) -> float:
         """Return the largest reward of the usable episodes less the smallest; 0 if there are none.
@@ -367,9 +379,10 @@ class Group:
             by_agent: take the largest range of one agent's rewards.
         """
         found: dict[tuple[str, str], list[float]] = {}
-        parts = [part for chains in self.usable_episodes for part in parts_of(chains)]
-        for part, named in zip(parts, named_rewards(parts), strict=True):
-            for name, reward in (named if separate else {"": part.reward}).items():
+        parts = [part for own in self.usable_parts for part in own]
+        rewards_of = named_rewards(parts) if separate else [{"": part.reward} for part in parts]
+        for part, named in zip(parts, rewards_of, strict=True):
+            for name, reward in named.items():
                 found.setdefault((part.agent if by_agent else "", name), []).append(reward)
         return max((max(rewards) - min(rewards) for rewards in found.values()), default=0.0)
 
