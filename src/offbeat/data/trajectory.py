@@ -101,7 +101,8 @@ class Trajectory:
             self._set(**{name: np.zeros(0, dtype) for name, dtype in DTYPES.items()})
             self._set(num_retries=0, turns=(), malformed_calls=0, routes=None, reason=f"malformed: {fault}")
         reward = check_reward(self.reward)
-        named = reward if isinstance(reward, NamedReward) else check_reward(self.named_rewards)
+        no_names = type(self.named_rewards) is dict and not self.named_rewards  # of most, and a refusal would be written for it
+        named = reward if isinstance(reward, NamedReward) or no_names else check_reward(self.named_rewards)
         # A workflow that replaces the reward by another number has no names for it.
         self._set(named_rewards=named.parts if isinstance(named, NamedReward) and named == reward else {})
         failed = _failures(reward, self.turns)
@@ -118,18 +119,22 @@ class Trajectory:
 
     def _take_arrays(self) -> str:
         """Copy the arrays; returns their fault, or an empty string."""
-        length = None
-        for name, dtype in DTYPES.items():
-            array: np.ndarray | None = None
+        given = {name: getattr(self, name) for name in DTYPES}
+        if all(type(array) is np.ndarray and array.dtype == DTYPES[name] and array.ndim == 1 for name, array in given.items()):
+            arrays = {name: _frozen(array.copy()) for name, array in given.items()}  # as they come from a builder
+        else:
+            arrays = dict[str, np.ndarray]()
             with Caught() as caught:  # user code may pass anything, and numpy may then raise anything
-                array = _vector(getattr(self, name), dtype)
-            if array is None:
-                exc = caught.take()
+                for name, dtype in DTYPES.items():
+                    arrays[name] = _vector(given[name], dtype)
+            if len(arrays) < len(DTYPES):
+                exc, name = caught.take(), list(DTYPES)[len(arrays)]
                 return f"Trajectory.{name} {exc if isinstance(exc, _VectorError) else f'cannot be read: {describe(exc)}'}"
-            length = len(array) if length is None else length
+        length = len(arrays["tokens"])
+        for name, array in arrays.items():
             if len(array) != length:
                 return f"Trajectory.{name} must have shape ({length},) like tokens, got {array.shape}"
-            self._set(**{name: array})
+        self._set(**arrays)
         return ""
 
     def _take_routes(self) -> str:
@@ -246,8 +251,12 @@ def _vector(value: Any, dtype: type) -> np.ndarray:
             vector = given.astype(dtype, copy=True)
         if dtype is not np.float32 and (changed := vector != given).any():
             raise _VectorError(f"must hold numbers of type {dtype.__name__}, got {given[changed][0]}")
-    vector.setflags(write=False)
-    return vector
+    return _frozen(vector)
+
+
+def _frozen(array: np.ndarray) -> np.ndarray:
+    array.setflags(write=False)
+    return array
 
 
 def row_tokens(loss_mask: np.ndarray) -> int:

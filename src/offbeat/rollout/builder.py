@@ -120,6 +120,8 @@ def _flat(ids: Iterable[int] | np.ndarray) -> np.ndarray:
 
     Anything but a row of numbers becomes [L] objects, which `Trajectory` refuses with a reason.
     """
+    if isinstance(ids, np.ndarray) and ids.dtype == DTYPES["tokens"] and ids.ndim == 1:
+        return ids
     listed = ids if isinstance(ids, np.ndarray) else list(ids)
     try:
         array = np.asarray(listed)

@@ -104,7 +104,7 @@ class TrajectoryChecks:
         if t.loss_mask[0]:
             return "malformed", "it begins with a generated token; put its prompt first"
         # Minima and maxima of whole arrays are fast, and clear nearly all trajectories; in the others, each token is checked.
-        if t.tokens.min() < 0 or t.tokens.max() >= self.vocab_size:
+        if t.tokens.view(np.uint32).max() >= self.vocab_size:  # a negative one is large without a sign
             wrong = (t.tokens < 0) | ((t.tokens >= self.vocab_size) & ~(is_image(t.tokens) & ~t.loss_mask))
             at = np.argmax(wrong)
         if t.tokens.min() < 0 or (t.tokens.max() >= self.vocab_size and wrong.any()):
