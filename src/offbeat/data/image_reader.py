@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 
@@ -163,13 +163,13 @@ class ImageReader:
         return tuple(file.read_text() for name in _PROCESSOR_FILES if (file := Path(self._model) / name).is_file())
 
 
-def read_frame(file: BinaryIO) -> bytes:
+def read_frame(file: IO[bytes]) -> bytes:
     """Return the next frame; empty at the end of the stream."""
     head = file.read(HEADER.size)
     return file.read(HEADER.unpack(head)[0]) if len(head) == HEADER.size else b""
 
 
-def write_frame(file: BinaryIO, data: bytes) -> None:
+def write_frame(file: IO[bytes], data: bytes) -> None:
     """Write a frame: its length, and the bytes."""
     file.write(HEADER.pack(len(data)) + data)
     file.flush()

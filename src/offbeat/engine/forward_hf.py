@@ -209,7 +209,7 @@ class HFForward:
             positions[:, row, : whole.shape[1]] = whole
             for image, places in images:
                 new = places >= start
-                parts.append((row * width + places[new] - start, features[image.id][: len(places)][new]))
+                parts.append((row * width + places[new] - start, features[image.id][: len(places)][upload(new, self.device)]))
         embeds = embedded(self._model, tokens.flatten(), parts).unflatten(0, tokens.shape)
         shown = upload(positions, self.device)
         return {"inputs_embeds": embeds, "position_ids": shown if grid else shown[0]}

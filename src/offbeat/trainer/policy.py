@@ -15,7 +15,7 @@ from offbeat.algorithms.objectives import reads_of
 from offbeat.config.model import ModelConfig
 from offbeat.config.train import TrainConfig
 from offbeat.data.batch import Batch, gather_ranges
-from offbeat.data.image_store import ImageStore
+from offbeat.data.image_store import ImageStore, is_image
 from offbeat.data.packing import PackedRow, pack_row
 from offbeat.errors import ModelError
 from offbeat.losses.compose import target_losses
@@ -149,10 +149,14 @@ def score_row(
 
 
 def canary_logprobs(model: nn.Module, tokens: Sequence[int]) -> tuple[float, ...]:
-    """Return the log-probability, at temperature 1 and in the model's own number format, of each token but the first."""
+    """Return the log-probability, at temperature 1 and in the model's own number format, of each token but the first.
+
+    In the place of an image's placeholder it is that of token 0, as engines report it.
+    """
     length = len(tokens)
     batch = Batch.of_next_tokens(
         np.asarray(tokens, np.int32), np.arange(length) > 0, lengths=[length], columns={}, losses=())
+    batch = replace(batch, targets=np.where(is_image(batch.targets), 0, batch.targets))
     return tuple(token_logprobs(model, pack_row(batch, share_prefix=False)).tolist())
 
 
