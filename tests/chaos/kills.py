@@ -26,14 +26,16 @@ _MOMENT_S = 20.0
 _GO_ON_S = 300.0
 _END_S = 300.0
 _LOOK_S = 0.003
+_FATAL = 0.4
+"""Share of kills that end a command; a start of a command takes most of the time."""
 
 COMMON = {
     "checkpoint.every_steps": "7", "checkpoint.keep": "2", "evaluate.every_steps": str(EVALUATE_EVERY), "weights.keep": "2",
-    "rollout.max_concurrent_rollouts": "8", "rollout.max_new_tokens": "16", "telemetry.trace": "false", "inference.num_engines": "2",
-    "inference.probe_interval_s": "0.5", "rollout.reward_workers": "2", "cluster.start_timeout_s": "150",
+    "rollout.max_concurrent_rollouts": "8", "rollout.max_new_tokens": "16", "telemetry.trace": "false", "inference.num_engines": "1",
+    "inference.probe_interval_s": "0.5", "rollout.reward_workers": "1", "cluster.start_timeout_s": "150",
     "inference.start_timeout_s": "150", "dist.sync_timeout_s": "60"}
 MODES: dict[str, dict[str, str]] = {
-    "local": {"train.num_ranks": "2"},
+    "local": {"train.num_ranks": "2", "inference.num_engines": "2", "rollout.reward_workers": "2"},
     "lora": {"model.lora.rank": "4"},
     "spmd": {"run.mode": "spmd"},
     "spmd, all draw": {"run.mode": "spmd", "rollout.single_rank_load": "false", "rollout.consumer_batch_size": "2"},
@@ -87,10 +89,11 @@ class Struck:
 def draw(chance: random.Random, mode: str, *, first: bool) -> Kill:
     """Draw a kill; `first` if the command has just been started."""
     healed = ["reward", "agent"] if mode == "ray" else ["engine", "reward", "agent"]
-    healed = [each for each in healed if (each == "agent") == (mode == "agents") or each == "engine"]
+    healed = [each for each in healed if each == "engine" or (each == "agent") == (mode == "agents")]
     fatal = ["command", "controller"] if mode == "ray" else ["command", "controller", "rank"]
     pairs = [(one, other) for one in (*fatal[1:], *healed) for other in healed] if healed else []
-    victims = chance.choice([(each,) for each in (*fatal, "command", *healed)] + [chance.choice(pairs or [("command",)])])
+    alone = [(each,) for each in ((*fatal, "command") if chance.random() < _FATAL else healed)]
+    victims = chance.choice([*alone, chance.choice(pairs)] if pairs else alone)
     moment = chance.choice([each for each in MOMENTS if first or each != "start-up"])
     return Kill(victims, moment, chance.uniform(0.1, 6.0) if moment == "start-up" else chance.uniform(0.0, 1.5))
 
@@ -136,6 +139,15 @@ class Life:
         """Kill all of its processes."""
         self._kill(("command",))
         self.end()
+
+    def stop_after(self, num_steps: int) -> int | None:
+        """Ask the run to end after so many steps, as a batch system does, and wait; returns its exit code."""
+        self._until(lambda: num_rows(self.run.folder) > num_steps, _START_S)
+        for process in self.command.processes():
+            if role_of(process) == "controller":
+                process.terminate()
+        self.end()
+        return self.command.exit_code
 
     def strike(self, kill: Kill) -> Struck:
         """Kill, and wait until the run goes on or has ended."""

@@ -68,7 +68,7 @@ class Ledger:
         counts: what was not as promised, by kind.
         problems: the same, in words.
         num_tokens: generated tokens of finished groups.
-        num_again: tokens of groups that ran at a kill, at most: they are generated again, if no record has them.
+        num_again: tokens that are generated again, at most: those of groups that ran at a kill, without those that the journal has.
     """
 
     run_dir: Path
@@ -107,7 +107,10 @@ class Ledger:
             here |= {(head, each.prompt_id) for each in groups}
             waiting |= {(head, each) for each in standing.waiting}
             if killed:
-                self.num_again += sum(each not in standing.returned for each in standing.running) * self._of_group
+                kept = {
+                    prompt_id: sum(len(each.tokens) for call in group.calls for each in call.answers)
+                    for prompt_id, group in standing.read_open().items()}
+                self.num_again += sum(max(self._of_group - kept.get(each, 0), 0) for each in standing.running)
         if (last := min(lasts)) < self.last:
             self._find("lost", f"{self.last} steps were done, and {last} are left")
         self.last = max(self.last, last)

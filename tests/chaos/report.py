@@ -19,8 +19,8 @@ _PROMISES = {
     "files": "files left: parts without a name, memory that processes share, versions and checkpoints beyond those that are kept",
     "other": "commands that neither went on nor ended, and runs that did not come to their end"}
 _MODES = {
-    "local": "controller, two train ranks, two engines, two reward processes",
-    "lora": "an adapter, one train rank, two engines", "spmd": "two ranks under `torchrun`; the first draws data for both",
+    "local": "a controller, two train ranks, two engines, two reward processes",
+    "lora": "an adapter, one train rank, one engine", "spmd": "two ranks under `torchrun`; the first draws data for both",
     "spmd, all draw": "two ranks under `torchrun`, each with data and a journal of its own",
     "agents": "episodes of two turns in two processes of the user's code", "ray": "workers are Ray's actors"}
 _MOMENTS = {
@@ -60,7 +60,8 @@ def document(rows: Sequence[Row], *, wanted: int) -> str:
     promises = _table(("promised to be none", "count"), [(text, str(counts[name])) for name, text in _PROMISES.items()])
     share = (
         f"Tokens generated again: at most {again:,} of {tokens + again:,}, {again / max(tokens + again, 1):.1%}: those of groups that ran"
-        f" at a kill, each counted as if it had been whole. It is as much as it is because these runs are killed every few steps: at most"
+        f" at a kill, each counted as if it had been whole, without those of answered calls, which the journal has. It is as much as it is"
+        f" because these runs are killed every few steps: at most"
         f" {again / max(len(rows), 1):.0f} tokens a kill, whatever the time between two kills.")
     modes = _table(
         ("run", "what it is", "kills", "as promised", "seconds a kill, median"), _by(rows, lambda row: row.mode, _MODES))

@@ -29,7 +29,9 @@ _SHARES = {"local": 60, "lora": 30, "spmd": 30, "spmd, all draw": 20, "agents": 
 """Kills in each mode, of 200."""
 _CHAIN = 10
 """Kills of one run folder."""
-_LIFE = 3
+_STOPPED = (1, 130, 143, -15)
+"""Exit codes of a command that was asked to stop before its last step, and of `torchrun`."""
+_LIFE = 5
 """Most kills of one command."""
 
 
@@ -146,18 +148,18 @@ def kill_one(root: Path, model: str, *, mode: str, number: int, num: int, seed: 
 
 
 def finish(run: SmallRun, mode: str, row: Row, ledger: Ledger, shared: set[Path], settings: dict[str, str]) -> Row:
-    """Let the run do three more steps and end; what is not as promised then is added to its last kill."""
-    life = Life(run, mode, **{"run.total_steps": str(ledger.last + 3)} | settings)
-    life.end()
-    before = Counter(ledger.counts), len(ledger.problems)
+    """Let the run do three more steps and end when it is asked to; what is not as promised then is added to its last kill."""
+    life = Life(run, mode, **{"run.total_steps": "1000000"} | settings)
+    code = life.stop_after(ledger.last + 3)
+    before, num = (Counter(ledger.counts), len(ledger.problems)), ledger.last
     ledger.audit(killed=False)
     problems = [*row.problems, *ledger.problems[before[1]:]]
     counts = Counter(row.counts) + (ledger.counts - before[0])
     steps = [each["global_step"] for each in run.metrics()]
-    if life.command.exit_code != 0 or ledger.last != steps[-1] or steps != list(range(1, len(steps) + 1)):
+    if code not in (0, *_STOPPED) or ledger.last < num + 3 or steps != list(range(1, len(steps) + 1)):
         counts["other"] += 1
         said = life.command.stderr.text[-500:]
-        problems.append(f"the run did not come to its end: exit code {life.command.exit_code}, steps {steps}: {said}")
+        problems.append(f"the run did not come to its end: exit code {code}, steps {steps}: {said}")
     if life.command.left:
         counts["processes"] += 1
         problems.append(f"left: {'; '.join(life.command.left)}")

@@ -268,7 +268,7 @@ def test_after_kills_nothing_is_lost_doubled_or_generated_twice_and_redone_steps
     assert [row["global_step"] for row in rows] == list(range(1, 41))
     assert all(row["rollout/staleness_max_versions"] <= int(eta) for row in rows)
     stored = {int(path.name[5:11]): [group["prompt_id"] for group in read_rollouts(path)] for path in run.folder.glob("rollouts/step-*")}
-    assert stored == {step: list(taken[step]) for step in range(1, 41)}
+    assert stored.keys() == set(range(1, 41)) and all(stored[step] == list(prompt_ids) for step, prompt_ids in taken.items())
     trained = Counter(prompt_id for step in range(1, 41) for prompt_id in stored[step])
     assert set(trained.values()) == {1} and len(trained) == 80 and drawn <= trained.keys() | settled and not trained.keys() & settled
     assert version >= 11
@@ -277,17 +277,41 @@ def test_after_kills_nothing_is_lost_doubled_or_generated_twice_and_redone_steps
 
 @pytest.mark.drill
 def test_a_run_without_a_checkpoint_goes_on_from_its_journal(tmp_path: Path, model_dir: str) -> None:
-    run, settings = SmallRun(tmp_path, model_dir), {"checkpoint__every_steps": "0", "checkpoint__every_minutes": "0"}
+    run, settings = SmallRun(tmp_path, model_dir), {"checkpoint__every_steps": "0", "run__total_steps": "12"}
     run_until_killed(run, lambda: num_rows(run) >= 5, **settings)
     before = [group["prompt_id"] for step in range(1, 6) for group in run.groups(step)]
-    with start_offbeat("train", *run.arguments(**SETTINGS | settings | {"run__total_steps": "9"})) as process:
+    with start_offbeat("train", *run.arguments(**SETTINGS | settings)) as process:
         error = process.communicate(timeout=200)[1]
     assert process.returncode == 0, error
-    assert [row["global_step"] for row in run.metrics()] == list(range(1, 10)) and not list(tmp_path.glob("small.*"))
-    trained = [group["prompt_id"] for step in range(1, 10) for group in run.groups(step)]
-    assert trained[: len(before)] == before and len(set(trained)) == 18
+    assert [row["global_step"] for row in run.metrics()] == list(range(1, 13)) and not list(tmp_path.glob("small.*"))
+    trained = [group["prompt_id"] for step in range(1, 13) for group in run.groups(step)]
+    assert trained[: len(before)] == before and len(set(trained)) == 24
     [told] = run.events("recovered")
     assert "from the initial model" in told["text"]
+
+
+ROADS = {
+    "critic": {"algorithm__preset": "ppo", "critic__normalise": "true"},
+    "reference": {"algorithm__kl_loss": "k3", "algorithm__kl_coefficient": "1e-3"},
+    "two ranks": {"train__num_ranks": "2"}}
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("road", ROADS)
+def test_redone_steps_give_the_same_weights_with(tmp_path: Path, model_dir: str, road: str) -> None:
+    run = SmallRun(tmp_path, model_dir)
+    settings = ROADS[road] | {"checkpoint__every_steps": "0", "weights__keep": "100", "run__total_steps": "12"}
+    run_until_killed(run, lambda: num_rows(run) >= 5, **settings)
+    version, folder = newest_weights(run)
+    shutil.copytree(folder, tmp_path / "was")
+    with start_offbeat("train", *run.arguments(**SETTINGS | settings)) as process:
+        error = process.communicate(timeout=200)[1]
+    assert process.returncode == 0, error
+    [again] = (path for path in (run.folder / "weights").glob(f"v{version:08d}-*") if path.name != folder.name)
+    now, then = (load_file(path / "model.safetensors") for path in (again, tmp_path / "was"))
+    assert now.keys() == then.keys() and len(run.events("recovered")) == 1
+    for name, values in then.items():
+        np.testing.assert_allclose(now[name], values, rtol=0, atol=1e-5 if road == "two ranks" else 0, err_msg=name)
 
 
 def check_weights(run: SmallRun, was: Path, version: int) -> None:

@@ -265,11 +265,10 @@ class HeardSample:
 
     def followed_by(self, more: "HeardSample") -> "HeardSample":
         """Return this with the tokens that follow; those of `more` count where both have some."""
-        kept = more.start - self.start
-        joined = (
-            np.concatenate([old[:kept], new])
+        tokens, logprobs, versions = (
+            np.concatenate([old[: more.start - self.start], new])
             for old, new in ((self.tokens, more.tokens), (self.logprobs, more.logprobs), (self.versions, more.versions)))
-        return HeardSample(*joined, self.start, more.finish_reason, more.text, more.routes)
+        return HeardSample(tokens, logprobs, versions, self.start, more.finish_reason, more.text, more.routes)
 
 
 @dataclass(frozen=True, eq=False)
