@@ -21,7 +21,7 @@ GRACE_S = 15.0
 """Seconds after which nothing of a command that has ended may be there; workers notice the end of their parent by themselves."""
 
 EVALUATE_EVERY = 4
-_START_S = 300.0
+_START_S = 600.0
 _MOMENT_S = 20.0
 _GO_ON_S = 300.0
 _END_S = 300.0
@@ -32,8 +32,8 @@ _FATAL = 0.4
 COMMON = {
     "checkpoint.every_steps": "7", "checkpoint.keep": "2", "evaluate.every_steps": str(EVALUATE_EVERY), "weights.keep": "2",
     "rollout.max_concurrent_rollouts": "8", "rollout.max_new_tokens": "16", "telemetry.trace": "false", "inference.num_engines": "1",
-    "inference.probe_interval_s": "0.5", "rollout.reward_workers": "1", "cluster.start_timeout_s": "150",
-    "inference.start_timeout_s": "150", "dist.sync_timeout_s": "60"}
+    "inference.probe_interval_s": "0.5", "rollout.reward_workers": "1", "cluster.start_timeout_s": "600",
+    "inference.start_timeout_s": "600", "dist.sync_timeout_s": "60"}
 MODES: dict[str, dict[str, str]] = {
     "local": {"train.num_ranks": "2", "inference.num_engines": "2", "rollout.reward_workers": "2"},
     "lora": {"model.lora.rank": "4"},
@@ -122,7 +122,7 @@ class Life:
             start += ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
         self.run = run
         self.command = Command([*start, "offbeat", "train", *run.arguments(**given)], env=ENVIRONMENT, logs=[], patterns={})
-        self._thread = threading.Thread(target=self.command.run, kwargs={"timeout_s": 900.0, "grace_s": GRACE_S}, daemon=True)
+        self._thread = threading.Thread(target=self.command.run, kwargs={"timeout_s": 1800.0, "grace_s": GRACE_S}, daemon=True)
         self._start_s = time.monotonic()
         self._thread.start()
 

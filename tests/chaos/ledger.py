@@ -110,7 +110,9 @@ class Ledger:
                 kept = {
                     prompt_id: sum(len(each.tokens) for call in group.calls for each in call.answers)
                     for prompt_id, group in standing.read_open().items()}
-                self.num_again += sum(max(self._of_group - kept.get(each, 0), 0) for each in standing.running)
+                again = sum(max(self._of_group - kept.get(each, 0), 0) for each in standing.waiting)
+                # What waits as it did at the kill before has not been drawn since.
+                self.num_again += again if {(head, each) for each in standing.waiting} - self.waiting else 0
         if (last := min(lasts)) < self.last:
             self._find("lost", f"{self.last} steps were done, and {last} are left")
         self.last = max(self.last, last)

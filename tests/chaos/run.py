@@ -126,6 +126,10 @@ def kill_one(root: Path, model: str, *, mode: str, number: int, num: int, seed: 
             life, of_life = Life(run, mode, **{"run.total_steps": "1000000"} | settings), 0
         kill = draw(chance, mode, first=of_life == 0)
         struck, of_life = life.strike(kill), of_life + 1
+        if not struck.names:  # it had ended by itself, as on an overloaded machine
+            print(f"{mode}: the command ended before the kill: {life.command.stderr.text[-300:]}", flush=True)
+            ledger.audit()
+            continue
         if life.alive and (of_life == _LIFE or len(rows) == num - 1):
             life.end_now()
         tokens, again = ledger.num_tokens, ledger.num_again
