@@ -43,6 +43,14 @@ def test_a_plan_of_a_plan_changes_nothing(tmp_path: Path) -> None:
     assert (again.choices, again.notes) == ((), ())
 
 
+def test_a_plan_has_changes_of_weights_where_the_number_format_that_it_chose_makes_them_few(tmp_path: Path) -> None:
+    given = Config.model_validate({"run": {"name": "a", "dir": str(tmp_path)}, "model": {"dtype": "bfloat16"}})
+    plan = make_plan(given)
+    assert plan.config.weights.whole_every_versions == 20
+    assert Choice("weights.whole_every_versions", "20", "a step changes few weights in bfloat16") in plan.choices
+    assert make_plan(given, trains=False).config.weights.whole_every_versions == "auto"  # nothing is published
+
+
 def test_without_ranks_a_plan_leaves_the_training_step_open() -> None:
     plan = make_plan(Config(), trains=False)
     assert (plan.config.train.precision, plan.config.train.threads, plan.config.inference.threads) == ("auto", 0, 8)
