@@ -53,6 +53,7 @@ COMMANDS = {
     "compare": Command("data and evaluation", "compare", "compare two evaluations or runs, prompt by prompt"),
     "rollouts": Command("runs", "rollouts", "list and read what the policy wrote"),
     "watch": Command("runs", "watch", "show runs as a live page, with every rollout"),
+    "diff": Command("runs", "diff", "find where two runs part, and what changed"),
     "replay": Command("runs", "replay", "train a run's steps again and compare them", needs_train=True),
     "report": Command("runs", "report", "write a run's report as one HTML file"),
     "push": Command("runs", "push", "send a run's model to a Hugging Face hub"),

@@ -179,6 +179,11 @@ class Replay:
         return difference
 
 
+def compares(name: str) -> bool:
+    """Whether a metric of a step follows from its batch and weights alone, as "train/loss" does and "train/mfu" does not."""
+    return name.startswith(_COMPUTED) and name not in TIMES and name not in _OF_ENGINES
+
+
 def compare_metrics(computed: Mapping[str, float], row: Mapping[str, Any]) -> tuple[str, int]:
     """Compare the metrics that a step has computed now with its row.
 
@@ -188,7 +193,7 @@ def compare_metrics(computed: Mapping[str, float], row: Mapping[str, Any]) -> tu
     """
     num = 0
     for name in dict.fromkeys([*row, *computed] if row else ()):
-        if name in TIMES or name in _OF_ENGINES or (name not in computed and not name.startswith(_COMPUTED)):
+        if not compares(name) and (name not in computed or name in TIMES):
             continue
         num += 1
         if name not in row:

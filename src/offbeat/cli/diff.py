@@ -1,0 +1,58 @@
+"""`offbeat diff A B`: the first step, group and token, or metric, at which two runs part, and what changed between them."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from offbeat.cli.common import add_json_argument
+from offbeat.cli.help import HelpFormatter
+from offbeat.errors import ConfigError
+from offbeat.runs.run_difference import compare_runs
+
+_DESCRIPTION = """\
+Compare two runs. It prints the first step at which they part, with the group and token, or the metric; and what changed between their
+settings, data, model, code and versions. The exit status is 0 if they do the same in all steps that both have, 1 if they part.
+"""
+
+_EXAMPLES = """\
+examples:
+  offbeat diff runs/a runs/b
+"""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command `diff` to the parser."""
+    parser = subparsers.add_parser("diff", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=HelpFormatter)
+    parser.add_argument("first", metavar="A", type=Path, help="a run's folder, such as runs/my-run")
+    parser.add_argument("second", metavar="B", type=Path, help="the folder of another run")
+    add_json_argument(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+    """Compare and print.
+
+    Raises:
+        ConfigError: settings were given, or one is not the folder of a run.
+    """
+    if overrides:
+        raise ConfigError(f"diff takes no settings, got --{overrides[0][0]}; runs are compared as they are")
+    found = compare_runs(args.first, args.second)
+    if args.json:
+        print(json.dumps(asdict(found), ensure_ascii=False))
+        return 1 if found.parting else 0
+    for text in found.changed:
+        print(f"changed: {text}")
+    if not found.changed:
+        print("settings, data, model, code and versions are the same, as far as both have them recorded")
+    if found.parting is not None:
+        print(f"they part at step {found.parting.global_step}: {found.parting.text}")
+    else:
+        print(f"they do the same in all {found.num_steps} steps that both have")
+    if found.num_with_groups < found.num_steps:
+        print(
+            f"the groups of {found.num_steps - found.num_with_groups} of {found.num_steps} steps are not in both journals, so that only"
+            ' metrics were compared; checkpoint.journal_keep = "all" keeps them')
+    return 1 if found.parting else 0
