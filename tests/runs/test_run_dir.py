@@ -126,6 +126,10 @@ def test_a_run_without_a_checkpoint_goes_on_by_its_journal_where_nothing_has_cha
     assert prepare_run_dir(config, identity=identity) is None and folder.exists()
     assert prepare_run_dir(config, identity=replace(identity, data="others")) == tmp_path / "small.1" and not config.run_dir.exists()
     config.run_dir.mkdir()
+    (config.run_dir / "config.toml").touch()
+    with RunJournal(folder, identity=b"of another version", tell=pytest.fail) as journal:
+        journal.begin(0, JournalHead(StreamState(), ()), held=[])
+    assert prepare_run_dir(config, identity=identity) is None and not folder.exists()
     begin_journal()
     assert prepare_run_dir(config, identity=identity, num_heads=2) is None and not folder.exists()  # it had only begun
 

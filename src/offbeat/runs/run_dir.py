@@ -19,7 +19,7 @@ from offbeat.controller.supervised import lesson_of
 from offbeat.data import wire
 from offbeat.data.identity import Identity
 from offbeat.disk import discard
-from offbeat.errors import ConfigError, StorageError
+from offbeat.errors import ConfigError, DataError, StorageError
 from offbeat.journal.run_journal import begun_at_start, folder_of
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.run_lock import lock_run
@@ -80,11 +80,14 @@ def prepare_run_dir(
 
 def _is_journaled(run_dir: Path, identity: Identity, *, num_heads: int) -> bool:
     """Whether the run can go on from the initial model by its journal, because nothing has changed."""
-    if (begun := begun_at_start(run_dir)) is None:
-        return False
-    was = SavedState(0, 0, (), identity=wire.decode_json(Identity, begun[0]))
     try:
-        return begun[1] == num_heads and not compare(identity, was, run_dir=run_dir, part=_RL.part)
+        if (begun := begun_at_start(run_dir)) is None or begun[1] != num_heads:
+            return False
+        was = SavedState(0, 0, (), identity=wire.decode_json(Identity, begun[0]))
+    except DataError:  # its records are of another version
+        return False
+    try:
+        return not compare(identity, was, run_dir=run_dir, part=_RL.part)
     except ConfigError:
         return False
 
