@@ -30,11 +30,11 @@ PROMPTS = [[5, 9, 20, 3, 8, 8, 41, 7, 30], [17, 6, 5, 33]]
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True, seed=3, routes=True)
 
 
-def build(folder, model_type: str) -> str:
+def build(folder, model_type: str, **more) -> str:
     """A random model with moderate weights, whose routers are far from even."""
     tokenizer = character_tokenizer()
     tokenizer.save(folder)
-    settings = {**SIZES, **BY_TYPE[model_type].settings, "vocab_size": tokenizer.vocab_size, "eos_token_id": tokenizer.eos_token_id}
+    settings = {**SIZES, **BY_TYPE[model_type].settings, "vocab_size": tokenizer.vocab_size, "eos_token_id": tokenizer.eos_token_id, **more}
     kept = {name: value for name, value in settings.items() if value is not None or name in ("bos_token_id", "sliding_window")}
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -106,6 +106,22 @@ def test_trainer_and_engine_agree_to_1e6_whatever_the_engines_routers_chose(mode
     for share_prefix in (True, False):
         assert gap(model, row_of(outputs, share_prefix=share_prefix), outputs) < 1e-6
     assert gap(model, row_of(outputs, known=False), outputs) > 1e-4
+
+
+def test_the_mismatch_of_a_bfloat16_engine_falls_several_times(tmp_path):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "head_dim": 16, "max_position_embeddings": 256}
+    folder = build(tmp_path, "qwen3_moe", num_experts=16, num_experts_per_tok=4, moe_intermediate_size=32, **sizes)
+    outputs = load_engine(EngineOptions(model=folder, dtype="bfloat16")).generate(PROMPTS, replace(PARAMS, max_new_tokens=60), n=8)
+    model = load_replaying(folder)
+    wanted, kl = np.concatenate([output.logprobs for own in outputs for output in own]), []
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+        for known in (True, False):
+            row = row_of(outputs, known=known)
+            off = token_logprobs(model, row).numpy() - wanted[row.batch_index]
+            kl.append(np.mean(np.exp(off) - 1 - off))
+    assert 0 < 3 * kl[0] < kl[1]
 
 
 def test_the_gradient_of_a_routers_weights_is_that_of_the_replayed_experts(folder_of):
