@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=Path(".models/smolvision"), help="folder of the model")
     parser.add_argument("--pictures", type=Path, default=Path(".models/smolvision-dots"), help="folder of rows and pictures")
     parser.add_argument("--language", help="folder of a pretrained Llama-like language part; a small random one without it")
-    parser.add_argument("--rows", type=int, default=2000, help="rows to train on; a tenth as many are held out")
+    parser.add_argument("--rows", type=int, default=3000, help="rows to train on; a tenth as many are held out")
     args = parser.parse_args()
     make_model(args.model, args.language)
     make_rows(args.pictures / "train.jsonl", args.rows, seed=0)

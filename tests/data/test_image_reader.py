@@ -8,7 +8,9 @@ import pytest
 
 from image_models import file_of, make_folder, picture
 from offbeat.config.data import DataConfig
+from offbeat.config.load import load_config
 from offbeat.config.train import SftConfig
+from offbeat.controller.inputs import open_mixed, read_base
 from offbeat.data.image_reader import images_for
 from offbeat.data.image_sources import ImageLimits, ImageSource
 from offbeat.data.image_store import FIRST_ID, ImageStore
@@ -18,7 +20,7 @@ from offbeat.data.row import Row, parse_record
 from offbeat.data.supervised import Supervision
 from offbeat.data.tokenizer import load_tokenizer
 from offbeat.errors import DataError
-from shared_image_reader import reader_in_process
+from shared_image_reader import ReaderInProcess, reader_in_process
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +96,24 @@ def test_a_model_that_reads_no_images_refuses_them(folder, tmp_path):
     (tmp_path / "processor_config.json").write_text("{}")
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gemma3"}))
     assert images_for(str(tmp_path), ImageStore(tmp_path), ImageLimits()) is None
+
+
+def test_a_bad_image_is_an_unusable_row_with_its_place(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("offbeat.data.image_reader.ImageReader", ReaderInProcess)
+    (tmp_path / "good.png").write_bytes(file_of(picture(0)))
+    (tmp_path / "bad.png").write_bytes(file_of(picture(0))[:300])
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(
+        json.dumps({"prompt": "?", "answer": "3", "images": [f"{name}.png"]}) + "\n" for name in ("good", "bad", "good")))
+    values = {"model.path": str(folder), "data.path": str(rows), "data.heldout_size": "0", "run.dir": str(tmp_path / "runs")}
+    config = load_config(None, list((values | {"data.max_unusable_rows": "1"}).items()))
+    refused = []
+    train, _ = open_mixed(config, read_base(config), supervised=False, refused=refused)
+    assert train.num_rows == 2
+    assert len(refused) == 1 and refused[0].startswith(f"{str(rows)!r}, line 2: image 1 cannot be decoded")
+    with pytest.raises(DataError, match="line 2: image 1 cannot be decoded"):
+        config = load_config(None, list(values.items()))
+        open_mixed(config, read_base(config), supervised=False, refused=[])
 
 
 @pytest.mark.drill

@@ -1,12 +1,13 @@
 """The inputs of a run: model folder, tokenizer and data, read before any process is started so that mistakes show at once. Torch-free."""
 
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from offbeat.config.agent import PLAYS
+from offbeat.config.data import DataConfig
 from offbeat.config.data_sets import weight_of
 from offbeat.config.resume import remembered
 from offbeat.config.rollout import REWARD_MODEL, REWARDS
@@ -22,7 +23,7 @@ from offbeat.data.image_store import ImageStore, images_folder, is_image
 from offbeat.data.mixture import Mixture, RowsOfSet
 from offbeat.data.model_folder import check_model_folder, read_context_length, read_end_token_ids, read_vocab_size
 from offbeat.data.pairs import PairEncoder, Preference, open_pairs
-from offbeat.data.prompt import check_lengths, messages_of, sft_sequence
+from offbeat.data.prompt import check_images, check_lengths, messages_of, sft_sequence
 from offbeat.data.reward_model import JudgedPairEncoder, choose_padding, open_reward_folder, plain, reads_chats
 from offbeat.data.row import Row
 from offbeat.data.supervised import Supervision
@@ -159,7 +160,7 @@ def open_mixed(
         answered = needs_answer(config, supervised=supervised)
         opened = open_datasets(
             config.data, seed=config.run.seed, needs_answer=answered, refused=refused,
-            check=check_row(base.tokenizer, config.data, answered=answered))
+            check=_check_of(base.tokenizer, config.data, answered=answered))
         if supervised or config.rollout.workflow not in PLAYS:
             check_system_prompt(config, base, opened[0].row(0))
         return opened
@@ -175,6 +176,18 @@ def open_mixed(
         heldout.extend(held.row(index) for index in range(held.num_rows or 0))
     weights = {name: weight_of(name, table) for name, table in config.data.sets.items()}
     return Mixture(train, weights, config.run.seed, config.data.shuffle), ListDataset(tuple(heldout))
+
+
+def _check_of(tokenizer: Tokenizer, data: DataConfig, *, answered: bool) -> Callable[[Row, str], None]:
+    """Return a check that refuses a row with an image that cannot be used, or as `check_row`."""
+    knows = check_row(tokenizer, data, answered=answered)
+
+    def check(row: Row, where: str) -> None:
+        check_images(row, tokenizer, where)
+        if knows is not None:
+            knows(row, where)
+
+    return check
 
 
 def needs_answer(config: Config, *, supervised: bool) -> bool:
@@ -214,7 +227,7 @@ def _read_set(name: str, config: Config, base: Base, run: RunInputs) -> RunInput
         answered = needs_answer(own, supervised=False)
         rows = open_set(
             own.data, of_run=config.data, heldout=run.heldout, most=own.evaluate.num_prompts, seed=config.run.seed, needs_answer=answered,
-            refused=refused, check=check_row(base.tokenizer, own.data, answered=answered))
+            refused=refused, check=_check_of(base.tokenizer, own.data, answered=answered))
         base = replace(base, tokenizer=give_template(base.tokenizer, own))
         if own.rollout.workflow not in PLAYS:
             check_system_prompt(own, base, rows.row(0))

@@ -45,7 +45,8 @@ REFUSED: dict[str, str] = {
 
 MEANINGS: dict[str, str] = {
     "`role`, or `from`": "who says it; see the table of roles",
-    "`content`, or `value`": "the text, or parts that are all text; parts of the type `thinking` are the assistant's thoughts",
+    "`content`, or `value`": "the text, or parts of text; parts of the type `thinking` are the assistant's thoughts, and"
+    " [images](images.md) are others",
     "`reasoning_content`, `reasoning`, `thinking`": "the assistant's thoughts; the chat template is given all three names",
     "`tool_calls`": "the assistant's calls, each with a `name` and `arguments`, alone or below `function`; arguments are an object or its"
     " JSON text, and the chat template is given them in the form that it takes",

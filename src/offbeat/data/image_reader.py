@@ -84,6 +84,13 @@ class ImageReader:
         self._known[source] = stamp, image
         return image
 
+    def read_all(self, sources: Sequence[ImageSource], *, where: str) -> list[StoredImage]:
+        """Return the images of a row; raises DataError if there are too many, or one cannot be used."""
+        if len(sources) > self._limits.max_images:
+            raise DataError(
+                f"{where} has {len(sources)} images, allowed are data.max_images = {self._limits.max_images}; leave some out or raise it")
+        return [self.read(source, f"{where}: image {number}") for number, source in enumerate(sources, start=1)]
+
     def expand(
         self, tokens: Sequence[int] | np.ndarray, images: Sequence[ImageSource], *, where: str = "a row",
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -99,16 +106,13 @@ class ImageReader:
             DataError: the numbers differ, there are too many, or an image cannot be used.
         """
         given = np.asarray(tokens, np.int64)
-        if len(images) > self._limits.max_images:
-            raise DataError(f"{where} has {len(images)} images, allowed are data.max_images = {self._limits.max_images}")
         places = np.flatnonzero(given == self.token_id)
         if len(places) != len(images):
             raise DataError(
                 f"the prompt of {where} has {len(places)} image tokens for its {len(images)} images; its text must not spell the token out,"
                 " and the chat template must write one for each image")
         parts, origins, done = [], [], 0
-        for number, (place, source) in enumerate(zip(places.tolist(), images, strict=True), start=1):
-            image = self.read(source, f"{where}: image {number}")
+        for place, image in zip(places.tolist(), self.read_all(images, where=where), strict=True):
             parts += [given[done:place], image.tokens]
             origins += [np.arange(done, place), np.full(len(image.tokens), place)]
             done = place + 1

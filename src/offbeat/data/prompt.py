@@ -37,12 +37,29 @@ def render(row: Row, tokenizer: Tokenizer, config: DataConfig) -> list[int]:
     return ids if tokenizer.images is None else tokenizer.images.expand(ids, row.images)[0].tolist()
 
 
+def check_images(row: Row, tokenizer: Tokenizer, where: str) -> None:
+    """Read the images of a row, which are kept then.
+
+    Raises:
+        DataError: one cannot be used, there are too many, or the model reads none.
+    """
+    if not row.images:
+        return
+    if tokenizer.images is None:
+        raise DataError(f"{where} {_unread(row, tokenizer)}")
+    tokenizer.images.read_all(row.images, where=where)
+
+
 def check_reads(row: Row, tokenizer: Tokenizer) -> None:
     """Raise DataError if a row has images and they are not read for the model."""
     if row.images and tokenizer.images is None:
-        raise DataError(
-            f"the row has {len(row.images)} images, which are not read for {tokenizer.name!r}: they are for models of the types"
-            f" {', '.join(FAMILIES)} in a folder with their processor; leave them out, or give another model.path")
+        raise DataError(f"the row {_unread(row, tokenizer)}")
+
+
+def _unread(row: Row, tokenizer: Tokenizer) -> str:
+    return (
+        f"has {len(row.images)} images, which are not read for {tokenizer.name!r}: they are for models of the types"
+        f" {', '.join(FAMILIES)} in a folder with their processor; leave them out, or give another model.path")
 
 
 def messages_of(row: Row, config: DataConfig) -> tuple[Message, ...] | None:
