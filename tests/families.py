@@ -11,7 +11,7 @@ import tempfile
 import textwrap
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from family_table import FAMILIES, SIZES, Family
+from offbeat.config.model import ModelConfig
 from offbeat.config.train import TrainConfig
 from offbeat.data.batch import Batch, SharedPrompts
 from offbeat.data.packing import pack_row
@@ -36,7 +37,7 @@ from offbeat.model.hf_io import read_safetensors
 from offbeat.model.logprobs import packs_rows, token_logprobs
 from offbeat.model.lora import AdapterBank
 from offbeat.model.peft_io import Adapter
-from offbeat.trainer.policy import load_policy
+from offbeat.trainer.policy import let_replay, load_policy
 from offbeat.trainer.snapshots import ModelSnapshot
 from offbeat.trainer.state import full_state
 
@@ -47,7 +48,7 @@ SAMPLES = [(0, [8, 19, 2, 60, 11, 45, 13]), (0, [21, 7, 9]), (1, [5, 30, 44, 6, 
 
 SEQUENCES = [PROMPTS[prompt] + answer for prompt, answer in SAMPLES]
 TOLERANCE = 2e-4
-YES = "yes"
+YES, NONE = "yes", "–"
 COLUMNS = {
     "packed": (
         "Trainer, packed", "Several sequences in one row, with shared prompts and without (the default). Log-probabilities are those of"
@@ -64,6 +65,9 @@ COLUMNS = {
     "lora": (
         "LoRA", "An adapter over all linear layers, in the trainer and in the embedded engine where that serves the model. Experts that"
         " transformers fuses into one tensor are not linear layers and stay as they are."),
+    "routes": (
+        "Experts replayed", "With `model.route_replay = \"rollout\"`, the trainer's packed rows use the experts that the embedded engine"
+        " used ([routers](algorithms.md#replayed-experts)). A dash is a model without experts."),
 }
 
 
@@ -133,6 +137,8 @@ def try_all(family: Family) -> dict[str, str]:
 
 
 def _cell(trial: Trial, check: Callable[[Trial], None]) -> str:
+    if check is check_routes and not any("expert" in name for name in trial.family.settings):
+        return NONE
     try:
         check(trial)
     except ModelError as exc:
@@ -213,7 +219,23 @@ def check_lora(trial: Trial) -> None:
         _compare(_scored(forward, adapter), expected)
 
 
-CHECKS = {"packed": check_packed, "unpacked": check_unpacked, "fast": check_fast, "hf": check_hf, "names": check_names, "lora": check_lora}
+@torch.inference_mode()
+def check_routes(trial: Trial) -> None:
+    """The experts that the engine used for a prompt are those of the trainer; others give other numbers."""
+    policy = let_replay(load_policy(trial.folder, config=TrainConfig(share_prefix=False)), ModelConfig(route_replay="rollout"))
+    forward, lengths = trial.engine("hf"), np.array(list(map(len, SEQUENCES)))
+    cache = SlotCache(forward.cache_shape, device=forward.device, max_slots=len(SEQUENCES), max_positions=64)
+    tokens = torch.tensor([sequence + [0] * (lengths.max() - len(sequence)) for sequence in SEQUENCES])
+    forward.prefill(tokens, cache.prefill(np.arange(len(SEQUENCES)), starts=np.zeros_like(lengths), lengths=lengths))
+    routes = np.concatenate([own[:length].numpy() for own, length in zip(cache.routes(), lengths, strict=True)])
+    _compare(_trained(policy, share_prefix=True, routes=routes), _answers(trial.expected))
+    changed = torch.cat(_trained(policy, share_prefix=True, routes=(routes + 1) % 2))
+    assert (changed - torch.cat(_answers(trial.expected))).abs().max() > 10 * TOLERANCE
+
+
+CHECKS = {
+    "packed": check_packed, "unpacked": check_unpacked, "fast": check_fast, "hf": check_hf, "names": check_names, "lora": check_lora,
+    "routes": check_routes}
 assert list(CHECKS) == list(COLUMNS)
 
 
@@ -250,9 +272,9 @@ def _batch(chosen: list[int]) -> Batch:
 
 
 @torch.no_grad()
-def _trained(policy: PreTrainedModel, *, share_prefix: bool) -> list[torch.Tensor]:
-    """Log-probabilities of the answers, all in one row."""
-    row = pack_row(_batch(list(range(len(SAMPLES)))), share_prefix=share_prefix)
+def _trained(policy: PreTrainedModel, *, share_prefix: bool, routes: np.ndarray | None = None) -> list[torch.Tensor]:
+    """Log-probabilities of the answers, all in one row; `routes` [T, K] are the experts of all sequences' tokens."""
+    row = pack_row(replace(_batch(list(range(len(SAMPLES)))), routes=routes), share_prefix=share_prefix)
     return list(token_logprobs(policy, row).split([len(answer) for _, answer in SAMPLES]))
 
 
@@ -339,8 +361,8 @@ def document(cells: dict[str, dict[str, str]]) -> str:
 
 def _shown(cell: str, notes: dict[str, int]) -> str:
     """"yes", or the number of its sentence; sentences that differ in names alone share one."""
-    if cell == YES:
-        return YES
+    if cell in (YES, NONE):
+        return cell
     note = re.sub(r"\w+(ForCausalLM|LMHeadModel|Attention)\b", "The model", cell)
     note = re.sub(r" \(model type '\w+'\)", "", re.sub(r"has \w+ layers", "has layers of another kind than attention", note))
     note = note[0].upper() + note[1:] + "."

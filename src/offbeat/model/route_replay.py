@@ -114,11 +114,11 @@ def replay_routes(model: PreTrainedModel) -> None:
     """
     name, routers = type(model).__name__, find_routers(model)
     if not routers:
-        raise ModelError(f'model.route_replay must be "off" for {name}, which has no routers of experts to replay; leave it out')
+        raise ModelError(f'{name} has no routers of experts to replay; set model.route_replay to "off"')
     if len({_top_k(router) for router in routers}) > 1:
-        raise ModelError(f'model.route_replay must be "off" for {name}, whose layers use different numbers of experts; leave it out')
+        raise ModelError(f'{name} uses different numbers of experts in its layers; set model.route_replay to "off"')
     if why := _why_not(routers[0], model):
-        raise ModelError(f'model.route_replay must be "off" for {name}: {why}; leave it out')
+        raise ModelError(f'{name} cannot replay experts: {why}; set model.route_replay to "off"')
     layers = _layers_of(model, routers)
     num_layers, top_k = model.config.get_text_config().num_hidden_layers, _top_k(routers[0])
     for place, (layer, router) in enumerate(zip(layers, routers, strict=True)):

@@ -97,7 +97,7 @@ def let_replay(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
         return model
     if not packs_rows(model):
         raise ModelError(
-            f'model.route_replay must be "off" for {type(model).__name__}, whose sequences run one by one; leave it out')
+            f'{type(model).__name__} cannot replay experts, because its sequences run one by one; set model.route_replay to "off"')
     replay_routes(model)
     return model
 
