@@ -192,9 +192,9 @@ _RAW_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, In
 
 def _why_not(router: nn.Module, model: PreTrainedModel) -> str:
     """Return why the choice of a router cannot be replaced; empty if it can."""
-    kind, fresh, states, plain = type(router).__name__, None, _states(router), None
+    kind, fresh, states, plain = type(router).__name__, None, None, None
     with _own_code():
-        fresh = _fresh(router, model)
+        fresh, states = _fresh(router, model), _states(router)
         plain = fresh(states)
     if fresh is None:
         return f"a {kind} cannot be made by itself to be checked"
