@@ -60,7 +60,8 @@ class World:
         settings: of the run, by "section.key".
         num_rows: rows of the data set that are trained on.
         turns: times an episode asks the engine.
-        token_s, train_s, stage_s, write_s, start_s: mean time of a token, a step, a staging, a writing of weights, a start of a process.
+        token_s, train_s, stage_s, prove_s, write_s, start_s: mean time of a token, a step, a staging, a proof, a writing of weights, a
+            start of a process.
         straggler: share of requests that take ten times as long.
         reward_fails: share of failed rewards.
         goes_on: whether an engine finishes what it was asked although nobody waits any more.
@@ -74,6 +75,7 @@ class World:
     token_s: float
     train_s: float
     stage_s: float
+    prove_s: float
     write_s: float
     start_s: float
     straggler: float
@@ -126,16 +128,26 @@ def draw(seed: int) -> World:
         "telemetry.rollouts_every_steps": rng.choice([0, 0, 1]), "telemetry.trace": False,
         "train.threads": 1, "inference.threads": 1,
     }
+    more = random.Random(f"{seed} more")  # what was added later leaves the other draws of a number as they are
     world = World(
         seed=seed, settings=settings, num_rows=rng.choice([5, 9, 40]), turns=turns, token_s=rng.choice([0.05, 0.5, 3]),
-        train_s=rng.choice([1, 10, 30]), stage_s=rng.choice([0.1, 5, 30]), write_s=rng.choice([0.2, 3]), start_s=rng.choice([0.5, 5]),
+        train_s=rng.choice([1, 10, 30]), stage_s=rng.choice([0.1, 5, 30]),
+        prove_s=more.choice([0.05, 5, 20]), write_s=rng.choice([0.2, 3]), start_s=rng.choice([0.5, 5]),
         straggler=rng.choice([0, 0.05, 0.2]), reward_fails=rng.choice([0, 0, 0.05]), goes_on=rng.random() < 0.5, faults=())
-    return replace(world, faults=_draw_faults(world, rng))
+    faults = _draw_faults(world, rng)
+    if more.random() < 0.2:
+        faults = (*faults, Fault(0, round(more.uniform(0.2, 1) * _span_s(world), 2), "engine_lies", more.randrange(num_engines), 100.0))
+    return replace(world, faults=faults)
+
+
+def _span_s(world: World) -> float:
+    """Return about how long the run takes without faults."""
+    return 10 + world.num_steps * (world.train_s + 8 * world.token_s * world.turns + world.stage_s)
 
 
 def _draw_faults(world: World, rng: random.Random) -> tuple[Fault, ...]:
     settings = world.settings
-    span_s = 10 + world.num_steps * (world.train_s + 8 * world.token_s * world.turns + world.stage_s)
+    span_s = _span_s(world)
     faults, life = [], 0
     others = [kind for kind in KINDS if kind not in ENDS_LIFE]
     for _ in range(rng.choice([0, 1, 2, 3, 5])):

@@ -144,7 +144,7 @@ class StandInEngine:
             for index, length in enumerate(lengths)]}
 
     async def _prove(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        await self._life.takes(0.05)
+        await self._life.takes(self._life.world.prove_s)
         version, fingerprint = self._weights
         if adapter := body.get("adapter"):
             if adapter not in self._adapters:
