@@ -6,6 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy.ma  # noqa: F401  (this and the next are imported here once, and not in each life)
+
+import worlds.given  # noqa: F401
+from offbeat.runs import assemble  # noqa: F401
+from offbeat.workers import local  # noqa: F401
 from worlds.account import violations
 from worlds.drawn import World, draw
 from worlds.life import live

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from worlds.drawn import Fault, World, draw
 from worlds.explore import shrink
 
@@ -24,14 +26,15 @@ def ledger(folder: Path, seed: int) -> list[dict[str, Any]]:
 
 
 def test_runs_do_as_promised_in_the_first_worlds(tmp_path: Path) -> None:
-    done = worlds("--count", "25", "--processes", "1", "--folder", str(tmp_path))
+    done = worlds("--count", "16", "--processes", "1", "--folder", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
-    assert (told["worlds"], told["failed"]) == (25, 0)
-    again = worlds("--count", "25", "--processes", "1", "--folder", str(tmp_path))
-    assert json.loads(again.stdout.splitlines()[-1])["lived_before"] == 25, "a call that was cut off is gone on with"
+    assert (told["worlds"], told["failed"]) == (16, 0)
+    again = worlds("--count", "16", "--processes", "1", "--folder", str(tmp_path))
+    assert json.loads(again.stdout.splitlines()[-1])["lived_before"] == 16, "a call that was cut off is gone on with"
 
 
+@pytest.mark.drill
 def test_a_planted_defect_is_found_in_a_world_that_replays_exactly_and_shrinks(tmp_path: Path) -> None:
     found = worlds("--mutant", "newest_version_stamped", "--processes", "1", "--folder", str(tmp_path))
     assert found.returncode == 0, found.stdout + found.stderr
