@@ -1,0 +1,49 @@
+"""Whole runs on images: fine-tuned, then improved by GRPO, resumed, and exported with the processor."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+from image_models import dots, make_folder
+from offbeat.cli.main import main
+from offbeat.data.image_store import FIRST_ID
+
+
+def write_rows(folder: Path, count: int) -> Path:
+    """Write rows of pictures with dots, and how many there are."""
+    rows = []
+    for number in range(count):
+        dots(1 + number % 3, "red", number).save(folder / f"{number}.png")
+        question = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "how many?"}]}
+        rows.append({"messages": [question], "images": [f"{number}.png"], "answer": str(1 + number % 3)})
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl"])
+def test_a_model_that_reads_images_is_taught_improved_resumed_and_exported(tmp_path, family, capsys):
+    model, rows = make_folder(tmp_path / "model", family), write_rows(tmp_path, 24)
+    common = [f"--run.dir={tmp_path / 'runs'}", f"--data.path={rows}", "--data.heldout_size=4", "--evaluate.num_prompts=4",
+              "--rollout.max_new_tokens=4", "--rollout.reward=exact_match", "--inference.max_context=128"]
+    assert main(["sft", f"--model.path={model}", "--run.name=sft", "--sft.total_steps=3", "--sft.batch_size=8", *common]) == 0
+    export = tmp_path / "runs" / "sft" / "export"
+    grpo = ["train", f"--model.path={export}", "--run.name=grpo", "--rollout.group_size=4", "--rollout.consumer_batch_size=2",
+            "--checkpoint.every_steps=1", *common]
+    assert main([*grpo, "--run.total_steps=2"]) == 0
+    assert main([*grpo, "--run.total_steps=3"]) == 0
+    run = tmp_path / "runs" / "grpo"
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps if "train/tokens" in step] == [1, 2, 3]
+    reloaded = AutoModelForImageTextToText.from_pretrained(run / "export")
+    assert reloaded.config.model_type == family
+    AutoImageProcessor.from_pretrained(run / "export", backend="pil")
+    stored = list((tmp_path / "runs" / ".images").glob("*.image"))
+    assert 24 >= len(stored) > 3
+    assert all(int(path.stem) >= FIRST_ID for path in stored)
+    capsys.readouterr()
+    assert main(["data", "show", f"--model.path={export}", "-n", "1", *common]) == 0
+    assert "<image 32x32 " in capsys.readouterr().out
