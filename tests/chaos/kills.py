@@ -154,7 +154,7 @@ class Life:
         met = self._wait_for(kill)
         rows = num_rows(self.run.folder)
         names = self._kill(kill.victims)
-        if kill.is_healed and names:
+        if kill.is_healed and names and "command" not in names:
             went_on = self._until(lambda: num_rows(self.run.folder) > rows, _GO_ON_S)
             problems = () if went_on else ("it did not go on",)
             return Struck(met, names, went_on, None if self.alive else self.command.exit_code, problems)

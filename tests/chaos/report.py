@@ -63,6 +63,8 @@ def document(rows: Sequence[Row], *, wanted: int) -> str:
         f" at a kill, each counted as if it had been whole, without those of answered calls, which the journal has. It is as much as it is"
         f" because these runs are killed every few steps: at most"
         f" {again / max(len(rows), 1):.0f} tokens a kill, whatever the time between two kills.")
+    if not again:
+        share = "How many tokens were generated again is not known: these kills were made before they were counted."
     modes = _table(
         ("run", "what it is", "kills", "as promised", "seconds a kill, median"), _by(rows, lambda row: row.mode, _MODES))
     moments = _table(("moment", "when", "kills", "as promised", "seconds a kill, median"), _by(rows, lambda row: row.was, _MOMENTS))

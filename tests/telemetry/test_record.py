@@ -34,6 +34,14 @@ def test_everything_that_is_recorded_is_in_the_folder(tmp_path: Path) -> None:
     assert run.log_dir.is_dir()
 
 
+def test_files_that_a_killed_process_had_begun_are_removed(tmp_path: Path) -> None:
+    part = tmp_path / "a" / "evaluations" / ".step-000032.jsonl.zst.part"
+    part.parent.mkdir(parents=True)
+    part.touch()
+    with record(tmp_path / "a"):
+        assert not part.exists()
+
+
 def test_empty_logs_are_gone_at_the_end_and_others_stay(tmp_path: Path) -> None:
     with record(tmp_path / "a") as run:
         (run.log_dir / "sums").mkdir()

@@ -59,6 +59,9 @@ class RunRecord:
         except OSError as exc:
             raise StorageError(f"cannot write the run folder {run_dir}: {exc.strerror}; free space or set run.dir") from exc
         self._lock: RunLock | None = lock_run(run_dir)
+        for folder in (run_dir, run_dir / "rollouts", run_dir / "evaluations"):
+            for part in folder.glob(".*.part"):  # of a process that was killed while it wrote
+                part.unlink(missing_ok=True)
         self.events = EventLog(run_dir / "events.jsonl")
         self.tracer = Tracer(run_dir / "trace.json" if trace else None, tell=console.note)
         self._metrics = JsonLinesSink(run_dir / "metrics.jsonl")
