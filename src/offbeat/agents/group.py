@@ -10,6 +10,7 @@ from offbeat.data.row import Row
 from offbeat.data.trajectory import Trajectory, failed_trajectory
 from offbeat.errors import describe
 from offbeat.rollout.episode import Episode, accounted
+from offbeat.rollout.randomness import of_sample
 from offbeat.user_code.boundary import Caught
 
 _TRIES = 2
@@ -37,7 +38,7 @@ async def play_group(episode: Episode, workflow: PlaysEpisodes) -> list[Trajecto
             own = accounted(episode, account)
             for _ in range(_TRIES):
                 with Caught() as caught:
-                    return await workflow.play_episode(own, index)
+                    return await workflow.play_episode(of_sample(own, index), index)
                 if not isinstance(caught.error, LostError):
                     break
         error = caught.take()

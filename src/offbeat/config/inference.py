@@ -52,6 +52,11 @@ class InferenceConfig(Section):
         "Compute each token of the embedded engine to the same bits whatever else is in its batch, so that a synchronous run on one rank "
         "and one engine repeats bit for bit; costs 2 to 16 % of its time in decoding. In float32 on CPUs, by the direct forward alone. "
         "auto does so, where it can, with rollout.max_head_offpolicyness = 0.", on_resume=Change.TOLD)
+    seeded_requests: bool = field(
+        False,
+        "Send a seed with each request of training, a function of run.seed, the prompt, its try, the sample and the turn, so that sampled "
+        "tokens do not depend on engines, routing and retries; with batch_invariant, nor on rounding. Off, engines draw their own.",
+        on_resume=Change.TOLD)
     max_prefill_per_round: int = field(
         512,
         "Prompt tokens that the embedded engine computes in a round beside samples that decode; a longer prompt takes several rounds. "

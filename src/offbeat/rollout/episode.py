@@ -43,6 +43,7 @@ class Episode:
         measured: takes numbers by name that were measured of one sample beside its reward; their means over a step are metrics.
         timeout_s: seconds for the group, `rollout.episode_timeout_s`.
         engines: the clock on which they stand still while engines sleep.
+        seed: of the random numbers of its samples; None leaves them to the engines.
         account: opens the account of where the time of an episode goes, by its index in the group; `accounted` keeps it.
     """
 
@@ -58,6 +59,7 @@ class Episode:
     measured: Callable[[Mapping[str, float]], None] = lambda _metrics: None
     timeout_s: float = 7 * 86_400.0
     engines: HaltingClock = field(default_factory=HaltingClock)
+    seed: int | None = None
     account: Callable[[int], Account] = lambda _index: Account()
 
 

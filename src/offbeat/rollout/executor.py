@@ -38,6 +38,7 @@ from offbeat.rollout.holdup import HoldupGuard
 from offbeat.rollout.idle import IdleListener, IdleMeter, NoListener
 from offbeat.rollout.outcomes import GroupFailure, GroupListener, Kind, Outcomes, RolloutListener, Settled, screen
 from offbeat.rollout.player import CALLERS, GroupPlayer, RolloutParts
+from offbeat.rollout.randomness import mixed
 from offbeat.rollout.staleness import Gate
 from offbeat.telemetry.tracker import StatsPart, combine
 from offbeat.types import Version
@@ -64,6 +65,7 @@ class RolloutExecutor:
         self._stream = stream
         self._config = config
         self._dynamic = parts.dynamic
+        self._seed = parts.seed
         self._checks = parts.checks
         self._accounts = parts.accounts
         self._listener = listener = listener or RolloutListener()
@@ -276,8 +278,11 @@ class RolloutExecutor:
             self._changed.set()
 
     async def _play(self, prompt_id: str, row: Row, version: Version) -> None:
+        sampling = self.sampling
+        if self._seed is not None:  # another try samples other tokens, as the same ones may fail again
+            sampling = replace(sampling, seed=mixed(self._seed, prompt_id, self._num_tries[prompt_id]))
         group, failure = await self._player.play(
-            prompt_id, row, self._config.group_size, self.sampling, version=version, accounts=self._accounts, calls=self._calls)
+            prompt_id, row, self._config.group_size, sampling, version=version, accounts=self._accounts, calls=self._calls)
         if self._tasks.get(prompt_id) is not asyncio.current_task():
             return  # cancelled, but user code swallowed that; by now this prompt belongs to another task
         played = self._check(group)

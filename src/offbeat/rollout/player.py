@@ -31,6 +31,7 @@ from offbeat.rollout.dynamic import DynamicSampling
 from offbeat.rollout.episode import Episode, Workflow
 from offbeat.rollout.idle import IdleMeter
 from offbeat.rollout.outcomes import GroupFailure, Kind, RolloutListener, failure_of, failure_to_ask, unwrap
+from offbeat.rollout.randomness import seeded
 from offbeat.rollout.trajectory_checks import ANY, TrajectoryChecks, members
 from offbeat.types import Version
 from offbeat.user_code.boundary import Caught
@@ -64,6 +65,7 @@ class RolloutParts:
         accounts: adds up the time of episodes, except in `rollout_batch`.
         has_places: whether episodes wait for a place of user code when they are off the clock.
         engines: the clock that engines halt while they sleep, so that deadlines of episodes stand still.
+        seed: of the random numbers of training's requests; None leaves them to the engines.
     """
 
     workflow: Workflow
@@ -74,6 +76,7 @@ class RolloutParts:
     accounts: Accounts = field(default_factory=Accounts)
     has_places: bool = False
     engines: HaltingClock = field(default_factory=HaltingClock)
+    seed: int | None = None
 
 
 class GroupPlayer:
@@ -97,6 +100,7 @@ class GroupPlayer:
         """Play one group.
 
         Args:
+            sampling: its seed is that of the group, on which those of requests depend.
             version: at which it is admitted.
             accounts: adds up the times of the group's episodes.
             calls: record the group's calls of engines; None records none.
@@ -105,11 +109,13 @@ class GroupPlayer:
             The group, and why it failed. A failure is data: the group has the reason in place of trajectories.
         """
         with Caught() as caught:
-            episode = self._make_episode(row, group_size, sampling)
+            episode = self._make_episode(row, group_size, replace(sampling, seed=None))
         if isinstance(exc := caught.error, Exception):  # the tokenizer or the chat template cannot handle the prompt
             return Group(prompt_id, version, rejected=describe(exc)), failure_to_ask(exc)
         if calls is not None:
             episode = calls.watched(prompt_id, episode)
+        if sampling.seed is not None:
+            episode = seeded(episode, sampling.seed)
         here = Path.cwd()
         try:
             with Caught() as caught:  # any error of a workflow rejects only its own group

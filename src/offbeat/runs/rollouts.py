@@ -166,7 +166,8 @@ class EngineRollouts:
             workflow=self.user_code.workflow, make_episode=self._episode, accept=accept, dynamic=dynamic,
             checks=TrajectoryChecks(self.inputs.vocab_size, lambda trajectory: self._too_long(trajectory.row_tokens)),
             accounts=Accounts(record.tracer.add if self.config.telemetry.trace else None, tell=record.console.note),
-            has_places=config.workflow in PLAYS, engines=self.engines)
+            has_places=config.workflow in PLAYS, engines=self.engines,
+            seed=self.config.run.seed if self.config.inference.seeded_requests else None)
         listener = RecordedRollouts(
             record, stream, Pieces(self.inputs.tokenizer), keeps_rejected=bool(self.config.telemetry.rollouts_every_steps),
             journal=self.journal)
