@@ -19,6 +19,7 @@ class EngineKind:
         splits: whether it divides a model over several devices (`inference.devices_per_engine`).
         batch_invariant: whether it can compute a token to the same bits in every batch (`inference.batch_invariant`).
         gives_routes: whether it returns the experts that each token used (`model.route_replay`).
+        reads_images: whether it takes prompts with ids of images (`data.image_store`).
         reports_context: whether it can serve one of `serve.sampling_models`, which have to say how long their context is.
         setup: command that makes the environment in which it is installed; "" if the user does.
     """
@@ -32,6 +33,7 @@ class EngineKind:
     splits: bool = False
     batch_invariant: bool = False
     gives_routes: bool = False
+    reads_images: bool = False
     reports_context: bool = False
     setup: str = ""
 
@@ -39,7 +41,7 @@ class EngineKind:
 ENGINE_KINDS: Mapping[str, EngineKind] = MappingProxyType({
     "embedded": EngineKind(
         inside=True, takes_changes=True, changes_in_place=True, takes_broadcasts=True, sleeps=True, quantises=True, batch_invariant=True,
-        gives_routes=True, reports_context=True),
+        gives_routes=True, reads_images=True, reports_context=True),
     "vllm": EngineKind(
         takes_changes=True, takes_broadcasts=True, sleeps=True, splits=True, gives_routes=True, reports_context=True, setup="make vllm"),
     "sglang": EngineKind(splits=True),

@@ -59,7 +59,8 @@ def check_reads(row: Row, tokenizer: Tokenizer) -> None:
 def _unread(row: Row, tokenizer: Tokenizer) -> str:
     return (
         f"has {len(row.images)} images, which are not read for {tokenizer.name!r}: they are for models of the types"
-        f" {', '.join(FAMILIES)} in a folder with their processor; leave them out, or give another model.path")
+        f" {', '.join(FAMILIES)} in a folder with their processor, on a run's own embedded engines; leave them out, or change model.path or"
+        " inference.engine")
 
 
 def messages_of(row: Row, config: DataConfig) -> tuple[Message, ...] | None:
