@@ -24,7 +24,7 @@ def main(model: str, dtype: str = "float32") -> None:
     def run(job: dict[str, Any]) -> dict[str, Any]:
         if job.get("do") == "generate":
             params = SamplingParams(
-                temperature=1.0, max_tokens=job["length"], ignore_eos=True, logprobs=0, detokenize=False, seed=0, n=job["n"])
+                temperature=1.0, max_tokens=job["length"], ignore_eos=True, logprobs=0, detokenize=False, n=job["n"])
             start = time.perf_counter()
             found = llm.generate([{"prompt_token_ids": prompt} for prompt in job["prompts"]], params, use_tqdm=False)
             wall_s = time.perf_counter() - start
