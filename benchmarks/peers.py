@@ -40,7 +40,7 @@ TITLES = {
     "adapters": "Many adapters in one step, against PEFT",
     "quickstart": "The quick start",
 }
-WANTED = {"engine": "engine/", "adapters": " vs ", "pretrained": " vs TRL"}
+WANTED = {"engine": " vs vLLM", "adapters": " vs ", "pretrained": " vs TRL"}
 """What the cases of a part have to contain to stand on the page; others are for information."""
 QUICKSTART_AIM_S = 60.0
 
@@ -82,7 +82,7 @@ def main() -> None:
         if part in done:
             note(f"{part} is there")
             continue
-        for figure in run_part(part, quick=args.quick):
+        for figure in list(run_part(part, quick=args.quick)):  # all or none, so that --resume does a part that failed again
             record(results, figure)
     if args.write_docs:
         PAGE.write_text(render(), encoding="utf-8")
@@ -166,9 +166,10 @@ def render() -> str:
 def _row(figure: Figure) -> str:
     times = f"{figure.ratio:.2f}"
     shown = f"**{times}**" if figure.met is False else times
+    case = figure.case.replace("engine/groups", "8 prompts with 8 samples").replace("engine/", "requests in flight: ")
     aim = "" if figure.aim is None else f"{figure.aim:g}"
     peer = "" if figure.part == "quickstart" and figure.unit != "s" else f"{figure.peer:g}"
-    return f"| {figure.case} | {figure.unit} | {figure.ours:g} | {peer} | {shown if peer else ''} | {aim} |\n"
+    return f"| {case} | {figure.unit} | {figure.ours:g} | {peer} | {shown if peer else ''} | {aim} |\n"
 
 
 if __name__ == "__main__":

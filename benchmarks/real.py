@@ -95,17 +95,14 @@ def compare_engines(args: argparse.Namespace) -> None:
             medians |= {(name.partition("-")[0], dtype, "groups"): figures for name, figures in times.items()}
     for load in (*map(str, args.in_flight), "groups"):
         for unit in ("tokens/s", "tokens/CPU-s"):
-            best = {}
-            for side in ("offbeat", "vllm"):
-                found = {dtype: medians[side, dtype, load][unit] for dtype in DTYPES if (side, dtype, load) in medians}
-                best[side] = max(found.values(), default=float("nan"))
-                for dtype, value in found.items():
-                    emit("real", f"{side} {dtype}/{load} vs offbeat float32", ours=value,
-                         peer=medians["offbeat", "float32", load][unit], unit=unit)
-            aim = ENGINE_AIMS.get(load) if unit == "tokens/s" else None
-            if best["vllm"] == best["vllm"]:
-                case = f"engine/{load} vs vLLM, better format of each"
-                emit("real", case, ours=best["offbeat"], peer=best["vllm"], unit=unit, aim=aim)
+            of = {(side, dtype): figures[unit] for (side, dtype, its_load), figures in medians.items() if its_load == load}
+            emit("real", f"engine/{load}, bfloat16 vs float32", ours=of["offbeat", "bfloat16"], peer=of["offbeat", "float32"], unit=unit)
+            if ("vllm", "float32") in of:
+                for dtype in DTYPES:
+                    emit("real", f"engine/{load} in {dtype} vs vLLM", ours=of["offbeat", dtype], peer=of["vllm", dtype], unit=unit)
+                best = {side: max(of[side, dtype] for dtype in DTYPES) for side in ("offbeat", "vllm")}
+                emit("real", f"engine/{load} vs vLLM, better format of each", ours=best["offbeat"], peer=best["vllm"], unit=unit,
+                     aim=ENGINE_AIMS.get(load) if unit == "tokens/s" else None)
 
 
 def time_groups(contestant: Contestant, vocab_size: int, turn: int) -> dict[str, float]:
