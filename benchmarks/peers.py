@@ -150,10 +150,12 @@ def render() -> str:
             f"\n## On {figures[0].cpu}\n\n{figures[0].date}; {figures[0].versions}; {os.cpu_count()} cores; load of the machine when"
             f" a part began {loads[0]:.1f} to {loads[-1]:.1f}.\n")
         shown = [figure for figure in figures if WANTED.get(figure.part, "") in figure.case]
-        behind = [figure for figure in shown if figure.ratio < 1 and figure.part != "quickstart"]
+        behind = [
+            figure for figure in shown
+            if figure.ratio < 1 and " vs no cache" not in figure.case and "CPU" not in figure.unit and figure.part != "quickstart"]
         if behind:
             text += "\nA peer is ahead in:\n\n"
-            text += "".join(f"- {figure.case}, {figure.unit}: {figure.ratio:.2f} times\n" for figure in behind)
+            text += "".join(f"- {_case(figure)}, {figure.unit}: {figure.ratio:.2f} times\n" for figure in behind)
         for part, title in TITLES.items():
             rows = [figure for figure in shown if figure.part == part]
             if rows:
@@ -166,10 +168,13 @@ def render() -> str:
 def _row(figure: Figure) -> str:
     times = f"{figure.ratio:.2f}"
     shown = f"**{times}**" if figure.met is False else times
-    case = figure.case.replace("engine/groups", "8 prompts with 8 samples").replace("engine/", "requests in flight: ")
     aim = "" if figure.aim is None else f"{figure.aim:g}"
     peer = "" if figure.part == "quickstart" and figure.unit != "s" else f"{figure.peer:g}"
-    return f"| {case} | {figure.unit} | {figure.ours:g} | {peer} | {shown if peer else ''} | {aim} |\n"
+    return f"| {_case(figure)} | {figure.unit} | {figure.ours:g} | {peer} | {shown if peer else ''} | {aim} |\n"
+
+
+def _case(figure: Figure) -> str:
+    return figure.case.replace("engine/groups", "8 prompts with 8 samples").replace("engine/", "requests in flight: ")
 
 
 if __name__ == "__main__":

@@ -62,9 +62,10 @@ def make_model(folder: Path, language: str | None) -> None:
              "pad_token_id": tokenizer.pad_token_id, "tie_word_embeddings": True}
     config = Idefics3Config(
         text_config=text, scale_factor=_SCALE, image_token_id=tokenizer.convert_tokens_to_ids("<image>"), tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id, vision_config={
+        vision_config={
             "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": _SIDE,
             "patch_size": _PATCH})
+    config.pad_token_id = tokenizer.pad_token_id
     model = Idefics3ForConditionalGeneration(config)
     if state is not None:
         rows = state["embed_tokens.weight"]

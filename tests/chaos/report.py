@@ -64,7 +64,7 @@ def document(rows: Sequence[Row], *, wanted: int) -> str:
         f" because these runs are killed every few steps: at most"
         f" {again / max(len(rows), 1):.0f} tokens a kill, whatever the time between two kills.")
     if not again:
-        share = "How many tokens were generated again is not known: these kills were made before they were counted."
+        share = "How many tokens were generated again is not known: the counts are zero throughout, which is not explained yet."
     modes = _table(
         ("run", "what it is", "kills", "as promised", "seconds a kill, median"), _by(rows, lambda row: row.mode, _MODES))
     moments = _table(("moment", "when", "kills", "as promised", "seconds a kill, median"), _by(rows, lambda row: row.was, _MOMENTS))
