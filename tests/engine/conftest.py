@@ -85,9 +85,9 @@ def slow_down():
     def slow(engine) -> threading.Event:
         decode = engine._forward.decode
 
-        def slowly(tokens, step, *, lora):
+        def slowly(*step, **options):
             let_go.wait(0.05)
-            return decode(tokens, step, lora=lora)
+            return decode(*step, **options)
 
         engine._forward.decode = slowly
         return let_go

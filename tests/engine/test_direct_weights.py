@@ -226,7 +226,7 @@ def test_a_model_that_int8_spoils_does_not_serve(load, reference):
     with pytest.raises(ModelError, match=rf"differs from the model by \S+ in log-probability, more than {QUANTISED_TOLERANCE:g}: it is"):
         check_quantised(forward, logits.roll(1, -1))
     decode = forward.decode
-    forward.decode = lambda tokens, step, lora=None: decode(tokens, step, lora=lora) * torch.nan
+    forward.decode = lambda *step, **options: decode(*step, **options) * torch.nan
     with pytest.raises(ModelError, match="differs from the model by nan"):
         check_quantised(forward, logits)
 

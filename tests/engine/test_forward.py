@@ -107,7 +107,7 @@ def test_a_forward_that_decodes_wrongly_is_caught(path, dtype, model_folder):
     forward = load_forward(EngineOptions(model=model_folder("qwen3"), forward=path, dtype=dtype))
     check_forward(forward)
     right = forward.decode
-    forward.decode = lambda tokens, step, lora=None: right(tokens, step, lora=lora) * 1.5
+    forward.decode = lambda *step, **options: right(*step, **options) * 1.5
     with pytest.raises(ModelError, match=rf"differs from a full forward by \S+ .* rounding to {dtype} explains .* model\.dtype"):
         check_forward(forward)
 

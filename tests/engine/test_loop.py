@@ -116,7 +116,7 @@ def test_when_the_engine_fails_everything_pending_fails_and_says_why(loop, inbox
     draining = loop.call(lambda: loop.engine.switch(1, "drain")).result(60)
     loop.submit(request("waiting"))
 
-    def broken(tokens, step, *, lora):
+    def broken(*_step, **_options):
         raise RuntimeError("out of luck")
 
     loop.engine._forward.decode = broken

@@ -444,7 +444,7 @@ def test_pause_abort_answers_with_partial_samples(fresh, slow_down):
 def test_a_failed_engine_fails_its_requests_and_its_health(fresh):
     server, url = fresh
 
-    def broken(tokens, step, *, lora):
+    def broken(*_step, **_options):
         raise RuntimeError("out of luck")
 
     server._engine._forward.decode = broken
