@@ -123,7 +123,7 @@ INTERFACES = (
     *(Interface(f"{_MODULE}.{name}", "model/head.py", of=_linear) for name in ("_forward_hooks", "_forward_pre_hooks")),
     # transformers.
     *(Interface("transformers.PreTrainedConfig._attn_implementation", file, of=_hf_config)
-      for file in ("model/gathered.py", "model/logprobs.py", "model/rows.py", "engine/forward_hf.py")),
+      for file in ("model/gathered.py", "model/images.py", "model/logprobs.py", "model/rows.py", "engine/forward_hf.py")),
     Interface(f"{_HF_MODEL}._no_split_modules", "model/blocks.py"),
     Interface(f"{_HF_MODEL}._keys_to_ignore_on_load_unexpected", "model/divided_read.py"),
     Interface(f"{_HF_MODEL}._resolve_parallel_plans", "model/parallel.py", (call("self", "distributed_config"),)),

@@ -30,7 +30,7 @@ def completed(script: Path, *words: str) -> list[str]:
 
 def test_bash_completes_commands_options_settings_and_values(script: Path) -> None:
     assert completed(script, "") == list(cli.COMMANDS)
-    assert completed(script, "re") == ["reward-model", "report"]
+    assert completed(script, "re") == ["reward-model", "replay", "report"]
     assert completed(script, "--v") == ["--version"]
     assert completed(script, "config", "c") == ["check"]
     assert completed(script, "engine", "--dt") == ["--dtype"]

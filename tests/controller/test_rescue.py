@@ -53,7 +53,7 @@ def rescue_of(folder: Path, checkpoints: Checkpoints, *, total_steps: int = 9) -
     stream = PromptStream(ListDataset((Row("1>", "1"), Row("2>", "2"))), seed=0)
     parts = SimpleNamespace(record=record, peers=SingleProcess(), journal=NoJournal())
     rescue = Rescue(parts, RunState(total_steps=total_steps), stream, checkpoints, Coefficients(0.0, 0.0, 0.0))  # pyright: ignore[reportArgumentType]
-    rescue.rollouts = SimpleNamespace(in_flight=("0:1",), num_flat_rejected=4, num_tries={}, held=())  # pyright: ignore[reportAttributeAccessIssue]
+    rescue.rollouts = SimpleNamespace(in_flight=("0:1",), num_flat_rejected=4, num_tries={}, held=(), calls=())  # pyright: ignore[reportAttributeAccessIssue]
     return rescue, said
 
 

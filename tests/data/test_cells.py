@@ -50,7 +50,7 @@ def test_floats_of_narrow_columns_are_the_decimals_that_were_meant(tmp_path):
 
 def test_columns_of_bytes_are_text_where_they_are_any(tmp_path):
     path = tmp_path / "d.parquet"
-    table = pa.table({"prompt": pa.array(["é".encode()]), "answer": pa.array([b"4"]), "image": pa.array([b"\xff\xd8"])})
+    table = pa.table({"prompt": pa.array(["é".encode()]), "answer": pa.array([b"4"]), "noise": pa.array([b"\xff\xd8"])})
     pyarrow.parquet.write_table(table, path)
     [row] = answers(path)
     assert (row.prompt, row.answer) == ("é", "4")

@@ -53,7 +53,8 @@ def test_a_run_leaves_a_row_per_step_and_its_resolved_configuration(finished_run
     assert rows[0]["rollout/rejected_share"] == rows[0]["rollout/rejected_timed_out_share"] == 0
     assert rows[0]["policy/logprob_gap_max"] < 1e-3, "the first step trains on its own policy's tokens"
     chosen = small_config(
-        finished_run.root, model_dir, train__precision="float32", train__gradient_checkpointing="off", data__chat_template="false")
+        finished_run.root, model_dir, train__precision="float32", train__gradient_checkpointing="off", data__chat_template="false",
+        checkpoint__journal_keep="all", weights__whole_every_versions="1")
     assert load_config(str(finished_run.folder / "config.toml")) == chosen
 
 
