@@ -203,11 +203,16 @@ def run_until_killed(run: SmallRun, condition: Callable[[], object], **changes: 
     """Run the command, and kill it with all its processes when the condition holds."""
     with start_offbeat("train", *run.arguments(**SETTINGS | changes)) as process:
         try:
-            wait_until(lambda: process.poll() is not None or condition(), timeout_s=120)
+            wait_until(lambda: process.poll() is not None or (_is_journaled(run) and condition()), timeout_s=120)
         finally:
             assert process.poll() is None, process.communicate()[1]
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
+
+
+def _is_journaled(run: SmallRun) -> bool:
+    """Whether the journal's first record is in its file, which a busy disk may hold up."""
+    return any(path.stat().st_size for path in (run.folder / "journal").glob("*.log"))
 
 
 def num_rows(run: SmallRun) -> int:
