@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.disk import make_folder, replacing, sync, write_file
+from offbeat.disk import make_folder, remove_parts, replacing, sync, write_file
 
 OPEN = Path("/proc/self/fd")
 
@@ -46,3 +46,11 @@ def test_a_file_that_is_not_written_to_its_end_leaves_the_one_before(tmp_path: P
         file.write(b"tw")
         raise KeyError
     assert (tmp_path / "rows").read_bytes() == b"one" and not synced
+
+
+def test_parts_of_a_killed_process_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("whole", ".hidden", ".whole.part", "named.part"):
+        (tmp_path / name).write_bytes(b"data")
+    remove_parts(tmp_path)
+    remove_parts(tmp_path / "absent")
+    assert {path.name for path in tmp_path.iterdir()} == {"whole", ".hidden", "named.part"}

@@ -53,6 +53,12 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
         sync(path.parent)
 
 
+def remove_parts(folder: Path) -> None:
+    """Remove what processes that were killed had begun with `replacing` in a folder, which need not exist."""
+    for part in folder.glob(".*.part"):
+        part.unlink(missing_ok=True)
+
+
 def put_in_place(part: Path, folder: Path) -> None:
     """Let a complete folder take the place of another beside it, which may exist; for the new name to be durable, sync their parent."""
     old = folder.with_name(f".{folder.name}.old")

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from offbeat.disk import remove_parts
 from offbeat.errors import StorageError
 from offbeat.telemetry.background import BackgroundSink
 from offbeat.telemetry.console import Console
@@ -59,9 +60,8 @@ class RunRecord:
         except OSError as exc:
             raise StorageError(f"cannot write the run folder {run_dir}: {exc.strerror}; free space or set run.dir") from exc
         self._lock: RunLock | None = lock_run(run_dir)
-        for folder in (run_dir, run_dir / "rollouts", run_dir / "evaluations"):
-            for part in folder.glob(".*.part"):  # of a process that was killed while it wrote
-                part.unlink(missing_ok=True)
+        for folder in (run_dir, run_dir / "evaluations"):  # `RolloutLog` cares for its own
+            remove_parts(folder)
         self.events = EventLog(run_dir / "events.jsonl")
         self.tracer = Tracer(run_dir / "trace.json" if trace else None, tell=console.note)
         self._metrics = JsonLinesSink(run_dir / "metrics.jsonl")

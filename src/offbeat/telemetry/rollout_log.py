@@ -10,7 +10,7 @@ from pathlib import Path
 
 import zstandard
 
-from offbeat.disk import replacing
+from offbeat.disk import remove_parts, replacing
 from offbeat.errors import StorageError
 
 _FILE = re.compile(r"(?:step|rejected)-(\d{6,})\.jsonl\.zst")
@@ -34,8 +34,7 @@ class RolloutLog:
         self._most_bytes = most_bytes
         self._rejected: deque[tuple[int, RejectedLine]] = deque()
         self._rejected_tokens = 0
-        for unfinished in folder.glob(".*.part"):  # of a process that ended while it wrote
-            unfinished.unlink(missing_ok=True)
+        remove_parts(folder)
 
     def reject(self, num_tokens: int, line: RejectedLine) -> None:
         """Note a group that is not trained on.
