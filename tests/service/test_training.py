@@ -134,7 +134,7 @@ def test_many_models_share_passes_and_each_gets_what_it_gets_alone(
             ids = [(model, await ask) for seed, model in enumerate(models) for ask in (model.learn(training_data(seed)), model.step())]
             ids += [(poison, await ask) for ask in (poison.learn(training_data(1, weight=3e38)), poison.step())]
             outcomes = [await model.outcome(request_id) for model, request_id in ids]
-            assert calls == ["forward_backward", "optim_step"]
+            assert calls == ["run_pass", "optim_step"]
             assert [isinstance(outcome, Failed) for outcome in outcomes] == [False] * 9 + [True]
             together = [await losses(model) for model in models]
             for seed, model in enumerate(models):
@@ -149,11 +149,11 @@ def note_calls(cluster: SmallCluster, monkeypatch: pytest.MonkeyPatch) -> list[s
     """Names of the calls that trainers get from now on."""
     calls: list[str] = []
 
-    def noted(name: str, call: Callable[[Any], object], given: object) -> object:
+    def noted(name: str, call: Callable[..., object], *given: object, **options: object) -> object:
         calls.append(name)
-        return call(given)
+        return call(*given, **options)
 
-    for name in ("forward_backward", "optim_step"):
+    for name in ("run_pass", "optim_step"):
         monkeypatch.setattr(cluster.adapters, name, partial(noted, name, getattr(cluster.adapters, name)))
     return calls
 
@@ -329,11 +329,11 @@ def test_what_one_model_breaks_in_a_shared_pass_is_not_told_to_others(
         async with cluster.open(tmp_path) as running:
             models = [await running.model(caller) for caller in (ALICE, BOB)]
 
-            async def broken(batches: Mapping[str, Batch]) -> None:
+            async def broken(batches: Mapping[str, Batch], *, learn: bool) -> None:
                 raise DataError(f"a datum of {min(batches)} is wrong")
 
             with monkeypatch.context() as patch:
-                patch.setattr(cluster.adapters, "forward_backward", broken)
+                patch.setattr(cluster.adapters, "run_pass", broken)
                 ids = [(model, await ask) for model in models for ask in (model.learn(training_data(1)), model.step())]
                 failed = [await model.outcome(request_id) for model, request_id in ids]
             for outcome in failed:
@@ -350,11 +350,11 @@ def test_a_model_that_cannot_enter_the_trainers_fails_alone_whatever_the_error(
             models = [await running.model(caller) for caller in (ALICE, BOB)]
             held = running.service._models.get(models[0].model_id)
             first, entered = await running.model(), asyncio.Event()
-            learn, add = cluster.adapters.forward_backward, cluster.adapters.add
+            run_pass, add = cluster.adapters.run_pass, cluster.adapters.add
 
-            async def wait_and_learn(batches: Mapping[str, Batch]) -> object:
+            async def wait_and_learn(batches: Mapping[str, Batch], *, learn: bool) -> object:
                 await entered.wait()
-                return await learn(batches)
+                return await run_pass(batches, learn=learn)
 
             async def broken(name: str, **spec: Any) -> None:
                 if held is not None and name == held.adapter:
@@ -362,7 +362,7 @@ def test_a_model_that_cannot_enter_the_trainers_fails_alone_whatever_the_error(
                 await add(name, **spec)
 
             with monkeypatch.context() as patch:
-                patch.setattr(cluster.adapters, "forward_backward", wait_and_learn)
+                patch.setattr(cluster.adapters, "run_pass", wait_and_learn)
                 patch.setattr(cluster.adapters, "add", broken)
                 ids = [(first, await first.learn(training_data(1)))]
                 # Both wait for the turn after the first model's, and enter the trainers in it.
@@ -407,11 +407,11 @@ def test_an_error_of_any_kind_in_a_turn_is_the_outcome_of_its_requests(
         async with cluster.open(tmp_path) as running:
             model = await running.model()
 
-            async def fail(_batches: object) -> None:
+            async def fail(_batches: object, *, learn: bool) -> None:
                 raise KeyError("of a library")
 
             with monkeypatch.context() as patch:
-                patch.setattr(cluster.adapters, "forward_backward", fail)
+                patch.setattr(cluster.adapters, "run_pass", fail)
                 [failed] = await model.both(model.learn(training_data(1)))
             assert isinstance(failed, Failed) and failed.category == "server"
 

@@ -7,7 +7,7 @@ and a fault of one is an error of its own call. When trainers die, all adapters 
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -70,10 +70,17 @@ class BaseLimits:
     end_token_ids: tuple[int, ...]
 
     def check_batch(self, batch: Batch, *, model: str = "the base model") -> None:
-        """Raise DataError for a batch that would fail in a pass, which would also drop the gradients of all others in that pass.
+        """Refuse a batch that would fail in a pass, which would also drop the gradients of all others in that pass.
+
+        Whoever takes a batch from outside calls this, once: `Adapters.forward` and `forward_backward` for programs, and the service when a
+        request arrives. Every token and target is then in the vocabulary, and each sequence fits into the context and a micro-batch, also
+        after sequences were selected or batches joined; neither ranks nor trainers check that again.
 
         Args:
             model: name of the base model in the message.
+
+        Raises:
+            DataError: says what does not fit.
         """
         if (longest := int(batch.lengths.max(initial=0))) > self.max_length:
             raise DataError(f"a datum has {longest} tokens, more than the {self.max_length} that fit; cut it")
@@ -140,14 +147,12 @@ class Adapters:
             train_attn, train_mlp: whether the attention's and the MLP's layers in `model.lora.targets` get weights; the head never does.
 
         Raises:
-            ConfigError: the name is taken or cannot be one, or the rank is out of range.
-            ModelError: the folder is no adapter that fits, or no layer would be trained.
+            ConfigError: the name is taken or cannot be one.
+            ModelError: the rank is out of range, the folder is no adapter that fits, or no layer would be trained.
         """
         lora = self._config.model.lora
         rank = lora.rank if rank is None else rank
         check_new(name, self._trainers.steps)
-        if not 1 <= rank <= lora.rank:
-            raise ConfigError(f"the rank of adapter {name!r} must be 1 to model.lora.rank = {lora.rank}, got {rank}")
         kinds = tuple(kind for kind, wanted in (("attn", train_attn), ("mlp", train_mlp)) if wanted)
         await self._trainers.add(NewAdapter(name, rank, lora.alpha if alpha is None else alpha, seed, kinds, str(folder)))
         self._enter(name)
@@ -162,7 +167,8 @@ class Adapters:
 
     async def forward(self, batches: Mapping[str, Batch]) -> dict[str, Scores]:
         """Score the batches of many adapters in one pass, each under the current weights of its own; raises as `forward_backward`."""
-        return await self._pass(self._trainers.forward, batches)
+        self._check_batches(batches)
+        return await self.run_pass(batches, learn=False)
 
     async def forward_backward(self, batches: Mapping[str, Batch]) -> dict[str, Scores]:
         """Score the batches of many adapters in one pass, and accumulate the gradients of their losses.
@@ -177,19 +183,25 @@ class Adapters:
             DataError: a batch cannot be used; names its adapter. Nothing was added for any.
             WorkerError: a rank failed. The accumulated gradients of these adapters are gone, also from earlier passes.
         """
-        return await self._pass(self._trainers.forward_backward, batches)
+        self._check_batches(batches)
+        return await self.run_pass(batches, learn=True)
 
-    async def _pass(self, run: Callable[[Batch], Awaitable[Scores]], batches: Mapping[str, Batch]) -> dict[str, Scores]:
+    def _check_batches(self, batches: Mapping[str, Batch]) -> None:
         for name, batch in batches.items():
-            self._find_training(name)
+            self._find_training(name)  # first, as a batch of no adapter has nothing to fit
             try:
                 self.limits.check_batch(batch)
             except DataError as exc:
                 raise DataError(f"the batch of adapter {name!r} cannot be used: {exc}") from exc
+
+    async def run_pass(self, batches: Mapping[str, Batch], *, learn: bool) -> dict[str, Scores]:
+        """Score batches that `limits.check_batch` has accepted, as `forward_backward` does, or as `forward` if not to `learn`."""
+        for name in batches:
+            self._find_training(name)
         if not batches:
             return {}
         joined = Batch.concatenate([replace(batch, adapters=(name,), sequences=_of_one(batch)) for name, batch in batches.items()])
-        scores = await run(joined)
+        scores = await (self._trainers.forward_backward if learn else self._trainers.forward)(joined)
         sequences = np.cumsum([0, *(len(batch) for batch in batches.values())])
         targets = joined.target_offsets[sequences]
         return {

@@ -312,8 +312,8 @@ class Training:
             own.setdefault(part.job.item.model, []).append((part, datums_of(part)))
         if learn:
             await self._begin_change(list(own))
-        run = self._adapters.forward_backward if learn else self._adapters.forward
-        scores = await run({model.adapter: Batch.concatenate([datums for _, datums in its]) for model, its in own.items()})
+        scores = await self._adapters.run_pass(
+            {model.adapter: Batch.concatenate([datums for _, datums in its]) for model, its in own.items()}, learn=learn)
         for model, its in own.items():
             num_tokens = sum(datums.num_tokens for _, datums in its)
             self.trained_tokens += num_tokens
