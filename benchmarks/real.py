@@ -3,14 +3,15 @@
     python benchmarks/real.py [--quick] [--model .models/smollm2-135m-instruct] [--parts engine step] [--in-flight 1 8 64] [--steps 6]
 
 engine: all sides are processes that are ready before the first measurement and take turns on the same ragged requests, as in `engine.py`,
-each in float32 and in bfloat16, on --threads threads. vLLM runs in one process, its fastest way on a CPU of few cores. The aims are for the
-better format of each side. `groups` are 8 prompts with 8 samples each, which share their prompt on both sides.
+on --threads threads, each in float32 and, where the CPU has instructions for it, in bfloat16. vLLM runs in one process, its fastest way on
+a CPU of few cores. The aims are for the better format of each side. `groups` are 8 prompts with 8 samples each, which share their prompt on
+both sides.
 
 step: GRPO on prompts of the task `addition`, 4 with 4 samples each of at most 48 new tokens, under a reward that differs from sample to
 sample, since a group without a difference costs us nothing; one AdamW update per step, both from the same folder, trained in float32. TRL
 runs in one process on --peer-threads threads. Ours is asynchronous: a train process of as many threads, and an engine process of one that
-shares the cores with it, in float32 as TRL's and in bfloat16. `trainer step` is what is not generation: our `step/train_s`, and TRL's step
-without generating and scoring its completions.
+shares the cores with it, in the same formats. `trainer step` is what is not generation: our `step/train_s`, and TRL's step without
+generating and scoring its completions.
 
 vLLM takes part where `.venv-vllm` has it, TRL where `.venv-trl` has it; see `engine.py` and `step.py`.
 """
@@ -31,11 +32,13 @@ from step import emit_steps, our_steps, run, step_figures, write_prompts
 
 from engine import SETTLE_S, VLLM_ALONE, time_generation
 from offbeat.config.load import load_config
+from offbeat.cpu import this_cpu
 from offbeat.data.model_folder import read_model_config
 from offbeat.workers.worker import library_environment
 
 RUNS = WORK / "real"
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16") if this_cpu().has_bf16 else ("float32",)
+"""Formats that are measured: without instructions for it, products in bfloat16 take ten times as long or more."""
 PARTS = ("rollout_wait_s", "train_s", "publish_s")
 ENGINE_AIMS = {"1": 1.0, "8": 1.1, "64": 1.1, "groups": 2.0}
 TRAINER_AIM, STEP_AIM = 1.5, 2.2
@@ -96,7 +99,9 @@ def compare_engines(args: argparse.Namespace) -> None:
     for load in (*map(str, args.in_flight), "groups"):
         for unit in ("tokens/s", "tokens/CPU-s"):
             of = {(side, dtype): figures[unit] for (side, dtype, its_load), figures in medians.items() if its_load == load}
-            emit("real", f"engine/{load}, bfloat16 vs float32", ours=of["offbeat", "bfloat16"], peer=of["offbeat", "float32"], unit=unit)
+            if ("offbeat", "bfloat16") in of:
+                ours = {dtype: of["offbeat", dtype] for dtype in DTYPES}
+                emit("real", f"engine/{load}, bfloat16 vs float32", ours=ours["bfloat16"], peer=ours["float32"], unit=unit)
             if ("vllm", "float32") in of:
                 for dtype in DTYPES:
                     emit("real", f"engine/{load} in {dtype} vs vLLM", ours=of["offbeat", dtype], peer=of["vllm", dtype], unit=unit)
