@@ -1,4 +1,4 @@
-"""Pairs of answers to `sort_digits`, to train a reward model on: the right one against a wrong one.
+"""Pairs of answers to `sort_digits`, for examples/reward_model.toml: the right one against a wrong one.
 
     python examples/sort_digits_pairs.py MODEL pairs.jsonl --size 3 --count 32000
 

@@ -93,6 +93,25 @@ def test_two_steps_of_an_example_run(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.whole_run
+def test_two_steps_of_the_reward_model_run_on_pairs_of_its_script(tmp_path: Path) -> None:
+    model, pairs = build_small_model(tmp_path / "model", seed=0), tmp_path / "pairs.jsonl"
+    settings = {
+        "model.path": model, "data.path": pairs, "data.heldout_size": 8, "reward_model.total_steps": 2, "reward_model.batch_size": 8,
+        "run.dir": tmp_path}
+    for command in (
+            ["examples/sort_digits_pairs.py", model, str(pairs), "--count", "64"],
+            ["-m", "offbeat", "reward-model", "examples/reward_model.toml", *(f"--{key}={value}" for key, value in settings.items())]):
+        done = subprocess.run(
+            [sys.executable, *command], cwd=_ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200,
+            check=False)
+        assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    assert all(row["chosen"] == "".join(sorted(row["prompt"][:3])) != row["rejected"] for row in rows)
+    assert json.loads((tmp_path / "reward_model" / "result.json").read_text())["steps"] == 2
+    assert (tmp_path / "reward_model" / "export" / "model.safetensors").is_file()
+
+
+@pytest.mark.whole_run
 def test_the_loop_to_change_trains_and_evaluates(tmp_path: Path) -> None:
     model = build_small_model(tmp_path / "model", seed=0)
     done = subprocess.run(
