@@ -33,8 +33,9 @@ def test_a_device_of_another_make_is_seen_but_not_counted(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("visible", "expected"), [
-    ("0,1,2", Device("Tesla V100", 32768 * 2**20, has_bf16=False)), ("0", Device("NVIDIA H100 80GB HBM3", 81559 * 2**20, has_bf16=True)),
-    ("GPU-bbb", Device("NVIDIA A100", 40960 * 2**20, has_bf16=True)), ("7", None), ("", None)])
+    ("0,1,2", Device("Tesla V100", 32768 * 2**20, has_bf16=False, has_fp8=False)),
+    ("0", Device("NVIDIA H100 80GB HBM3", 81559 * 2**20, has_bf16=True, has_fp8=True)),
+    ("GPU-bbb", Device("NVIDIA A100", 40960 * 2**20, has_bf16=True, has_fp8=False)), ("7", None), ("", None)])
 def test_the_visible_device_with_the_least_memory_is_described_by_its_driver(
     visible: str, expected: Device | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 ) -> None:

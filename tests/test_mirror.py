@@ -10,6 +10,7 @@ ELSEWHERE = {
     **{f"engine/forward_{name}.py": "engine/test_forward.py" for name in ("direct", "hf")},
     # Run only inside vLLM.
     "engine/inside/vllm_inside.py": "engines/test_weights.py", "engine/inside/vllm_worker.py": "engines/test_drills.py",
+    "engine/inside/vllm_quantized.py": "engines/test_drills.py",
     "runs/assemble.py": "runs/test_run.py",  # tested by whole runs
     # One suite runs over every library's adapter.
     **{f"agents/environments/{name}.py": "agents/environments/test_find.py" for name in (

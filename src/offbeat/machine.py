@@ -20,15 +20,18 @@ _NONE_VISIBLE = ("", "-1", "NoDevFiles")
 _SMI_TIMEOUT_S = 20.0
 _FIRST_WITH_BF16 = 8.0
 """Compute capability of NVIDIA's Ampere, the first generation whose products are as fast in bfloat16 as in half precision."""
+_FIRST_WITH_FP8 = 8.9
+"""Compute capability of NVIDIA's Ada, the first generation with products of 8-bit floats."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator as its driver describes it: name, memory, and whether it computes in bfloat16."""
+    """An accelerator as its driver describes it: name, memory, whether it computes in bfloat16, and in 8-bit floats if known."""
 
     name: str
     total_bytes: int
     has_bf16: bool
+    has_fp8: bool | None = None
 
 
 def machine_bytes() -> int:
@@ -67,8 +70,9 @@ def smallest_device(environ: Mapping[str, str] = os.environ) -> Device | None:
     for line in _smi("--query-gpu=index,uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits").splitlines():
         index, uuid, name, mebibytes, capability = ([part.strip() for part in line.split(",")] + [""] * 5)[:5]
         if (index in visible or any(uuid.startswith(one) for one in visible)) and mebibytes.isdigit():
-            has_bf16 = capability.replace(".", "", 1).isdigit() and float(capability) >= _FIRST_WITH_BF16
-            found.append(Device(name, int(mebibytes) * 2**20, has_bf16))
+            known = float(capability) if capability.replace(".", "", 1).isdigit() else None
+            has_fp8 = None if known is None else known >= _FIRST_WITH_FP8
+            found.append(Device(name, int(mebibytes) * 2**20, known is not None and known >= _FIRST_WITH_BF16, has_fp8))
     return min(found, key=lambda device: device.total_bytes, default=None)
 
 

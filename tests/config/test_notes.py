@@ -87,6 +87,12 @@ def test_engines_with_rounded_weights_are_told_of_with_what_corrects_for_it(sett
     assert not any("rounded" in note for note in [*said("rl", *settings), *said("sft", *given)])
 
 
+def test_changes_are_applied_before_vllm_rounds():
+    given = [("inference.engine", "vllm"), ("inference.quantization", "int8"), ("weights.whole_every_versions", "5")]
+    assert any("weights rounded to int8" in note for note in said("rl", *given))
+    assert not any("could be applied to" in note for note in said("rl", *given))
+
+
 def test_every_preset_corrects_for_rounded_weights_but_that_which_imitates():
     assert [name for name, preset in PRESETS.items() if not correction_of(AlgorithmConfig(preset=name, **preset.settings))] == ["raft"]
 

@@ -1,7 +1,8 @@
 """Engines that go wrong when weights are published to them: their proofs are refused with the reason, and they serve once that is healed.
 
 The faults are real: what vLLM computes with is spoilt inside its own processes (`vllm_faults`), below what Offbeat has there. A version
-differs from the one before by one step of Adam at a learning rate of 1e-5, which in bfloat16 no canary can tell.
+differs from the one before by one step of Adam at a learning rate of 1e-5, which in bfloat16 no canary can tell; where half of a small
+matrix may round to the same bits after that, the step is larger.
 """
 
 import asyncio
@@ -46,7 +47,9 @@ from support.weight_faults import LOADING, spoil
 
 pytestmark = pytest.mark.timeout(400)  # the first test of a kind starts the servers
 DTYPES = ("float32", "bfloat16")
-LR = 1e-5
+FORMS = ("int8", "int4", "fp8")
+LR = {"int4": 1e-3, "fp8": 1e-4}
+"""By form of the weights; 1e-5 for all others."""
 SUPPORT = Path(__file__).parents[1] / "support"
 OTHER_WEIGHTS = {
     "embedded": r"engine 0: its weights have fingerprint \w+ instead of",
@@ -58,18 +61,19 @@ VLLM = pytest.mark.skipif(not WITH_VLLM, reason="make test-vllm runs it")
 ENGINES = [
     *(pytest.param(("embedded", dtype, ()), id=f"embedded-{dtype}") for dtype in DTYPES),
     pytest.param(("embedded", "int8", ()), id="embedded-int8"),
-    *(pytest.param(("vllm", dtype, ()), id=f"vllm-{dtype}", marks=VLLM) for dtype in DTYPES)]
+    *(pytest.param(("vllm", dtype, ()), id=f"vllm-{dtype}", marks=VLLM) for dtype in (*DTYPES, *FORMS))]
 SPLIT = ("--tensor-parallel-size", "2")
 SPLIT_ENGINE = pytest.param(("vllm", "float32", SPLIT), id="vllm-split", marks=VLLM)
+SPLIT_ROUNDED = pytest.param(("vllm", "int8", SPLIT), id="vllm-int8-split", marks=VLLM)
 Server = tuple[str, tuple[str, ...]]
-"""Number format and further arguments of a vLLM server."""
+"""Number format or form, and further arguments of a vLLM server."""
 
 
 class Versions:
     """A policy that learns: a channel whose every version is one step of Adam from the last."""
 
     def __init__(self, model: str, root: Path, *, dtype: str) -> None:
-        self._model, self._root, self._dtype = Path(model), root, dtype
+        self._model, self._root, self._dtype, self._lr = Path(model), root, _published(dtype), LR.get(dtype, 1e-5)
         self._state = {name: tensor.float() for name, tensor in read_safetensors(model)}
         self._random = torch.Generator().manual_seed(5)
         self.folder = model
@@ -77,7 +81,7 @@ class Versions:
     async def write(self, version: int, *, num_receivers: int = 0) -> Manifest:
         folder = Path(shutil.copytree(self._model, self._root / f"v{version:08d}"))
         for tensor in self._state.values():
-            tensor += LR * torch.randn(tensor.shape, generator=self._random).sign()
+            tensor += self._lr * torch.randn(tensor.shape, generator=self._random).sign()
         state = {name: tensor.to(getattr(torch, self._dtype)) for name, tensor in self._state.items()}
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
         told = fingerprint((name, tensor.view(-1).view(torch.uint8).numpy()) for name, tensor in state.items())
@@ -154,7 +158,8 @@ def faulty_servers(models: Models, root: Path, *servers: Server) -> Iterator[dic
 
     async def serve(dtype: str, arguments: tuple[str, ...]) -> tuple[str, Path]:
         config = small_config(
-            root, model, inference__engine="vllm", model__dtype=dtype, model__lora__rank="4", inference__max_running="64",
+            root, model, inference__engine="vllm", model__dtype=_published(dtype), model__lora__rank="4", inference__max_running="64",
+            inference__quantization=dtype if dtype in FORMS else "none",
             inference__max_adapters=str(MAX_ADAPTERS), inference__max_adapter_rank=str(MAX_RANK))
         command, env = server_command(config.for_engines, model=model, tokenizer=model, version=-1, seed=0, key="")
         name = dtype + "".join(arguments)
@@ -182,8 +187,8 @@ def faulty_vllm(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="module")
 def faulty_split(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Server, tuple[str, Path]]]:
-    """A server that splits the model over two workers."""
-    with faulty_servers(models, tmp_path_factory.mktemp("split"), ("float32", SPLIT)) as servers:
+    """Servers that split the model over two workers."""
+    with faulty_servers(models, tmp_path_factory.mktemp("split"), ("float32", SPLIT), ("int8", SPLIT)) as servers:
         yield servers
 
 
@@ -196,21 +201,25 @@ def drilled(request: pytest.FixtureRequest, models: Models, tmp_path_factory: py
         if kind == "embedded":
             engine, fail = stack.enter_context(embedded(models, dtype))
         else:
-            url, path = request.getfixturevalue("faulty_split" if arguments else "faulty_vllm")[dtype, arguments]
+            if dtype in FORMS and not arguments:  # one at a time
+                servers = stack.enter_context(faulty_servers(models, root, (dtype, ())))
+            else:
+                servers = request.getfixturevalue("faulty_split" if arguments else "faulty_vllm")
+            url, path = servers[dtype, arguments]
             engine = Engine("vllm", url, VllmDialect(model=model, whole_weights=True, lora=True, on_cpu=True), model, model)
 
             def fail(fault: str = "", adapter: str = "") -> None:
                 path.write_text(json.dumps({"fault": fault, "adapter": adapter}))
 
-        yield Drilled(engine, Versions(model, root, dtype=_published(dtype)), ProofJudge.of(0.0, dtype), fail)
+        yield Drilled(engine, Versions(model, root, dtype=dtype), ProofJudge.of(0.0, dtype), fail)
 
 
 def _published(dtype: str) -> Dtype:
     """The number format in which weights come to an engine that has this one."""
-    return "bfloat16" if dtype == "bfloat16" else "float32"
+    return "bfloat16" if dtype in ("bfloat16", "int4", "fp8") else "float32"
 
 
-@pytest.mark.parametrize("drilled", [*ENGINES, SPLIT_ENGINE], indirect=True)
+@pytest.mark.parametrize("drilled", [*ENGINES, SPLIT_ENGINE, SPLIT_ROUNDED], indirect=True)
 @pytest.mark.parametrize("fault", [*LOADING, "tied head old", "old weights come back"])
 def test_an_engine_with_wrong_weights_is_refused_and_serves_once_it_is_healed(drilled: Drilled, fault: str) -> None:
     async def body(client: EngineClient) -> None:
@@ -280,7 +289,7 @@ def moved(adapter: Adapter) -> Adapter:
     random = torch.Generator().manual_seed(6)
 
     def step(side: torch.Tensor) -> torch.Tensor:
-        return side + LR * torch.randn(side.shape, generator=random).sign()
+        return side + 1e-5 * torch.randn(side.shape, generator=random).sign()
 
     return Adapter(adapter.rank, adapter.scaling, {name: (step(a), step(b)) for name, (a, b) in adapter.pairs.items()})
 

@@ -22,6 +22,8 @@ VLLM = {"engine": "vllm"}
     (configured(dtype="float32"), 1, "a step changes nearly every weight in float32"),
     (configured(model={"lora": {"rank": 4}}), 1, "adapters are small"),
     (configured(inference={"quantization": "int8"}), 1, "engines keep int8 weights alone, to which no changes can be applied"),
+    (configured(inference=VLLM | {"quantization": "int8"}, weights={"channel": "collective"}), 20,
+     "a step changes few weights in bfloat16"),
     (configured(inference={"engine": "sglang"}), 1, "sglang takes whole weights only"),
     (configured(inference=VLLM), 1, "vllm would keep a copy of the weights for it, and has whole folders on this machine"),
     (configured(inference=VLLM, weights={"channel": "collective"}), 20, "a step changes few weights in bfloat16"),

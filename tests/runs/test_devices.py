@@ -82,6 +82,7 @@ def test_reward_models_of_evaluation_sets_need_devices_too() -> None:
 
 def test_engines_with_int8_weights_stay_on_the_cpu() -> None:
     assert chosen(1, inference__quantization="int8") == (1, 0, False)
+    assert chosen(2, inference__quantization="int8", inference__engine="vllm") == (1, 1, False)
 
 
 def test_what_was_chosen_is_said_where_there_are_devices() -> None:

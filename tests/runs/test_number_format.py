@@ -1,5 +1,6 @@
 """Which number format engines get on machines that are pretended here, and what is said of a slow one."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from offbeat.config.for_processes import PlanConfig
 from offbeat.config.root import Config
 from offbeat.cpu import Cpu
+from offbeat.errors import ConfigError
 from offbeat.machine import Device
 from offbeat.runs import number_format
 from offbeat.runs.number_format import choose_number_format, engine_format, format_choice, slow_dtype, slow_formats
@@ -31,6 +33,8 @@ def configured(dtype: str = "auto", *, path: str = "some/model", precision: str 
     (configured(path=""), None, SERVER, "float32", "a tiny model gains nothing from bfloat16"),
     (configured(urls=["http://a:1"]), None, SERVER, "float32", "engines by URL have a format of their own, and are given all digits"),
     (configured(quantization="int8"), None, SERVER, "float32", "products are in int8, and the rest takes little time"),
+    (configured(path="", engine="vllm", quantization="int4"), None, LAPTOP, "bfloat16",
+     "products are in int4, which vllm makes of bfloat16 alone"),
     (configured("bfloat16"), None, LAPTOP, "bfloat16", "as configured")])
 def test_auto_takes_bfloat16_where_it_is_quick(config: PlanConfig, device: Device | None, cpu: Cpu, value: str, why: str) -> None:
     found = format_choice(config, device=device, cpu=cpu)
@@ -45,6 +49,16 @@ def test_the_choice_stands_in_the_configuration_and_is_float32_until_then(monkey
         assert chosen.model.dtype == chosen.model.number_format == value
         assert engine_format("auto", device=None) == value
     assert choose_number_format(configured("bfloat16")).model.dtype == engine_format("bfloat16", device=None) == "bfloat16"
+
+
+def test_8_bit_floats_are_refused_on_a_device_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured("bfloat16", engine="vllm", quantization="fp8", devices_per_engine=1)
+    for has_fp8 in (True, None):
+        monkeypatch.setattr(number_format, "smallest_device", lambda known=has_fp8: replace(H100, has_fp8=known))
+        assert choose_number_format(config) is config
+    monkeypatch.setattr(number_format, "smallest_device", lambda: Device("NVIDIA A100", 2**36, has_bf16=True, has_fp8=False))
+    with pytest.raises(ConfigError, match="must be 'none', 'int8' or 'int4' on NVIDIA A100, got 'fp8'; vLLM's kernels for it need"):
+        choose_number_format(config)
 
 
 def test_a_format_that_is_slow_here_is_honoured_and_said() -> None:

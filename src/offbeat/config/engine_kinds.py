@@ -6,6 +6,21 @@ from types import MappingProxyType
 
 
 @dataclass(frozen=True)
+class WeightForm:
+    """A form to which an engine rounds its weights (`inference.quantization`).
+
+    Attributes:
+        name: "int8", "int4" or "fp8".
+        formats: values of `model.dtype` from which it can be made; "auto" takes the first.
+        on_devices: whether it can be computed with on accelerators, and not on CPUs alone.
+    """
+
+    name: str
+    formats: tuple[str, ...] = ("float32", "bfloat16")
+    on_devices: bool = True
+
+
+@dataclass(frozen=True)
 class EngineKind:
     """A kind of engine.
 
@@ -15,7 +30,7 @@ class EngineKind:
         changes_in_place: whether it applies them to the weights that it computes with, instead of to a copy that it keeps for it.
         takes_broadcasts: whether weights can be sent to it by a collective (`weights.channel`).
         sleeps: whether it can give its device's memory to a train rank meanwhile (`cluster.take_turns`).
-        quantises: whether it can be told to sample with a rounded form of the weights (`inference.quantization`).
+        forms: forms to which it can be told to round its weights (`inference.quantization`).
         splits: whether it divides a model over several devices (`inference.devices_per_engine`).
         batch_invariant: whether it can compute a token to the same bits in every batch (`inference.batch_invariant`).
         gives_routes: whether it returns the experts that each token used (`model.route_replay`).
@@ -29,7 +44,7 @@ class EngineKind:
     changes_in_place: bool = False
     takes_broadcasts: bool = False
     sleeps: bool = False
-    quantises: bool = False
+    forms: tuple[WeightForm, ...] = ()
     splits: bool = False
     batch_invariant: bool = False
     gives_routes: bool = False
@@ -40,10 +55,11 @@ class EngineKind:
 
 ENGINE_KINDS: Mapping[str, EngineKind] = MappingProxyType({
     "embedded": EngineKind(
-        inside=True, takes_changes=True, changes_in_place=True, takes_broadcasts=True, sleeps=True, quantises=True, batch_invariant=True,
-        gives_routes=True, reads_images=True, reports_context=True),
+        inside=True, takes_changes=True, changes_in_place=True, takes_broadcasts=True, sleeps=True, batch_invariant=True,
+        gives_routes=True, reads_images=True, reports_context=True, forms=(WeightForm("int8", on_devices=False),)),
     "vllm": EngineKind(
-        takes_changes=True, takes_broadcasts=True, sleeps=True, splits=True, gives_routes=True, reports_context=True, setup="make vllm"),
+        takes_changes=True, takes_broadcasts=True, sleeps=True, splits=True, gives_routes=True, reports_context=True, setup="make vllm",
+        forms=(WeightForm("int8"), WeightForm("int4", formats=("bfloat16",)), WeightForm("fp8", formats=("bfloat16",)))),
     "sglang": EngineKind(splits=True),
 })
 """All kinds by name."""
@@ -54,3 +70,8 @@ KIND_NAMES = tuple(ENGINE_KINDS)
 def kinds_that(ability: str) -> str:
     """Return the names of all kinds with an ability, such as "embedded and vllm" for "sleeps"."""
     return " and ".join(name for name, kind in ENGINE_KINDS.items() if getattr(kind, ability))
+
+
+def kinds_with_form(name: str) -> str:
+    """Return the names of all kinds that round their weights to a form, such as "embedded and vllm" for "int8"."""
+    return " and ".join(kind for kind, can in ENGINE_KINDS.items() if any(form.name == name for form in can.forms))

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import field_validator
 
 from offbeat.config.base import Change, Section, field
-from offbeat.config.engine_kinds import ENGINE_KINDS, KIND_NAMES, EngineKind
+from offbeat.config.engine_kinds import ENGINE_KINDS, KIND_NAMES, EngineKind, WeightForm
 
 
 class InferenceConfig(Section):
@@ -30,11 +30,12 @@ class InferenceConfig(Section):
         "auto",
         "Forward pass of the embedded engine: a fast path for models like Llama and Qwen, or Hugging Face's modules for any model; auto"
         " prefers the fast path.", on_resume=Change.TOLD)
-    quantization: Literal["none", "int8"] = field(
+    quantization: Literal["none", "int8", "int4", "fp8"] = field(
         "none",
-        "Form of the weights that the embedded engine samples with. int8 rounds them and their inputs to 8 bits, which makes products with"
-        " few rows about three times as fast on a CPU; the policy that samples then differs from the trainer's, which"
-        " policy/logprob_gap_* show and algorithm.weight corrects for. Only for models of the fast path, and for CPUs.",
+        "Form of the weights that engines sample with; the policy that samples then differs from the trainer's, which"
+        " policy/logprob_gap_* show and algorithm.weight corrects for. int8 rounds weights and their inputs to 8 bits: in the embedded"
+        " engine on a CPU, where products with few rows are about three times as fast, and for models of the fast path; and in vLLM. int4"
+        " (weights alone) and fp8 are for vLLM with model.dtype bfloat16; fp8 gains time only on accelerators that compute in it.",
         on_resume=Change.TOLD)
     max_running: int = field(512, "Maximum number of samples decoded together.", ge=1)
     max_queued: int = field(4096, "Maximum number of waiting requests; beyond it the engine answers 429.", ge=1)
@@ -85,6 +86,11 @@ class InferenceConfig(Section):
     def kind(self) -> EngineKind:
         """Abilities of engines of this kind."""
         return ENGINE_KINDS[self.engine]
+
+    @property
+    def form(self) -> WeightForm | None:
+        """Form of the weights; None where they stay whole, and where this kind of engine has no such form."""
+        return next((form for form in self.kind.forms if form.name == self.quantization), None)
 
     @field_validator("arguments")
     @classmethod

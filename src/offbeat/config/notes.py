@@ -73,7 +73,7 @@ def _quantised(config: Config) -> Iterator[str]:
             " trained, as policy/logprob_gap_mean shows;")
     yield f"{what} {correction} corrects for it" if correction else (
         f"{what} nothing corrects for it: leave algorithm.weight at 'mask', or set it to 'clamp' and algorithm.weight_high to 2")
-    if config.weights.sends_changes:
+    if config.weights.sends_changes and config.inference.kind.changes_in_place:
         how = "receives whole weights" if config.weights.channel == "collective" else "reads the last whole version and all changes since"
         yield (f"an engine with {form} weights keeps none that changes could be applied to (weights.whole_every_versions), and {how}")
 

@@ -5,7 +5,7 @@ Called by `config.root`. Each function raises ValueError for settings that contr
 
 from offbeat.config.base import shown
 from offbeat.config.cluster import ClusterConfig
-from offbeat.config.engine_kinds import kinds_that
+from offbeat.config.engine_kinds import kinds_that, kinds_with_form
 from offbeat.config.inference import InferenceConfig
 from offbeat.config.model import ModelConfig
 from offbeat.config.rollout import RolloutConfig
@@ -33,19 +33,26 @@ def check_routes(model: ModelConfig, *, inference: InferenceConfig) -> None:
             f" {kinds_that('gives_routes')} returns the experts that each token used")
 
 
-def check_quantization(inference: InferenceConfig) -> None:
+def check_quantization(inference: InferenceConfig, *, model: ModelConfig) -> None:
     """Check that the engines compute with weights in the form that is asked for."""
-    if inference.quantization == "none":
+    name, form = inference.quantization, inference.form
+    if name == "none":
         return
-    for met, name, instead in (
-        (not inference.kind.quantises, f"inference.engine = '{inference.engine}'",
-         f"only {kinds_that('quantises')} takes it; a server's own form is given in inference.arguments"),
-        (bool(inference.urls), "inference.urls", "start those engines with --quantization int8"),
-        (inference.devices_per_engine > 0, f"inference.devices_per_engine = {inference.devices_per_engine}", "it is for engines on CPUs"),
-        (inference.forward == "hf", "inference.forward = 'hf'", "only the fast path computes with it"),
+    for met, setting, instead in (
+        (form is None, f"inference.engine = '{inference.engine}'",
+         f"it is for {kinds_with_form(name)}; a server's own form is given in inference.arguments"),
+        (bool(inference.urls), "inference.urls", "start those engines in that form, and set weights.proof_tolerance"),
+        (form is not None and not form.on_devices and inference.devices_per_engine > 0,
+         f"inference.devices_per_engine = {inference.devices_per_engine}", "it is for engines on CPUs"),
+        (inference.kind.inside and inference.forward == "hf", "inference.forward = 'hf'", "only the fast path computes with it"),
     ):
         if met:
-            raise ValueError(f"inference.quantization must be 'none' with {name}, got '{inference.quantization}'; {instead}")
+            raise ValueError(f"inference.quantization must be 'none' with {setting}, got '{name}'; {instead}")
+    assert form is not None, "it was refused"
+    if model.dtype not in ("auto", *form.formats):
+        raise ValueError(
+            f"model.dtype must be '{form.formats[0]}' or 'auto' with inference.quantization = '{name}', got '{model.dtype}';"
+            f" {inference.engine} makes that form of no other")
 
 
 def check_step(train: TrainConfig, *, model: ModelConfig) -> None:

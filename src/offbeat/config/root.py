@@ -153,7 +153,7 @@ class Config(Section):
         if self.model.tiny.num_heads % self.model.tiny.num_kv_heads:
             raise ValueError(
                 f"model.tiny.num_kv_heads must divide num_heads = {self.model.tiny.num_heads}, got {self.model.tiny.num_kv_heads}")
-        check_quantization(self.inference)
+        check_quantization(self.inference, model=self.model)
         check_routes(self.model, inference=self.inference)
         check_step(self.train, model=self.model)
         check_channel(self.weights, model=self.model, inference=self.inference)

@@ -206,7 +206,8 @@ def engine_options(config: EngineConfig, model: str, tokenizer: str, version: in
     """Return the options that engine `index` of a run starts with."""
     inference = config.inference
     return EngineOptions(
-        model=model, tokenizer=tokenizer, dtype=config.model.number_format, quantization=inference.quantization,
+        model=model, tokenizer=tokenizer, dtype=config.model.number_format,
+        quantization="none" if inference.quantization == "none" else "int8",  # the only form of this kind
         forward=inference.forward, max_running=inference.max_running,
         max_queued=inference.max_queued, max_context=inference.max_context, max_cache_bytes=inference.max_cache_bytes,
         prefix_caching=inference.prefix_caching, batch_invariant=inference.batch_invariant, num_engines=inference.num_engines,

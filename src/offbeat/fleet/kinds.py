@@ -22,6 +22,8 @@ _CPU_CACHE_BYTES = 1 << 29
 """Size of vLLM's cache on a CPU; by default each engine would take most of the machine's memory."""
 _SHARED_MEMORY = "0.4"
 """Share of a device's memory for an engine that a train rank shares it with; the rank's states and activations need the larger part."""
+_VLLM_FORMS: Mapping[str, str] = MappingProxyType({"int8": "offbeat_int8", "int4": "offbeat_int4", "fp8": "fp8_per_channel"})
+"""Values of --quantization for `inference.quantization`: two of `inside/vllm_quantized.py`, and one of vLLM's own."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts as --max-lora-rank."""
 
@@ -92,6 +94,8 @@ class _Vllm:
         env = {
             "PYTHONPATH": str(_INSIDE), "VLLM_NO_USAGE_STATS": "1", "OFFBEAT_VERSION": str(serving.version),
             "VLLM_API_KEY": serving.key}  # `Inside` requires it on all paths, vLLM itself below /v1
+        if inference.quantization != "none":
+            command += ["--quantization", _VLLM_FORMS[inference.quantization]]
         if config.model.route_replay == "rollout":
             command += ["--enable-return-routed-experts"]
         if inference.max_context:

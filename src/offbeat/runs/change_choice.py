@@ -29,7 +29,7 @@ def change_choice(config: PlanConfig) -> Choice:
         why = "adapters are small"
     elif not kind.takes_changes:
         why = f"{config.inference.engine} takes whole weights only"
-    elif config.inference.quantization != "none":
+    elif config.inference.quantization != "none" and kind.changes_in_place:
         why = f"engines keep {config.inference.quantization} weights alone, to which no changes can be applied"
     elif config.model.number_format == "float32":
         why = "a step changes nearly every weight in float32"

@@ -10,15 +10,24 @@ from typing import Literal
 from offbeat.config.for_processes import PlanConfig
 from offbeat.config.model import NumberFormat
 from offbeat.cpu import Cpu, this_cpu
+from offbeat.errors import ConfigError
 from offbeat.machine import Device, smallest_device
 from offbeat.runs.step_choice import Choice
 
 
 def choose_number_format(config: PlanConfig) -> PlanConfig:
-    """Return the sections, in which devices are chosen, with a format in place of "auto"."""
+    """Return the sections, in which devices are chosen, with a format in place of "auto".
+
+    Raises:
+        ConfigError: engines' devices do not compute in the form that their weights are to have.
+    """
+    device = smallest_device() if config.inference.devices_per_engine else None
+    if config.inference.quantization == "fp8" and device is not None and device.has_fp8 is False:
+        raise ConfigError(
+            f"inference.quantization must be 'none', 'int8' or 'int4' on {device.name}, got 'fp8'; vLLM's kernels for it need a device of"
+            " compute capability 8.9 or later")
     if config.model.dtype != "auto":
         return config
-    device = smallest_device() if config.inference.devices_per_engine else None
     value = format_choice(config, device=device, cpu=this_cpu()).value
     return config.model_copy(update={"model": config.model.model_copy(update={"dtype": value})})
 
@@ -34,10 +43,12 @@ def format_choice(config: PlanConfig, *, device: Device | None, cpu: Cpu) -> Cho
     value, why = "float32", ""
     if model.dtype != "auto":
         return Choice("model.dtype", model.dtype, "as configured")
-    if not model.path:
+    if inference.form is not None:
+        value = inference.form.formats[0]
+        why = f"products are in {inference.quantization}, " + (
+            "and the rest takes little time" if value == "float32" else f"which {inference.engine} makes of {value} alone")
+    elif not model.path:
         why = "a tiny model gains nothing from bfloat16"
-    elif inference.quantization != "none":
-        why = f"products are in {inference.quantization}, and the rest takes little time"
     elif inference.urls:
         why = "engines by URL have a format of their own, and are given all digits"
     elif inference.devices_per_engine and device is None:

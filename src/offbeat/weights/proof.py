@@ -20,7 +20,7 @@ import numpy as np
 from offbeat.types import Version
 from offbeat.weights.protocol import Manifest, Proof
 
-TOLERANCES: dict[str, float] = {"float32": 1e-3, "bfloat16": 0.5, "int8": 2.0}
+TOLERANCES: dict[str, float] = {"float32": 1e-3, "bfloat16": 0.5, "int8": 2.0, "fp8": 2.0, "int4": 6.0}
 """Largest root mean square, over the canary's tokens, of the difference between trainer and engine in nats, by number format of the
 weights. The file docs/weights.md has the measurements."""
 

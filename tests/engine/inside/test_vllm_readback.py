@@ -1,8 +1,10 @@
 """Reading weights back from layers that have packed them away; `tests/engines` reads them back from a real vLLM."""
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -167,6 +169,61 @@ def test_a_matrix_that_lies_otherwise_than_its_layer_multiplies_is_not_tried(tmp
     save_file({"c_proj.weight": layer.quant_method.hidden.T.contiguous()}, path)
     monkeypatch.setattr(Packed, "apply", lambda *_: pytest.fail("a kernel would corrupt memory"))
     assert readback.ReadBack(model, [path]).check([path]) == ([], ["c_proj.weight"])
+
+
+class RoundedKernel:
+    """Computes with rounded weights that nobody sees."""
+
+    def __init__(self, form: str) -> None:
+        self.form = form
+        self.hidden: Any = None
+
+    def apply(self, _layer: nn.Module, x: Tensor) -> Tensor:
+        return self.hidden.signed_sums(x).T.to(x.dtype)  # kernels, too, add whole numbers exactly
+
+
+class RoundedLinear(nn.Module):
+    """A layer with two parts, as vLLM has them once they are rounded."""
+
+    packed_modules_mapping = {"gate_up": ["gate", "up"]}  # noqa: RUF012 (as vLLM has it)
+
+    def __init__(self, form: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_up = nn.Module()
+        self.gate_up.quant_method, self.gate_up.orig_dtype = RoundedKernel(form), dtype
+        self.gate_up.output_partition_sizes, self.gate_up.input_size_per_partition = [8, 8], 64
+
+    def load(self, weight: Tensor, *, fault: str = "") -> None:
+        layer, rounded = self.gate_up, importlib.import_module("rounding").round_matrix(self.gate_up.quant_method.form, weight)
+        old = layer.quant_method.hidden
+        if fault == "scales in another order":
+            rounded = replace(rounded, scales=rounded.scales.roll(1, 0))
+        if fault == "half old":
+            rounded = replace(rounded, numbers=torch.cat([rounded.numbers[:, :32], old.numbers[:, 32:]], 1))
+        if fault != "kernel stale":
+            layer.quant_method.hidden = rounded
+        if fault != "scales stale":
+            layer.weight_scale = nn.Parameter(rounded.scales, requires_grad=False)
+
+
+@pytest.mark.parametrize(("form", "dtype", "lr"), [
+    ("int8", torch.float32, 1e-3), ("int8", torch.bfloat16, 1e-2), ("int4", torch.bfloat16, 0.2)])
+@pytest.mark.parametrize("fault", ["", "kernel stale", "scales stale", "scales in another order", "half old"])
+def test_rounded_weights_are_told_from_those_before_and_from_scales_of_other_rows(
+    tmp_path: Path, form: str, dtype: torch.dtype, lr: float, fault: str,
+) -> None:
+    readback, random = importlib.import_module("vllm_readback"), torch.Generator().manual_seed(1)
+    before, paths = torch.randn(16, 64, generator=random), [str(tmp_path / f"{version}.safetensors") for version in range(2)]
+    versions = [before.to(dtype), (before + lr * torch.randn(16, 64, generator=random).sign()).to(dtype)]
+    for weight, path in zip(versions, paths, strict=True):
+        save_file({"gate.weight": weight[:8].clone(), "up.weight": weight[8:].clone()}, path)
+    model = RoundedLinear(form, dtype)
+    model.load(versions[0])
+    back = readback.ReadBack(model, paths[:1])
+    assert back.check(paths[:1]) == ([], [])
+    model.load(versions[1], fault=fault)
+    wrong, unread = back.check(paths[1:])
+    assert unread == [] and sorted(wrong) == (["gate.weight", "up.weight"] if fault else [])
 
 
 RANK, MOST = 2, 4

@@ -3,7 +3,8 @@
 vLLM fuses weights and packs them for its kernels, so that most no longer exist in their original form. But a linear layer can be probed:
 one-hot rows as input return columns of its matrix, exactly, by the kernel that serves. A tensor is compared where that works, which is
 tried on the weights that the server started with; the others are counted, and nothing is claimed about them. With tensor parallelism each
-worker compares its share of a tensor. Adapters keep their original form and are compared completely.
+worker compares its share of a tensor. Rounded weights (`rounding`) are compared with what rounding the tensor gives: columns, all scales
+and, where the kernel's memory shows them, all numbers. Adapters keep their original form and are compared completely.
 """
 
 import json
@@ -14,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rounding import Rounded, round_matrix
 from torch import Tensor, nn
 from vllm_files import files_of, read_files
 
 _NUM_COLUMNS = 8
+_NUM_SUMS = 4
+"""Signed sums of whole rows; one number that is wrong changes all of them."""
 _HEAD = "lm_head.weight"
 _LORA = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 
@@ -41,7 +45,8 @@ class ReadBack:
             Names of tensors that differ from those in use, and names of tensors that cannot be compared.
         """
         found = dict(self._compare(files, every=False))
-        return [name for name, same in found.items() if same is False], [name for name, same in found.items() if same is None]
+        wrong = dict.fromkeys(name.partition(":")[0] for name, same in found.items() if same is False)
+        return list(wrong), [name for name, same in found.items() if same is None]
 
     @torch.inference_mode()
     def _compare(self, files: Sequence[str], *, every: bool) -> Iterable[tuple[str, bool | None]]:
@@ -54,10 +59,13 @@ class ReadBack:
                     yield label, None
                     continue
                 try:
-                    live, wanted = _live(place, name, tensor, part, self._turn)
-                    yield label, live.shape == wanted.shape and torch.equal(live, wanted.to(live.device, live.dtype))
+                    same, stored = _compare_live(place, name, tensor, part, self._turn)
                 except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-                    yield label, None if every else False
+                    same, stored = None if every else False, {}
+                yield label, same
+                for what, equal in stored.items():
+                    if every or f"{label}: {what}" in self._readable:
+                        yield f"{label}: {what}", equal
 
     def _places(self, name: str, *, tied: bool) -> Iterable[tuple[str, nn.Module | None, int | None]]:
         """Yield the places of a tensor: a label, the module, and the number of the tensor among its fused parts; None for all of it.
@@ -77,10 +85,11 @@ class ReadBack:
             yield from ((_HEAD, head, None) for head in self._modules.values() if type(head).__name__ == "ParallelLMHead")
 
 
-def _live(module: Any, name: str, tensor: Tensor, part: int | None, turn: int) -> tuple[Tensor, Tensor]:
-    """Return the numbers in use in a tensor's place, and the numbers that they must equal.
+def _compare_live(module: Any, name: str, tensor: Tensor, part: int | None, turn: int) -> tuple[bool, dict[str, bool]]:
+    """Compare a tensor with the numbers in use in its place: rows [N, I] or [N]; of a matrix a few columns, different ones each turn.
 
-    They are rows [N, I] or [N] of the tensor; of a matrix, a few columns [O, K], different ones each turn.
+    Returns:
+        Whether they are the same; and of a rounded matrix, whether the kernel's memory has the same "scales" and "numbers", where it may.
 
     Raises:
         ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError: they cannot be read here.
@@ -88,14 +97,67 @@ def _live(module: Any, name: str, tensor: Tensor, part: int | None, turn: int) -
     rows, own = _rows(module, tensor, part)
     kind = name.rpartition(".")[2]
     if kind != "weight" or tensor.ndim != 2 or not hasattr(module, "quant_method") or type(module).__name__ == "VocabParallelEmbedding":
-        return getattr(module, kind)[rows], tensor[own]
+        return _equal(getattr(module, kind)[rows], tensor[own]), {}
     width, first = _width(module, tensor)
     columns = ((torch.linspace(0, width - 1, _NUM_COLUMNS).long() + turn) % width).unique()
     asked = torch.zeros(len(columns), width)
     asked[torch.arange(len(columns)), columns] = 1
-    weight = module.weight
-    told = module.quant_method.apply(module, asked.to(weight.device, weight.dtype))
-    return told[:, rows].T, tensor[own, first + columns]
+    form = form_of(module.quant_method)
+    if not form:
+        return _equal(_ask(module, asked)[:, rows].T, tensor[own, first + columns]), {}
+    rounded = round_matrix(form, tensor[own].to(module.orig_dtype), first=first, width=width)
+    told, wanted = _ask(module, asked)[:, rows].T, rounded.columns(columns)
+    if form == "int8" and told.dtype == torch.float32:  # 16 bits would not tell such a sum from the next
+        signs = torch.randint(0, 2, (_NUM_SUMS, width), generator=torch.Generator().manual_seed(turn)) * 2.0 - 1
+        told, wanted = torch.cat([told, _ask(module, signs)[:, rows].T], 1), torch.cat([wanted.double(), rounded.signed_sums(signs)], 1)
+    return _close(told, wanted), _compare_stored(module, rounded, rows)
+
+
+def form_of(method: Any) -> str:
+    """Return the form in which a layer's method rounds its weights, one of `rounding.FORMS`; empty if it keeps them whole."""
+    return "fp8" if type(method).__name__ == "Fp8PtpcOnlineLinearMethod" else getattr(method, "form", "")
+
+
+def _ask(module: Any, asked: Tensor) -> Tensor:
+    """Return what the kernel makes of rows [K, I]: [K, O]."""
+    if form_of(module.quant_method):
+        device, dtype = module.weight_scale.device, module.orig_dtype
+    else:
+        device, dtype = module.weight.device, module.weight.dtype
+    return module.quant_method.apply(module, asked.to(device, dtype))
+
+
+def _equal(live: Tensor, wanted: Tensor) -> bool:
+    return live.shape == wanted.shape and torch.equal(live, wanted.to(live.device, live.dtype))
+
+
+def _close(live: Tensor, wanted: Tensor) -> bool:
+    """Whether numbers are the same but for the kernel's last rounding, which is less than the distance of two 8-bit numbers."""
+    wanted = wanted.to(live.device, torch.float64)
+    slack = max(0.51 * torch.finfo(live.dtype).eps, 1e-6)
+    return live.shape == wanted.shape and bool(((live.double() - wanted).abs() <= slack * wanted.abs()).all())
+
+
+def _compare_stored(module: Any, rounded: Rounded, rows: slice) -> dict[str, bool]:
+    """Compare what lies in the kernel's memory, as far as it has a form that is known here."""
+    scales = module.weight_scale
+    scales = scales[rows] if scales.shape[1] == rounded.scales.shape[1] else scales.T[rows]
+    same = {"scales": _equal(scales, rounded.scales)}
+    if (numbers := _stored_numbers(module)) is not None and numbers.shape[1] == rounded.numbers.shape[1]:
+        same["numbers"] = torch.equal(numbers[rows].float(), rounded.numbers.to(numbers.device).float())
+    return same
+
+
+def _stored_numbers(module: Any) -> Tensor | None:
+    """Return the numbers [O, I] in a kernel's memory: 8-bit floats, or whole numbers of 4 bits in vLLM's layout for CPUs."""
+    weight, packed = getattr(module, "weight", None), getattr(module, "weight_packed", None)
+    if weight is not None and weight.dtype == torch.float8_e4m3fn and weight.ndim == 2:
+        return weight.T
+    if packed is not None and packed.ndim == 2 and packed.shape[1] == 2 * module.input_size_per_partition:
+        blocks = packed.view(len(packed), -1, 2)  # 16 outputs of each input, as two words of 8 numbers
+        words = torch.stack([(blocks >> shift) & 15 for shift in range(0, 32, 4)], dim=-1).flatten(2)
+        return words.transpose(1, 2).flatten(0, 1) - 8
+    return None
 
 
 def _rows(module: Any, tensor: Tensor, part: int | None) -> tuple[slice, slice]:
