@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from faults.command import Command
-from small_run import ENVIRONMENT, SmallRun
+from small_run import ENVIRONMENT, REWARDS, SETTINGS, SmallRun
 
 PLAYING = Path(__file__).parents[1] / "support" / "playing.py"
 GRACE_S = 15.0
@@ -31,7 +31,8 @@ _FATAL = 0.4
 
 COMMON = {
     "checkpoint.every_steps": "7", "checkpoint.keep": "2", "evaluate.every_steps": str(EVALUATE_EVERY), "weights.keep": "2",
-    "rollout.max_concurrent_rollouts": "8", "rollout.max_new_tokens": "16", "telemetry.trace": "false", "inference.num_engines": "1",
+    "rollout.max_concurrent_rollouts": "8", "rollout.max_new_tokens": "48", "telemetry.trace": "false", "inference.num_engines": "1",
+    "rollout.reward": f"{REWARDS}:now_and_then_slow", "checkpoint.journal_keep": "all", "checkpoint.export": "false",
     "inference.probe_interval_s": "0.5", "rollout.reward_workers": "1", "cluster.start_timeout_s": "600",
     "inference.start_timeout_s": "600", "dist.sync_timeout_s": "60"}
 MODES: dict[str, dict[str, str]] = {
@@ -45,6 +46,12 @@ MODES: dict[str, dict[str, str]] = {
 MOMENTS = ("start-up", "any time", "publish", "save", "evaluation", "rename")
 HEALED = ("engine", "reward", "agent")
 """What is replaced while the run goes on."""
+
+
+def tokens_of_group(mode: str) -> int:
+    """Most tokens that a group of a mode may generate."""
+    settings = SETTINGS | COMMON | MODES[mode]
+    return int(settings["rollout.group_size"]) * int(settings["rollout.max_new_tokens"]) * (2 if mode == "agents" else 1)
 
 
 @dataclass(frozen=True)

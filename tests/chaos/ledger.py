@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +31,20 @@ class Seen:
         admitted: version at which it was admitted.
         digest: of its tokens and their versions.
         versions: of the generated tokens of each trajectory.
+        num_retried: tokens that engines may have generated before they failed, at most.
     """
 
     prompt_id: str
     admitted: int
     digest: str
     versions: tuple[tuple[int, ...], ...]
+    num_retried: int = 0
 
     @classmethod
     def of_group(cls, group: Group) -> "Seen":
         columns = [(t.tokens.tolist(), t.loss_mask.tolist(), t.versions.tolist()) for t in group.trajectories]
-        return cls._of(group.prompt_id, group.admitted_version, columns)
+        retried = sum(int(t.loss_mask.sum()) * t.num_retries for t in group.trajectories)
+        return replace(cls._of(group.prompt_id, group.admitted_version, columns), num_retried=retried)
 
     @classmethod
     def of_stored(cls, group: dict[str, Any]) -> "Seen":
@@ -67,12 +70,15 @@ class Ledger:
         last: steps done.
         counts: what was not as promised, by kind.
         problems: the same, in words.
+        group_tokens: most tokens that a group generates.
         num_tokens: generated tokens of finished groups.
-        num_again: tokens that are generated again, at most: those of groups that ran at a kill, without those that the journal has.
+        num_again: tokens that are generated again, at most. Those of groups that ran at a kill, as if each had been whole, without those
+            that the journal has; those that the journal has and that are too stale to go on from; and those of engines that failed.
     """
 
     run_dir: Path
     eta: int
+    group_tokens: int
     heads: int = 1
     finished: dict[Key, str] = field(default_factory=dict)
     trained: dict[int, list[Key]] = field(default_factory=dict)
@@ -82,12 +88,14 @@ class Ledger:
     problems: list[str] = field(default_factory=list)
     num_tokens: int = 0
     num_again: int = 0
-    _of_group: int = 0
+    _kept: dict[str, int] = field(default_factory=dict)
+    _num_anew: int = 0
     _checked: set[int] = field(default_factory=set)
 
     def audit(self, *, killed: bool = True) -> None:
         """Read the run's files after a life, `killed` or not, and compare."""
         base, saved = self._checkpoint()
+        self._played_anew()
         here: set[Key] = set()
         waiting: set[Key] = set()
         lasts = []
@@ -107,12 +115,7 @@ class Ledger:
             here |= {(head, each.prompt_id) for each in groups}
             waiting |= {(head, each) for each in standing.waiting}
             if killed:
-                kept = {
-                    prompt_id: sum(len(each.tokens) for call in group.calls for each in call.answers)
-                    for prompt_id, group in standing.read_open().items()}
-                again = sum(max(self._of_group - kept.get(each, 0), 0) for each in standing.waiting)
-                # What waits as it did at the kill before has not been drawn since.
-                self.num_again += again if {(head, each) for each in standing.waiting} - self.waiting else 0
+                self._running(standing)
         if (last := min(lasts)) < self.last:
             self._find("lost", f"{self.last} steps were done, and {last} are left")
         self.last = max(self.last, last)
@@ -120,6 +123,20 @@ class Ledger:
             self._batches(head, self.last)
         self._stored()
         self._where(here, waiting)
+
+    def _running(self, standing: JournalStanding) -> None:
+        """Count the tokens that groups may have generated which ran at the kill; the others that wait had not begun."""
+        kept = {
+            prompt_id: sum(len(each.tokens) for call in group.calls for each in call.answers)
+            for prompt_id, group in standing.read_open().items()}
+        self.num_again += sum(max(self.group_tokens - kept.get(each, 0), 0) for each in standing.running)
+        self._kept = kept
+
+    def _played_anew(self) -> None:
+        """Count the tokens that the journal had after the kill before, and that were too stale."""
+        anew = [each["prompt_id"] for each in read_json_lines(self.run_dir / "events.jsonl") if each.get("kind") == "played_anew"]
+        self.num_again += sum(self._kept.get(each, 0) for each in anew[self._num_anew :])
+        self._num_anew = len(anew)
 
     def _checkpoint(self) -> tuple[int, SavedState | None]:
         newest, _ = CheckpointIndex(self.run_dir / "checkpoints").choose()
@@ -146,7 +163,7 @@ class Ledger:
             generated = sum(map(len, group.versions))
             if key not in self.finished:
                 self.num_tokens += generated
-                self._of_group = max(self._of_group, generated)
+                self.num_again += group.num_retried
             elif self.finished[key] != digest:
                 self._find("tokens", f"{key} was finished, and has other tokens now")
             self.finished[key] = digest

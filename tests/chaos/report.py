@@ -17,6 +17,7 @@ _PROMISES = {
     "versions": "tokens with versions that are out of order, older than their group's admission, or beyond the bound on staleness",
     "processes": "processes that are there 15 s after the command's end",
     "files": "files left: parts without a name, memory that processes share, versions and checkpoints beyond those that are kept",
+    "replay": "runs whose [replay](replay.md), from the first step to the last, differs from what they recorded",
     "other": "commands that neither went on nor ended, and runs that did not come to their end"}
 _MODES = {
     "local": "a controller, two train ranks, two engines, two reward processes",
@@ -37,7 +38,8 @@ What is left of a run whose processes are killed, again and again, at bad moment
 A run that dies is started again with the same command, and goes on from its checkpoint and its [journal](journal.md). After every
 kill that ends a command, each prompt that was ever drawn must be in exactly one place: trained on in one step, finished and on hand,
 waiting to be answered, or rejected with a reason. What was finished must have the same tokens for ever, and what was trained on must stay
-in its step. After ten kills or fewer a run does three more steps and must end well.
+in its step. After twenty kills or fewer a run does three more steps and must end well. All of its steps are then [replayed](replay.md), and
+must give the same metrics and weights, bit for bit.
 
 All kills are SIGKILL, which no program can prepare for. *The command* is every process of a run at once, as a batch system or a power
 switch does it; *the controller* is the process that was started, whose workers must then end by themselves. A dead *rank* ends the run
@@ -59,12 +61,13 @@ def document(rows: Sequence[Row], *, wanted: int) -> str:
         f" {fine} of {len(rows)} are as promised.")
     promises = _table(("promised to be none", "count"), [(text, str(counts[name])) for name, text in _PROMISES.items()])
     share = (
-        f"Tokens generated again: at most {again:,} of {tokens + again:,}, {again / max(tokens + again, 1):.1%}: those of groups that ran"
-        f" at a kill, each counted as if it had been whole, without those of answered calls, which the journal has. It is as much as it is"
-        f" because these runs are killed every few steps: at most"
-        f" {again / max(len(rows), 1):.0f} tokens a kill, whatever the time between two kills.")
-    if not again:
-        share = "How many tokens were generated again is not known: the counts are zero throughout, which is not explained yet."
+        f"Tokens generated again: at most {again:,} of {tokens + again:,}, {again / max(tokens + again, 1):.1%}. Counted are groups that"
+        f" ran at a kill, each as if it had been whole, without the tokens that the journal has, and what engines generated that failed. It"
+        f" is as much as it is because these runs are killed every few steps: {again / max(len(rows), 1):.0f} tokens a kill at most,"
+        f" whatever the time between two kills.")
+    replayed = sum(row.num_replayed for row in rows)
+    if replayed:
+        share += f"\n\nReplayed, equal in all metrics and weights: {replayed:,} steps of runs that were killed and went on."
     modes = _table(
         ("run", "what it is", "kills", "as promised", "seconds a kill, median"), _by(rows, lambda row: row.mode, _MODES))
     moments = _table(("moment", "when", "kills", "as promised", "seconds a kill, median"), _by(rows, lambda row: row.was, _MOMENTS))

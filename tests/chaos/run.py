@@ -18,19 +18,20 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from chaos.kills import MODES, Life, draw, num_rows, parts
+from chaos.kills import MODES, Life, draw, num_rows, parts, tokens_of_group
 from chaos.ledger import Ledger
 from chaos.report import document
-from small_run import SmallRun, build_small_model
+from small_run import SmallRun, build_small_model, offbeat
 
 ROOT = Path(__file__).parents[2]
 RESULTS, DOCUMENT = ROOT / "build" / "chaos.jsonl", ROOT / "docs" / "chaos.md"
 _SHARES = {"local": 60, "lora": 30, "spmd": 30, "spmd, all draw": 20, "agents": 50, "ray": 10}
 """Kills in each mode, of 200."""
-_CHAIN = 10
-"""Kills of one run folder."""
+_CHAIN = 20
+"""Kills of one run folder; its end and its replay take as long as some kills."""
 _STOPPED = (1, 130, 143, -15)
 """Exit codes of a command that was asked to stop before its last step, and of `torchrun`."""
+_REPLAY_S = 900.0
 _LIFE = 5
 """Most kills of one command."""
 
@@ -43,7 +44,9 @@ class Row:
         wanted, was: the moment that was waited for, and the one that was met.
         steps: steps done afterwards, in all.
         counts: what was not as promised, by kind: "lost", "doubled", "tokens", "versions", "processes", "files", "other".
-        num_tokens, num_again: generated tokens of groups that were finished since the kill before, and of those that were not, at most.
+        num_tokens, num_again: generated tokens of groups that were finished since the kill before, and tokens that are generated again
+            because of it, at most.
+        num_replayed: steps that were trained again at the end of the run and came out equal; of the last kill of a run.
     """
 
     seed: int
@@ -61,6 +64,7 @@ class Row:
     num_tokens: int
     num_again: int
     wall_s: float
+    num_replayed: int = 0
 
 
 def main() -> int:
@@ -111,12 +115,14 @@ def kill_all(chains: list[tuple[str, int]], seed: int, *, end_s: float) -> None:
                 shutil.rmtree(root, ignore_errors=True)
 
 
-def kill_one(root: Path, model: str, *, mode: str, number: int, num: int, seed: int) -> list[Row]:
+def kill_one(
+    root: Path, model: str, *, mode: str, number: int, num: int, seed: int, results: Path = RESULTS,
+) -> list[Row]:
     """Kill one run so many times, and let it come to its end; returns the kills, which are recorded."""
     chance, eta = random.Random(f"{seed} {number} {num}"), number % 3
     settings = {"run.seed": str(number), "rollout.max_head_offpolicyness": str(eta)}
     run, shared = SmallRun(root, model), set(Path("/dev/shm").iterdir())
-    ledger = Ledger(run.folder, eta, heads=2 if mode == "spmd, all draw" else 1)
+    ledger = Ledger(run.folder, eta, tokens_of_group(mode), heads=2 if mode == "spmd, all draw" else 1)
     rows: list[Row] = []
     life: Life | None = None
     of_life = 0
@@ -145,9 +151,9 @@ def kill_one(root: Path, model: str, *, mode: str, number: int, num: int, seed: 
             max(num_rows(run.folder) - 1, 0), counts, problems, ledger.num_tokens - tokens, ledger.num_again - again,
             round(time.monotonic() - start_s, 1)))
         if len(rows) < num:
-            record(rows[-1])
+            record(rows[-1], results)
     rows[-1] = finish(run, mode, rows[-1], ledger, shared, settings)
-    record(rows[-1])
+    record(rows[-1], results)
     return rows
 
 
@@ -172,13 +178,26 @@ def finish(run: SmallRun, mode: str, row: Row, ledger: Ledger, shared: set[Path]
     if left:
         counts["files"] += 1
         problems.append(f"files left: {', '.join(map(str, left[:5]))}")
-    return replace(row, counts=dict(counts), problems=tuple(problems))
+    replayed, difference = (0, "") if ledger.heads > 1 else replay(run)
+    if difference:
+        counts["replay"] += 1
+        problems.append(f"its replay differs: {difference}")
+    return replace(row, counts=dict(counts), problems=tuple(problems), num_replayed=replayed)
 
 
-def record(row: Row) -> None:
+def replay(run: SmallRun) -> tuple[int, str]:
+    """Train all steps again from the journal; returns the number of equal ones, and the first difference or error, else ""."""
+    done = offbeat("replay", str(run.folder), "--json", timeout_s=_REPLAY_S)
+    steps = [each for each in map(msgspec.json.decode, done.stdout.splitlines()) if "global_step" in each]
+    different = [f"step {each['global_step']}: {each['difference']}" for each in steps if each["difference"]]
+    missing = [] if done.returncode != 2 and steps and steps[0]["global_step"] == 1 else [done.stderr[-300:] or done.stdout[-300:]]
+    return len(steps) - len(different), next(iter([*different, *missing]), "")
+
+
+def record(row: Row, results: Path) -> None:
     """Append to the results."""
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("ab") as file:
+    results.parent.mkdir(exist_ok=True)
+    with results.open("ab") as file:
         file.write(msgspec.json.encode(row) + b"\n")
     verdict = "; ".join(row.problems) or "as promised"
     print(f"{row.mode}: {' and '.join(row.names)} at {row.was}, {row.steps} steps, {row.wall_s:.0f} s: {verdict}", flush=True)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from offbeat.chat.shaping import Shaping
 from offbeat.engine.request import Request, SamplingParams
 from offbeat.errors import RefusedError
 
@@ -27,3 +28,12 @@ def test_the_ends_of_the_ranges_are_allowed() -> None:
     SamplingParams(max_new_tokens=1, temperature=0, top_p=1, top_k=0, stop=())
     with pytest.raises(RefusedError, match="n must be >= 1, got 0"):
         Request(id="a", prompt=[1], n=0)
+
+
+def test_a_sample_goes_on_from_a_part_of_its_prompt_where_nothing_depends_on_what_it_was() -> None:
+    assert Request(id="a", prompt=[1, 2, 3], num_begun=2).begun == [2, 3] and Request(id="a", prompt=[1, 2, 3]).begun == []
+    for wrong in (-1, 3):
+        with pytest.raises(RefusedError, match=r"begun_tokens must be 0 to 2, one less than the prompt's"):
+            Request(id="a", prompt=[1, 2, 3], num_begun=wrong)
+    with pytest.raises(RefusedError, match="begun_tokens must be 0 with penalties"):
+        Request(id="a", prompt=[1, 2, 3], num_begun=1, params=SamplingParams(shaping=Shaping(presence_penalty=1.0)))

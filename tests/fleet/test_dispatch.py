@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from offbeat.fleet.dispatch import Dispatcher
 from offbeat.fleet.members import State
 from offbeat.fleet.pool import EnginePool
 from offbeat.inference.client import EngineClient, EngineSession
-from offbeat.inference.sampling import Sampling
+from offbeat.inference.hearing import Hearing, KnownSample
+from offbeat.inference.sampling import Sample, Sampling
 from waiting import until
 
 PROMPT = (13, 14, 15)
@@ -379,3 +381,40 @@ def test_a_request_for_a_long_answer_has_a_longer_deadline(start_engine) -> None
         assert sample.finish_reason in ("stop", "length")
 
     using([url], body, request_timeout_s=0.2, token_timeout_s=1.0)
+
+
+def test_a_sample_goes_on_at_another_engine_and_in_another_process_as_it_would_have(start_engine) -> None:
+    (first, url_0), (_, url_1) = start_engine(), start_engine()
+    sampling = Sampling(40, seed=7, ignore_eos=True, stop=("#",))
+
+    def same(found: list[Sample], wanted: list[Sample]) -> None:
+        for one, other in zip(found, wanted, strict=True):
+            assert (one.token_ids, one.text, one.finish_reason, one.versions) == (
+                other.token_ids, other.text, other.finish_reason, other.versions)
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+    async def body(pool: EnginePool, dispatcher: Dispatcher, _: list) -> None:
+        whole = await dispatcher.generate(PROMPT, sampling, n=3)
+        assert max(len(sample.tokens) for sample in whole) == 40
+
+        # An earlier process had 5 tokens of the first sample, 1 of the second and none of the third.
+        hearing = Hearing(60, [_beginning(sample, length) for sample, length in zip(whole, (5, 1, 0), strict=True)])
+        same(await dispatcher.generate(PROMPT, replace(sampling, hearing=hearing), n=3), whole)
+
+        hearing = Hearing(0.001, [KnownSample() for _ in range(3)])
+        asking = asyncio.create_task(dispatcher.generate(PROMPT, replace(sampling, hearing=hearing), n=3))
+        await until(lambda: hearing.num_tokens > 10 or asking.done())
+        assert not asking.done()
+        pause(first)
+        num_before, generated = hearing.num_tokens, first._engine.num_generated_tokens
+        pool.quarantine("engine 0", "it is tried out")
+        found = await asking
+        same(found, whole)
+        assert [sample.num_retries for sample in found] == [1, 1, 1] and first._engine.num_generated_tokens == generated
+        assert dispatcher.generated_tokens == 3 * sum(len(sample.tokens) for sample in whole) - 6 and num_before > 10
+
+    using([url_0, url_1], body)
+
+
+def _beginning(sample: Sample, length: int) -> KnownSample:
+    return KnownSample(list(sample.token_ids[:length]), list(sample.logprobs[:length]), list(sample.versions[:length]))

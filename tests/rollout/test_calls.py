@@ -23,6 +23,7 @@ from offbeat.rollout.outcomes import RolloutListener
 from offbeat.rollout.player import RolloutParts
 from offbeat.rollout.staleness import Gate
 from offbeat.rollout.workflows.single_turn import single_turn
+from waiting import until
 
 SAMPLING = Sampling(8)
 
@@ -30,14 +31,14 @@ SAMPLING = Sampling(8)
 @dataclass
 class Heard(RolloutListener):
     entries: list[CallEntry] = field(default_factory=list)
-    again: list[tuple[str, int, int]] = field(default_factory=list)
+    again: list[tuple[str, int, int, int]] = field(default_factory=list)
     anew: list[tuple[str, str]] = field(default_factory=list)
 
     def on_heard(self, call: CallEntry) -> None:
         self.entries.append(call)
 
-    def on_played_again(self, prompt_id: str, *, num_again: int, num_left: int) -> None:
-        self.again.append((prompt_id, num_again, num_left))
+    def on_played_again(self, prompt_id: str, *, num_again: int, num_left: int, num_tokens: int) -> None:
+        self.again.append((prompt_id, num_again, num_left, num_tokens))
 
     def on_played_anew(self, prompt_id: str, reason: str) -> None:
         self.anew.append((prompt_id, reason))
@@ -108,7 +109,7 @@ def test_answers_are_recorded_once_if_their_group_still_runs_and_given_again_to_
         await asyncio.sleep(0.01)
         assert not then.entries  # whoever has asked for all of them has recorded them
         log.close("0:1")
-        assert then.again == [("0:1", 2, 1)]
+        assert then.again == [("0:1", 2, 1, 0)]
 
     asyncio.run(body())
 
@@ -157,6 +158,69 @@ def test_an_executor_plays_a_group_of_an_earlier_process_at_its_version_with_the
             [group] = await executor.prepare_batch()
         assert (group.prompt_id, group.admitted_version) == (prompt_id, 3) and not engine.asked and not executor.calls
         assert [t.tokens.tolist() for t in group.trajectories] == [[1, 2, 5], [1, 2, 6]]
-        assert [t.versions.tolist()[-1] for t in group.trajectories] == [3, 3] and heard.again == [(prompt_id, 1, 0)]
+        assert [t.versions.tolist()[-1] for t in group.trajectories] == [3, 3] and heard.again == [(prompt_id, 1, 0, 0)]
+
+    asyncio.run(body())
+
+
+@dataclass
+class Slow(Engine):
+    """Generates two tokens of the first sample, and three of the second, until it is let go on."""
+
+    rest: asyncio.Event = field(default_factory=asyncio.Event)
+    begun: list[list[int]] = field(default_factory=list)
+
+    async def generate(self, prompt: tuple[int, ...], sampling: Sampling, *, n: int, session: str = "") -> list[Sample]:
+        hearing = sampling.hearing
+        assert hearing is not None
+        self.begun = [list(each.tokens) for each in hearing.samples]
+        for index, each in enumerate(hearing.samples):
+            for token in range(2 + index):
+                each.hear(len(each.tokens), [10 + token], [-1.0], [3])
+        await self.rest.wait()
+        return [
+            Sample((*each.tokens, 2), (*each.logprobs, -2.0), (*each.versions, 4), "whole", "stop") for each in hearing.samples]
+
+
+def test_a_call_that_was_not_answered_goes_on_from_the_tokens_that_were_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "RECORD_AFTER_S", 0.0)
+
+    async def body() -> None:
+        heard, engine = Heard(), Slow()
+        log = GroupCalls(heard, running_s=0.001)
+        playing = asyncio.create_task(play(log, engine, (1, 2)))
+        await until(lambda: bool(heard.entries))
+        await asyncio.sleep(0.01)
+        [entry] = heard.entries  # tokens are recorded once
+        assert [each.tokens.tolist() for each in entry.answers] == [[10, 11], [10, 11, 12]]
+        assert [each.finish_reason for each in entry.answers] == ["", ""]
+        recorded = list(heard.entries)
+        engine.rest.set()
+        await playing
+        await until(lambda: len(heard.entries) == 2)
+        assert [(each.start, each.tokens.tolist(), each.finish_reason) for each in heard.entries[1].answers] == [
+            (2, [2], "stop"), (3, [2], "stop")]
+        whole = recorded[0].answers[1].followed_by(heard.entries[1].answers[1])
+        assert (whole.tokens.tolist(), whole.versions.tolist(), whole.text) == ([10, 11, 12, 2], [3, 3, 3, 4], "whole")
+        log.end()
+
+        then, later = Heard(), Slow()
+        log = GroupCalls(then, running_s=0.001)
+        log.take_over(open_groups(recorded))
+        assert log.admitted("0:1") == 3 and [each.start for each in log.entries[0].answers] == [0, 0]
+        later.rest.set()
+        [now] = await play(log, later, (1, 2))
+        assert later.begun == [[10, 11], [10, 11, 12]] and now[0].token_ids == (10, 11, 10, 11, 2)
+        [entry] = log.entries
+        assert entry.answers[0].tokens.tolist() == [10, 11, 10, 11, 2] and not entry.answers[0].start
+        log.close("0:1")
+        assert then.again == [("0:1", 0, 0, 5)]
+
+        log = GroupCalls(then)  # the engines of this process cannot go on
+        log.take_over(open_groups(recorded))
+        [anew] = await play(log, Engine(), (1, 2))
+        assert anew[0].token_ids == (1, 0)
+        log.close("0:1")
+        log.end()
 
     asyncio.run(body())

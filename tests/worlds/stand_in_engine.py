@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import json
 import random
+from array import array
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -55,7 +56,7 @@ class StandInEngine:
         self._weights = (-1, "")
         self._staged: dict[int, tuple[int, str]] = {}
         self._adapters: dict[str, tuple[str, str]] = {}
-        self._asleep = asyncio.Event()
+        self._running: dict[str, tuple[list[list[int]], list[list[int]]]] = {}
         self._awake = asyncio.Event()
         self._awake.set()
 
@@ -80,6 +81,12 @@ class StandInEngine:
                 return {"version": self._weights[0], "max_adapter_rank": 64}
             case "/v1/completions":
                 return await self._complete(body)
+            case "/v1/running":
+                return {"requests": {name: [{
+                    "first": first, "token_ids": _packed(tokens[first:], "i"), "logprobs": _packed([-1.0] * len(tokens[first:]), "f"),
+                    "versions": _packed(versions[first:], "i")}
+                    for first, tokens, versions in zip(have, *self._running[name], strict=True)]
+                    for name, have in body["requests"].items() if name in self._running}}
             case "/v1/weights/stage":
                 await self._life.takes(self._life.world.stage_s)
                 self._staged[body["version"]] = body["version"], _read(body["folder"])
@@ -126,6 +133,9 @@ class StandInEngine:
         token_s = world.token_s * (10 if rng.random() < world.straggler else 1)
         tokens: list[list[int]] = [[] for _ in lengths]
         versions: list[list[int]] = [[] for _ in lengths]
+        begun = body.get("begun_tokens", 0)
+        if name := body.get("request_id"):
+            self._running[name] = tokens, versions
         for at in range(max(lengths)):
             await self._awake.wait()
             await self._life.takes(token_s)
@@ -136,7 +146,7 @@ class StandInEngine:
                 fingerprint = self._adapters[adapter][0] if adapter in self._adapters else fingerprint
             for index, length in enumerate(lengths):
                 if at < length:
-                    tokens[index].append(weights_token(fingerprint) if at % 2 else version_token(version))
+                    tokens[index].append(weights_token(fingerprint) if (begun + at) % 2 else version_token(version))
                     versions[index].append(version)
         return {"choices": [
             {"token_ids": tokens[index], "logprobs": {"token_logprobs": [-1.0] * length}, "versions": versions[index],
@@ -151,6 +161,10 @@ class StandInEngine:
                 raise _RefusedError(404, f"there is no adapter {adapter}")
             fingerprint = self._adapters[adapter][0]
         return {"version": version, "fingerprint": fingerprint, "logprobs": [-1.0] * (len(body["tokens"]) - 1)}
+
+
+def _packed(values: list[Any], kind: str) -> bytes:
+    return array(kind, values).tobytes()
 
 
 def _read(folder: str) -> str:
@@ -194,7 +208,7 @@ class Network:
         if life.lasts("lost") and life.rng.random() < 0.2:
             raise aiohttp.ServerDisconnectedError
         body = msgspec.json.decode(data) if data else {}
-        changes = path not in ("/health", "/v1/completions", "/v1/weights/prove", "/v1/models")
+        changes = path not in ("/health", "/v1/completions", "/v1/running", "/v1/weights/prove", "/v1/models")
         asking = asyncio.ensure_future(self._ask(engine, path, body, life.world.goes_on and changes))
         if changes and life.lasts("twice"):
             self._keep(asyncio.create_task(self._again(engine, path, body)))

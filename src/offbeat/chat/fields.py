@@ -149,6 +149,8 @@ _COMPLETIONS = without_proxy([
     *_SAMPLING,
     *acts("echo", note="with `logprobs`, the prompt's tokens have theirs"),
     *acts("prompt_logprobs", note="the prompt's log-probabilities, as vLLM tells them"),
+    *acts("begun_tokens", service="refused", neutral=(0,),
+          note="how many of the prompt's last tokens are the answer's own, of a request that was not finished"),
     *refused("best_of", neutral=(1,), note="ask for `n`, and choose"),
     *refused("suffix", neutral=("",), note="nothing is filled in before a given end"),
     *acts("response_format", note=_FORM),

@@ -36,6 +36,7 @@ class EngineKind:
         gives_routes: whether it returns the experts that each token used (`model.route_replay`).
         reads_images: whether it takes prompts with ids of images (`data.image_store`).
         reports_context: whether it can serve one of `serve.sampling_models`, which have to say how long their context is.
+        goes_on: whether it tells the tokens of unfinished samples, and goes on from them (`checkpoint.journal_running_s`).
         setup: command that makes the environment in which it is installed; "" if the user does.
     """
 
@@ -50,13 +51,15 @@ class EngineKind:
     gives_routes: bool = False
     reads_images: bool = False
     reports_context: bool = False
+    goes_on: bool = False
     setup: str = ""
 
 
 ENGINE_KINDS: Mapping[str, EngineKind] = MappingProxyType({
     "embedded": EngineKind(
         inside=True, takes_changes=True, changes_in_place=True, takes_broadcasts=True, sleeps=True, batch_invariant=True,
-        gives_routes=True, reads_images=True, reports_context=True, forms=(WeightForm("int8", on_devices=False),)),
+        gives_routes=True, reads_images=True, reports_context=True, goes_on=True,
+        forms=(WeightForm("int8", on_devices=False),)),
     "vllm": EngineKind(
         takes_changes=True, takes_broadcasts=True, sleeps=True, splits=True, gives_routes=True, reports_context=True, setup="make vllm",
         forms=(WeightForm("int8"), WeightForm("int4", formats=("bfloat16",)), WeightForm("fp8", formats=("bfloat16",)))),

@@ -5,7 +5,7 @@ With `encoding_format: "base64"` a completion holds arrays, which take a fortiet
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -147,7 +147,7 @@ class Answer:
         self._add_counts(*outputs)
         choices = []
         for output in sorted(outputs, key=lambda o: o.index):
-            text = self._text(told_ids(output, self._body))
+            text = self._text([*self._begun(output), *told_ids(output, self._body)])
             choices.append(self._choice(output, text, first=True))
         return msgspec.json.encode({**self._head, "object": self._form.kind, "choices": choices, "usage": self._usage()})
 
@@ -160,6 +160,13 @@ class Answer:
         if output.finish_reason is not None:
             text += stream.finish()
         return self._chunk([self._choice(output, text, first=first)], {"usage": None})
+
+    def _begun(self, output: Output) -> list[int]:
+        """Return the tokens that a sample has begun with."""
+        body = self._body
+        if not (isinstance(body, CompletionBody) and body.begun_tokens):
+            return []
+        return self._prompts[output.index // body.n].ids[-body.begun_tokens :]
 
     def _text(self, ids: list[int]) -> str:
         """Return the text of a whole sample, up to its stop string."""
@@ -229,6 +236,13 @@ def _offsets(ids: Sequence[int], tokenizer: Tokenizer, offset: int, *, after: Se
 def _bytes(values: Sequence[float], dtype: type) -> bytes:
     """Return the bytes of an array of this dtype, which msgspec writes as base64."""
     return np.array(values, dtype).tobytes()
+
+
+def write_running(told: Mapping[str, Sequence[tuple[int, Output]]]) -> bytes:
+    """Encode what running samples have, by their requests' names: the number of tokens before, and the tokens that follow."""
+    return msgspec.json.encode({"requests": {name: [{
+        "first": first, "token_ids": _bytes(output.token_ids[first:], np.int32), "logprobs": _bytes(output.logprobs[first:], np.float32),
+        "versions": _bytes(output.versions[first:], np.int32)} for first, output in samples] for name, samples in told.items()}})
 
 
 def told_ids(output: Output, body: GenerateBody) -> list[int]:

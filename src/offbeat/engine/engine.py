@@ -168,6 +168,10 @@ class EmbeddedEngine:
             self._release(rows)
         self.adapters.drop_leaving()
 
+    def running(self, request_ids: Collection[str]) -> dict[str, list[Output]]:
+        """See `Rows.running`."""
+        return self._rows.running(request_ids)
+
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, n: int = 1) -> list[list[Output]]:
         """Run prompts to completion in this thread; returns [P][n] outputs in the order of the prompts. For tests and benchmarks."""
         results: dict[str, list[Output]] = {f"generate-{i}": [] for i in range(len(prompts))}

@@ -96,6 +96,8 @@ class Request:
         n: number of samples.
         adapter: name of the LoRA adapter that generates; empty for the base model.
         stream: answer after every decode step instead of once.
+        num_begun: number of tokens at the end of the prompt that are the sample's own, of an earlier request. Its random numbers and its
+            stop strings go on after them.
         grammar: the compiled structure of the answer; where it is missing, the engine compiles it between two steps.
     """
 
@@ -105,13 +107,24 @@ class Request:
     n: int = 1
     adapter: str = ""
     stream: bool = False
+    num_begun: int = 0
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if self.n < 1:
             raise RefusedError(f"n must be >= 1, got {self.n}")
+        if not 0 <= self.num_begun < max(len(self.prompt), 1):
+            raise RefusedError(f"begun_tokens must be 0 to {len(self.prompt) - 1}, one less than the prompt's, got {self.num_begun}")
+        if self.num_begun and not self.params.shaping.is_plain:
+            raise RefusedError(
+                "begun_tokens must be 0 with penalties, structures and whatever else depends on the sample so far; leave one of them out")
         if self.stream and self.params.routes:
             raise RefusedError("return_routed_experts must be false with stream, which gives a sample in parts; leave one of them out")
+
+    @property
+    def begun(self) -> list[int]:
+        """The sample's own tokens at the end of the prompt."""
+        return self.prompt[len(self.prompt) - self.num_begun :]
 
     def check(self, *, vocab_size: int, max_context: int, max_running: int, images: bool = False) -> None:
         """Raise RefusedError with the reason if an engine with these limits can never serve this request.

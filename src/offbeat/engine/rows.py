@@ -1,5 +1,6 @@
 """Bookkeeping of running samples: numpy columns indexed by slot, so that a step is a handful of array operations. Used by the engine."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,6 +56,7 @@ class Rows:
         self.samples: list[RunningSample] = []
         self.length = np.zeros(max_rows, np.int64)
         self._prompt_len = np.zeros(max_rows, np.int64)
+        self._num_begun = np.zeros(max_rows, np.int64)
         self._limit = np.zeros(max_rows, np.int64)
         self._key = np.zeros(max_rows, np.uint64)
         self._temperature = np.zeros(max_rows, np.float32)
@@ -82,6 +84,7 @@ class Rows:
         self._reserve(positions=prompt_len + params.max_new_tokens, stop_ids=len(stop_ids))
         self._tokens[rows, :prompt_len] = request.prompt
         self.length[rows] = self._prompt_len[rows] = prompt_len
+        self._num_begun[rows] = request.num_begun
         self._limit[rows] = prompt_len + params.max_new_tokens
         self._key[rows] = keys
         self._temperature[rows], self._top_p[rows], self._top_k[rows] = params.temperature, params.top_p, params.top_k
@@ -143,7 +146,7 @@ class Rows:
     def uniforms(self) -> np.ndarray:
         """[B] float64 in [0, 1), the random number of each row's next token."""
         rows = slice(0, len(self))
-        return uniforms(self._key[rows], self.length[rows] - self._prompt_len[rows])
+        return uniforms(self._key[rows], self.length[rows] - self._prompt_len[rows] + self._num_begun[rows])
 
     def last_tokens(self, rows: int) -> np.ndarray:
         """[N] int64, the input of the next decode step for the first N = `rows` rows."""
@@ -193,10 +196,20 @@ class Rows:
             sample.index, *(column[row, span].tolist() for column in columns), finish_reason=reason, top_logprobs=top,
             num_cached=sample.num_cached)
 
+    def running(self, request_ids: Collection[str]) -> dict[str, list[Output]]:
+        """Return all tokens that the running samples of requests have so far."""
+        found: dict[str, list[Output]] = {name: [] for name in request_ids}
+        for row, sample in enumerate(self.samples):
+            if (own := found.get(sample.request.id)) is not None:
+                span = slice(self._prompt_len[row], self.length[row])
+                columns = (self._tokens, self._logprobs, self._versions)
+                own.append(Output(sample.index, *(column[row, span].tolist() for column in columns), finish_reason=None))
+        return found
+
     def compact(self, sources: list[int], targets: list[int], *, running: int) -> None:
         """Move rows as returned by `Scheduler.compact`, and drop those from `running` on."""
-        columns = (self.length, self._prompt_len, self._limit, self._key, self._temperature, self._top_p, self._top_k, self._scaled)
-        for column in (*columns, self._num_top, self._stop_ids, self._tokens, self._logprobs, self._versions):
+        columns = (self.length, self._prompt_len, self._num_begun, self._limit, self._key, self._temperature, self._top_p, self._top_k)
+        for column in (*columns, self._scaled, self._num_top, self._stop_ids, self._tokens, self._logprobs, self._versions):
             column[targets] = column[sources]
         for source, target in zip(sources, targets, strict=True):
             self.samples[target] = self.samples[source]
@@ -206,4 +219,9 @@ class Rows:
 
 def _text_of(request: Request, tokenizer: Tokenizer) -> TextStream | None:
     params = request.params
-    return TextStream(tokenizer, params.stop, min_tokens=params.shaping.min_tokens, after=tokenizer.anchor) if params.stop else None
+    if not params.stop:
+        return None
+    stream = TextStream(tokenizer, params.stop, min_tokens=params.shaping.min_tokens, after=tokenizer.anchor)
+    for token in request.begun:
+        stream.push(token)
+    return stream

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from offbeat.chat.dialects import list_models, model_entry, read_body
 from offbeat.chat.refusals import Refusal, WriteError, error_response, errors_of, json_response, no_such_endpoint
 from offbeat.chat.size import check_text_size
 from offbeat.engine.adapters import MAX_NAME, UnknownAdapterError
-from offbeat.engine.answers import Answer, CompletionFormat, Prompt
+from offbeat.engine.answers import Answer, CompletionFormat, Prompt, write_running
 from offbeat.engine.chats import Chats, streaming
 from offbeat.engine.inside.owners import HEADER, Owners
 from offbeat.engine.loader import load_engine
@@ -45,6 +45,7 @@ from offbeat.engine.wire import (
     LoadAdapterBody,
     PauseBody,
     ProveBody,
+    RunningBody,
     ScoreBody,
     SleepBody,
     StageBody,
@@ -142,6 +143,7 @@ class EngineServer:
         table: list[tuple[str, str, Handler]] = [
             ("POST", "/v1/completions", self._completions),
             *self._chats.routes(),
+            ("POST", "/v1/running", self._running),
             ("GET", "/v1/models", self._models),
             ("GET", "/v1/models/{name:path}", self._model),
             ("GET", "/health", self._health),
@@ -186,9 +188,12 @@ class EngineServer:
         generates = not (body.echo and body.max_tokens == 0)
         params = body.params(default_max_tokens=DEFAULT_MAX_TOKENS) if generates else SamplingParams()
         form, adapter = CompletionFormat(packed=body.encoding_format == "base64"), self.adapter_of(body.model or "")
-        name = f"{form.prefix}-{uuid.uuid4().hex}"
+        name = f"{form.prefix}-{body.request_id or uuid.uuid4().hex}"
+        if f"{name}-0" in self._inboxes:
+            raise RefusedError(f"request_id {body.request_id!r} is that of a request that runs; give each one its own")
         requests = [
-            Request(id=f"{name}-{index}", prompt=prompt, params=params, n=body.n, adapter=adapter, stream=body.stream)
+            Request(id=f"{name}-{index}", prompt=prompt, params=params, n=body.n, adapter=adapter, stream=body.stream,
+                    num_begun=body.begun_tokens)
             for index, prompt in enumerate(prompts)]
         scores = await self._prompt_scores(http, body, prompts, adapter)
         answer = Answer(
@@ -200,6 +205,20 @@ class EngineServer:
         made = [output async for output in outputs]
         # A long prompt's log-probabilities take a second to write.
         return json_response(await asyncio.to_thread(answer.whole, made) if any(scores) else answer.whole(made))
+
+    async def _running(self, http: HttpRequest) -> Response:
+        """Tell what samples of running requests have. One that has ended lacks its last token, with which it can be ended again."""
+        body = read_body(RunningBody, await whole_body(http))
+        ids = {f"{CompletionFormat.prefix}-{name}-0": name for name in body.requests}
+        running = await asyncio.wrap_future(self._loop.call(lambda: self._engine.running(list(ids))))
+        told: dict[str, list[tuple[int, Output]]] = {}
+        for request_id, outputs in running.items():
+            have, inbox = body.requests[ids[request_id]], self._inboxes.get(request_id)
+            ended = [] if inbox is None else [_without_end(output) for output in inbox.ended]
+            samples = {output.index: output for output in (*outputs, *ended)}
+            if samples.keys() == set(range(len(have))):
+                told[ids[request_id]] = [(first, samples[index]) for index, first in enumerate(have)]
+        return json_response(write_running(told))
 
     async def _prompt_scores(
         self, http: HttpRequest, body: CompletionBody, prompts: Sequence[list[int]], adapter: str
@@ -415,15 +434,22 @@ class EngineServer:
 
 @dataclass(frozen=True)
 class _Numbered:
-    """Puts the engine's events of one request into an inbox, with its samples numbered from `first` on."""
+    """Puts the engine's events of one request into an inbox, with its samples numbered from `first` on, and keeps those that have ended."""
 
     inbox: Inbox
     first: int
+    ended: list[Output] = field(default_factory=list)
 
     def put_nowait(self, result: Output | Scored | EngineError) -> None:
+        if isinstance(result, Output) and result.finish_reason is not None:
+            self.ended.append(result)
         if self.first and not isinstance(result, EngineError):
             result = replace(result, index=result.index + self.first)
         self.inbox.put_nowait(result)
+
+
+def _without_end(output: Output) -> Output:
+    return replace(output, token_ids=output.token_ids[:-1], logprobs=output.logprobs[:-1], versions=output.versions[:-1])
 
 
 async def _empty_samples(num: int) -> AsyncGenerator[Output]:

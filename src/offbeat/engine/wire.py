@@ -102,11 +102,16 @@ class CompletionBody(GenerateBody, kw_only=True):
         prompt: one prompt or a list of them, each a string or a list of token ids.
         echo: put the prompt before each answer; with `logprobs`, its log-probabilities too. `max_tokens` may then be 0.
         prompt_logprobs: report the log-probabilities of the prompt's tokens, and of this number of most likely tokens in their places.
+        request_id: name of the request for POST /v1/running, which no other running request may have.
+        begun_tokens: how many of the prompt's last tokens are the sample's own, of a request that was not finished. The sample goes on as
+            it would have, and the text is all of it; tokens, log-probabilities and versions are those that follow.
     """
 
     prompt: str | list[int | str | list[int]]
     echo: bool = False
     prompt_logprobs: int | None = None
+    request_id: str | None = None
+    begun_tokens: int = 0
 
     @property
     def prompt_top(self) -> int | None:
@@ -147,6 +152,12 @@ def body_of(request: ChatRequest, *, stops: tuple[str, ...], stop_token_ids: lis
         top_k=request.top_k, seed=request.seed, stop=list(stops), stop_token_ids=stop_token_ids, ignore_eos=request.ignore_eos,
         stream=stream, stream_options=StreamOptions(request.include_usage), logprobs=request.logprobs or None,
         top_logprobs=request.top_logprobs, scaled_logprobs=request.scaled_logprobs, return_token_ids=request.return_token_ids)
+
+
+class RunningBody(msgspec.Struct):
+    """Body of POST /v1/running: how many tokens of each sample the client has, by the requests' names."""
+
+    requests: dict[str, list[int]]
 
 
 class StageBody(msgspec.Struct):

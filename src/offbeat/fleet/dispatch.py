@@ -11,15 +11,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
-from offbeat.aio import deadline
+from offbeat.aio import deadline, gather_all
 from offbeat.errors import BusyError, EngineError, RefusedError
 from offbeat.fleet.adapters import AdapterCache
 from offbeat.fleet.members import Guarded, Member, State
 from offbeat.fleet.pool import EnginePool
 from offbeat.fleet.routing import Router
 from offbeat.inference.client import EngineClient
+from offbeat.inference.hearing import KnownSample
 from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling
 from offbeat.types import Version
+from offbeat.weights.adapters import split_adapter_name
 from offbeat.weights.protocol import Manifest
 
 T = TypeVar("T")
@@ -63,6 +65,8 @@ class Dispatcher:
     ) -> list[Sample]:
         """Generate n continuations on one engine, or on another if it fails. Generation has no side effects, so repeating it is safe.
 
+        With `sampling.hearing`, samples go on from the tokens that are known of them, of an earlier process or of an engine that failed.
+
         Args:
             session: requests of one session go to one engine as long as the load allows, for its cached prefix.
             adapter: name of an adapter, whose current version is used, or of one version, such as "coder@7"; "" for the model itself.
@@ -74,9 +78,10 @@ class Dispatcher:
             DeadlineError: the request passed its deadline.
         """
         timeout_s = max(self._request_timeout_s, self._token_timeout_s * sampling.max_new_tokens)
+        num_begun = 0 if sampling.hearing is None else sampling.hearing.num_tokens
         samples, num_retries = await self._route(
             _Generation(prompt, sampling, n, timeout_s), session=session, adapter=adapter, max_failures=max_failures)
-        self.generated_tokens += sum(len(sample.tokens) for sample in samples)
+        self.generated_tokens += sum(len(sample.tokens) for sample in samples) - num_begun
         return [replace(sample, num_retries=num_retries) for sample in samples] if num_retries else samples
 
     async def score(
@@ -115,6 +120,7 @@ class Dispatcher:
                             raise
                         await asyncio.sleep(_BUSY_RETRY_S)
                     except EngineError as exc:
+                        request.engine_failed()
                         failed.add(stint, exc)
                         self.pool.listener.failed(member.client.name, str(exc))
                         await self.pool.examine(member.client.name)
@@ -124,6 +130,7 @@ class Dispatcher:
         if wanted is not None:
             async with self._cache.holding(Guarded(member), wanted):
                 return await member.while_in_service(request.ask(member.client, wanted.name))
+        request.asks(member)
         answer = await member.while_in_service(request.ask(member.client, ""))
         # The answer is ahead of the member between a switch and its proof; the publisher then admits or quarantines the engine.
         async with deadline(f"the proof of what {member.client.name} answered with", self._request_timeout_s):
@@ -196,6 +203,14 @@ class _Request(Protocol[T]):
         """Return the newest version in an answer."""
         ...
 
+    def asks(self, member: Member) -> None:
+        """Take note of the engine that is asked, without an adapter."""
+        ...
+
+    def engine_failed(self) -> None:
+        """Take note that it did not answer."""
+        ...
+
 
 @dataclass(frozen=True)
 class _Generation:
@@ -211,7 +226,33 @@ class _Generation:
         return self.n * (len(self.prompt) + self.sampling.max_new_tokens)
 
     async def ask(self, client: EngineClient, adapter: str) -> list[Sample]:
-        return await client.generate(self.prompt, self.sampling, n=self.n, timeout_s=self.timeout_s, adapter=adapter)
+        sampling, hearing = self.sampling, self.sampling.hearing
+        if hearing is not None:
+            version = split_adapter_name(adapter)[1] if adapter else None
+            if hearing.num_tokens:
+                return await gather_all(
+                    self._go_on(client, adapter, sample, replace(
+                        sampling, max_new_tokens=sampling.max_new_tokens - len(sample.tokens), first_sample=sampling.first_sample + index,
+                        hearing=hearing.request(sample, version=version)))
+                    for index, sample in enumerate(hearing.samples))
+            sampling = replace(sampling, hearing=hearing.request(*hearing.samples, version=version))
+        return await client.generate(self.prompt, sampling, n=self.n, timeout_s=self.timeout_s, adapter=adapter)
+
+    async def _go_on(self, client: EngineClient, adapter: str, begun: KnownSample, sampling: Sampling) -> Sample:
+        """Generate the rest of a sample; returns all of it."""
+        tokens, logprobs, versions = tuple(begun.tokens), tuple(begun.logprobs), tuple(begun.versions)
+        [rest] = await client.generate((*self.prompt, *tokens), sampling, n=1, timeout_s=self.timeout_s, adapter=adapter)
+        return replace(
+            rest, tokens=(*tokens, *rest.token_ids), token_logprobs=(*logprobs, *rest.logprobs),
+            token_versions=(*versions, *rest.versions))
+
+    def asks(self, member: Member) -> None:
+        if self.sampling.hearing is not None:
+            self.sampling.hearing.go_on_at(member)
+
+    def engine_failed(self) -> None:
+        if self.sampling.hearing is not None:
+            self.sampling.hearing.engine_failed()
 
     def newest(self, answer: list[Sample]) -> Version:
         return max((int(sample.token_versions.max(initial=-1)) for sample in answer), default=-1)
@@ -237,3 +278,9 @@ class _Scoring:
 
     def newest(self, answer: PromptScore) -> Version:
         return answer.version
+
+    def asks(self, member: Member) -> None:
+        pass
+
+    def engine_failed(self) -> None:
+        pass

@@ -4,7 +4,8 @@ The client bounds every call by a deadline and turns failures into errors; its d
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Self, TypeVar
@@ -13,10 +14,11 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from offbeat.aio import HaltingClock, deadline
+from offbeat.aio import HaltingClock, deadline, run_beside
 from offbeat.errors import BusyError, EngineError, OffbeatError, RefusedError
 from offbeat.inference.dialects.base import Dialect
 from offbeat.inference.dialects.embedded import EmbeddedDialect
+from offbeat.inference.hearing import Hearing
 from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling, ScoreRequest
 from offbeat.outside import outside
 from offbeat.weights.protocol import Interrupt, Manifest, Proof
@@ -65,6 +67,9 @@ class EngineClient:
         self._deliver = deliver
         self._dialect: Dialect = dialect or EmbeddedDialect()
         self._clock = clock
+        self._hearings: dict[str, Hearing] = {}
+        self._looked_s = 0.0
+        self._tells = True
 
     async def check(self, *, timeout_s: float) -> None:
         """Return if the engine is ready and meets its dialect's requirements.
@@ -85,7 +90,31 @@ class EngineClient:
             DeadlineError: it did not finish in time; closing the connection aborts the samples.
         """
         async with self._asking("generate", timeout_s, clock=self._clock):
-            return await self._dialect.generate(self, prompt, sampling, n=n, adapter=adapter)
+            asking = self._dialect.generate(self, prompt, sampling, n=n, adapter=adapter)
+            return await asking if sampling.hearing is None else await self._heard(sampling.hearing, asking, timeout_s=timeout_s)
+
+    async def _heard(self, hearing: Hearing, asking: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
+        """Return the result of a request; until then its samples are brought up to date."""
+        self._hearings[hearing.name] = hearing
+        try:
+            return await run_beside(asking, self._look_again(hearing.every_s, timeout_s=timeout_s))
+        finally:
+            del self._hearings[hearing.name]
+
+    async def _look_again(self, every_s: float, *, timeout_s: float) -> None:
+        """Look at all running requests in turn with the other requests' tasks, while the engine tells what it has generated."""
+        while self._tells:
+            await asyncio.sleep(every_s)
+            if time.monotonic() - self._looked_s < every_s / 2:
+                continue  # another request's task has looked at all of them
+            self._looked_s = time.monotonic()
+            try:
+                async with self._asking("look", timeout_s):
+                    await self._dialect.hear_running(self, self._hearings)
+            except RefusedError:
+                self._tells = False
+            except OffbeatError:  # the request itself tells what the matter is
+                pass
 
     async def score(
         self, tokens: tuple[int, ...], *, adapter: str = "", top_k: int = 0, targets: tuple[tuple[int, ...], ...] | None = None,

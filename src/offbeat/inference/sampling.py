@@ -1,12 +1,13 @@
 """Requests for sampling and scoring, and their results: shared by workflows, services, the pool and every dialect."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from offbeat.chat.shaping import PLAIN, Shaping
 from offbeat.errors import EngineError
+from offbeat.inference.hearing import Hearing
 from offbeat.types import Version
 
 TopTokens = tuple[tuple[int, float], ...]
@@ -15,7 +16,7 @@ TopTokens = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of sampling. The fields are OpenAI's and vLLM's, plus `scaled_logprobs` and `first_sample`.
+    """Settings of sampling. The fields are OpenAI's and vLLM's, plus `scaled_logprobs`, `first_sample` and `hearing`.
 
     Attributes:
         stop: strings that end a sample; the tokens that complete one are part of the sample.
@@ -27,6 +28,7 @@ class Sampling:
         routes: report the experts that each token used, where the model is a mixture of experts.
         shaping: penalties, biases, and tokens and texts that are left out or required; see `Shaping`.
         first_sample: where a request with a seed was split, the index of the first sample of this part within the whole request.
+        hearing: has the tokens of the samples while they are generated, and those that they begin with; see `Hearing`.
     """
 
     max_new_tokens: int
@@ -42,6 +44,7 @@ class Sampling:
     first_sample: int = 0
     shaping: Shaping = PLAIN
     routes: bool = False
+    hearing: Hearing | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_restricted(self) -> bool:

@@ -73,7 +73,7 @@ class RolloutExecutor:
         self._holdups = HoldupGuard(timeout_s=config.blocked_timeout_s, callers=CALLERS, tell=listener.warn)
         self.idle = IdleMeter(gate, idle_listener or NoListener(), has_places=parts.has_places)
         self._player = GroupPlayer(parts, config=config, idle=self.idle, listener=listener)
-        self._calls = GroupCalls(listener)
+        self._calls = GroupCalls(listener, running_s=parts.running_s)
         self._exits = ExitStack()
         self._num_tries: Counter[str] = Counter()
         self._tasks: dict[str, asyncio.Task[None]] = {}

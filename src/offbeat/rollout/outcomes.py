@@ -60,12 +60,13 @@ class RolloutListener:
     def on_heard(self, call: CallEntry) -> None:
         """Take note of an answered call of a group that still runs."""
 
-    def on_played_again(self, prompt_id: str, *, num_again: int, num_left: int) -> None:
+    def on_played_again(self, prompt_id: str, *, num_again: int, num_left: int, num_tokens: int) -> None:
         """Take note of a group of an earlier process that was played again.
 
         Args:
             num_again: calls that were answered as before.
-            num_left: answers for which it did not ask again.
+            num_left: answers, or beginnings of some, for which it did not ask again.
+            num_tokens: tokens of unfinished samples from which it went on.
         """
 
     def on_played_anew(self, prompt_id: str, reason: str) -> None:

@@ -66,6 +66,7 @@ class RolloutParts:
         has_places: whether episodes wait for a place of user code when they are off the clock.
         engines: the clock that engines halt while they sleep, so that deadlines of episodes stand still.
         seed: of the random numbers of training's requests; None leaves them to the engines.
+        running_s: see `GroupCalls`.
     """
 
     workflow: Workflow
@@ -77,6 +78,7 @@ class RolloutParts:
     has_places: bool = False
     engines: HaltingClock = field(default_factory=HaltingClock)
     seed: int | None = None
+    running_s: float = 0.0
 
 
 class GroupPlayer:

@@ -13,6 +13,7 @@ from offbeat.agents.opening import open_workflow
 from offbeat.aio import HaltingClock, both
 from offbeat.algorithms.experience import sft_batch
 from offbeat.config.agent import PLAYS
+from offbeat.config.engine_kinds import ENGINE_KINDS
 from offbeat.config.root import Config
 from offbeat.controller.diagnosis import IdleAdvice
 from offbeat.controller.inputs import RunInputs
@@ -115,9 +116,11 @@ class RecordedRollouts(RolloutListener):
         """See `RolloutListener`."""
         self.journal.heard(call)
 
-    def on_played_again(self, prompt_id: str, *, num_again: int, num_left: int) -> None:
+    def on_played_again(self, prompt_id: str, *, num_again: int, num_left: int, num_tokens: int) -> None:
         """See `RolloutListener`."""
-        self.record.events.record("played_again", prompt_id=prompt_id, calls_from_journal=num_again, calls_not_asked_again=num_left)
+        self.record.events.record(
+            "played_again", prompt_id=prompt_id, calls_from_journal=num_again, calls_not_asked_again=num_left,
+            tokens_from_journal=num_tokens)
 
     def on_played_anew(self, prompt_id: str, reason: str) -> None:
         """See `RolloutListener`."""
@@ -167,7 +170,7 @@ class EngineRollouts:
             checks=TrajectoryChecks(self.inputs.vocab_size, lambda trajectory: self._too_long(trajectory.row_tokens)),
             accounts=Accounts(record.tracer.add if self.config.telemetry.trace else None, tell=record.console.note),
             has_places=config.workflow in PLAYS, engines=self.engines,
-            seed=self.config.run.seed if self.config.inference.seeded_requests else None)
+            seed=self.config.run.seed if self.config.inference.seeded_requests else None, running_s=self._running_s)
         listener = RecordedRollouts(
             record, stream, Pieces(self.inputs.tokenizer), keeps_rejected=bool(self.config.telemetry.rollouts_every_steps),
             journal=self.journal)
@@ -176,6 +179,12 @@ class EngineRollouts:
             idle_listener=IdleAdvice(record, self.config))
         self.meters.append(executor.idle)
         return executor
+
+    @property
+    def _running_s(self) -> float:
+        """Seconds between two records of the tokens of running samples; 0 where they are not recorded."""
+        checkpoint, kind = self.config.checkpoint, ENGINE_KINDS[self.config.inference.engine]
+        return checkpoint.journal_running_s if checkpoint.journal and kind.goes_on else 0.0
 
     def rollouts_of_set(self, name: str) -> RolloutExecutor:
         """See `RolloutSource.rollouts_of_set`. A process without user code of the set must not play it."""

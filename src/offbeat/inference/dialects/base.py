@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
+from offbeat.inference.hearing import Hearing
 from offbeat.inference.sampling import PromptScore, Sample, Sampling, ScoreRequest
 from offbeat.weights.protocol import Interrupt, Manifest, Proof
 
@@ -52,6 +53,14 @@ class Dialect(Protocol):
 
         Raises:
             RefusedError: the engine does not support these settings, or cannot report the numbers requested of the samples.
+        """
+        ...
+
+    async def hear_running(self, wire: Wire, hearings: Mapping[str, Hearing]) -> None:
+        """Bring the samples of running requests up to date, by the requests' names.
+
+        Raises:
+            RefusedError: the engine does not tell what it has generated so far.
         """
         ...
 

@@ -56,6 +56,36 @@ class _Completion(msgspec.Struct):
         return 0 if details is None else details.cached_tokens or 0
 
 
+class Running(msgspec.Struct):
+    """The newest tokens of a running sample, as base64 of little-endian int32 and float32.
+
+    Attributes:
+        first: number of the sample's tokens before them.
+    """
+
+    first: int
+    token_ids: bytes
+    logprobs: bytes
+    versions: bytes
+
+    def columns(self) -> tuple[list[int], list[float], list[Version]]:
+        """Return tokens, log-probabilities and versions."""
+        tokens, versions = (np.frombuffer(each, np.int32).tolist() for each in (self.token_ids, self.versions))
+        return tokens, np.frombuffer(self.logprobs, np.float32).tolist(), versions
+
+
+class _AllRunning(msgspec.Struct):
+    requests: dict[str, list[Running]]
+
+
+_RUNNING = msgspec.json.Decoder(_AllRunning)
+
+
+def read_running(data: bytes) -> dict[str, list[Running]]:
+    """Read the answer of /v1/running: the samples of each running request; raises msgspec.DecodeError if it is none."""
+    return _RUNNING.decode(data).requests
+
+
 _COMPLETION, _CHOICE = msgspec.json.Decoder(_Completion), msgspec.json.Decoder(_Choice)
 _TOP = msgspec.json.Decoder(list[dict[str, float]])
 

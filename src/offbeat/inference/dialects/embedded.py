@@ -12,7 +12,8 @@ from typing import Any
 
 from offbeat.errors import EngineError
 from offbeat.inference.dialects.base import Wire
-from offbeat.inference.dialects.completions import read_samples
+from offbeat.inference.dialects.completions import read_running, read_samples
+from offbeat.inference.hearing import Hearing
 from offbeat.inference.sampling import PromptScore, Sample, Sampling, ScoreRequest, TopTokens
 from offbeat.inference.seeds import seed_from
 from offbeat.types import Version
@@ -56,6 +57,10 @@ class EmbeddedDialect:
             body["ignore_eos"] = True
         if sampling.seed is not None:
             body["seed"] = self._seed(sampling.seed, sampling.first_sample)
+        if (hearing := sampling.hearing) is not None:
+            body["request_id"] = hearing.name
+            if hearing.num_begun:
+                body["begun_tokens"] = hearing.num_begun
         if adapter:
             body["model"] = adapter
         read = partial(read_samples, adapter=adapter, num_top=sampling.top_logprobs, unversioned=self._unversioned)
@@ -64,6 +69,17 @@ class EmbeddedDialect:
         if sampling.routes:
             self._check_routes(wire, samples, num_prompt=len(prompt))
         return samples
+
+    async def hear_running(self, wire: Wire, hearings: Mapping[str, Hearing]) -> None:
+        have = {name: [len(each.tokens) - hearing.num_begun for each in hearing.samples] for name, hearing in hearings.items()}
+        told = await wire.fetch("/v1/running", {"requests": have}, read_running)
+        for name, running in told.items():
+            if (hearing := hearings.get(name)) is None:
+                continue  # it has been answered meanwhile
+            for sample, new in zip(hearing.samples, running, strict=True):
+                tokens, logprobs, versions = new.columns()
+                own = versions if hearing.version is None else [hearing.version] * len(tokens)
+                sample.hear(new.first + hearing.num_begun, tokens, logprobs, own)
 
     def _check_routes(self, wire: Wire, samples: Sequence[Sample], *, num_prompt: int) -> None:
         """Raise EngineError if a sample lacks the experts of its tokens."""

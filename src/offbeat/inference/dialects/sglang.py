@@ -18,6 +18,7 @@ from offbeat.aio import deadline, gather_all
 from offbeat.chat.shaping import Shaping, StructureKind
 from offbeat.errors import EngineError, RefusedError
 from offbeat.inference.dialects.base import Wire
+from offbeat.inference.hearing import Hearing
 from offbeat.inference.sampling import PromptScore, Sample, Sampling, ScoreRequest, TopTokens
 from offbeat.types import Version
 from offbeat.weights.adapters import split_adapter_name
@@ -93,6 +94,10 @@ class SGLangDialect:
             wire.fetch("/generate", self._body(
                 wire, prompt, params if seed is None else params | {"sampling_seed": seed}, adapter=adapter, **fields), read)
             for seed in seeds)
+
+    async def hear_running(self, wire: Wire, hearings: Mapping[str, Hearing]) -> None:
+        del hearings
+        raise RefusedError(f"{wire.name} does not tell what it has generated so far; use the embedded engine")
 
     async def score(self, wire: Wire, request: ScoreRequest, *, adapter: str) -> PromptScore:
         if request.targets is not None:

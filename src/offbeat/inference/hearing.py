@@ -1,0 +1,99 @@
+"""Samples as far as they are known while engines still generate them, so that a journal has them, and another engine or process goes on.
+
+Made by `rollout.calls`, carried by `Sampling`, and brought up to date by `EngineClient`, which looks at what runs on its engine every few
+seconds. No I/O.
+"""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from offbeat.types import Version
+
+
+class Proven(Protocol):
+    """An engine, with the newest version of the weights that it has proven; None before its first proof."""
+
+    @property
+    def version(self) -> Version | None: ...
+
+
+@dataclass(eq=False)
+class KnownSample:
+    """The L tokens that a sample has so far.
+
+    Attributes:
+        tokens, logprobs, versions: [L] each, as of a `Sample`.
+        num_recorded: number of them that the journal has.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[Version] = field(default_factory=list)
+    num_recorded: int = 0
+
+    def hear(self, first: int, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[Version]) -> None:
+        """Add tokens that follow the first `first` ones; those that are known already are left out."""
+        if first <= len(self.tokens):
+            new = slice(len(self.tokens) - first, None)
+            self.tokens += tokens[new]
+            self.logprobs += logprobs[new]
+            self.versions += versions[new]
+
+    def cut(self, length: int) -> None:
+        """Forget all tokens but the first ones."""
+        for column in (self.tokens, self.logprobs, self.versions):
+            del column[length:]
+        self.num_recorded = min(self.num_recorded, length)
+
+
+@dataclass(eq=False)
+class Hearing:
+    """What is known of the samples of a call, or of one request for it.
+
+    Attributes:
+        every_s: seconds between two looks at the engine.
+        samples: the call's samples, in order.
+        name: of the request, such as "3f9a11c07d2e4b58".
+        num_begun: number of tokens at the end of the request's prompt that are its sample's own.
+        version: that of the adapter that samples; None where the engine tells the version of each token.
+        engine: the engine that generates now; None where all tokens count, as those of an adapter, which is proven before its first one.
+    """
+
+    every_s: float
+    samples: list[KnownSample]
+    name: str = ""
+    num_begun: int = 0
+    version: Version | None = None
+    engine: Proven | None = None
+
+    def request(self, *samples: KnownSample, version: Version | None) -> "Hearing":
+        """Return the hearing of a request for some of the samples; for one that has begun, it goes on from its tokens."""
+        return Hearing(self.every_s, list(samples), secrets.token_hex(8), len(samples[0].tokens), version)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all samples."""
+        return sum(len(each.tokens) for each in self.samples)
+
+    def num_proven(self, sample: KnownSample) -> int:
+        """Number of a sample's tokens before the first one of a version that its engine has not proven."""
+        if self.engine is None:
+            return len(sample.tokens)
+        newest = -1 if self.engine.version is None else self.engine.version
+        return next((at for at, version in enumerate(sample.versions) if version > newest), len(sample.tokens))
+
+    def go_on_at(self, engine: Proven) -> None:
+        """Let an engine generate what follows; tokens of a newer version than its own are forgotten, as versions must not fall."""
+        self.engine = engine
+        self._forget_unproven()
+
+    def engine_failed(self) -> None:
+        """Forget tokens that the engine has not proven, as it will not do so any more."""
+        self._forget_unproven()
+        self.engine = None
+
+    def _forget_unproven(self) -> None:
+        for sample in self.samples:
+            sample.cut(self.num_proven(sample))
