@@ -81,7 +81,7 @@ def test_tokens_that_are_generated_again_are_counted_once_by_what_the_journal_do
 @pytest.mark.timeout(300)
 def test_two_kills_of_a_run_are_as_promised_and_its_steps_are_replayed(tmp_path: Path) -> None:
     model = build_small_model(tmp_path / "model", seed=1)
-    rows = kill_one(tmp_path, model, mode="lora", number=1, num=2, seed=3, results=tmp_path / "rows.jsonl")
+    rows = kill_one(tmp_path, model, mode="lora", number=1, num=2, seed=24, results=tmp_path / "rows.jsonl")
     assert [row.problems for row in rows] == [(), ()] and rows[-1].num_replayed > 5
 
 
