@@ -7,6 +7,8 @@ the same in every batch, whether it was decoded, or was prefilled alone, in part
 processor at hand is checked before the engine serves.
 """
 
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Protocol
 
@@ -15,7 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from offbeat.engine.cache import BUCKET, SlotCache, add_mask, attend
+from offbeat.engine.cache import BUCKET, DecodeStep, SlotCache, add_mask, attend
 from offbeat.engine.forward import Forward, ordinary_tokens
 from offbeat.model.attention import fused_attention
 
@@ -29,17 +31,25 @@ KEYS = 128
 """Keys over which one product sums."""
 
 
+StepAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Stores the keys and values of one new token per sample in a layer's cache, each [B, num_kv_heads, head_dim], and computes the attention
+of its queries [B, num_heads, head_dim]: a function of the layer, queries, keys and values, that returns [B, num_heads * head_dim].
+"""
+
+
 class Attention(Protocol):
     """Computes attention over a cache.
 
     Attributes:
         row_multiple: the rows of every product are filled up to a multiple of this.
+        for_bags: how the cache has to store keys and values; see `CacheShape`.
     """
 
     row_multiple: int
+    for_bags: bool
 
-    def attend_decoding(self, queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scale: float) -> Tensor:
-        """Compute attention of one new token per sample, [B * num_kv_heads, G, head_dim]; see `cache.attend`."""
+    def of_step(self, step: DecodeStep, *, num_heads: int, scale: float) -> StepAttention:
+        """Return the attention of a decode step; `scale` is the factor of the scores."""
         ...
 
     def attend_prompts(self, queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
@@ -61,10 +71,15 @@ class FastAttention:
     """Attention as torch's own kernels compute it."""
 
     row_multiple = 1
+    for_bags = False
 
-    def attend_decoding(self, queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scale: float) -> Tensor:
-        """See `Attention`; returns [B * num_kv_heads, G, head_dim]."""
-        return attend(queries, keys, values, mask=mask, scale=scale)
+    def of_step(self, step: DecodeStep, *, num_heads: int, scale: float) -> StepAttention:  # noqa: ARG002
+        """See `Attention`."""
+        return partial(self._attend, step, scale)
+
+    def _attend(self, step: DecodeStep, scale: float, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        keys, values = step.extend(layer, keys, values)
+        return attend(queries.reshape(len(keys), -1, step.head_dim), keys, values, mask=step.mask, scale=scale).reshape(step.rows, -1)
 
     def attend_prompts(self, queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
         """See `Attention`; returns [N, num_heads, L, head_dim]."""
@@ -74,11 +89,22 @@ class FastAttention:
 class InvariantAttention:
     """Attention in float32 on a CPU whose numbers for one token do not depend on the batch."""
 
+    for_bags = False
+
     def __init__(self) -> None:
         self.row_multiple = ROWS_PER_THREAD * torch.get_num_threads()
 
+    def of_step(self, step: DecodeStep, *, num_heads: int, scale: float) -> StepAttention:  # noqa: ARG002
+        """See `Attention`."""
+        return partial(self._attend, step, scale)
+
+    def _attend(self, step: DecodeStep, scale: float, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        keys, values = step.extend(layer, keys, values)
+        queries = queries.reshape(len(keys), -1, step.head_dim)
+        return self.attend_decoding(queries, keys, values, mask=step.mask, scale=scale).reshape(step.rows, -1)
+
     def attend_decoding(self, queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scale: float) -> Tensor:
-        """See `Attention`; returns [B * num_kv_heads, G, head_dim]."""
+        """Compute attention of a few tokens, [B * num_kv_heads, G, head_dim]; see `cache.attend`."""
         rows = queries.shape[1]
         queries = fill_rows(queries, self.row_multiple)
         weights = torch.softmax(torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=scale), dim=-1)

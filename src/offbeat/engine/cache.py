@@ -1,4 +1,4 @@
-"""Keys and values of all running samples: a tensor of dense slots per layer, grown on demand. Used by both forward paths.
+"""Keys and values of all running samples: two tensors of dense slots per layer, grown on demand. Used by both forward paths.
 
 Where a model has experts, a further tensor holds the routes of every position, which grow, move and are kept with it.
 
@@ -7,6 +7,7 @@ a sample's length hold finite leftovers, which the mask of `DecodeStep` hides an
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -23,7 +24,11 @@ BUCKET = 32
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Shape of the keys and values stored for one position of one sample, and of its `num_routes` ids of experts; 0 for a dense model."""
+    """Shape of the keys and values stored for one position of one sample, and of its `num_routes` ids of experts; 0 for a dense model.
+
+    Attributes:
+        for_bags: whether it is stored as `bag_attention` reads it: in float32, and the positions of a key's number lie side by side.
+    """
 
     num_layers: int
     num_kv_heads: int
@@ -31,22 +36,31 @@ class CacheShape:
     dtype: torch.dtype
     num_routes: int = 0
     route_dtype: torch.dtype = torch.uint8
+    for_bags: bool = False
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return torch.float32 if self.for_bags else self.dtype
 
     @property
     def bytes_per_token(self) -> int:
-        keys = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        keys = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.stored_dtype.itemsize
         return keys + self.num_routes * self.route_dtype.itemsize
 
     @property
     def parts(self) -> range:
-        """Indices of the tensors: one for each layer, and the last for routes."""
-        return range(self.num_layers + bool(self.num_routes))
+        """Indices of the tensors: keys and values of the first layer, then of the others, and the last for routes."""
+        return range(2 * self.num_layers + bool(self.num_routes))
 
-    def sizes(self, part: int) -> tuple[tuple[int, int, int], torch.dtype]:
-        """Return, for one position of a tensor, the numbers of stored kinds, heads and elements, such as (2, 8, 64), and their type."""
-        if part == self.num_layers:
-            return (1, 1, self.num_routes), self.route_dtype
-        return (2, self.num_kv_heads, self.head_dim), self.dtype
+    def sizes(self, part: int) -> tuple[tuple[int, int], torch.dtype]:
+        """Return, for one position of a tensor, the numbers of heads and elements, such as (8, 64), and their type."""
+        if part == 2 * self.num_layers:
+            return (1, self.num_routes), self.route_dtype
+        return (self.num_kv_heads, self.head_dim), self.stored_dtype
+
+    def by_columns(self, part: int) -> bool:
+        """Whether the positions of a tensor lie side by side."""
+        return self.for_bags and part < 2 * self.num_layers and part % 2 == 0
 
 
 def round_up(count: int, multiple: int) -> int:
@@ -63,7 +77,7 @@ class SharingBound(Protocol):
 
 
 class SlotCache:
-    """Keys and values of all layers; per layer one tensor [2, slots, num_kv_heads, positions, head_dim].
+    """Keys and values of all layers; per layer two tensors [slots, num_kv_heads, positions, head_dim].
 
     Attributes:
         max_tokens: largest product of slots and positions that the cache may hold, at least `BUCKET`.
@@ -85,11 +99,11 @@ class SlotCache:
 
     @property
     def slots(self) -> int:
-        return self._data[0].shape[1]
+        return self._data[0].shape[0]
 
     @property
     def positions(self) -> int:
-        return self._data[0].shape[3]
+        return self._data[0].shape[2]
 
     @property
     def size_bytes(self) -> int:
@@ -98,18 +112,18 @@ class SlotCache:
     def reserve(self, *, slots: int, positions: int) -> None:
         """Make room for this many slots and positions, which must cover all in use; stored data is kept.
 
-        Sizes grow at least by half, so that copying stays a small share of all work, and no further than `max_tokens` allows. Layers grow
-        one after the other, so growth takes the extra memory of one layer.
+        Sizes grow at least by half, so that copying stays a small share of all work, and no further than `max_tokens` allows. Tensors grow
+        one after the other, so growth takes the extra memory of one of them.
         """
         if slots <= self.slots and positions <= self.positions:
             return
         slots, positions = self._room(slots, round_up(positions, BUCKET))
         if self._beside is not None:
             self._beside.fit(slots * positions * self.shape.bytes_per_token)
-        for layer, old in enumerate(self._data):
-            self._data[layer] = new = self._allocate(layer, slots, positions)
-            kept = (min(slots, old.shape[1]), min(positions, old.shape[3]))
-            new[:, : kept[0], :, : kept[1]] = old[:, : kept[0], :, : kept[1]]
+        for part, old in enumerate(self._data):
+            self._data[part] = new = self._allocate(part, slots, positions)
+            kept = (min(slots, old.shape[0]), min(positions, old.shape[2]))
+            new[: kept[0], :, : kept[1]] = old[: kept[0], :, : kept[1]]
 
     def _room(self, slots: int, positions: int) -> tuple[int, int]:
         """Choose sizes for at least this many slots and positions; the number of positions is a multiple of `BUCKET`."""
@@ -127,9 +141,9 @@ class SlotCache:
         """Copy the first `positions` of each source slot to its target slot."""
         if sources and self.slots:  # otherwise it was released, and nothing is stored
             to, where = upload(np.array(targets), self.device), upload(np.array(sources), self.device)
-            for layer in self._data:
-                view = layer[:, :, :, :positions]
-                view.index_copy_(1, to, view.index_select(1, where))
+            for part in self._data:
+                view = part[:, :, :positions]
+                view[to] = view[where]
 
     def release(self) -> None:
         """Free the memory of all slots, and so all stored keys and values."""
@@ -138,15 +152,15 @@ class SlotCache:
     def clear(self, slots: list[int]) -> None:
         """Zero slots that may hold NaN or inf: attention multiplies masked positions by 0, which does not remove a NaN."""
         index = upload(np.array(slots), self.device)
-        for layer in self._data:
-            layer[:, index] = 0
+        for part in self._data:
+            part[index] = 0
 
-    def blocks(self, layer: int, size: int) -> Tensor:
-        """View a layer of B slots in blocks of `size` positions, which divides `BUCKET`: [2, B, num_kv_heads, blocks, size, head_dim].
+    def blocks(self, part: int, size: int) -> Tensor:
+        """View a tensor of B slots in blocks of `size` positions, which divides `BUCKET`: [B, num_kv_heads, blocks, size, head_dim].
 
-        The index after that of the last layer is that of the routes, [1, B, 1, blocks, size, num_routes].
+        Routes are [B, 1, blocks, size, num_routes]. `CacheShape.parts` counts the tensors.
         """
-        return self._data[layer].unflatten(3, (-1, size))
+        return self._data[part].unflatten(2, (-1, size))
 
     def step(self, lengths: np.ndarray) -> "DecodeStep":
         """Prepare one decode step of slots 0..B-1; `lengths` is [B] integer, the number of cached positions of each sample."""
@@ -158,17 +172,18 @@ class SlotCache:
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of a layer, each [B, num_kv_heads, positions, head_dim] of all B slots; both are views."""
-        keys, values = self._data[layer]
-        return keys, values
+        return self._data[2 * layer], self._data[2 * layer + 1]
 
     def routes(self) -> Tensor:
         """Return the routes of all B slots, [B, positions, num_routes]; a view."""
-        return self._data[self.shape.num_layers][0, :, 0]
+        return self._data[2 * self.shape.num_layers][:, 0]
 
     def _allocate(self, part: int, slots: int, positions: int) -> Tensor:
         # Zeros instead of uninitialised memory: see `clear`.
-        (kinds, heads, size), dtype = self.shape.sizes(part)
-        return torch.zeros((kinds, slots, heads, positions, size), dtype=dtype, device=self.device)
+        (heads, size), dtype = self.shape.sizes(part)
+        if self.shape.by_columns(part):
+            return torch.zeros((slots, heads, size, positions), dtype=dtype, device=self.device).transpose(2, 3)
+        return torch.zeros((slots, heads, positions, size), dtype=dtype, device=self.device)
 
 
 class PrefillStep:
@@ -223,7 +238,7 @@ class PrefillStep:
         attended = []
         for stored, new in zip(self._cache.layer(layer), (keys, values), strict=True):
             self._store(stored, new)
-            attended.append(new if self._fresh else stored[:, :, : self.width].index_select(0, self._slots))
+            attended.append(new if self._fresh else stored[:, :, : self.width].index_select(0, self._slots).to(new.dtype))
         return attended[0], attended[1]
 
     def store_routes(self, routes: Tensor) -> None:
@@ -233,57 +248,63 @@ class PrefillStep:
     def _store(self, stored: Tensor, new: Tensor) -> None:
         """Copy [N, heads, L, size] to their places among [B, heads, positions, size]."""
         if self._fresh:
-            stored[:, :, : self._length].index_copy_(0, self._slots, new)
+            stored[:, :, : self._length].index_copy_(0, self._slots, new.to(stored.dtype))
         else:
             (slot, position), (sequence, token) = self._stored, self._new
-            stored[slot, :, position] = new[sequence, :, token]
+            stored[slot, :, position] = new[sequence, :, token].to(stored.dtype)
 
 
 class DecodeStep:
     """One new position for each of the slots 0..B-1; values that all layers share are computed once.
 
     Attributes:
+        shape: the cache's shape.
         positions: [B] int64, position of the new token, which equals the number of positions cached before it.
-        mask: [B * num_kv_heads, 1, width] in the cache's dtype, 0 where the new token attends and -inf elsewhere.
         width: number of positions that attention reads, a multiple of `BUCKET`.
+        room: number of positions that each slot of the cache has.
     """
 
     def __init__(self, cache: SlotCache, lengths: np.ndarray) -> None:
         self._cache = cache
-        shape = cache.shape
+        self.shape = cache.shape
         self.rows = len(lengths)
-        self.head_dim = shape.head_dim
+        self.head_dim = cache.shape.head_dim
         self.width = round_up(int(lengths.max()) + 1, BUCKET)
         cache.reserve(slots=self.rows, positions=self.width)
+        self.room = cache.positions
         self.positions = upload(lengths.astype(np.int64), cache.device)
-        # Row of each (sample, key head)'s new position in a layer's keys, seen as [slots * num_kv_heads * positions, head_dim].
-        heads = torch.arange(self.rows * shape.num_kv_heads, device=cache.device)
-        self._index = heads * cache.positions + self.positions.repeat_interleave(shape.num_kv_heads)
-        self.mask = self.window_mask(None)
+        self._slots = torch.arange(self.rows, device=cache.device)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """[B * num_kv_heads, 1, width] in the cache's dtype, 0 where the new token attends and -inf elsewhere."""
+        return self.window_mask(None)
 
     def window_mask(self, window: int | None) -> Tensor:
         """Return `mask` [B * num_kv_heads, 1, width] with all but the last `window` positions hidden as well; None hides no more."""
-        shape = self._cache.shape
-        mask = add_mask(self.positions[:, None], width=self.width, window=window, dtype=shape.dtype)
-        return mask.repeat_interleave(shape.num_kv_heads, dim=0).unsqueeze(1)
+        mask = add_mask(self.positions[:, None], width=self.width, window=window, dtype=self.shape.dtype)
+        return mask.repeat_interleave(self.shape.num_kv_heads, dim=0).unsqueeze(1)
 
-    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new position's keys and values, each [B, num_kv_heads, head_dim] in the cache's dtype.
 
         Returns:
-            All cached keys and values of the slots, each [B * num_kv_heads, width, head_dim]; both are views.
+            All cached keys and values of the slots, each [B, num_kv_heads, positions, head_dim]; both are views.
         """
         cached = []
         for stored, new in zip(self._cache.layer(layer), (keys, values), strict=True):
-            head_dim = new.shape[-1]
-            stored.view(-1, head_dim).index_copy_(0, self._index, new.reshape(-1, head_dim))
-            cached.append(stored[: self.rows, :, : self.width].flatten(0, 1))
+            stored[self._slots, :, self.positions] = new.to(stored.dtype)
+            cached.append(stored[: self.rows])
         return cached[0], cached[1]
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Do as `store`; returns those that attention reads, each [B * num_kv_heads, width, head_dim]."""
+        keys, values = self.store(layer, keys, values)
+        return keys[:, :, : self.width].flatten(0, 1), values[:, :, : self.width].flatten(0, 1)
 
     def store_routes(self, routes: Tensor) -> None:
         """Store the new position's routes, [B, num_routes] in the cache's type of routes."""
-        rows = torch.arange(self.rows, device=routes.device)
-        self._cache.routes()[rows, self.positions] = routes
+        self._cache.routes()[self._slots, self.positions] = routes
 
 
 def add_mask(positions: Tensor, *, width: int, window: int | None, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from offbeat.engine.batch_invariant import Attention, FastAttention, InvariantAttention, fill_rows
+from offbeat.engine.bag_attention import fast_attention
+from offbeat.engine.batch_invariant import Attention, InvariantAttention, fill_rows
 from offbeat.engine.cache import CacheShape, DecodeStep, PrefillStep
 from offbeat.engine.direct_weights import MATRICES, DirectWeights, Layer, Origin, StateReader, WatchedMatrix, matrices_of
 from offbeat.engine.forward import LOGITS_AT_ONCE, bytes_of, fingerprint_tensors, ordinary_tokens
@@ -82,7 +83,7 @@ class DirectForward:
         self.device = device
         self._matrices = matrices or FloatMatrices()
         self.takes_changes = not isinstance(self._matrices, Int8Matrices)
-        self._attention: Attention = InvariantAttention() if batch_invariant else FastAttention()
+        self._attention: Attention = InvariantAttention() if batch_invariant else fast_attention(device)
         self.row_multiple = self._attention.row_multiple
         self.reads_images = False
         self.family = FAMILIES[config.model_type]
@@ -99,7 +100,8 @@ class DirectForward:
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_position_embeddings
         self.max_score_tokens = 1 << 20  # their logits are computed in blocks
-        self.cache_shape = CacheShape(self.num_layers, self.num_kv_heads, self.head_dim, dtype)
+        self.cache_shape = CacheShape(
+            self.num_layers, self.num_kv_heads, self.head_dim, dtype, for_bags=self._attention.for_bags)
         self.lora_groups: Groups = {name: group for i in range(self.num_layers) for name, group in self._layer_groups(i).items()}
         self._scale = self.head_dim**-0.5
         self._frequencies, self._rotary_scale = _rotary_frequencies(config, self.head_dim)
@@ -253,17 +255,15 @@ class DirectForward:
         self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None, shifts: np.ndarray | None = None,  # noqa: ARG002
     ) -> Tensor:
         """Return the logits [B, V] after one token per slot, [B] int64; see `Forward.decode`."""
-        weights, rows = self._weights, step.rows
+        weights = self._weights
+        attend = self._attention.of_step(step, num_heads=self.num_heads, scale=self._scale)
         self._grow_rotary(step.width)
         cos, sin = self._cos[step.positions, None], self._sin[step.positions, None]
         x = self._embed(tokens)
         for i, layer in enumerate(weights.layers):
             queries, keys, values = self._project(x, i, layer, cos, sin, lora)
-            keys, values = step.extend(i, keys, values)
-            queries = queries.reshape(rows * self.num_kv_heads, -1, self.head_dim)
-            attended = self._attention.attend_decoding(queries, keys, values, mask=step.mask, scale=self._scale)
-            x = self._finish_layer(x, attended.reshape(rows, -1), i, layer, lora)
-        return self._logits(x)[:rows]
+            x = self._finish_layer(x, attend(i, queries, keys, values), i, layer, lora)
+        return self._logits(x)[: step.rows]
 
     def _run_prompts(self, tokens: Tensor, step: PrefillStep | None, lora: AdapterRows | None) -> Tensor:
         """Compute the last layer's output [N, L, hidden] for token ids [N, L] int64. Causal attention alone hides padding on the right."""

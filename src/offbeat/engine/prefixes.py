@@ -50,9 +50,9 @@ class Begun:
 
 
 class PrefixCache:
-    """Blocks of keys and values, per layer one tensor [blocks, 2, num_kv_heads, BLOCK, head_dim], and the tree that finds them.
+    """Blocks of keys and values, per layer two tensors [blocks, num_kv_heads, BLOCK, head_dim], and the tree that finds them.
 
-    Routes lie beside them, if the cache has any, in a last tensor [blocks, 1, 1, BLOCK, num_routes].
+    Routes lie beside them, if the cache has any, in a last tensor [blocks, 1, BLOCK, num_routes].
 
     Attributes:
         max_blocks: most blocks to keep; `fit` sets it.
@@ -107,8 +107,8 @@ class PrefixCache:
         pairs = [(slot, place, block) for slot, known in begun for place, block in enumerate(known.blocks)]
         if pairs:
             slots, places, blocks = self._send(pairs)
-            for layer, kept in enumerate(self._data):
-                cache.blocks(layer, BLOCK)[:, slots, :, places] = kept[blocks]
+            for part, kept in enumerate(self._data):
+                cache.blocks(part, BLOCK)[slots, :, places] = kept[blocks]
 
     def store(self, sequences: Iterable[tuple[Adapter | None, np.ndarray, int]], cache: SlotCache) -> None:
         """Keep the keys and values of sequences: each with the adapter that computed them, its tokens [L] int64, and its slot."""
@@ -117,8 +117,8 @@ class PrefixCache:
             copied |= {block: (slot, place) for place, block in self._insert(adapter, tokens)}
         if copied:
             slots, places, blocks = self._send([(slot, place, block) for block, (slot, place) in copied.items()])
-            for layer, kept in enumerate(self._data):
-                kept[blocks] = cache.blocks(layer, BLOCK)[:, slots, :, places]
+            for part, kept in enumerate(self._data):
+                kept[blocks] = cache.blocks(part, BLOCK)[slots, :, places]
 
     def _insert(self, adapter: Adapter | None, tokens: np.ndarray) -> list[tuple[int, int]]:
         """Make blocks for the new part of a sequence [L] int64; returns (place in the sequence, number) of each new block."""
@@ -150,8 +150,8 @@ class PrefixCache:
     def _grow(self) -> None:
         held = len(self._data[0])
         count = min(max(FIRST_BLOCKS, 2 * held), self.max_blocks)
-        for layer, old in enumerate(self._data):
-            self._data[layer] = new = self._allocate(layer, count)
+        for part, old in enumerate(self._data):
+            self._data[part] = new = self._allocate(part, count)
             new[:held] = old
         self._free += range(count - 1, held - 1, -1)
 
@@ -170,8 +170,8 @@ class PrefixCache:
         return self._roots[adapter]
 
     def _allocate(self, part: int, blocks: int) -> Tensor:
-        (kinds, heads, size), dtype = self._shape.sizes(part)
-        return torch.empty(blocks, kinds, heads, BLOCK, size, dtype=dtype, device=self._device)
+        (heads, size), dtype = self._shape.sizes(part)
+        return torch.empty(blocks, heads, BLOCK, size, dtype=dtype, device=self._device)
 
     def _send(self, rows: list[tuple[int, int, int]]) -> Iterable[Tensor]:
         return upload(np.array(rows).T, self._device)
