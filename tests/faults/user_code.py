@@ -33,8 +33,9 @@ from offbeat.data.stream import PromptStream
 from offbeat.data.trajectory import Group
 from offbeat.errors import OffbeatError
 from offbeat.runs.rank_info import read_rank_info
-from offbeat.runs.rollouts import EngineRollouts, open_user_code
+from offbeat.runs.rollouts import EngineRollouts
 from offbeat.runs.run import open_run
+from offbeat.runs.run_code import open_user_code
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.record import RunRecord

@@ -28,8 +28,9 @@ from offbeat.ranks.ranks import WorkerRanks
 from offbeat.ranks.trainers import Trainers
 from offbeat.runs.assemble import open_policy
 from offbeat.runs.rank_info import RankInfo
-from offbeat.runs.rollouts import EngineRollouts, open_user_code
+from offbeat.runs.rollouts import EngineRollouts
 from offbeat.runs.run import RunResult, SupervisedResult, run_training
+from offbeat.runs.run_code import open_user_code
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version

@@ -1,8 +1,7 @@
-"""Rewards and rollouts of an source. Whole arenas run in the tests of the controller and of SPMD mode."""
+"""Rollouts of a process on engines. Whole runs are in the tests of the controller and of SPMD mode."""
 
 import asyncio
 import io
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from offbeat.data.stored_rollouts import read_rollouts
 from offbeat.data.stream import PromptStream
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.server import EngineServer
-from offbeat.errors import CodeError
 from offbeat.fleet.dispatch import Dispatcher
 from offbeat.fleet.pool import EnginePool
 from offbeat.inference.client import EngineClient, EngineSession
@@ -24,28 +22,13 @@ from offbeat.inference.sampling import Sample
 from offbeat.rollout.idle import IdleMeter, WaitingMinute
 from offbeat.rollout.staleness import Gate
 from offbeat.rollout.workflows.single_turn import single_turn
-from offbeat.runs.rollouts import EngineRollouts, UserCode, open_rewards
+from offbeat.runs.rollouts import EngineRollouts
+from offbeat.runs.run_code import UserCode
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.record import RunRecord
 from offbeat.user_code.functions import resolve
-from offbeat.workers.local import LocalLauncher
 from small_run import build_small_model, small_config
-
-
-def test_a_reward_that_cannot_be_called_is_found_before_the_run(tmp_path: Path) -> None:
-    reward = tmp_path / "broken.py"
-    reward.write_text("def reward(completion, row):\n    raise ValueError('no answer')\n")
-    config = small_config(tmp_path, rollout__reward=f"{reward}:reward")
-
-    async def main(record: RunRecord) -> None:
-        async with AsyncExitStack() as stack:
-            launcher = LocalLauncher.from_config(config.for_launcher)
-            await open_rewards(stack, read_inputs(config).train.row(0), config, record, launcher=launcher)
-
-    with RunRecord(tmp_path / "run", trace=False, console=Console("quiet")) as record:
-        with pytest.raises(CodeError, match="no answer"):
-            asyncio.run(main(record))
 
 
 async def score(completions, row):

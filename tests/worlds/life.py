@@ -25,7 +25,7 @@ from offbeat.journal.run_journal import RunJournal
 from offbeat.outside import outside
 from offbeat.process.child import ChildSpec
 from offbeat.rollout.executor import RolloutExecutor
-from offbeat.runs.rollouts import RecordedRollouts
+from offbeat.runs.recorded_rollouts import RecordedRollouts
 from offbeat.runs.run import run_training
 from offbeat.telemetry.console import Console
 from worlds.drawn import Fault, World

@@ -1,4 +1,4 @@
-"""Opens the workflow that `rollout.workflow` names, with the processes and the proxy that it needs. Called by `runs.rollouts`."""
+"""Opens the workflow that `rollout.workflow` names, with the processes and the proxy that it needs. Called by `runs.run_code`."""
 
 from contextlib import AsyncExitStack
 from pathlib import Path

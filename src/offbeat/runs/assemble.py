@@ -24,7 +24,8 @@ from offbeat.ranks.ranks import Ranks, WorkerRanks
 from offbeat.ranks.trainers import Trainers
 from offbeat.rollout.episode import Generate
 from offbeat.runs.rank_info import RankInfo
-from offbeat.runs.rollouts import EngineRollouts, NoEngines, open_user_code
+from offbeat.runs.rollouts import EngineRollouts, NoEngines
+from offbeat.runs.run_code import open_user_code
 from offbeat.runs.shared_disk import apart, note_apart, without_shared_disk
 from offbeat.runs.teacher import open_teacher
 from offbeat.telemetry.record import RunRecord

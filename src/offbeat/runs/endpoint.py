@@ -26,7 +26,7 @@ from offbeat.data.row import Row
 from offbeat.errors import ConfigError, EngineError, OffbeatError, describe, printable
 from offbeat.evaluation.samples import EvaluatedPrompt, EvaluatedSample, EvaluatedSet, check_answered
 from offbeat.runs.evaluated_model import EvaluatedModel
-from offbeat.runs.rollouts import Rewards
+from offbeat.runs.run_code import Rewards
 
 SINGLE_TURN = "offbeat.rollout.workflows.single_turn:single_turn"
 _AGAIN = frozenset((408, 409, 425, 429, 500, 502, 503, 504, 529))

@@ -3,14 +3,12 @@
 Opened by the controller, by rank 0 in SPMD mode, and by every other rank that rolls out on rank 0's engines.
 """
 
-from collections.abc import Awaitable, Hashable, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import Awaitable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
-from offbeat.agents.opening import open_workflow
-from offbeat.aio import HaltingClock, both
+from offbeat.aio import HaltingClock
 from offbeat.algorithms.experience import sft_batch
 from offbeat.config.agent import PLAYS
 from offbeat.config.engine_kinds import ENGINE_KINDS
@@ -18,117 +16,28 @@ from offbeat.config.root import Config
 from offbeat.controller.diagnosis import IdleAdvice
 from offbeat.controller.inputs import RunInputs
 from offbeat.controller.parts import Rollouts
-from offbeat.controller.reward_choice import choose_rewards, devices_per_reward_model, reward_model_of, what_judges
 from offbeat.data.batch import Batch
-from offbeat.data.mixture import first_rows
 from offbeat.data.pieces import Pieces
 from offbeat.data.prompt import check_length, render
-from offbeat.data.rollout_records import keep_rejected_line
 from offbeat.data.row import Row
 from offbeat.data.stream import PromptStream
-from offbeat.data.trajectory import Group, Trajectory
-from offbeat.engine.reward_options import RewardModelOptions
 from offbeat.errors import TooLongError
 from offbeat.fleet.publishers import OnServed
 from offbeat.inference.sampling import Sample, Sampling
-from offbeat.journal.records import CallEntry, GroupSettled, PromptDrawn
 from offbeat.journal.run_journal import NoJournal
 from offbeat.rollout.accounts import Accounts
 from offbeat.rollout.dynamic import DynamicSampling
-from offbeat.rollout.episode import Episode, Generate, Workflow
+from offbeat.rollout.episode import Episode, Generate
 from offbeat.rollout.executor import RolloutExecutor
 from offbeat.rollout.idle import IdleMeter
-from offbeat.rollout.metric import check_metrics
-from offbeat.rollout.model_reward import ModelReward, worker_specs
-from offbeat.rollout.outcomes import ON_PURPOSE, RolloutListener, Settled
 from offbeat.rollout.player import Accept, RolloutParts
-from offbeat.rollout.reward_pool import RewardPool, check_call
 from offbeat.rollout.staleness import Gate
 from offbeat.rollout.trajectory_checks import TrajectoryChecks
+from offbeat.runs.recorded_rollouts import RecordedRollouts
+from offbeat.runs.run_code import UserCode
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
 from offbeat.user_code.functions import resolve
-from offbeat.workers.worker import Launcher
-
-Rewards = RewardPool | ModelReward
-
-
-@dataclass(frozen=True)
-class MixedRewards:
-    """The rewards of several data sets, by name; each row is judged by its own set's."""
-
-    of_sets: Mapping[str, "RewardPool | ModelReward"]
-
-    async def score(self, completions: Sequence[str], row: Row) -> list[float]:
-        """See `RewardPool.score`."""
-        check_call(completions, row)
-        return await self.of_sets[row.of_set].score(completions, row)
-
-
-@dataclass(frozen=True)
-class UserCode:
-    """Workflow and rewards of a run, with their processes, and the user code of its evaluation sets, by name."""
-
-    rewards: "Rewards | MixedRewards"
-    workflow: Workflow
-    sets: Mapping[str, "UserCode"] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class RecordedRollouts(RolloutListener):
-    """Records what the rollouts of a run tell, in its events, its stored rollouts and on its console.
-
-    Attributes:
-        keeps_rejected: whether rejected groups are stored.
-        journal: has all of it; that of an evaluation has nothing.
-    """
-
-    record: RunRecord
-    stream: PromptStream
-    pieces: Pieces
-    keeps_rejected: bool
-    journal: NoJournal
-
-    def on_drawn(self, prompt_id: str, version: Version) -> None:
-        """See `RolloutListener`."""
-        self.journal.record(PromptDrawn(prompt_id, version, *self.stream.position))
-
-    def on_finished(self, group: Group) -> None:
-        """See `RolloutListener`."""
-        self.journal.finished(group)
-
-    def on_rejected(self, settled: Settled) -> None:
-        """See `RolloutListener`."""
-        heard = settled.played.rewards.tolist() if settled.played is not None and settled.kind in ON_PURPOSE else ()
-        self.journal.record(GroupSettled(settled.prompt_id, settled.kind, settled.rejected, settled.drawn_again, tuple(heard)))
-        self.record.events.record(
-            "drawn_again" if settled.drawn_again else "rejected", prompt_id=settled.prompt_id, why=settled.kind, reason=settled.rejected)
-        if settled.played is not None and self.keeps_rejected:
-            self.record.reject(settled.played.num_tokens, partial(
-                keep_rejected_line, group=settled.played, row=self.stream.row(settled.prompt_id), pieces=self.pieces,
-                reason=settled.rejected, why=settled.kind, drawn_again=settled.drawn_again))
-
-    def on_unusable(self, prompt_id: str, reasons: Sequence[str]) -> None:
-        """See `RolloutListener`."""
-        self.record.events.record("unusable_samples", prompt_id=prompt_id, reasons=reasons)
-
-    def on_heard(self, call: CallEntry) -> None:
-        """See `RolloutListener`."""
-        self.journal.heard(call)
-
-    def on_played_again(self, prompt_id: str, *, num_again: int, num_left: int, num_tokens: int) -> None:
-        """See `RolloutListener`."""
-        self.record.events.record(
-            "played_again", prompt_id=prompt_id, calls_from_journal=num_again, calls_not_asked_again=num_left,
-            tokens_from_journal=num_tokens)
-
-    def on_played_anew(self, prompt_id: str, reason: str) -> None:
-        """See `RolloutListener`."""
-        self.record.events.record("played_anew", prompt_id=prompt_id, reason=reason)
-
-    def warn(self, text: str) -> None:
-        """See `RolloutListener`."""
-        self.record.console.note(text)
 
 
 @dataclass(frozen=True)
@@ -263,99 +172,3 @@ class NoEngines:
     def sft_batch(self, stream: PromptStream, count: int) -> Batch:  # noqa: ARG002
         """Never called: the rows are not prompts with answers."""
         raise AssertionError("a run without engines was asked to imitate")
-
-
-async def open_user_code(
-    stack: AsyncExitStack, inputs: RunInputs, config: Config, record: RunRecord, *, launcher: Launcher,
-) -> UserCode:
-    """Start rewards and workflow of the run and of its evaluation sets; see `open_rewards` and `open_workflow`.
-
-    A reward or workflow that a set shares with the run, or with a set before it, is started once. The sets' metrics are tried here, too.
-    """
-    def workflow_of(own: Config, of_set: RunInputs, folder: Path) -> Awaitable[Workflow]:
-        return open_workflow(stack, own, tokenizer=of_set.tokenizer, log_dir=folder, notes=record)
-
-    if config.data.sets:
-        code = await _open_mixed(stack, inputs, config, record, launcher=launcher)
-    else:
-        code = UserCode(*await both(
-            open_rewards(stack, inputs.train.row(0), config, record, launcher=launcher), workflow_of(config, inputs, record.log_dir)))
-    evaluated = [config, *map(config.evaluation_set, inputs.sets)]
-    await check_metrics([(each.evaluate, each.rollout) for each in evaluated], log_dir=record.log_dir)
-    rewards, workflows = {what_judges(config): code.rewards}, {_what_plays(config): code.workflow}
-    sets: dict[str, UserCode] = {}
-    for name, of_set in inputs.sets.items():
-        own = config.evaluation_set(name)
-        judges, plays = what_judges(own), _what_plays(own)
-        if judges not in rewards:
-            rewards[judges] = await open_rewards(stack, of_set.train.row(0), own, record, launcher=launcher, of_set=name)
-        if plays not in workflows:
-            workflows[plays] = await workflow_of(own, of_set, _log_dir(record, name))
-        sets[name] = UserCode(rewards[judges], workflows[plays])
-    return replace(code, sets=sets)
-
-
-async def _open_mixed(
-    stack: AsyncExitStack, inputs: RunInputs, config: Config, record: RunRecord, *, launcher: Launcher,
-) -> UserCode:
-    """Start rewards and workflow of each data set; one that a set shares with a set before it is started once."""
-    rewards: dict[Hashable, Rewards] = {}
-    workflows: dict[Hashable, Workflow] = {}
-    judges: dict[str, Rewards] = {}
-    plays: dict[str, Workflow] = {}
-    for name, row in first_rows(inputs.train).items():
-        own, folder = config.data_set(name), f"data-{name}"
-        judging, playing = what_judges(own), _what_plays(own)
-        if judging not in rewards:
-            rewards[judging] = await open_rewards(stack, row, own, record, launcher=launcher, of_set=folder)
-        if playing not in workflows:
-            tokenizer = inputs.tokenizer.giving(own.data.chat_template_kwargs)
-            workflows[playing] = await open_workflow(
-                stack, own, tokenizer=tokenizer, log_dir=_log_dir(record, folder), notes=record)
-        judges[name], plays[name] = rewards[judging], workflows[playing]
-
-    async def play_of_set(episode: Episode) -> Sequence[Trajectory]:
-        return await plays[episode.row.of_set](episode)
-
-    return UserCode(MixedRewards(judges), play_of_set)
-
-
-def _what_plays(config: Config) -> Hashable:
-    """Return the settings of `open_workflow` that may differ between a run and its evaluation sets."""
-    data = config.data
-    return bool(data.sets), config.rollout.workflow, config.agent, data.system_prompt, tuple(data.chat_template_kwargs.items())
-
-
-def _log_dir(record: RunRecord, of_set: str) -> Path:
-    """Return the folder of logs of an evaluation set's processes; "" is the run itself."""
-    folder = record.log_dir / of_set
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-async def open_rewards(
-    stack: AsyncExitStack, row: Row, config: Config, record: RunRecord, *, launcher: Launcher, of_set: str = "",
-) -> Rewards:
-    """Start the reward processes, by the launcher if they compute with a model, and try the reward on one row.
-
-    Args:
-        row: row whose answer is scored, so that a broken reward is found before any episode.
-        of_set: name of the evaluation set that they judge; "" for the run.
-    """
-    rollout, log_dir = config.rollout, _log_dir(record, of_set)
-    if model := reward_model_of(config):
-        options = RewardModelOptions(
-            model, config.model.number_format, config.data.system_prompt, config.train.max_tokens_per_microbatch)
-        rewards = await stack.enter_async_context(ModelReward(
-            launcher, options, worker_specs(
-                rollout.reward_workers, log_dir=log_dir, threads=config.inference.threads or 1,
-                num_devices=devices_per_reward_model(config), of_set=of_set),
-            timeout_s=rollout.reward_timeout_s, start_timeout_s=config.cluster.start_timeout_s))
-    else:
-        weights = choose_rewards(config)
-        rewards = await stack.enter_async_context(RewardPool(
-            weights if rollout.rewards else next(iter(weights)), num_workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s,
-            log_dir=log_dir, memory_bytes=rollout.reward_memory_bytes, allowed=rollout.reward_env,
-            start_timeout_s=config.cluster.start_timeout_s))
-    await rewards.check(row)
-    return rewards

@@ -32,7 +32,8 @@ from offbeat.ranks.sharding import Sharder
 from offbeat.ranks.trainers import Trainers
 from offbeat.runs.assemble import make_critic, open_journal, open_policy
 from offbeat.runs.rank_info import RankInfo
-from offbeat.runs.rollouts import EngineRollouts, NoEngines, UserCode, open_user_code
+from offbeat.runs.rollouts import EngineRollouts, NoEngines
+from offbeat.runs.run_code import UserCode, open_user_code
 from offbeat.runs.teacher import open_teacher
 from offbeat.spmd.peers import EngineNews, Followed, FollowingPublisher, LeadingWriter, RankPeers, make_release
 from offbeat.spmd.ranks import HeadsLoad, OneRankLoads, OwnRank

@@ -1,0 +1,72 @@
+"""What the rollouts of a run tell, in its records: events, stored rollouts, journal and console. Torch-free."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from offbeat.data.pieces import Pieces
+from offbeat.data.rollout_records import keep_rejected_line
+from offbeat.data.stream import PromptStream
+from offbeat.data.trajectory import Group
+from offbeat.journal.records import CallEntry, GroupSettled, PromptDrawn
+from offbeat.journal.run_journal import NoJournal
+from offbeat.rollout.outcomes import ON_PURPOSE, RolloutListener, Settled
+from offbeat.telemetry.record import RunRecord
+from offbeat.types import Version
+
+
+@dataclass(frozen=True)
+class RecordedRollouts(RolloutListener):
+    """Records what the rollouts of a run tell, in its events, its stored rollouts and on its console.
+
+    Attributes:
+        keeps_rejected: whether rejected groups are stored.
+        journal: has all of it; that of an evaluation has nothing.
+    """
+
+    record: RunRecord
+    stream: PromptStream
+    pieces: Pieces
+    keeps_rejected: bool
+    journal: NoJournal
+
+    def on_drawn(self, prompt_id: str, version: Version) -> None:
+        """See `RolloutListener`."""
+        self.journal.record(PromptDrawn(prompt_id, version, *self.stream.position))
+
+    def on_finished(self, group: Group) -> None:
+        """See `RolloutListener`."""
+        self.journal.finished(group)
+
+    def on_rejected(self, settled: Settled) -> None:
+        """See `RolloutListener`."""
+        heard = settled.played.rewards.tolist() if settled.played is not None and settled.kind in ON_PURPOSE else ()
+        self.journal.record(GroupSettled(settled.prompt_id, settled.kind, settled.rejected, settled.drawn_again, tuple(heard)))
+        self.record.events.record(
+            "drawn_again" if settled.drawn_again else "rejected", prompt_id=settled.prompt_id, why=settled.kind, reason=settled.rejected)
+        if settled.played is not None and self.keeps_rejected:
+            self.record.reject(settled.played.num_tokens, partial(
+                keep_rejected_line, group=settled.played, row=self.stream.row(settled.prompt_id), pieces=self.pieces,
+                reason=settled.rejected, why=settled.kind, drawn_again=settled.drawn_again))
+
+    def on_unusable(self, prompt_id: str, reasons: Sequence[str]) -> None:
+        """See `RolloutListener`."""
+        self.record.events.record("unusable_samples", prompt_id=prompt_id, reasons=reasons)
+
+    def on_heard(self, call: CallEntry) -> None:
+        """See `RolloutListener`."""
+        self.journal.heard(call)
+
+    def on_played_again(self, prompt_id: str, *, num_again: int, num_left: int, num_tokens: int) -> None:
+        """See `RolloutListener`."""
+        self.record.events.record(
+            "played_again", prompt_id=prompt_id, calls_from_journal=num_again, calls_not_asked_again=num_left,
+            tokens_from_journal=num_tokens)
+
+    def on_played_anew(self, prompt_id: str, reason: str) -> None:
+        """See `RolloutListener`."""
+        self.record.events.record("played_anew", prompt_id=prompt_id, reason=reason)
+
+    def warn(self, text: str) -> None:
+        """See `RolloutListener`."""
+        self.record.console.note(text)
