@@ -9,6 +9,7 @@ from inspect import getdoc
 import pytest
 
 import offbeat
+from offbeat.config.root import TRAINING_KINDS
 
 NAMES = [
     "AdamParams", "Completion", "Engine", "Evaluation", "Rollout", "Row", "Run", "Sample", "Sampling", "Service", "Step", "Tenants",
@@ -32,6 +33,10 @@ def test_the_public_names_are_these_and_no_others() -> None:
 def test_each_name_is_there_and_says_what_it_does_by_an_example(name: str) -> None:
     text = getdoc(getattr(offbeat, name)) or ""
     assert text and (name in PLAIN or "offbeat." in text), f"{name} has no example"
+
+
+def test_every_kind_of_training_has_its_function() -> None:
+    assert {kind.function for kind in TRAINING_KINDS.values()} <= set(NAMES)
 
 
 def test_importing_is_quick_and_brings_no_torch() -> None:

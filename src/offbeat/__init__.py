@@ -39,23 +39,22 @@ _PLACES = {
     "AdamParams": "algorithms.adam:AdamParams", "Completion": "api.engine:Completion", "Engine": "api.engine:Engine",
     "Evaluation": "controller.evaluate:Evaluation", "Rollout": "api.run:Rollout", "Row": "data.row:Row", "Run": "api.run:Run",
     "Sample": "inference.sampling:Sample", "Sampling": "inference.sampling:Sampling", "Service": "api.service:Service",
-    "Step": "api.session:Step", "Tenants": "runs.adapters:Adapters", "dpo": "api.training:dpo", "evaluate": "api.evaluation:evaluate",
+    "Step": "api.session:Step", "Tenants": "runs.adapters:Adapters", "evaluate": "api.evaluation:evaluate",
     "of_group": "data.reward:of_group", "open_tenants": "api.tenants:open_tenants", "policy_batch": "api.policy_batch:policy_batch",
-    "reward_model": "api.training:reward_model", "serve": "api.service:serve", "sft": "api.training:sft",
-    "sft_batch": "algorithms.experience:sft_batch", "train": "api.training:train",
+    "serve": "api.service:serve", "sft_batch": "algorithms.experience:sft_batch", "train": "api.training:train",
 }
+"""Places of the names but those of kinds of training on examples, which are in `api.training.ON_EXAMPLES`."""
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return importlib.import_module("importlib.metadata").version("offbeat")
-    if name not in _PLACES:
+    if name not in _PLACES and not _is_training(name):
         raise AttributeError(f"module 'offbeat' has no attribute {name!r}")
     with warnings.catch_warnings():  # of tqdm, which libraries load, in a notebook without ipywidgets; a run shows its progress as text
         warnings.filterwarnings("ignore", message="IProgress not found")
-        module, _, place = _PLACES[name].partition(":")
         try:
-            found = getattr(importlib.import_module(f"offbeat.{module}"), place)
+            found = _find(name)
         except ModuleNotFoundError:
             extras = importlib.import_module("offbeat.extras")
             try:
@@ -65,6 +64,21 @@ def __getattr__(name: str) -> Any:
             raise
     globals()[name] = found
     return found
+
+
+def _is_training(name: str) -> bool:
+    """Whether this is the function of a kind of training on examples. The import system asks for private names and modules, too."""
+    if name.startswith("_") or importlib.import_module("importlib.util").find_spec(f"offbeat.{name}") is not None:
+        return False
+    kinds = importlib.import_module("offbeat.config.root").TRAINING_KINDS
+    return any(name == kind.function for kind in kinds.values() if kind.lesson)
+
+
+def _find(name: str) -> Any:
+    if name not in _PLACES:
+        return importlib.import_module("offbeat.api.training").ON_EXAMPLES[name]
+    module, _, place = _PLACES[name].partition(":")
+    return getattr(importlib.import_module(f"offbeat.{module}"), place)
 
 
 def __dir__() -> list[str]:

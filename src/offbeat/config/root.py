@@ -10,21 +10,16 @@ from pydantic import ValidationError, model_validator
 
 from offbeat.config.agent import PLAYS, AgentConfig
 from offbeat.config.algorithm_rules import check_algorithm
-from offbeat.config.algorithms import AlgorithmConfig
-from offbeat.config.base import Section, field
+from offbeat.config.base import field
 from offbeat.config.checkpoint import CheckpointConfig
 from offbeat.config.cluster import ClusterConfig
-from offbeat.config.critic import CriticConfig
-from offbeat.config.curriculum import CurriculumConfig
-from offbeat.config.data import DataConfig
 from offbeat.config.data_sets import check_sets, errors_in_data_set, values_of_data_set
 from offbeat.config.dist import DistConfig
 from offbeat.config.evaluate import EvaluateConfig
 from offbeat.config.evaluation_sets import check_best, errors_in_set, values_of_set
 from offbeat.config.for_processes import EngineConfig, LauncherConfig, PlanConfig, RankConfig
 from offbeat.config.inference import InferenceConfig
-from offbeat.config.model import ModelConfig
-from offbeat.config.preference import PreferenceConfig
+from offbeat.config.learning import LearningConfig
 from offbeat.config.process_rules import (
     check_adapter,
     check_channel,
@@ -37,31 +32,16 @@ from offbeat.config.process_rules import (
     check_turns,
     check_who_loads,
 )
-from offbeat.config.reward_model import RewardModelConfig
 from offbeat.config.rollout import RolloutConfig
-from offbeat.config.run import RunConfig
 from offbeat.config.service import ServeConfig
-from offbeat.config.teacher import TeacherConfig
 from offbeat.config.telemetry import TelemetryConfig
-from offbeat.config.train import SftConfig, TrainConfig
 from offbeat.config.training_kinds import TrainingKind
 from offbeat.config.weights import WeightsConfig
 
 
-class Config(Section):
-    """The configuration of one run, with all defaults filled in."""
+class Config(LearningConfig):
+    """The configuration of one run, with all defaults filled in: how it learns, and how it is run."""
 
-    run: RunConfig = field(RunConfig(), "The run as a whole.")
-    model: ModelConfig = field(ModelConfig(), "The model.")
-    data: DataConfig = field(DataConfig(), "Prompts and answers.")
-    curriculum: CurriculumConfig = field(CurriculumConfig(), "Which prompts are drawn again.")
-    algorithm: AlgorithmConfig = field(AlgorithmConfig(), "The objective.")
-    teacher: TeacherConfig = field(TeacherConfig(), "Distillation.")
-    train: TrainConfig = field(TrainConfig(), "The ranks that learn.")
-    sft: SftConfig = field(SftConfig(), "Supervised fine-tuning.")
-    critic: CriticConfig = field(CriticConfig(), "The critic.")
-    preference: PreferenceConfig = field(PreferenceConfig(), "Preference training.")
-    reward_model: RewardModelConfig = field(RewardModelConfig(), "Reward models.")
     rollout: RolloutConfig = field(RolloutConfig(), "Rollouts.")
     agent: AgentConfig = field(AgentConfig(), "Agents and environments.")
     inference: InferenceConfig = field(InferenceConfig(), "Engines.")
