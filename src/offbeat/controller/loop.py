@@ -120,6 +120,7 @@ class _Training:
             parts, self._stream, num_minibatches=config.algorithm.num_minibatches, critic=config.critic, seed=config.run.seed)
         self._num_flat_rejected = 0
         self._steps = StepRecord(parts, self._stream, warm_up_steps=state.highlights.warm_up_steps)
+        self._times = StepTimes(parts.record.tracer)
         self._recovery = StepRecovery(
             parts, self._batches, self._training, self._stream, algorithm=config.algorithm, keep=self._steps.keep_rollouts)
         self.rescue = Rescue(parts, state, self._stream, self._checkpoints, Coefficients.of(config.algorithm))
@@ -183,21 +184,26 @@ class _Training:
 
     async def _step(self, step: LoopStep, rollouts: Rollouts) -> _Done | None:
         """Do one step. None if the user wants the run to stop before there are groups to train on."""
-        times, algorithm = StepTimes(self._record.tracer), self.rescue.coefficients.applied(self._config.algorithm)
-        groups = await self._take_groups(step, rollouts, times)
+        self._times = StepTimes(self._record.tracer)
+        groups = await self._take_groups(step, rollouts)
         if groups is None:
             return None
-        batch, own = await self._make_batch(groups, step, algorithm, times)
-        scored = await self._score(batch, groups, step, algorithm, times)
-        stats = await self._train(scored.batch, step, rollouts, algorithm, times)
-        await self._publish_step(step, rollouts, times)
-        stats = await self._measure(stats, scored, own, rollouts, times)
+        batch, own = await self._make_batch(groups, step)
+        scored = await self._score(batch, groups, step)
+        trained = await self._train(scored.batch, step, rollouts)
+        await self._publish_step(step, rollouts)
+        stats = await self._measure(trained, scored, own, rollouts)
         return _Done(groups, scored.batch.with_columns(**scored.known), stats)
 
-    async def _take_groups(self, step: LoopStep, rollouts: Rollouts, times: StepTimes) -> list[Group] | None:
+    @property
+    def _algorithm(self) -> AlgorithmConfig:
+        """The algorithm with the coefficients of the step in hand."""
+        return self.rescue.coefficients.applied(self._config.algorithm)
+
+    async def _take_groups(self, step: LoopStep, rollouts: Rollouts) -> list[Group] | None:
 
         async def take_groups() -> list[Group] | None:
-            with times.stage("step/publish_s"):
+            with self._times.stage("step/publish_s"):
                 # Groups for this step are only released when no engine is further behind its version.
                 await self._parts.publisher.settle(behind=self._config.rollout.max_head_offpolicyness)
             await self._batches.cancel_idle(rollouts)
@@ -209,37 +215,31 @@ class _Training:
             self._parts.journal.record(BatchTaken(step.global_step, tuple(group.prompt_id for group in self.rescue.taken)))
             return self.rescue.taken
 
-        with times.stage("step/rollout_wait_s", "rollout", step=step.global_step):
+        with self._times.stage("step/rollout_wait_s", "rollout", step=step.global_step):
             return await self._parts.peers.all_ready("rollouts", take_groups)
 
-    async def _make_batch(
-        self, groups: Sequence[Group], step: LoopStep, algorithm: AlgorithmConfig, times: StepTimes,
-    ) -> MadeBatch:
-        with times.stage("step/train_s", "advantage"):
-            return await self._batches.take(groups, step, algorithm)
+    async def _make_batch(self, groups: Sequence[Group], step: LoopStep) -> MadeBatch:
+        with self._times.stage("step/train_s", "advantage"):
+            return await self._batches.take(groups, step, self._algorithm)
 
-    async def _score(
-        self, batch: Batch, groups: Sequence[Group], step: LoopStep, algorithm: AlgorithmConfig, times: StepTimes,
-    ) -> ScoredBatch:
+    async def _score(self, batch: Batch, groups: Sequence[Group], step: LoopStep) -> ScoredBatch:
         await self._parts.turns.to_ranks(self._parts.publisher)
-        if not algorithm.needs_scores:
+        if not self._algorithm.needs_scores:
             return ScoredBatch(batch)
-        with times.stage("step/score_s", "score", step=step.global_step):
-            return await self._training.score(batch, groups, step, algorithm)
+        with self._times.stage("step/score_s", "score", step=step.global_step):
+            return await self._training.score(batch, groups, step, self._algorithm)
 
-    async def _train(
-        self, batch: Batch, step: LoopStep, rollouts: Rollouts, algorithm: AlgorithmConfig, times: StepTimes,
-    ) -> dict[str, float]:
+    async def _train(self, batch: Batch, step: LoopStep, rollouts: Rollouts) -> dict[str, float]:
         if step.global_step < self._state.total_steps:
-            self._batches.make_ahead(step.following(), rollouts, algorithm)
-        with times.stage("step/train_s", "train", step=step.global_step):
+            self._batches.make_ahead(step.following(), rollouts, self._algorithm)
+        with self._times.stage("step/train_s", "train", step=step.global_step):
             self.rescue.begin()
             stats = await self._training.train(batch, step)
             self.rescue.finish(step)
         return stats
 
-    async def _publish_step(self, step: LoopStep, rollouts: Rollouts, times: StepTimes) -> None:
-        with times.stage("step/publish_s", "publish", version=step.next_version):
+    async def _publish_step(self, step: LoopStep, rollouts: Rollouts) -> None:
+        with self._times.stage("step/publish_s", "publish", version=step.next_version):
             rollouts.advance(step.next_version)
             await self._publish(step.next_version, rollouts)
 
@@ -254,14 +254,13 @@ class _Training:
 
         await self._parts.publisher.publish(version, on_served=served)
 
-    async def _measure(
-        self, trained: dict[str, float], scored: ScoredBatch, own: StatsPart, rollouts: Rollouts, times: StepTimes,
-    ) -> dict[str, float]:
+    async def _measure(self, trained: dict[str, float], scored: ScoredBatch, own: StatsPart, rollouts: Rollouts) -> dict[str, float]:
         """Return the statistics of a step over all peers, and go on to the coefficients of the next."""
         algorithm, parts, coefficients = self._config.algorithm, self._parts, self.rescue.coefficients
         diverged = [await asyncio.to_thread(reference_stats, scored.batch)] if algorithm.kl_target else []
         of_all = await parts.peers.gather("export_stats", combine([own, rollouts.take_stats(), scored.stats, *diverged]))
-        stats = trained | batch_metrics(of_all) | times.stage_metrics() | parts.turns.take_metrics() | coefficients.as_metrics(algorithm)
+        took = self._times.stage_metrics() | parts.turns.take_metrics()
+        stats = trained | batch_metrics(of_all) | took | coefficients.as_metrics(algorithm)
         self.rescue.coefficients = coefficients.after(stats, algorithm)
         return stats
 
