@@ -9,25 +9,22 @@ import json
 import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from itertools import groupby
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 from huggingface_hub import snapshot_download
-from jinja2 import TemplateError
-from jinja2.meta import find_undeclared_variables
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
-from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
-from offbeat.data.forms import Form, Messages, Tools, find_form
+from offbeat.data.forms import Form, Messages, Tools
+from offbeat.data.image_placeholders import label_of, split_images, with_parts
 from offbeat.data.image_reader import ImageReader
-from offbeat.data.image_sources import MARK
 from offbeat.data.image_store import FIRST_ID
+from offbeat.data.template_rendering import check_template, form_of, render_marked, render_template, variables_read
+from offbeat.data.token_bytes import bytes_of_piece
 from offbeat.errors import DataError, ModelError
 from offbeat.user_code.boundary import Caught
 
@@ -48,12 +45,6 @@ DEFAULT_CHAT_TEMPLATE = (
 )
 
 EOS, PAD, UNK = "<eos>", "<pad>", "<unk>"
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-_PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_BYTES = {
-    **{chr(byte): byte for byte in _PRINTED},
-    **{chr(0x100 + at): byte for at, byte in enumerate(byte for byte in range(0x100) if byte not in _PRINTED)}}
-"""The byte for each character in the tokens of a tokenizer over bytes: GPT-2 writes bytes that are no printed character from U+0100 on."""
 _PROBE, _ANSWER = "0", "the assistant has spoken"
 _REQUIRED = ("tokenizer.json", "tokenizer_config.json")
 _WANTED = (*_REQUIRED, "special_tokens_map.json", "chat_template.jinja")
@@ -117,10 +108,7 @@ class Tokenizer:
         Raises:
             ModelError: the template is no Jinja.
         """
-        try:
-            _compile_jinja_template(template)
-        except TemplateError as exc:
-            raise ModelError(f"the chat template of data.chat_template is no Jinja template: {exc}; mend it") from exc
+        check_template(template)
         hf = copy.deepcopy(self.hf)
         hf.chat_template = template
         return replace(self, hf=hf, has_own_template=True)
@@ -257,32 +245,20 @@ class Tokenizer:
         ids = list(ids)
         if max(ids, default=0) < FIRST_ID:
             return cast(str, self.hf.decode(ids, skip_special_tokens=skip_special_tokens))
-        texts = []
-        for first, run in groupby(ids, key=lambda index: index if index >= FIRST_ID else 0):
-            if not first:
-                texts.append(cast(str, self.hf.decode(list(run), skip_special_tokens=skip_special_tokens)))
-            elif not skip_special_tokens:
-                texts.append(self.image_label(first))
-        return "".join(texts)
+        return "".join(
+            cast(str, self.hf.decode(run, skip_special_tokens=skip_special_tokens)) if not image_id
+            else "" if skip_special_tokens else self.image_label(image_id) for image_id, run in split_images(ids))
 
     def image_label(self, image_id: int) -> str:
         """Return the text that shows an image to people by its token id, such as "<image 640x480 3f2a9c01>"."""
-        if self.images is not None:
-            with suppress(DataError):
-                return self.images.store.get(image_id).label
-        return f"<image {image_id}>"
+        return label_of(image_id, None if self.images is None else self.images.store)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token, which may be part of a character, such as b"\\xe2\\x82"; if unknown, the bytes of its text."""
         piece = cast(str, self.hf.convert_ids_to_tokens(token_id))
         added = self.hf.added_tokens_decoder.get(token_id)
-        if added is None and piece is not None:
-            if "ByteLevel" in self._decoder and all(char in _BYTES for char in piece):
-                return bytes(_BYTES[char] for char in piece)
-            if "ByteFallback" in self._decoder and (byte := _BYTE_TOKEN.fullmatch(piece)):
-                return bytes([int(byte.group(1), 16)])
-            if "\u2581" in self._decoder:
-                return piece.replace("\u2581", " ").encode(errors="replace")
+        if added is None and piece is not None and (found := bytes_of_piece(piece, decoder=self._decoder)) is not None:
+            return found
         return self.decode([token_id], skip_special_tokens=False).encode(errors="replace")
 
     @cached_property
@@ -321,7 +297,7 @@ class Tokenizer:
         Raises:
             ModelError: there is no chat template.
         """
-        return _find_form(self.template(with_tools=with_tools), *self._template_names, with_tools)
+        return form_of(self.template(with_tools=with_tools), *self._template_names, with_tools)
 
     def template(self, *, with_tools: bool = False) -> str:
         """Return the chat template that is used with or without tools.
@@ -342,29 +318,23 @@ class Tokenizer:
 
     def template_reads(self, *, with_tools: bool = False) -> frozenset[str]:
         """Return the variables that the chat template reads and does not set itself, such as "enable_thinking". Errors as of `template`."""
-        return _variables_read(self.template(with_tools=with_tools))
+        return variables_read(self.template(with_tools=with_tools))
 
     def render(self, messages: Messages, tools: Tools = (), *, to_answer: bool = True) -> str:
         """Render a chat that already has the form for the template. Errors as of `chat_text`."""
         template = self.template(with_tools=bool(tools))
         with Caught() as caught:  # a template is a program, and may raise anything
-            return _render(template, self._template_variables, self._with_parts(messages), tools, to_answer=to_answer)
+            return render_template(template, self._template_variables, self._with_parts(messages), tools, to_answer=to_answer)
         roles, exc = ", ".join(str(m.get("role")) for m in messages), caught.take()
         raise ModelError(f"the chat template of tokenizer {self.name!r} refuses messages with roles {roles}: {exc}") from exc
 
     def generated(self, messages: Messages, tools: Tools = ()) -> tuple[str, list[tuple[int, int]]]:
         """Render a chat as `render` does, and return the ranges of characters between the template's marks of generation as well."""
-        rendered: Any = render_jinja_template(
-            [[dict(message) for message in self._with_parts(messages)]], tools=[dict(tool) for tool in tools] or None,
-            chat_template=self.template(with_tools=bool(tools)), return_assistant_tokens_mask=True, **self._template_variables)
-        [text], [spans] = rendered
-        return text, [(start, end) for start, end in spans]
+        return render_marked(self.template(with_tools=bool(tools)), self._template_variables, self._with_parts(messages), tools)
 
     def _with_parts(self, messages: Messages) -> Messages:
         """Return messages for the template, with a part for each image whose mark is in a text."""
-        if self.images is None:
-            return messages
-        return [{**message, "content": _parts_of(message.get("content"))} if "content" in message else message for message in messages]
+        return messages if self.images is None else with_parts(messages)
 
     @property
     def _template_variables(self) -> dict[str, Any]:
@@ -378,53 +348,6 @@ class Tokenizer:
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json, tokenizer_config.json and the chat template into `folder`."""
         self.hf.save_pretrained(folder)
-
-
-def _parts_of(content: Any) -> Any:
-    """Return the content of a message with its images as parts, if its text has marks of images."""
-    if isinstance(content, str):
-        return _parts_of([{"type": "text", "text": content}]) if MARK in content else content
-    if not isinstance(content, list):
-        return content
-    parts = []
-    for part in content:
-        texts = str(part["text"]).split(MARK) if isinstance(part, Mapping) and "text" in part else []
-        if len(texts) < 2:
-            parts.append(part)
-            continue
-        for number, text in enumerate(texts):
-            parts += [{"type": "image"}] if number else []
-            parts += [{**part, "text": text}] if text else []
-    return parts
-
-
-def _render(
-    template: str, variables: Mapping[str, Any], messages: Messages, tools: Tools, *, to_answer: bool) -> str:
-    rendered: Any = render_jinja_template(
-        [[dict(message) for message in messages]], tools=[dict(tool) for tool in tools] or None, chat_template=template,
-        add_generation_prompt=to_answer, **variables)
-    [text], _ = rendered
-    return text
-
-
-@lru_cache(maxsize=16)
-def _variables_read(template: str) -> frozenset[str]:
-    try:
-        return frozenset(find_undeclared_variables(_compile_jinja_template(template).environment.parse(template)))
-    except TemplateError:  # rendering reports the error
-        return frozenset()
-
-
-@lru_cache(maxsize=64)
-def _find_form(template: str, special_tokens: str, template_kwargs: str, with_tools: bool) -> Form:
-    variables = {**json.loads(special_tokens), **json.loads(template_kwargs)}
-
-    def render(messages: Messages, tools: Tools) -> str | None:
-        with Caught():  # a template may raise anything on these unusual chats
-            return _render(template, variables, messages, tools, to_answer=False)
-        return None
-
-    return find_form(render, with_tools=with_tools)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
