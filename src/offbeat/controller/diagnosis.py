@@ -107,6 +107,10 @@ class Diagnosis:
         self._seen = Seen(config, warm_up_steps)
         self._said: set[str] = set()
 
+    def slow_start(self) -> str:
+        """See `slow_first_step`."""
+        return slow_first_step(self._seen.config)
+
     def read(self, row: Row) -> list[str]:
         """Return the sentences that the metrics of a step ask for; none for those of the evaluation before the first step."""
         seen = self._seen

@@ -48,6 +48,7 @@ from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.controller.batches import MadeBatch, StepBatches
 from offbeat.controller.best_model import BestModel
 from offbeat.controller.checkpoints import RunCheckpoints
+from offbeat.controller.diagnosis import Diagnosis
 from offbeat.controller.evaluate import RunEvaluations, make_evaluators
 from offbeat.controller.parts import Rollouts, RunParts
 from offbeat.controller.recovery import Recovered, StepRecovery, computed_by, finite, state_of
@@ -119,7 +120,8 @@ class _Training:
         self._training = StepTraining(
             parts, self._stream, num_minibatches=config.algorithm.num_minibatches, critic=config.critic, seed=config.run.seed)
         self._num_flat_rejected = 0
-        self._steps = StepRecord(parts, self._stream, warm_up_steps=state.highlights.warm_up_steps)
+        self._steps = StepRecord(
+            parts, self._stream, telemetry=config.telemetry, diagnosis=Diagnosis(config, warm_up_steps=state.highlights.warm_up_steps))
         self._times = StepTimes(parts.record.tracer)
         self._recovery = StepRecovery(
             parts, self._batches, self._training, self._stream, algorithm=config.algorithm, keep=self._steps.keep_rollouts)

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
-from offbeat.controller.diagnosis import LATE_S, Diagnosis, slow_first_step
+from offbeat.config.telemetry import TelemetryConfig
+from offbeat.controller.diagnosis import LATE_S, Diagnosis
 from offbeat.controller.parts import RunParts
 from offbeat.controller.samples import best_and_worst, sample_table
 from offbeat.controller.state import LoopStep
@@ -25,15 +26,14 @@ from offbeat.types import Version
 class StepRecord:
     """Records of a run's steps, one after the other."""
 
-    def __init__(self, parts: RunParts, stream: PromptStream, *, warm_up_steps: int) -> None:
+    def __init__(self, parts: RunParts, stream: PromptStream, *, telemetry: TelemetryConfig, diagnosis: Diagnosis) -> None:
         """`stream` knows the rows that groups were drawn from."""
-        self._parts = parts
         self._inputs = parts.inputs
-        self._config = parts.config.telemetry
+        self._config = telemetry
         self._record = parts.record
         self._stream = stream
         self._pieces = Pieces(parts.inputs.tokenizer)
-        self._diagnosis = Diagnosis(parts.config, warm_up_steps=warm_up_steps)
+        self._diagnosis = diagnosis
         self._published: dict[str, float] = {}
         """Metrics of the newest publish, for the next row."""
         self._past_groups: list[Group] = []
@@ -44,7 +44,7 @@ class StepRecord:
         """Show advice on shorter steps after a while, unless the timer is cancelled before."""
 
         def tell() -> None:
-            if sentence := slow_first_step(self._parts.config):
+            if sentence := self._diagnosis.slow_start():
                 self._record.note("advice", sentence)
 
         timer = asyncio.get_running_loop().call_later(LATE_S, tell)
