@@ -11,6 +11,7 @@ from itertools import pairwise
 import pytest
 
 from offbeat.memory import few_collections, let_go
+from offbeat.workers.worker import library_environment
 
 _FAULTS = """
 import resource
@@ -100,3 +101,33 @@ def test_pages_that_are_freed_are_kept_for_what_comes_next_on_threads_too() -> N
     said = subprocess.run([sys.executable, "-c", _FAULTS], env=plain_environment, check=True, capture_output=True, text=True).stdout
     plain, kept = map(int, said.split())
     assert kept < plain / 10
+
+
+_THREADS = """
+import threading
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) << 12
+
+def work():
+    with turn:
+        bytearray(32 << 20)
+    end.wait()
+
+turn, end = threading.Lock(), threading.Barrier(9)
+threads = [threading.Thread(target=work) for _ in range(8)]
+before = resident()
+for thread in threads:
+    thread.start()
+end.wait()
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="arenas are glibc's")
+def test_the_threads_of_a_worker_share_the_memory_that_they_have_freed() -> None:
+    """8 threads fill 32 MiB one after the other: 256 MiB where each keeps its own."""
+    said = subprocess.run(
+        [sys.executable, "-c", _THREADS], env=os.environ | library_environment(1), check=True, capture_output=True, text=True).stdout
+    assert int(said) < 128 << 20

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from offbeat.engine.versions import VersionSource, VersionStore, read_version
-from offbeat.errors import RefusedError
+from offbeat.errors import ModelError, RefusedError
 from offbeat.model.changes_io import write_changes
 
 
@@ -51,8 +51,18 @@ class Serving:
         self.num_looks += 1
         return self.live
 
+    def installed(self) -> dict[str, Tensor]:
+        return self.live
+
     def prepare(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return state
+
+
+def test_the_folder_that_is_live_is_not_read_again(tmp_path: Path) -> None:
+    serving = Serving({"a": torch.zeros(3)})
+    assert read_version(serving, f"{tmp_path}/model/", live=str(tmp_path / "model")) is serving.live
+    with pytest.raises(ModelError):
+        read_version(serving, str(tmp_path / "model"), live=str(tmp_path / "other"))
 
 
 @pytest.mark.parametrize("damaged", [False, True])

@@ -61,6 +61,8 @@ class Done:
 class Workshop:
     """The processes, and the commands that use them."""
 
+    has_trained = True  # in another of its runs
+
     def __init__(self, root: Path, model: str, *, num_ranks: int = 1) -> None:
         self._loop = asyncio.new_event_loop()
         self._stack = AsyncExitStack()

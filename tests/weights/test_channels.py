@@ -52,10 +52,13 @@ class Writer:
 
     held: Version | None = None
     large: frozenset[int] = frozenset()
+    has_trained: bool = False
 
     async def write_weights(
-        self, version: int, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "",
+        self, version: int, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "", is_there: bool = False,
     ) -> Manifest:
+        if is_there:
+            return Manifest(version, str(folder), "f", canary, (-1.0,))
         if num_receivers:
             return Manifest(version, str(folder), "f", canary, (-1.0,), f"host:{num_receivers}", base=base)
         folder.mkdir(parents=True)
@@ -74,6 +77,23 @@ def publish(to: Channel, version: int, *, num_receivers: int = 0) -> Manifest:
     manifest = asyncio.run(to.write(version, num_receivers=num_receivers))
     to.prune(version)
     return manifest
+
+
+def test_the_folder_of_the_model_is_a_version_until_the_first_step_and_is_never_touched(tmp_path: Path) -> None:
+    model, written = tmp_path / "model", tmp_path / "weights"
+    model.mkdir()
+    (model / "weights").write_text("initial")
+    writer = Writer(held=0)
+    disk = Channel(
+        written, WeightsConfig(keep=1, whole_every_versions=9), canary=(1, 2), incarnation="a", writer=writer, initial=str(model))
+    manifest = publish(disk, 0)
+    assert manifest.folder == str(model) and not written.exists()
+    again = asyncio.run(disk.rewrite(manifest))
+    assert again is not None and Path(again.folder).parent == written, "engines that cannot read it get a folder of their own"
+    assert publish(disk, 0).folder == str(model)
+    writer.has_trained = True
+    assert publish(disk, 1).base == "" and publish(disk, 2).base.endswith("v00000001-a"), "no version builds on the model's folder"
+    assert names(written) == ["v00000001-a", "v00000002-a"] and (model / "weights").read_text() == "initial"
 
 
 def test_each_version_has_a_folder_and_the_newest_stay(tmp_path: Path) -> None:

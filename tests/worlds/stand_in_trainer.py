@@ -73,7 +73,7 @@ class StandInRank:
     async def build_model(self, request: BuildRequest) -> Nothing:
         folder = Path(request.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / WEIGHTS).write_text("{}")
+        (folder / WEIGHTS).write_text(json.dumps({"fingerprint": digest("initial")}))
         return Nothing()
 
     async def join(self, request: JoinRequest) -> Nothing:
@@ -114,7 +114,7 @@ class StandInRank:
         await self._life.takes(self._life.world.write_s)
         await self._meet()
         fingerprint = self._model.fingerprints[-1]
-        if self._rank == 0:
+        if self._rank == 0 and not request.is_there:
             folder = Path(request.folder)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / WEIGHTS).write_text(json.dumps({"fingerprint": fingerprint}))

@@ -70,7 +70,7 @@ class StateReader:
         """Return a tensor in the engine's format, on its device; see `take`."""
         tensor = take(self._state, name, shape=shape, dtype=self._dtype, device=self._device)
         if self._notes:
-            self.digests |= digests(bytes_of({name: tensor}))
+            self.digests |= digests(bytes_of([(name, tensor)]))
         return tensor
 
 

@@ -107,6 +107,10 @@ class Forward(Protocol):
         """Serve prepared weights from the next call on."""
         ...
 
+    def installed(self) -> Any:
+        """Return the weights being served in the form that `install` takes; may run on any thread."""
+        ...
+
     def release(self) -> None:
         """Free the memory of the weights; only `prepare` and `install` may be called until others are installed."""
         ...
@@ -136,12 +140,12 @@ def take(state: Mapping[str, Tensor], name: str, *, shape: Iterable[int], dtype:
 
 def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Compute the trainer's fingerprint of the same weights, such as "lm_head.weight" [V, H]; see `fingerprint`."""
-    return fingerprint(bytes_of(tensors))
+    return fingerprint(bytes_of(tensors.items()))
 
 
-def bytes_of(tensors: Mapping[str, Tensor]) -> Iterable[tuple[str, np.ndarray]]:
-    """Yield the name and the bytes, [B] uint8, of each tensor, such as "lm_head.weight" [V, H]."""
-    return ((name, tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()) for name, tensor in tensors.items())
+def bytes_of(tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, np.ndarray]]:
+    """Yield the name and the bytes, [B] uint8, of each tensor, such as "lm_head.weight" [V, H], when it is its turn."""
+    return ((name, tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()) for name, tensor in tensors)
 
 
 @torch.inference_mode()

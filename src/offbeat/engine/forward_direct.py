@@ -5,7 +5,7 @@ runs about 20 kernels per layer. Tests compare it token by token with Hugging Fa
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,11 +20,11 @@ from offbeat.engine.bag_attention import fast_attention
 from offbeat.engine.batch_invariant import Attention, InvariantAttention, fill_rows
 from offbeat.engine.cache import CacheShape, DecodeStep, PrefillStep
 from offbeat.engine.direct_weights import MATRICES, DirectWeights, Layer, Origin, StateReader, WatchedMatrix, matrices_of
-from offbeat.engine.forward import LOGITS_AT_ONCE, bytes_of, fingerprint_tensors, ordinary_tokens
+from offbeat.engine.forward import LOGITS_AT_ONCE, bytes_of, ordinary_tokens
 from offbeat.engine.int8 import Int8Matrices, Int8Matrix
 from offbeat.engine.lora import AdapterRows, Groups, Linear
 from offbeat.engine.matrix import HEAD, FloatMatrices, Matrices, Matrix
-from offbeat.model.fingerprint import combine, digests
+from offbeat.model.fingerprint import combine, digests, fingerprint
 from offbeat.model.uploads import upload
 
 logger = logging.getLogger(__name__)
@@ -163,12 +163,15 @@ class DirectForward:
     def install(self, prepared: DirectWeights) -> None:
         self._weights = prepared
 
+    def installed(self) -> DirectWeights:
+        return self._weights
+
     def release(self) -> None:
         del self._weights
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights being served; see `Forward.tensors`. Of int8 matrices, these are the numbers that they stand for."""
-        return self._tensors(self._weights)
+        return dict(self._tensors(self._weights))
 
     def fingerprinter(self) -> Callable[[], str]:
         """See `Forward.fingerprinter`. A matrix in int8 has the digest of what it was made of, if it is what was made of that."""
@@ -177,8 +180,8 @@ class DirectForward:
     @torch.inference_mode()
     def _fingerprint(self, weights: DirectWeights) -> str:
         if weights.origin is None:
-            return fingerprint_tensors(self._tensors(weights))
-        found = digests(bytes_of(self._vectors(weights)))
+            return fingerprint(bytes_of(self._tensors(weights)))  # one matrix after the other is unpacked
+        found = digests(bytes_of(self._vectors(weights).items()))
         for name, matrix in matrices_of(weights):
             published = self._published_names(name)
             own = matrix.digest() if isinstance(matrix, Int8Matrix) else _NOT_INT8
@@ -189,15 +192,15 @@ class DirectForward:
                 found |= {part: weights.origin.read[part] for part in published}
         return combine(found)
 
-    def _tensors(self, weights: DirectWeights) -> dict[str, Tensor]:
-        named = self._vectors(weights)
+    def _tensors(self, weights: DirectWeights) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of `tensors`; a packed matrix is unpacked into new memory when it is reached."""
+        yield from self._vectors(weights).items()
         for name, matrix in matrices_of(weights):
             plain, published = matrix.plain, self._published_names(name)
             if name == HEAD and self.tied and (weights.origin is not None or torch.equal(plain, weights.embed)):
                 continue  # a packed head is a copy even where it is tied
             sizes = [linear.outputs for linear in self.lora_groups[name]] if name != HEAD else [self.vocab_size]
-            named |= zip(published, plain.split(sizes), strict=True)
-        return named
+            yield from zip(published, plain.split(sizes), strict=True)
 
     def _published_names(self, name: str) -> list[str]:
         """Return the published names of the tensors that the matrix of this name has, in order."""

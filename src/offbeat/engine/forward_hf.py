@@ -246,13 +246,17 @@ class HFForward:
             self._images.forget()
 
     @torch.inference_mode()
+    def installed(self) -> dict[str, Tensor]:
+        return {name: parameter.data for name, parameter in self._model.named_parameters()}
+
+    @torch.inference_mode()
     def release(self) -> None:
         for parameter in self._model.parameters():
             parameter.data = parameter.data.new_empty(()).expand(parameter.shape)  # `prepare` reads the shapes
 
     @torch.inference_mode()
     def tensors(self) -> dict[str, Tensor]:
-        return published_names(self._model, {name: parameter.data for name, parameter in self._model.named_parameters()})
+        return published_names(self._model, self.installed())
 
     def fingerprinter(self) -> Callable[[], str]:
         return partial(fingerprint_tensors, self.tensors())

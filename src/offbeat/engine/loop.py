@@ -22,6 +22,7 @@ from offbeat.engine.versions import VersionSource
 from offbeat.errors import EngineError
 from offbeat.pulse import Signs
 from offbeat.settling import outcome_of, settle
+from offbeat.sync.platform import current_platform
 from offbeat.types import Version
 
 T = TypeVar("T")
@@ -53,6 +54,7 @@ class EngineLoop:
         # The model's objects live as long as the process; a garbage collection that walks them would interrupt steps for milliseconds.
         gc.collect()
         gc.freeze()
+        current_platform.return_memory()  # what loading took for a moment
         self._thread.start()
 
     def stop(self, *, timeout_s: float = 10.0) -> None:

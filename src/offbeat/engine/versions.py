@@ -42,12 +42,14 @@ def read_version(forward: Forward, folder: str, broadcast: str = "", *, live: st
     Args:
         folder: where the weights are written, or their changes.
         broadcast: `host:port` where they are offered instead; then the folder is read only if the sender says so.
-        live: folder of the weights in use, which are not read or received again where changes to them are enough.
+        live: folder of the weights in use, which are not read or received again where they, or changes to them, are enough.
 
     Raises:
         ModelError: the folder, or the broadcast, does not hold this model's weights.
         EngineError: the weights were not received.
     """
+    if live and not broadcast and Path(folder) == Path(live):
+        return forward.installed()
     live = live if forward.takes_changes else ""
 
     def held(base: Path) -> Mapping[str, Tensor] | None:

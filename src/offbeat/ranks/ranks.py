@@ -105,10 +105,11 @@ class WorkerRanks:
     @classmethod
     async def start(
         cls, launcher: Launcher, config: RankConfig, *, model: str, build: BuildRequest | None, log_dir: Path, trains: Trainee = "policy",
+        may_load: asyncio.Event | None = None,
     ) -> Self:
         """Start all ranks and wait until they have met and loaded the model; arguments as for `start_ranks`."""
         start = partial(start_ranks, launcher, config, model=model, log_dir=log_dir, trains=trains)
-        workers = await start(build=build)
+        workers = await start(build=build, may_load=may_load)
         return cls(
             workers, config, sharder=Sharder.of(config, model=model, num_ranks=len(workers)), start_anew=partial(start, build=None))
 
@@ -187,6 +188,7 @@ class WorkerRanks:
 
 async def start_ranks(
     launcher: Launcher, config: RankConfig, *, model: str, build: BuildRequest | None, log_dir: Path, trains: Trainee = "policy",
+    may_load: asyncio.Event | None = None,
 ) -> list[Worker]:
     """Start `train.num_ranks` workers and wait until they have met and loaded the model. If that fails, all of them are ended.
 
@@ -194,6 +196,8 @@ async def start_ranks(
         model: folder or hub id of the initial weights.
         build: how rank 0 first builds them; None if they exist.
         trains: kind of model to train, "policy" or another `Trainee`.
+        may_load: set as soon as engines may load the model, too: when it is built, and on shared devices when the ranks have loaded it,
+            because an engine's cache takes what they leave free.
     """
     timeout_s = config.cluster.start_timeout_s
     names = [f"rank {rank}" for rank in range(config.train.num_ranks)]
@@ -217,6 +221,8 @@ async def start_ranks(
         if build is not None:
             _check_seen(workers, config)
             await ask(workers[0], "build_model", build, Nothing, timeout_s=timeout_s)
+        if may_load is not None and not config.cluster.devices_are_shared:
+            may_load.set()
         store = await ask(workers[0], "host_store", StoreAddress(workers[0].host, 0), StoreAddress, timeout_s=timeout_s)
         text = config.model_dump_json()
         requests = [JoinRequest(rank, len(workers), store, text, model, trains) for rank in range(len(workers))]
@@ -224,6 +230,8 @@ async def start_ranks(
         await ask_all(workers, "join", requests, Nothing, timeout_s=timeout_s + patience_s, patience_s=patience_s)
         await ask_all(
             workers, "load_model", [Nothing()] * len(workers), Nothing, timeout_s=timeout_s, patience_s=config.dist.sync_timeout_s)
+        if may_load is not None:
+            may_load.set()
     except BaseException:
         await end_ranks(started)
         raise

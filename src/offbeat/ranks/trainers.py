@@ -50,6 +50,7 @@ class Trainers:
 
     Attributes:
         steps: number of optimizer steps that each adapter has taken, by name; empty where one policy is trained.
+        has_trained: whether a training step was asked for, or a checkpoint loaded; before, the weights are the model's in its folder.
         fingerprint: of the policy's weights that were written last; "" before, and in SPMD mode on ranks other than 0.
     """
 
@@ -68,6 +69,7 @@ class Trainers:
         self._step = 0
         self._held: Version | None = None
         self.fingerprint = ""
+        self.has_trained = False
         self._prepared: tuple[Batch, list[TrainStep]] | None = None
         self._spreading = asyncio.Lock()
 
@@ -93,7 +95,7 @@ class Trainers:
             shares = prepared[1]
         else:
             shares = await self._spread(batch, step, num_minibatches=num_minibatches)
-        self._held = None
+        self._held, self.has_trained = None, True
         answers = await self._ranks.call(self._name("train_step"), shares, Trained, timeout_s=self._config.train.step_timeout_s)
         for rank, answer in enumerate(answers):
             self._on_span(self._name("train_step"), f"rank {rank}", answer.start_s, answer.end_s)
@@ -140,13 +142,13 @@ class Trainers:
         return await asyncio.to_thread(_put_together, batch, answers)
 
     async def write_weights(
-        self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "",
+        self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "", is_there: bool = False,
     ) -> Manifest:
         """Write or offer the weights; see `offbeat.weights.channels.VersionWriter`. In SPMD mode only rank 0 gives a fingerprint."""
         self._held = version
         timeout_s = self._config.weights.stage_timeout_s
         broadcast = BroadcastRequest(self._ranks.host, num_receivers, timeout_s) if num_receivers else None
-        request = WriteRequest(str(folder), self._config.model.number_format, canary, broadcast=broadcast, base=base)
+        request = WriteRequest(str(folder), self._config.model.number_format, canary, broadcast=broadcast, base=base, is_there=is_there)
         written = await self._all("write_weights", request, Written, timeout_s=timeout_s)
         self.fingerprint = written.fingerprint
         return Manifest(
@@ -164,7 +166,7 @@ class Trainers:
 
     async def load(self, folder: Path) -> int:
         """Load a checkpoint to go on from; returns its training step."""
-        self._held = None
+        self._held, self.has_trained = None, True
         self._step = (await self._all("load", Folder(str(folder.absolute())), LoadedStep, timeout_s=self._config.checkpoint.timeout_s)).step
         return self._step
 

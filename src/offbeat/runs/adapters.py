@@ -22,12 +22,12 @@ from offbeat.data.batch import Batch
 from offbeat.data.model_folder import read_model_config
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import ConfigError, DataError
-from offbeat.fleet.engine_group import EngineGroup
-from offbeat.fleet.fleet import Fleet, open_engines
+from offbeat.fleet.fleet import Fleet, open_fleet
 from offbeat.fleet.publication import PublishReport
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.ranks.ranks import WorkerRanks
 from offbeat.ranks.trainers import Trainers
+from offbeat.runs.engine_start import start_engines
 from offbeat.runs.plan import make_plan
 from offbeat.runs.shared_disk import apart, note_apart, without_shared_disk
 from offbeat.telemetry.record import RunRecord
@@ -326,13 +326,18 @@ async def open_adapters(config: Config, record: RunRecord) -> AsyncIterator[Adap
         base.tokenizer.save(base.model)
     async with AsyncExitStack() as stack:
         launcher = await stack.enter_async_context(make_launcher(config.for_launcher))
-        ranks, engines = await both(
-            WorkerRanks.start(launcher, config.for_ranks, model=base.model, build=base.build, log_dir=record.log_dir, trains="adapters"),
-            EngineGroup.start(launcher, config.for_engines, log_dir=record.log_dir))
+        may_load = asyncio.Event()
+        ranks, (engines, addresses) = await both(
+            WorkerRanks.start(
+                launcher, config.for_ranks, model=base.model, build=base.build, log_dir=record.log_dir, trains="adapters",
+                may_load=may_load),
+            start_engines(
+                launcher, config.for_engines, log_dir=record.log_dir, model=base.model, tokenizer=base.tokenizer_folder,
+                builds=base.build is not None, may_load=may_load))
         names = note_apart(record, apart((*ranks.workers, *engines.workers)))
         without_shared_disk(config.for_engines, apart=names, builds=base.build is not None)
         trainers = Trainers(ranks, config.for_ranks)
-        fleet = await open_engines(stack, engines, config.for_engines, record, model=base.model, tokenizer=base.tokenizer_folder)
+        fleet = await open_fleet(stack, engines, addresses, config.for_engines, record, model=base.model)
         canary = tuple(range(min(base.tokenizer.vocab_size, 16)))
         async with beside(fleet.watch()):
             await fleet.adapters.serve_base(canary, await trainers.score_base(canary))

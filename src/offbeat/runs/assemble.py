@@ -15,14 +15,14 @@ from offbeat.config.root import Config
 from offbeat.controller.inputs import RunInputs, choose_canary
 from offbeat.controller.parts import DeviceTurns, NoTurns, Publishing, RunParts, SingleProcess
 from offbeat.data import wire
-from offbeat.fleet.engine_group import EngineGroup
-from offbeat.fleet.fleet import Fleet, open_engines
+from offbeat.fleet.fleet import Fleet, open_fleet
 from offbeat.fleet.publishers import PolicyPublisher, Release, WeightsPublisher, release_nobody, wake_nobody
 from offbeat.fleet.turns import EngineTurns
 from offbeat.journal.run_journal import NoJournal, RunJournal, folder_of
 from offbeat.ranks.ranks import Ranks, WorkerRanks
 from offbeat.ranks.trainers import Trainers
 from offbeat.rollout.episode import Generate
+from offbeat.runs.engine_start import start_engines
 from offbeat.runs.rank_info import RankInfo
 from offbeat.runs.rollouts import EngineRollouts, NoEngines
 from offbeat.runs.run_code import open_user_code
@@ -50,17 +50,21 @@ async def open_controller(config: Config, rank_info: RankInfo, inputs: RunInputs
             trainers, none = Trainers(ranks, config.for_ranks, on_span=record.on_span), NoEngines(draws=True)
             yield RunParts(config, record, inputs, trainers, none, none, SingleProcess(), none.watch)
             return
-        ranks, (engines, user_code) = await both(
-            WorkerRanks.start(launcher, config.for_ranks, model=inputs.model, build=inputs.build, log_dir=record.log_dir),
+        may_load = asyncio.Event()
+        ranks, ((engines, addresses), user_code) = await both(
+            WorkerRanks.start(
+                launcher, config.for_ranks, model=inputs.model, build=inputs.build, log_dir=record.log_dir, may_load=may_load),
             both(
-                EngineGroup.start(launcher, config.for_engines, log_dir=record.log_dir),
+                start_engines(
+                    launcher, config.for_engines, log_dir=record.log_dir, model=inputs.model, tokenizer=inputs.tokenizer_folder,
+                    builds=inputs.build is not None, may_load=may_load),
                 open_user_code(stack, inputs, config, record, launcher=launcher)))
         names = note_apart(record, apart((*ranks.workers, *engines.workers)))
         weights = without_shared_disk(config.for_engines, apart=names, builds=inputs.build is not None)
         if weights != config.weights:
             config = config.model_copy(update={"weights": weights})
             record.note("broadcasts", "weights are broadcast to the engines (weights.channel), because they would have to travel twice")
-        fleet = await open_engines(stack, engines, config.for_engines, record, model=inputs.model, tokenizer=inputs.tokenizer_folder)
+        fleet = await open_fleet(stack, engines, addresses, config.for_engines, record, model=inputs.model)
         trainers = Trainers(ranks, config.for_ranks, on_span=record.on_span)
         policy = await open_policy(stack, fleet, inputs, config, writer=trainers)
         journal = open_journal(stack, config, inputs, record)
@@ -118,7 +122,8 @@ async def open_policy(
     directory, incarnation = config.weights_dir.resolve(), draw_incarnation()
     fleet.record.events.record("incarnation", name=incarnation)
     channel = Channel(
-        directory, config.weights, canary=choose_canary(inputs, config), incarnation=incarnation, writer=writer, notes=fleet.record)
+        directory, config.weights, canary=choose_canary(inputs, config), incarnation=incarnation, writer=writer, notes=fleet.record,
+        initial=inputs.model if _have_loaded(fleet, config) else "")
     turns, on_written = NoTurns(), wake_nobody
     if config.cluster.take_turns:
         turns = EngineTurns(
@@ -133,3 +138,10 @@ async def open_policy(
     publisher = await stack.enter_async_context(
         WeightsPublisher(pool, channel, config.weights, judge=fleet.judge, release=release, waits=waits, on_written=on_written))
     return Policy(publisher, turns, fleet.dispatcher.generate, partial(fleet.watch, publisher.bring))
+
+
+def _have_loaded(fleet: Fleet, config: Config) -> bool:
+    """Whether the run's engines have read the folder from which the ranks have the initial weights, and know them for a version."""
+    parallel, engines = config.train.parallel, fleet.engines.workers
+    whole = parallel.shard == 1 and parallel.tp == 1 and not config.model.lora.rank
+    return bool(engines) and config.inference.kind.inside and whole and not apart(engines)

@@ -176,12 +176,15 @@ class LeadingWriter:
     """Rank 0's trainers as `VersionWriter`: no version is written again, since the other ranks would have to take part."""
 
     trainers: Trainers
+    has_trained: bool = True
+    """As if: the initial weights are written like all others, because the other ranks ask for that."""
 
     async def write_weights(
-        self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "",
+        self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "", is_there: bool = False,
     ) -> Manifest:
         """See `VersionWriter.write_weights`."""
-        return await self.trainers.write_weights(version, folder, canary=canary, num_receivers=num_receivers, base=base)
+        return await self.trainers.write_weights(
+            version, folder, canary=canary, num_receivers=num_receivers, base=base, is_there=is_there)
 
     def holds(self, version: Version) -> bool:  # noqa: ARG002
         """See `VersionWriter.holds`."""

@@ -25,12 +25,13 @@ from offbeat.controller.parts import RunParts
 from offbeat.controller.reward_choice import devices_per_reward_model, num_reward_models, num_set_reward_models
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.fleet.engine_group import EngineAddresses, EngineGroup
-from offbeat.fleet.fleet import Fleet, make_dispatcher, open_engines, open_pool
+from offbeat.fleet.fleet import Fleet, make_dispatcher, open_fleet, open_pool
 from offbeat.journal.run_journal import NoJournal
 from offbeat.pulse import work
 from offbeat.ranks.sharding import Sharder
 from offbeat.ranks.trainers import Trainers
 from offbeat.runs.assemble import make_critic, open_journal, open_policy
+from offbeat.runs.engine_start import start_engines
 from offbeat.runs.rank_info import RankInfo
 from offbeat.runs.rollouts import EngineRollouts, NoEngines
 from offbeat.runs.run_code import UserCode, open_user_code
@@ -112,22 +113,23 @@ async def _open(
         none = NoEngines(draws=rank_info.leads)
         return RunParts(config, record, inputs, trainers, none, none, peers, none.watch)
     own, rows = (config, inputs) if one_loads else (share_limits(config, rank_info), share_rows(inputs, rank_info))
-    # Engines start while the trainer loads, but only the trainer may use collectives then, as they must come in the same order on every
-    # rank.
-    launcher = await _open_launcher(stack, config, rank_info)
-    own_trainers, (engines, user_code) = await both(
-        _build_trainers(config, inputs, joined),
-        both(_start_engines(launcher, config, rank_info, record), _start_user_code(stack, launcher, own, rank_info, rows, record)))
+    # Engines start and load while the trainer does, but only the trainer may use collectives then, as they must come in the same order on
+    # every rank.
+    launcher, may_load = await _open_launcher(stack, config, rank_info), asyncio.Event()
+    own_trainers, (serving, user_code) = await both(
+        _build_trainers(config, inputs, joined, may_load=may_load),
+        both(
+            _start_engines(launcher, config, rank_info, inputs, record, may_load),
+            _start_user_code(stack, launcher, own, rank_info, rows, record)))
 
     fleets: list[Fleet] = []
 
-    async def serve_engines() -> EngineAddresses:
-        assert engines is not None, "the leader has started engines"
-        fleets.append(await open_engines(
-            stack, engines, config.for_engines, record, model=inputs.model, tokenizer=inputs.tokenizer_folder))
+    async def connect() -> EngineAddresses:
+        assert serving is not None, "the leader has started engines"
+        fleets.append(await open_fleet(stack, *serving, config.for_engines, record, model=inputs.model))
         return fleets[0].addresses
 
-    addresses = await peers.lead("engines", serve_engines, EngineAddresses)
+    addresses = await peers.lead("engines", connect, EngineAddresses)
     sharder = Sharder.of(config.for_ranks, model=inputs.model, num_ranks=rank_info.world if one_loads else 1)
     loading = (OneRankLoads if one_loads else HeadsLoad)(groups.sync, sharder)
     ranks = OwnRank(own_trainers, loading, thread, host=rank_info.store_host)
@@ -168,7 +170,11 @@ async def _watch_nothing() -> None:
     """Watch nothing: rank 0 watches the engines."""
 
 
-async def _build_trainers(config: Config, inputs: RunInputs, joined: _Joined) -> dict[str, Part]:
+async def _build_trainers(
+    config: Config, inputs: RunInputs, joined: _Joined, *, may_load: asyncio.Event | None = None,
+) -> dict[str, Part]:
+    may_load = may_load or asyncio.Event()
+
     async def build() -> None:
         if inputs.build is not None:
             inputs.tokenizer.save(inputs.model)
@@ -179,7 +185,11 @@ async def _build_trainers(config: Config, inputs: RunInputs, joined: _Joined) ->
             return build_trainers(inputs.model, config.for_ranks, joined.groups, trains=inputs.trains)
 
     await joined.peers.lead("build_model", build, None)
-    return await joined.thread.run("load the model", load)
+    if not config.cluster.devices_are_shared:
+        may_load.set()
+    trainers = await joined.thread.run("load the model", load)
+    may_load.set()
+    return trainers
 
 
 async def _open_launcher(stack: AsyncExitStack, config: Config, rank_info: RankInfo) -> Launcher:
@@ -195,8 +205,14 @@ async def _open_launcher(stack: AsyncExitStack, config: Config, rank_info: RankI
     return await stack.enter_async_context(LocalLauncher.from_config(config.for_launcher, devices_taken=taken))
 
 
-async def _start_engines(launcher: Launcher, config: Config, rank_info: RankInfo, record: RunRecord) -> EngineGroup | None:
-    return await EngineGroup.start(launcher, config.for_engines, log_dir=record.log_dir) if rank_info.leads else None
+async def _start_engines(
+    launcher: Launcher, config: Config, rank_info: RankInfo, inputs: RunInputs, record: RunRecord, may_load: asyncio.Event,
+) -> tuple[EngineGroup, EngineAddresses] | None:
+    if not rank_info.leads:
+        return None
+    return await start_engines(
+        launcher, config.for_engines, log_dir=record.log_dir, model=inputs.model, tokenizer=inputs.tokenizer_folder, builds=False,
+        may_load=may_load)
 
 
 async def _start_user_code(

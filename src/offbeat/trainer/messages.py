@@ -220,6 +220,7 @@ class WriteRequest:
         dtype: number format of a whole model; an adapter is always float32.
         name: name of the adapter; "" is everything that a run trains.
         base: folder of the version written last, if the changes since are enough; empty for whole weights.
+        is_there: whether the folder has these weights already, so that they are scored and hashed, and nothing is written.
     """
 
     folder: str
@@ -228,6 +229,7 @@ class WriteRequest:
     name: str = ""
     broadcast: BroadcastRequest | None = None
     base: str = ""
+    is_there: bool = False
 
 
 @dataclass(frozen=True)

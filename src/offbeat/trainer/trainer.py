@@ -193,10 +193,12 @@ class Trainer(ABC):
     def _write(self, request: WriteRequest) -> Written:
         """Write or offer the weights on rank 0; the answer lacks the canary."""
         with self.groups.sync.region("publish"):
-            outlives = request.broadcast is not None or self._run.weights.sends_changes
+            outlives = not request.is_there and (request.broadcast is not None or self._run.weights.sends_changes)
             snapshot = self.snapshot(request.dtype, name=request.name, copies=outlives)
         if self.groups.rank != 0:
             return Written("", ())
+        if request.is_there:
+            return Written(snapshot.fingerprint(), ())
         folder, broadcast = Path(request.folder), request.broadcast
         last, self._last = self._last, None
         since = last[1] if last is not None and request.base and last[0] == request.base else None

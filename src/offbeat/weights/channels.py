@@ -25,8 +25,13 @@ def draw_incarnation() -> str:
 class VersionWriter(Protocol):
     """The trainer's part: it makes its weights available as a version, and scores the canary under them."""
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether its weights may be others than those of the model's folder."""
+        ...
+
     async def write_weights(
-        self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "",
+        self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "", is_there: bool = False,
     ) -> Manifest:
         """Write the weights into a new folder; with receivers, offer them to that many engines by broadcast instead.
 
@@ -36,6 +41,7 @@ class VersionWriter(Protocol):
             canary: [n] token IDs; the manifest has the log-probabilities [n - 1] of canary[1:].
             base: folder of the version written last: the changes since then may be written instead, or be offered to receivers that have
                 that version; the manifest's `base` says so.
+            is_there: whether the folder has the weights already, so that nothing is written.
         """
         ...
 
@@ -55,7 +61,7 @@ class Channel:
 
     def __init__(
         self, directory: Path, config: WeightsConfig, *, canary: tuple[int, ...], incarnation: str, writer: VersionWriter,
-        notes: Notes | None = None,
+        notes: Notes | None = None, initial: str = "",
     ) -> None:
         """Write versions below `directory`.
 
@@ -65,6 +71,8 @@ class Channel:
             canary: [n] token IDs that prove each version.
             incarnation: last part of the folders' names; see `draw_incarnation`.
             notes: takes a note when a version is written again, or a folder that nobody needs cannot be removed.
+            initial: folder of the model where engines have loaded it, too, so that it is a version as it is before the first step; empty
+                if they have not.
         """
         self._directory = directory
         self._incarnation = incarnation
@@ -72,6 +80,7 @@ class Channel:
         self._canary = canary
         self._writer = writer
         self._notes = notes or NoNotes()
+        self._initial = initial
         self._left: set[Path] = set()
         self._chain: list[str] = []
         """Folders that make up the newest version: a whole one, and the changes since. Folders of broadcast versions may not exist."""
@@ -86,18 +95,22 @@ class Channel:
 
         `num_receivers` is the number of engines that could receive a broadcast now; with 0, or without broadcasts, a folder is written.
         """
+        if self._initial and not self._writer.has_trained:
+            self._chain = []
+            return await self._writer.write_weights(version, Path(self._initial), canary=self._canary, is_there=True)
         num_receivers = num_receivers if self._config.channel == "collective" else 0
         # Receivers of changes have the version before, but a folder of changes is read with the folders that it builds on.
         follows = 0 < len(self._chain) < self._config.longest_chain and (num_receivers > 0 or self._is_intact())
         return await self._make(version, num_receivers=num_receivers, base=self._chain[-1] if follows else "")
 
     async def rewrite(self, manifest: Manifest) -> Manifest | None:
-        """Write a version again, and whole, if its folder, or one that it builds on, is not as it was written.
+        """Write a version again, and whole, if its folder, or one that it builds on, is not as it was written, or is the model's.
 
         Returns:
             The new manifest; None if all is as it was written, or the trainer has other weights by now.
         """
-        if manifest.broadcast or not self._writer.holds(manifest.version) or self._is_intact():
+        from_model = bool(self._initial) and manifest.folder == str(Path(self._initial))
+        if manifest.broadcast or not self._writer.holds(manifest.version) or (self._is_intact() and not from_model):
             return None
         self._notes.note("rewritten", f"{Path(manifest.folder).name} is not on disk as it was written, and is written again")
         return await self._make(manifest.version)

@@ -78,10 +78,12 @@ def library_environment(threads: int) -> dict[str, str]:
     """Return the variables that numeric libraries read when they load: number of threads, which must not spin, and level of logging.
 
     Freed memory stays with the process, up to its own peak: activations come and go at every layer, and glibc would give the large ones
-    back each time, so that a tenth of the time went into mapping them again.
+    back each time, so that a tenth of the time went into mapping them again. All threads share that memory: otherwise each would keep what
+    it has freed for itself, and an engine, whose versions are read, packed and hashed on several threads, several models' worth.
     """
     count = str(threads)
     return {
+        "MALLOC_ARENA_MAX": "1",
         "MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
         "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "OMP_WAIT_POLICY": "passive",
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # a peer that is gone is told by a verdict, not by pages of native stack
