@@ -7,6 +7,8 @@ from offbeat.errors import MissingExtraError
 
 TRAIN = ("torch", "transformers", "tokenizers", "safetensors", "sqlalchemy", "prometheus_client", "math_verify")
 """Modules of the extra `train`, which loads, trains and serves models. Reading runs and checking configurations need none of them."""
+QLORA = ("bitsandbytes",)
+"""Modules of the extra `qlora`, which adapters over 4-bit weights need."""
 
 
 def require(extra: str, modules: Sequence[str], *, wanted_by: str) -> None:

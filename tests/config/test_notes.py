@@ -87,6 +87,13 @@ def test_engines_with_rounded_weights_are_told_of_with_what_corrects_for_it(sett
     assert not any("rounded" in note for note in [*said("rl", *settings), *said("sft", *given)])
 
 
+def test_an_adapter_over_rounded_weights_is_told_of_with_what_corrects_for_it():
+    given = [("model.lora.rank", "4"), ("model.quantization", "nf4")]
+    (note,) = [note for note in said("rl", *given) if "rounded" in note]
+    assert note.startswith("the adapter is trained over weights rounded to nf4 (model.quantization), and sampled over whole ones")
+    assert "algorithm.weight = 'mask' (0 to 5) corrects for it" in note
+
+
 def test_changes_are_applied_before_vllm_rounds():
     given = [("inference.engine", "vllm"), ("inference.quantization", "int8"), ("weights.whole_every_versions", "5")]
     assert any("weights rounded to int8" in note for note in said("rl", *given))

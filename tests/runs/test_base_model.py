@@ -21,8 +21,8 @@ def test_only_an_adapter_on_random_weights_needs_a_base(tmp_path: Path) -> None:
 
 
 def test_the_base_is_a_whole_model_of_a_run_beside_this_one(tmp_path: Path) -> None:
-    base = base_config(config_of(tmp_path))
-    assert (base.run.name, base.model.lora.rank, base.run.dir) == ("small-base", 0, str(tmp_path))
+    base = base_config(config_of(tmp_path, model__quantization="int8"))
+    assert (base.run.name, base.model.lora.rank, base.model.quantization, base.run.dir) == ("small-base", 0, "none", str(tmp_path))
 
 
 def test_the_base_is_made_once_and_kept_when_the_run_goes_on(tmp_path: Path) -> None:

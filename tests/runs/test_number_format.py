@@ -8,7 +8,7 @@ import pytest
 from offbeat.config.for_processes import PlanConfig
 from offbeat.config.root import Config
 from offbeat.cpu import Cpu
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, MissingExtraError
 from offbeat.machine import Device
 from offbeat.runs import number_format
 from offbeat.runs.number_format import choose_number_format, engine_format, format_choice, slow_dtype, slow_formats
@@ -58,6 +58,13 @@ def test_8_bit_floats_are_refused_on_a_device_without_them(monkeypatch: pytest.M
         assert choose_number_format(config) is config
     monkeypatch.setattr(number_format, "smallest_device", lambda: Device("NVIDIA A100", 2**36, has_bf16=True, has_fp8=False))
     with pytest.raises(ConfigError, match="must be 'none', 'int8' or 'int4' on NVIDIA A100, got 'fp8'; vLLM's kernels for it need"):
+        choose_number_format(config)
+
+
+def test_4_bits_below_an_adapter_are_refused_before_anything_starts_where_their_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config.model_validate({"model": {"quantization": "nf4", "lora": {"rank": 4}}}).for_plan
+    monkeypatch.setattr(number_format, "QLORA", ("no_such_package",))
+    with pytest.raises(MissingExtraError, match=r"^model.quantization = 'nf4' needs no_such_package, which is not installed; run"):
         choose_number_format(config)
 
 

@@ -52,6 +52,9 @@ def test_what_is_kept_for_long_is_counted_by_its_format():
     adapted = estimate_memory(SIZES, configured(model={"lora": {"rank": 4}, "dtype": "bfloat16"}), num_ranks=1)
     trained = 4 * 2 * ((128 + 128) + 2 * (128 + 64) + (128 + 128) + 2 * (128 + 256) + (256 + 128))
     assert (adapted.weights, adapted.gradients) == (2 * COUNT + 4 * trained, 4 * trained)
+    rounded = estimate_memory(SIZES, configured(model={"lora": {"rank": 4}, "quantization": "nf4"}), num_ranks=1)
+    linear = 2 * (128 * 32 * (4 + 2 + 2 + 4) + 3 * 128 * 256)
+    assert rounded.weights == 4 * (COUNT - linear) + linear * 9 // 16 + 4 * trained
     parts = estimate_memory(
         SIZES, configured(model={"lora": {"rank": 4}}, num_ranks=4, parallel={"shard": 4}, algorithm={"kl_loss": "k3"}), num_ranks=4)
     assert (parts.weights, parts.gradients, parts.optimizer, parts.reference) == (COUNT + 4 * trained, 4 * trained, 8 * trained, 0)

@@ -165,7 +165,9 @@ def test_an_adapter_of_which_only_the_mean_is_known_is_judged_by_that() -> None:
 
 
 def test_the_tolerance_is_the_number_formats_where_none_is_set() -> None:
-    assert [ProofJudge.of(0.0, dtype).tolerance for dtype in ("float32", "bfloat16", "int8")] == list(TOLERANCES.values())
+    forms = ("float32", "bfloat16", "int8", "fp8", "int4", "nf4")
+    assert [ProofJudge.of(0.0, form).tolerance for form in forms] == list(TOLERANCES.values())
+    assert ProofJudge.of(0.0, "float32", "none", "nf4").tolerance == TOLERANCES["nf4"], "the coarsest counts"
     assert ProofJudge.of(0.3, "float32").tolerance == 0.3
 
 

@@ -56,6 +56,10 @@ class ModelConfig(Section):
         " that rounding cannot send it elsewhere; the trainer weighs them by its own scores. The default lets routers choose again: dense"
         " models have none, not all engines give experts, and they take a byte per token, layer and expert on the way.",
         on_resume=Change.TOLD)
+    quantization: Literal["none", "int8", "nf4"] = field(
+        "none", "Form of the frozen weights that an adapter is trained over (QLoRA), in the decoder's linear layers: int8 takes a byte for"
+        " each, nf4 a little more than half a byte, and needs offbeat[qlora]. They are made whole for each product. Engines have their own"
+        " (inference.quantization); the difference is corrected for like theirs.", on_resume=Change.TOLD)
     lora: LoraConfig = field(LoraConfig(), "Train an adapter instead of the whole model.")
     tiny: TinyConfig = field(TinyConfig(), "Sizes of the model that is built when `path` is empty.")
 

@@ -65,15 +65,19 @@ def _adapter_rate(config: Config, part: str, name: str, optimizer: OptimizerConf
 
 def _quantised(config: Config) -> Iterator[str]:
     """Say what the engines' form of the weights does to training, and what corrects for it."""
-    form = config.inference.quantization
-    if form == "none":
+    form, base = config.inference.quantization, config.model.quantization
+    if form == base == "none":
         return
     correction = correction_of(config.algorithm)
-    what = (f"engines sample from weights rounded to {form} (inference.quantization), and so from another policy than the one that is"
-            " trained, as policy/logprob_gap_mean shows;")
+    if form == "none":
+        what = f"the adapter is trained over weights rounded to {base} (model.quantization), and sampled over whole ones"
+    else:
+        what = (f"engines sample from weights rounded to {form} (inference.quantization), and so from another policy than the one that is"
+                " trained")
+    what += ", as policy/logprob_gap_mean shows;"
     yield f"{what} {correction} corrects for it" if correction else (
         f"{what} nothing corrects for it: leave algorithm.weight at 'mask', or set it to 'clamp' and algorithm.weight_high to 2")
-    if config.weights.sends_changes and config.inference.kind.changes_in_place:
+    if config.weights.sends_changes and form != "none" and config.inference.kind.changes_in_place:
         how = "receives whole weights" if config.weights.channel == "collective" else "reads the last whole version and all changes since"
         yield (f"an engine with {form} weights keeps none that changes could be applied to (weights.whole_every_versions), and {how}")
 

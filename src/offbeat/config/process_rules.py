@@ -118,6 +118,13 @@ def check_adapter(
     model: ModelConfig, *, run: RunConfig, train: TrainConfig, rollout: RolloutConfig, inference: InferenceConfig,
 ) -> None:
     """Check settings for training and serving an adapter."""
+    for met, name, why in (
+        (not model.lora.rank, "model.lora.rank = 0", "only weights that are frozen beside an adapter are rounded"),
+        (train.parallel.shard > 1, f"train.parallel.shard = {train.parallel.shard}", "each rank holds all rounded weights"),
+        (train.parallel.tp > 1, f"train.parallel.tp = {train.parallel.tp}", "each rank holds all rounded weights"),
+    ):
+        if met and model.quantization != "none":
+            raise ValueError(f"model.quantization must be 'none' with {name}, got '{model.quantization}'; {why}")
     if model.lora.rank and train.offload_optimizer:
         raise ValueError(
             "train.offload_optimizer must be false with model.lora.rank > 0, got true; an adapter's moments are small, so leave it out")

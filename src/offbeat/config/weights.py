@@ -31,7 +31,7 @@ class WeightsConfig(Section):
     proof_tolerance: float = field(
         0.0, "Largest root mean square difference between the trainer's and the engine's log-probabilities of the canary, in nats; 0 takes"
         " the measured default for model.dtype, 1e-3 for float32 and 0.5 for bfloat16, 2 for int8 and fp8, or 6"
-        " for int4 (inference.quantization).", ge=0)
+        " for int4 and nf4 (inference.quantization, model.quantization).", ge=0)
 
     @property
     def longest_chain(self) -> int:

@@ -18,7 +18,7 @@ def needs_base(config: Config) -> bool:
 def base_config(config: Config) -> Config:
     """Return the configuration of the run that makes the base: the same supervised fine-tuning of the whole model, as `NAME-base`."""
     run = config.run.model_copy(update={"name": f"{config.run.name}-base"})
-    model = config.model.model_copy(update={"lora": config.model.lora.model_copy(update={"rank": 0})})
+    model = config.model.model_copy(update={"lora": config.model.lora.model_copy(update={"rank": 0}), "quantization": "none"})
     return config.model_copy(update={"run": run, "model": model})
 
 

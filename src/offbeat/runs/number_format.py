@@ -11,6 +11,7 @@ from offbeat.config.for_processes import PlanConfig
 from offbeat.config.model import NumberFormat
 from offbeat.cpu import Cpu, this_cpu
 from offbeat.errors import ConfigError
+from offbeat.extras import QLORA, require
 from offbeat.machine import Device, smallest_device
 from offbeat.runs.step_choice import Choice
 
@@ -20,7 +21,10 @@ def choose_number_format(config: PlanConfig) -> PlanConfig:
 
     Raises:
         ConfigError: engines' devices do not compute in the form that their weights are to have.
+        MissingExtraError: what rounds the frozen weights of an adapter is not installed.
     """
+    if config.model.quantization == "nf4" and not config.cluster.ray_address:
+        require("qlora", QLORA, wanted_by="model.quantization = 'nf4'")
     device = smallest_device() if config.inference.devices_per_engine else None
     if config.inference.quantization == "fp8" and device is not None and device.has_fp8 is False:
         raise ConfigError(

@@ -27,9 +27,11 @@ from offbeat.data.packing import PackedRow, plan_microbatches
 from offbeat.errors import ModelError, StorageError, UserError
 from offbeat.model.context import share_of
 from offbeat.model.divided_read import Divide
+from offbeat.model.load import load_causal_lm
 from offbeat.model.logprobs import dummy_row, packs_rows
 from offbeat.model.lora import AdapterBank
 from offbeat.model.peft_io import Adapter, read_adapter
+from offbeat.model.quantized import round_layers
 from offbeat.pulse import progress
 from offbeat.sync.mesh import ProcessGroups
 from offbeat.trainer import shards
@@ -155,8 +157,15 @@ class BankTrainer(Trainer):
         self, dtype: Dtype, *, name: str = WHOLE, merges: bool = False, copies: bool = True,  # noqa: ARG002
     ) -> AdapterSnapshot:
         """See `Trainer.snapshot`; the adapter is complete on every rank, as it is small, and the model that it is merged into on rank 0."""
-        state = full_state(self._model, dtype="float32", keep=self.groups.rank == 0) if merges else {}
+        state = self._whole_base() if merges else {}
         return AdapterSnapshot(self._bank.adapter(self._slot(name)), self._model, self._base, self._run.model.lora.dropout, dtype, state)
+
+    def _whole_base(self) -> dict[str, Tensor]:
+        """Return the base model's weights as `full_state` does in float32 on rank 0; collective. What was rounded is read again."""
+        keeps = self.groups.rank == 0
+        if self._run.model.quantization == "none":
+            return full_state(self._model, dtype="float32", keep=keeps)
+        return full_state(load_causal_lm(self._base, attention=None), dtype="float32", keep=True) if keeps else {}
 
     def save(self, request: Folder) -> None:
         """See `Trainer.save`; all ranks write a run's state together, rank 0 alone writes a named adapter."""
@@ -352,6 +361,8 @@ def _load_base(folder: str, config: RankConfig, groups: ProcessGroups) -> tuple[
         model = load_policy(
             folder, config=config.train, dtype=config.model.number_format, divide=divide,
             float32_head=config.algorithm.float32_head, images=images_folder(config.run_dir))
+        if config.model.quantization != "none":
+            round_layers(model, config.model.quantization)
         return let_replay(model, config.model).requires_grad_(False)
 
     divided = groups.shape.shard > 1 or groups.shape.tp > 1

@@ -30,8 +30,9 @@ from offbeat.errors import ConfigError, ModelError, first_line
 from offbeat.model.attention import PACKED
 from offbeat.model.blocks import checkpoint_activations, decoder_layers
 from offbeat.model.logprobs import token_logprobs
-from offbeat.model.lora import find_targets
+from offbeat.model.lora import ALL_LINEAR, find_targets
 from offbeat.model.norm import use_fast_norms
+from offbeat.model.quantized import BYTES
 from offbeat.model.rows import RAW_ERRORS
 from offbeat.sync.mesh import ProcessGroups
 from offbeat.trainer.offload import PART_SIZE
@@ -113,7 +114,9 @@ def estimate_memory(model_config: Any, config: RankConfig, *, num_ranks: int, on
     count = sum(parameter.numel() for parameter in model.parameters())
     if lora.rank:  # each rank holds all of the adapter
         trained = sum(lora.rank * (layer.in_features + layer.out_features) for layer in find_targets(model, lora.targets).values())
-        weights = (2 if bases_half else 4) * count // parts + 4 * trained
+        form = config.model.quantization
+        rounded = 0 if form == "none" else sum(layer.weight.numel() for layer in find_targets(model, (ALL_LINEAR,)).values())
+        weights = ((2 if bases_half else 4) * (count - rounded) + int(BYTES[form] * rounded)) // parts + 4 * trained
     else:
         trained, weights = count // parts, 4 * count // parts
     copies = 2 * count // parallel.tp if autocasts else 0  # of all weights, which autocast keeps for a pass

@@ -13,15 +13,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
 
 import numpy as np
 
 from offbeat.types import Version
 from offbeat.weights.protocol import Manifest, Proof
 
-TOLERANCES: dict[str, float] = {"float32": 1e-3, "bfloat16": 0.5, "int8": 2.0, "fp8": 2.0, "int4": 6.0}
-"""Largest root mean square, over the canary's tokens, of the difference between trainer and engine in nats, by number format of the
+TOLERANCES: dict[str, float] = {"float32": 1e-3, "bfloat16": 0.5, "int8": 2.0, "fp8": 2.0, "int4": 6.0, "nf4": 6.0}
+"""Largest root mean square, over the canary's tokens, of the difference between trainer and engine in nats, by number format or form of the
 weights. The file docs/weights.md has the measurements."""
 
 _SEPARATION = 5.0
@@ -147,9 +146,13 @@ class ProofJudge:
         self._standings: dict[tuple[str, str], _Standing] = {}
 
     @classmethod
-    def of(cls, tolerance: float, dtype: Literal["float32", "bfloat16", "int8"]) -> "ProofJudge":
-        """Return a judge with a configured tolerance; 0 takes the number format's, such as 1e-3 for float32."""
-        return cls(tolerance=tolerance or TOLERANCES[dtype])
+    def of(cls, tolerance: float, *forms: str) -> "ProofJudge":
+        """Return a judge with a configured tolerance; 0 takes that of the coarsest form of weights, such as 1e-3 for "float32".
+
+        Args:
+            forms: number formats, and forms to which the engine's or the trainer's weights are rounded; "none" counts for nothing.
+        """
+        return cls(tolerance=tolerance or max(TOLERANCES[form] for form in forms if form != "none"))
 
     def judge(self, engine: str, wanted: Manifest, proof: Proof) -> Verdict:
         """Judge an engine's proof of a version of the whole weights or of an adapter."""
