@@ -70,8 +70,8 @@ class Kill:
 
     @property
     def is_healed(self) -> bool:
-        """Whether the run is to go on."""
-        return len(self.victims) == 1 and self.victims[0] in HEALED
+        """Whether the run may go on; it has to, unless two are killed."""
+        return all(each in HEALED for each in self.victims)
 
 
 @dataclass(frozen=True)
@@ -163,16 +163,16 @@ class Life:
         names = self._kill(kill.victims)
         if kill.is_healed and names and "command" not in names:
             went_on = self._until(lambda: num_rows(self.run.folder) > rows, _GO_ON_S)
-            problems = () if went_on else ("it did not go on",)
-            return Struck(met, names, went_on, None if self.alive else self.command.exit_code, problems)
+            if self.alive or len(kill.victims) == 1:
+                problems = () if went_on else ("it did not go on",)
+                return Struck(met, names, went_on, None if self.alive else self.command.exit_code, problems)
         ended = self._until(lambda: False, _END_S) or not self.alive
         if not ended:
             for process in self.command.processes():
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
         self.end()
-        # Pairs that are healed may be too much for a run, which may go on as well.
-        problems = () if ended or all(each in HEALED for each in kill.victims) else ("the command did not end",)
+        problems = () if ended else ("the command did not end",)
         if self.command.left:
             problems += (f"left: {'; '.join(self.command.left)}",)
         return Struck(met, names, went_on=False, exit_code=self.command.exit_code, problems=problems)

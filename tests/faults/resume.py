@@ -1,9 +1,11 @@
 """Each setting changed when a run is resumed, and what it was trained on: a table in docs/faults.md.
 
 `python tests/faults/resume.py` makes it, in some minutes. Every row is the real command on a copy of a small run; what changes ranks or
-engines has processes of its own, the rest shares some.
+engines has processes of its own, the rest shares some. Rows go to build/resume.jsonl, a line each; one that passed there is not done again,
+so the whole can be done in parts. `--only TEXT` does the rows that have the text, and leaves those that stand in the table as they are.
 """
 
+import argparse
 import contextlib
 import json
 import shutil
@@ -14,18 +16,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
+import msgspec
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from chats import TEXT_ALPHABET
-from faults.sections import write_section
+from faults.sections import read_sections, write_section
 from faults.workshop import Done, Workshop, workshop
 from offbeat.config.load import load_config, settings
 from offbeat.config.resume import CHANGES, Change
 from offbeat.data.tokenizer import character_tokenizer
 from small_run import REWARDS, SETTINGS, SmallRun, build_small_model, offbeat
+
+RESULTS = Path(__file__).parents[2] / "build" / "resume.jsonl"
 
 CODE = """\
 from offbeat.rollout.workflows.single_turn import single_turn
@@ -137,9 +142,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table."""
+    """One row of the table; `what` is that of its case."""
 
-    case: Case
+    what: str
     outcome: str
     problems: tuple[str, ...]
 
@@ -290,7 +295,7 @@ class Bench:
         resumed = "resumed after step 2" in done.said
         lines = [line for line in done.said if line.startswith("continues with")]
         outcome = done.error.strip().removeprefix("offbeat: ") if done.code else "; ".join(lines) or "continues"
-        return Row(case, self._without_paths(outcome, run), tuple(self._problems(case, done, lines, resumed=resumed)))
+        return Row(case.what, self._without_paths(outcome, run), tuple(self._problems(case, done, lines, resumed=resumed)))
 
     def _problems(self, case: Case, done: Done, lines: list[str], *, resumed: bool) -> Iterator[str]:
         if "unexpected" in done.error or done.error.count("\n") > 1:
@@ -364,9 +369,9 @@ def render(found: list[Row]) -> str:
         "",
     ]
     if failed:
-        lines += ["Rows that do not pass:", "", *(f"- {row.case.what}: {'; '.join(row.problems)}" for row in failed), ""]
+        lines += ["Rows that do not pass:", "", *(f"- {row.what}: {'; '.join(row.problems)}" for row in failed), ""]
     lines += ["| what is changed | what the run does |", "|---|---|"]
-    lines += [f"| {row.case.what} | {_cell(row.outcome)} |" for row in found]
+    lines += [f"| {row.what} | {_cell(row.outcome)} |" for row in found]
     lines += ["", "Not in the table: " + "; ".join(f"`{key}` {why}" for key, why in ELSEWHERE.items()) + "."]
     return "\n".join(lines) + "\n"
 
@@ -379,18 +384,48 @@ def _cell(text: str) -> str:
 
 
 def main() -> int:
-    """Make the table."""
-    found = []
+    """Do the rows that are left, and make the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="TEXT", help="do the rows with this text, whether or not they have passed before")
+    only = parser.parse_args().only
+    done = {row.what: row for row in (standing() if only else []) + read_rows() if not row.problems}
+    todo = [case for case in cases() if (only in case.what if only else case.what not in done)]
+    done |= {row.what: row for row in measure(todo)}
+    if missing := [case.what for case in cases() if case.what not in done]:
+        print(f"not done yet: {'; '.join(missing)}; the table stays as it is")
+        return 1
+    found = [done[case.what] for case in cases()]
+    write_section("changed settings", render(found))
+    return 1 if any(row.problems for row in found) else 0
+
+
+def measure(todo: list[Case]) -> Iterator[Row]:
+    """Do rows; each is recorded and yielded."""
     with tempfile.TemporaryDirectory(prefix="offbeat-resume-") as folder:
         root = Path(folder)
         model = build_small_model(root / "model", seed=1)
         with workshop(root / "shop", model) as shop:
             bench = Bench(shop, root, model)
-            for case in cases():
-                found.append(bench.row(case))
-                print(f"{case.what}: {'; '.join(found[-1].problems) or 'ok'}", flush=True)
-    write_section("changed settings", render(found))
-    return 1 if any(row.problems for row in found) else 0
+            for case in todo:
+                row = bench.row(case)
+                RESULTS.parent.mkdir(exist_ok=True)
+                with RESULTS.open("ab") as file:
+                    file.write(msgspec.json.encode(row) + b"\n")
+                print(f"{case.what}: {'; '.join(row.problems) or 'ok'}", flush=True)
+                yield row
+
+
+def read_rows() -> list[Row]:
+    """The rows that were done."""
+    lines = RESULTS.read_bytes().splitlines() if RESULTS.exists() else []
+    return [msgspec.json.decode(line, type=Row) for line in lines]
+
+
+def standing() -> list[Row]:
+    """The rows of the table as it stands, which have passed."""
+    lines = read_sections().get("changed settings", "").splitlines()
+    cells = [line.removeprefix("| ").removesuffix(" |").partition(" | ") for line in lines if line.startswith("| ")]
+    return [Row(what, outcome.replace("\\|", "|"), ()) for what, _, outcome in cells if what != "what is changed"]
 
 
 if __name__ == "__main__":
