@@ -173,8 +173,9 @@ def finish(run: SmallRun, mode: str, row: Row, ledger: Ledger, shared: set[Path]
     if life.command.left:
         counts["processes"] += 1
         problems.append(f"left: {'; '.join(life.command.left)}")
-    left = [*parts(run.folder), *(set(Path("/dev/shm").iterdir()) - shared if mode != "ray" else ())]
-    left += sorted(run.folder.glob("weights/*"))[2:] + sorted(run.folder.glob("checkpoints/*"))[2:]
+    memory = [] if mode == "ray" else [path for path in set(Path("/dev/shm").iterdir()) - shared if path.is_file()]
+    # Besides the versions that are kept, there is the one that was on its way to the engines.
+    left = [*parts(run.folder), *memory, *sorted(run.folder.glob("weights/*"))[3:], *sorted(run.folder.glob("checkpoints/*"))[2:]]
     if left:
         counts["files"] += 1
         problems.append(f"files left: {', '.join(map(str, left[:5]))}")

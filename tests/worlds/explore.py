@@ -10,10 +10,13 @@ import numpy.ma  # noqa: F401  (this and the next are imported here once, and no
 
 import worlds.given  # noqa: F401
 from offbeat.runs import assemble  # noqa: F401
+from offbeat.runs.plan import versions
 from offbeat.workers import local  # noqa: F401
 from worlds.account import violations
 from worlds.drawn import World, draw
 from worlds.life import live
+
+versions()  # read from the packages' files, once for all lives
 
 MOST_LIVES = 14
 """Starts of a run, after which it has to have come to its end: faults end a life at most six times, and errors the others."""

@@ -5,15 +5,17 @@ The run is the real one, from `run_training` on. Given to it are an event loop i
 """
 
 import asyncio
+import gc
 import json
 import logging
 import os
 import random
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from offbeat import ending
+from offbeat import ending, memory
 from offbeat.aio import ASKED_TO_STOP, listener
 from offbeat.config.load import load_config
 from offbeat.config.root import Config
@@ -236,6 +238,8 @@ def configure(world: World, folder: Path) -> Config:
 def live(world: World, folder: Path, number: int) -> None:
     """Live one life in this process, and exit."""
     random.seed(world.seed)
+    gc.disable()  # a life is short, and a collection would copy the pages that it shares with the process that it was forked from
+    memory.few_collections = nullcontext
     logging.disable(logging.INFO)
     out = os.open(folder / "out.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)

@@ -4,7 +4,6 @@ The client bounds every call by a deadline and turns failures into errors; its d
 """
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,7 +13,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from offbeat.aio import HaltingClock, deadline, run_beside
+from offbeat.aio import HaltingClock, deadline
 from offbeat.errors import BusyError, EngineError, OffbeatError, RefusedError
 from offbeat.inference.dialects.base import Dialect
 from offbeat.inference.dialects.embedded import EmbeddedDialect
@@ -68,7 +67,8 @@ class EngineClient:
         self._dialect: Dialect = dialect or EmbeddedDialect()
         self._clock = clock
         self._hearings: dict[str, Hearing] = {}
-        self._looked_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._look: asyncio.Task[None] | None = None
         self._tells = True
 
     async def check(self, *, timeout_s: float) -> None:
@@ -97,24 +97,32 @@ class EngineClient:
         """Return the result of a request; until then its samples are brought up to date."""
         self._hearings[hearing.name] = hearing
         try:
-            return await run_beside(asking, self._look_again(hearing.every_s, timeout_s=timeout_s))
+            if self._timer is None and self._tells:
+                self._timer = asyncio.get_running_loop().call_later(hearing.every_s, self._look_again, hearing.every_s, timeout_s)
+            return await asking
         finally:
             del self._hearings[hearing.name]
+            if not self._hearings and self._look is not None:
+                self._look.cancel()
 
-    async def _look_again(self, every_s: float, *, timeout_s: float) -> None:
-        """Look at all running requests in turn with the other requests' tasks, while the engine tells what it has generated."""
-        while self._tells:
-            await asyncio.sleep(every_s)
-            if time.monotonic() - self._looked_s < every_s / 2:
-                continue  # another request's task has looked at all of them
-            self._looked_s = time.monotonic()
-            try:
-                async with self._asking("look", timeout_s):
-                    await self._dialect.hear_running(self, self._hearings)
-            except RefusedError:
-                self._tells = False
-            except OffbeatError:  # the request itself tells what the matter is
-                pass
+    def _look_again(self, every_s: float, timeout_s: float) -> None:
+        """Look at all running requests, and again after a while; one timer for all of them, as most end before it."""
+        self._timer = None
+        if not self._hearings or not self._tells:
+            return
+        self._timer = asyncio.get_running_loop().call_later(every_s, self._look_again, every_s, timeout_s)
+        if self._look is None or self._look.done():
+            self._look = asyncio.create_task(self._hear_running(timeout_s), name=f"look at {self.name}")
+
+    async def _hear_running(self, timeout_s: float) -> None:
+        """Look once. Where that fails, the requests themselves tell what the matter is."""
+        try:
+            async with self._asking("look", timeout_s):
+                await self._dialect.hear_running(self, self._hearings)
+        except RefusedError:
+            self._tells = False
+        except OffbeatError:
+            pass
 
     async def score(
         self, tokens: tuple[int, ...], *, adapter: str = "", top_k: int = 0, targets: tuple[tuple[int, ...], ...] | None = None,

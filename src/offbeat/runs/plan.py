@@ -12,6 +12,7 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -124,11 +125,17 @@ def read_plan(run_dir: Path) -> KeptPlan:
 
 def versions() -> dict[str, str]:
     """Return the versions of what the numbers of a run depend on, and the CPU, such as {"offbeat": "0.1.0", "cpu": "..., AVX2"}."""
-    found = {}
+    return dict(_installed()) | {"python": platform.python_version(), "cpu": str(this_cpu())}
+
+
+@cache
+def _installed() -> tuple[tuple[str, str], ...]:
+    """Read the versions of the libraries, from files of a hundred kilobytes."""
+    found = []
     for name in _LIBRARIES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found | {"python": platform.python_version(), "cpu": str(this_cpu())}
+            found.append((name, version(name)))
+    return tuple(found)
 
 
 def changed_versions(was: Mapping[str, str]) -> list[str]:
