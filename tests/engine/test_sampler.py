@@ -176,3 +176,13 @@ def test_blocks_without_any_probability_are_never_drawn_from():
         temperature=np.ones(4, np.float32), top_p=np.ones(4, np.float32), top_k=zero.astype(np.int64), scaled=zero.astype(bool),
         num_top=zero.astype(np.int64), device=torch.device("cpu"))
     assert sample(logits, rows, uniform).tokens.tolist() == [4999, 0, 300, 4999]
+
+
+def test_logits_in_half_precision_are_drawn_from_as_if_they_were_in_float32():
+    logits = (3 * torch.randn(40, 5000, generator=torch.Generator().manual_seed(0))).bfloat16()
+    columns = [1.0] * 40, [1.0] * 40, [0] * 40
+    for width in (5000, 300):
+        some, uniform = logits[:, :width], np.random.default_rng(0).random(40)
+        half, wide = (sample(form, make_rows(*columns, num_top=[3] * 40), uniform) for form in (some, some.float()))
+        for name in ("tokens", "logprobs", "top_logprobs"):
+            np.testing.assert_array_equal(getattr(half, name), getattr(wide, name))

@@ -7,7 +7,7 @@ query, over the positions, for which the cache stores keys by columns; the resul
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -36,14 +36,17 @@ class Bags:
     def of(cls, step: DecodeStep, *, num_heads: int) -> "Bags":
         """Return those of a step."""
         heads, sharing = step.rows * step.shape.num_kv_heads, num_heads // step.shape.num_kv_heads
-
-        def rows(stride: int, count: int) -> tuple[Tensor, Tensor]:
-            first = torch.arange(0, heads * stride, stride, dtype=torch.int32)
-            every = (first[:, None] + torch.arange(count, dtype=torch.int32))[:, None].expand(-1, sharing, -1)
-            return every.reshape(-1), torch.arange(0, every.numel(), count, dtype=torch.int32)
-
         mask = add_mask(step.positions[:, None], width=step.width, window=None, dtype=torch.float32)
-        return cls(mask[:, None], *rows(step.head_dim, step.head_dim), *rows(step.room, step.width))
+        keys, values = _rows(heads, sharing, step.head_dim, step.head_dim), _rows(heads, sharing, step.room, step.width)
+        return cls(mask[:, None], *keys, *values)
+
+
+@lru_cache(maxsize=2)  # of keys and values; they change when samples come or go, and once in `BUCKET` steps
+def _rows(heads: int, sharing: int, stride: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return the first `count` of each key head's `stride` rows for each of its `sharing` query heads, and where each of these begins."""
+    first = torch.arange(0, heads * stride, stride, dtype=torch.int32)
+    rows = (first[:, None] + torch.arange(count, dtype=torch.int32))[:, None].expand(-1, sharing, -1)
+    return rows.reshape(-1), torch.arange(0, rows.numel(), count, dtype=torch.int32)
 
 
 class BagAttention(FastAttention):

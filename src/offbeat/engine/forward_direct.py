@@ -305,7 +305,7 @@ class DirectForward:
         rotated, values = heads[:, : self.num_heads + self.num_kv_heads], heads[:, self.num_heads + self.num_kv_heads :]
         if layer.qk_norm is not None:
             rotated = self._norm(rotated, layer.qk_norm)
-        rotated = torch.addcmul(rotated * cos, rotated.roll(self.head_dim // 2, -1), sin)
+        torch.addcmul(rotated * cos, rotated.roll(self.head_dim // 2, -1), sin, out=rotated)
         return rotated[:, : self.num_heads], rotated[:, self.num_heads :], values
 
     def _finish_layer(self, x: Tensor, attended: Tensor, i: int, layer: Layer, lora: AdapterRows | None) -> Tensor:

@@ -64,6 +64,7 @@ class SamplingRows:
         restricted: int64 indices of the rows with top-k or top-p; None if there are none.
         top_p, top_k: parameters of the restricted rows, as `restrict` takes them.
         scaled: int64 indices of the shaped and restricted rows that report log-probabilities as trained; None if there are none.
+        changes: whether the logits of any row are changed before a token is drawn.
         top: int64 indices of the rows that report most likely tokens; None if there are none.
         num_top: the largest number of most likely tokens that a row requests.
     """
@@ -84,6 +85,7 @@ class SamplingRows:
         self.shaped = shaped
         changed = np.union1d(restricted, () if shaped is None else shaped.row_numbers).astype(np.int64)
         self.scaled = upload(changed[scaled[changed]], device) if scaled[changed].any() else None
+        self.changes = self.scale is not None or self.restricted is not None or shaped is not None
         self.num_top = int(num_top.max(initial=0))
         self.top = upload(np.flatnonzero(num_top), device) if self.num_top else None
 
@@ -135,7 +137,9 @@ def sample(logits: Tensor, rows: SamplingRows, uniform: np.ndarray) -> Drawn:
         rows: parameters of the B rows, on the same device.
         uniform: [B] float64 in [0, 1), see `uniforms`.
     """
-    raw = full = logits = logits.float()
+    if rows.changes:
+        logits = logits.float()
+    raw = full = logits
     empty = torch.zeros(len(raw), 1, dtype=torch.float64, device=raw.device)
     if rows.scale is not None:
         full = logits = raw / rows.scale
@@ -153,12 +157,12 @@ def sample(logits: Tensor, rows: SamplingRows, uniform: np.ndarray) -> Drawn:
     if rows.scaled is not None:
         table = table.index_copy(0, rows.scaled, torch.log_softmax(full[rows.scaled], dim=-1))
         normalizer = normalizer.index_fill(0, rows.scaled, 0.0)
-    logprobs = table.gather(1, tokens) - normalizer
+    logprobs = table.gather(1, tokens).float() - normalizer
     drawn = torch.cat([tokens.double(), logprobs.double(), total, empty], dim=1)
     if rows.top is None:
         return _drawn(drawn.cpu().numpy())
     top = table[rows.top].topk(min(rows.num_top, table.shape[-1]), dim=-1)
-    both = torch.stack([top.indices.double(), (top.values - normalizer[rows.top]).double()])
+    both = torch.stack([top.indices.double(), (top.values.float() - normalizer[rows.top]).double()])
     found = torch.cat([drawn.flatten(), both.flatten()]).cpu().numpy()
     ids, top_logprobs = found[drawn.numel() :].reshape(both.shape)
     return replace(
@@ -175,16 +179,16 @@ def _draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
     """Invert each row's cumulative distribution.
 
     Args:
-        logits: [B, V] float32.
+        logits: [B, V] float.
         uniform: [B, 1] float64.
 
     Returns:
         tokens: [B, 1] int64, meaningless where there is no distribution.
-        table: [B, V] float32, unnormalised log-probabilities of all tokens.
+        table: [B, V] float, unnormalised log-probabilities of all tokens.
         normalizer: [B, 1] float32, to be subtracted from `table`.
         total: [B, 1] float64, not finite where there is no distribution.
     """
-    logprobs = torch.log_softmax(logits, dim=-1)
+    logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     # Take the first entry above the target, whose own probability cannot be 0. Without a distribution there may be none: clamp the index.
@@ -195,20 +199,24 @@ def _draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 def _draw_by_blocks(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Do as `_draw` for a large vocabulary [B, V]: draw a block of tokens, then a token in it, which shortens cumulative sums."""
     num, vocab = logits.shape
-    weights = logits.new_zeros(num, -(-vocab // _BLOCK) * _BLOCK)
-    largest = logits.new_empty(num, 1)
+    num_blocks = -(-vocab // _BLOCK)
+    largest, masses = torch.empty(num, 1, device=logits.device), torch.empty(num, num_blocks, device=logits.device)
     step = max(1, _IN_CACHE // vocab) if logits.device.type == "cpu" else num
-    for some, out, top in zip(logits.split(step), weights[:, :vocab].split(step), largest.split(step), strict=True):
+    weights = masses.new_zeros(min(step, num), num_blocks * _BLOCK)  # of a few rows at a time, which stay in the cache
+    for some, top, mass in zip(logits.split(step), largest.split(step), masses.split(step), strict=True):
+        some = some.float()
         torch.amax(some, dim=-1, keepdim=True, out=top)
-        torch.sub(some, top, out=out).exp_()
-    blocks = weights.unflatten(1, (-1, _BLOCK))
-    cumulative = blocks.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+        torch.sub(some, top, out=weights[: len(some), :vocab]).exp_()
+        torch.sum(weights[: len(some)].unflatten(1, (-1, _BLOCK)), dim=-1, out=mass)
+    cumulative = masses.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     target = uniform * total
-    block = torch.searchsorted(cumulative, target, right=True).clamp_(max=blocks.shape[1] - 1)
+    block = torch.searchsorted(cumulative, target, right=True).clamp_(max=num_blocks - 1)
     after = cumulative.gather(1, block)
     before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp_(min=0)), 0.0)
-    within = blocks[torch.arange(num, device=logits.device), block[:, 0]].cumsum(dim=-1, dtype=torch.float64)
+    members = block * _BLOCK + torch.arange(_BLOCK, device=logits.device)
+    chosen = (logits.gather(1, members.clamp(max=vocab - 1)).float() - largest).exp_().masked_fill_(members >= vocab, 0.0)
+    within = chosen.cumsum(dim=-1, dtype=torch.float64)
     # Rescale to the block's own sum, which rounds differently from its share in the row, and stay strictly below it, so that the token has
     # a positive probability.
     mass = within[:, -1:]
