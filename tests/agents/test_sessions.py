@@ -266,14 +266,14 @@ def test_keys_cannot_be_guessed_and_are_known_after_the_end():
         others = [opened.open(recorder(), engine) for _ in range(100)]
         assert len({len(other.key) for other in others}) == 1 and len({other.key for other in others}) == 100
         assert len(session.key) > 40 and session.id not in session.key and session.key not in repr(session)
-        assert opened.find(session.key) is session
+        assert opened.session_of(session.key) is session
         for key in ("", "wrong", session.key[:-1], session.id):
             with pytest.raises(UnknownKeyError):
-                opened.find(key)
+                opened.session_of(key)
         opened.close(session)
         opened.close(session)
         with pytest.raises(SealedError):
-            opened.find(session.key)
+            opened.session_of(session.key)
         with pytest.raises(SealedError):
             session.enter(REQUEST, Attempt(b"1"))
 
@@ -287,7 +287,7 @@ def test_keys_of_ended_sessions_are_forgotten_at_last(monkeypatch):
         for _ in range(3):
             opened.close(opened.open(recorder(), engine))
         with pytest.raises(UnknownKeyError):
-            opened.find(session.key)
+            opened.session_of(session.key)
 
     running(body)
 
@@ -296,12 +296,12 @@ def test_a_shared_key_has_a_bounded_number_of_named_sessions(monkeypatch):
     async def body(opened: ProxySessions, session: Session, engine: Engine) -> None:
         monkeypatch.setattr(sessions, "MAX_NAMED", 2)
         group = opened.open_group(recorder(), engine)
-        first = opened.find(group.key, "a")
-        assert opened.find(group.key, "b") is not first and opened.find(group.key, "a") is first is group.session("a")
+        first = opened.session_of(group.key, "a")
+        assert opened.session_of(group.key, "b") is not first and opened.session_of(group.key, "a") is first is group.session("a")
         for name in ("c", "", "x" * 201):
             with pytest.raises(RefusedError):
-                opened.find(group.key, name)
-        assert opened.find(session.key, "a") is session
+                opened.session_of(group.key, name)
+        assert opened.session_of(session.key, "a") is session
         opened.close(group)
         with pytest.raises(SealedError):
             group.session("new")

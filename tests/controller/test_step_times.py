@@ -28,18 +28,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_seconds_of_a_stage_within_another_count_for_it_alone_and_stages_of_one_metric_are_added(clock: Clock) -> None:
     times = StepTimes(Tracer(None))
     clock.now_s += 0.5  # for no stage
-    with times.stage("step/rollout_wait_s"):
-        with times.stage("step/publish_s"):
+    with times.during("step/rollout_wait_s"):
+        with times.during("step/publish_s"):
             clock.now_s += 1
         clock.now_s += 2
-    with times.stage("step/publish_s"):
+    with times.during("step/publish_s"):
         clock.now_s += 4
     assert times.stage_metrics() == {"step/rollout_wait_s": 2, "step/publish_s": 5, "step/total_s": 7.5}
 
 
 def test_a_stage_that_fails_is_counted_and_ends(clock: Clock) -> None:
     times = StepTimes(Tracer(None))
-    with pytest.raises(ValueError), times.stage("step/train_s"):
+    with pytest.raises(ValueError), times.during("step/train_s"):
         clock.now_s += 1
         raise ValueError
     clock.now_s += 1
@@ -49,7 +49,7 @@ def test_a_stage_that_fails_is_counted_and_ends(clock: Clock) -> None:
 def test_stages_with_a_name_are_spans_of_the_controller(tmp_path: Path) -> None:
     tracer = Tracer(tmp_path / "trace.json")
     times = StepTimes(tracer)
-    with times.stage("step/train_s", "train", step=3), times.stage("step/publish_s"):
+    with times.during("step/train_s", "train", step=3), times.during("step/publish_s"):
         pass
     tracer.close()
     (span,) = TraceReader(tmp_path / "trace.json").read()

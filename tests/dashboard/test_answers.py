@@ -30,7 +30,7 @@ def store(run_dir: Path, step: int, played: EvaluatedSet) -> None:
 def test_what_gained_most_what_lost_most_and_what_stayed_are_chosen() -> None:
     first = evaluated(0.0, 0.0, 0.0, 0.0, 1.0, 0.5, 1.0, 0.0, 1.0)
     last = evaluated(0.5, 1.0, 1.0, 1.0, 0.0, 0.2, 1.0, 0.0, 1.0)
-    assert [(pair.name, pair.prompt.row.prompt) for pair in choose_pairs(first, last)] == [
+    assert [(pair.outcome, pair.prompt.row.prompt) for pair in choose_pairs(first, last)] == [
         ("gained", "p1"), ("gained", "p2"), ("gained", "p3"), ("lost", "p4"), ("still wrong", "p7"), ("right before and after", "p6")]
 
 

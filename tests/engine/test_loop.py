@@ -80,7 +80,7 @@ def test_calls_run_between_steps_and_return_results_or_errors(loop):
 
 def test_a_waiter_that_gives_up_does_not_hurt_the_engine(loop, inbox, model_folder):
     loop.submit(request("a", tokens=150))
-    loop.stage(1, VersionSource(model_folder("qwen3", 1)))
+    loop.hold_version(1, VersionSource(model_folder("qwen3", 1)))
     draining = loop.call(lambda: loop.engine.switch(1, "drain"))
     assert not draining.cancel() and not draining.result(60).cancel()
     inbox.wait(1)
@@ -90,10 +90,10 @@ def test_a_waiter_that_gives_up_does_not_hurt_the_engine(loop, inbox, model_fold
 def test_stage_and_switch_while_a_request_runs(loop, inbox, model_folder, slow_down):
     let_go = slow_down(loop.engine)
     loop.submit(request("a", tokens=150))
-    loop.stage(1, VersionSource(model_folder("qwen3", 1)))
-    loop.stage(1, VersionSource(model_folder("qwen3", 1)))
+    loop.hold_version(1, VersionSource(model_folder("qwen3", 1)))
+    loop.hold_version(1, VersionSource(model_folder("qwen3", 1)))
     with pytest.raises(ModelError):
-        loop.stage(2, VersionSource(model_folder("llama")))
+        loop.hold_version(2, VersionSource(model_folder("llama")))
     switched = loop.call(lambda: loop.engine.switch(1, "recompute")).result(60)
     let_go.set()
     assert switched.result(60) < 30
@@ -112,7 +112,7 @@ def test_pause_abort_delivers_what_there_is(loop, inbox, slow_down):
 def test_when_the_engine_fails_everything_pending_fails_and_says_why(loop, inbox, model_folder, slow_down):
     slow_down(loop.engine)
     loop.submit(request("running", tokens=150))
-    loop.stage(1, VersionSource(model_folder("qwen3", 1)))
+    loop.hold_version(1, VersionSource(model_folder("qwen3", 1)))
     draining = loop.call(lambda: loop.engine.switch(1, "drain")).result(60)
     loop.submit(request("waiting"))
 

@@ -29,11 +29,11 @@ def test_a_version_that_was_offered_is_served(start_engine, tmp_path: Path, monk
     offer = WeightBroadcast(
         newer, host="127.0.0.1", num_receivers=1, timeout_s=20, write_folder=lambda _: (tmp_path / "newer").rename(folder) and None)
     try:
-        server._loop.stage(1, VersionSource(str(folder)), offer.address)
+        server._loop.hold_version(1, VersionSource(str(folder)), offer.address)
         assert folder.exists() != is_reached
         server._loop.call(lambda: server._engine.switch(1, "recompute")).result(10).result(10)
         assert server._engine.fingerprinter()[1]() == wanted
-        server._loop.stage(1, VersionSource(str(folder)), "127.0.0.1:1")  # once it is there, it is not received again
+        server._loop.hold_version(1, VersionSource(str(folder)), "127.0.0.1:1")  # once it is there, it is not received again
     finally:
         offer.close()
 
@@ -59,7 +59,7 @@ def test_an_engine_at_the_version_before_receives_no_more_than_what_has_changed(
     monkeypatch.setattr(broadcast.BroadcastGroup, "broadcast", counting)
     base = tmp_path / "base"
     (tmp_path / "v1").rename(base)
-    server._loop.stage(0, VersionSource(str(base)))
+    server._loop.hold_version(0, VersionSource(str(base)))
     server._loop.call(lambda: server._engine.switch(0, "recompute")).result(10).result(10)
     found = smaller_changes(versions[1], since=versions[0])
     assert found is not None
@@ -67,7 +67,7 @@ def test_an_engine_at_the_version_before_receives_no_more_than_what_has_changed(
         versions[1], host="127.0.0.1", num_receivers=1, timeout_s=20, write_folder=lambda _: None,
         changes=Changes(str(base if is_at_base else tmp_path / "other"), found))
     try:
-        server._loop.stage(1, VersionSource(str(tmp_path / "v2")), offer.address)
+        server._loop.hold_version(1, VersionSource(str(tmp_path / "v2")), offer.address)
         server._loop.call(lambda: server._engine.switch(1, "recompute")).result(10).result(10)
         assert server._engine.fingerprinter()[1]() == fingerprint_tensors(versions[1])
         whole = sum(tensor.nbytes for tensor in versions[1].values())

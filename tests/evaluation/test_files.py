@@ -9,7 +9,7 @@ import pytest
 from evaluation.played import played
 from offbeat.data.row import Row
 from offbeat.errors import DataError, StorageError
-from offbeat.evaluation.files import encode_lines, newest_evaluation, read_samples, write_samples
+from offbeat.evaluation.files import encode_lines, newest_evaluation, read_samples, write_lines
 from offbeat.evaluation.samples import EpisodeTurn, EvaluatedPrompt, EvaluatedSample, EvaluatedSet
 from offbeat.telemetry.evaluation_log import write_evaluation
 
@@ -22,7 +22,7 @@ FULL = EvaluatedSet("games", 2, (
 
 
 def test_what_is_written_is_what_is_read_plain_and_compressed(tmp_path: Path) -> None:
-    write_samples(tmp_path / "a" / "x.samples.jsonl", encode_lines(FULL))
+    write_lines(tmp_path / "a" / "x.samples.jsonl", encode_lines(FULL))
     assert read_samples(tmp_path / "a" / "x.samples.jsonl") == {"": {"games": FULL}}
     path = write_evaluation(tmp_path, step=3, name="games", lines=encode_lines(FULL))
     assert read_samples(path) == {"": {"games": FULL}}
@@ -39,7 +39,7 @@ def test_a_file_may_hold_several_models_and_sets(tmp_path: Path) -> None:
     held_out, sums = played([[1.0], [0.0]]), played([[0.5]], name="sums")
     sets = {"a": {"": held_out, "sums": sums}, "b": {"": replace(held_out, prompts=held_out.prompts[:1])}}
     lines = [line for model, own in sets.items() for each in own.values() for line in encode_lines(each, model=model)]
-    write_samples(tmp_path / "both.jsonl", reversed(lines))
+    write_lines(tmp_path / "both.jsonl", reversed(lines))
     assert read_samples(tmp_path / "both.jsonl") == sets
 
 
@@ -60,7 +60,7 @@ def test_a_file_that_is_not_there_or_is_damaged_or_cannot_be_written_is_told(tmp
     with pytest.raises(DataError, match="cannot be read"):
         read_samples(tmp_path / "x.zst")
     with pytest.raises(StorageError, match="--output"):
-        write_samples(tmp_path / "x.zst" / "below.jsonl", [])
+        write_lines(tmp_path / "x.zst" / "below.jsonl", [])
 
 
 def test_the_newest_evaluation_of_each_set_is_found(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from evaluation.played import played
 from offbeat.errors import DataError
-from offbeat.evaluation.files import encode_lines, samples_beside, write_samples
+from offbeat.evaluation.files import encode_lines, samples_beside, write_lines
 from offbeat.evaluation.find import find_evaluation
 from offbeat.telemetry.evaluation_log import write_evaluation
 
@@ -35,14 +35,14 @@ def test_of_offbeat_eval_its_result_or_its_folder_is_meant(tmp_path: Path) -> No
     result = tmp_path / "evaluation.json"
     result.write_text("{}")
     assert samples_beside(result) == tmp_path / "evaluation.samples.jsonl"
-    write_samples(samples_beside(result), encode_lines(NEW, model="m"))
+    write_lines(samples_beside(result), encode_lines(NEW, model="m"))
     for name in (tmp_path, result, samples_beside(result)):
         assert find_evaluation(str(name)) == {"": NEW}
 
 
 def test_of_several_models_one_is_named(tmp_path: Path) -> None:
     path = tmp_path / "both.json"
-    write_samples(samples_beside(path), [*encode_lines(OLD, model="runs/a"), *encode_lines(NEW, model="http://b:8001")])
+    write_lines(samples_beside(path), [*encode_lines(OLD, model="runs/a"), *encode_lines(NEW, model="http://b:8001")])
     assert find_evaluation(f"{path}:runs/a") == {"": OLD} and find_evaluation(f"{path}:http://b:8001") == {"": NEW}
     with pytest.raises(DataError, match="holds answers of several models; name one of them, as .*both.json:runs/a"):
         find_evaluation(str(path))

@@ -535,7 +535,7 @@ class Stage:
         pair = (torch.randn(4, 32, generator=generator), torch.randn(32, 4, generator=generator))
         adapter = Adapter(4, 0.1, {"model.layers.0.self_attn.o_proj": pair})
         write_adapter(adapter, folder, base_model="base")
-        await asyncio.to_thread(self.server._loop.load_adapter, f"probe@{version}", str(folder))
+        await asyncio.to_thread(self.server._loop.hold_adapter, f"probe@{version}", str(folder))
         _, logprobs = self.server._engine.score(list(canary), adapter=f"probe@{version}")
         gap = 0.5 if version == BAD else 0.0
         return Manifest(version, str(folder), adapter.fingerprint(), canary, tuple(logprob + gap for logprob in logprobs))

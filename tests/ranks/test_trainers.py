@@ -251,7 +251,7 @@ async def train(num_ranks: int, folder: Path, model: str) -> tuple[Scores, Score
         await group.discard(["bob"])
         assert (await group.optim_step({"bob": AdamParams(lr=1e-2)}))["bob"] == 0.0
         await group.save_adapter("alice", folder / "saved")
-        await group.load_adapter("carol", folder / "saved", optimizer=True)
+        await group.restore_adapter("carol", folder / "saved", optimizer=True)
         await group.remove("alice")
         assert group.steps == {"bob": 4, "carol": 4} and len(await group.score_base((5, 6, 7))) == 2
         return learnt, scores, norms, passed

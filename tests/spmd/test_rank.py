@@ -161,7 +161,7 @@ def test_one_rank_that_loads_carries_the_same_work_through(
 def test_ranks_go_on_while_an_adapter_is_fanned_out_and_one_that_no_engine_takes_ends_the_run(
     engine: tuple[EngineServer, str], tmp_path: Path, model_dir: str,
 ) -> None:
-    run, (server, url), load = SmallRun(tmp_path, model_dir), engine, engine[0]._loop.load_adapter
+    run, (server, url), load = SmallRun(tmp_path, model_dir), engine, engine[0]._loop.hold_adapter
     bad = 3
 
     def load_late(name: str, folder: str) -> None:
@@ -172,7 +172,7 @@ def test_ranks_go_on_while_an_adapter_is_fanned_out_and_one_that_no_engine_takes
         wait_until(lambda: not version or len(run.metrics()) >= version, timeout_s=90)
         load(name, folder)
 
-    server._loop.load_adapter = load_late
+    server._loop.hold_adapter = load_late
     done = torchrun("train", *run.arguments(**LORA, run__total_steps="5", inference__urls=json.dumps([url])), world=2)
     assert done.returncode == 1
     last_words = [line for line in done.stderr.splitlines() if line.startswith("offbeat: ")]

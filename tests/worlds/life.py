@@ -154,7 +154,7 @@ class Life:
     def watch(self) -> None:
         """Note what rollouts and the loop do, from outside."""
         life = self
-        take, save, enter, end = StepBatches.take, Rescue.save, RolloutExecutor.__aenter__, ending._end
+        take, save, enter, end = StepBatches.take, Rescue.save_step, RolloutExecutor.__aenter__, ending._end
         on_drawn, on_rejected = RecordedRollouts.on_drawn, RecordedRollouts.on_rejected
 
         async def noted_take(self: Any, groups: Any, step: Any, algorithm: Any) -> Any:
@@ -186,7 +186,7 @@ class Life:
             life.note(settled=settled.prompt_id, why=settled.kind, again=settled.drawn_again, reason=settled.rejected[:300])
             on_rejected(self, settled)
 
-        StepBatches.take, Rescue.save, RolloutExecutor.__aenter__, ending._end = (  # type: ignore[method-assign]
+        StepBatches.take, Rescue.save_step, RolloutExecutor.__aenter__, ending._end = (  # type: ignore[method-assign]
             noted_take, noted_save, noted_enter, noted_end)
         RecordedRollouts.on_drawn, RecordedRollouts.on_rejected = noted_drawn, noted_rejected  # type: ignore[method-assign]
 

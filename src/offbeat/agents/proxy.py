@@ -221,9 +221,9 @@ class Proxy:
         # A key in the path comes first: clients that cannot be given a key send a meaningless one.
         key = http.path_params.get("key") or bearer
         try:
-            return self._sessions.find(key, http.headers.get("x-session-id", ""))
+            return self._sessions.session_of(key, http.headers.get("x-session-id", ""))
         except UnknownKeyError:
-            return self._sessions.find(http.headers.get("x-api-key", key), http.headers.get("x-session-id", ""))
+            return self._sessions.session_of(http.headers.get("x-api-key", key), http.headers.get("x-session-id", ""))
 
 
 async def _body(http: Request) -> bytes:

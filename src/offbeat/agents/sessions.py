@@ -284,7 +284,7 @@ class ProxySessions:
             while len(self._sealed) > _MAX_SEALED:
                 self._sealed.popitem(last=False)
 
-    def find(self, key: str, name: str = "") -> Session:
+    def session_of(self, key: str, name: str = "") -> Session:
         """Return the session into which a call records.
 
         Args:

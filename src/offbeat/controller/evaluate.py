@@ -155,7 +155,7 @@ class RunEvaluations:
         for evaluator in self._evaluators:
             if evaluator.due(global_step, last=last):
                 await parts.publisher.settle()
-                with times.stage("step/evaluate_s", "evaluate"):
+                with times.during("step/evaluate_s", "evaluate"):
                     evaluation = await evaluator.run(keep=partial(self._keep, global_step) if parts.config.evaluate.keep_samples else None)
                 self._note(evaluation, global_step)
                 stats |= evaluation.metrics()

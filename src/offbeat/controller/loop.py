@@ -177,7 +177,7 @@ class _Training:
             self._stream, version=state.version, last_version=state.last_version, num_flat_rejected=self._num_flat_rejected)
         rollouts.take_over(recovered.held)
         if recovered.num_redone:
-            await self.rescue.save(state.last_step)
+            await self.rescue.save_step(state.last_step)
         else:
             self.rescue.begin_journal(state.global_step, rollouts)
         return rollouts
@@ -205,7 +205,7 @@ class _Training:
     async def _take_groups(self, step: LoopStep, rollouts: Rollouts) -> list[Group] | None:
 
         async def take_groups() -> list[Group] | None:
-            with self._times.stage("step/publish_s"):
+            with self._times.during("step/publish_s"):
                 # Groups for this step are only released when no engine is further behind its version.
                 await self._parts.publisher.settle(behind=self._config.rollout.max_head_offpolicyness)
             await self._batches.cancel_idle(rollouts)
@@ -217,31 +217,31 @@ class _Training:
             self._parts.journal.record(BatchTaken(step.global_step, tuple(group.prompt_id for group in self.rescue.taken)))
             return self.rescue.taken
 
-        with self._times.stage("step/rollout_wait_s", "rollout", step=step.global_step):
+        with self._times.during("step/rollout_wait_s", "rollout", step=step.global_step):
             return await self._parts.peers.all_ready("rollouts", take_groups)
 
     async def _make_batch(self, groups: Sequence[Group], step: LoopStep) -> MadeBatch:
-        with self._times.stage("step/train_s", "advantage"):
+        with self._times.during("step/train_s", "advantage"):
             return await self._batches.take(groups, step, self._algorithm)
 
     async def _score(self, batch: Batch, groups: Sequence[Group], step: LoopStep) -> ScoredBatch:
         await self._parts.turns.to_ranks(self._parts.publisher)
         if not self._algorithm.needs_scores:
             return ScoredBatch(batch)
-        with self._times.stage("step/score_s", "score", step=step.global_step):
+        with self._times.during("step/score_s", "score", step=step.global_step):
             return await self._training.score(batch, groups, step, self._algorithm)
 
     async def _train(self, batch: Batch, step: LoopStep, rollouts: Rollouts) -> dict[str, float]:
         if step.global_step < self._state.total_steps:
             self._batches.make_ahead(step.following(), rollouts, self._algorithm)
-        with self._times.stage("step/train_s", "train", step=step.global_step):
+        with self._times.during("step/train_s", "train", step=step.global_step):
             self.rescue.begin()
             stats = await self._training.train(batch, step)
             self.rescue.finish(step)
         return stats
 
     async def _publish_step(self, step: LoopStep, rollouts: Rollouts) -> None:
-        with self._times.stage("step/publish_s", "publish", version=step.next_version):
+        with self._times.during("step/publish_s", "publish", version=step.next_version):
             rollouts.advance(step.next_version)
             await self._publish(step.next_version, rollouts)
 
@@ -280,7 +280,7 @@ class _Training:
         last = step.global_step == state.total_steps
         is_due = self._checkpoints.due(step.global_step, last=last or state.stopping or state.saving)
         if is_saved := is_due and state.unevaluated is not None:  # an evaluation may take long, or fail
-            await self.rescue.save(step)
+            await self.rescue.save_step(step)
         await self._end_step(step, done.stats, evaluations, groups=done.groups, is_saved=is_saved, is_due=is_due)
 
     async def _end_step(
@@ -313,7 +313,7 @@ class _Training:
         if is_saved:
             await self._checkpoints.amend(version=step.next_version, highlights=state.highlights)
         elif is_due or last or self._best.is_of(global_step):
-            await self.rescue.save(step)
+            await self.rescue.save_step(step)
         if not last:
             await self._best.export_if_best(global_step)  # after the checkpoint: a resumed run never stands before its best step
 

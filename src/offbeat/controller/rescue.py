@@ -44,7 +44,7 @@ class Rescue:
         """Note that a step is trained."""
         self._whole, self.taken = step, []
 
-    async def save(self, step: LoopStep, *, unproven: bool = False) -> None:
+    async def save_step(self, step: LoopStep, *, unproven: bool = False) -> None:
         """Save a checkpoint of a step; `unproven` does not wait for engines to serve its version."""
         rollouts, record, state = self.rollouts, self._parts.record, self._state
         assert rollouts is not None, "a step that is done had rollouts"
@@ -69,7 +69,7 @@ class Rescue:
     async def save_last(self) -> None:
         """Save the last whole step, unless there is a checkpoint of it."""
         if step := await self._unsaved():
-            await self.save(step)
+            await self.save_step(step)
 
     async def save_after_error(self) -> None:
         """Save the last whole step, after any error has ended the run, if the ranks still can.
@@ -81,7 +81,7 @@ class Rescue:
         try:
             if step.global_step == self._state.total_steps:
                 await self._checkpoints.export()
-            await self.save(step, unproven=True)
+            await self.save_step(step, unproven=True)
         except (OffbeatError, OSError) as exc:
             self._parts.record.note("not_saved", f"no checkpoint of step {step.global_step} could be saved: {exc}")
         else:

@@ -23,7 +23,7 @@ class StepTimes:
         self._spent: dict[str, float] = {}
 
     @contextmanager
-    def stage(self, metric: str, span: str = "", **args: Any) -> Iterator[None]:
+    def during(self, metric: str, span: str = "", **args: Any) -> Iterator[None]:
         """Count the seconds of the body.
 
         Args:

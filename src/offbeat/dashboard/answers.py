@@ -25,7 +25,7 @@ class Pair:
         return (self.after.reward or 0.0) - (self.before.reward or 0.0)
 
     @property
-    def name(self) -> str:
+    def outcome(self) -> str:
         """Change of the reward in words: "gained", "lost", "right before and after" or "still wrong"."""
         if self.change:
             return "gained" if self.change > 0 else "lost"
@@ -44,9 +44,9 @@ def choose_pairs(first: EvaluatedSet, last: EvaluatedSet) -> list[Pair]:
         if other is not None and prompt.samples and other.samples:
             pairs.append(Pair(prompt, prompt.samples[0], other.samples[0]))
     pairs.sort(key=lambda pair: -pair.change)
-    risen = [pair for pair in pairs if pair.name == "gained"]
-    fallen = sorted((pair for pair in pairs if pair.name == "lost"), key=lambda pair: pair.change)
-    wrong, right = ([pair for pair in pairs if pair.name == name] for name in ("still wrong", "right before and after"))
+    risen = [pair for pair in pairs if pair.outcome == "gained"]
+    fallen = sorted((pair for pair in pairs if pair.outcome == "lost"), key=lambda pair: pair.change)
+    wrong, right = ([pair for pair in pairs if pair.outcome == name] for name in ("still wrong", "right before and after"))
     return [*risen[:_NUM_RISEN], *fallen[:_NUM_FALLEN], *wrong[:_NUM_SAME], *right[:_NUM_SAME]]
 
 
@@ -68,7 +68,7 @@ def _card(pair: Pair, start: int, end: int) -> str:
     row = pair.prompt.row
     before = _said(pair.before, "before" if start == 0 else f"after step {start}", "given")
     after = _said(pair.after, f"after step {end}", "written")
-    return answer_card(pair.name, prompt=row.prompt_text, played=before + after, answer=row.answer)
+    return answer_card(pair.outcome, prompt=row.prompt_text, played=before + after, answer=row.answer)
 
 
 def _said(sample: EvaluatedSample, when: str, css: str) -> str:

@@ -92,7 +92,7 @@ class EngineLoop:
         """See `EmbeddedEngine.pause`."""
         return self.call(lambda: self._events.extend(self.engine.pause(mode)))
 
-    def stage(self, version: Version, source: VersionSource, broadcast: str = "") -> None:
+    def hold_version(self, version: Version, source: VersionSource, broadcast: str = "") -> None:
         """Load or receive a version's weights in the calling thread, while the engine keeps stepping, and hold them as `version`. Blocks.
 
         Raises:
@@ -105,7 +105,7 @@ class EngineLoop:
                 prepared = self.engine.prepare(source.folder, broadcast)
             self.call(lambda: self.engine.stage(version, source, prepared)).result()
 
-    def load_adapter(self, name: str, folder: str) -> None:
+    def hold_adapter(self, name: str, folder: str) -> None:
         """Load a PEFT folder in the calling thread, while the engine keeps stepping, and hold it as `name`. Blocks.
 
         Raises:

@@ -351,7 +351,7 @@ class EngineServer:
 
     async def _stage(self, http: HttpRequest) -> Response:
         body = read_body(StageBody, await whole_body(http))
-        await asyncio.to_thread(self._loop.stage, body.version, VersionSource(body.folder, body.fingerprint), body.broadcast)
+        await asyncio.to_thread(self._loop.hold_version, body.version, VersionSource(body.folder, body.fingerprint), body.broadcast)
         return json_response(msgspec.json.encode({"version": body.version, "folder": body.folder}))
 
     async def _switch(self, http: HttpRequest) -> Response:
@@ -412,7 +412,7 @@ class EngineServer:
         body = read_body(LoadAdapterBody, await whole_body(http))
         if body.lora_name == self._model_name:
             raise RefusedError(f"{body.lora_name!r} is the base model's name; give the adapter another")
-        await asyncio.to_thread(self._loop.load_adapter, body.lora_name, body.lora_path)
+        await asyncio.to_thread(self._loop.hold_adapter, body.lora_name, body.lora_path)
         return json_response(msgspec.json.encode({"status": "ok"}))
 
     async def _unload_adapter(self, http: HttpRequest) -> Response:

@@ -67,7 +67,7 @@ def samples_beside(result: Path) -> Path:
     return result.with_name(f"{result.name.removesuffix('.json')}.samples.jsonl")
 
 
-def write_samples(path: Path, lines: Iterable[bytes]) -> None:
+def write_lines(path: Path, lines: Iterable[bytes]) -> None:
     """Write lines to a file that is not compressed, replacing an existing one.
 
     Raises:

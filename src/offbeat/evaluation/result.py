@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.errors import StorageError
-from offbeat.evaluation.files import encode_lines, samples_beside, write_samples
+from offbeat.evaluation.files import encode_lines, samples_beside, write_lines
 from offbeat.evaluation.samples import EvaluatedSet
 from offbeat.evaluation.scores import Evaluation
 
@@ -63,7 +63,7 @@ def write(results: Sequence[ModelResult], path: Path) -> Path:
         StorageError: a file cannot be written.
     """
     samples = samples_beside(path)
-    write_samples(samples, (
+    write_lines(samples, (
         line for result in results for played in result.played.values() for line in encode_lines(played, model=result.model)))
     content = {"samples": samples.name, "models": [_as_json(result) for result in results]}
     try:

@@ -78,7 +78,7 @@ async def _open(
         EngineClient(f"{name} {index}", url, http.session, dialect=MAKERS[config.serve.sampling_engine].reader(), api_key=key)
         for index, url in enumerate(urls)]
 
-    async def prove(client: EngineClient) -> Version:
+    async def version_of(client: EngineClient) -> Version:
         return (await client.prove(_ANY_TOKENS, timeout_s=settings.request_timeout_s)).version
 
     pool = make_pool(
@@ -87,12 +87,12 @@ async def _open(
     for client in clients:
         try:
             await client.check(timeout_s=settings.start_timeout_s)
-            pool.admit(client.name, await prove(client))
+            pool.admit(client.name, await version_of(client))
             contexts.append(await _context_of(client, timeout_s=settings.probe_timeout_s))
         except (EngineError, DeadlineError) as exc:
             raise ConfigError(f"serve.sampling_models names {client.url}, but {exc}") from exc
     healer = Healer(
-        pool, reload=prove, probe_interval_s=settings.probe_interval_s, probe_timeout_s=settings.probe_timeout_s,
+        pool, reload=version_of, probe_interval_s=settings.probe_interval_s, probe_timeout_s=settings.probe_timeout_s,
         listener=FleetRecord(record))
     return SamplingModel(name, make_dispatcher(pool, settings), min(contexts)), healer
 

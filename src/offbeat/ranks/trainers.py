@@ -231,7 +231,7 @@ class Trainers:
         """Write the full training state of an adapter, from which it goes on exactly."""
         await self._all("save", Folder(str(folder.absolute()), name), NoneType)
 
-    async def load_adapter(self, name: str, folder: Path, *, optimizer: bool) -> None:
+    async def restore_adapter(self, name: str, folder: Path, *, optimizer: bool) -> None:
         """Load a folder of `save_adapter`, with its optimizer state or with a fresh optimizer."""
         self.steps[name] = (await self._all("load", Folder(str(folder.absolute()), name, optimizer), LoadedStep)).step
 

@@ -277,7 +277,7 @@ class Adapters:
         Args:
             optimizer: whether to load its moments and step count; otherwise they are fresh.
         """
-        await self._trainers.load_adapter(check_adapter(name), folder, optimizer=optimizer)
+        await self._trainers.restore_adapter(check_adapter(name), folder, optimizer=optimizer)
         self._enter(name)
 
     def _folder(self, name: str) -> Path:

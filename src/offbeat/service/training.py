@@ -110,7 +110,7 @@ class Training:
                 self._adapters.limits.check_batch(request.data.batch, model=self._base_model)
         except UserError as exc:
             sequencer.skip(seq, time.monotonic())
-            self.work.end_soon(work, explain(exc, name=work.name))
+            self.work.end_soon(work, explain(exc, name=work.request_name))
         else:
             sequencer.offer(seq, work, time.monotonic())
         self._advance(model)
@@ -368,7 +368,7 @@ class Training:
             try:
                 outcome = await rest.finish()
             except Exception as exc:  # of whatever kind: the client waits for an outcome
-                outcome = explain(exc, name=work.name)
+                outcome = explain(exc, name=work.request_name)
         self.work.end_soon(work, outcome)
 
     def _fail(self, job: Job[Work], exc: Exception) -> None:
@@ -377,7 +377,7 @@ class Training:
         self._schedule.drop(job)
         if loss is not None and category_of(exc) == "server":
             self._tell_loss(work, loss)
-        self.work.end_soon(work, explain(exc, name=work.name, lost=loss.message if loss is not None else ""))
+        self.work.end_soon(work, explain(exc, name=work.request_name, lost=loss.message if loss is not None else ""))
 
     def _tell_loss(self, work: Work, loss: Loss) -> None:
         """Note that this request's outcome reports the loss, so that the client that fetches it has heard."""

@@ -127,7 +127,7 @@ class Work:
             self._sizes = np.array([self.cost.tokens], np.int64)
 
     @property
-    def name(self) -> str:
+    def request_name(self) -> str:
         """Name of the request for clients, or its model's name where nobody waits."""
         return self.future.request_id if self.future else self.model.id
 
