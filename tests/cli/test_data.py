@@ -1,11 +1,13 @@
 """`offbeat data`."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from offbeat.cli.main import main
+from offbeat.data.image_store import FIRST_ID
 from small_run import build_small_model
 
 ROWS = [{"prompt": "1+2=", "answer": "3", "level": "easy"}, {"prompt": "(2)+2=", "answer": "4"}, {"prompt": "3+2="}]
@@ -81,3 +83,19 @@ def test_a_wrong_number_of_rows_and_missing_data_are_one_sentence(show) -> None:
     [line] = show("--data.path", "none.jsonl", code=2)
     assert line.startswith("offbeat: data file 'none.jsonl' does not exist; give ")
     assert line.endswith("; a path is relative to the working directory")
+
+
+def test_stored_images_of_runs_that_are_gone_are_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / ".images"
+    folder.mkdir()
+    for name in ("gone", "stays"):
+        (folder / f"{name}.run").write_text(f"{FIRST_ID + len(name)}\n")
+        (folder / f"{FIRST_ID + len(name)}.image").write_bytes(bytes(2_000_000))
+        os.utime(folder / f"{name}.run", (0, 0))
+    (tmp_path / "stays").mkdir()
+    assert main(["data", "prune", "--run.dir", str(tmp_path)]) == 0
+    removed, kept = capsys.readouterr().out.splitlines()
+    assert removed == f"{folder}: images removed: 1, 2.0 MB; runs gone: gone"
+    assert kept == "images kept: 1"
+    assert main(["data", "prune", "--run.dir", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"runs": [], "num_removed": 0, "removed_bytes": 0, "num_kept": 1, "num_unknown": 0}

@@ -1,10 +1,14 @@
-"""`offbeat data show`: prints the first rows as the model will see them, in tokens, and counts rows that cannot be used."""
+"""`offbeat data show`: prints the first rows as the model will see them, in tokens, and counts rows that cannot be used.
+
+`offbeat data prune` removes stored images of runs whose folders are gone.
+"""
 
 import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from rich.console import Console as Terminal
 from rich.text import Text as Styled
@@ -14,6 +18,8 @@ from offbeat.cli.help import HelpFormatter
 from offbeat.cli.named import add_named_arguments, named_config
 from offbeat.config.root import TRAINING_KINDS
 from offbeat.controller.preview import Preview, ShownRow, Text, preview
+from offbeat.data.image_pruning import prune_images
+from offbeat.data.image_store import images_folder
 from offbeat.errors import ConfigError
 from offbeat.runs.check import pairs_in
 
@@ -25,7 +31,8 @@ _OPEN, _CLOSE = "⟦", "⟧"
 
 _DESCRIPTION = """\
 Show the first rows of the data as the model will see them: the text of their tokens, with the trained tokens in green (in ⟦ ⟧
-without colours), the number of tokens, and the number of rows that cannot be used, with the reasons.
+without colours), the number of tokens, and the number of rows that cannot be used, with the reasons. With `prune`, remove the images
+that are stored beside runs, in .images, and that only runs used whose folders are gone.
 """
 
 _EXAMPLES = """\
@@ -33,6 +40,7 @@ examples:
   offbeat data show task.toml                     prompts of reinforcement learning, or preferences if the data has them
   offbeat data show task.toml --as sft -n 1       rows of `offbeat sft`, with the tokens that it trains on
   offbeat data show --model runs/first/export --data rows.jsonl
+  offbeat data prune --run.dir runs               remove stored images of runs that are gone
   offbeat data show task.toml --data.prompt '{question}\\nAnswer:'
 """
 
@@ -42,7 +50,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser(
         "data", description=_DESCRIPTION, epilog=_EXAMPLES,
         formatter_class=HelpFormatter)
-    parser.add_argument("action", choices=("show",), help="what to do")
+    parser.add_argument("action", choices=("show", "prune"), help="what to do")
     add_config_argument(parser, optional=True)
     add_named_arguments(parser, data="rows to show: a file, a folder, a hub id or a built-in task")
     parser.add_argument("-n", type=int, default=3, metavar="ROWS", help="number of rows to show (default 3)")
@@ -58,7 +66,9 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     """
     if args.n < 0:
         raise ConfigError(f"-n must be at least 0, got {args.n}")
-    config = named_config(args, overrides, command="data show")
+    config = named_config(args, overrides, command="data show" if args.action == "show" else "")
+    if args.action == "prune":
+        return _prune(images_folder(config.run_dir), as_json=args.json)
     kind = args.kind or ("pairs" if pairs_in(config.data) else "rl")
     found = preview(config, _KINDS[kind], count=args.n)
     if args.json:
@@ -72,6 +82,19 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         terminal.print(Styled("\n").join(_row(row, colours=colours)), end="\n\n")
     for line in _summary(found, _ROWS[kind]):
         terminal.print(line, markup=False)
+    return 0
+
+
+def _prune(folder: Path, *, as_json: bool) -> int:
+    pruned = prune_images(folder)
+    if as_json:
+        print(json.dumps(asdict(pruned)))
+        return 0
+    runs = ", ".join(pruned.runs) or "none"
+    print(f"{folder}: images removed: {pruned.num_removed}, {pruned.removed_bytes / 1e6:.1f} MB; runs gone: {runs}")
+    advice = f", {pruned.num_unknown} of them noted by no run: delete the folder when no run there is to go on"
+    unknown = advice if pruned.num_unknown else ""
+    print(f"images kept: {pruned.num_kept}{unknown}")
     return 0
 
 

@@ -385,7 +385,7 @@ def read_base(config: Config) -> Base:
         tokenizer = fit_vocabulary(give_template(load_tokenizer(tokenizer_folder), config), read_vocab_size(model), model=model)
         limits = ImageLimits(config.data.max_image_bytes, config.data.max_image_pixels, config.data.max_images)
         is_own = config.inference.kind.reads_images and not config.inference.urls  # other engines do not know ids of images
-        images = images_for(model, ImageStore(images_folder(config.run_dir)), limits) if is_own else None
+        images = images_for(model, ImageStore(images_folder(config.run_dir), run=config.run.name), limits) if is_own else None
         return Base(model, None, tokenizer_folder, replace(tokenizer, images=images), read_context_length(model))
     model = str(config.run_dir / "model")
     tokenizer = give_template(load_tokenizer(config.model.tokenizer) if config.model.tokenizer else character_tokenizer(), config)

@@ -20,6 +20,9 @@ from offbeat.errors import DataError, StorageError
 FIRST_ID = 1 << 30
 """The least id of an image. No vocabulary has so many tokens; ids up to 2**31 fit int32."""
 
+SUFFIX, NOTES = ".image", ".run"
+"""Ends of the names of files: of an image by its id, and of the ids that a run has used by the run's name."""
+
 _MOST_PROBES = 8
 """Ids that are tried where different images have the same."""
 _KEPT_BYTES = 1 << 28
@@ -69,8 +72,11 @@ class StoredImage:
 class ImageStore:
     """A folder of images by their ids. One process adds; all read."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, run: str = "") -> None:
+        """A `run` is the name under which images are noted that are added or found by their source; empty notes nothing."""
         self.folder = Path(folder)
+        self._notes = self.folder / f"{run}{NOTES}" if run else None
+        self._noted: set[int] | None = None
         self._kept: OrderedDict[int, StoredImage] = OrderedDict()
 
     def add(
@@ -91,6 +97,7 @@ class ImageStore:
                 continue
             if not path.exists():
                 self._put(path, wire.encode(image))
+            self._note_use(own)
             return self._keep(image)
         raise StorageError(f"{self.folder} has {_MOST_PROBES} other images under the ids of this one; begin a new run.dir")
 
@@ -118,13 +125,29 @@ class ImageStore:
     def find_source(self, key: str) -> StoredImage | None:
         """Return the image that was made of a source, which `note_source` has noted; None if there is none."""
         try:
-            return self.get(int((self.folder / f"{key}.source").read_text()))
+            image = self.get(int((self.folder / f"{key}.source").read_text()))
         except (OSError, ValueError, DataError):
             return None
+        self._note_use(image.id)
+        return image
 
     def note_source(self, key: str, image: StoredImage) -> None:
         """Note which image was made of a source; raises StorageError."""
         self._put(self.folder / f"{key}.source", str(image.id).encode())
+
+    def _note_use(self, image_id: int) -> None:
+        """Note that the run uses an image, so that it is not pruned; raises StorageError."""
+        if self._notes is None:
+            return
+        if self._noted is None:
+            self._noted = read_notes(self._notes)
+        if image_id not in self._noted:
+            try:
+                with self._notes.open("a") as file:
+                    file.write(f"{image_id}\n")
+            except OSError as exc:
+                raise StorageError(f"{self._notes} could not be written: {exc.strerror}; free space or set run.dir") from exc
+            self._noted.add(image_id)
 
     def _put(self, path: Path, data: bytes) -> None:
         part = path.with_name(f".{path.name}.{os.getpid()}")
@@ -142,7 +165,15 @@ class ImageStore:
         return image
 
     def _path(self, image_id: int) -> Path:
-        return self.folder / f"{image_id}.image"
+        return self.folder / f"{image_id}{SUFFIX}"
+
+
+def read_notes(path: Path) -> set[int]:
+    """Return the ids of images that a run has noted; a line that was not written to its end is none."""
+    try:
+        return {int(line) for line in path.read_text().splitlines() if line.isdecimal() and int(line) >= FIRST_ID}
+    except FileNotFoundError:
+        return set()
 
 
 def images_folder(run_dir: Path) -> Path:
