@@ -20,11 +20,13 @@ COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220)}
 _SIDE, _CELLS, _PATCH = 48, 4, 12
 _SCALE = 1
 _TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+# Nothing stands between a question and its answer. So the token from which a number is predicted is the last letter of the colour that is
+# asked for; where it is a line break, a model of this size takes several times as many steps until it looks at that colour alone.
 _TEMPLATE = (
     "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}"
     "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}"
-    "{{ eos_token if message['role'] == 'assistant' else '\n' }}{% endfor %}")
+    "{{ eos_token if message['role'] == 'assistant' else '' }}{% endfor %}")
 
 
 def main() -> int:
@@ -48,7 +50,7 @@ def make_model(folder: Path, language: str | None) -> None:
     if language is None:
         tokenizer: PreTrainedTokenizerFast = character_tokenizer(DEFAULT_ALPHABET, chat_template=_TEMPLATE).hf
         text = {
-            "model_type": "llama", "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "model_type": "llama", "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
             "num_key_value_heads": 4, "max_position_embeddings": 256}
         state = None
     else:
@@ -95,7 +97,7 @@ def make_rows(path: Path, count: int, *, seed: int) -> None:
             first += counts[name]
         image.save(folder / f"{number}.png")
         asked = list(COLOURS)[int(random.integers(len(COLOURS)))]
-        question = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": f"how many {asked}?"}]}
+        question = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": f"how many {asked}"}]}
         rows.append({"messages": [question], "images": [f"{path.stem}/{number}.png"], "answer": str(counts[asked])})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
