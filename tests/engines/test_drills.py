@@ -187,8 +187,8 @@ def faulty_vllm(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="module")
 def faulty_split(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Server, tuple[str, Path]]]:
-    """Servers that split the model over two workers."""
-    with faulty_servers(models, tmp_path_factory.mktemp("split"), ("float32", SPLIT), ("int8", SPLIT)) as servers:
+    """A server that splits the model over two workers."""
+    with faulty_servers(models, tmp_path_factory.mktemp("split"), ("float32", SPLIT)) as servers:
         yield servers
 
 
@@ -201,8 +201,8 @@ def drilled(request: pytest.FixtureRequest, models: Models, tmp_path_factory: py
         if kind == "embedded":
             engine, fail = stack.enter_context(embedded(models, dtype))
         else:
-            if dtype in FORMS and not arguments:  # one at a time
-                servers = stack.enter_context(faulty_servers(models, root, (dtype, ())))
+            if dtype in FORMS:  # one at a time
+                servers = stack.enter_context(faulty_servers(models, root, (dtype, arguments)))
             else:
                 servers = request.getfixturevalue("faulty_split" if arguments else "faulty_vllm")
             url, path = servers[dtype, arguments]
