@@ -103,3 +103,24 @@ def test_a_run_publishes_only_changes_between_whole_versions(tmp_path: Path, mod
     sizes = [event["num_bytes"] for event in publishes]
     assert sizes[0] == sizes[4] and all(size < sizes[0] / 4 for size in (*sizes[1:4], sizes[5]))
     assert not list((run.folder / "weights").glob("v*")), "nothing is written"
+
+
+@pytest.mark.parametrize(("form", "settings"), [
+    ("int8", {}),
+    ("int4", {"model__dtype": "auto", "weights__channel": "collective", "weights__whole_every_versions": "3"}),
+    ("fp8", {"model__dtype": "auto", "model__lora__rank": "4", "model__quantization": "int8"}),
+], ids=["int8", "int4-changes", "fp8-adapter"])
+def test_a_run_whose_server_rounds_weights_proves_each_version_and_shows_the_difference(
+    tmp_path: Path, models: Models, form: str, settings: dict[str, str],
+) -> None:
+    run = SmallRun(tmp_path, models.folder())
+    done = offbeat("train", *run.arguments(
+        **VLLM, **settings, inference__quantization=form, rollout__max_head_offpolicyness="0", run__total_steps="3"), "--json",
+        timeout_s=390)
+    assert done.returncode == 0, done.stderr
+    publishes = run.events("publish")
+    assert [event["version"] for event in publishes] == [0, 1, 2, 3]
+    assert not any(event["quarantined"] or event["inconclusive"] for event in publishes)
+    gaps = [row["policy/logprob_gap_mean"] for row in run.metrics() if row.get("policy/logprob_gap_mean")]
+    assert gaps and min(gaps) > 1e-4, "of samples of the newest version, which float32 has to 1e-6"
+    assert any(f"rounded to {form}" in event["text"] and "corrects for it" in event["text"] for event in run.events("advice"))
