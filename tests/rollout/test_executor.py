@@ -944,12 +944,13 @@ def test_a_trajectory_that_is_too_long_to_train_on_is_left_out_with_its_reason()
     async def body() -> None:
         play = make(group_size=3, running=3, max_retries=0)
         play.workflow = workflow
-        play.checks = TrajectoryChecks(too_long=lambda t: f"a row of {t.row_tokens} tokens" if t.row_tokens > 3 else "")
+        play.checks = TrajectoryChecks(context=3)
         async with play.executor() as executor:
             groups = {group.prompt_id: group for group in await executor.prepare_batch()}
-        assert [t.reason for t in groups["0:1"].trajectories] == ["too long: a row of 4 tokens", "stop", "stop"]
+        reason = "too long: a row of 4 tokens exceeds the model's context of 3"
+        assert [t.reason for t in groups["0:1"].trajectories] == [reason, "stop", "stop"]
         assert play.rejected == [
-            Settled("0:2", "3 of 3 samples cannot be trained on; the first: too long: a row of 4 tokens", "too long")]
+            Settled("0:2", f"3 of 3 samples cannot be trained on; the first: {reason}", "too long")]
 
     run(body)
 

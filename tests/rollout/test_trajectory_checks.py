@@ -10,7 +10,7 @@ from offbeat.data.trajectory import Trajectory
 from offbeat.errors import CodeError
 from offbeat.rollout.trajectory_checks import TrajectoryChecks, members
 
-CHECKS = TrajectoryChecks(10, lambda t: f"a row of {t.row_tokens} tokens" if t.row_tokens > 20 else "")
+CHECKS = TrajectoryChecks(10, max_row_tokens=20, context=30)
 
 
 def sample(*tokens: int, logprobs: tuple[float, ...] = (), versions: tuple[int, ...] = ()) -> Trajectory:
@@ -43,7 +43,7 @@ def test_what_engines_gave_passes() -> None:
     (sample(5, versions=(-1,)), "wrong versions: generated token 2 is of version -1"),
     (Trajectory([3, 1], [True, True], [-0.5, -0.5], [4, 4], 1.0), "malformed: it begins with a generated token"),
     (Trajectory([], [], [], [], 1.0), "malformed: it has no tokens"),
-    (sample(*[5] * 20), "too long: a row of 21 tokens"),
+    (sample(*[5] * 20), "too long: a row of 21 tokens exceeds train.max_tokens_per_microbatch = 20"),
     (replace(sample(10), reward=FailedReward("it hangs")), "reward failed: it hangs"),
 ])
 def test_what_cannot_be_trained_on_is_marked_alone(wrong: Trajectory, why: str) -> None:

@@ -45,6 +45,11 @@ MakeEpisode = Callable[[Row, int, Sampling], Episode]
 Accept = Callable[[Group], bool]
 
 
+def accept_all(_group: Group) -> bool:
+    """Accept every group."""
+    return True
+
+
 class _RaisedError(Exception):
     """A workflow raised something that is no `Exception`, such as `SystemExit`."""
 
@@ -71,7 +76,7 @@ class RolloutParts:
 
     workflow: Workflow
     make_episode: MakeEpisode
-    accept: Accept = lambda _group: True
+    accept: Accept = accept_all
     dynamic: DynamicSampling | None = None
     checks: TrajectoryChecks = ANY
     accounts: Accounts = field(default_factory=Accounts)

@@ -5,7 +5,8 @@ cannot be trained on with the reason, so that only its episode is left out of it
 log-probabilities that a sampler can have returned, versions that engines served in the meantime, a finite reward, and a length that fits.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -80,11 +81,13 @@ class TrajectoryChecks:
 
     Attributes:
         vocab_size: vocabulary size of the model; upper bound (exclusive) of token IDs.
-        too_long: returns why a trajectory is too long to be trained on; empty if it is not.
+        max_row_tokens: most tokens of a trajectory's row, `train.max_tokens_per_microbatch`.
+        context: most of them that the model reads.
     """
 
     vocab_size: int = 2**31 - 1
-    too_long: Callable[[Trajectory], str] = lambda _trajectory: ""
+    max_row_tokens: int = sys.maxsize
+    context: int = sys.maxsize
 
     def check(self, trajectories: Sequence[Trajectory], *, oldest: Version, newest: Version) -> tuple[Trajectory, ...]:
         """Return a group's trajectories; each that cannot be trained on is marked with the reason.
@@ -122,7 +125,13 @@ class TrajectoryChecks:
             return "wrong versions", (
                 f"generated token {at} is of version {versions[at]}, where engines served {oldest} to {newest} while its group was played;"
                 " take what the engine gave for it")
-        return "too long", self.too_long(t)
+        return "too long", self._too_long(t.row_tokens)
+
+    def _too_long(self, needed: int) -> str:
+        """Return why a row of this many tokens cannot be trained on; empty if it can."""
+        if needed > self.max_row_tokens:
+            return f"a row of {needed} tokens exceeds train.max_tokens_per_microbatch = {self.max_row_tokens}"
+        return f"a row of {needed} tokens exceeds the model's context of {self.context}" if needed > self.context else ""
 
 
 ANY = TrajectoryChecks()

@@ -30,7 +30,7 @@ from offbeat.rollout.dynamic import DynamicSampling
 from offbeat.rollout.episode import Episode, Generate
 from offbeat.rollout.executor import RolloutExecutor
 from offbeat.rollout.idle import IdleMeter
-from offbeat.rollout.player import Accept, RolloutParts
+from offbeat.rollout.player import RolloutParts, accept_all
 from offbeat.rollout.staleness import Gate
 from offbeat.rollout.trajectory_checks import TrajectoryChecks
 from offbeat.runs.recorded_rollouts import RecordedRollouts
@@ -63,31 +63,40 @@ class EngineRollouts:
 
     def rollouts(self, stream: PromptStream, *, version: Version, last_version: Version, num_flat_rejected: int = 0) -> RolloutExecutor:
         """Create an executor that feeds the training steps from `version` to `last_version`; see `RolloutSource.rollouts`."""
-        config, record, algorithm = self.config.timed_rollout, self.record, self.config.algorithm
+        config = self.config.timed_rollout
         gate = Gate(
             batch_size=config.consumer_batch_size, max_running=config.max_concurrent_rollouts, eta=config.max_head_offpolicyness,
             version=version, last_version=last_version, on_stale=config.on_stale)
-        accept: Accept = resolve(config.should_accept, kind="should_accept") if config.should_accept else lambda _group: True
-        dynamic = None
-        if algorithm.dynamic_sampling:
-            dynamic = DynamicSampling(
-                algorithm, batch_size=config.consumer_batch_size, num_rejected=num_flat_rejected,
-                warn=partial(record.note, "dynamic_sampling"))
-
-        parts = RolloutParts(
-            workflow=self.user_code.workflow, make_episode=self._episode, accept=accept, dynamic=dynamic,
-            checks=TrajectoryChecks(self.inputs.vocab_size, lambda trajectory: self._too_long(trajectory.row_tokens)),
-            accounts=Accounts(record.tracer.add if self.config.telemetry.trace else None, tell=record.console.note),
-            has_places=config.workflow in PLAYS, engines=self.engines,
-            seed=self.config.run.seed if self.config.inference.seeded_requests else None, running_s=self._running_s)
         listener = RecordedRollouts(
-            record, stream, Pieces(self.inputs.tokenizer), keeps_rejected=bool(self.config.telemetry.rollouts_every_steps),
+            self.record, stream, Pieces(self.inputs.tokenizer), keeps_rejected=bool(self.config.telemetry.rollouts_every_steps),
             journal=self.journal)
         executor = RolloutExecutor(
-            gate, stream, parts, config=config, sampling=self.inputs.sampling, listener=listener,
-            idle_listener=IdleAdvice(record, self.config))
+            gate, stream, self._parts(num_flat_rejected), config=config, sampling=self.inputs.sampling, listener=listener,
+            idle_listener=IdleAdvice(self.record, self.config))
         self.meters.append(executor.idle)
         return executor
+
+    def _parts(self, num_flat_rejected: int) -> RolloutParts:
+        config, record = self.config, self.record
+        return RolloutParts(
+            workflow=self.user_code.workflow,
+            make_episode=self._episode,
+            accept=resolve(config.rollout.should_accept, kind="should_accept") if config.rollout.should_accept else accept_all,
+            dynamic=self._dynamic_sampling(num_flat_rejected),
+            checks=TrajectoryChecks(
+                self.inputs.vocab_size, max_row_tokens=config.train.max_tokens_per_microbatch, context=self.inputs.context),
+            accounts=Accounts(record.tracer.add if config.telemetry.trace else None, tell=record.console.note),
+            has_places=config.rollout.workflow in PLAYS,
+            engines=self.engines,
+            seed=config.run.seed if config.inference.seeded_requests else None,
+            running_s=self._running_s)
+
+    def _dynamic_sampling(self, num_flat_rejected: int) -> DynamicSampling | None:
+        if not self.config.algorithm.dynamic_sampling:
+            return None
+        return DynamicSampling(
+            self.config.algorithm, batch_size=self.config.rollout.consumer_batch_size, num_rejected=num_flat_rejected,
+            warn=partial(self.record.note, "dynamic_sampling"))
 
     @property
     def _running_s(self) -> float:
@@ -130,14 +139,6 @@ class EngineRollouts:
                 f"a prompt of {len(prompt)} tokens and max_new_tokens = {sampling.max_new_tokens} are more than the context of"
                 f" {self.inputs.context}; a workflow of several turns has to stop before that")
         return self.generate(prompt, sampling, n=n, session=session)
-
-    def _too_long(self, needed: int) -> str:
-        """Return why a row of this many tokens cannot be trained on; empty if it can."""
-        most = self.config.train.max_tokens_per_microbatch
-        if needed > most:
-            return f"a row of {needed} tokens exceeds train.max_tokens_per_microbatch = {most}"
-        context = self.inputs.context
-        return f"a row of {needed} tokens exceeds the model's context of {context}" if needed > context else ""
 
 
 @dataclass(frozen=True)
