@@ -226,6 +226,21 @@ def test_rounded_weights_are_told_from_those_before_and_from_scales_of_other_row
     assert unread == [] and sorted(wrong) == (["gate.weight", "up.weight"] if fault else [])
 
 
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_compares_its_own_share_of_a_rounded_matrix(tmp_path: Path, form: str, rank: int) -> None:
+    readback, weight = importlib.import_module("vllm_readback"), torch.randn(16, 128, generator=torch.Generator().manual_seed(2))
+    path, model = str(tmp_path / "0.safetensors"), RoundedLinear(form, torch.float32)
+    save_file({"gate.weight": weight[:8].clone(), "up.weight": weight[8:].clone()}, path)
+    model.gate_up.tp_rank, model.gate_up.tp_size = rank, 2
+    share = weight[:, 64 * rank : 64 * rank + 64]
+    model.load(share)  # with scales of its own
+    back = readback.ReadBack(model, [path])
+    assert back.check([path]) == ([], [])
+    model.load(share.roll(1, 0))
+    assert back.check([path]) == (["gate.weight", "up.weight"], [])
+
+
 RANK, MOST = 2, 4
 
 
