@@ -45,7 +45,7 @@ TRAINER_AIM, STEP_AIM = 1.5, 2.2
 SETTINGS = {
     "data.task": "addition", "rollout.group_size": 4, "rollout.consumer_batch_size": 4, "rollout.max_new_tokens": 48,
     "rollout.max_head_offpolicyness": 1, "weights.interrupt": "keep", "train.optimizer.lr": 1e-6, "run.warm_up": "false",
-    "evaluate.every_steps": 0, "checkpoint.every_steps": 0, "checkpoint.export": "false"}
+    "data.heldout_size": 0, "checkpoint.every_steps": 0, "checkpoint.export": "false"}  # the peer does not evaluate either
 
 
 def main() -> None:

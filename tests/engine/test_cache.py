@@ -146,3 +146,17 @@ def test_half_precision_rounds_what_attention_gives_and_no_score_before_it():
         (attended.double() - exact).norm() / exact.norm()
         for attended in (f(queries, keys, values, mask=mask, scale=1.0) for f in (attend, attend_by_products))]
     assert errors[0] < 0.002 and errors[1] > 2 * errors[0]
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_large_cache_that_is_hardly_in_use_shrinks_to_what_is(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.engine.cache._SMALL_BYTES", 0 if large else 1 << 20)
+    cache, content = filled([5, 3, 4])
+    cache.reserve(slots=8, positions=100)
+    before = cache.size_bytes
+    assert not cache.shrink(slots=8, positions=40), "too much of it is in use"
+    assert cache.shrink(slots=2, positions=5) == large
+    assert cache.size_bytes == (before // 16 if large else before)
+    keys, values = cache.layer(1)
+    assert torch.equal(keys[:2, :, :5], content[1, 0, :2]) and torch.equal(values[:2, :, :5], content[1, 1, :2])
+    assert cache.shrink(slots=0, positions=0) == large

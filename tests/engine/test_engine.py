@@ -268,6 +268,19 @@ def test_scoring_between_steps_leaves_generation_alone(make_engine, reference):
         check_logprobs(reference("qwen3"), PROMPTS[int(name)], output)
 
 
+def test_the_memory_of_samples_that_have_ended_is_returned_and_the_others_go_on(make_engine, reference, monkeypatch):
+    monkeypatch.setattr("offbeat.engine.cache._SMALL_BYTES", 0)
+    engine = make_engine(max_running=16)
+    engine.submit(Request(id="long", prompt=PROMPTS[0], params=params(30, temperature=0), n=1))
+    submit(engine, PROMPTS, params(3, temperature=0))
+    sizes, done = [], {}
+    while engine.has_work:
+        done.update({event.request_id: event.result for event in engine.step()})
+        sizes.append(engine._cache.size_bytes)
+    assert 0 < sizes[-2] <= max(sizes) / 4 and sizes[-1] == 0
+    check_logprobs(reference("qwen3"), PROMPTS[0], done["long"])
+
+
 def test_pause_keep_holds_samples_where_they_are(make_engine, reference):
     engine = make_engine()
     submit(engine, PROMPTS[:3], params(15))

@@ -21,6 +21,10 @@ from offbeat.model.uploads import upload
 BUCKET = 32
 """Attention reads positions in multiples of this."""
 
+_SMALL_BYTES, _SHRINKS_BY = 64 << 20, 4
+"""Size up to which a cache stays as it is, and the multiple of what is in use from which a larger one shrinks: copying stays a small share
+of the work that has filled it."""
+
 
 @dataclass(frozen=True)
 class CacheShape:
@@ -124,6 +128,20 @@ class SlotCache:
             self._data[part] = new = self._allocate(part, slots, positions)
             kept = (min(slots, old.shape[0]), min(positions, old.shape[2]))
             new[: kept[0], :, : kept[1]] = old[: kept[0], :, : kept[1]]
+
+    def shrink(self, *, slots: int, positions: int) -> bool:
+        """Free what is beyond this many slots and positions, which must cover all in use, if that is most of a large cache.
+
+        Returns:
+            Whether anything was freed.
+        """
+        positions = round_up(positions, BUCKET)
+        if self.size_bytes <= max(_SMALL_BYTES, _SHRINKS_BY * slots * positions * self.shape.bytes_per_token):
+            return False
+        for part, old in enumerate(self._data):
+            self._data[part] = new = self._allocate(part, slots, positions)
+            new.copy_(old[:slots, :, :positions])
+        return True
 
     def _room(self, slots: int, positions: int) -> tuple[int, int]:
         """Choose sizes for at least this many slots and positions; the number of positions is a multiple of `BUCKET`."""

@@ -34,6 +34,7 @@ from offbeat.engine.structure import Grammars
 from offbeat.engine.versions import PendingSwitch, VersionSource, VersionStore, read_version
 from offbeat.errors import EngineError, RefusedError
 from offbeat.model.peft_io import Adapter
+from offbeat.sync.platform import current_platform
 from offbeat.types import Version
 from offbeat.weights.protocol import Interrupt
 
@@ -287,7 +288,17 @@ class EmbeddedEngine:
                 self._cache.move([slots], [len(self._rows)], positions=begun.stop)
                 self._cache.clear([slots])
             self.adapters.drop_leaving()
+            self._shrink_cache()
             self._finish_drain()
+
+    def _shrink_cache(self) -> None:
+        """Return the memory of samples that have ended, such as those of an evaluation, when nothing waits that would need it at once."""
+        if self.num_waiting:
+            return
+        begun = self._scheduler.begun
+        longest = max(int(self._rows.length[: len(self._rows)].max(initial=0)), 0 if begun is None else begun.stop)
+        if self._cache.shrink(slots=len(self._rows) + (begun is not None), positions=longest):
+            current_platform.return_memory()
 
     @torch.inference_mode()
     def _restart_prompt(self) -> None:
