@@ -33,13 +33,14 @@ COMMON = {
     "checkpoint.every_steps": "7", "checkpoint.keep": "2", "evaluate.every_steps": str(EVALUATE_EVERY), "weights.keep": "2",
     "rollout.max_concurrent_rollouts": "8", "rollout.max_new_tokens": "48", "telemetry.trace": "false", "inference.num_engines": "1",
     "rollout.reward": f"{REWARDS}:now_and_then_slow", "checkpoint.journal_keep": "all", "checkpoint.export": "false",
+    "checkpoint.journal_running_s": "0.01",
     "inference.probe_interval_s": "0.5", "rollout.reward_workers": "1", "cluster.start_timeout_s": "600",
     "inference.start_timeout_s": "600", "dist.sync_timeout_s": "60"}
 MODES: dict[str, dict[str, str]] = {
     "local": {"train.num_ranks": "2", "inference.num_engines": "2", "rollout.reward_workers": "2"},
     "lora": {"model.lora.rank": "4"},
     "spmd": {"run.mode": "spmd"},
-    "spmd, all draw": {"run.mode": "spmd", "rollout.single_rank_load": "false", "rollout.consumer_batch_size": "2"},
+    "spmd, all draw": {"run.mode": "spmd", "rollout.single_rank_load": "false", "rollout.balance_batch": "false"},
     "agents": {
         "rollout.workflow": "gym", "agent.environment": f"{PLAYING}:Digits", "agent.processes": "2", "rollout.max_new_tokens": "8"},
     "ray": {"cluster.launcher": "ray"}}
@@ -155,6 +156,12 @@ class Life:
                 process.terminate()
         self.end()
         return self.command.exit_code
+
+    @property
+    def said(self) -> str:
+        """What the command said last of what went wrong; `torchrun` says much besides."""
+        lines = self.command.stderr.text.splitlines()
+        return "; ".join([line for line in lines if line.startswith("offbeat:")][-3:] or lines[-5:])[-600:]
 
     def strike(self, kill: Kill) -> Struck:
         """Kill, and wait until the run goes on or has ended."""

@@ -56,7 +56,7 @@ def document(rows: Sequence[Row], *, wanted: int) -> str:
     done = f"{len(rows)} kills" if len(rows) >= wanted else f"{len(rows)} of {wanted} kills"
     fine = sum(not row.problems for row in rows)
     head = (
-        f"The last measurement: {done} of {len({row.chain for row in rows})} runs, seed {rows[0].seed},"
+        f"The last measurement: {done} of {len({(row.mode, row.chain) for row in rows})} runs, seed {rows[0].seed},"
         f" {sum(row.wall_s for row in rows) / 60:.0f} minutes on two shared cores of an AMD EPYC (AVX-512, no GPU), busy with other work."
         f" {fine} of {len(rows)} are as promised.")
     promises = _table(("promised to be none", "count"), [(text, str(counts[name])) for name, text in _PROMISES.items()])
@@ -65,9 +65,11 @@ def document(rows: Sequence[Row], *, wanted: int) -> str:
         f" ran at a kill, each as if it had been whole, without the tokens that the journal has, and what engines generated that failed. It"
         f" is as much as it is because these runs are killed every few steps: {again / max(len(rows), 1):.0f} tokens a kill at most,"
         f" whatever the time between two kills.")
-    replayed = sum(row.num_replayed for row in rows)
+    replayed, gone_on = sum(row.num_replayed for row in rows), sum(row.num_gone_on for row in rows)
     if replayed:
-        share += f"\n\nReplayed, equal in all metrics and weights: {replayed:,} steps of runs that were killed and went on."
+        share += (
+            f" Unfinished samples went on from {gone_on:,} tokens.\n\nReplayed, equal in all metrics and weights: {replayed:,} steps of"
+            f" runs that were killed and went on.")
     modes = _table(
         ("run", "what it is", "kills", "as promised", "seconds a kill, median"), _by(rows, lambda row: row.mode, _MODES))
     moments = _table(("moment", "when", "kills", "as promised", "seconds a kill, median"), _by(rows, lambda row: row.was, _MOMENTS))

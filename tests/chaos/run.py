@@ -32,6 +32,7 @@ _CHAIN = 20
 _STOPPED = (1, 130, 143, -15)
 """Exit codes of a command that was asked to stop before its last step, and of `torchrun`."""
 _REPLAY_S = 900.0
+_MOST_ENDED = 3
 _LIFE = 5
 """Most kills of one command."""
 
@@ -41,12 +42,14 @@ class Row:
     """A kill, and what came of it.
 
     Attributes:
+        chain: number of the run among those of its mode.
         wanted, was: the moment that was waited for, and the one that was met.
         steps: steps done afterwards, in all.
         counts: what was not as promised, by kind: "lost", "doubled", "tokens", "versions", "processes", "files", "other".
         num_tokens, num_again: generated tokens of groups that were finished since the kill before, and tokens that are generated again
             because of it, at most.
-        num_replayed: steps that were trained again at the end of the run and came out equal; of the last kill of a run.
+        num_replayed, num_gone_on: of a run, at its last kill: steps that were trained again and came out equal, and tokens of unfinished
+            samples that went on after a kill.
     """
 
     seed: int
@@ -65,6 +68,7 @@ class Row:
     num_again: int
     wall_s: float
     num_replayed: int = 0
+    num_gone_on: int = 0
 
 
 def main() -> int:
@@ -88,30 +92,31 @@ def main() -> int:
     return 1 if failed or len(rows) < args.kills else 0
 
 
-def plan(kills: int, modes: list[str]) -> list[tuple[str, int]]:
-    """Return the chains to do, each with its mode and its number of kills, the modes in turn."""
+def plan(kills: int, modes: list[str]) -> list[tuple[str, int, int]]:
+    """Return the chains to do, each with its mode, its number in it and its number of kills, the modes in turn."""
     total = sum(_SHARES[mode] for mode in modes)
     left = {mode: round(kills * _SHARES[mode] / total) for mode in modes}
     left[modes[0]] += kills - sum(left.values())
-    chains = []
+    chains, number = [], 0
     while any(left.values()):
         for mode in modes:
             if num := min(left[mode], _CHAIN):
-                chains.append((mode, num))
+                chains.append((mode, number, num))
                 left[mode] -= num
+        number += 1
     return chains
 
 
-def kill_all(chains: list[tuple[str, int]], seed: int, *, end_s: float) -> None:
+def kill_all(chains: list[tuple[str, int, int]], seed: int, *, end_s: float) -> None:
     """Do the chains, or what is left of them, one after another."""
-    done = Counter(row.chain for row in read_rows())
+    done = Counter((row.mode, row.chain) for row in read_rows())
     with tempfile.TemporaryDirectory(prefix="offbeat-chaos-") as folder:
         model = build_small_model(Path(folder) / "model", seed=1)
-        for number, (mode, num) in enumerate(chains):
-            if done[number] < num and time.monotonic() < end_s:
-                root = Path(folder) / str(number)
+        for mode, number, num in chains:
+            if (left := num - done[mode, number]) > 0 and time.monotonic() < end_s:
+                root = Path(folder) / f"{mode} {number}"
                 root.mkdir()
-                kill_one(root, model, mode=mode, number=number, num=num - done[number], seed=seed)
+                kill_one(root, model, mode=mode, number=number, num=left, seed=seed)
                 shutil.rmtree(root, ignore_errors=True)
 
 
@@ -119,13 +124,13 @@ def kill_one(
     root: Path, model: str, *, mode: str, number: int, num: int, seed: int, results: Path = RESULTS,
 ) -> list[Row]:
     """Kill one run so many times, and let it come to its end; returns the kills, which are recorded."""
-    chance, eta = random.Random(f"{seed} {number} {num}"), number % 3
+    chance, eta = random.Random(f"{seed} {mode} {number} {num}"), (number + 1) % 3
     settings = {"run.seed": str(number), "rollout.max_head_offpolicyness": str(eta)}
     run, shared = SmallRun(root, model), set(Path("/dev/shm").iterdir())
     ledger = Ledger(run.folder, eta, tokens_of_group(mode), heads=2 if mode == "spmd, all draw" else 1)
     rows: list[Row] = []
     life: Life | None = None
-    of_life = 0
+    of_life = num_ended = 0
     while len(rows) < num:
         start_s = time.monotonic()
         if life is None or not life.alive:
@@ -133,7 +138,10 @@ def kill_one(
         kill = draw(chance, mode, first=of_life == 0)
         struck, of_life = life.strike(kill), of_life + 1
         if not struck.names:  # it had ended by itself, as on an overloaded machine
-            print(f"{mode}: the command ended before the kill: {life.command.stderr.text[-300:]}", flush=True)
+            print(f"{mode}: the command ended before the kill: {life.said}", flush=True)
+            num_ended += 1
+            if num_ended > _MOST_ENDED:
+                raise RuntimeError(f"{num_ended} commands ended by themselves; the last said: {life.said}")
             ledger.audit()
             continue
         if life.alive and (of_life == _LIFE or len(rows) == num - 1):
@@ -168,8 +176,7 @@ def finish(run: SmallRun, mode: str, row: Row, ledger: Ledger, shared: set[Path]
     steps = [each["global_step"] for each in run.metrics()]
     if code not in (0, *_STOPPED) or ledger.last < num + 3 or steps != list(range(1, len(steps) + 1)):
         counts["other"] += 1
-        said = life.command.stderr.text[-500:]
-        problems.append(f"the run did not come to its end: exit code {code}, steps {steps}: {said}")
+        problems.append(f"the run did not come to its end: exit code {code}, step {steps[-1:]}: {life.said}")
     if life.command.left:
         counts["processes"] += 1
         problems.append(f"left: {'; '.join(life.command.left)}")
@@ -183,7 +190,8 @@ def finish(run: SmallRun, mode: str, row: Row, ledger: Ledger, shared: set[Path]
     if difference:
         counts["replay"] += 1
         problems.append(f"its replay differs: {difference}")
-    return replace(row, counts=dict(counts), problems=tuple(problems), num_replayed=replayed)
+    gone_on = sum(each["tokens_from_journal"] for each in run.events("played_again"))
+    return replace(row, counts=dict(counts), problems=tuple(problems), num_replayed=replayed, num_gone_on=gone_on)
 
 
 def replay(run: SmallRun) -> tuple[int, str]:

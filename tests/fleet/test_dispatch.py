@@ -412,6 +412,7 @@ def test_a_sample_goes_on_at_another_engine_and_in_another_process_as_it_would_h
         same(found, whole)
         assert [sample.num_retries for sample in found] == [1, 1, 1] and first._engine.num_generated_tokens == generated
         assert dispatcher.generated_tokens == 3 * sum(len(sample.tokens) for sample in whole) - 6 and num_before > 10
+        same(await dispatcher.generate(PROMPT, sampling, n=3), whole)  # a seed gives the same at any engine
 
     using([url_0, url_1], body)
 
