@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy.ma  # noqa: F401  (this and the next are imported here once, and not in each life)
 
 import worlds.given  # noqa: F401
+from offbeat.data.ends import find_ends
+from offbeat.data.tokenizer import character_tokenizer
 from offbeat.runs import assemble  # noqa: F401
 from offbeat.runs.plan import versions
 from offbeat.workers import local  # noqa: F401
@@ -16,7 +18,9 @@ from worlds.account import violations
 from worlds.drawn import World, draw
 from worlds.life import live
 
-versions()  # read from the packages' files, once for all lives
+# Read from files and compiled here once, and not in each life.
+versions()
+find_ends(character_tokenizer())
 
 MOST_LIVES = 14
 """Starts of a run, after which it has to have come to its end: faults end a life at most six times, and errors the others."""
