@@ -10,6 +10,7 @@ from starlette.testclient import TestClient
 
 from offbeat.dashboard.library import RunLibrary
 from offbeat.dashboard.site import make_site
+from offbeat.data.image_store import FIRST_ID
 from rollout_samples import group, trajectory, write_rollouts, write_small_run
 
 NASTY = "<script>alert(1)</script>"
@@ -171,6 +172,16 @@ def test_nothing_can_be_changed(method: str, root: Path, http: TestClient) -> No
     for path in ("/", "/watch.js", "/api/runs", "/api/rollouts?run=a"):
         assert http.request(method, path).status_code == 405
     assert sorted(path.name for path in (root / "a").iterdir()) == before
+
+
+def test_a_rollout_comes_with_pictures_of_its_images(root: Path, http: TestClient) -> None:
+    seen = trajectory("iib", "3", 1.0)
+    seen["tokens"][:2] = [FIRST_ID + 7] * 2
+    write_rollouts(root / "a", 9, [group("ab", seen)])
+    assert ask(http, "rollout", id="9.0.0")["rollout"]["images"] == {}, "none is stored"
+    (root / ".images").mkdir()
+    (root / ".images" / f"{FIRST_ID + 7}.png").write_bytes(b"PNG")
+    assert ask(http, "rollout", id="9.0.0")["rollout"]["images"] == {str(FIRST_ID + 7): "data:image/png;base64,UE5H"}
 
 
 def test_a_damaged_file_of_rollouts_is_an_answer(root: Path, http: TestClient) -> None:

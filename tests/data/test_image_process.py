@@ -1,7 +1,10 @@
 """What the image process makes of images equals what transformers' own processors make of whole prompts."""
 
+import io
+
 import numpy as np
 import pytest
+from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.models.idefics3 import Idefics3Processor
 
@@ -22,6 +25,7 @@ def test_idefics3_is_processed_as_a_whole_prompt_would_be(tmp_path, splits):
     made = processor.make(file_of(image), ImageLimits())
     assert made.fault == ""
     assert made.size == (60, 44)
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(made.picture))), np.asarray(image))
     whole = Idefics3Processor(AutoImageProcessor.from_pretrained(tmp_path, backend="pil"), hf, image_seq_len=4)
     expected = whole(text=["user: <image>how many?"], images=[[image]], add_special_tokens=False)
     token = whole.image_token_id
@@ -33,6 +37,8 @@ def test_idefics3_is_processed_as_a_whole_prompt_would_be(tmp_path, splits):
 
 def test_qwen2_5_vl_has_a_placeholder_for_each_merged_patch(tmp_path):
     processor, _ = opened(make_folder(tmp_path, "qwen2_5_vl"), "qwen2_5_vl")
+    made = processor.make(file_of(picture(size=(400, 280))), ImageLimits())
+    assert Image.open(io.BytesIO(made.picture)).size == (256, 179), "of large images, a smaller one is shown"
     made = processor.make(file_of(picture()), ImageLimits())
     assert made.arrays["image_grid_thw"].tolist() == [[1, 4, 6]]
     assert (made.grid, made.tokens.tolist()) == ((2, 3), [-1] * 6)
@@ -44,4 +50,5 @@ def test_a_fault_is_an_answer(tmp_path):
     processor, _ = opened(make_folder(tmp_path, "qwen2_5_vl"), "qwen2_5_vl")
     assert processor.make(b"text", ImageLimits()).fault.startswith("is no image")
     narrow = processor.make(file_of(picture(size=(1000, 2))), ImageLimits())
+    assert not narrow.picture
     assert narrow.fault.startswith("is refused by the model's processor")

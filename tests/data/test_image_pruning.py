@@ -11,8 +11,9 @@ from offbeat.data.image_store import ImageStore
 def use(folder, run, *values):
     """Let a run store images, each also under its source, and return their ids."""
     store = ImageStore(folder, run=run)
-    images = [store.add(np.array([-1]), {"pixel_values": np.full((1, 3), value, np.float32)}, grid=(0, 0), size=(1, 1), source="ab")
-              for value in values]
+    images = [
+        store.add(np.array([-1]), {"values": np.full(3, value, np.float32)}, grid=(0, 0), size=(1, 1), source="ab", picture=b"PNG")
+        for value in values]
     for image in images:
         store.note_source(f"file{image.id}", image)
     return [image.id for image in images]
@@ -35,7 +36,7 @@ def test_images_of_a_run_that_is_gone_are_removed_and_those_of_others_kept(tmp_p
     pruned = prune_images(folder)
     assert (pruned.runs, pruned.num_removed, pruned.num_kept, pruned.num_unknown) == (("gone",), 1, 3, 1)
     assert pruned.removed_bytes > 0
-    assert stored(folder) == {shared, other, unknown}
+    assert stored(folder) == {shared, other, unknown} == {int(path.stem) for path in folder.glob("*.png")}
     store = ImageStore(folder)
     assert store.find_source(f"file{one}") is None and store.find_source(f"file{shared}").id == shared
     assert prune_images(folder).runs == ()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from offbeat.data import wire
-from offbeat.data.image_store import FIRST_ID, ImageStore, find_images, image_positions, images_folder
+from offbeat.data.image_store import FIRST_ID, ImageStore, find_images, find_pictures, image_positions, images_folder
 from offbeat.errors import DataError
 
 
@@ -22,6 +22,16 @@ def test_an_image_is_stored_once_and_read_by_every_process(tmp_path):
     assert found.tokens.tolist() == [7, *[image.id] * 2, 8, *[image.id] * 2, 9]
     assert found.label == "<image 40x28 abababab>"
     assert images_folder(tmp_path / "run") == tmp_path / ".images"
+
+
+def test_pictures_are_found_by_the_ids_of_a_sequence(tmp_path):
+    store = ImageStore(tmp_path / ".images")
+    shown, without = (
+        store.add(np.array([-1]), {"values": np.full(3, value, np.float32)}, grid=(0, 0), size=(1, 1), source="", picture=picture)
+        for value, picture in ((0.0, b"PNG"), (1.0, b"")))
+    found = find_pictures(tmp_path / "run", [5, shown.id, shown.id, 6, without.id, FIRST_ID])
+    assert found == {shown.id: tmp_path / ".images" / f"{shown.id}.png"}
+    assert found[shown.id].read_bytes() == b"PNG"
 
 
 def test_other_pixels_under_an_id_are_refused(tmp_path):

@@ -46,4 +46,7 @@ def test_a_model_that_reads_images_is_taught_improved_resumed_and_exported(tmp_p
     assert all(int(path.stem) >= FIRST_ID for path in stored)
     capsys.readouterr()
     assert main(["data", "show", f"--model.path={export}", "-n", "1", *common]) == 0
-    assert "<image 32x32 " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "<image 32x32 " in shown and f"picture: {tmp_path / 'runs' / '.images'}" in shown
+    assert main(["rollouts", str(run), "--show", "3.0.0"]) == 0
+    assert f"picture: {tmp_path / 'runs' / '.images'}" in capsys.readouterr().out

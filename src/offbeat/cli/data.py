@@ -105,6 +105,8 @@ def _row(row: ShownRow, *, colours: bool) -> Iterator[Styled]:
         yield Styled(f"── {title} ──", style="bold" if colours else "")
         yield _coloured(text) if colours else Styled("".join(
             f"{_OPEN}{piece}{_CLOSE}" if is_trained else piece for piece, is_trained in text.pieces))
+    for path in row.pictures:
+        yield Styled(f"picture: {path}", style="dim" if colours else "")
     if row.answer:
         yield Styled(f"answer, for rewards: {row.answer}", style="dim" if colours else "")
     if row.columns:

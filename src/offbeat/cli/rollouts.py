@@ -5,7 +5,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from offbeat.dashboard.conversation import messages_of
 from offbeat.dashboard.rollout_filter import ORDERS, STATUSES, Filter
 from offbeat.dashboard.rollout_index import RolloutIndex
 from offbeat.dashboard.run_files import check_run
+from offbeat.data.image_store import find_pictures
 from offbeat.data.stored_rollouts import Address, KeptGroup, KeptTrajectory, find_group
 from offbeat.data.wire import encode_json
 from offbeat.errors import ConfigError
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         if args.json:
             print(encode_json(group).decode())
         else:
-            _print_group(console, group, address)
+            _print_group(console, group, address, args.run_dir)
         return 0
     index = RolloutIndex(args.run_dir)
     try:
@@ -181,9 +182,10 @@ def _text_widths(wanted: Sequence[int], *, room: int) -> list[int]:
     return [*widths, min(last, max(room - sum(widths), _LEAST_TEXT))]
 
 
-def _print_group(console: Console, group: KeptGroup, address: Address) -> None:
+def _print_group(console: Console, group: KeptGroup, address: Address, run_dir: Path) -> None:
     if group.trajectories:
-        _print_trajectory(console, group, group.trajectories[address.place], address)
+        shown = group.trajectories[address.place]
+        _print_trajectory(console, group, shown, address, find_pictures(run_dir, shown.tokens).values())
     else:
         console.print(_styled(f"prompt {group.prompt_id}: {group.prompt}"))
     if group.rejected is not None:
@@ -198,7 +200,7 @@ def _print_group(console: Console, group: KeptGroup, address: Address) -> None:
         _print_table(console, ("id", "reward", "advantage", "tokens", "ended"), ("written",), rows)
 
 
-def _print_trajectory(console: Console, group: KeptGroup, t: KeptTrajectory, address: Address) -> None:
+def _print_trajectory(console: Console, group: KeptGroup, t: KeptTrajectory, address: Address, pictures: Iterable[Path]) -> None:
     versions = sorted({version for version, generated in zip(t.versions, t.loss_mask, strict=True) if generated})
     facts = {
         "step": str(group.step), "prompt": group.prompt_id, "agent": t.agent, "reward": _figure(t.reward),
@@ -217,6 +219,8 @@ def _print_trajectory(console: Console, group: KeptGroup, t: KeptTrajectory, add
         for place in range(message.start, message.end):
             text.append(_visible(pieces[place]), style=_style(t, place))
         console.print(text)
+    for path in pictures:
+        console.print(_styled(f"\npicture: {path}", style="dim"), soft_wrap=True)
     legend = _styled("\nprobability of a token: ", style="dim")
     for (_, colour), label in zip(_SCALE, ("over 95 %", "over 50 %", "over 10 %", "over 1 %", "less"), strict=True):
         legend.append(f" {label} ", style=Style(color=colour or None, dim=False))

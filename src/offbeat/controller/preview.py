@@ -12,6 +12,7 @@ from offbeat.config.training_kinds import TrainingKind
 from offbeat.controller.inputs import Base, open_mixed, read_base
 from offbeat.controller.template_choice import choose_templates
 from offbeat.data.dataset import Dataset
+from offbeat.data.image_store import find_pictures
 from offbeat.data.pairs import PairEncoder, Preference, open_pairs
 from offbeat.data.prompt import check_length, render
 from offbeat.data.row import Row
@@ -43,12 +44,17 @@ class Text:
 
 @dataclass(frozen=True)
 class ShownRow:
-    """A row, where it comes from, its texts, and the answer and columns that rewards are given."""
+    """A row, where it comes from, its texts, and the answer and columns that rewards are given.
+
+    Attributes:
+        pictures: paths of small pictures of its images.
+    """
 
     where: str
     texts: tuple[Text, ...]
     answer: str = ""
     columns: tuple[str, ...] = ()
+    pictures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -128,7 +134,7 @@ def _prompts(config: Config, base: Base) -> Callable[[Row, str], ShownRow]:
         check_length(
             len(tokens), config.data, name=f"of {where}", context=context, max_new_tokens=config.rollout.max_new_tokens)
         return ShownRow(where, (_text("", (np.array(tokens, np.int32), np.zeros(len(tokens), bool)), base.tokenizer),), row.answer,
-                        tuple(row.extra))
+                        tuple(row.extra), _pictures(config, tokens))
 
     return show
 
@@ -139,7 +145,9 @@ def _imitated(config: Config, base: Base) -> Callable[[Row, str], ShownRow]:
         config.train.max_tokens_per_microbatch)
 
     def show(row: Row, where: str) -> ShownRow:
-        return ShownRow(where, tuple(_text("", sequence, base.tokenizer) for sequence in supervision.sequences(row, name=where)))
+        sequences = supervision.sequences(row, name=where)
+        return ShownRow(where, tuple(_text("", sequence, base.tokenizer) for sequence in sequences), pictures=_pictures(
+            config, np.concatenate([tokens for tokens, _ in sequences])))
 
     return show
 
@@ -156,6 +164,11 @@ def _pairs(config: Config, base: Base) -> Callable[[Preference, str], ShownRow]:
             _text(title, sequence, base.tokenizer) for title, sequence in zip(titles, pair.sequences, strict=True)))
 
     return show
+
+
+def _pictures(config: Config, tokens: Sequence[int] | np.ndarray) -> tuple[str, ...]:
+    """Return the paths of pictures of the images in tokens [L]."""
+    return tuple(map(str, find_pictures(config.run_dir, tokens).values()))
 
 
 def _text(title: str, sequence: Encoded, tokenizer: Tokenizer) -> Text:

@@ -5,6 +5,7 @@ them in as text.
 """
 
 import asyncio
+import base64
 import json
 import math
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from offbeat.dashboard.library import RunLibrary
 from offbeat.dashboard.processes import processes_html
 from offbeat.dashboard.report import CHARTS_SCRIPT, STYLE, details_html, overview_html, subtitle, timeline_html
 from offbeat.dashboard.rollout_filter import ORDERS, STATUSES, Filter
+from offbeat.data.image_store import find_pictures
 from offbeat.data.stored_rollouts import Address, KeptGroup, KeptTrajectory, find_group
 from offbeat.errors import ConfigError, OffbeatError, UserError
 
@@ -144,6 +146,9 @@ def _rollout(library: RunLibrary, http: Request) -> Any:
          "reason": t.reason, "length": t.num_generated, "agent": t.agent, "episode": t.episode, "preview": t.completion[:400]}
         for place, t in enumerate(group.trajectories)]
     shown = _shown(group.trajectories[address.place]) if group.trajectories else None
+    if shown is not None:
+        pictures = find_pictures(library.folder(_name(http)), shown["ids"])
+        shown["images"] = {each: f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}" for each, path in pictures.items()}
     return {"address": str(address), "group": _facts(group), "samples": others, "rollout": shown}
 
 

@@ -308,9 +308,17 @@ function conversation(rollout) {
     const begins = rollout.messages[index + 1]?.role === "policy" && /^\s*(<[^>]*>\s*)?(assistant|model)\W*(<[^>]*>)?\s*$/.test(text);
     if (message.role !== "policy" && (begins || !text.trim())) continue;
     const tokens = make("div", { class: "tokens" });
+    let pictured = null;
     for (let at = message.start; at < message.end; at++) {
       const piece = rollout.pieces[at];
       if (piece === "" || (message.role !== "policy" && !tokens.firstChild && !piece.trim())) continue;
+      const picture = rollout.images[rollout.ids[at]];
+      if (picture && pictured === rollout.ids[at]) continue; // a further tile of it
+      if (picture) {
+        pictured = rollout.ids[at];
+        tokens.append(make("img", { class: "picture", src: picture, alt: piece, title: piece }));
+        continue;
+      }
       const span = make("span", message.role === "policy" ? { "data-at": at } : {}, piece);
       tokens.append(span);
     }

@@ -3,6 +3,7 @@
 It answers requests on its standard input with frames on its standard output. Nothing else decodes or resizes an image in a run.
 """
 
+import io
 import os
 import sys
 from typing import Any
@@ -15,6 +16,9 @@ from offbeat.data.image_reader import MadeImage, read_frame, write_frame
 from offbeat.data.image_sources import ImageLimits
 from offbeat.errors import DataError, describe
 from offbeat.user_code.boundary import Caught
+
+_PICTURE_SIDE = 256
+"""Most pixels along a side of the picture that people are shown."""
 
 
 class Processor:
@@ -54,7 +58,15 @@ class Processor:
             grid = rows // self._images.merge_size, columns // self._images.merge_size
             tokens = np.full(grid[0] * grid[1], self._token_id)
         arrays = {name: array.astype(np.float32) if array.dtype.kind == "f" else array for name, array in arrays.items()}
-        return MadeImage("", np.where(tokens == self._token_id, -1, tokens).astype(np.int32), arrays, grid, image.size)
+        tokens = np.where(tokens == self._token_id, -1, tokens).astype(np.int32)
+        return MadeImage("", tokens, arrays, grid, image.size, _picture(image))
+
+
+def _picture(image: Any) -> bytes:
+    small, file = image.copy(), io.BytesIO()
+    small.thumbnail((_PICTURE_SIDE, _PICTURE_SIDE))
+    small.save(file, format="PNG")
+    return file.getvalue()
 
 
 def _fault(text: str) -> MadeImage:

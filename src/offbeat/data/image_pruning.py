@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from offbeat.data.image_store import NOTES, SUFFIX, read_notes
+from offbeat.data.image_store import NOTES, PICTURE, SUFFIX, read_notes
 
 _YOUNG_S = 3600.0
 """Age up to which a note counts although there is no folder: its run may be about to make one, or it is of `offbeat data show`."""
@@ -43,11 +43,12 @@ def prune_images(folder: Path) -> Pruned:
     _forget_sources(folder, removable)
     removed_bytes = num_removed = 0
     for image in removable:
-        path = folder / f"{image}{SUFFIX}"
-        with suppress(FileNotFoundError):
-            size = path.stat().st_size
-            path.unlink()
-            num_removed, removed_bytes = num_removed + 1, removed_bytes + size
+        for suffix in (SUFFIX, PICTURE):
+            path = folder / f"{image}{suffix}"
+            with suppress(FileNotFoundError):
+                size = path.stat().st_size
+                path.unlink()
+                num_removed, removed_bytes = num_removed + (suffix == SUFFIX), removed_bytes + size
     for path in gone.values():
         path.unlink(missing_ok=True)
     left = {int(path.stem) for path in folder.glob(f"*{SUFFIX}")}

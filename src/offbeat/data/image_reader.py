@@ -40,6 +40,7 @@ class MadeImage:
     Attributes:
         fault: the end of a sentence about the image, such as "is animated, ..."; empty if it can be used.
         tokens: [P] int32, what stands in a prompt, -1 at its placeholders.
+        picture: a small PNG of it for people, before the processor's changes but upright and in RGB.
     """
 
     fault: str
@@ -47,6 +48,7 @@ class MadeImage:
     arrays: dict[str, np.ndarray]
     grid: tuple[int, int] = (0, 0)
     size: tuple[int, int] = (0, 0)
+    picture: bytes = b""
 
 
 class ImageReader:
@@ -132,7 +134,7 @@ class ImageReader:
         if made.fault:
             raise DataError(made.fault)
         return self.store.add(
-            made.tokens, made.arrays, grid=made.grid, size=made.size, source=hashlib.sha256(data).hexdigest())
+            made.tokens, made.arrays, grid=made.grid, size=made.size, source=hashlib.sha256(data).hexdigest(), picture=made.picture)
 
     def _ask(self, data: bytes) -> bytes:
         child = self._child or self._begin_process()

@@ -20,8 +20,8 @@ from offbeat.errors import DataError, StorageError
 FIRST_ID = 1 << 30
 """The least id of an image. No vocabulary has so many tokens; ids up to 2**31 fit int32."""
 
-SUFFIX, NOTES = ".image", ".run"
-"""Ends of the names of files: of an image by its id, and of the ids that a run has used by the run's name."""
+SUFFIX, PICTURE, NOTES = ".image", ".png", ".run"
+"""Ends of the names of files: of an image and of a small picture of it by its id, and of the ids that a run has used by the run's name."""
 
 _MOST_PROBES = 8
 """Ids that are tried where different images have the same."""
@@ -81,8 +81,13 @@ class ImageStore:
 
     def add(
         self, tokens: np.ndarray, arrays: dict[str, np.ndarray], *, grid: tuple[int, int], size: tuple[int, int], source: str,
+        picture: bytes = b"",
     ) -> StoredImage:
-        """Store an image, unless it is stored already; `tokens` [P] has -1 at its placeholders.
+        """Store an image, unless it is stored already.
+
+        Args:
+            tokens: [P] int, with -1 at its placeholders.
+            picture: a small PNG of it for people; it is no part of what the hash covers.
 
         Raises:
             StorageError: the folder cannot be written.
@@ -97,6 +102,8 @@ class ImageStore:
                 continue
             if not path.exists():
                 self._put(path, wire.encode(image))
+            if picture and not (shown := self.folder / f"{own}{PICTURE}").exists():
+                self._put(shown, picture)
             self._note_use(own)
             return self._keep(image)
         raise StorageError(f"{self.folder} has {_MOST_PROBES} other images under the ids of this one; begin a new run.dir")
@@ -166,6 +173,13 @@ class ImageStore:
 
     def _path(self, image_id: int) -> Path:
         return self.folder / f"{image_id}{SUFFIX}"
+
+
+def find_pictures(run_dir: Path, tokens: Sequence[int] | np.ndarray) -> dict[int, Path]:
+    """Return the files of small pictures of the images in a sequence [L] of ids, by id in order; without those that have none."""
+    ids = dict.fromkeys(int(token) for token in tokens if token >= FIRST_ID)
+    paths = {each: images_folder(run_dir) / f"{each}{PICTURE}" for each in ids}
+    return {each: path for each, path in paths.items() if path.is_file()}
 
 
 def read_notes(path: Path) -> set[int]:
