@@ -1,8 +1,8 @@
 """The embedded engine as a contestant of `engine.py` and `real.py`, in this process or behind `offbeat engine` over HTTP.
 
-usage: engine_ours.py {inprocess,uncached,http} MODEL [DTYPE]
+usage: engine_ours.py {inprocess,uncached,http} MODEL [FORMAT]
 
-`uncached` is in this process without a prefix cache.
+`uncached` is in this process without a prefix cache. FORMAT is a dtype, or in this process int8, which is float32 with int8 weights.
 """
 
 import asyncio
@@ -24,10 +24,10 @@ from offbeat.engine.versions import VersionSource
 MAX_RUNNING = 256
 
 
-def run_in_process(model: str, dtype: str, *, prefix_caching: bool = True) -> None:
+def run_in_process(model: str, form: str, *, prefix_caching: bool = True) -> None:
     """Keep `in_flight` requests in the engine until all are done."""
-    engine = load_engine(
-        EngineOptions(model=model, dtype=dtype, max_running=MAX_RUNNING, prefix_caching=prefix_caching))  # type: ignore[arg-type]
+    chosen: dict[str, Any] = {"dtype": "float32", "quantization": "int8"} if form == "int8" else {"dtype": form}
+    engine = load_engine(EngineOptions(model=model, max_running=MAX_RUNNING, prefix_caching=prefix_caching, **chosen))
 
     def run(job: dict[str, Any]) -> dict[str, Any]:
         if job.get("do") == "generate":

@@ -8,7 +8,9 @@ All sides are processes of one thread on SmolLM2-135M (`make smollm2`), in float
 
     python benchmarks/prefixes.py [--quick] [--model .models/smollm2-135m-instruct] [--repeats 3]
 
-Figures are seconds and CPU seconds; what is kept is forgotten before each round. vLLM takes part where `.venv-vllm` has it.
+Figures are seconds and CPU seconds; what is kept is forgotten before each round. Turns are also timed without a cache up to the first
+token of each answer: the rest of their time is decoding, which no cache spares, and bounds what any cache could give. vLLM takes part where
+`.venv-vllm` has it.
 """
 
 import argparse
@@ -24,6 +26,8 @@ from engine import ONE_THREAD, VLLM_ALONE
 
 AIMS = {"turns": 3.0, "evaluation": 3.0, "groups": 0.98}
 VLLM_AIM = 1.0
+ANSWER = 40
+"""Tokens of the model in a turn."""
 FIRST, LAST = 1000, 40_000
 """Ids of ordinary tokens of SmolLM2."""
 
@@ -60,6 +64,12 @@ def main() -> None:
                     aim = AIMS[case] if peer == "uncached" else VLLM_AIM
                     emit("prefixes", f"{case} vs {'no cache' if peer == 'uncached' else 'vLLM with its cache'}",
                          ours=figures["cached"][unit], peer=figures[peer][unit], unit=unit, aim=aim, less_is_better=True)
+            if case == "turns":
+                alone = partial(time_work, contestants["uncached"], partial(turns, conversations=8 // share, length=1))
+                prompts = take_turns({"uncached": alone}, repeats=1, what="turns, first tokens alone")["uncached"]
+                for unit, whole in figures["uncached"].items():
+                    emit("prefixes", "turns vs no cache, if prompts took no time", ours=whole - prompts[unit], peer=whole, unit=unit,
+                         less_is_better=True)
 
 
 class Side:
@@ -83,12 +93,14 @@ def time_work(contestant: Contestant, work: Callable[[Side], None], _turn: int) 
     return {"s": side.s, "CPU-s": side.cpu_s}
 
 
-def turns(side: Side, *, conversations: int) -> None:
+def turns(side: Side, *, conversations: int, length: int = ANSWER) -> None:
+    """Sample the first `length` tokens of each answer; its others are random words."""
     rng = random.Random(1)
     talks: Talks = [[] for _ in range(conversations)]
     for _ in range(8):
         talks = [talk + words(rng, 60) for talk in talks]
-        talks = [talk + said for talk, (said,) in zip(talks, side.answers(talks, length=40), strict=True)]
+        answers = side.answers(talks, length=length)
+        talks = [talk + said + words(rng, ANSWER - length) for talk, (said,) in zip(talks, answers, strict=True)]
 
 
 def evaluation(side: Side, *, questions: int) -> None:

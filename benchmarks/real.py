@@ -4,7 +4,8 @@
 
 engine: all sides are processes that are ready before the first measurement and take turns on the same ragged requests, as in `engine.py`,
 on --threads threads, each in float32 and, where the CPU has instructions for it, in bfloat16. vLLM runs in one process, its fastest way on
-a CPU of few cores. The aims are for the better format of each side. `groups` are 8 prompts with 8 samples each, which share their prompt on
+a CPU of few cores. The aims are for the better format of each side. Our int8 weights, whose numbers differ by more than rounding to either,
+take turns with float32 and have rows of their own. `groups` are 8 prompts with 8 samples each, which share their prompt on
 both sides.
 
 step: GRPO on prompts of the task `addition`, 4 with 4 samples each of at most 48 new tokens, under a reward that differs from sample to
@@ -78,10 +79,12 @@ def compare_engines(args: argparse.Namespace) -> None:
     """Tokens per second of all sides in both formats. Both sides in one format are loaded at a time: two cores hold no four models."""
     threads = library_environment(args.threads)
     vocab_size = read_model_config(str(args.model))["vocab_size"]
-    medians: dict[tuple[str, str, str], dict[str, float]] = {}
+    medians: dict[tuple[str, ...], dict[str, float]] = {}  # by side, format and load
     for dtype in DTYPES:
+        forms = [dtype, "int8"] if dtype == "float32" else [dtype]
         sides = [
-            Contestant(f"offbeat-{dtype}", [sys.executable, BENCHMARKS / "engine_ours.py", "inprocess", args.model, dtype], env=threads)]
+            Contestant(f"offbeat-{form}", [sys.executable, BENCHMARKS / "engine_ours.py", "inprocess", args.model, form], env=threads)
+            for form in forms]
         if args.vllm_python.exists():
             command = [args.vllm_python, BENCHMARKS / "engine_vllm.py", args.model, dtype]
             sides.append(Contestant(f"vllm-{dtype}", command, env=threads | VLLM_ALONE))
@@ -92,19 +95,21 @@ def compare_engines(args: argparse.Namespace) -> None:
                 times = time_generation(
                     contestants, max(in_flight, 2 if in_flight == 1 else 8), vocab_size=vocab_size, in_flight=in_flight,
                     repeats=args.repeats, what=f"{in_flight} in flight,")
-                medians |= {(name.partition("-")[0], dtype, str(in_flight)): figures for name, figures in times.items()}
+                medians |= {(*name.split("-"), str(in_flight)): figures for name, figures in times.items()}
             times = take_turns(
                 {name: partial(time_groups, each, vocab_size) for name, each in contestants.items()}, repeats=args.repeats, what="groups,")
-            medians |= {(name.partition("-")[0], dtype, "groups"): figures for name, figures in times.items()}
+            medians |= {(*name.split("-"), "groups"): figures for name, figures in times.items()}
     for load in (*map(str, args.in_flight), "groups"):
         for unit in ("tokens/s", "tokens/CPU-s"):
-            of = {(side, dtype): figures[unit] for (side, dtype, its_load), figures in medians.items() if its_load == load}
+            of = {(side, form): figures[unit] for (side, form, its_load), figures in medians.items() if its_load == load}
+            emit("real", f"engine/{load}, int8 vs float32", ours=of["offbeat", "int8"], peer=of["offbeat", "float32"], unit=unit)
             if ("offbeat", "bfloat16") in of:
                 ours = {dtype: of["offbeat", dtype] for dtype in DTYPES}
                 emit("real", f"engine/{load}, bfloat16 vs float32", ours=ours["bfloat16"], peer=ours["float32"], unit=unit)
             if ("vllm", "float32") in of:
                 for dtype in DTYPES:
                     emit("real", f"engine/{load} in {dtype} vs vLLM", ours=of["offbeat", dtype], peer=of["vllm", dtype], unit=unit)
+                emit("real", f"engine/{load} in int8 vs vLLM in float32", ours=of["offbeat", "int8"], peer=of["vllm", "float32"], unit=unit)
                 best = {side: max(of[side, dtype] for dtype in DTYPES) for side in ("offbeat", "vllm")}
                 emit("real", f"engine/{load} vs vLLM, better format of each", ours=best["offbeat"], peer=best["vllm"], unit=unit,
                      aim=ENGINE_AIMS.get(load) if unit == "tokens/s" else None)

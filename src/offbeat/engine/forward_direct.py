@@ -301,12 +301,13 @@ class DirectForward:
         projected = layer.qkv(normed, layer.qkv_bias)
         if lora is not None:
             lora.add(f"{i}.qkv", normed, projected)
-        heads = projected[: len(cos)].unflatten(1, (-1, self.head_dim))
-        rotated, values = heads[:, : self.num_heads + self.num_kv_heads], heads[:, self.num_heads + self.num_kv_heads :]
+        heads = projected[: len(cos)].view(len(cos), -1, self.head_dim)
+        rotated = plain = heads[:, : self.num_heads + self.num_kv_heads]
         if layer.qk_norm is not None:
-            rotated = self._norm(rotated, layer.qk_norm)
-        torch.addcmul(rotated * cos, rotated.roll(self.head_dim // 2, -1), sin, out=rotated)
-        return rotated[:, : self.num_heads], rotated[:, self.num_heads :], values
+            plain = self._norm(rotated, layer.qk_norm)
+        torch.addcmul(plain * cos, plain.roll(self.head_dim // 2, -1), sin, out=rotated)
+        queries, keys, values = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), 1)
+        return queries, keys, values
 
     def _finish_layer(self, x: Tensor, attended: Tensor, i: int, layer: Layer, lora: AdapterRows | None) -> Tensor:
         attended = fill_rows(attended, self.row_multiple)
