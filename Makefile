@@ -11,7 +11,7 @@ TRL_STAMP := .venv-trl/.installed
 TINKER_STAMP := .venv-tinker/.installed
 TINKER_OLD_STAMP := .venv-tinker-old/.installed
 COOKBOOK_STAMP := .venv-cookbook/.installed
-AGENTS_STAMPS := .venv-agents-a/.installed .venv-agents-b/.installed .venv-agents-lm/.installed
+AGENTS_STAMPS := $(foreach name,a b camel lm,.venv-agents-$(name)/.installed)
 VERIFIERS_STAMP := .venv-verifiers/.installed
 VERIFIERS_OLD_STAMP := .venv-verifiers-old/.installed
 SMOLLM2 := .models/smollm2-135m-instruct
@@ -225,4 +225,4 @@ chaos: $(DEV_STAMP)  ## kill processes of small runs 200 times, account for ever
 	$(BIN)/python tests/chaos/run.py
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .venv-vllm .venv-tinker .venv-tinker-old .venv-cookbook .venv-verifiers .venv-verifiers-old .venv-agents-a .venv-agents-b .venv-agents-lm .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-tinker .venv-tinker-old .venv-cookbook .venv-verifiers .venv-verifiers-old .venv-agents-a .venv-agents-b .venv-agents-camel .venv-agents-lm .pytest_cache .ruff_cache .hypothesis

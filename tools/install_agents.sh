@@ -9,8 +9,9 @@ venv=$1 name=$2 python=${PYTHON:-python3}
 case $name in
   a) packages=(openai openai-agents 'pydantic-ai-slim[openai,anthropic]' langgraph langchain-openai smolagents anthropic mcp) ;;
   b) packages=('litellm[mcp]') ;;  # without its extra, it cannot complete a chat that has tools
+  camel) packages=(camel-ai) ;;  # needs an older pydantic, and an older mcp than it says
   lm) packages=('lm-eval[api]' transformers) ;;  # which reads the tokenizers of models
-  *) echo "unknown environment '$name'; use a, b or lm" >&2; exit 2 ;;
+  *) echo "unknown environment '$name'; use a, b, camel or lm" >&2; exit 2 ;;
 esac
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 "$venv/bin/python" -m pip --disable-pip-version-check install --quiet -c "tests/agents_sdk/constraints-$name.txt" "${packages[@]}"

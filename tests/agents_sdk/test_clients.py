@@ -61,6 +61,17 @@ def test_an_agent_of_smolagents_that_writes_code_is_trained_on_one_sequence_per_
         trained.text(chain, sampled=True) for chains in trained.episodes() for chain in chains)
 
 
+def test_two_agents_of_camel_are_trained_on_one_sequence_each_per_episode(train_agent: TrainAgent) -> None:
+    trained = train_agent({"agent.command": json.dumps([
+        str(_python(".venv-agents-camel")), str(REPOSITORY / "examples" / "camel_agents.py")])})
+    _check_numbers(trained)
+    for chains in trained.episodes():
+        assert len(chains) == 2 and len({chain["reward"] for chain in chains}) == 1
+        teacher, solver = sorted(chains, key=lambda chain: "RULES OF ASSISTANT" in trained.text(chain, sampled=False))
+        assert "RULES OF USER" in trained.text(teacher, sampled=False)
+        assert len(teacher["turns"]) == len(solver["turns"]) == 2
+
+
 @pytest.mark.parametrize(("venv", "environment", "harness"), [
     (".venv-verifiers", "adder", "adder"), (".venv-verifiers-old", "adder_classic", "")])
 def test_an_environment_of_verifiers_is_trained_on_one_sequence_per_episode(
