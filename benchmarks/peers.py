@@ -143,6 +143,15 @@ has been measured; [GPUs](gpu.md) says what is known.
 REASONS = """
 ## Why aims are missed
 
+- Requests in flight, against vLLM: [the parts of a decode step](engine.md#where-a-decode-step-goes) are the reason. Both sides multiply by
+  oneDNN; the embedded engine calls torch's operations one by one for what is between, which vLLM compiles, with a compiler that a machine
+  need not have here.
+- 8 prompts with 8 samples: with 64 rows, the products of a step take 47 ms in bfloat16, and the prompts 5 ms more for each of 64 steps.
+  vLLM took 128 ms in all; half of that leaves 12 ms for attention, which takes 14, sampling, norms and the rest. So twice as fast is not
+  in reach.
+- Turns of an agent against no cache: a turn decodes 40 tokens for each 60 that are said, in 320 steps whose products alone take 8 s, and
+  what is said takes 4 s to compute. `turns vs no cache, if prompts took no time` is the most that any cache could give; `prefixes.py`
+  measures it.
 - Many adapters of the model of 27M weights against PEFT: the passes through the frozen model take 85 % of Offbeat's step with 16 adapters
   (1.04 s of 1.24 s with AVX2), and 85 % of PEFT's. They cannot be saved by batching adapters, so 3 times is not in reach there; the tiny
   model's steps are mostly calls of small products, which batching saves.
