@@ -7,7 +7,7 @@ import pytest
 
 from evaluation.played import played
 from offbeat.cli import main as cli
-from offbeat.evaluation.files import encode_lines, write_samples
+from offbeat.evaluation.files import encode_lines, write_lines
 from offbeat.telemetry.evaluation_log import write_evaluation
 
 
@@ -15,7 +15,7 @@ from offbeat.telemetry.evaluation_log import write_evaluation
 def both(tmp_path: Path) -> list[str]:
     """A run and a file of answers, in which the run's held-out prompts are answered better."""
     write_evaluation(tmp_path / "run", step=3, name="", lines=encode_lines(played([[1.0], [1.0], [0.5], [0.0]])))
-    write_samples(
+    write_lines(
         tmp_path / "old.jsonl",
         [*encode_lines(played([[0.0], [1.0], [0.0], [0.25], [1.0]])), *encode_lines(played([[1.0]], name="sums"))])
     return [str(tmp_path / "old.jsonl"), str(tmp_path / "run")]
