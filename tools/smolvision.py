@@ -21,7 +21,7 @@ _SIDE, _CELLS, _PATCH = 48, 4, 12
 _SCALE = 1
 _TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
 # Nothing stands between a question and its answer. So the token from which a number is predicted is the last letter of the colour that is
-# asked for; where it is a line break, a model of this size takes several times as many steps until it looks at that colour alone.
+# asked for, and a small model need not learn first to look for it.
 _TEMPLATE = (
     "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}"
