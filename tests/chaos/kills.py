@@ -71,7 +71,7 @@ class Kill:
 
     @property
     def is_healed(self) -> bool:
-        """Whether the run may go on; it has to, unless two are killed."""
+        """Whether the run may go on; it has to, unless two are killed, or it has only just been started."""
         return all(each in HEALED for each in self.victims)
 
 
@@ -170,7 +170,7 @@ class Life:
         names = self._kill(kill.victims)
         if kill.is_healed and names and "command" not in names:
             went_on = self._until(lambda: num_rows(self.run.folder) > rows, _GO_ON_S)
-            if self.alive or len(kill.victims) == 1:
+            if self.alive or (len(kill.victims) == 1 and met != "start-up"):
                 problems = () if went_on else ("it did not go on",)
                 return Struck(met, names, went_on, None if self.alive else self.command.exit_code, problems)
         ended = self._until(lambda: False, _END_S) or not self.alive

@@ -67,9 +67,9 @@ def document(rows: Sequence[Row], *, wanted: int) -> str:
         f" whatever the time between two kills.")
     replayed, gone_on = sum(row.num_replayed for row in rows), sum(row.num_gone_on for row in rows)
     if replayed:
+        went_on = f" Unfinished samples went on from {gone_on:,} tokens." if gone_on else ""
         share += (
-            f" Unfinished samples went on from {gone_on:,} tokens.\n\nReplayed, equal in all metrics and weights: {replayed:,} steps of"
-            f" runs that were killed and went on.")
+            f"{went_on}\n\nReplayed, equal in all metrics and weights: {replayed:,} steps of runs that were killed and went on.")
     modes = _table(
         ("run", "what it is", "kills", "as promised", "seconds a kill, median"), _by(rows, lambda row: row.mode, _MODES))
     moments = _table(("moment", "when", "kills", "as promised", "seconds a kill, median"), _by(rows, lambda row: row.was, _MOMENTS))

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -180,7 +181,9 @@ def finish(run: SmallRun, mode: str, row: Row, ledger: Ledger, shared: set[Path]
     if life.command.left:
         counts["processes"] += 1
         problems.append(f"left: {'; '.join(life.command.left)}")
-    memory = [] if mode == "ray" else [path for path in set(Path("/dev/shm").iterdir()) - shared if path.is_file()]
+    # Other programs of the machine have memory there, too, under names of theirs.
+    new = [path for path in set(Path("/dev/shm").iterdir()) - shared if path.name.startswith(("torch_", "offbeat", "sem.", "psm_"))]
+    memory = [] if mode == "ray" else [path for path in new if not in_use(path)]
     # Besides the versions that are kept, there is the one that was on its way to the engines.
     left = [*parts(run.folder), *memory, *sorted(run.folder.glob("weights/*"))[3:], *sorted(run.folder.glob("checkpoints/*"))[2:]]
     if left:
@@ -192,6 +195,15 @@ def finish(run: SmallRun, mode: str, row: Row, ledger: Ledger, shared: set[Path]
         problems.append(f"its replay differs: {difference}")
     gone_on = sum(each["tokens_from_journal"] for each in run.events("played_again"))
     return replace(row, counts=dict(counts), problems=tuple(problems), num_replayed=replayed, num_gone_on=gone_on)
+
+
+def in_use(path: Path) -> bool:
+    """Whether a process that lives has memory, as others on this machine may; those of the run have ended."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            if str(path) in maps.read_text(errors="replace"):
+                return True
+    return path.is_dir() or not path.exists()
 
 
 def replay(run: SmallRun) -> tuple[int, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chaos.kills import MODES
+from chaos.kills import MODES, Life, num_rows
 from chaos.ledger import Ledger, Seen
 from chaos.report import document
 from chaos.run import Row, kill_one, plan
@@ -15,7 +15,8 @@ from offbeat.data.stream import StreamState
 from offbeat.data.trajectory import Group, Trajectory
 from offbeat.journal.records import CallEntry, HeardSample, JournalHead, PromptDrawn
 from offbeat.journal.run_journal import RunJournal, folder_of
-from small_run import build_small_model
+from small_run import REWARDS, SmallRun, build_small_model
+from waiting import wait_until
 
 ROW = Row(7, 0, "local", ("engine",), "save", "any time", ("engine 0",), True, None, 9, {}, (), 100, 20, 3.0)
 
@@ -82,7 +83,33 @@ def test_tokens_that_are_generated_again_are_counted_once_by_what_the_journal_do
 def test_two_kills_of_a_run_are_as_promised_and_its_steps_are_replayed(tmp_path: Path) -> None:
     model = build_small_model(tmp_path / "model", seed=1)
     rows = kill_one(tmp_path, model, mode="lora", number=0, num=2, seed=39, results=tmp_path / "rows.jsonl")
-    assert [row.problems for row in rows] == [(), ()] and rows[-1].num_replayed > 5
+    assert [row.problems for row in rows] == [(), ()] and rows[-1].num_replayed > 3
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(300)
+def test_samples_that_were_generated_when_everything_was_killed_go_on_from_the_tokens_in_the_journal(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path, build_small_model(tmp_path / "model", seed=1))
+    settings = {
+        "run.total_steps": "1000000", "rollout.group_size": "16", "rollout.max_concurrent_rollouts": "32",
+        "rollout.max_head_offpolicyness": "8", "rollout.reward": f"{REWARDS}:random_looking"}
+
+    def in_journal() -> int:
+        if not folder_of(run.folder).exists():
+            return 0
+        with RunJournal(folder_of(run.folder), identity=b"", tell=print) as journal:
+            found = journal.read(0)
+        groups = {} if found is None else found[0].read_open()
+        return sum(
+            len(each.tokens) for group in groups.values() for call in group.calls for each in call.answers if not each.finish_reason)
+
+    life = Life(run, "lora", **settings)
+    wait_until(lambda: in_journal() > 100 or not life.alive, timeout_s=200)
+    life.end_now()
+    unfinished = in_journal()
+    assert unfinished > 100
+    Life(run, "lora", **settings).stop_after(num_rows(run.folder) + 2)
+    assert sum(event["tokens_from_journal"] for event in run.events("played_again")) == unfinished
 
 
 def test_the_page_says_how_many_kills_are_as_promised_and_names_the_others() -> None:
