@@ -7,7 +7,7 @@ from offbeat.chat.fields import FIELDS, Api, Field, Surface
 
 BASES: dict[Api, tuple[str, dict[str, Any]]] = {
     "chat completions": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}),
-    "completions": ("/v1/completions", {"prompt": "1", "max_tokens": 2}),
+    "completions": ("/v1/completions", {"prompt": "12", "max_tokens": 2}),
     "Responses": ("/v1/responses", {"input": "hello", "max_output_tokens": 2}),
     "Messages": ("/v1/messages", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}),
 }
@@ -29,6 +29,7 @@ _RIGHT: dict[str, Any] = {
     "output_config": {"effort": "low"}, "output_config.format": _SCHEMA, "output_config.effort": "low",
     "chat_template_kwargs": {"a": 1}, "tools": [], "tool_choice": None, "parallel_tool_calls": False, "reasoning_effort": "low",
     "reasoning": {"effort": "low"}, "reasoning.effort": "low", "thinking": {"type": "disabled"}, "echo": True, "prompt_logprobs": 1,
+    "begun_tokens": 1,
     "encoding_format": "base64", "include_stop_str_in_output": True, "instructions": "x", "system": "x",
     "include": ["message.output_text.logprobs"], "prompt": "2", "input": "x", "messages": [{"role": "user", "content": "x"}]}
 """A value of each field that acts somewhere, with which a request is served."""

@@ -116,7 +116,7 @@ def doze() -> None:
 
 
 def test_a_thread_that_sleeps_is_found_and_shown() -> None:
-    (hang,), beats = watched(doze, for_s=60)
+    (hang, *_), beats = watched(doze, for_s=60)  # on a machine so busy that nobody hears of the first, it sleeps once more
     assert hang.where == "'train_step' (backward)"
     assert 0.5 <= hang.still_s < 4
     assert hang.stack[-1].endswith("in doze: time.sleep(4)")

@@ -38,7 +38,7 @@ def test_a_request_has_one_outcome_which_releases_what_it_was_charged(cluster: S
         async with cluster.open(tmp_path) as running:
             work, model = open_work(running), await a_model(running)
             step, future = begin(running, model, 1, work)
-            assert work.has(model) and work.models == {model} and step.name == future.request_id
+            assert work.has(model) and work.models == {model} and step.request_name == future.request_id
             assert (work.standing().jobs, work.standing().tokens) == (1, 5) and running.usage.of("alice").queued_tokens == 5
             work.end_soon(step, Failed("not this time", "server"))
             work.end_soon(step, StepDone({}))
@@ -76,7 +76,7 @@ def test_a_request_for_whose_outcome_nobody_waits_just_ends(cluster: SmallCluste
             work, model = open_work(running), await a_model(running)
             leave = Work(1, model, 0, Leave(ends=False), None)
             work.begin(leave)
-            assert work.is_leaving(model) and leave.name == model.id
+            assert work.is_leaving(model) and leave.request_name == model.id
             work.end_soon(leave, Failed("the trainers failed", "server"))
             assert not work.is_leaving(model) and not work.failures and work.standing().jobs == 0
 
