@@ -148,6 +148,16 @@ def test_half_precision_rounds_what_attention_gives_and_no_score_before_it():
     assert errors[0] < 0.002 and errors[1] > 2 * errors[0]
 
 
+def test_a_cache_whose_longest_sample_has_just_filled_it_shrinks_to_fewer_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.engine.cache._SMALL_BYTES", 0)
+    cache, content = filled([5])
+    cache.reserve(slots=8, positions=5)
+    positions = cache.positions
+    assert cache.shrink(slots=1, positions=positions + 1), "its newest token has no keys yet"
+    assert (cache.slots, cache.positions) == (1, positions)
+    assert torch.equal(cache.layer(1)[0][:1, :, :5], content[1, 0, :1])
+
+
 @pytest.mark.parametrize("large", [False, True])
 def test_a_large_cache_that_is_hardly_in_use_shrinks_to_what_is(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offbeat.engine.cache._SMALL_BYTES", 0 if large else 1 << 20)

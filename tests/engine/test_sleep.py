@@ -123,10 +123,10 @@ def test_kept_weights_come_back_and_samples_go_on(engine, reference) -> None:
 
 def test_nothing_is_computed_with_weights_that_are_gone(engine, model_folder) -> None:
     folder = model_folder("qwen3")
-    assert engine.is_staged(0, VersionSource(folder)) and engine.live_folder == folder
+    assert engine.is_staged(0, VersionSource(folder)) and engine.base_for("elsewhere") == folder
     for _ in range(2):
         engine.sleep(keep_weights=False)
-    assert not engine.is_staged(0, VersionSource(folder)) and engine.live_folder == ""
+    assert not engine.is_staged(0, VersionSource(folder)) and engine.base_for("elsewhere") == ""
     with pytest.raises(RefusedError, match="its weights are gone, because it sleeps without them; stage a version and switch to it"):
         engine.wake()
     with pytest.raises(EngineError, match="it sleeps, and its memory is free for others; wake it, or switch to a version"):

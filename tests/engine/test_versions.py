@@ -65,6 +65,12 @@ def test_the_folder_that_is_live_is_not_read_again(tmp_path: Path) -> None:
         read_version(serving, str(tmp_path / "model"), live=str(tmp_path / "other"))
 
 
+def test_a_folder_that_is_a_version_may_hold_another_one_by_now_and_is_read_again() -> None:
+    started, published = VersionStore(live=-1, folder="/models/a"), VersionStore(live=3, folder="/models/a")
+    assert started.base_for("/models/a/") == started.base_for("/models/b") == published.base_for("/models/b") == "/models/a"
+    assert published.base_for("/models/a/") == ""
+
+
 @pytest.mark.parametrize("damaged", [False, True])
 @pytest.mark.parametrize("behind", [False, True])
 def test_changes_are_applied_to_what_is_live_or_to_what_they_build_on(tmp_path: Path, damaged: bool, behind: bool) -> None:

@@ -61,10 +61,11 @@ VLLM = pytest.mark.skipif(not WITH_VLLM, reason="make test-vllm runs it")
 ENGINES = [
     *(pytest.param(("embedded", dtype, ()), id=f"embedded-{dtype}") for dtype in DTYPES),
     pytest.param(("embedded", "int8", ()), id="embedded-int8"),
-    *(pytest.param(("vllm", dtype, ()), id=f"vllm-{dtype}", marks=VLLM) for dtype in (*DTYPES, *FORMS))]
+    *(pytest.param(("vllm", dtype, ()), id=f"vllm-{dtype}", marks=VLLM) for dtype in (*DTYPES, "int8")),
+    *(pytest.param(("vllm", form, ()), id=f"vllm-{form}", marks=[VLLM, pytest.mark.whole_run]) for form in FORMS if form != "int8")]
 SPLIT = ("--tensor-parallel-size", "2")
 SPLIT_ENGINE = pytest.param(("vllm", "float32", SPLIT), id="vllm-split", marks=VLLM)
-SPLIT_ROUNDED = pytest.param(("vllm", "int8", SPLIT), id="vllm-int8-split", marks=VLLM)
+SPLIT_ROUNDED = pytest.param(("vllm", "int8", SPLIT), id="vllm-int8-split", marks=[VLLM, pytest.mark.whole_run])
 Server = tuple[str, tuple[str, ...]]
 """Number format or form, and further arguments of a vLLM server."""
 

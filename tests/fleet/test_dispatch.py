@@ -398,8 +398,15 @@ def test_a_sample_goes_on_at_another_engine_and_in_another_process_as_it_would_h
         assert max(len(sample.tokens) for sample in whole) == 40
 
         # An earlier process had 5 tokens of the first sample, 1 of the second and none of the third.
-        hearing = Hearing(60, [_beginning(sample, length) for sample, length in zip(whole, (5, 1, 0), strict=True)])
+        hearing = Hearing(0.001, [_beginning(sample, length) for sample, length in zip(whole, (5, 1, 0), strict=True)])
         same(await dispatcher.generate(PROMPT, replace(sampling, hearing=hearing), n=3), whole)
+
+        # It had all tokens of all samples: their ends are not drawn again, with or without a seed.
+        for seed in (7, None):
+            num_before = first._engine.num_generated_tokens
+            hearing = Hearing(0.001, [_beginning(sample, len(sample.tokens)) for sample in whole])
+            same(await dispatcher.generate(PROMPT, replace(sampling, seed=seed, hearing=hearing), n=3), whole)
+            assert first._engine.num_generated_tokens == num_before
 
         hearing = Hearing(0.001, [KnownSample() for _ in range(3)])
         asking = asyncio.create_task(dispatcher.generate(PROMPT, replace(sampling, hearing=hearing), n=3))

@@ -34,7 +34,12 @@ def configured(dtype: str = "auto", *, path: str = "some/model", precision: str 
     (configured(urls=["http://a:1"]), None, SERVER, "float32", "engines by URL have a format of their own, and are given all digits"),
     (configured(quantization="int8"), None, SERVER, "float32", "products are in int8, and the rest takes little time"),
     (configured(path="", engine="vllm", quantization="int4"), None, LAPTOP, "bfloat16",
-     "products are in int4, which vllm makes of bfloat16 alone"),
+     "products are in int4, which vllm makes of bfloat16 alone here"),
+    (configured(engine="vllm", quantization="int8"), None, LAPTOP, "float32", "products are in int8, and the rest takes little time"),
+    (configured(engine="vllm", quantization="int8"), None, SERVER, "bfloat16",
+     "products are in int8, which vllm makes of bfloat16 alone here"),
+    (configured(engine="vllm", quantization="int8", devices_per_engine=1), H100, LAPTOP, "bfloat16",
+     "products are in int8, which vllm makes of bfloat16 alone here"),
     (configured("bfloat16"), None, LAPTOP, "bfloat16", "as configured")])
 def test_auto_takes_bfloat16_where_it_is_quick(config: PlanConfig, device: Device | None, cpu: Cpu, value: str, why: str) -> None:
     found = format_choice(config, device=device, cpu=cpu)
@@ -49,6 +54,18 @@ def test_the_choice_stands_in_the_configuration_and_is_float32_until_then(monkey
         assert chosen.model.dtype == chosen.model.number_format == value
         assert engine_format("auto", device=None) == value
     assert choose_number_format(configured("bfloat16")).model.dtype == engine_format("bfloat16", device=None) == "bfloat16"
+
+
+def test_float32_is_refused_where_the_kernels_of_a_form_do_not_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(number_format, "smallest_device", lambda: H100)
+    for cpu, devices, refused in ((LAPTOP, 0, False), (SERVER, 0, True), (LAPTOP, 1, True)):
+        monkeypatch.setattr(number_format, "this_cpu", lambda cpu=cpu: cpu)
+        config = configured("float32", engine="vllm", quantization="int8", devices_per_engine=devices)
+        if refused:
+            with pytest.raises(ConfigError, match="model.dtype must be 'bfloat16' or 'auto' with inference.quantization = 'int8' here"):
+                choose_number_format(config)
+        else:
+            assert choose_number_format(config) is config
 
 
 def test_8_bit_floats_are_refused_on_a_device_without_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ class StandInEngine:
         # The lengths and texts are the request's alone, as where sampling is seeded.
         own = random.Random(json.dumps([body["prompt"], body.get("seed", 0)]))
         most = body["max_tokens"]
-        lengths = [own.randint(1, most) for _ in range(body["n"])]
+        lengths = [own.randint(1, most) if most else 0 for _ in range(body["n"])]  # none: the sample that goes on has its end
         token_s = world.token_s * (10 if rng.random() < world.straggler else 1)
         tokens: list[list[int]] = [[] for _ in lengths]
         versions: list[list[int]] = [[] for _ in lengths]

@@ -9,6 +9,7 @@ import base64
 import json
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
@@ -147,8 +148,10 @@ def _rollout(library: RunLibrary, http: Request) -> Any:
         for place, t in enumerate(group.trajectories)]
     shown = _shown(group.trajectories[address.place]) if group.trajectories else None
     if shown is not None:
-        pictures = find_pictures(library.folder(_name(http)), shown["ids"])
-        shown["images"] = {each: f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}" for each, path in pictures.items()}
+        shown["images"] = {}
+        for each, path in find_pictures(library.folder(_name(http)), shown["ids"]).items():
+            with suppress(OSError):  # removed meanwhile, by `offbeat data prune`
+                shown["images"][each] = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
     return {"address": str(address), "group": _facts(group), "samples": others, "rollout": shown}
 
 

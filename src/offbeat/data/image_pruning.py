@@ -41,6 +41,8 @@ def prune_images(folder: Path) -> Pruned:
     kept = {image for name, path in notes.items() if name not in gone for image in read_notes(path)}
     removable = {image for path in gone.values() for image in read_notes(path)} - kept
     _forget_sources(folder, removable)
+    for name in notes.keys() - gone.keys():  # what runs have begun to use meanwhile; a source that is forgotten is looked up no more
+        removable -= read_notes(notes[name])
     removed_bytes = num_removed = 0
     for image in removable:
         for suffix in (SUFFIX, PICTURE):

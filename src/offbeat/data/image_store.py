@@ -9,6 +9,7 @@ import hashlib
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,6 +149,8 @@ class ImageStore:
             return
         if self._noted is None:
             self._noted = read_notes(self._notes)
+            with suppress(OSError):
+                self._notes.touch()  # a run that begins counts as one, though its folder may be gone, and all of its images noted
         if image_id not in self._noted:
             try:
                 with self._notes.open("a") as file:

@@ -6,7 +6,7 @@ With `encoding_format: "base64"` a completion holds arrays, which take a fortiet
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -147,7 +147,8 @@ class Answer:
         self._add_counts(*outputs)
         choices = []
         for output in sorted(outputs, key=lambda o: o.index):
-            text = self._text([*self._begun(output), *told_ids(output, self._body)])
+            whole = replace(output, token_ids=[*self._begun(output), *output.token_ids])
+            text = self._text(told_ids(whole, self._body))
             choices.append(self._choice(output, text, first=True))
         return msgspec.json.encode({**self._head, "object": self._form.kind, "choices": choices, "usage": self._usage()})
 
@@ -241,8 +242,8 @@ def _bytes(values: Sequence[float], dtype: type) -> bytes:
 def write_running(told: Mapping[str, Sequence[tuple[int, Output]]]) -> bytes:
     """Encode what running samples have, by their requests' names: the number of tokens before, and the tokens that follow."""
     return msgspec.json.encode({"requests": {name: [{
-        "first": first, "token_ids": _bytes(output.token_ids[first:], np.int32), "logprobs": _bytes(output.logprobs[first:], np.float32),
-        "versions": _bytes(output.versions[first:], np.int32)} for first, output in samples] for name, samples in told.items()}})
+        "first": first, "token_ids": _bytes(output.token_ids, np.int32), "logprobs": _bytes(output.logprobs, np.float32),
+        "versions": _bytes(output.versions, np.int32)} for first, output in samples] for name, samples in told.items()}})
 
 
 def told_ids(output: Output, body: GenerateBody) -> list[int]:

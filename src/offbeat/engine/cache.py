@@ -132,10 +132,12 @@ class SlotCache:
     def shrink(self, *, slots: int, positions: int) -> bool:
         """Free what is beyond this many slots and positions, which must cover all in use, if that is most of a large cache.
 
+        They may be more than there are, as the newest token of a sample has no keys and values yet.
+
         Returns:
             Whether anything was freed.
         """
-        positions = round_up(positions, BUCKET)
+        slots, positions = min(slots, self.slots), min(round_up(positions, BUCKET), self.positions)
         if self.size_bytes <= max(_SMALL_BYTES, _SHRINKS_BY * slots * positions * self.shape.bytes_per_token):
             return False
         for part, old in enumerate(self._data):

@@ -7,7 +7,7 @@ sampled it, that a staged version never changes, and that a sample with a seed d
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Literal
@@ -169,9 +169,9 @@ class EmbeddedEngine:
             self._release(rows)
         self.adapters.drop_leaving()
 
-    def running(self, request_ids: Collection[str]) -> dict[str, list[Output]]:
+    def running(self, have: Mapping[str, Sequence[int]]) -> dict[str, list[Output]]:
         """See `Rows.running`."""
-        return self._rows.running(request_ids)
+        return self._rows.running(have)
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, n: int = 1) -> list[list[Output]]:
         """Run prompts to completion in this thread; returns [P][n] outputs in the order of the prompts. For tests and benchmarks."""
@@ -370,10 +370,9 @@ class EmbeddedEngine:
         """See `VersionStore.has`."""
         return self._versions.has(version, source)
 
-    @property
-    def live_folder(self) -> str:
-        """Folder in which the live weights were written."""
-        return self._versions.live_folder
+    def base_for(self, folder: str) -> str:
+        """See `VersionStore.base_for`."""
+        return self._versions.base_for(folder)
 
     def prepare(self, folder: str, broadcast: str = "", *, live: str = "") -> object:
         """Read a version's weights into the form that `stage` takes; see `read_version`. May run on any thread."""

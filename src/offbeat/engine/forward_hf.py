@@ -247,7 +247,8 @@ class HFForward:
 
     @torch.inference_mode()
     def installed(self) -> dict[str, Tensor]:
-        return {name: parameter.data for name, parameter in self._model.named_parameters()}
+        # Transformers keeps some parameters of a few families in float32, which published weights do not.
+        return {name: parameter.data.to(self.dtype) for name, parameter in self._model.named_parameters()}
 
     @torch.inference_mode()
     def release(self) -> None:
@@ -256,7 +257,7 @@ class HFForward:
 
     @torch.inference_mode()
     def tensors(self) -> dict[str, Tensor]:
-        return published_names(self._model, self.installed())
+        return published_names(self._model, {name: parameter.data for name, parameter in self._model.named_parameters()})
 
     def fingerprinter(self) -> Callable[[], str]:
         return partial(fingerprint_tensors, self.tensors())

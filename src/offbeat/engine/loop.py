@@ -99,9 +99,10 @@ class EngineLoop:
             ModelError, EngineError: as for `EmbeddedEngine.prepare`; the live weights continue to serve.
         """
         if not self.call(lambda: self.engine.is_staged(version, source)).result():
-            live = self.call(lambda: self.engine.live_folder).result()
+            live = self.call(lambda: self.engine.base_for(source.folder)).result()
             prepared = self.engine.prepare(source.folder, broadcast, live=live)
-            if self.call(lambda: self.engine.live_folder).result() != live:  # `prepare` may have built on a base that a switch replaced
+            # `prepare` may have built on a base that a switch replaced.
+            if self.call(lambda: self.engine.base_for(source.folder)).result() != live:
                 prepared = self.engine.prepare(source.folder, broadcast)
             self.call(lambda: self.engine.stage(version, source, prepared)).result()
 

@@ -118,6 +118,8 @@ class Request:
         if self.num_begun and not self.params.shaping.is_plain:
             raise RefusedError(
                 "begun_tokens must be 0 with penalties, structures and whatever else depends on the sample so far; leave one of them out")
+        if self.stream and self.num_begun:
+            raise RefusedError("begun_tokens must be 0 with stream, which gives a sample in parts; leave one of them out")
         if self.stream and self.params.routes:
             raise RefusedError("return_routed_experts must be false with stream, which gives a sample in parts; leave one of them out")
 

@@ -1,6 +1,6 @@
 """Bookkeeping of running samples: numpy columns indexed by slot, so that a step is a handful of array operations. Used by the engine."""
 
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -196,12 +196,12 @@ class Rows:
             sample.index, *(column[row, span].tolist() for column in columns), finish_reason=reason, top_logprobs=top,
             num_cached=sample.num_cached)
 
-    def running(self, request_ids: Collection[str]) -> dict[str, list[Output]]:
-        """Return all tokens that the running samples of requests have so far."""
-        found: dict[str, list[Output]] = {name: [] for name in request_ids}
+    def running(self, have: Mapping[str, Sequence[int]]) -> dict[str, list[Output]]:
+        """Return what the running samples of requests have beyond their first tokens, whose numbers are given by request and sample."""
+        found: dict[str, list[Output]] = {name: [] for name in have}
         for row, sample in enumerate(self.samples):
-            if (own := found.get(sample.request.id)) is not None:
-                span = slice(self._prompt_len[row], self.length[row])
+            if (own := found.get(sample.request.id)) is not None and sample.index < len(have[sample.request.id]):
+                span = slice(self._prompt_len[row] + have[sample.request.id][sample.index], self.length[row])
                 columns = (self._tokens, self._logprobs, self._versions)
                 own.append(Output(sample.index, *(column[row, span].tolist() for column in columns), finish_reason=None))
         return found

@@ -36,8 +36,9 @@ from offbeat.engine.loader import load_engine
 from offbeat.engine.loop import EngineLoop
 from offbeat.engine.metrics import registry_of
 from offbeat.engine.options import EngineOptions
-from offbeat.engine.request import MAX_PROMPT_TOP, Event, Output, Request, SamplingParams, Scored, ScoreJob
+from offbeat.engine.request import MAX_PROMPT_TOP, Event, FinishReason, Output, Request, SamplingParams, Scored, ScoreJob
 from offbeat.engine.stall import LOOKED_AT_S, StepWatch
+from offbeat.engine.text import TextStream
 from offbeat.engine.versions import VersionSource
 from offbeat.engine.web import Disconnected, Handler, HttpServer, refusal, refusal_of, whole_body
 from offbeat.engine.wire import (
@@ -185,7 +186,8 @@ class EngineServer:
             check_text_size(text, self._tokenizer, context=self._engine.max_context)
         tokenized = iter(await asyncio.to_thread(lambda: list(map(self._tokenizer.prompt, texts)))) if texts else iter(())
         prompts = [next(tokenized) if isinstance(prompt, str) else prompt for prompt in given]
-        generates = not (body.echo and body.max_tokens == 0)
+        ended = self._ended(body, prompts[0]) if body.begun_tokens else None
+        generates = ended is None and not (body.echo and body.max_tokens == 0)
         params = body.params(default_max_tokens=DEFAULT_MAX_TOKENS) if generates else SamplingParams()
         form, adapter = CompletionFormat(packed=body.encoding_format == "base64"), self.adapter_of(body.model or "")
         name = f"{form.prefix}-{body.request_id or uuid.uuid4().hex}"
@@ -199,25 +201,35 @@ class EngineServer:
         answer = Answer(
             name, form, body, tokenizer=self._tokenizer, model=adapter or self._model_name, prompt_len=sum(map(len, prompts)),
             prompts=[Prompt(*prompt) for prompt in zip(prompts, body.prompts, scores, strict=True)])
-        outputs = self.outputs(http, *requests) if generates else _empty_samples(len(prompts) * body.n)
+        outputs = self.outputs(http, *requests) if generates else _empty_samples(len(prompts) * body.n, ended or "length")
         if body.stream:
             return await streaming(answer, outputs)
         made = [output async for output in outputs]
         # A long prompt's log-probabilities take a second to write.
         return json_response(await asyncio.to_thread(answer.whole, made) if any(scores) else answer.whole(made))
 
+    def _ended(self, body: CompletionBody, prompt: list[int]) -> FinishReason | None:
+        """Return why the sample that a request is to go on with has ended already, so that its end is not drawn a second time."""
+        begun = prompt[-body.begun_tokens :]
+        stop_ids = (*(body.stop_token_ids or ()), *(() if body.ignore_eos else (self._tokenizer.eos_token_id,)))
+        text = TextStream(self._tokenizer, body.stops, after=self._tokenizer.anchor)
+        for token in begun if body.stops else ():
+            text.push(token)
+        return "stop" if begun[-1] in stop_ids or text.stopped else "length" if body.max_tokens == 0 else None
+
     async def _running(self, http: HttpRequest) -> Response:
-        """Tell what samples of running requests have. One that has ended lacks its last token, with which it can be ended again."""
+        """Tell what samples of running requests have, also those of them that have ended."""
         body = read_body(RunningBody, await whole_body(http))
         ids = {f"{CompletionFormat.prefix}-{name}-0": name for name in body.requests}
-        running = await asyncio.wrap_future(self._loop.call(lambda: self._engine.running(list(ids))))
+        have = {request_id: body.requests[name] for request_id, name in ids.items()}
+        running = await asyncio.wrap_future(self._loop.call(lambda: self._engine.running(have)))
         told: dict[str, list[tuple[int, Output]]] = {}
         for request_id, outputs in running.items():
-            have, inbox = body.requests[ids[request_id]], self._inboxes.get(request_id)
-            ended = [] if inbox is None else [_without_end(output) for output in inbox.ended]
+            firsts, inbox = have[request_id], self._inboxes.get(request_id)
+            ended = [] if inbox is None else [_from(output, firsts[output.index : output.index + 1]) for output in inbox.ended]
             samples = {output.index: output for output in (*outputs, *ended)}
-            if samples.keys() == set(range(len(have))):
-                told[ids[request_id]] = [(first, samples[index]) for index, first in enumerate(have)]
+            if samples.keys() == set(range(len(firsts))):
+                told[ids[request_id]] = [(first, samples[index]) for index, first in enumerate(firsts)]
         return json_response(write_running(told))
 
     async def _prompt_scores(
@@ -448,14 +460,15 @@ class _Numbered:
         self.inbox.put_nowait(result)
 
 
-def _without_end(output: Output) -> Output:
-    return replace(output, token_ids=output.token_ids[:-1], logprobs=output.logprobs[:-1], versions=output.versions[:-1])
+def _from(output: Output, firsts: Sequence[int]) -> Output:
+    first = sum(firsts)
+    return replace(output, token_ids=output.token_ids[first:], logprobs=output.logprobs[first:], versions=output.versions[first:])
 
 
-async def _empty_samples(num: int) -> AsyncGenerator[Output]:
+async def _empty_samples(num: int, reason: FinishReason) -> AsyncGenerator[Output]:
     """Yield samples of no tokens, for prompts that are told again and not continued."""
     for index in range(num):
-        yield Output(index, [], [], [], "length", [])
+        yield Output(index, [], [], [], reason, [])
 
 
 async def _next(inbox: Inbox, kind: type[T]) -> T:

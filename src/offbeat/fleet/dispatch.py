@@ -6,6 +6,7 @@ several engines.
 
 import asyncio
 import time
+from bisect import bisect_right
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -229,6 +230,9 @@ class _Generation:
         sampling, hearing = self.sampling, self.sampling.hearing
         if hearing is not None:
             version = split_adapter_name(adapter)[1] if adapter else None
+            if version is not None:  # an earlier process may have known a newer one
+                for sample in hearing.samples:
+                    sample.cut(bisect_right(sample.versions, version))
             if hearing.num_tokens:
                 return await gather_all(
                     self._go_on(client, adapter, sample, replace(
@@ -242,9 +246,10 @@ class _Generation:
         """Generate the rest of a sample; returns all of it."""
         tokens, logprobs, versions = tuple(begun.tokens), tuple(begun.logprobs), tuple(begun.versions)
         [rest] = await client.generate((*self.prompt, *tokens), sampling, n=1, timeout_s=self.timeout_s, adapter=adapter)
+        begun.hear(len(tokens), rest.token_ids, rest.logprobs, rest.versions)  # if another sample's engine fails, this one has its end
         return replace(
             rest, tokens=(*tokens, *rest.token_ids), token_logprobs=(*logprobs, *rest.logprobs),
-            token_versions=(*versions, *rest.versions))
+            token_versions=(*versions, *rest.versions), num_cached_tokens=min(rest.num_cached_tokens, len(self.prompt)))
 
     def asks(self, member: Member) -> None:
         if self.sampling.hearing is not None:

@@ -96,6 +96,8 @@ class _Vllm:
             "VLLM_API_KEY": serving.key}  # `Inside` requires it on all paths, vLLM itself below /v1
         if inference.quantization != "none":
             command += ["--quantization", _VLLM_FORMS[inference.quantization]]
+        if inference.quantization == "int4":
+            env["VLLM_CPU_INT4_W4A8"] = "0"  # by default activations are rounded, too, on CPUs with AMX
         if config.model.route_replay == "rollout":
             command += ["--enable-return-routed-experts"]
         if inference.max_context:

@@ -5,6 +5,7 @@ seconds. No I/O.
 """
 
 import secrets
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -82,7 +83,7 @@ class Hearing:
         if self.engine is None:
             return len(sample.tokens)
         newest = -1 if self.engine.version is None else self.engine.version
-        return next((at for at, version in enumerate(sample.versions) if version > newest), len(sample.tokens))
+        return bisect_right(sample.versions, newest)  # they never fall
 
     def go_on_at(self, engine: Proven) -> None:
         """Let an engine generate what follows; tokens of a newer version than its own are forgotten, as versions must not fall."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from offbeat.config.for_processes import PlanConfig
+from offbeat.config.inference import InferenceConfig
 from offbeat.config.model import NumberFormat
 from offbeat.cpu import Cpu, this_cpu
 from offbeat.errors import ConfigError
@@ -25,11 +26,15 @@ def choose_number_format(config: PlanConfig) -> PlanConfig:
     """
     if config.model.quantization == "nf4" and not config.cluster.ray_address:
         require("qlora", QLORA, wanted_by="model.quantization = 'nf4'")
-    device = smallest_device() if config.inference.devices_per_engine else None
+    device = smallest_device() if config.inference.devices_per_engine and not config.cluster.ray_address else None
     if config.inference.quantization == "fp8" and device is not None and device.has_fp8 is False:
         raise ConfigError(
             f"inference.quantization must be 'none', 'int8' or 'int4' on {device.name}, got 'fp8'; vLLM's kernels for it need a device of"
             " compute capability 8.9 or later")
+    if config.model.dtype == "float32" and _needs_bf16(config.inference, this_cpu()):
+        raise ConfigError(
+            f"model.dtype must be 'bfloat16' or 'auto' with inference.quantization = '{config.inference.quantization}' here, got 'float32';"
+            f" the kernels of {config.inference.engine} for devices, and for CPUs with AMX, take no other")
     if config.model.dtype != "auto":
         return config
     value = format_choice(config, device=device, cpu=this_cpu()).value
@@ -48,9 +53,9 @@ def format_choice(config: PlanConfig, *, device: Device | None, cpu: Cpu) -> Cho
     if model.dtype != "auto":
         return Choice("model.dtype", model.dtype, "as configured")
     if inference.form is not None:
-        value = inference.form.formats[0]
+        value = "bfloat16" if _needs_bf16(inference, cpu) else inference.form.formats[0]
         why = f"products are in {inference.quantization}, " + (
-            "and the rest takes little time" if value == "float32" else f"which {inference.engine} makes of {value} alone")
+            "and the rest takes little time" if value == "float32" else f"which {inference.engine} makes of {value} alone here")
     elif not model.path:
         why = "a tiny model gains nothing from bfloat16"
     elif inference.urls:
@@ -101,3 +106,8 @@ def slow_dtype(dtype: NumberFormat, *, cpu: Cpu) -> str:
 def _slow(setting: str, instead: str, cpu: Cpu) -> str:
     return (f"{setting} is many times slower than float32 on this CPU ({cpu}), which has no instructions for products in bfloat16;"
             f' "auto" {instead}')
+
+
+def _needs_bf16(inference: InferenceConfig, cpu: Cpu) -> bool:
+    """Whether kernels of an engine's form of weights take no other format on its devices, or on this CPU."""
+    return inference.form is not None and not inference.kind.inside and (inference.devices_per_engine > 0 or cpu.instructions == "AMX")

@@ -112,7 +112,8 @@ class Channel:
         from_model = bool(self._initial) and manifest.folder == str(Path(self._initial))
         if manifest.broadcast or not self._writer.holds(manifest.version) or (self._is_intact() and not from_model):
             return None
-        self._notes.note("rewritten", f"{Path(manifest.folder).name} is not on disk as it was written, and is written again")
+        why = "was not taken by an engine" if from_model else "is not on disk as it was written"
+        self._notes.note("rewritten", f"{Path(manifest.folder).name} {why}, and is written again")
         return await self._make(manifest.version)
 
     def prune(self, served: Version) -> None:

@@ -13,7 +13,7 @@ ignore_sigterm()
 def main() -> None:
     """Run `vllm` with the arguments given."""
     # Processes that vLLM spawns import this file, and nothing of the following.
-    if any(word.startswith("offbeat_int") for word in sys.argv):
+    if any("offbeat_int" in word for word in sys.argv):
         import vllm_quantized  # noqa: F401, PLC0415
     from vllm.entrypoints.cli.main import main as vllm_main  # noqa: PLC0415
 
