@@ -32,7 +32,7 @@ from offbeat.config.root import Config
 from offbeat.data.dataset import open_datasets
 from offbeat.data.stream import PromptStream
 
-AIM = 1.9
+AIM = 2.7
 CONFIG = ROOT / "src" / "offbeat" / "cli" / "quickstart.toml"
 START = WORK / "sort-digits-sft" / "export"
 RUNS = WORK / "step"
