@@ -145,6 +145,8 @@ has been measured; [GPUs](gpu.md) says what is known.
 REASONS = """
 ## Why aims are missed
 
+- The masks of the AVX2 figures hold for oneDNN, torch and MKL. FBGEMM, by which the embedded engine multiplies in int8 and weighs rows in
+  attention, chooses by itself, so those figures of int8 may be of wider instructions.
 - Requests in flight, against vLLM: [the parts of a decode step](engine.md#where-a-decode-step-goes) are the reason. Both sides multiply by
   oneDNN. What is between is called one by one by the embedded engine; vLLM compiles it, with a compiler that a machine need not have here,
   and that this is what it gains is read from its code, not profiled.
