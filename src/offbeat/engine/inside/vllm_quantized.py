@@ -99,9 +99,18 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
 
 
 class _Form(QuantizationConfig):
-    """What vLLM asks of a form of weights."""
+    """What vLLM asks of a form of weights.
 
+    Attributes:
+        name: value of vLLM's `--quantization`.
+    """
+
+    name: str
     linear: type[_Rounded]
+
+    @classmethod
+    def get_name(cls) -> Any:
+        return cls.name
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
@@ -127,21 +136,13 @@ class _Form(QuantizationConfig):
 
 @register_quantization_config("offbeat_int8")
 class Int8(_Form):
-    """`--quantization offbeat_int8`."""
+    """Whole numbers of 8 bits."""
 
-    linear = Int8Linear
-
-    @classmethod
-    def get_name(cls) -> Any:
-        return "offbeat_int8"
+    name, linear = "offbeat_int8", Int8Linear
 
 
 @register_quantization_config("offbeat_int4")
 class Int4(_Form):
-    """`--quantization offbeat_int4`."""
+    """Whole numbers of 4 bits."""
 
-    linear = Int4Linear
-
-    @classmethod
-    def get_name(cls) -> Any:
-        return "offbeat_int4"
+    name, linear = "offbeat_int4", Int4Linear
