@@ -1,3 +1,6 @@
+"""All steps in a journal, over every start of a run and from older versions of Offbeat."""
+
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +11,9 @@ from offbeat.journal.history import read_history
 from offbeat.journal.records import BatchTaken, JournalHead, StepComputed, StepTrained
 from offbeat.journal.run_journal import RunJournal
 from offbeat.journal.segments import find
+
+OLDER = Path(__file__).parent / "older" / "7810141c"
+"""A journal of format 1, as that revision wrote it."""
 
 HEAD = JournalHead(StreamState(0, 0), ())
 
@@ -78,3 +84,24 @@ def test_damage_ends_the_steps_of_one_start_alone_and_is_told(tmp_path: Path) ->
         record_steps(journal, 3)
     history = read_history(tmp_path)
     assert list(history.steps) == [1, 3] and path.name in history.cuts[0]
+
+
+def test_a_journal_of_format_1_is_read_and_gone_on_from(tmp_path: Path) -> None:
+    shutil.copytree(OLDER, tmp_path / "journal")
+    with open_journal(tmp_path / "journal") as journal:
+        found = journal.read(0)
+        assert found is not None and not found[1]
+        standing = found[0]
+        assert standing.identity == b'{"who": "a run"}'
+        assert [step.state for step in standing.steps] == [b'{"global_step": 1, "ended": true}']
+        assert standing.waiting == ("0:2", "0:3", "0:4") and standing.num_tries == {"0:2": 1}
+        ready = standing.ready["0:0"].read()
+        assert [t.tokens.tolist() for t in ready.trajectories] == [[5, 6, 7], [5, 6, 7, 8, 9, 10]]
+        (call,) = standing.read_open()["0:3"].calls
+        assert [each.tokens.tolist() for each in call.answers] == [[5, 6, 7], [8]]
+        journal.begin(1, HEAD, held=[ready])
+        journal.record(BatchTaken(2, ("0:0",)))
+        journal.record(StepTrained(2, b"two"))
+    history = read_history(tmp_path / "journal")
+    assert list(history.steps) == [1, 2] and not history.cuts
+    assert [each.read().prompt_id for step in history.steps.values() for each in step.groups] == ["0:1", "0:0"]

@@ -109,7 +109,7 @@ def test_a_segment_that_is_gone_ends_the_reading(tmp_path: Path) -> None:
 def test_a_newer_format_is_refused_and_a_foreign_file_is_no_segment(tmp_path: Path) -> None:
     start = MAGIC + struct.pack("<I", FORMAT + 1)
     path_of(tmp_path, 0).write_bytes(start + struct.pack("<I", zlib.crc32(start)) + b"whatever it holds")
-    with pytest.raises(ConfigError, match=r"00000000\.log has format 2, made by a newer Offbeat .* remove the folder .* to continue"):
+    with pytest.raises(ConfigError, match=r"00000000\.log has format 3, made by a newer Offbeat .* remove the folder .* to continue"):
         find(tmp_path)
     path_of(tmp_path, 0).write_bytes(b"PK\x03\x04 an archive of somebody's, under the name of a segment")
     assert find(tmp_path) == []

@@ -20,8 +20,13 @@ from pathlib import Path
 
 from offbeat.errors import ConfigError, StorageError
 
-FORMAT = 1
-"""Version of the files. It rises with a change that an older Offbeat would misread; the first 16 bytes stay as they are."""
+FORMAT = 2
+"""Version of the files. It rises with a change that an older Offbeat would misread; the first 16 bytes stay as they are.
+
+Since format 2, answers of engines may have samples that are not finished; an Offbeat that knows format 1 would take them for whole ones.
+"""
+
+_OLDEST = 1
 
 MAGIC = b"OFFBEATJ"
 
@@ -174,7 +179,7 @@ def _segment(path: Path, number: int) -> Segment | None:
         raise StorageError(f"cannot read {path}: {exc.strerror}") from exc
     if len(start) < _START.size or start[:8] != MAGIC or _crc(start[:12]) != start[12:]:
         return None
-    if (version := _START.unpack(start)[1]) != FORMAT:
+    if not _OLDEST <= (version := _START.unpack(start)[1]) <= FORMAT:
         raise ConfigError(
             f"{path} has format {version}, made by a newer Offbeat than this one, which knows up to {FORMAT}; upgrade Offbeat, or remove"
             f" the folder {path.parent} to continue from the checkpoint alone")
