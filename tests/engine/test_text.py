@@ -104,6 +104,37 @@ def test_bytes_that_never_become_text_cost_the_same_at_every_token() -> None:
     assert tokenizer.num_decoded < 2001 * 64
 
 
+@given(
+    st.text(alphabet="ab😀", max_size=90), st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=2), st.integers(0, 3),
+    st.integers(0, 100))
+def test_tokens_that_are_given_at_once_are_as_if_they_had_been_pushed(text: str, stops: list[str], min_tokens: int, at: int) -> None:
+    data = text.encode()
+    at = min(at, len(data))
+    pushed, begun = (TextStream(Bytes(), tuple(stops), min_tokens=min_tokens, after=b"xa") for _ in range(2))
+    for token in data[:at]:
+        pushed.push(token)
+    begun.begin(data[:at])
+    assert begun.stopped == pushed.stopped
+    for token in data[at:]:
+        pieces = begun.push(token), pushed.push(token)
+        assert pieces[0] == pieces[1] and begun.stopped == pushed.stopped
+    assert begun.finish() == pushed.finish()
+
+
+def test_thousands_of_tokens_that_are_given_at_once_are_decoded_once() -> None:
+    class Counted(Bytes):
+        num_decoded = 0
+
+        def decode(self, ids: list[int]) -> str:
+            self.num_decoded += len(ids)
+            return super().decode(ids)
+
+    tokenizer = Counted()
+    stream = TextStream(tokenizer, ("#",))
+    stream.begin(b"a" * 4000)
+    assert tokenizer.num_decoded < 4000 + 64 * 64 and stream.push(ord("#")) == "" and stream.stopped
+
+
 def test_many_long_stop_strings_that_almost_match_cost_next_to_nothing() -> None:
     stops = ("a" * 999 + "x", *("b" * 998 + chr(0x100 + i) for i in range(MAX_STOPS - 1)))
     begin = time.process_time()

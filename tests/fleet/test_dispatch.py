@@ -424,5 +424,20 @@ def test_a_sample_goes_on_at_another_engine_and_in_another_process_as_it_would_h
     using([url_0, url_1], body)
 
 
+def test_samples_that_have_begun_wait_for_a_place_in_a_full_engine_while_others_of_their_call_go_on(start_engine) -> None:
+    server, url = start_engine(max_running=1, max_queued=1)
+
+    async def body(_pool: EnginePool, dispatcher: Dispatcher, failures: list) -> None:
+        [whole] = await dispatcher.generate(PROMPT, sampling, n=1)
+        num_before = server._engine.num_generated_tokens
+        hearing = Hearing(0.001, [_beginning(whole, 2) for _ in range(5)])
+        found = await dispatcher.generate(PROMPT, replace(sampling, hearing=hearing), n=5)
+        assert [len(sample.tokens) for sample in found] == [8] * 5 and not failures
+        assert server._engine.num_generated_tokens == num_before + 5 * 6  # none of them was stopped
+
+    sampling = Sampling(8, seed=7, ignore_eos=True)
+    using([url], body)
+
+
 def _beginning(sample: Sample, length: int) -> KnownSample:
-    return KnownSample(list(sample.token_ids[:length]), list(sample.logprobs[:length]), list(sample.versions[:length]))
+    return KnownSample(sample.tokens[:length], sample.token_logprobs[:length], sample.token_versions[:length])

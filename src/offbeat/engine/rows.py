@@ -222,6 +222,5 @@ def _text_of(request: Request, tokenizer: Tokenizer) -> TextStream | None:
     if not params.stop:
         return None
     stream = TextStream(tokenizer, params.stop, min_tokens=params.shaping.min_tokens, after=tokenizer.anchor)
-    for token in request.begun:
-        stream.push(token)
+    stream.begin(request.begun)
     return stream

@@ -213,8 +213,8 @@ class EngineServer:
         begun = prompt[-body.begun_tokens :]
         stop_ids = (*(body.stop_token_ids or ()), *(() if body.ignore_eos else (self._tokenizer.eos_token_id,)))
         text = TextStream(self._tokenizer, body.stops, after=self._tokenizer.anchor)
-        for token in begun if body.stops else ():
-            text.push(token)
+        if body.stops:
+            text.begin(begun)
         return "stop" if begun[-1] in stop_ids or text.stopped else "length" if body.max_tokens == 0 else None
 
     async def _running(self, http: HttpRequest) -> Response:

@@ -11,6 +11,8 @@ _UNREADABLE = "\ufffd"
 _LONGEST_CHARACTER = 4
 _MOST_HELD = 16
 """Tokens held back for an incomplete character before their text is released anyway; no tokenizer needs that many for a character."""
+_NEWEST = 2 * _MOST_HELD
+"""Tokens at the end of those that are given at once whose text may still depend on the next one."""
 
 
 class Decoder(Protocol):
@@ -29,9 +31,14 @@ class StopStrings:
     """An automaton that finds any of several strings in a text in one pass (Aho and Corasick, 1975).
 
     A state is the longest suffix of the text that is a prefix of one of the strings; state 0 is the empty suffix.
+
+    Attributes:
+        stops: the strings.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
+        self.stops = stops
+        self._longest = max(map(len, stops), default=0)
         self._next: list[dict[str, int]] = [{}]
         self._depth = [0]
         self._found = [0]
@@ -65,6 +72,13 @@ class StopStrings:
                 return 0
             state = self._shorter[state]
         return longer
+
+    def after(self, text: str) -> int:
+        """Return the state after a text, which only the end of it decides that is as long as the longest string."""
+        state = 0
+        for char in text[max(len(text) - self._longest, 0) :]:
+            state = self.step(state, char)
+        return state
 
     def begun(self, state: int) -> int:
         """Length of the text's suffix that is a prefix of one of the strings."""
@@ -107,6 +121,26 @@ class TextStream:
         self._ids.append(token_id)
         self._num_tokens += 1
         return "" if self.stopped else self._release(self._decode_new(final=False), final=False)
+
+    def begin(self, ids: Sequence[int]) -> None:
+        """Add the first tokens at once, whose text is not wanted; afterwards all is as if they had been pushed one by one.
+
+        The text of all but the last few is decoded once, and stop strings are looked for in it as a whole, so that thousands of tokens take
+        a millisecond.
+        """
+        assert not self._num_tokens, "a text begins once"
+        head = [] if self._min_tokens else list(ids[: max(len(ids) - _NEWEST, 0)])
+        if head:
+            before = _complete(self._tokenizer.decode(self._ids))
+            text = _complete(self._tokenizer.decode([*self._ids, *head]))[len(before) :]
+            self.stopped = any(stop in text for stop in self._stops.stops)
+            self._state = self._stops.after(text)
+            self._held = text[len(text) - self._stops.begun(self._state) :]
+            self._num_tokens = len(head)
+            self._ids = [*self._ids, *head][-_NEWEST:]
+            self._context, self._read = 0, len(self._ids)
+        for token in ids[len(head) :]:
+            self.push(token)
 
     def finish(self) -> str:
         """Return the rest of the text."""

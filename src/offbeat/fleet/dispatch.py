@@ -244,12 +244,25 @@ class _Generation:
 
     async def _go_on(self, client: EngineClient, adapter: str, begun: KnownSample, sampling: Sampling) -> Sample:
         """Generate the rest of a sample; returns all of it."""
-        tokens, logprobs, versions = tuple(begun.tokens), tuple(begun.logprobs), tuple(begun.versions)
-        [rest] = await client.generate((*self.prompt, *tokens), sampling, n=1, timeout_s=self.timeout_s, adapter=adapter)
-        begun.hear(len(tokens), rest.token_ids, rest.logprobs, rest.versions)  # if another sample's engine fails, this one has its end
+        length = len(begun.tokens)
+        [rest] = await self._accepted(client, (*self.prompt, *begun.tokens), sampling, adapter)
+        # If another sample's engine fails, this one has its end.
+        begun.hear(length, rest.tokens, rest.token_logprobs, rest.token_versions)
+        tokens, logprobs, versions = begun.columns()
         return replace(
-            rest, tokens=(*tokens, *rest.token_ids), token_logprobs=(*logprobs, *rest.logprobs),
-            token_versions=(*versions, *rest.versions), num_cached_tokens=min(rest.num_cached_tokens, len(self.prompt)))
+            rest, tokens=tokens, token_logprobs=logprobs, token_versions=versions,
+            num_cached_tokens=min(rest.num_cached_tokens, len(self.prompt)))
+
+    async def _accepted(self, client: EngineClient, prompt: tuple[int, ...], sampling: Sampling, adapter: str) -> list[Sample]:
+        """Generate the rest of a sample; while the engine's queue is full, others of the call go on, and make room."""
+        give_up_s = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                return await client.generate(prompt, sampling, n=1, timeout_s=self.timeout_s, adapter=adapter)
+            except BusyError:
+                if time.monotonic() > give_up_s:
+                    raise
+            await asyncio.sleep(_BUSY_RETRY_S)
 
     def asks(self, member: Member) -> None:
         if self.sampling.hearing is not None:

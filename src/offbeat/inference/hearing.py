@@ -5,10 +5,13 @@ seconds. No I/O.
 """
 
 import secrets
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
 
 from offbeat.types import Version
 
@@ -20,27 +23,34 @@ class Proven(Protocol):
     def version(self) -> Version | None: ...
 
 
-@dataclass(eq=False)
+_Numbers = Sequence[float] | np.ndarray
+
+
 class KnownSample:
-    """The L tokens that a sample has so far.
+    """The L tokens that a sample has so far, in 12 bytes each, since a run may know of millions.
 
     Attributes:
-        tokens, logprobs, versions: [L] each, as of a `Sample`.
+        tokens, logprobs, versions: [L] int32, float32 and int32, as of a `Sample`.
         num_recorded: number of them that the journal has.
     """
 
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[Version] = field(default_factory=list)
-    num_recorded: int = 0
+    def __init__(self, tokens: _Numbers = (), logprobs: _Numbers = (), versions: _Numbers = (), *, num_recorded: int = 0) -> None:
+        self.tokens, self.logprobs, self.versions = array("i"), array("f"), array("i")
+        self.num_recorded = num_recorded
+        self.hear(0, tokens, logprobs, versions)
 
-    def hear(self, first: int, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[Version]) -> None:
+    def hear(self, first: int, tokens: _Numbers, logprobs: _Numbers, versions: _Numbers) -> None:
         """Add tokens that follow the first `first` ones; those that are known already are left out."""
         if first <= len(self.tokens):
             new = slice(len(self.tokens) - first, None)
-            self.tokens += tokens[new]
-            self.logprobs += logprobs[new]
-            self.versions += versions[new]
+            for column, dtype, told in ((self.tokens, np.int32, tokens), (self.logprobs, np.float32, logprobs),
+                                        (self.versions, np.int32, versions)):
+                column.frombytes(np.asarray(told[new], dtype).tobytes())
+
+    def columns(self, start: int = 0, stop: int | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return copies of `tokens`, `logprobs` and `versions` from one token to another."""
+        span = slice(start, stop)
+        return np.array(self.tokens[span], np.int32), np.array(self.logprobs[span], np.float32), np.array(self.versions[span], np.int32)
 
     def cut(self, length: int) -> None:
         """Forget all tokens but the first ones."""

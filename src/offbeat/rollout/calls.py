@@ -14,8 +14,6 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from offbeat.inference.hearing import Hearing, KnownSample
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.journal.records import CallEntry, HeardSample
@@ -59,8 +57,7 @@ class _WatchedCall:
 
     def hear(self, every_s: float, n: int) -> Hearing:
         """Begin to hear of its n samples, which go on from the recorded tokens where there are some."""
-        begun = [
-            KnownSample(each.tokens.tolist(), each.logprobs.tolist(), each.versions.tolist(), len(each.tokens)) for each in self.answers]
+        begun = [KnownSample(each.tokens, each.logprobs, each.versions, num_recorded=len(each.tokens)) for each in self.answers]
         self.answers, self.hearing = (), Hearing(every_s, begun or [KnownSample() for _ in range(n)])
         return self.hearing
 
@@ -273,9 +270,7 @@ def _running(hearing: Hearing) -> tuple[HeardSample, ...]:
     """Return the tokens that are not recorded yet, and take them as recorded; () if there are none."""
     news = []
     for sample in hearing.samples:
-        new = slice(sample.num_recorded, hearing.num_proven(sample))
-        news.append(HeardSample(
-            np.array(sample.tokens[new], np.int32), np.array(sample.logprobs[new], np.float32), np.array(sample.versions[new], np.int32),
-            new.start))
-        sample.num_recorded = max(new.start, new.stop)
+        first, proven = sample.num_recorded, hearing.num_proven(sample)
+        news.append(HeardSample(*sample.columns(first, proven), first))
+        sample.num_recorded = max(first, proven)
     return tuple(news) if any(len(each.tokens) for each in news) else ()

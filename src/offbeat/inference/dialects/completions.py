@@ -68,10 +68,9 @@ class Running(msgspec.Struct):
     logprobs: bytes
     versions: bytes
 
-    def columns(self) -> tuple[list[int], list[float], list[Version]]:
+    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return tokens, log-probabilities and versions."""
-        tokens, versions = (np.frombuffer(each, np.int32).tolist() for each in (self.token_ids, self.versions))
-        return tokens, np.frombuffer(self.logprobs, np.float32).tolist(), versions
+        return np.frombuffer(self.token_ids, np.int32), np.frombuffer(self.logprobs, np.float32), np.frombuffer(self.versions, np.int32)
 
 
 class _AllRunning(msgspec.Struct):

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
+import numpy as np
+
 from offbeat.errors import EngineError
 from offbeat.inference.dialects.base import Wire
 from offbeat.inference.dialects.completions import read_running, read_samples
@@ -78,7 +80,7 @@ class EmbeddedDialect:
                 continue  # it has been answered meanwhile
             for sample, new in zip(hearing.samples, running, strict=True):
                 tokens, logprobs, versions = new.columns()
-                own = versions if hearing.version is None else [hearing.version] * len(tokens)
+                own = versions if hearing.version is None else np.full(len(tokens), hearing.version, np.int32)
                 sample.hear(new.first + hearing.num_begun, tokens, logprobs, own)
 
     def _check_routes(self, wire: Wire, samples: Sequence[Sample], *, num_prompt: int) -> None:
