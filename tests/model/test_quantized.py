@@ -9,13 +9,14 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.functional import log_softmax
 
+from offbeat.config.model import ROUNDED_BYTES
 from offbeat.data.packing import pack_row
 from offbeat.errors import MissingExtraError
 from offbeat.model import quantized
 from offbeat.model.logprobs import token_logprobs
 from offbeat.model.lora import AdapterBank, find_targets
 from offbeat.model.peft_io import Adapter
-from offbeat.model.quantized import BYTES, RoundedLinear, round_layers
+from offbeat.model.quantized import RoundedLinear, round_layers
 from row_samples import build as build_biased
 from train_samples import make_batch
 
@@ -41,7 +42,7 @@ def test_gradients_are_those_of_the_numbers_that_the_rounded_weights_stand_for(f
     assert layers.keys() == whole.keys() and not any(name.endswith("_proj.weight") for name, _ in model.named_parameters())
     parts = [(name, part) for layer in layers.values() for name, part in layer.named_buffers()]
     stored = sum(part.nbytes for name, part in parts if name in ("ints", "packed") or (name, form) == ("scales", "nf4"))
-    assert stored == pytest.approx(BYTES[form] * sum(weight.numel() for weight in whole.values()), rel=1e-3)
+    assert stored == pytest.approx(ROUNDED_BYTES[form] * sum(weight.numel() for weight in whole.values()), rel=1e-3)
     for name, layer in layers.items():
         error = (layer.plain() - whole[name]).norm() / whole[name].norm()
         assert 0 < error < {"int8": 0.01, "nf4": 0.12}[form], name

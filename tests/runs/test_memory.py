@@ -52,6 +52,9 @@ def test_an_adapter_has_states_of_its_own_and_the_model_under_it_none() -> None:
     adapter = 28 * 16 * sum(map(sum, widths))
     plain, half = (rank_memory(shape, tokens=0, num_shards=4, adapter=TrainedAdapter(16, half=half)) for half in (False, True))
     assert (plain.weights, plain.gradients, plain.optimizer) == (shape.num_parameters + 4 * adapter, 4 * adapter, 8 * adapter)
+    rounded = rank_memory(shape, tokens=0, adapter=TrainedAdapter(16, half=True, form="nf4"))
+    linear = 28 * sum(inputs * outputs for inputs, outputs in widths)
+    assert rounded.weights == 2 * (shape.num_parameters - linear) + linear * 9 // 16 + 4 * adapter
     assert plain.weights - half.weights == shape.num_parameters // 2 and plain.gathered == 2 * half.gathered
 
 

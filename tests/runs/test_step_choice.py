@@ -18,11 +18,11 @@ V100 = Device("Tesla V100", 32 * GIB, has_bf16=False)
 
 
 def configured(
-    *, path: str = "some/model", lora: int = 0, shares: bool = False, turns: bool = False, algorithm: Any = None, devices: int = 1,
+    *, path: str = "some/model", lora: int = 0, form: str = "none", shares: bool = False, turns: bool = False, algorithm: Any = None, devices: int = 1,
     **train: Any,
 ) -> PlanConfig:
     return Config.model_validate({
-        "model": {"path": path, "lora": {"rank": lora}}, "cluster": {"share_devices": shares, "take_turns": turns},
+        "model": {"path": path, "lora": {"rank": lora}, "quantization": form}, "cluster": {"share_devices": shares, "take_turns": turns},
         "algorithm": algorithm or {}, "train": {"devices_per_rank": devices, **train}}).for_plan
 
 
@@ -70,6 +70,9 @@ def test_engines_on_the_same_device_and_other_models_beside_the_policy_leave_les
 def test_a_frozen_model_takes_less_and_what_its_adapters_add_cannot_be_kept_in_part() -> None:
     assert chosen(configured(lora=8, max_tokens_per_microbatch=16384)) == ("bf16_mixed", "off")
     assert chosen(configured(lora=8, max_tokens_per_microbatch=32768)) == ("bf16_mixed", "full")
+    card = Device("a card", 24 * GIB, has_bf16=True)
+    assert chosen(configured(lora=16, max_tokens_per_microbatch=4096), card) == ("bf16_mixed", "full")
+    assert chosen(configured(lora=16, form="nf4", max_tokens_per_microbatch=4096), card) == ("bf16_mixed", "off"), "rounded, it is smaller"
 
 
 def test_reasons_name_what_decided() -> None:

@@ -55,6 +55,11 @@ def test_what_is_kept_for_long_is_counted_by_its_format():
     rounded = estimate_memory(SIZES, configured(model={"lora": {"rank": 4}, "quantization": "nf4"}), num_ranks=1)
     linear = 2 * (128 * 32 * (4 + 2 + 2 + 4) + 3 * 128 * 256)
     assert rounded.weights == 4 * (COUNT - linear) + linear * 9 // 16 + 4 * trained
+    assert rounded.gathered == 4 * 128 * 256, "one matrix, while it is multiplied"
+    mixed = estimate_memory(
+        SIZES, configured(model={"lora": {"rank": 4}, "quantization": "int8"}, precision="bf16_mixed"), num_ranks=1)
+    assert mixed.weights == 4 * (COUNT - linear) + linear + 4 * trained
+    assert mixed.gathered == 2 * (COUNT - linear) + 6 * 128 * 256, "autocast copies what is whole, and the matrix that is multiplied"
     parts = estimate_memory(
         SIZES, configured(model={"lora": {"rank": 4}}, num_ranks=4, parallel={"shard": 4}, algorithm={"kl_loss": "k3"}), num_ranks=4)
     assert (parts.weights, parts.gradients, parts.optimizer, parts.reference) == (COUNT + 4 * trained, 4 * trained, 8 * trained, 0)

@@ -6,6 +6,12 @@ from offbeat.config.base import Change, Section, field
 
 NumberFormat = Literal["float32", "bfloat16"]
 
+NF4_BLOCK = 64
+"""Numbers that share a scale in nf4, as in the paper; the scales themselves stay in float32."""
+
+ROUNDED_BYTES = {"none": 0.0, "int8": 1.0, "nf4": 0.5 + 4 / NF4_BLOCK}
+"""Bytes of a number that is rounded (`model.quantization`), its share of scales in nf4 included."""
+
 
 class TinyConfig(Section):
     """A small Qwen3-architecture model made from random weights, for tests and first runs."""

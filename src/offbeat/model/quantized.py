@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from offbeat.config.model import NF4_BLOCK
 from offbeat.extras import QLORA, require
 from offbeat.model.lora import ALL_LINEAR, find_targets
-
-_BLOCK = 64
-"""Numbers that share a scale in nf4, as in the paper; the scales themselves stay in float32."""
 
 
 class RoundedLinear(nn.Linear, ABC):
@@ -74,7 +72,7 @@ class FrozenNf4(RoundedLinear):
         from bitsandbytes.functional import quantize_4bit  # noqa: PLC0415 - an extra, of which only this form has need
 
         packed, state = quantize_4bit(
-            layer.weight.detach().reshape(1, -1), blocksize=_BLOCK, quant_type="nf4", compress_statistics=False)
+            layer.weight.detach().reshape(1, -1), blocksize=NF4_BLOCK, quant_type="nf4", compress_statistics=False)
         for name, tensor in (("packed", packed), ("scales", state.absmax), ("levels", state.code)):
             self.register_buffer(name, tensor, persistent=False)
 
@@ -83,12 +81,10 @@ class FrozenNf4(RoundedLinear):
 
         shape = torch.Size((1, self.out_features * self.in_features))
         return dequantize_4bit(self.packed, QuantState(
-            absmax=self.scales, shape=shape, code=self.levels, blocksize=_BLOCK, quant_type="nf4", dtype=self.dtype,
+            absmax=self.scales, shape=shape, code=self.levels, blocksize=NF4_BLOCK, quant_type="nf4", dtype=self.dtype,
         )).view(self.out_features, self.in_features)
 
 
-BYTES = {"none": 0.0, "int8": 1.0, "nf4": 0.5 + 4 / _BLOCK}
-"""Bytes of a rounded number, its share of scales in nf4 included."""
 _FORMS: dict[str, type[RoundedLinear]] = {"int8": FrozenInt8, "nf4": FrozenNf4}
 
 

@@ -5,7 +5,9 @@ docs/scaling.md states the formulas.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
+
+from offbeat.config.model import ROUNDED_BYTES
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,12 @@ class TrainedAdapter:
     Attributes:
         rank: `model.lora.rank`, such as 16.
         half: whether the frozen weights under it are bfloat16 (`model.dtype`).
+        form: form to which the blocks' matrices under it are rounded (`model.quantization`).
     """
 
     rank: int
     half: bool = False
+    form: Literal["none", "int8", "nf4"] = "none"
 
 
 def rank_memory(
@@ -111,7 +115,9 @@ def rank_memory(
         adapter: the adapter that is trained; None trains the model's weights.
     """
     each = 2 if adapter is not None and adapter.half else 4
-    weights = each * -(-shape.num_parameters // num_shards)
+    form = "none" if adapter is None else adapter.form
+    rounded = 0 if form == "none" else shape.layers * shape.matrices_of_block
+    weights = each * -(-(shape.num_parameters - rounded) // num_shards) + int(ROUNDED_BYTES[form] * rounded)
     of_adapter = 0 if adapter is None else 4 * adapter.rank * shape.width_of_adapters
     trained = of_adapter or weights
     gathered = each * (2 * shape.matrices_of_block + shape.vocabulary * shape.hidden) if num_shards > 1 else 0

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from offbeat.config.for_processes import RankConfig
+from offbeat.config.model import ROUNDED_BYTES
 from offbeat.config.train import Recompute
 from offbeat.data.batch import Batch
 from offbeat.data.model_folder import check_model_folder
@@ -32,7 +33,6 @@ from offbeat.model.blocks import checkpoint_activations, decoder_layers
 from offbeat.model.logprobs import token_logprobs
 from offbeat.model.lora import ALL_LINEAR, find_targets
 from offbeat.model.norm import use_fast_norms
-from offbeat.model.quantized import BYTES
 from offbeat.model.rows import RAW_ERRORS
 from offbeat.sync.mesh import ProcessGroups
 from offbeat.trainer.offload import PART_SIZE
@@ -62,7 +62,7 @@ class MemoryEstimate:
 
     Attributes:
         weights: the model's own, or this rank's part of them.
-        gathered: whole layers that run, in the format of the computation, where weights are in shards or float32 masters.
+        gathered: whole layers that run, in the format of the computation, where weights are in shards, float32 masters or rounded.
         gradients: kept until the optimizer's step.
         optimizer: moments, or with `train.offload_optimizer` the moments of one part.
         reference: frozen copy of the model, or this rank's part of it.
@@ -111,15 +111,16 @@ def estimate_memory(model_config: Any, config: RankConfig, *, num_ranks: int, on
     activations = _peak(_PassShape(
         model_config, model_config.to_json_string(use_diff=False), dtype, train.recomputes,
         -(-train.max_tokens_per_microbatch // parallel.cp), on_cpu)) // parallel.tp
-    count = sum(parameter.numel() for parameter in model.parameters())
+    count, form = sum(parameter.numel() for parameter in model.parameters()), config.model.quantization
+    rounded = [] if form == "none" else [layer.weight.numel() for layer in find_targets(model, (ALL_LINEAR,)).values()]
+    whole = count - sum(rounded)
     if lora.rank:  # each rank holds all of the adapter
         trained = sum(lora.rank * (layer.in_features + layer.out_features) for layer in find_targets(model, lora.targets).values())
-        form = config.model.quantization
-        rounded = 0 if form == "none" else sum(layer.weight.numel() for layer in find_targets(model, (ALL_LINEAR,)).values())
-        weights = ((2 if bases_half else 4) * (count - rounded) + int(BYTES[form] * rounded)) // parts + 4 * trained
+        weights = ((2 if bases_half else 4) * whole + int(ROUNDED_BYTES[form] * sum(rounded))) // parts + 4 * trained
     else:
         trained, weights = count // parts, 4 * count // parts
-    copies = 2 * count // parallel.tp if autocasts else 0  # of all weights, which autocast keeps for a pass
+    # Autocast keeps copies of whole weights for a pass; rounded ones are made whole a matrix at a time, and cast then.
+    copies = (2 * whole // parallel.tp if autocasts else 0) + (6 if mixed or bases_half else 4) * max(rounded, default=0)
     count_critic = _count(config.critic.path, count) // parts if config.algorithm.needs_critic else 0
     moments = [8 * trained, 8 * count_critic]
     kept = [min(size, 8 * PART_SIZE) for size in moments] if train.offload_optimizer else moments
