@@ -103,7 +103,7 @@ ELSEWHERE = {
     "telemetry.sinks": "needs the packages of other projects", "data.task_options": "is for reasoning-gym's tasks",
     "algorithm.reference": "has one value", "algorithm.objective_reads": "is for an objective in a file",
     "train.router_aux_loss_coefficient": "needs a model with experts", "model.route_replay": "needs a model with experts",
-    "train.freeze": "needs a model that reads images", "model.quantization": "is for an adapter over frozen weights",
+    "train.freeze": "needs a model that reads images",
     **{f"data.{key}": "is for rows with images" for key in ("max_images", "max_image_bytes", "max_image_pixels")},
     **{key: "acts only with the sink of another project" for key in CHANGES if key.startswith("telemetry.wandb.")},
     "algorithm.teacher": "needs a teacher", "critic.path": "needs a critic",
@@ -218,6 +218,8 @@ def _model_cases() -> Iterator[Case]:
     for name, value in (("alpha", "8"), ("targets", '["q_proj"]')):
         yield Case(f"`model.lora.{name}`", Change.REFUSED, {f"model.lora.{name}": value}, base="lora", told=f"model.lora.{name}")
     yield Case("`model.lora.dropout`", Change.TOLD, {"model.lora.dropout": "0.1"}, base="lora", own=True, told="model.lora.dropout")
+    yield Case("`model.quantization`, of an adapter", Change.TOLD, {"model.quantization": "int8"}, base="lora", own=True,
+               told="model.quantization")
     yield Case("`model.dtype`", Change.TOLD, {"model.dtype": "bfloat16"}, own=True, told="model.dtype")
     yield Case("`model.dtype`, of an adapter", Change.TOLD, {"model.dtype": "bfloat16"}, base="lora", own=True, told="model.dtype")
     yield Case("`model.path`: another model of the same shape", Change.CONTENT, {"model.path": "OTHER"}, told="model.path")

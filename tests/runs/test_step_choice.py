@@ -18,8 +18,8 @@ V100 = Device("Tesla V100", 32 * GIB, has_bf16=False)
 
 
 def configured(
-    *, path: str = "some/model", lora: int = 0, form: str = "none", shares: bool = False, turns: bool = False, algorithm: Any = None, devices: int = 1,
-    **train: Any,
+    *, path: str = "some/model", lora: int = 0, form: str = "none", shares: bool = False, turns: bool = False, algorithm: Any = None,
+    devices: int = 1, **train: Any,
 ) -> PlanConfig:
     return Config.model_validate({
         "model": {"path": path, "lora": {"rank": lora}, "quantization": form}, "cluster": {"share_devices": shares, "take_turns": turns},
