@@ -3,7 +3,7 @@
 import torch
 
 from offbeat.algorithms.adam import AdamParams
-from offbeat.trainer.optim import RowAdam, build_optimizer, set_params
+from offbeat.trainer.optim import RowAdam, all_finite, build_optimizer, set_params
 
 
 def test_norms_and_biases_do_not_decay():
@@ -65,3 +65,24 @@ def test_rows_follow_weights_that_grow_and_can_start_over_or_go_on_from_elsewher
     assert torch.equal(more[0], more[3])
     adam.clear(0)
     assert not adam.exp_avg[0].any() and not adam.exp_avg_sq[0].any() and adam.steps[0] == 0
+
+
+def test_values_are_finite_unless_one_of_any_format_is_nan_or_infinite():
+    sound = [torch.randn(3, 5), torch.randn(7).bfloat16(), torch.empty(0), torch.tensor(2.0)]
+    assert all_finite(sound) and all_finite([]) and all_finite([torch.full((4,), 3e38)])
+    for broken in (float("nan"), float("inf"), -float("inf")):
+        for number in (0, 1):
+            values = [tensor.clone() for tensor in sound]
+            values[number].view(-1)[2] = broken
+            assert not all_finite(values)
+
+
+def test_a_row_whose_weights_would_not_be_finite_keeps_every_bit():
+    weights = torch.ones(2, 3)
+    adam = RowAdam(weights)
+    for row in (0, 1, 0):
+        assert adam.try_update(row, torch.ones(3), AdamParams(lr=0.1), norm=1.7)
+    states = weights, adam.exp_avg, adam.exp_avg_sq, adam.steps
+    before = [state.clone() for state in states]
+    assert not adam.try_update(1, torch.ones(3), AdamParams(lr=0.1, weight_decay=1e200), norm=1.7)
+    assert all(torch.equal(*pair) for pair in zip(before, states, strict=True))
