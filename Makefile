@@ -27,7 +27,7 @@ export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart test test-drills test-wheel test-avx2 test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real test-templates cookbook verifiers test-verifiers test-agents smollm2 smolvision qwen check docs bench release gpu-check gpu-rehearse operator-schemas gpu-matrix faults soak chaos worlds clean bench-peers bench-peers-avx2
+.PHONY: help quickstart test test-drills test-wheel test-avx2 test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real test-templates cookbook verifiers test-verifiers test-agents smollm2 smolvision qwen check docs bench release gpu-check gpu-rehearse operator-schemas gpu-matrix faults soak chaos replays worlds clean bench-peers bench-peers-avx2
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
 
@@ -223,6 +223,9 @@ worlds: $(DEV_STAMP)  ## simulate 10,000 runs in virtual time while engines, pro
 
 chaos: $(DEV_STAMP)  ## kill processes of small runs 200 times, account for every group and token, and write docs/chaos.md; takes over an hour
 	$(BIN)/python tests/chaos/run.py
+
+replays: $(DEV_STAMP)  ## kill runs with the quick start's settings twenty times each, replay them, and write the table of docs/replay.md; takes an hour
+	$(BIN)/python tests/chaos/replays.py
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .venv-vllm .venv-tinker .venv-tinker-old .venv-cookbook .venv-verifiers .venv-verifiers-old .venv-agents-a .venv-agents-b .venv-agents-camel .venv-agents-lm .pytest_cache .ruff_cache .hypothesis

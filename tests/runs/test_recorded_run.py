@@ -54,7 +54,7 @@ def test_the_steps_of_a_run_come_out_equal_to_the_bit_and_a_changed_metric_is_na
     assert not replay(tmp_path / "run", SimpleNamespace(compared=steps.append, remark=told.append))
     changed, equal = sorted(steps, key=lambda step: not step.difference)
     assert changed.difference.startswith("reward/mean is ") and not equal.difference
-    assert all(step.has_weights and step.num_metrics > 30 for step in steps) and steps[1].has_checkpoint
+    assert all(step.has_weights and step.num_metrics > 30 for step in steps) and steps[1].has_checkpoint and steps[1].has_export
     assert files_of(tmp_path / "run") == before and not told
 
 

@@ -72,7 +72,7 @@ class _Printed:
             print(json.dumps(asdict(step)), flush=True)
             return
         compared = [f"{step.num_metrics} metrics"] * bool(step.num_metrics) + ["weights"] * step.has_weights
-        compared += ["checkpoint"] * step.has_checkpoint
+        compared += ["checkpoint"] * step.has_checkpoint + ["export"] * step.has_export
         told = f"differs: {step.difference}" if step.difference else f"equal ({', '.join(compared) or 'nothing to compare'})"
         print(f"step {step.global_step}  {told}", flush=True)
 

@@ -37,6 +37,9 @@ _COMPUTED = ("train/", "policy/", "reward/", "critic/", "balance/")
 _TENSORS = ".distcp"
 """Suffix of the files of a checkpoint that have its tensors; the others have names that are drawn."""
 
+_WEIGHTS = "*.safetensors"
+"""Files of an export that have its tensors."""
+
 _OF_ENGINES = frozenset({"policy/canary_gap"})
 
 
@@ -49,6 +52,7 @@ class ReplayedStep:
         num_metrics: metrics that were compared.
         has_weights: whether the weights were compared.
         has_checkpoint: whether the run has a checkpoint of the step, so that the optimizer's state was compared as well.
+        has_export: whether the run has exported the model after the step, so that its files were compared as well.
     """
 
     global_step: int
@@ -56,6 +60,21 @@ class ReplayedStep:
     num_metrics: int
     has_weights: bool
     has_checkpoint: bool
+    has_export: bool = False
+
+
+@dataclass(frozen=True)
+class RecordedFiles:
+    """What a run still has of what it wrote, to compare with.
+
+    Attributes:
+        rows: its rows of metrics by step; steps without one have no metrics to compare.
+        checkpoints, exports: their folders by step.
+    """
+
+    rows: Mapping[int, Mapping[str, Any]]
+    checkpoints: Mapping[int, Path]
+    exports: Mapping[int, Path]
 
 
 @dataclass(frozen=True)
@@ -86,14 +105,8 @@ class Replay:
             parts, self._stream, num_minibatches=config.algorithm.num_minibatches, critic=config.critic, seed=config.run.seed)
         self._canary = choose_canary(parts.inputs, config)
 
-    async def run(
-        self, beginning: Beginning, steps: Sequence[PastStep], rows: Mapping[int, Mapping[str, Any]], checkpoints: Mapping[int, Path],
-    ) -> AsyncIterator[ReplayedStep]:
+    async def run(self, beginning: Beginning, steps: Sequence[PastStep], files: RecordedFiles) -> AsyncIterator[ReplayedStep]:
         """Train these steps, which follow one another, and yield each.
-
-        Args:
-            rows: the run's rows of metrics by step; steps without one have no metrics to compare.
-            checkpoints: the run's checkpoints by step.
 
         Raises:
             WorkerError: a rank failed.
@@ -106,14 +119,16 @@ class Replay:
             coefficients = Coefficients.of(self._config.algorithm, before)
             step = LoopStep(past.global_step, after.version - 1, after.version)
             computed = await self._train(past, step, coefficients)
-            difference, num_metrics = compare_metrics(computed, rows.get(past.global_step, {}))
+            difference, num_metrics = compare_metrics(computed, files.rows.get(past.global_step, {}))
             wanted = past.computed.fingerprint if past.computed is not None else ""
             if wanted and not difference and (found := await self._fingerprint(step)) != wanted:
                 difference = f"the weights have the fingerprint {found[:12]}, and had {wanted[:12]}"
-            checkpoint = checkpoints.get(past.global_step)
+            checkpoint, export = files.checkpoints.get(past.global_step), files.exports.get(past.global_step)
             if checkpoint is not None and not difference:
                 difference = await self._compare_checkpoint(checkpoint)
-            yield ReplayedStep(past.global_step, difference, num_metrics, bool(wanted), checkpoint is not None)
+            if export is not None and not difference:
+                difference = await self._compare_export(export)
+            yield ReplayedStep(past.global_step, difference, num_metrics, bool(wanted), checkpoint is not None, export is not None)
             before = after.coefficients
 
     async def _begin(self, beginning: Beginning) -> Coefficients | None:
@@ -163,20 +178,30 @@ class Replay:
         if parts.critic is not None and (checkpoint / "critic").exists():
             await parts.critic.save(folder / "critic")
 
-        def compare() -> str:
-            for name, digest in file_digests(checkpoint).items():
-                path = folder / name
-                if path.suffix != _TENSORS:
-                    continue
-                if not path.exists():
-                    return f"the checkpoint has the file {name}, and none was written now"
-                if sha256(path) != digest:
-                    return f"{name} of the checkpoint, with weights and optimizer state, has other bytes"
-            return ""
-
-        difference = await asyncio.to_thread(compare)
+        digests = {name: digest for name, digest in file_digests(checkpoint).items() if name.endswith(_TENSORS)}
+        difference = await asyncio.to_thread(_compare_files, digests, folder, "checkpoint, with weights and optimizer state,")
         discard(folder)
         return difference
+
+    async def _compare_export(self, export: Path) -> str:
+        """Export the model, and compare its weights with those of the run's export."""
+        folder = self._scratch / export.name
+        await self._parts.trainers.export(folder, tokenizer=self._parts.inputs.tokenizer_folder)
+        digests = await asyncio.to_thread(lambda: {path.name: sha256(path) for path in sorted(export.glob(_WEIGHTS))})
+        difference = await asyncio.to_thread(_compare_files, digests, folder, "exported model")
+        discard(folder)
+        return difference
+
+
+def _compare_files(digests: Mapping[str, str], written: Path, what: str) -> str:
+    """Compare files, recorded by their digests, with those of a folder; returns the first difference as a sentence, "" if there is none."""
+    for name, digest in digests.items():
+        path = written / name
+        if not path.exists():
+            return f"the {what} has the file {name}, and none was written now"
+        if sha256(path) != digest:
+            return f"{name} of the {what} has other bytes"
+    return ""
 
 
 def compares(name: str) -> bool:

@@ -4,6 +4,7 @@ Called by `offbeat replay`. Nothing is written into the run's folder. Torch-free
 """
 
 import asyncio
+import json
 import tempfile
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -23,7 +24,7 @@ from offbeat.controller.inputs import RunInputs, read_inputs
 from offbeat.controller.parts import RunParts, SingleProcess
 from offbeat.controller.resume import compare
 from offbeat.controller.state import SavedState
-from offbeat.controller.step_replay import Beginning, Replay, ReplayedStep
+from offbeat.controller.step_replay import Beginning, RecordedFiles, Replay, ReplayedStep
 from offbeat.data import wire
 from offbeat.data.identity import Identity
 from offbeat.disk import discard
@@ -101,15 +102,14 @@ def replay(
             "weights": config.weights.model_dump() | {"dir": ""}})
         inputs = read_inputs(own)
         _check_inputs(inputs, plan.steps, run_dir)
-        rows = {row["global_step"]: row for row in read_json_lines(run_dir / "metrics.jsonl") if isinstance(row.get("global_step"), int)}
-        checkpoints = {step: index_of(run_dir, TRAINING).folder(step) for step in _complete(run_dir)}
+        files = recorded_files(run_dir)
 
         async def main() -> bool:
             equal = True
             async with AsyncExitStack() as stack:
                 parts = await _open_parts(stack, own, inputs)
                 replaying = Replay(parts, scratch=folder)
-                async for step in replaying.run(plan.beginning, plan.steps, rows, checkpoints):
+                async for step in replaying.run(plan.beginning, plan.steps, files):
                     if step.global_step >= plan.first:
                         equal = equal and not step.difference
                         listener.compared(step)
@@ -131,6 +131,16 @@ def recorded_config(run_dir: Path) -> Config:
     if not file.is_file():
         raise ConfigError(f"{run_dir} has no config.toml, so it is not the folder of a run; give one, such as runs/my-run")
     return load_config(str(file))
+
+
+def recorded_files(run_dir: Path) -> RecordedFiles:
+    """Find what a run still has of what it wrote."""
+    rows = {row["global_step"]: row for row in read_json_lines(run_dir / "metrics.jsonl") if isinstance(row.get("global_step"), int)}
+    exports = {int(path.name[5:]): path for path in (run_dir / "exports").glob("step-????????")}
+    result = run_dir / "result.json"
+    if result.is_file() and (run_dir / "export").is_dir():
+        exports[json.loads(result.read_bytes())["steps"]] = run_dir / "export"
+    return RecordedFiles(rows, {step: index_of(run_dir, TRAINING).folder(step) for step in _complete(run_dir)}, exports)
 
 
 def make_replay_plan(
