@@ -103,7 +103,7 @@ ELSEWHERE = {
     "telemetry.sinks": "needs the packages of other projects", "data.task_options": "is for reasoning-gym's tasks",
     "algorithm.reference": "has one value", "algorithm.objective_reads": "is for an objective in a file",
     "train.router_aux_loss_coefficient": "needs a model with experts", "model.route_replay": "needs a model with experts",
-    "train.freeze": "needs a model that reads images",
+    "train.freeze": "needs a model that reads images, or with experts",
     **{f"data.{key}": "is for rows with images" for key in ("max_images", "max_image_bytes", "max_image_pixels")},
     **{key: "acts only with the sink of another project" for key in CHANGES if key.startswith("telemetry.wandb.")},
     "algorithm.teacher": "needs a teacher", "critic.path": "needs a critic",

@@ -14,7 +14,8 @@ from offbeat.data.image_sources import ImageSource
 from offbeat.data.image_store import FIRST_ID, find_images
 from offbeat.data.packing import pack_row
 from offbeat.errors import DataError, ModelError
-from offbeat.model.images import IMAGE_FAMILIES, freeze, images_of
+from offbeat.model.freeze import freeze
+from offbeat.model.images import IMAGE_FAMILIES, images_of
 from offbeat.model.load import load_causal_lm
 from offbeat.model.logprobs import packs_rows, token_logprobs
 from offbeat.model.lora import find_targets

@@ -128,6 +128,13 @@ def check_adapter(
     if model.lora.rank and train.offload_optimizer:
         raise ValueError(
             "train.offload_optimizer must be false with model.lora.rank > 0, got true; an adapter's moments are small, so leave it out")
+    if model.lora.rank and "router" in train.freeze:
+        raise ValueError(
+            'train.freeze must not name "router" with model.lora.rank > 0, got it; an adapter trains no routers, so leave it out')
+    if train.router_aux_loss_coefficient and "router" in train.freeze:
+        raise ValueError(
+            'train.freeze must not name "router" with train.router_aux_loss_coefficient > 0, which trains routers, got it; leave one of'
+            " them out")
     if model.lora.dropout and train.router_aux_loss_coefficient:
         raise ValueError(
             f"model.lora.dropout must be 0 with train.router_aux_loss_coefficient > 0, got {model.lora.dropout:g}; routers choose otherwise"

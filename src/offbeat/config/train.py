@@ -112,8 +112,9 @@ class TrainConfig(Section):
         0.0, "Coefficient of the load-balancing loss of a mixture of experts' routers, added to the loss of each update of the policy or"
         " reward model; 0 trains without it, whatever router_aux_loss_coef in the model's config.json is, which is the value to try"
         " first.", ge=0)
-    freeze: tuple[Literal["language", "tower", "projector"], ...] = field(
-        (), "Parts of a model that reads images that are not trained: its language part, its vision tower, or the projector between them.")
+    freeze: tuple[Literal["language", "tower", "projector", "router"], ...] = field(
+        (), "Parts of a model that are not trained: of one that reads images its language part, its vision tower, or the projector between"
+        " them; of a mixture of experts its routers, which then send tokens as they did before training.")
     compile: bool = field(
         False, "Compile each decoder layer with torch.compile; worthwhile on a GPU, where the first step takes a minute longer, and rarely"
         " on a CPU.", on_resume=Change.FREE)

@@ -141,25 +141,6 @@ def is_language(config: Any, name: str) -> bool:
     return family is None or f"{name}.".startswith(family.language)
 
 
-def freeze(model: PreTrainedModel, parts: Sequence[str]) -> None:
-    """Train nothing of some parts of a model that reads images: "language", "tower", "projector".
-
-    Raises:
-        ModelError: the model has no such parts, or nothing would be trained.
-    """
-    if not parts:
-        return
-    family = family_of(model.config)
-    if family is None:
-        raise ModelError(f"train.freeze names parts of a model that reads images, and {type(model).__name__} is none; leave it out")
-    for name, parameter in model.named_parameters():
-        part = "projector" if name.startswith(family.projector) else "tower" if name.startswith(family.tower) else "language"
-        if part in parts:
-            parameter.requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ModelError("train.freeze names all parts of the model; leave one out, which is trained")
-
-
 def row_inputs(model: Any, row: PackedRow) -> dict[str, Tensor]:
     """Return the inputs of a packed row with images: `inputs_embeds` [1, R, H] and `position_ids`, [1, R] or [3, 1, R] int64.
 

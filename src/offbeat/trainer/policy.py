@@ -22,8 +22,9 @@ from offbeat.losses.compose import target_losses
 from offbeat.losses.metrics import Report
 from offbeat.model.blocks import checkpoint_activations
 from offbeat.model.divided_read import Divide, GiveHead
+from offbeat.model.freeze import freeze
 from offbeat.model.head import compute_in_float32
-from offbeat.model.images import freeze, give_images
+from offbeat.model.images import give_images
 from offbeat.model.load import load_causal_lm
 from offbeat.model.logprobs import packs_rows, token_logprobs
 from offbeat.model.route_replay import replay_routes
