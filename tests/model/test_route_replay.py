@@ -15,14 +15,14 @@ from offbeat.data.batch import Batch, SharedPrompts
 from offbeat.data.expert_routes import join_routes, unknown_routes
 from offbeat.data.packing import PackedRow, pack_row
 from offbeat.data.tokenizer import character_tokenizer
-from offbeat.engine.engine import EmbeddedEngine
 from offbeat.engine.loader import load_engine
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import Output, Request, SamplingParams
 from offbeat.errors import ModelError, RefusedError
 from offbeat.model.logprobs import token_logprobs
-from offbeat.model.route_replay import choosing, find_routers
+from offbeat.model.route_replay import find_routers
 from offbeat.trainer.policy import let_replay, load_policy
+from router_noise import plant_noise
 
 BY_TYPE = {family.model_type: family for family in FAMILIES}
 REPLAYED = ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3", "glm4_moe"]
@@ -60,21 +60,6 @@ def folder_of(tmp_path_factory):
 
 def load_replaying(folder: str, **settings):
     return let_replay(load_policy(folder, config=TrainConfig(**settings)), ModelConfig(route_replay="rollout"))
-
-
-def plant_noise(engine: EmbeddedEngine) -> None:
-    """Let every router of an engine choose other experts than its own for half of the tokens, as if its scores were off."""
-    generator = torch.Generator().manual_seed(5)
-    for router in find_routers(engine._forward._model):  # pyright: ignore
-        plain, num_experts = router.forward, router.num_experts
-
-        def noisy(states, plain=plain, num_experts=num_experts):
-            chosen = plain(states)[2]
-            shift = torch.randint(0, 2, (len(chosen), 1), generator=generator)
-            with choosing((chosen + shift) % num_experts, num_experts):
-                return plain(states)
-
-        router.forward = noisy
 
 
 def row_of(outputs: list[list[Output]], *, known: bool = True, share_prefix: bool = True) -> PackedRow:

@@ -52,7 +52,8 @@ def _step(groups, folder, *, mesh, kind, replays=True):
     trainer = kind.build(folder, config=ranks, groups=there)
     part, micros = own_share(trainer, _routed(), max_tokens=MAX_TOKENS)
     found = [take_step(trainer, part, [micros]) for _ in range(2)]
-    return [step[name] for step in found for name in ("train/grad_norm", "train/loss")]
+    routers = [f"router/{name}" for name in ("load_imbalance", "entropy", *(["replay_agreement"] if replays else []))]
+    return [step[name] for step in found for name in ("train/grad_norm", "train/loss", *routers)]
 
 
 def _in_meshes(groups, folder):
@@ -67,7 +68,7 @@ def test_two_ranks_in_any_mesh_train_on_replayed_experts_as_one_does(tmp_path):
         build(tmp_path / family, family)
     alone = run_alone(_in_meshes, argument=str(tmp_path))
     for found in run_ranks(_in_meshes, world=2, argument=str(tmp_path)):
-        assert len(found) == 8
+        assert len(found) == 8 and all(len(numbers) == 10 for numbers in found.values())
         for case, numbers in found.items():
             assert numbers == pytest.approx(alone[f"{case.split()[0]} ddp"], rel=1e-4), case
 

@@ -90,9 +90,15 @@ def _are_complete(outputs: Any) -> bool:
 
 
 class _Current(threading.local):
-    """The routes of the row whose layers run in this thread, [T, K] on the model's device; None to choose."""
+    """What this thread's routers replay.
+
+    Attributes:
+        routes: those of the row whose layers run, [T, K] on the model's device; None to choose.
+        choice: the last router's own experts and those that it was given, [T, k] each; None if it chose.
+    """
 
     routes: Tensor | None = None
+    choice: tuple[Tensor, Tensor] | None = None
 
 
 _current = _Current()
@@ -104,6 +110,16 @@ def set_routes(routes: Tensor | None) -> None:
     Each layer's attention calls it before the layer's router runs, also where activations are computed again.
     """
     _current.routes = routes
+
+
+def last_choice() -> tuple[Tensor, Tensor] | None:
+    """Return the experts that this thread's last router would have chosen, and those that it replayed, [T, k] each; None if it chose."""
+    return _current.choice
+
+
+def unknown_in(routes: Tensor) -> int:
+    """Return the id that stands for an unknown route in a tensor of routes."""
+    return torch.iinfo(routes.dtype).max
 
 
 def replay_routes(model: PreTrainedModel) -> None:
@@ -139,32 +155,41 @@ def _replay(router: nn.Module, columns: Mapping[int, slice]) -> None:
 
     @wraps(forward)
     def replaying(*args: Any, **kwargs: Any) -> Any:
+        _current.choice = None
         if _current.routes is None:
             return forward(*args, **kwargs)
         if (own := columns.get(_current.routes.shape[1])) is None:
             raise ModelError(
                 f"the engine gave {_current.routes.shape[1]} experts for each token, where this model uses {min(columns)}; it serves"
                 " another model")
-        with choosing(_current.routes[:, own], num_experts):
-            return forward(*args, **kwargs)
+        with choosing(_current.routes[:, own], num_experts) as given:
+            outputs = forward(*args, **kwargs)
+        _current.choice = given.own, _current.routes[:, own]
+        return outputs
 
     router.forward = torch.compiler.disable(replaying)
 
 
 @contextmanager
-def choosing(routes_TK: Tensor, num_experts: int) -> Iterator[None]:
+def choosing(routes_TK: Tensor, num_experts: int) -> "Iterator[_Given]":
     """Let the router that is called in the body choose given experts; those of unknown tokens are its own choice.
 
     Args:
         routes_TK: [T, k] ids, of `num_experts` experts.
     """
     with _Given(routes_TK, num_experts) as given:
-        yield
+        yield given
     assert given.num_calls == 1, f"a router chose {given.num_calls} times instead of once"
 
 
 class _Given(TorchFunctionMode):
-    """Answers the choice of k of E experts, by scores [T, E], with given ones."""
+    """Answers the choice of k of E experts, by scores [T, E], with given ones.
+
+    Attributes:
+        own: [T, k] int64, the experts that would have been chosen.
+    """
+
+    own: Tensor
 
     def __init__(self, routes_TK: Tensor, num_experts: int) -> None:
         super().__init__()
@@ -179,8 +204,8 @@ class _Given(TorchFunctionMode):
         self.num_calls += 1
         if len(self._routes_TK) != len(args[0]):
             raise ModelError(f"the routes of {len(self._routes_TK)} tokens were given to a router that has {len(args[0])}")
-        unknown = torch.iinfo(self._routes_TK.dtype).max
-        experts_TK = torch.where(self._routes_TK == unknown, chosen.indices, self._routes_TK.long())
+        self.own = chosen.indices
+        experts_TK = torch.where(self._routes_TK == unknown_in(self._routes_TK), chosen.indices, self._routes_TK.long())
         return torch.return_types.topk((args[0].gather(1, experts_TK), experts_TK))  # pyright: ignore
 
 

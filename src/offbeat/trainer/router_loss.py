@@ -1,4 +1,5 @@
-"""The load-balancing loss of a mixture of experts in training: over a whole minibatch, however it is split over ranks and micro-batches.
+"""The load-balancing loss of a mixture of experts in training, over a whole minibatch, however it is split over ranks and micro-batches;
+and the metrics of its routers.
 
 The loss multiplies how often each expert is chosen, which has no gradient, with its mean probability. The former must be known for the
 whole minibatch before the first backward pass. With one micro-batch per rank it is summed over the ranks between forward and backward
@@ -15,8 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from offbeat.config.for_processes import RankConfig
 from offbeat.data.batch import Batch
 from offbeat.data.packing import PackedRow
+from offbeat.model.logprobs import packs_rows
+from offbeat.model.router_watch import RouterWatch
 from offbeat.model.routers import RouterRecord, balancing_loss, experts_per_token, recorded, sequence_ends
 from offbeat.sync.mesh import ProcessGroups
 
@@ -51,6 +55,26 @@ class RouterLoss(Protocol):
     def of_minibatch(self, batch: Batch, rows: Sequence[PackedRow], *, run: Run, wait: Wait) -> MinibatchLoss:
         """Begin a minibatch, of equally many rows on all ranks; may run them, and is collective."""
         ...
+
+
+def router_loss_of(module: nn.Module, config: RankConfig, groups: ProcessGroups, *, is_policy: bool) -> RouterLoss:
+    """Return the loss of a model's routers.
+
+    A policy's routers are watched where its rows run packed and its layers are not compiled, into which the watch would cut.
+
+    Args:
+        module: what is called in forward passes; a model, bare or wrapped.
+
+    Raises:
+        ModelError: as `experts_per_token`.
+    """
+    coefficient, bare = config.train.router_aux_loss_coefficient, getattr(module, "module", module)
+    loss = LoadBalancing(module, coefficient, groups) if coefficient else NoRouterLoss()
+    if not is_policy or config.train.compile or not packs_rows(module):
+        return loss
+    assert isinstance(bare, PreTrainedModel), "a strategy wraps a model once"
+    watch = RouterWatch(bare, replays=config.model.route_replay != "off")
+    return WatchedRouters(loss, watch, groups) if watch.num_layers else loss
 
 
 class NoRouterLoss:
@@ -93,18 +117,64 @@ class LoadBalancing:
         return minibatch
 
     def summed(self, records: Sequence[RouterRecord]) -> "RouterLoad":
-        """Sum records over all ranks; collective. Ranks of a tensor group have the same tokens, so only the first one counts."""
+        """Sum records over all ranks; collective."""
         counts_LE = sum(torch.stack(record.counts) for record in records)
         probs_E = sum(record.probs_E.detach().double() for record in records if record.probs_E is not None)
         assert isinstance(counts_LE, Tensor) and isinstance(probs_E, Tensor), "a minibatch has rows, and each has run"
         num_tokens = counts_LE.new_tensor([sum(record.num_tokens for record in records)])
-        packed = torch.cat([counts_LE.flatten(), probs_E, num_tokens]).cpu()
-        if self._groups.world > 1:
-            if self._groups.rank % self._groups.shape.tp:
-                packed.zero_()
-            dist.all_reduce(packed, group=self._groups.cpu_group)
+        packed = _over_ranks(torch.cat([counts_LE.flatten(), probs_E, num_tokens]).cpu(), self._groups)
         num_counts = counts_LE.numel()
         return RouterLoad(packed[:num_counts].view_as(counts_LE), packed[num_counts:-1], packed[-1].item())
+
+
+def _over_ranks(sums: Tensor, groups: ProcessGroups) -> Tensor:
+    """Add sums over all ranks, in place; collective. Ranks of a tensor group have the same tokens, so only the first one counts."""
+    if groups.world > 1:
+        if groups.rank % groups.shape.tp:
+            sums.zero_()
+        dist.all_reduce(sums, group=groups.cpu_group)
+    return sums
+
+
+class WatchedRouters:
+    """The loss of a model's routers, or none, and the metrics of their choices in the forward passes of training."""
+
+    def __init__(self, loss: RouterLoss, watch: RouterWatch, groups: ProcessGroups) -> None:
+        self.watch = watch
+        self.groups = groups
+        self._loss = loss
+
+    def of_minibatch(self, batch: Batch, rows: Sequence[PackedRow], *, run: Run, wait: Wait) -> MinibatchLoss:
+        """See `RouterLoss`."""
+        return _Watched(self, self._loss.of_minibatch(batch, rows, run=run, wait=wait), wait, num_rows=len(rows))
+
+
+class _Watched:
+    """See `MinibatchLoss`."""
+
+    def __init__(self, routers: WatchedRouters, loss: MinibatchLoss, wait: Wait, *, num_rows: int) -> None:
+        self.metrics: dict[str, float] = {}
+        self._routers = routers
+        self._loss = loss
+        self._wait = wait
+        self._num_left = num_rows
+        routers.watch.take()  # of a minibatch that was not finished
+
+    @contextmanager
+    def recording(self, row: PackedRow) -> Iterator[None]:
+        """See `MinibatchLoss`."""
+        with self._loss.recording(row), self._routers.watch.watching():
+            yield
+
+    def added_to(self, loss: Tensor, *, scale: float) -> Tensor:
+        """See `MinibatchLoss`. After the last row, the sums of all ranks become metrics."""
+        added, watch = self._loss.added_to(loss, scale=scale), self._routers.watch
+        self._num_left -= 1
+        if not self._num_left:
+            with self._wait():
+                sums = _over_ranks(watch.take(), self._routers.groups)
+            self.metrics = watch.metrics_of(sums) | self._loss.metrics
+        return added
 
 
 @dataclass(frozen=True, eq=False)

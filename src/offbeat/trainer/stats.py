@@ -14,7 +14,7 @@ class Update:
     Attributes:
         seen: statistics of the targets.
         grad_norm: global norm before clipping.
-        routers: metrics of the routers' load-balancing loss; empty without one.
+        routers: metrics of the routers, and of their load-balancing loss; empty for a dense model.
     """
 
     seen: StatsPart
@@ -69,9 +69,13 @@ def merge(updates: Sequence[Update], *, lr: float) -> dict[str, float]:
         The loss of a reward model adds, over the pairs, with rewards as they are before the update:
         reward_model/accuracy: share of pairs whose chosen answer has the higher reward.
         reward_model/margin_mean, reward_model/reward_mean: mean lead of the chosen answer, and mean reward of all answers.
-        The load-balancing loss of routers adds, over the tokens of the rows and averaged over minibatches, before the update:
-        router/aux_loss: the loss, without its coefficient; the number of experts that a token is sent to, if all are used evenly.
+        A mixture of experts adds, over the tokens of the rows and averaged over minibatches, before the update:
         router/load_imbalance: load of a layer's busiest expert by the mean load of its experts, averaged over layers; 1 is even.
+        router/unused_fraction: share of the experts, of all layers, that no token used.
+        router/entropy: entropy of the softmax of a router's logits, in nats, averaged over tokens and layers; log E is even.
+        router/replay_agreement: with model.route_replay, share of the replayed experts that the trainer's routers would choose, too.
+        router/aux_loss: the load-balancing loss, if it is trained on, without its coefficient; the number of experts that a token is sent
+            to, if all are used evenly. With it, load_imbalance counts a shared prompt once for each of its samples.
         A metric without any target is 0.
     """
     seen = combine([update.seen for update in updates])

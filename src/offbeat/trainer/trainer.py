@@ -53,7 +53,7 @@ from offbeat.trainer.messages import (
 )
 from offbeat.trainer.optim import all_finite
 from offbeat.trainer.policy import Predict, autocast, canary_logprobs, predict_logprobs, score_row
-from offbeat.trainer.router_loss import LoadBalancing, NoRouterLoss, RouterLoss
+from offbeat.trainer.router_loss import router_loss_of
 from offbeat.trainer.snapshots import Snapshot
 from offbeat.trainer.stats import Update, merge
 from offbeat.user_code.functions import at_step
@@ -86,8 +86,7 @@ class Trainer(ABC):
         self._keeps_reference = config.algorithm.needs_reference and self._predicts == "logprobs"
         self._refresh_steps = config.algorithm.reference_refresh_steps if self._keeps_reference else 0
         self._heap = Heap()
-        coefficient = config.train.router_aux_loss_coefficient
-        self._router_loss: RouterLoss = LoadBalancing(module, coefficient, groups) if coefficient else NoRouterLoss()
+        self._router_loss = router_loss_of(module, config, groups, is_policy=self._predicts == "logprobs")
         self._offer: WeightBroadcast | None = None
         self._last: tuple[str, Snapshot] | None = None
         """On rank 0, the folder and snapshot of the newest version; kept only if the next one may be written as its changes."""
