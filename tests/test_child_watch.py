@@ -20,7 +20,7 @@ def looks(
 
 def called(method: str) -> ChildWatch:
     watch = ChildWatch("rank 1")
-    watch.begin(method)
+    watch.begin_call(method)
     return watch
 
 
@@ -36,7 +36,7 @@ def test_a_child_that_is_stopped_for_too_long_is_named_with_what_it_did_last() -
 def test_one_that_was_stopped_before_it_is_called_is_named_at_once() -> None:
     watch = called("train_step")
     looks(watch, 60.0, stopped=True)
-    watch.begin("publish")
+    watch.begin_call("publish")
     assert str(watch.verdict(patience_s=2.0)).endswith("for 60.0 s in 'publish'")
 
 
@@ -60,7 +60,7 @@ def test_a_silent_child_hangs_unless_it_computes() -> None:
     assert str(error).startswith("rank 1 hangs in 'save': for 2.2 s it has computed nothing, and native code holds its interpreter")
     watch = called("save")
     looks(watch, 2.5)
-    watch.begin("publish")
+    watch.begin_call("publish")
     assert watch.verdict(patience_s=2.0) is None
 
 

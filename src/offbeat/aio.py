@@ -145,10 +145,10 @@ def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None, "runs inside a task"
 
-        def end(_how: str) -> None:
+        def cancel(_how: str) -> None:
             task.cancel()
 
-        listener.get()(loop, end)
+        listener.get()(loop, cancel)
         return await main
 
     try:

@@ -97,7 +97,7 @@ class ChildWatch:
         self._cpu_s = 0.0
         self._looked_s = time.monotonic()
 
-    def begin(self, method: str) -> None:
+    def begin_call(self, method: str) -> None:
         """Note that a call begins; the child has not reported on it yet."""
         self._call = self._work = repr(method)
         self._silent_s = 0.0

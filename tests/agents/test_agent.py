@@ -32,14 +32,14 @@ def test_a_function_is_given_a_url_and_a_key_and_returns_the_reward() -> None:
     assert [t.named_rewards for t in trajectories] == [{"asked": 1.0, "seed": 1.0}] * 4
     assert sorted(tuple(t.tokens[t.loss_mask]) for t in trajectories) == sorted(sample.token_ids for _, sample in model.calls)
     assert sorted(t.versions.max() for t in trajectories) == [0, 1, 2, 3]
-    spent = model.accounts.take().values()
+    spent = model.accounts.take_stats().values()
     assert spent["rollout/model_share"] > 0 and spent["rollout/tool_share"] > spent["rollout/queue_share"]
 
 
 def test_what_a_program_measures_beside_its_reward_becomes_a_mean() -> None:
     trajectories, model = play_agent(Row("hi", ""), program=f"{CODE}:measuring", group_size=2)
     assert [t.reward for t in trajectories] == [0.5, 0.5]
-    means = model.accounts.take().means
+    means = model.accounts.take_stats().means
     assert {name: mean for name, mean in means.items() if "metrics/" in name} == {
         "rollout/metrics/words": (6.0, 2.0), "rollout/metrics/found": (2.0, 2.0)}
 

@@ -63,10 +63,10 @@ def test_an_account_is_kept_of_the_time_of_each_episode() -> None:
         return [TrajectoryBuilder((1,)).generated(sample).finish(reward, episode=index)]
 
     asyncio.run(play_group(model.episode(Config(), Row("p", "a"), group_size=3), SimpleNamespace(play_episode=play)))
-    metrics = model.accounts.take().values()
+    metrics = model.accounts.take_stats().values()
     assert 0.05 < metrics["rollout/episode_mean_s"] < metrics["rollout/episode_max_s"] < 5
     assert metrics["rollout/tool_share"] > metrics["rollout/model_share"] > 0.01 < metrics["rollout/queue_share"]
-    assert model.accounts.take().values() == {}, "each counts in one step"
+    assert model.accounts.take_stats().values() == {}, "each counts in one step"
 
 
 def test_seeds_are_those_of_the_row() -> None:

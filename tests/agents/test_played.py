@@ -72,7 +72,7 @@ def test_an_environment_of_a_user_answers_each_turn_and_rewards_it() -> None:
     [t], model = play(lambda text: "7" if "no" in text else "3", Row("which?", "", {"seed": "17"}), environment=f"{CODE}:Guess")
     check_exact([t], model)
     assert [turn.reward for turn in t.turns] == [0.25, 0.0] and t.reward == 0.25
-    spent = model.accounts.take().values()
+    spent = model.accounts.take_stats().values()
     assert spent["rollout/model_share"] > 0 and spent["rollout/tool_share"] > spent["rollout/queue_share"]
     assert said(model.calls[1][0]) == (
         "<|im_start|>system\nguess<|im_end|>\n<|im_start|>user\nwhich?<|im_end|>\n<|im_start|>assistant\n3<|im_end|>\n"

@@ -51,7 +51,7 @@ def test_tokens_that_are_generated_again_are_counted_once_by_what_the_journal_do
     ledger = Ledger(tmp_path, eta=1, group_tokens=100)
     head = JournalHead(StreamState(0, 0, ()), ())
     with RunJournal(folder_of(tmp_path), identity=b"{}", tell=print) as journal:
-        journal.begin(0, head, held=[])
+        journal.begin_segment(0, head, held=[])
         for number in range(4):
             journal.record(PromptDrawn(f"0:{number}", 0, 0, number + 1))
         journal.finished(Group("0:0", 0, (trajectory(40), trajectory(30))))
@@ -69,7 +69,7 @@ def test_tokens_that_are_generated_again_are_counted_once_by_what_the_journal_do
         assert found is not None
         held = [each.read() for each in found[0].ready.values()]
         calls = [CallEntry("0:2", 0, 0, b"key", answers)]
-        journal.begin(0, JournalHead(StreamState(0, 4, ()), ("0:2", "0:3")), held=held, calls=calls)
+        journal.begin_segment(0, JournalHead(StreamState(0, 4, ()), ("0:2", "0:3")), held=held, calls=calls)
         journal.record(PromptDrawn("0:3", 0, 0, 4))
     ledger.audit()  # killed before the other one was drawn
     assert not ledger.problems and ledger.num_again == 205 + 100

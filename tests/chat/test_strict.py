@@ -29,7 +29,7 @@ def structure(name: str, *tools: Tool, tool_name: str = "", choice: Literal["aut
 
 def accepted(grammar, text: str) -> bool:
     """Whether a text may be written, and end."""
-    place = Grammars(TOKENIZER).compile(grammar).begin()
+    place = Grammars(TOKENIZER).compile(grammar).for_sample()
     for token in TOKENIZER.encode(text):
         if not place.allowed(TOKENIZER.vocab_size)[token]:
             return False

@@ -62,7 +62,7 @@ def test_the_last_whole_step_is_saved_once_with_the_prompts_that_were_on_their_w
     rescue, said = rescue_of(tmp_path, checkpoints)
     asyncio.run(rescue.save_last())
     assert not checkpoints.heads, "no step is done"
-    rescue.finish(STEP)
+    rescue.end_step(STEP)
     rescue.taken = [Group("0:0", 0)]
     asyncio.run(rescue.save_last())
     asyncio.run(rescue.save_last())
@@ -73,8 +73,8 @@ def test_the_last_whole_step_is_saved_once_with_the_prompts_that_were_on_their_w
 def test_while_a_step_trains_there_is_nothing_whole_to_save(tmp_path: Path) -> None:
     checkpoints = Checkpoints()
     rescue, said = rescue_of(tmp_path, checkpoints)
-    rescue.finish(LoopStep(2, 1, 2))
-    rescue.begin()
+    rescue.end_step(LoopStep(2, 1, 2))
+    rescue.begin_step()
     asyncio.run(rescue.save_after_error())
     assert not checkpoints.heads and not said
 
@@ -85,7 +85,7 @@ def test_after_an_error_the_step_is_saved_without_its_engines_and_the_last_one_e
 ) -> None:
     checkpoints = Checkpoints()
     rescue, said = rescue_of(tmp_path, checkpoints, total_steps=total_steps)
-    rescue.finish(STEP)
+    rescue.end_step(STEP)
     asyncio.run(rescue.save_after_error())
     assert (checkpoints.unproven, checkpoints.exports) == ([True], exports)
     assert said == ["the run ends after step 3, of which a checkpoint is saved"]
@@ -94,7 +94,7 @@ def test_after_an_error_the_step_is_saved_without_its_engines_and_the_last_one_e
 def test_a_rescue_that_fails_is_noted_and_hides_no_error(tmp_path: Path) -> None:
     checkpoints = Checkpoints()
     rescue, said = rescue_of(tmp_path, checkpoints)
-    rescue.finish(STEP)
+    rescue.end_step(STEP)
     checkpoints.full = True
     asyncio.run(rescue.save_after_error())
     assert said == ["not_saved: no checkpoint of step 3 could be saved: no space left on device"]

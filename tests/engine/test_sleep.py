@@ -181,12 +181,12 @@ def test_weights_to_keep_leave_a_device_for_host_memory() -> None:
     cache = SlotCache(CacheShape(1, 1, 4, torch.float32), device=torch.device("cpu"), max_slots=2, max_positions=8)
     rest = EngineSleep(forward, (cache,), VersionStore(live=0, folder="f"))  # type: ignore[arg-type]
     for _ in range(2):
-        rest.begin(keep_weights=True)
+        rest.free_memory(keep_weights=True)
     assert calls == ["release"]
     rest.restore()
     assert calls == ["release", "install"] and not rest.asleep
-    rest.begin(keep_weights=True)
-    rest.begin(keep_weights=False)
+    rest.free_memory(keep_weights=True)
+    rest.free_memory(keep_weights=False)
     assert calls == ["release", "install", "release"], "what has left the device is not released again"
     with pytest.raises(RefusedError, match="its weights are gone"):
         rest.restore()

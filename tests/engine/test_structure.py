@@ -169,11 +169,11 @@ def test_large_structures_stay_within_their_limits(engine):
         Structure.of_choices([f'w{i} "\\\n' for i in range(4096)]), Structure("regex", "a{9999}"),
         Structure.of_schema({"type": "object", "properties": properties})]
     for structure in large:
-        sample = grammars.compile(structure).begin()
+        sample = grammars.compile(structure).for_sample()
         for _ in range(3):
             sample.push(int(np.flatnonzero(sample.allowed(size))[-1]))
         assert not sample.trouble
-    nested = grammars.compile(Structure("regex", "((a{1,999}){1,999}){1,999}b" * 40)).begin()
+    nested = grammars.compile(Structure("regex", "((a{1,999}){1,999}){1,999}b" * 40)).for_sample()
     for _ in range(100):
         if not (allowed := np.flatnonzero(nested.allowed(size))).size:
             break
@@ -206,7 +206,7 @@ def test_tokens_of_several_characters_and_of_parts_of_one_spell_the_text():
     grammar = Grammars(tokenizer).compile(Structure("regex", "the (straße|日本)"))
     rng, seen = np.random.default_rng(0), set()
     for _ in range(60):
-        sample, ids = grammar.begin(), []
+        sample, ids = grammar.for_sample(), []
         while not sample.ended:
             allowed = np.flatnonzero(sample.allowed(tokenizer.vocab_size + 3))
             assert allowed.size and not sample.trouble

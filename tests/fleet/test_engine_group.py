@@ -133,7 +133,7 @@ def test_the_message_comes_back_equal():
 
 def test_a_folder_is_sent_to_an_engine_on_another_machine_unless_it_is_shared(tmp_path: Path) -> None:
     def die(method: str, _payload: bytes) -> None:
-        if method == "begin" and not (tmp_path / "far").exists():
+        if method == "begin_arrival" and not (tmp_path / "far").exists():
             raise DeathError("engine 1 died with its Ray actor")
 
     for folder in (tmp_path / "run" / "v1", tmp_path / "shared" / "v1"):

@@ -323,7 +323,7 @@ def test_a_failure_is_raised_at_once_though_an_earlier_version_is_still_on_its_w
     async def main() -> None:
         async with Failing() as fanouts:
             for version in (5, 6):
-                fanouts.begin(WrittenVersion(replace(MANIFEST, version=version), 0.0, 0.0), lambda _report: None)
+                fanouts.fan_out(WrittenVersion(replace(MANIFEST, version=version), 0.0, 0.0), lambda _report: None)
             with pytest.raises(PublishError, match="nobody takes it"):
                 await fanouts.watch()
 

@@ -39,7 +39,7 @@ class Processes:
     def __init__(self, calls: list[str]) -> None:
         self._calls = calls
 
-    async def end(self, name: str) -> None:
+    async def end_process(self, name: str) -> None:
         self._calls.append(f"{name} is ended")
 
 

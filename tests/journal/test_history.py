@@ -34,14 +34,14 @@ def open_journal(folder: Path, *, keeps_all: bool = True) -> RunJournal:
 
 def test_the_history_has_the_steps_of_all_starts_with_their_groups(tmp_path: Path) -> None:
     with open_journal(tmp_path) as journal:
-        journal.begin(0, HEAD, held=[])
+        journal.begin_segment(0, HEAD, held=[])
         record_steps(journal, 1, 2)
-        journal.begin(2, HEAD, held=[Group("0:3", 2)])
+        journal.begin_segment(2, HEAD, held=[Group("0:3", 2)])
         journal.saved(2, oldest=2)
         record_steps(journal, 3, finished=True)
         journal.record(BatchTaken(4, ()))  # not trained before the process was killed
     with open_journal(tmp_path) as journal:
-        journal.begin(3, HEAD, held=[Group("0:4", 3)])
+        journal.begin_segment(3, HEAD, held=[Group("0:4", 3)])
         record_steps(journal, 4, finished=True)
     history = read_history(tmp_path)
     assert list(history.steps) == [1, 2, 3, 4] and not history.cuts
@@ -52,9 +52,9 @@ def test_the_history_has_the_steps_of_all_starts_with_their_groups(tmp_path: Pat
 
 def test_steps_that_the_run_has_gone_back_behind_are_replaced(tmp_path: Path) -> None:
     with open_journal(tmp_path) as journal:
-        journal.begin(0, HEAD, held=[])
+        journal.begin_segment(0, HEAD, held=[])
         record_steps(journal, 1, 2, 3)
-        journal.begin(1, HEAD, held=[])
+        journal.begin_segment(1, HEAD, held=[])
         journal.record(BatchTaken(2, ()))
         journal.record(StepTrained(2, b"another"))
     assert {number: step.state for number, step in read_history(tmp_path).steps.items()} == {1: b"state 1", 2: b"another"}
@@ -62,9 +62,9 @@ def test_steps_that_the_run_has_gone_back_behind_are_replaced(tmp_path: Path) ->
 
 def test_without_keeping_all_the_history_begins_at_the_oldest_checkpoint(tmp_path: Path) -> None:
     with open_journal(tmp_path, keeps_all=False) as journal:
-        journal.begin(0, HEAD, held=[])
+        journal.begin_segment(0, HEAD, held=[])
         record_steps(journal, 1)
-        journal.begin(1, HEAD, held=[])
+        journal.begin_segment(1, HEAD, held=[])
         journal.saved(1, oldest=1)
         record_steps(journal, 2)
     assert list(read_history(tmp_path).steps) == [2]
@@ -73,14 +73,14 @@ def test_without_keeping_all_the_history_begins_at_the_oldest_checkpoint(tmp_pat
 
 def test_damage_ends_the_steps_of_one_start_alone_and_is_told(tmp_path: Path) -> None:
     with open_journal(tmp_path) as journal:
-        journal.begin(0, HEAD, held=[])
+        journal.begin_segment(0, HEAD, held=[])
         record_steps(journal, 1, 2)
     path = find(tmp_path)[0].path
     data = np.frombuffer(path.read_bytes(), np.uint8).copy()
     data[-20] ^= 1
     path.write_bytes(data.tobytes())
     with open_journal(tmp_path) as journal:
-        journal.begin(2, HEAD, held=[])
+        journal.begin_segment(2, HEAD, held=[])
         record_steps(journal, 3)
     history = read_history(tmp_path)
     assert list(history.steps) == [1, 3] and path.name in history.cuts[0]

@@ -28,7 +28,7 @@ def head(*in_flight: str) -> JournalHead:
 def test_a_process_that_follows_finds_what_the_one_before_has_recorded(tmp_path: Path) -> None:
     with open_journal(tmp_path) as journal:
         journal.record(PromptDrawn("0:9", 3, 0, 9))  # nothing was begun yet
-        journal.begin(4, head("0:1", "0:2"), held=[group("0:1")])
+        journal.begin_segment(4, head("0:1", "0:2"), held=[group("0:1")])
         journal.finished(group("0:2"))
         journal.synced().result(10)
         found = journal.read(4)
@@ -40,10 +40,10 @@ def test_a_process_that_follows_finds_what_the_one_before_has_recorded(tmp_path:
 
 def test_records_are_kept_as_long_as_a_checkpoint_needs_them(tmp_path: Path) -> None:
     with open_journal(tmp_path) as journal:
-        journal.begin(4, head("0:1", "0:2"), held=[group("0:1"), group("0:2")])
+        journal.begin_segment(4, head("0:1", "0:2"), held=[group("0:1"), group("0:2")])
         journal.record(BatchTaken(5, ("0:1", "0:2")))
         journal.record(StepTrained(5, b"{}"))
-        journal.begin(5, head(), held=[])
+        journal.begin_segment(5, head(), held=[])
         journal.saved(5, oldest=4)
         journal.synced().result(10)
         older = journal.read(4)
@@ -56,7 +56,7 @@ def test_records_are_kept_as_long_as_a_checkpoint_needs_them(tmp_path: Path) -> 
 
 def test_damage_costs_the_records_after_it_and_is_told(tmp_path: Path) -> None:
     with open_journal(tmp_path) as journal:
-        journal.begin(4, head(), held=[group("0:1"), group("0:2")])
+        journal.begin_segment(4, head(), held=[group("0:1"), group("0:2")])
     path = path_of(tmp_path, numbers(tmp_path)[0])
     data = bytearray(path.read_bytes())
     data[-20] ^= 4
@@ -68,7 +68,7 @@ def test_damage_costs_the_records_after_it_and_is_told(tmp_path: Path) -> None:
 
 def test_a_run_without_a_journal_records_nothing() -> None:
     journal = NoJournal()
-    journal.begin(4, head(), held=[])
+    journal.begin_segment(4, head(), held=[])
     journal.finished(group("0:1"))
     journal.record(StepTrained(5, b"{}"))
     journal.saved(5, oldest=0)
@@ -78,12 +78,12 @@ def test_a_run_without_a_journal_records_nothing() -> None:
 def test_a_journal_that_begins_with_the_initial_model_tells_with_which_identity_and_how_many_processes(tmp_path: Path) -> None:
     assert begun_at_start(tmp_path) is None
     with open_journal(folder_of(tmp_path)) as journal, open_journal(folder_of(tmp_path, 1)) as other:
-        journal.begin(0, head(), held=[])
-        other.begin(0, head(), held=[])
+        journal.begin_segment(0, head(), held=[])
+        other.begin_segment(0, head(), held=[])
         journal.synced().result(10)
         other.synced().result(10)
         assert begun_at_start(tmp_path) == (b"{}", 2)
-        journal.begin(5, head(), held=[])
+        journal.begin_segment(5, head(), held=[])
         journal.saved(5, oldest=5)
         journal.synced().result(10)
         assert begun_at_start(tmp_path) is None

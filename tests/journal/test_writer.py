@@ -59,11 +59,11 @@ def test_records_are_readable_at_once_and_checkpoints_begin_segments(tmp_path: P
     writer = JournalWriter(tmp_path, tell=print)
     writer.append(Text("before the beginning"))
     assert not writer.recording
-    writer.begin(0, texts("a", "b"))
+    writer.begin_segment(0, texts("a", "b"))
     writer.append(Text("c"))
     writer.synced().result(10)
     assert read(tmp_path) == ["a", "b", "c"]  # the writer still has the file open
-    writer.begin(5, texts("d"))
+    writer.begin_segment(5, texts("d"))
     writer.append(Text("e"))
     writer.close()
     assert read(tmp_path) == ["a", "b", "c", "d", "e"] and read(tmp_path, base=5) == ["d", "e"]
@@ -73,7 +73,7 @@ def test_records_are_readable_at_once_and_checkpoints_begin_segments(tmp_path: P
 def test_segments_that_no_checkpoint_needs_are_dropped(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path, tell=print)
     for base in (0, 5, 10, 15):
-        writer.begin(base, texts(base))
+        writer.begin_segment(base, texts(base))
     writer.drop(10)
     writer.synced().result(10)
     assert numbers(tmp_path) == [2, 3]
@@ -85,7 +85,7 @@ def test_segments_that_no_checkpoint_needs_are_dropped(tmp_path: Path) -> None:
 def test_another_process_goes_on_in_new_segments_and_its_records_never_pass_for_the_old_ones(tmp_path: Path) -> None:
     for name in ("a", "b"):
         writer = JournalWriter(tmp_path, tell=print)
-        writer.begin(0, texts(name))
+        writer.begin_segment(0, texts(name))
         writer.close()
     assert numbers(tmp_path) == [0, 1]
     reader = Reader(find(tmp_path))
@@ -100,7 +100,7 @@ def test_a_disk_that_is_full_for_a_while_loses_nothing_and_is_told_once(
     told: list[str] = []
     disk = Disk(monkeypatch)
     writer = JournalWriter(tmp_path, tell=told.append)
-    writer.begin(0, texts("a"))
+    writer.begin_segment(0, texts("a"))
     writer.synced().result(10)
     disk.takes, disk.full = takes, True
     for number in range(20):
@@ -120,7 +120,7 @@ def test_a_segment_that_cannot_be_begun_is_tried_again(tmp_path: Path, monkeypat
     disk = Disk(monkeypatch)
     disk.full, disk.takes = True, 7
     writer = JournalWriter(tmp_path / "journal", tell=lambda _text: None)
-    writer.begin(0, texts("a", "b"))
+    writer.begin_segment(0, texts("a", "b"))
     for _ in range(3):
         assert disk.tried.acquire(timeout=10)
     disk.full = False
@@ -134,7 +134,7 @@ def test_when_too_much_waits_recording_ends_and_the_next_checkpoint_begins_it_an
     told: list[str] = []
     disk = Disk(monkeypatch)
     writer = JournalWriter(tmp_path, tell=told.append, most_waiting_bytes=100)
-    writer.begin(0, texts("a"))
+    writer.begin_segment(0, texts("a"))
     writer.synced().result(10)
     disk.full, disk.takes = True, 0
     for number in range(15):
@@ -144,7 +144,7 @@ def test_when_too_much_waits_recording_ends_and_the_next_checkpoint_begins_it_an
     disk.full = False
     wait_until(lambda: read(tmp_path) == ["a", *map(str, range(10))], timeout_s=10)
     writer.append(Text("is not recorded"))
-    writer.begin(5, texts("b"))
+    writer.begin_segment(5, texts("b"))
     writer.append(Text("c"))
     writer.close()
     assert read(tmp_path, base=5) == ["b", "c"]
@@ -156,7 +156,7 @@ def test_a_disk_that_takes_nothing_neither_delays_the_caller_nor_keeps_the_run_f
 ) -> None:
     disk = Disk(monkeypatch)
     writer = JournalWriter(tmp_path, tell=lambda _text: None)
-    writer.begin(0, texts("a"))
+    writer.begin_segment(0, texts("a"))
     writer.synced().result(10)
     disk.full, disk.takes = True, 0
     begin = time.perf_counter()
@@ -177,6 +177,6 @@ def test_what_was_written_is_synced_within_the_time(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "fdatasync", note)
     writer = JournalWriter(tmp_path, tell=print, sync_s=0.05)
-    writer.begin(0, texts("a"))
+    writer.begin_segment(0, texts("a"))
     assert synced.wait(10)
     writer.close()

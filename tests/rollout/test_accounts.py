@@ -40,10 +40,10 @@ def test_an_episode_is_divided_by_what_it_waits_for() -> None:
     accounts = Accounts(now_s=clock)
     play(clock, accounts.open("0:1", 0))
     play(clock, accounts.open("0:1", 1), queue_s=3.0, turns=1)
-    assert accounts.take().values() == pytest.approx({
+    assert accounts.take_stats().values() == pytest.approx({
         "rollout/episode_mean_s": (11 + 8) / 2, "rollout/episode_max_s": 11, "rollout/model_share": 6 / 19,
         "rollout/tool_share": 9 / 19, "rollout/queue_share": 4 / 19})
-    assert accounts.take().values() == {}
+    assert accounts.take_stats().values() == {}
 
 
 def test_calls_at_the_same_time_count_once() -> None:
@@ -66,7 +66,7 @@ def test_a_cancelled_episode_counts_nowhere_and_gives_back_its_track() -> None:
     for _ in range(NUM_TRACKS + 1):
         with pytest.raises(KeyboardInterrupt), accounts.open("0:1", 0):
             raise KeyboardInterrupt
-    assert accounts.take().values() == {} and not spans
+    assert accounts.take_stats().values() == {} and not spans
     play(clock, accounts.open("0:2", 0))
     assert len(spans) == 6
 
@@ -93,7 +93,7 @@ def test_what_is_drawn_of_a_step_is_bounded() -> None:
         for prompt in range(3 * MOST_TRACED):
             play(clock, accounts.open(f"0:{prompt}", 0))
         assert len({args["prompt"] for *_, args in spans}) == MOST_TRACED and len(spans) == 6 * MOST_TRACED * step
-        accounts.take()
+        accounts.take_stats()
     together = [accounts.open(f"1:{prompt}", 0).__enter__() for prompt in range(20)]
     assert sum(account.most_stretches > 0 for account in together) == NUM_TRACKS, "only so many at the same time"
 
@@ -102,7 +102,7 @@ def test_what_is_kept_of_a_long_episode_is_bounded_and_its_sums_are_not() -> Non
     clock, spans = Clock(), []
     accounts = Accounts(lambda *span: spans.append(span), now_s=clock)
     play(clock, accounts.open("0:1", 0), turns=1000)
-    assert len(spans) < 1000 and accounts.take().values()["rollout/episode_max_s"] == 5001
+    assert len(spans) < 1000 and accounts.take_stats().values()["rollout/episode_max_s"] == 5001
 
 
 def test_the_accounts_of_several_processes_add_up() -> None:
@@ -110,5 +110,5 @@ def test_the_accounts_of_several_processes_add_up() -> None:
     one, other, none = (Accounts(now_s=clock) for _ in range(3))
     play(clock, one.open("0:1", 0))
     play(clock, other.open("0:2", 0), queue_s=3.0, turns=1)
-    metrics = combine([one.take(), other.take(), none.take()]).values()
+    metrics = combine([one.take_stats(), other.take_stats(), none.take_stats()]).values()
     assert metrics["rollout/episode_mean_s"] == 9.5 and metrics["rollout/model_share"] == pytest.approx(6 / 19)

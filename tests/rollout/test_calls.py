@@ -126,7 +126,7 @@ def test_a_group_that_would_be_too_stale_is_played_anew_and_the_reason_is_told()
         [now] = await play(log, engine, (1, 2), version=5)
         assert now[0].token_ids != answers[0].token_ids and len(engine.asked) == 2
         assert heard.anew == [("0:1", "its first tokens, of version 3, would be too stale")]
-        log.end()
+        log.stop_recording()
 
     asyncio.run(body())
 
@@ -202,7 +202,7 @@ def test_a_call_that_was_not_answered_goes_on_from_the_tokens_that_were_recorded
             (2, [2], "stop"), (3, [2], "stop")]
         whole = recorded[0].answers[1].followed_by(heard.entries[1].answers[1])
         assert (whole.tokens.tolist(), whole.versions.tolist(), whole.text) == ([10, 11, 12, 2], [3, 3, 3, 4], "whole")
-        log.end()
+        log.stop_recording()
 
         then, later = Heard(), Slow()
         log = GroupCalls(then, running_s=0.001)
@@ -221,6 +221,6 @@ def test_a_call_that_was_not_answered_goes_on_from_the_tokens_that_were_recorded
         [anew] = await play(log, Engine(), (1, 2))
         assert anew[0].token_ids == (1, 0)
         log.close("0:1")
-        log.end()
+        log.stop_recording()
 
     asyncio.run(body())

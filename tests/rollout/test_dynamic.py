@@ -47,12 +47,12 @@ def test_what_a_step_rejects_is_bounded_and_counted() -> None:
     flat, varied = group(0.0, 0.0), group(0.0, 1.0)
     assert [bool(sampling.rejects(each)) for each in (flat, varied, flat, flat, flat, varied)] == [True, False, True, True, False, False]
     assert sampling.num_rejected == 3 and len(told) == 1
-    assert sampling.take().values() == {
+    assert sampling.take_stats().values() == {
         "sampling/drawn_groups": 6, "sampling/rejected_groups": 3, "sampling/kept_flat_groups": 1, "sampling/rejected_share": 0.5}
     sampling.start_batch()
     assert sampling.rejects(flat) == "all rewards are equal: 0"
-    assert sampling.take().values()["sampling/rejected_share"] == 1
-    assert "sampling/rejected_share" not in sampling.take().values()
+    assert sampling.take_stats().values()["sampling/rejected_share"] == 1
+    assert "sampling/rejected_share" not in sampling.take_stats().values()
 
 
 def test_a_single_batch_of_draws_rejects_nothing() -> None:

@@ -34,14 +34,14 @@ def test_shares_are_of_the_prompts_settled_since_the_last_look() -> None:
         outcomes.settled("0:0", kind)
     outcomes.drawn_again()
     outcomes.requeued()
-    stats = outcomes.take().values()
+    stats = outcomes.take_stats().values()
     assert (stats["rollout/rejected_share"], stats["rollout/rejected_timed_out_share"]) == (0.5, 0.25)
     assert stats["rollout/drawn_again_prompts"] == stats["rollout/requeued_prompts"] == 1
     assert stats["rollout/rejected_engine_failed_share"] == 0
     assert len(stats) == len(KINDS) + 3  # of samples there is no share, as none were played
     outcomes.settled("0:0", None)
-    assert outcomes.take().values()["rollout/rejected_share"] == 0
-    assert outcomes.take().values() == {"rollout/drawn_again_prompts": 0, "rollout/requeued_prompts": 0}
+    assert outcomes.take_stats().values()["rollout/rejected_share"] == 0
+    assert outcomes.take_stats().values() == {"rollout/drawn_again_prompts": 0, "rollout/requeued_prompts": 0}
 
 
 def test_each_kind_that_takes_more_than_a_twentieth_of_the_prompts_is_told_once() -> None:
@@ -64,7 +64,7 @@ def test_a_filter_is_not_warned_of() -> None:
     for _ in range(50):
         outcomes.settled("0:0", "not accepted")
     assert told.texts == []
-    assert outcomes.take().values()["rollout/rejected_not_accepted_share"] == 1
+    assert outcomes.take_stats().values()["rollout/rejected_not_accepted_share"] == 1
 
 
 def test_samples_that_are_lost_inside_groups_are_told_of_once() -> None:
@@ -79,7 +79,7 @@ def test_samples_that_are_lost_inside_groups_are_told_of_once() -> None:
 def test_shares_of_samples_are_by_reason() -> None:
     outcomes = Outcomes()
     outcomes.played("0:1", samples(None, None, "wrong logprobs", "reward failed"))
-    stats = outcomes.take().values()
+    stats = outcomes.take_stats().values()
     assert stats["rollout/unusable_share"] == 0.5
     assert {kind: stats[f"rollout/unusable_{kind.replace(' ', '_')}_share"] for kind in UNUSABLE if kind != "episode failed"} == {
         "reward failed": 0.25, "too long": 0, "malformed": 0, "wrong tokens": 0, "wrong logprobs": 0.25, "wrong versions": 0}
@@ -102,8 +102,8 @@ def test_what_fails_is_named_and_drawn_again_unless_the_prompt_cannot_be_asked()
 def test_the_share_of_failed_episodes_is_there_once_there_was_one() -> None:
     outcomes, name = Outcomes(), "rollout/unusable_episode_failed_share"
     outcomes.played("0:1", samples(None, "malformed"))
-    assert name not in outcomes.take().values()
+    assert name not in outcomes.take_stats().values()
     outcomes.played("0:2", samples(None, "episode failed"))
-    assert outcomes.take().values()[name] == 0.5
+    assert outcomes.take_stats().values()[name] == 0.5
     outcomes.played("0:3", samples(None, None))
-    assert outcomes.take().values()[name] == 0.0
+    assert outcomes.take_stats().values()[name] == 0.0

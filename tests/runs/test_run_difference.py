@@ -46,7 +46,7 @@ class Recording:
         rows = [{"global_step": step, "train/loss": loss, "train/mfu": len(folder.name)} for step, loss in self.losses.items()]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         with RunJournal(folder / "journal", identity=encode_json(self.identity), tell=print) as journal:
-            journal.begin(0, JournalHead(StreamState(), ()), held=[])
+            journal.begin_segment(0, JournalHead(StreamState(), ()), held=[])
             for step, groups in self.groups.items():
                 for group in groups:
                     journal.finished(group)

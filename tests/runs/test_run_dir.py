@@ -117,7 +117,7 @@ def test_a_run_without_a_checkpoint_goes_on_by_its_journal_where_nothing_has_cha
     def begin_journal() -> None:
         (config.run_dir / "config.toml").touch()
         with RunJournal(folder, identity=encode_json(identity), tell=pytest.fail) as journal:
-            journal.begin(0, JournalHead(StreamState(), ()), held=[])
+            journal.begin_segment(0, JournalHead(StreamState(), ()), held=[])
             journal.synced().result(10)
 
     config.run_dir.mkdir()
@@ -128,7 +128,7 @@ def test_a_run_without_a_checkpoint_goes_on_by_its_journal_where_nothing_has_cha
     config.run_dir.mkdir()
     (config.run_dir / "config.toml").touch()
     with RunJournal(folder, identity=b"of another version", tell=pytest.fail) as journal:
-        journal.begin(0, JournalHead(StreamState(), ()), held=[])
+        journal.begin_segment(0, JournalHead(StreamState(), ()), held=[])
     assert prepare_run_dir(config, identity=identity) is None and not folder.exists()
     begin_journal()
     assert prepare_run_dir(config, identity=identity, num_heads=2) is None and not folder.exists()  # it had only begun

@@ -29,7 +29,7 @@ def begin(running: Open, model: Model, seq: int, work: OpenWork) -> tuple[Work, 
     step = Work(seq, model, seq, OptimizerStep(STEP), future)
     step.charged = {"queued_tokens": 5, "queued_bytes": 7}
     running.usage.add("alice", **step.charged)
-    work.begin(step)
+    work.add(step)
     return step, future
 
 
@@ -75,7 +75,7 @@ def test_a_request_for_whose_outcome_nobody_waits_just_ends(cluster: SmallCluste
         async with cluster.open(tmp_path) as running:
             work, model = open_work(running), await a_model(running)
             leave = Work(1, model, 0, Leave(ends=False), None)
-            work.begin(leave)
+            work.add(leave)
             assert work.is_leaving(model) and leave.request_name == model.id
             work.end_soon(leave, Failed("the trainers failed", "server"))
             assert not work.is_leaving(model) and not work.failures and work.standing().jobs == 0

@@ -34,7 +34,7 @@ def test_a_session_lives_by_signs_of_life_until_it_is_finished_and_is_there_afte
         assert sessions.is_silent(second) and not sessions.is_silent(first)
         sessions.check(ALICE, second)
         assert not sessions.is_silent(second)
-        assert await sessions.finish(ALICE, first) and not await sessions.finish(ALICE, first)
+        assert await sessions.end_session(ALICE, first) and not await sessions.end_session(ALICE, first)
         with pytest.raises(LostError, match="has ended"):
             await sessions.heartbeat(ALICE, first)
         with pytest.raises(BadRequestError, match="has ended"):
@@ -59,9 +59,9 @@ def test_an_end_that_the_database_did_not_take_is_none(tmp_path: Path, monkeypat
         with monkeypatch.context() as patch:
             patch.setattr(store, "put", full)
             with pytest.raises(StorageError):
-                await sessions.finish(ALICE, session)
+                await sessions.end_session(ALICE, session)
         assert not sessions.has_ended(session)
-        assert await sessions.finish(ALICE, session), "it is asked for again, and stored"
+        assert await sessions.end_session(ALICE, session), "it is asked for again, and stored"
         assert store.load().sessions[0].ended is not None
         store.close()
 
@@ -77,7 +77,7 @@ def test_a_session_to_which_nothing_belongs_is_forgotten_when_it_was_silent_for_
         sessions.users.append(lambda: owning)
         empty, owner, ended, heard = [await sessions.create(ALICE, metadata={}, tags=(), display_name="") for _ in range(4)]
         owning.add(owner)
-        await sessions.finish(ALICE, ended)
+        await sessions.end_session(ALICE, ended)
         now[0] += 1001
         await sessions.heartbeat(ALICE, heard)
         await sessions.sweep()
@@ -110,7 +110,7 @@ def test_an_owner_has_no_more_sessions_than_he_may_and_those_that_are_over_make_
         with pytest.raises(RequestError, match="you have 3 of 3 sessions that you may have"):
             await create()
         await sessions.create(BOB, metadata={}, tags=(), display_name="")
-        await sessions.finish(ALICE, first)
+        await sessions.end_session(ALICE, first)
         await create()
         now[0] += 101
         await create()

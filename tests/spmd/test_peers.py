@@ -61,7 +61,7 @@ def talk_and_publish(groups, _):
 
         publisher = FollowingPublisher(
             trainers=SimpleNamespace(write_weights=give), peers=peers, canary=(1, 2), timeout_s=10.0,
-            followed=SimpleNamespace(take=told.append))
+            followed=SimpleNamespace(follow=told.append))
         for version in (3, 4):
             await publisher.publish(version, on_served=served.append)
         await publisher.settle()
@@ -87,10 +87,10 @@ def test_all_ranks_learn_how_weights_were_served_or_go_on_before_they_are(heard:
 def test_a_rank_that_rolls_out_lets_only_the_engines_serve_that_rank_0_proved() -> None:
     pool = make_pool()
     followed = Followed(pool, InferenceConfig(), news=NO_NEWS)
-    followed.take(PUBLISHED)
+    followed.follow(PUBLISHED)
     assert set(pool.healthy) == {"engine 1"}
     healed = replace(REPORT, version=4, serving=("engine 0", "engine 1"), quarantined={})
-    followed.take(replace(PUBLISHED, report=healed))
+    followed.follow(replace(PUBLISHED, report=healed))
     assert set(pool.healthy) == {"engine 0", "engine 1"}
     assert pool.client("engine 0").url == "http://127.0.0.1:9000"
 
@@ -98,9 +98,9 @@ def test_a_rank_that_rolls_out_lets_only_the_engines_serve_that_rank_0_proved() 
 def test_an_engine_that_rank_0_started_anew_is_routed_to_where_it_is_even_if_nobody_missed_it() -> None:
     pool = make_pool()
     followed = Followed(pool, InferenceConfig(), news=NO_NEWS)
-    followed.take(replace(PUBLISHED, report=replace(REPORT, serving=tuple(PUBLISHED.urls), quarantined={})))
+    followed.follow(replace(PUBLISHED, report=replace(REPORT, serving=tuple(PUBLISHED.urls), quarantined={})))
     moved = PUBLISHED.urls | {"engine 1": "http://127.0.0.1:9999"}
-    followed.take(Published(replace(REPORT, version=4, serving=tuple(PUBLISHED.urls), quarantined={}), moved))
+    followed.follow(Published(replace(REPORT, version=4, serving=tuple(PUBLISHED.urls), quarantined={}), moved))
     assert set(pool.healthy) == set(PUBLISHED.urls)
     assert pool.client("engine 1").url == "http://127.0.0.1:9999"
 
@@ -131,7 +131,7 @@ def test_a_rank_goes_to_where_an_engine_was_started_anew_before_the_next_publish
         leader, follower = (EnginePool([client]) for client in clients)
         config = InferenceConfig(probe_interval_s=0.05, probe_timeout_s=0.5)
         followed = Followed(follower, config, news=EngineNews(follows))
-        followed.take(Published(replace(REPORT, serving=("engine 0",), quarantined={}), {"engine 0": old}))
+        followed.follow(Published(replace(REPORT, serving=("engine 0",), quarantined={}), {"engine 0": old}))
         async with beside(EngineNews(leads).watch(leader), followed.watch()):
             await asyncio.sleep(0.1)
             lives.clear()
@@ -164,7 +164,7 @@ def test_an_engine_that_rank_0_has_refused_serves_no_other_rank_however_well_it_
         leader.admit("engine 0", 2)
         followed = Followed(follower, InferenceConfig(probe_interval_s=0.05, probe_timeout_s=0.5), news=EngineNews(follows))
         async with beside(EngineNews(leads).watch(leader), followed.watch()):
-            followed.take(Published(replace(REPORT, serving=(), quarantined={"engine 0": "its canary is off"}), {"engine 0": url}))
+            followed.follow(Published(replace(REPORT, serving=(), quarantined={"engine 0": "its canary is off"}), {"engine 0": url}))
             leader.quarantine("engine 0", "its canary is off")
             await asyncio.sleep(0.6)
             assert not follower.healthy

@@ -49,7 +49,7 @@ def play(mode, stream):
         console.update(1, METRICS)
         console.note("checkpoint saved")
         console.update(2, {"reward/mean": 0.6})
-        console.finish({"held-out accuracy": 0.88, "report": "runs/x/report.html"})
+        console.show_result({"held-out accuracy": 0.88, "report": "runs/x/report.html"})
     return stream.getvalue()
 
 
@@ -192,7 +192,7 @@ def test_in_a_notebook_one_output_has_all_notes_and_the_newest_steps(monkeypatch
             console.update(step, METRICS)
         assert [text.count("\nstep ") for text in shown[0]] == [0, 0, 0, 1, 2], (
             "the first step is shown at once, and those that follow at once wait for what comes next")
-        console.finish({"held-out accuracy": 0.88})
+        console.show_result({"held-out accuracy": 0.88})
     [versions] = shown
     lines = versions[-1].splitlines()
     assert [line.split("  ")[0].split(":")[0] for line in lines if not line.startswith("  ")] == [
@@ -299,6 +299,6 @@ def test_a_console_without_a_stream_or_a_reader_goes_on(monkeypatch: pytest.Monk
             console.start("a · b", 1)
             console.update(1, {})
             console.announce("saved")
-            console.finish({})
+            console.show_result({})
     with contextlib.suppress(BrokenPipeError):
         pipe.close()

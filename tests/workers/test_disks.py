@@ -95,14 +95,14 @@ def test_a_file_that_grows_while_it_is_sent_is_not_put_in_place(tmp_path: Path) 
     folder = fill(tmp_path / "here" / "ranks", FILES)
 
     def grow(method: str, _payload: bytes) -> None:
-        if method == "begin":
+        if method == "begin_arrival":
             fill(folder, {"model.safetensors": bytes(400)})
 
     with pytest.raises(StorageError, match="has come with other bytes"):
         asyncio.run(send(folder, far_disk(tmp_path / "there", meddle=grow), timeout_s=60))
 
 
-@pytest.mark.parametrize("dies_in", ["begin", "write", "settle"])
+@pytest.mark.parametrize("dies_in", ["begin_arrival", "write", "settle"])
 def test_a_machine_that_dies_meanwhile_leaves_what_was_there(dies_in: str, tmp_path: Path) -> None:
     folder, far = fill(tmp_path / "here" / "ranks", FILES), far_disk(tmp_path / "there")
     asyncio.run(send(folder, far, timeout_s=60))
@@ -148,14 +148,14 @@ def test_no_more_than_a_piece_is_read_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "..", "../x", "a/../../x", "a//b", "./a", "a/.", "a\0b"])
 def test_a_name_that_leads_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
     service, info = DiskService(tmp_path / "root", durable=False), FileInfo(name, 1, "0" * 64)
-    service.begin(DiskFolder("a/b"))
+    service.begin_arrival(DiskFolder("a/b"))
     with pytest.raises(StorageError, match="is not the name of a file in a folder that travels"):
         below(tmp_path, name)
     for request in (ReadPiece("a/b", name, 0), WritePiece("a/b", name, 0, b"x"), Settle("a/b", (info,)), DiskFolder(name)):
         method = {ReadPiece: "read", WritePiece: "write", Settle: "settle", DiskFolder: "remove"}[type(request)]
         with pytest.raises(StorageError, match="is not the name of"):
             service.handle(method, wire.encode(request))
-    for method in ("begin", "list_files", "abandon", "has"):
+    for method in ("begin_arrival", "list_files", "abandon", "has"):
         with pytest.raises(StorageError, match="is not the name of"):
             service.handle(method, wire.encode(DiskFolder(name)))
 
@@ -178,7 +178,7 @@ def test_a_machine_that_lists_a_name_that_leads_elsewhere_writes_nothing_here(tm
 
 def test_a_piece_that_does_not_follow_the_one_before_is_refused(tmp_path: Path) -> None:
     service = DiskService(tmp_path, durable=False)
-    service.begin(DiskFolder("a"))
+    service.begin_arrival(DiskFolder("a"))
     service.write(WritePiece("a", "file", 0, b"12345"))
     with pytest.raises(StorageError, match="has 5 bytes where its next piece begins at 3; two senders"):
         service.write(WritePiece("a", "file", 3, b"45678"))
@@ -187,7 +187,7 @@ def test_a_piece_that_does_not_follow_the_one_before_is_refused(tmp_path: Path) 
 def test_what_is_written_never_follows_a_link(tmp_path: Path) -> None:
     async def main() -> None:
         near = NearDisk(tmp_path / "root")
-        await near.ask("begin", DiskFolder("a"), Nothing, timeout_s=60)
+        await near.ask("begin_arrival", DiskFolder("a"), Nothing, timeout_s=60)
         (tmp_path / "root" / ".a.arriving" / "link").symlink_to(tmp_path / "elsewhere")
         await near.ask("write", WritePiece("a", "link", 0, b"x"), Nothing, timeout_s=60)
 
@@ -199,7 +199,7 @@ def test_what_is_written_never_follows_a_link(tmp_path: Path) -> None:
 def test_a_disk_that_fails_is_told_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"could not be read or written: .*; free space, or give another folder: run.dir, or clus"):
-        DiskService(tmp_path / "file", durable=False).handle("begin", wire.encode(DiskFolder("a")))
+        DiskService(tmp_path / "file", durable=False).handle("begin_arrival", wire.encode(DiskFolder("a")))
 
 
 def test_folders_beside_each_other_are_so_there_too_and_others_are_not(tmp_path: Path) -> None:

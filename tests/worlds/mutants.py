@@ -41,13 +41,13 @@ def bound_off_by_one() -> None:
 
 def served_at_once() -> None:
     """Engines count as serving a version as soon as it is written."""
-    real = Fanouts.begin
+    real = Fanouts.fan_out
 
-    def begin(self: Any, written: Any, on_served: Any) -> None:
+    def fan_out(self: Any, written: Any, on_served: Any) -> None:
         on_served(PublishReport(written.manifest.version, 0, 0, 0, 0, 0, (), {}))
         real(self, written, lambda _report: None)
 
-    Fanouts.begin = begin  # type: ignore[method-assign]
+    Fanouts.fan_out = fan_out  # type: ignore[method-assign]
 
 
 def requeued_prompt_lost() -> None:
@@ -66,10 +66,10 @@ def requeued_prompt_lost() -> None:
 
 def trained_prompt_returns() -> None:
     """A checkpoint takes the prompts of the step that it saves for prompts in flight."""
-    def finish(self: Any, step: Any) -> None:
+    def end_step(self: Any, step: Any) -> None:
         self._whole = step
 
-    Rescue.finish = finish  # type: ignore[method-assign]
+    Rescue.end_step = end_step  # type: ignore[method-assign]
 
 
 def running_prompts_forgotten() -> None:

@@ -161,8 +161,8 @@ class Recorder:
     # -- one call ----------------------------------------------------------------------------------------------------------------------
 
     def open(self, request: ChatRequest) -> PendingTurn:
-        """Find the answer that the request continues, and return its prompt; raises as `find`, `render` and `begin`."""
-        return self.begin(self.render(self.find_continuation(request)))
+        """Find the answer that the request continues, and return its prompt; raises as `find`, `render` and `begin_turn`."""
+        return self.begin_turn(self.render(self.find_continuation(request)))
 
     def find_continuation(self, request: ChatRequest) -> Continuation:
         """Find the answer that the request continues.
@@ -192,7 +192,7 @@ class Recorder:
             parent, given = None, self._renderer.prompt(request.messages, request.tools, opening=found.opening)
         return Rendered(found, parent, tuple(given))
 
-    def begin(self, rendered: Rendered) -> PendingTurn:
+    def begin_turn(self, rendered: Rendered) -> PendingTurn:
         """Begin to answer a request.
 
         Raises:

@@ -137,7 +137,7 @@ class Session:
         if call is not None and call.has_failed:
             del self._calls[id(call)]  # a failed call is tried once more
         if call is None or call.has_failed:
-            turn = self._recorder.open(request) if rendered is None else self._recorder.begin(rendered)
+            turn = self._recorder.open(request) if rendered is None else self._recorder.begin_turn(rendered)
             call = SharedCall(attempt, turn, asyncio.create_task(self._answer(turn), name=f"answer in session {self.id}"))
             self._calls[id(call)] = call
             call.task.add_done_callback(lambda _task: self._ended(call))

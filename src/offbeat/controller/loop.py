@@ -209,10 +209,10 @@ class _Training:
                 # Groups for this step are only released when no engine is further behind its version.
                 await self._parts.publisher.settle(behind=self._config.rollout.max_head_offpolicyness)
             await self._batches.cancel_idle(rollouts)
-            groups = await unless(self._state.asked, run_beside(take(), self._parts.publisher.watch()))
+            groups = await unless(self._state.asked, run_beside(next_groups(), self._parts.publisher.watch()))
             return self.rescue.taken or None if groups is None else groups  # they may have come while the wait for them was given up
 
-        async def take() -> list[Group]:
+        async def next_groups() -> list[Group]:
             self.rescue.taken = await rollouts.prepare_batch()
             self._parts.journal.record(BatchTaken(step.global_step, tuple(group.prompt_id for group in self.rescue.taken)))
             return self.rescue.taken
@@ -235,9 +235,9 @@ class _Training:
         if step.global_step < self._state.total_steps:
             self._batches.make_ahead(step.following(), rollouts, self._algorithm)
         with self._times.during("step/train_s", "train", step=step.global_step):
-            self.rescue.begin()
+            self.rescue.begin_step()
             stats = await self._training.train(batch, step)
-            self.rescue.finish(step)
+            self.rescue.end_step(step)
         return stats
 
     async def _publish_step(self, step: LoopStep, rollouts: Rollouts) -> None:

@@ -36,11 +36,11 @@ class Rescue:
         self._whole: LoopStep | None = None
         """The step whose weights the ranks have; None while a step trains."""
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Note that ranks train: from here on, their weights are of no whole step."""
         self._whole = None
 
-    def finish(self, step: LoopStep) -> None:
+    def end_step(self, step: LoopStep) -> None:
         """Note that a step is trained."""
         self._whole, self.taken = step, []
 
@@ -61,7 +61,7 @@ class Rescue:
         """Begin the journal anew, at the checkpoint of a step or where the run goes on; returns where this process stands in its data."""
         in_flight = (*(group.prompt_id for group in self.taken), *rollouts.in_flight)
         head = HeadState(self._stream.state(), in_flight, rollouts.num_flat_rejected)
-        self._parts.journal.begin(
+        self._parts.journal.begin_segment(
             global_step, JournalHead(head.stream, head.in_flight, head.num_flat_rejected, dict(rollouts.num_tries)),
             held=(*self.taken, *rollouts.held), calls=rollouts.calls)
         return head

@@ -91,7 +91,7 @@ class Lesson(ABC):
     async def prepare(self) -> None:  # noqa: B027
         """Compute with the initial weights, on every start: the checkpoint is restored afterwards. By default nothing."""
 
-    def begin(self, stream: PromptStream[Any]) -> None:  # noqa: B027
+    def set_stream(self, stream: PromptStream[Any]) -> None:  # noqa: B027
         """Take the stream of rows, at the row from which the run goes on. By default nothing."""
 
     @abstractmethod
@@ -160,8 +160,8 @@ class Imitation(Lesson):
         self.dataset = parts.inputs.train
         self._evaluator: Evaluator | None = None
 
-    def begin(self, stream: PromptStream[Any]) -> None:
-        """See `Lesson.begin`."""
+    def set_stream(self, stream: PromptStream[Any]) -> None:
+        """See `Lesson.set_stream`."""
         parts, version = self._parts, self._state.version
         rollouts = parts.source.rollouts(stream, version=version, last_version=version)
         self._evaluator = Evaluator(
@@ -229,7 +229,7 @@ class _Teaching:
         saved = await self._checkpoints.restore()
         if saved is not None:
             self._resume(saved)
-        lesson.begin(self._stream)
+        lesson.set_stream(self._stream)
         self._record.console.start(f"{parts.config.run.name} · {lesson.kind.word}", lesson.config.total_steps)
         if parts.inputs.num_dropped:
             self._record.console.note(f'{parts.inputs.num_dropped} rows are too long and dropped, as sft.too_long = "drop" says')

@@ -38,11 +38,11 @@ def main() -> None:
 async def _serve(library: RunLibrary, listener: socket.socket) -> None:
     loop = asyncio.get_running_loop()
 
-    def end() -> None:
+    def interrupt() -> None:
         loop.remove_reader(sys.stdin)
         signal.raise_signal(signal.SIGINT)
 
-    loop.add_reader(sys.stdin, end)  # nobody writes there, so it becomes readable at its end
+    loop.add_reader(sys.stdin, interrupt)  # nobody writes there, so it becomes readable at its end
     await serve_pages(library, listener, ready=lambda: print(page_url(listener), flush=True), until=[signal.SIGINT])
 
 

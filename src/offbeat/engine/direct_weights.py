@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offbeat.engine.forward import bytes_of, take
+from offbeat.engine.forward import bytes_of, checked_tensor
 from offbeat.engine.matrix import HEAD, Matrix
 from offbeat.model.fingerprint import digests
 
@@ -67,8 +67,8 @@ class StateReader:
         self._notes = notes
 
     def __call__(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor in the engine's format, on its device; see `take`."""
-        tensor = take(self._state, name, shape=shape, dtype=self._dtype, device=self._device)
+        """Return a tensor in the engine's format, on its device; see `checked_tensor`."""
+        tensor = checked_tensor(self._state, name, shape=shape, dtype=self._dtype, device=self._device)
         if self._notes:
             self.digests |= digests(bytes_of([(name, tensor)]))
         return tensor

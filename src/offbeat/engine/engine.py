@@ -348,7 +348,7 @@ class EmbeddedEngine:
         self._restart_prompt()
         if not self.asleep:
             self._runner.keep_routes()
-        self._sleep.begin(keep_weights=keep_weights)
+        self._sleep.free_memory(keep_weights=keep_weights)
 
     def wake(self) -> None:
         """End a sleep with the weights that it has kept; raises RefusedError if it has not kept them."""
@@ -427,7 +427,7 @@ class EmbeddedEngine:
         pending, self._pending = self._pending, None
         self._forward.install(self._versions.make_live(pending.version))
         self.version = pending.version
-        self._sleep.end()
+        self._sleep.note_installed()
         self._runner.new_weights(recompute=recompute)
         self.switch_s = time.monotonic() - pending.started
         pending.done.set_result(self.switch_s)

@@ -124,7 +124,7 @@ class Forward(Protocol):
         ...
 
 
-def take(state: Mapping[str, Tensor], name: str, *, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def checked_tensor(state: Mapping[str, Tensor], name: str, *, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Check a tensor of a state, such as [V, H], convert it and copy it to the device. A file behind it is read now, not during a switch.
 
     Raises:

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from offbeat.data.image_store import ImageStore, find_images, image_positions
 from offbeat.engine.cache import CacheShape, DecodeStep, PrefillStep, attend
-from offbeat.engine.forward import LOGITS_AT_ONCE, fingerprint_tensors, take
+from offbeat.engine.forward import LOGITS_AT_ONCE, checked_tensor, fingerprint_tensors
 from offbeat.engine.lora import AdapterRows, Groups, Linear
 from offbeat.errors import ModelError, first_line
 from offbeat.model.attention import ATTENTION_KINDS, ScoreForm, explicit_attention, fused_attention, refuse_unknown, window_mask
@@ -221,10 +221,10 @@ class HFForward:
             for name, linear in self._linears.items():
                 linear.register_forward_hook(partial(self._add_lora, name))
         if self._recorder is not None:
-            self._recorder.begin()
+            self._recorder.clear()
         logits = self._model(**inputs, use_cache=False, logits_to_keep=keep, offbeat_step=step).logits
         if self._recorder is not None and isinstance(step, Windows):
-            step.step.store_routes(self._recorder.take())
+            step.step.store_routes(self._recorder.routes())
         return logits
 
     def _add_lora(self, name: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -236,7 +236,9 @@ class HFForward:
     @torch.inference_mode()
     def prepare(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         own = module_names(self._model, state)
-        return {name: take(own, name, shape=p.shape, dtype=self.dtype, device=self.device) for name, p in self._model.named_parameters()}
+        return {
+            name: checked_tensor(own, name, shape=p.shape, dtype=self.dtype, device=self.device)
+            for name, p in self._model.named_parameters()}
 
     @torch.inference_mode()
     def install(self, prepared: dict[str, Tensor]) -> None:

@@ -99,7 +99,7 @@ class Rows:
             for sample in self.samples[first:]:
                 known = [token for token in request.prompt if token < FIRST_ID]
                 sample.shaped = ShapedSample(
-                    params, prompt=known, end_ids=stop_ids, bad_words=words, grammar=request.grammar and request.grammar.begin())
+                    params, prompt=known, end_ids=stop_ids, bad_words=words, grammar=request.grammar and request.grammar.for_sample())
         self._sampling = self._watched = self._adapters = None
 
     def _reserve(self, *, positions: int, stop_ids: int) -> None:

@@ -38,7 +38,7 @@ class EngineSleep:
         self._kept: dict[str, Tensor] | None = None
 
     @torch.inference_mode()
-    def begin(self, *, keep_weights: bool) -> None:
+    def free_memory(self, *, keep_weights: bool) -> None:
         """Free the memory. Weights to be kept go to host memory; on a CPU, they are there already, and stay."""
         self.asleep = True  # whatever fails below
         for cache in self._caches:
@@ -65,8 +65,8 @@ class EngineSleep:
             raise RefusedError("its weights are gone, because it sleeps without them; stage a version and switch to it")
         if self._kept is not None:
             self._forward.install(self._forward.prepare(self._kept))
-        self.end()
+        self.note_installed()
 
-    def end(self) -> None:
+    def note_installed(self) -> None:
         """Note that weights are installed again."""
         self.asleep, self._kept = False, None

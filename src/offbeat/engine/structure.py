@@ -51,7 +51,7 @@ class Grammar:
         self._ends = ends
         self._vocab_size = vocab_size
 
-    def begin(self) -> "Grammar":
+    def for_sample(self) -> "Grammar":
         """Return a grammar for another sample, at the beginning of its text."""
         return Grammar(self._matcher.deep_copy(), ends=self._ends, vocab_size=self._vocab_size)
 

@@ -159,7 +159,7 @@ class EngineGroup:
         except (StorageError, WorkerError) as exc:
             raise EngineError(f"{name} could not be sent {folder}: {exc}") from exc
 
-    async def end(self, name: str) -> None:
+    async def end_process(self, name: str) -> None:
         """End the engine's process, so that its memory is free; `restart` replaces it. Only for engines that the run owns."""
         await self.workers[[worker.name for worker in self.workers].index(name)].stop(timeout_s=_RESTART_STOP_TIMEOUT_S)
 

@@ -83,7 +83,7 @@ class Fanouts(ABC):
     async def _fan_out(self, written: WrittenVersion) -> PublishReport:
         """Bring a version to the engines."""
 
-    def begin(self, written: WrittenVersion, on_served: OnServed) -> None:
+    def fan_out(self, written: WrittenVersion, on_served: OnServed) -> None:
         """Begin to bring a version to the engines; `on_served` is called in the order of versions."""
         before = self._tasks[-1] if self._tasks else None
         task = asyncio.create_task(
@@ -175,7 +175,7 @@ class WeightsPublisher(Fanouts):
         await self._on_written()
         if not self._waits:
             await self._release(None)
-            self.begin(written, on_served)
+            self.fan_out(written, on_served)
             return
         report = await self._fan_out(written)
         await self._release(report)
@@ -412,7 +412,7 @@ class PolicyPublisher(Fanouts):
         written = WrittenVersion(replace(manifest, adapter=self._adapter, num_bytes=num_bytes), start, time.monotonic())
         await self._on_written()
         await self._release(None)
-        self.begin(written, on_served)
+        self.fan_out(written, on_served)
 
     async def _fan_out(self, written: WrittenVersion) -> PublishReport:
         report = await self._publisher.publish(written.manifest)

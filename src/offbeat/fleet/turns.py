@@ -30,7 +30,7 @@ class Settling(Protocol):
 class EngineProcesses(Protocol):
     """The engines' processes, as an `EngineGroup`."""
 
-    async def end(self, name: str) -> None:
+    async def end_process(self, name: str) -> None:
         """End the process of an engine, such as "engine 0"."""
         ...
 
@@ -97,7 +97,7 @@ class EngineTurns:
                 return
             except OffbeatError as exc:
                 self._pool.quarantine(name, f"it did not fall asleep: {exc}")
-        await self._engines.end(name)
+        await self._engines.end_process(name)
 
     async def _wake(self, name: str) -> None:
         member = self._pool.members[name]

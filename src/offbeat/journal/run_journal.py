@@ -53,7 +53,7 @@ class NoJournal:
     def heard(self, call: CallEntry) -> None:
         """Record nothing."""
 
-    def begin(self, global_step: int, head: JournalHead, *, held: Sequence[Group], calls: Sequence[CallEntry] = ()) -> None:
+    def begin_segment(self, global_step: int, head: JournalHead, *, held: Sequence[Group], calls: Sequence[CallEntry] = ()) -> None:
         """Record nothing."""
 
     def saved(self, global_step: int, *, oldest: int) -> None:
@@ -104,14 +104,15 @@ class RunJournal(NoJournal):
         """Append an answered call of a group that still runs."""
         self.writer.append(call)
 
-    def begin(self, global_step: int, head: JournalHead, *, held: Sequence[Group], calls: Sequence[CallEntry] = ()) -> None:
+    def begin_segment(self, global_step: int, head: JournalHead, *, held: Sequence[Group], calls: Sequence[CallEntry] = ()) -> None:
         """Begin anew at the checkpoint of a step that is about to be saved, or at the point from which the run goes on.
 
         Args:
             held: all groups that are ready, or taken by a step that has not been trained.
             calls: all answered calls of groups that still run.
         """
-        self.writer.begin(global_step, [RecordEntry(JournalBegun(global_step, self._identity, head)), *map(GroupEntry, held), *calls])
+        begun = RecordEntry(JournalBegun(global_step, self._identity, head))
+        self.writer.begin_segment(global_step, [begun, *map(GroupEntry, held), *calls])
 
     def saved(self, global_step: int, *, oldest: int) -> None:
         """Note that the checkpoint of a step is complete, and drop the records that only checkpoints before step `oldest` need.

@@ -4,8 +4,8 @@
     the thread  consumes entries in order; encodes, writes and syncs them; waits for the next one, or for the time to sync
 
 An entry that was written survives the death of the process, and `SYNC_S` later a power cut. While the disk takes nothing, entries wait
-in memory and are tried again. When too many wait, recording ends until `begin` is called for the next checkpoint: the files then hold all
-up to there, and nothing that follows.
+in memory and are tried again. When too many wait, recording ends until `begin_segment` is called for the next checkpoint: the files
+then hold all up to there, and nothing that follows.
 """
 
 import os
@@ -73,7 +73,7 @@ _Job = Entry | _Begin | _Drop | _Sync | _Gap
 
 
 class JournalWriter:
-    """Appends to the segments of a folder. Nothing is recorded before the first `begin`.
+    """Appends to the segments of a folder. Nothing is recorded before the first `begin_segment`.
 
     Attributes:
         num_bytes: bytes written so far.
@@ -99,7 +99,7 @@ class JournalWriter:
 
     @property
     def recording(self) -> bool:
-        """Whether entries are taken: from `begin` on, unless too many wait."""
+        """Whether entries are taken: from `begin_segment` on, unless too many wait."""
         return self._recording
 
     def append(self, entry: Entry) -> None:
@@ -113,7 +113,7 @@ class JournalWriter:
         self._jobs.put(_GAP)
         self._tell("the journal has ended, because its disk takes nothing; it begins anew at the next checkpoint")
 
-    def begin(self, base: int, entries: Sequence[Entry]) -> None:
+    def begin_segment(self, base: int, entries: Sequence[Entry]) -> None:
         """Begin a segment at the checkpoint of step `base`, with the entries that describe the run at this moment; returns at once.
 
         Where too many entries wait already, nothing is recorded until the next checkpoint.

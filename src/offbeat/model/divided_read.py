@@ -64,7 +64,7 @@ class DividedRead:
             for name in hooks:
                 delattr(PreTrainedModel, name)
 
-    def finish(self, model: PreTrainedModel, wrong: list[str]) -> None:
+    def complete(self, model: PreTrainedModel, wrong: list[str]) -> None:
         """Complete a model whose weights have been read.
 
         Args:

@@ -61,7 +61,7 @@ def load_causal_lm(
     model, report = loaded
     wrong = sorted([*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])])
     if parts is not None:
-        parts.finish(model, wrong)
+        parts.complete(model, wrong)
     if wrong:
         raise ModelError(f"{folder} lacks or misshapes {len(wrong)} weights, {wrong[0]!r} first; its config.json must describe its weights")
     vars(model.config).pop("distributed_config", None)  # which no program that loads an export should see

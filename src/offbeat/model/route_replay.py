@@ -56,12 +56,12 @@ class RouteRecorder:
         for router in routers:
             router.register_forward_hook(self._note)
 
-    def begin(self) -> None:
+    def clear(self) -> None:
         """Forget the last forward pass."""
         self._chosen.clear()
 
-    def take(self) -> Tensor:
-        """Return the routes of the T tokens since `begin`, [T, K] of `dtype`."""
+    def routes(self) -> Tensor:
+        """Return the routes of the T tokens since `clear`, [T, K] of `dtype`."""
         return torch.cat(self._chosen, dim=1).to(self.dtype)
 
     def _note(self, _router: nn.Module, _inputs: Any, outputs: Any) -> None:

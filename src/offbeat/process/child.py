@@ -161,7 +161,7 @@ class Child:
         pieces = (payload,) if isinstance(payload, bytes) else payload
         call_id, future = self._send(CALL, method.encode() + b"\0", *pieces)
         if patience_s is not None:
-            self._watch.begin(method)
+            self._watch.begin_call(method)
             self._looking = self._looking or asyncio.create_task(self._look_on(), name=f"look at {self.name}")
         try:
             return await self._wait_for(future, f"in {method}", timeout_s=timeout_s, what=f"{method} on {self.name}", patience_s=patience_s)

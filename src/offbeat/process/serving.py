@@ -127,12 +127,12 @@ class _Server:
         stopped = asyncio.Event()
         calls: dict[int, asyncio.Task[bytes]] = {}
 
-        def finish(call_id: int) -> None:
+        def send_outcome(call_id: int) -> None:
             call = calls.pop(call_id)
             error = asyncio.CancelledError("the caller has given up") if call.cancelled() else call.exception()
             self._reply(call_id, call.result() if error is None else self._failure(error))
 
-        def take() -> None:
+        def read_frames() -> None:
             with suppress(queue.Empty):
                 while True:
                     kind, call_id, payload = self._frames.get_nowait()
@@ -141,13 +141,13 @@ class _Server:
                     elif kind == CALL:
                         method, _, argument = payload.partition(b"\0")
                         calls[call_id] = asyncio.create_task(handle(method.decode(), argument), name=method.decode())
-                        calls[call_id].add_done_callback(lambda _call, call_id=call_id: finish(call_id))
+                        calls[call_id].add_done_callback(lambda _call, call_id=call_id: send_outcome(call_id))
                     elif call_id in calls:
                         calls[call_id].cancel()
 
         loop = asyncio.get_running_loop()
-        self._wake = lambda: loop.call_soon_threadsafe(take)
-        take()  # frames that came before there was a loop
+        self._wake = lambda: loop.call_soon_threadsafe(read_frames)
+        read_frames()  # frames that came before there was a loop
         await stopped.wait()
         while calls:
             await asyncio.wait(calls.values())

@@ -140,10 +140,10 @@ class Accounts:
 
         return Account(end_account, _MOST_STRETCHES if drawn else 0, self._now_s)
 
-    def take(self) -> StatsPart:
+    def take_stats(self) -> StatsPart:
         """Return the times and the mean measurements of the episodes that have ended since the last call."""
         part, self._part, self._num_traced = self._part, _Sums(), 0
-        return combine([part.stats(), self.measures.take()])
+        return combine([part.stats(), self.measures.take_stats()])
 
     def _draw(self, account: Account, track: str, prompt_id: str, wall_s: float) -> None:
         assert self._on_span is not None, "only then there are tracks"

@@ -175,7 +175,7 @@ class GroupCalls:
         self._listener.on_played_again(
             prompt_id, num_again=group.num_again, num_left=sum(map(len, group.again.values())), num_tokens=group.num_tokens)
 
-    def end(self) -> None:
+    def stop_recording(self) -> None:
         """Record nothing further."""
         for timer in (self._timer, self._running_timer):
             if timer is not None:

@@ -53,7 +53,7 @@ class DynamicSampling:
         """Count anew: a batch was taken."""
         self.num_rejected = 0
 
-    def take(self) -> StatsPart:
+    def take_stats(self) -> StatsPart:
         """Return the groups drawn, rejected, and kept although flat since the last call, and the share rejected."""
         counts, self._counts = self._counts, dict.fromkeys(self._counts, 0)
         return StatsPart(

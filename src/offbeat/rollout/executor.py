@@ -93,7 +93,7 @@ class RolloutExecutor:
 
     async def __aexit__(self, *exc: object) -> None:
         self._left = True
-        self._calls.end()
+        self._calls.stop_recording()
         tasks = list(self._tasks.values())
         self._tasks.clear()
         await ended(tasks)
@@ -213,9 +213,9 @@ class RolloutExecutor:
         self._admit()
 
     def take_stats(self) -> StatsPart:
-        """Return statistics since the last call; see `take` of `Outcomes`, `DynamicSampling` and `Accounts`, and `PromptStream.stats`."""
-        dynamic = StatsPart() if self._dynamic is None else self._dynamic.take()
-        return combine([self._outcomes.take(), dynamic, self._stream.stats(), self._accounts.take()])
+        """Return statistics since the last call, those of `Outcomes`, `DynamicSampling`, `PromptStream` and `Accounts`."""
+        dynamic = StatsPart() if self._dynamic is None else self._dynamic.take_stats()
+        return combine([self._outcomes.take_stats(), dynamic, self._stream.stats(), self._accounts.take_stats()])
 
     async def rollout_batch(
         self, rows: Iterable[Row], *, group_size: int, sampling: Sampling, listener: GroupListener | None = None,

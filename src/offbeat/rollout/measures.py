@@ -25,7 +25,7 @@ def numbers_of(given: Mapping[Any, Any]) -> dict[str, float]:
 
 
 class Measures:
-    """Adds up the measurements since the last `take`, under names that metrics may have."""
+    """Adds up the measurements since the last `take_stats`, under names that metrics may have."""
 
     def __init__(self, tell: Tell = lambda _text: None) -> None:
         """`tell` is called once if names are left out."""
@@ -41,7 +41,7 @@ class Measures:
                 total, num = self._sums.get(name, (0.0, 0.0))
                 self._sums[name] = total + value, num + 1
 
-    def take(self) -> StatsPart:
+    def take_stats(self) -> StatsPart:
         """Return the means since the last call, each over the episodes that have it, under names such as `rollout/metrics/tool_calls`."""
         sums, self._sums = self._sums, {}
         return StatsPart(means={f"rollout/metrics/{name}": mean for name, mean in sums.items()})

@@ -145,7 +145,7 @@ def unwrap(exc: BaseException) -> Exception:
 
 
 class Outcomes:
-    """Counts settled prompts and played samples, since the last `take` and since the start."""
+    """Counts settled prompts and played samples, since the last `take_stats` and since the start."""
 
     def __init__(self, listener: RolloutListener | None = None) -> None:
         """`listener` is warned once of each kind of reason that has cost more than `WARN_SHARE` of all prompts, or of all samples."""
@@ -179,7 +179,7 @@ class Outcomes:
         """Count a prompt whose group was cancelled because it would have become too stale, and that is drawn again."""
         self._num_requeued += 1
 
-    def take(self) -> StatsPart:
+    def take_stats(self) -> StatsPart:
         """Return the shares of settled prompts and of played samples since the last call."""
         prompts, samples = self._step_prompts, self._step_samples
         means = prompts.shares("rollout/rejected", KINDS) | samples.shares("rollout/unusable", UNUSABLE)

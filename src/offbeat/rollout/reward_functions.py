@@ -128,10 +128,10 @@ class RewardFunction:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
 
-        async def finish() -> Any:
+        async def result() -> Any:
             return await awaitable
 
-        return self._loop.run_until_complete(finish())
+        return self._loop.run_until_complete(result())
 
     def _checked(self, value: Any, completion: str) -> float | None:
         if (value is None and self._may_miss) or (isinstance(value, FailedReward) and value.reason.startswith(self._prefix)):

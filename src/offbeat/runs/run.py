@@ -200,7 +200,7 @@ def _finish(result: R | None, config: Config, console: Console) -> R | None:
         told = {f"{name}_{when}": accuracy for name, marks in sets.items() for when, accuracy in marks.items()}
         if best:
             told["best"] = f"{best['metric']} {best['value']:.4g} after step {best['global_step']}"
-        console.finish(values | told)
+        console.show_result(values | told)
     return result
 
 

@@ -70,7 +70,7 @@ class Future:
         first, self._ending = not self._ending and not self.done, True
         return first
 
-    def end(self, answer: Payload, outcome: Outcome) -> None:
+    def set_answer(self, answer: Payload, outcome: Outcome) -> None:
         """Give the answer, which encodes the outcome, to everyone who waits."""
         assert self._answer is not None and not self._answer.done(), f"request {self.request_id} ended twice"
         self.outcome = outcome
@@ -223,7 +223,7 @@ class Futures:
             answer = self._encode(outcome)
         del self._open[future.request_id]
         assert answer is not None, "an answer was encoded"
-        future.end(answer, outcome)
+        future.set_answer(answer, outcome)
 
     def _look(self, request_id: str) -> Future | None:
         if (future := self._open.get(request_id)) is not None or hash(request_id) not in self._on_disk:

@@ -283,7 +283,7 @@ class Models:
             await self.park(model, "nothing was heard of its session for long")
         self._uncount(model)
 
-    async def end(self, model: Model) -> None:
+    async def delete_state(self, model: Model) -> None:
         """Delete the state of a model whose session has ended for good; the run itself stays known."""
         state, model.loss = model.row.state_folder, None
         if model.resident:

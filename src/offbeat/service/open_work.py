@@ -38,7 +38,7 @@ class OpenWork:
         self._pending = Pending()
         self._tails: set[asyncio.Task[None]] = set()
 
-    def begin(self, work: Work) -> None:
+    def add(self, work: Work) -> None:
         """Take a request up; until it has an outcome, its pollers get the same `Pending` as all others."""
         self._open.add(work)
         if work.future is not None:

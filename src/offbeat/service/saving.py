@@ -79,13 +79,13 @@ class Saving:
         await self._adapters.save(model.adapter, self._checkpoints.path(folder))
         step, num_changes = model.step, model.num_changes
 
-        async def finish() -> Outcome:
+        async def finish_save() -> Outcome:
             size_bytes = await self._checkpoints.seal(folder)
             path = await self._add(model, "training", request, folder, size_bytes=size_bytes, step=step)
             await self._models.keep(model, folder, step=step, num_changes=num_changes)
             return CheckpointSaved(path, "training", size_bytes)
 
-        return finish
+        return finish_save
 
     async def _export(self, model: Model, request: SaveSampler | Export, folder: str) -> Finish:
         step, version = model.step, model.row.next_version

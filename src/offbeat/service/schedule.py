@@ -127,7 +127,7 @@ class Schedule(Generic[T]):
         heads = [queue[0] for queue in self._queues.values()]
         if not heads:
             return None
-        self._shares.begin({job.owner for job in heads})
+        self._shares.set_waiting({job.owner for job in heads})
         enough = self._shares.level + self._max_tokens
         waiting = {job.lane for job in heads if self._shares.had[job.owner] <= enough}
         lane = next(lane for lane in self._lanes if lane in waiting)  # includes the lane of the owner with the lowest share
@@ -185,7 +185,7 @@ class _Shares:
         self.had: dict[str, int] = {}
         self.level = 0
 
-    def begin(self, owners: Collection[str]) -> None:
+    def set_waiting(self, owners: Collection[str]) -> None:
         """Set the owners that wait now. A new one starts at the lowest current share, so idle time earns no credit."""
         waiting = {owner: max(self.had.get(owner, 0), self.level) for owner in owners}
         self.level = min(waiting.values())

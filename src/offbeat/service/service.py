@@ -174,7 +174,7 @@ class ServiceCore:
 
     async def finish_session(self, caller: Caller, session_id: str, reason: str) -> None:
         """End a session; the client's reason is logged. Its models and unnamed samplers go once their requests are done."""
-        if await self.sessions.finish(caller, session_id):
+        if await self.sessions.end_session(caller, session_id):
             _log.info("session %s has ended: %s", session_id, reason)
             for model in self._models:
                 if model.row.session_id == session_id:

@@ -127,7 +127,7 @@ class Sessions:
             self._rows[session_id] = replace(row, last_seen=now)
             await self._store.put(self._rows[session_id])
 
-    async def finish(self, caller: Caller, session_id: str) -> bool:
+    async def end_session(self, caller: Caller, session_id: str) -> bool:
         """End a session. Returns whether it was still active; raises StorageError, and it stays active, if the database fails."""
         row, now = self.find(caller, session_id), self._clock()
         if row.ended is not None:

@@ -104,7 +104,7 @@ class Training:
         work = Work(self._next_number(), model, seq, request, None, pass_tokens=self._pass_tokens)
         self._charge(work, is_awaited=seq == sequencer.next_seq and sequencer.next_due is not None)
         work.future, _ = self._futures.open(request_id, owner=owner, kind=kind)
-        self.work.begin(work)
+        self.work.add(work)
         try:
             if isinstance(request, Pass):
                 self._adapters.limits.check_batch(request.data.batch, model=self._base_model)
@@ -121,14 +121,14 @@ class Training:
         work = Work(self._next_number(), model, 0, request, future)
         work.charged = work.charge
         self._usage.add(model.row.owner, **work.charged)
-        self.work.begin(work)
+        self.work.add(work)
         self._add(work)
 
     def dismiss(self, model: Model, *, ends: bool) -> None:
         """Remove a model from the trainers once its requests are done."""
         if not self.work.is_leaving(model):
             work = Work(self._next_number(), model, 0, Leave(ends), None)
-            self.work.begin(work)
+            self.work.add(work)
             self._add(work)
 
     def skip(self, model: Model, seq: int) -> None:
@@ -355,7 +355,7 @@ class Training:
                 await self._settle_saves()  # the checkpoint to load may be one that is just being saved
                 self.work.end_soon(work, await self._saving.load(model, request))
             case Leave() as request:
-                await (self._models.end(model) if request.ends else self._models.leave(model))
+                await (self._models.delete_state(model) if request.ends else self._models.leave(model))
                 self.work.drop(work)
             case request:
                 raise AssertionError(f"{request} is not alone")

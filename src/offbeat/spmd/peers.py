@@ -161,7 +161,7 @@ class FollowingPublisher:
         published = await _pass_published(self.peers, None, timeout_s=self.timeout_s)
         if published is not None:
             if self.followed is not None:
-                self.followed.take(published)
+                self.followed.follow(published)
             on_served(published.report)
 
     async def settle(self, *, behind: int = 0) -> None:
@@ -280,7 +280,7 @@ class Followed:
         self._news = news
         self._version: Version | None = None
 
-    def take(self, published: Published) -> None:
+    def follow(self, published: Published) -> None:
         """Route to the engines that serve a version, at their current URLs, and to no others."""
         pool, report = self._pool, published.report
         self._version = report.version

@@ -165,7 +165,7 @@ class ShardExchange:
         dist.all_to_all_single(got, given, output_split_sizes=list(lengths), input_split_sizes=sent)
         pieces = got.split(lengths)
         for other, inbox in inboxes.items():
-            inbox.take(pieces[other])
+            inbox.write_next(pieces[other])
 
     def _outgoing(self, parcels: Sequence[Parcel], tensors: Mapping[str, Tensor], limit: int) -> Iterator[list[Tensor]]:
         return cut((self._converted(parcel.name, tensors).contiguous() for parcel in parcels), bucket_bytes=limit)
@@ -184,7 +184,7 @@ class _Inbox:
         self._places = places
         self._place = self._block = self._rest = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, data: Tensor) -> None:
+    def write_next(self, data: Tensor) -> None:
         """Write the next bytes, [B] uint8, into the blocks."""
         while len(data):
             if not len(self._rest):

@@ -3,8 +3,8 @@
 In a notebook the lines are one output of the cell, which keeps the newest steps.
 
 The controller calls `open` as soon as there is something to say, `start` before the first step, then `update` once per step and `note` in
-between, then `finish`. On a terminal, the last line always shows the phase of the process, and whom it waits for, from the phases that are
-announced with `offbeat.phase`. A missing metric is shown as "-".
+between, then `show_result`. On a terminal, the last line always shows the phase of the process, and whom it waits for, from the phases
+that are announced with `offbeat.phase`. A missing metric is shown as "-".
 """
 
 import json
@@ -205,7 +205,7 @@ class Console:
         for line in text.splitlines():
             self.note(line)
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
+    def show_result(self, summary: Mapping[str, Any]) -> None:
         """Stop the live display and show the result of the run, one line per entry; programs get the names of `result.json`."""
         self.close()
         if self._mode == "json":

@@ -15,7 +15,7 @@ from offbeat.trainer.messages import Trained
 
 
 class Effort:
-    """Per training step: `begin`, then `computing` around everything that computes and `passes` for each row, then `trained`."""
+    """Per training step: `begin_step`, then `computing` around everything that computes and `passes` for each row, then `trained`."""
 
     def __init__(self, model_config: Mapping[str, Any], config: RankConfig, *, ranks_per_share: int) -> None:
         """Count for a model of this configuration.
@@ -30,7 +30,7 @@ class Effort:
         self._watch = current_platform.stopwatch()
         self._start_s = self._tokens = self._flops = 0.0
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step; counts since the step before are dropped."""
         self._watch.take_s()
         self._start_s, self._tokens, self._flops = time.time(), 0.0, 0.0

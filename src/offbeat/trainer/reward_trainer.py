@@ -57,7 +57,7 @@ class RewardSnapshot(ModelSnapshot):
         body = {name: tensor for name, tensor in self.state.items() if name != classifier.head}
         settings = classifier.settings(padding=load_tokenizer(tokenizer_folder).pad_token_id)
 
-        def finish(part: Path) -> None:
+        def complete(part: Path) -> None:
             change_config(part, settings)
             for file in part.glob("*"):  # other files of the language model's folder
                 if not file.name.startswith("model") and file.name != "config.json" and not (tokenizer_folder / file.name).exists():
@@ -65,4 +65,4 @@ class RewardSnapshot(ModelSnapshot):
 
         export_folder(
             classifier.weights(published_names(self.model, body), self.state[classifier.head]), folder, model_folder=self.model_folder,
-            tokenizer_folder=tokenizer_folder, dtype=self.dtype, add=finish)
+            tokenizer_folder=tokenizer_folder, dtype=self.dtype, add=complete)

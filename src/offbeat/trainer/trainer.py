@@ -100,7 +100,7 @@ class Trainer(ABC):
         Each of K minibatches holds about 1/K of the loss weights, so its loss is scaled by K. Every `algorithm.reference_refresh_steps` the
         policy becomes the reference.
         """
-        self._effort.begin()
+        self._effort.begin_step()
         batch = request.batch
         plan = [self._rows(batch, microbatches) for microbatches in request.minibatches]
         with self.groups.sync.region("train_step"), at_step(self.step + 1):

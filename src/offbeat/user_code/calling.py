@@ -43,9 +43,9 @@ async def _call(function: Callable[..., Any], *arguments: Any, **named: Any) -> 
         with Caught(BaseException) as caught:
             result = function(*arguments, **named)
         error = EndedError(describe(caught.error)) if isinstance(caught.error, _UNHELD) else caught.error
-        loop.call_soon_threadsafe(finish, result, error)
+        loop.call_soon_threadsafe(set_done, result, error)
 
-    def finish(result: Any, error: BaseException | None) -> None:
+    def set_done(result: Any, error: BaseException | None) -> None:
         if error is None:
             done.set_result(result)
         else:

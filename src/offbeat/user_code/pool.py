@@ -95,7 +95,7 @@ class CodeProcess:
                 return
             await asyncio.sleep(self._blocked_timeout_s / 4)
 
-    async def end(self, *, timeout_s: float = 0) -> None:
+    async def end_process(self, *, timeout_s: float = 0) -> None:
         """End the process, after its present call if `timeout_s` allows, else at once."""
         if self._watching is not None:
             self._watching.cancel()
@@ -144,7 +144,7 @@ class CodePool:
 
     async def __aexit__(self, *exc: object) -> None:
         processes = [process for process in self._processes if process is not None] + list(self._draining)
-        await asyncio.gather(*(process.end(timeout_s=_STOP_TIMEOUT_S) for process in processes))
+        await asyncio.gather(*(process.end_process(timeout_s=_STOP_TIMEOUT_S) for process in processes))
 
     @asynccontextmanager
     async def place(self, off_the_clock: Waiting = on_the_clock) -> AsyncIterator[int]:
@@ -169,7 +169,7 @@ class CodePool:
             if process is not None and process.child.alive:
                 return process
             if process is not None:
-                await process.end()
+                await process.end_process()
             process = self._processes[index] = await self._start(index)
             return process
 
@@ -180,7 +180,7 @@ class CodePool:
             yield
         except BaseException:
             self._take_out(process)
-            await process.end()
+            await process.end_process()
             raise
 
     def retire(self, process: CodeProcess) -> None:
@@ -193,7 +193,7 @@ class CodePool:
         """End a retired process that nobody uses any more."""
         if process.retired and process.num_users == 0 and process in self._draining:
             self._draining.discard(process)
-            await process.end()
+            await process.end_process()
 
     def _take_out(self, process: CodeProcess) -> None:
         self._processes = [None if each is process else each for each in self._processes]

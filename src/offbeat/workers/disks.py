@@ -152,7 +152,7 @@ class DiskService(WorkerService):
             file.seek(request.offset)
             return FilePiece(file.read(PIECE_BYTES))
 
-    def begin(self, request: DiskFolder) -> Nothing:
+    def begin_arrival(self, request: DiskFolder) -> Nothing:
         """Begin the arrival of a folder, or begin it anew."""
         staging = _staging(below(self._root, request.place))
         discard(staging)
@@ -357,7 +357,7 @@ async def collect(
                 await _copy(info, origins[info.name], place.place, target, to, timeout_s=timeout_s)
 
         try:
-            await target.ask("begin", DiskFolder(to), Nothing, timeout_s=timeout_s)
+            await target.ask("begin_arrival", DiskFolder(to), Nothing, timeout_s=timeout_s)
             await gather_all(copy(info) for info in files)
             await target.ask("settle", Settle(to, tuple(files), merge), Nothing, timeout_s=timeout_s)
         except BaseException:

@@ -37,7 +37,7 @@ def test_an_equal_target_has_the_same_link_while_half_of_its_time_is_left(now: l
 def test_links_end_with_their_targets() -> None:
     links = Links[str]()
     tokens = {target: links.add(target)[0] for target in ("one", "two")}
-    links.end(lambda target: target == "one")
+    links.end_links(lambda target: target == "one")
     assert links.find(tokens["one"]) is None and links.find(tokens["two"]) == "two"
     assert links.add("one")[0] != tokens["one"]
 

@@ -111,7 +111,7 @@ def test_links_end_with_what_they_lead_to(tmp_path: Path) -> None:
     assert not exports.find_file(tokens[ALICE, "one"], "b") and not exports.find_file("x", "a")
     readers["one"].remove(BOB)
     assert not exports.find_file(tokens[BOB, "one"], "a") and exports.find_file(tokens[ALICE, "one"], "a")
-    exports.end("one")
+    exports.end_links("one")
     assert not exports.find_file(tokens[ALICE, "one"], "a") and exports.find_file(tokens[ALICE, "two"], "a")
     replaced, _ = exports.link(LinkedExport(ALICE, "two", "the folder before", files))
     assert not exports.find_file(replaced, "a")

@@ -40,7 +40,7 @@ class Links(Generic[T]):
         target, expires = self._links.get(token, (None, 0.0))
         return target if expires > time.time() else None
 
-    def end(self, ends: Ends[T]) -> None:
+    def end_links(self, ends: Ends[T]) -> None:
         """End all links to some targets."""
         for token in [token for token, (target, _) in self._links.items() if ends(target)]:
             self._drop(token)

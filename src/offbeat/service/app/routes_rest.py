@@ -80,7 +80,7 @@ class RestRoutes:
 
     async def _delete(self, call: Call) -> Response:
         await self._library.delete_checkpoint(call.caller, _path(call))
-        self._exports.end(_path(call))
+        self._exports.end_links(_path(call))
         return Response(status_code=204)
 
     async def _publish(self, call: Call) -> Response:
@@ -89,7 +89,7 @@ class RestRoutes:
 
     async def _unpublish(self, call: Call) -> Response:
         await self._library.set_public(call.caller, _path(call), public=False)
-        self._exports.end(_path(call))
+        self._exports.end_links(_path(call))
         return Response(status_code=204)
 
     async def _set_ttl(self, call: Call) -> Response:
@@ -148,9 +148,9 @@ class Exports:
         """Return a token for an export, and its expiry in seconds since the epoch."""
         return self._links.add(export)
 
-    def end(self, path: str) -> None:
+    def end_links(self, path: str) -> None:
         """End all links to the export at a path."""
-        self._links.end(lambda export: export.path == path)
+        self._links.end_links(lambda export: export.path == path)
 
     @property
     def route(self) -> Route:

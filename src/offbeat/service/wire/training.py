@@ -72,7 +72,7 @@ def _training_data(message: Message, limits: WireLimits, stand_in: str) -> Train
     reader = _DatumReader(loss, limits)
     for index, datum in enumerate(data):
         reader.add(f"data[{index}]", datum)
-    return reader.finish()
+    return reader.batch()
 
 
 def _loss(message: Message, stand_in: str) -> LossSpec:
@@ -176,7 +176,7 @@ class _DatumReader:
         self._limits.check_ids(f"{name}.target_tokens", targets.values)
         self._cells_left -= math.prod(targets.shape)
 
-    def finish(self) -> TrainingData:
+    def batch(self) -> TrainingData:
         """Assemble the batch of all datums added."""
         columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
         targets, num = columns.pop("targets"), len(self._tokens)
