@@ -5,16 +5,22 @@ rank 16 on all linear layers. Ours is `BankTrainer`, all adapters in one pass. P
 activated in turn and trained on its sequences, padded, with a fused AdamW of its own. Full fine-tuning is `ModelTrainer`. All come to the
 same loss at first. Figures are seconds per step of the tiny and of the 27M model, alternating, on one process with --threads threads.
 
-    python benchmarks/lora.py [--quick] [--repeats 5] [--threads 1]
+    python benchmarks/lora.py [--quick] [--repeats 5] [--threads 1] [--parts]
+
+--parts prints instead where a step with 1, 4 and 16 adapters spends its CPU time, as medians of --repeats steps: `products` are those with
+the adapters' matrices and the sums of their gradients, `passes` the rest of the forward and backward pass, which is the frozen model's.
 """
 
 import argparse
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
+from decode_parts import Clock
 from measure import emit, take_turns
 from packing import groups_of_one, make_batch, packed_step, timed
 from peft import LoraConfig, get_peft_model
@@ -26,6 +32,7 @@ from offbeat.algorithms.adam import AdamParams
 from offbeat.config.root import Config
 from offbeat.data.batch import Batch
 from offbeat.model.lora import LAYER_KINDS
+from offbeat.model.lora_routes import EqualRoute, OneRoute, SpanRoute
 from offbeat.sync.mesh import ProcessGroups
 from offbeat.trainer.bank_trainer import BankTrainer
 from offbeat.trainer.messages import NewAdapter, OptimStep
@@ -35,6 +42,7 @@ AIM_OVER_ONE, AIM_OVER_PEFT = 0.9, 3.0
 RANK, ALPHA = 16, 32.0
 ADAM = AdamParams(lr=1e-4, clip_norm=1.0)
 LOSS_TOLERANCE = 1e-4
+PARTS = ("passes", "products", "update")
 
 Step = Callable[[], float]
 
@@ -44,11 +52,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a smoke run: the tiny model, two rounds")
     parser.add_argument("--repeats", type=int, default=5, help="rounds; the median counts (default: 5)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    parser.add_argument("--parts", action="store_true", help="print the parts of our step instead")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    measure = partial(print_parts, watch_parts()) if args.parts else compare
     with groups_of_one() as groups:
         for model in ["tiny"] if args.quick else ["tiny", "27M"]:
-            compare(model, groups=groups, repeats=2 if args.quick else args.repeats)
+            measure(model, groups=groups, repeats=2 if args.quick else args.repeats)
 
 
 def compare(model: str, *, groups: ProcessGroups, repeats: int) -> None:
@@ -63,6 +73,32 @@ def compare(model: str, *, groups: ProcessGroups, repeats: int) -> None:
     sides = {name: timed(step) for name, step in steps.items()}
     seconds = take_turns(sides, repeats=repeats, what=f"{model}, {batch.num_tokens} tokens,")
     report({name: figures["s"] for name, figures in seconds.items()}, model)
+
+
+def watch_parts() -> Clock:
+    """Return a clock that times the parts of our steps from now on."""
+    clock = Clock()
+    for kind in (OneRoute, EqualRoute, SpanRoute):
+        for name in ("multiply", "add_product", "add_outer"):
+            clock.watch(kind, name, "products")
+    for name, part in (("forward_backward", "passes"), ("optim_step", "update")):
+        clock.watch(BankTrainer, name, part)
+    return clock
+
+
+def print_parts(clock: Clock, model: str, *, groups: ProcessGroups, repeats: int) -> None:
+    """Print the parts of our step in milliseconds, a row each, with a column for each number of adapters."""
+    folder, batch, columns = build(model), ragged_batch(16), []
+    for count in COUNTS:
+        step, seen = our_step(folder, batch, count, groups=groups), []
+        for _ in range(repeats + 1):
+            clock.spent.clear()
+            step()
+            seen.append(dict(clock.spent) | {"passes": clock.spent["passes"] - clock.spent["products"]})
+        columns.append({part: median(each[part] for each in seen[1:]) for part in PARTS})
+    print(f"| {model} | " + " | ".join(f"{count} adapters" for count in COUNTS) + " |\n" + "|---" * (len(COUNTS) + 1) + "|")
+    for part in PARTS:
+        print(f"| {part} | " + " | ".join(f"{1e3 * each[part]:.1f} ms" for each in columns) + " |", flush=True)
 
 
 def report(seconds: dict[str, float], model: str) -> None:

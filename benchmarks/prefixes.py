@@ -1,4 +1,4 @@
-"""The embedded engine with its prefix cache, without it, and vLLM with its own: turns of an agent, and questions behind a system prompt.
+"""The embedded engine with its prefix cache, without it, as it was before, and vLLM: turns of an agent, questions behind a system prompt.
 
 All sides are processes of one thread on SmolLM2-135M (`make smollm2`), in float32, and take turns on the same token ids:
 
@@ -6,26 +6,35 @@ All sides are processes of one thread on SmolLM2-135M (`make smollm2`), in float
 - evaluation: 64 questions of 24 tokens behind one system prompt of 200 tokens, which come at once, with answers of 16 tokens.
 - groups: 8 prompts of 64 tokens with 8 samples of 32 tokens each, which have nothing to gain; what is kept must cost them nothing.
 
-    python benchmarks/prefixes.py [--quick] [--model .models/smollm2-135m-instruct] [--repeats 3]
+    python benchmarks/prefixes.py [--quick] [--model .models/smollm2-135m-instruct] [--repeats 3] [--before COMMIT]
 
-Figures are seconds and CPU seconds; what is kept is forgotten before each round. Turns are also timed without a cache up to the first
-token of each answer: the rest of their time is decoding, which no cache spares, and bounds what any cache could give. vLLM takes part where
-`.venv-vllm` has it.
+`before` is the engine of the last commit without a prefix cache, or of another one, whose sources are read from this clone; a clone
+without its history leaves it out. "No cache" is today's engine with the cache switched off. Figures are seconds and CPU seconds; what is
+kept is forgotten before each round. Turns are also timed without a cache up to the first token of each answer: the rest of their time is
+decoding, which no cache spares, and bounds what any cache could give. vLLM takes part where `.venv-vllm` has it.
 """
 
 import argparse
+import io
+import os
 import random
+import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from measure import BENCHMARKS, ROOT, Contestant, contest, emit, note, take_turns
+from measure import BENCHMARKS, ROOT, WORK, Contestant, contest, emit, note, take_turns
 
 from engine import ONE_THREAD, VLLM_ALONE
 
-AIMS = {"turns": 3.0, "evaluation": 3.0, "groups": 0.98}
-VLLM_AIM = 1.0
+AIMS = {
+    "before": {"turns": 3.0, "evaluation": 3.0}, "uncached": {"groups": 0.98}, "vllm": {"turns": 1.0, "evaluation": 1.0, "groups": 1.0}}
+"""By peer and work."""
+PEERS = {"before": "the engine before", "uncached": "no cache", "vllm": "vLLM with its cache"}
+BEFORE = "04d52b3b"
+"""The last commit without a prefix cache."""
 ANSWER = 40
 """Tokens of the model in a turn."""
 FIRST, LAST = 1000, 40_000
@@ -40,6 +49,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a smoke run: a tenth of the samples, one round")
     parser.add_argument("--model", type=Path, default=ROOT / ".models" / "smollm2-135m-instruct")
     parser.add_argument("--repeats", type=int, default=3, help="rounds; the median counts (default: 3)")
+    parser.add_argument("--before", default=BEFORE, metavar="COMMIT", help=f"commit of the engine before (default: {BEFORE})")
     parser.add_argument("--vllm-python", type=Path, default=ROOT / ".venv-vllm" / "bin" / "python")
     args = parser.parse_args()
     share, repeats = (8, 1) if args.quick else (1, args.repeats)
@@ -47,6 +57,12 @@ def main() -> None:
     sides = [
         Contestant("cached", [*ours, "inprocess", args.model], env=ONE_THREAD),
         Contestant("uncached", [*ours, "uncached", args.model], env=ONE_THREAD)]
+    if (sources := sources_of(args.before)) is not None:
+        path = os.pathsep.join([str(sources), str(BENCHMARKS)])
+        command = [sys.executable, BENCHMARKS / "engine_before.py", args.model]
+        sides.append(Contestant("before", command, env=ONE_THREAD | {"PYTHONPATH": path}))
+    else:
+        note(f"this clone has no commit {args.before}, so the engine before does not take part")
     if args.vllm_python.exists():
         sides.append(Contestant("vllm", [args.vllm_python, BENCHMARKS / "engine_vllm.py", args.model], env=ONE_THREAD | VLLM_ALONE))
     else:
@@ -61,15 +77,26 @@ def main() -> None:
             figures = take_turns(timed, repeats=repeats, what=case)
             for unit in ("s", "CPU-s"):
                 for peer in list(contestants)[1:]:
-                    aim = AIMS[case] if peer == "uncached" else VLLM_AIM
-                    emit("prefixes", f"{case} vs {'no cache' if peer == 'uncached' else 'vLLM with its cache'}",
-                         ours=figures["cached"][unit], peer=figures[peer][unit], unit=unit, aim=aim, less_is_better=True)
+                    emit("prefixes", f"{case} vs {PEERS[peer]}", ours=figures["cached"][unit], peer=figures[peer][unit], unit=unit,
+                         aim=AIMS[peer].get(case), less_is_better=True)
             if case == "turns":
                 alone = partial(time_work, contestants["uncached"], partial(turns, conversations=8 // share, length=1))
                 prompts = take_turns({"uncached": alone}, repeats=1, what="turns, first tokens alone")["uncached"]
                 for unit, whole in figures["uncached"].items():
                     emit("prefixes", "turns vs no cache, if prompts took no time", ours=whole - prompts[unit], peer=whole, unit=unit,
                          less_is_better=True)
+
+
+def sources_of(commit: str) -> Path | None:
+    """Return the folder `src` of a commit, in the benchmarks' folder; None if this clone does not have the commit."""
+    folder = WORK / f"sources-{commit}"
+    if not folder.exists():
+        archive = subprocess.run(["git", "-C", ROOT, "archive", "--format=tar", commit, "src"], capture_output=True, check=False)
+        if archive.returncode:
+            return None
+        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+            files.extractall(folder, filter="data")
+    return folder / "src"
 
 
 class Side:
