@@ -9,6 +9,8 @@ from starlette.routing import Route
 from offbeat.agents.proxy import Proxy
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.engine.chats import Chats
+from offbeat.engine.completion_endpoints import CompletionEndpoints
+from offbeat.engine.served_models import ServedModels
 from offbeat.engine.server import EngineServer
 from offbeat.service.app.assembly import FrontSettings, open_front
 
@@ -28,7 +30,9 @@ def of(routes) -> set[tuple[str, str]]:
 
 def test_the_engines_routes_are_listed():
     server = MagicMock()
-    server._chats = Chats(MagicMock(), MagicMock(), model_name="m")
+    server._completions = CompletionEndpoints(MagicMock(), MagicMock(), MagicMock(), max_queued=1)
+    server._chats = Chats(MagicMock(), MagicMock(), MagicMock())
+    server._models = ServedModels(MagicMock(), folder="m")
     server._guarded = lambda handler, _: handler
     assert of(EngineServer._routes(server)) == listed("The embedded engine")
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
+from engine_http import serving
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.engine.engine import EmbeddedEngine
 from offbeat.engine.loader import load_engine
@@ -177,3 +178,16 @@ def reference(model_folder):
         return loaded[kind, seed]
 
     return get
+
+
+@pytest.fixture(scope="module")
+def url(model_folder):
+    """A server that the tests which change nothing share."""
+    with serving(model_folder("qwen3")) as (_, url):
+        yield url
+
+
+@pytest.fixture(params=["direct", "hf"])
+def fresh(request, model_folder):
+    with serving(model_folder("qwen3"), forward=request.param, max_running=4, max_queued=2) as (server, url):
+        yield server, url

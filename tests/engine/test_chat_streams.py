@@ -160,7 +160,7 @@ def test_the_samples_of_a_client_that_leaves_its_stream_are_aborted(folder, path
                     assert server._engine.num_running == 1
 
         asyncio.run(asyncio.wait_for(leave(), 60))
-        wait_until(lambda: server._engine.num_running == 0 and not server._inboxes, timeout_s=30)
+        wait_until(lambda: server._engine.num_running == 0 and not server._submissions, timeout_s=30)
         assert server._engine.finished["abort"] == 1
         assert isinstance(let_go, threading.Event)
     finally:

@@ -16,8 +16,9 @@ def add(
     rows: Rows, name: str, prompt: list[int], *, n: int = 1, adapter: str = "", stream: bool = False, stop_ids: tuple[int, ...] = (0,),
     **params,
 ) -> None:
-    request = Request(id=name, prompt=prompt, params=SamplingParams(**params), n=n, adapter=adapter, stream=stream)
-    rows.add(request, keys=np.arange(n, dtype=np.uint64), stop_ids=stop_ids, tokenizer=TOKENIZER)
+    sampling = SamplingParams(stop_token_ids=stop_ids, ignore_eos=True, **params)
+    request = Request(id=name, prompt=prompt, params=sampling, n=n, adapter=adapter, stream=stream)
+    rows.add(request, keys=np.arange(n, dtype=np.uint64), tokenizer=TOKENIZER)
 
 
 def append(rows: Rows, tokens: list[int], *, version: int = 0) -> tuple[list[bool], list[bool]]:

@@ -1,179 +1,22 @@
 """The HTTP contract: OpenAI's answers and errors, streaming, aborts, weight control, and the ends of a server's life."""
 
 import asyncio
-import base64
-import contextlib
 import json
-import shutil
 import socket
 import threading
 import time
-from pathlib import Path
 
 import aiohttp
-import numpy as np
 import pytest
 import torch
-from tokenizers.processors import TemplateProcessing
 
+from engine_http import RL, call, fetch, run, serving, stream, until
 from named_bytes import named_bytes
-from offbeat.data.tokenizer import load_tokenizer
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.server import EngineServer
 from offbeat.errors import PortBusyError
 from offbeat.model.fingerprint import fingerprint
 from waiting import wait_until
-
-RL = {"logprobs": 0, "return_token_ids": True, "ignore_eos": True}
-
-
-@contextlib.contextmanager
-def serving(folder: str, **options):
-    server = EngineServer(EngineOptions(model=folder, **options))
-    try:
-        yield server, server.start()
-    finally:
-        server.stop()
-
-
-@pytest.fixture(scope="module")
-def url(model_folder):
-    """A server that the tests which change nothing share."""
-    with serving(model_folder("qwen3")) as (_, url):
-        yield url
-
-
-@pytest.fixture(params=["direct", "hf"])
-def fresh(request, model_folder):
-    with serving(model_folder("qwen3"), forward=request.param, max_running=4, max_queued=2) as (server, url):
-        yield server, url
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 120))
-
-
-async def call(url: str, path: str, body: dict | None = None, *, headers: dict | None = None):
-    """(status, headers, decoded answer) of a POST with a body, or a GET without."""
-    async with aiohttp.ClientSession() as session:
-        async with session.request("GET" if body is None else "POST", url + path, json=body, headers=headers) as response:
-            text = await response.text()
-            return response.status, response.headers, json.loads(text) if text.startswith("{") else text
-
-
-def fetch(url: str, path: str, body: dict | None = None, **more):
-    return run(call(url, path, body, **more))
-
-
-async def until(condition) -> None:
-    while not condition():  # noqa: ASYNC110 (the engine's thread sets no asyncio event)
-        await asyncio.sleep(0.005)
-
-
-def test_a_prompt_of_text_begins_with_the_bos_that_the_tokenizer_adds(model_folder, tmp_path):
-    folder = shutil.copytree(model_folder("qwen3"), tmp_path / "with-bos")
-    tokenizer = load_tokenizer(folder)
-    tokenizer.hf.backend_tokenizer.post_processor = TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 2)])
-    tokenizer.save(folder)
-    with serving(str(folder)) as (_, url):
-        greedy = {"max_tokens": 4, "temperature": 0, **RL}
-        text, ids = (fetch(url, "/v1/completions", {"prompt": prompt, **greedy})[2] for prompt in ("12>", [2, *tokenizer.encode("12>")]))
-    assert text["usage"]["prompt_tokens"] == 4
-    assert text["choices"][0]["token_ids"] == ids["choices"][0]["token_ids"]
-
-
-def test_a_completion_from_token_ids_has_tokens_logprobs_and_versions(url, reference):
-    prompt = [5, 9, 20, 3]
-    status, _, answer = fetch(url, "/v1/completions", {"prompt": prompt, "n": 3, "max_tokens": 7, "seed": 1, **RL})
-    assert status == 200 and answer["object"] == "text_completion" and answer["id"].startswith("cmpl-")
-    assert answer["usage"] == {
-        "prompt_tokens": 4, "completion_tokens": 21, "total_tokens": 25, "prompt_tokens_details": {"cached_tokens": 0}}
-    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
-    for choice in answer["choices"]:
-        assert choice["finish_reason"] == "length" and choice["versions"] == [0] * 7
-        expected = reference("qwen3").logprobs(prompt + choice["token_ids"])[3:]
-        assert torch.allclose(torch.tensor(choice["logprobs"]["token_logprobs"]), expected, atol=1e-4)
-    again = fetch(url, "/v1/completions", {"prompt": prompt, "n": 3, "max_tokens": 7, "seed": 1, **RL})[2]
-    assert [c["token_ids"] for c in again["choices"]] == [c["token_ids"] for c in answer["choices"]]
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_several_prompts_have_the_answers_that_each_would_have_alone(url, streams):
-    prompts = [[5, 9, 20, 3], "12+3=", [7, 8]]
-    more = {"n": 2, "max_tokens": 6, "seed": 1, "return_token_ids": True, "ignore_eos": True}
-    alone = [choice["token_ids"] for prompt in prompts
-             for choice in fetch(url, "/v1/completions", {"prompt": prompt, **more})[2]["choices"]]
-    together: list[list[int]] = [[] for _ in alone]
-    if streams:
-        for event in run(stream(url, "/v1/completions", {"prompt": prompts, **more, "stream": True})):
-            for choice in event["choices"]:
-                together[choice["index"]] += choice["token_ids"]
-    else:
-        answer = fetch(url, "/v1/completions", {"prompt": prompts, **more})[2]
-        assert [choice["index"] for choice in answer["choices"]] == list(range(6))
-        assert answer["usage"] == {
-            "prompt_tokens": 11, "completion_tokens": 36, "total_tokens": 47, "prompt_tokens_details": {"cached_tokens": 0}}
-        together = [choice["token_ids"] for choice in answer["choices"]]
-    assert together == alone
-
-
-def test_one_prompt_that_is_refused_ends_all_of_its_request(fresh):
-    server, url = fresh
-    status, _, answer = fetch(url, "/v1/completions", {"prompt": [[5, 6], [10**6]], "max_tokens": 150})
-    assert status == 400 and "outside the vocabulary" in answer["error"]["message"]
-    wait_until(lambda: not server._inboxes and not server._engine.num_running and not server._engine.num_waiting, timeout_s=30)
-
-
-@pytest.mark.parametrize(("path", "asked"), [
-    ("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
-    ("/v1/responses", {"input": "a"}), ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3})])
-def test_a_model_that_is_not_here_is_answered_404_with_the_names_of_those_that_are(path, asked, url, model_folder):
-    status, _, answer = fetch(url, path, {**asked, "model": "gpt-9"})
-    assert status == 404 and answer["error"]["message"] == (
-        f"no model is called 'gpt-9' here; this engine serves {Path(model_folder('qwen3')).name!r}; leave model out for the first")
-
-
-def test_the_model_itself_is_asked_for_by_its_name_its_path_or_no_name(url, model_folder):
-    for name in ("", None, model_folder("qwen3"), Path(model_folder("qwen3")).name):
-        assert fetch(url, "/v1/completions", {"prompt": "a", "model": name})[0] == 200
-
-
-def test_a_completion_has_arrays_for_those_who_ask_for_them(url):
-    body = {"prompt": [5, 9, 20, 3], "n": 2, "max_tokens": 7, "seed": 1, "encoding_format": "base64", **RL}
-    lists, arrays = (fetch(url, "/v1/completions", body | form)[2]["choices"] for form in ({"encoding_format": "float"}, {}))
-    for told, packed in zip(lists, arrays, strict=True):
-        assert np.frombuffer(base64.b64decode(packed["token_ids"]), "<i4").tolist() == told["token_ids"]
-        assert np.frombuffer(base64.b64decode(packed["versions"]), "<i4").tolist() == told["versions"]
-        packed_logprobs = base64.b64decode(packed["logprobs"]["token_logprobs"])
-        assert np.frombuffer(packed_logprobs, "<f4").tolist() == told["logprobs"]["token_logprobs"], "float32 holds all of them"
-    status, _, refused = fetch(url, "/v1/completions", body | {"encoding_format": "hex"})
-    assert status == 400 and "encoding_format" in refused["error"]["message"]
-
-
-def test_a_completion_from_text_has_text_and_16_tokens_by_default(url):
-    _, _, answer = fetch(url, "/v1/completions", {"prompt": "12+3=", "temperature": 0, "ignore_eos": True, "frequency_penalty": 0})
-    (choice,) = answer["choices"]
-    assert answer["usage"]["prompt_tokens"] == 5 and answer["usage"]["completion_tokens"] == 16
-    assert choice["text"] and choice["logprobs"] is None and "token_ids" not in choice
-
-
-def test_text_is_cut_before_a_stop_string_and_tokens_are_not(url):
-    free = fetch(url, "/v1/completions", {"prompt": "12", "max_tokens": 30, "seed": 3, **RL})[2]["choices"][0]
-    stop = free["text"][8:10]
-    body = {"prompt": "12", "max_tokens": 30, "seed": 3, "stop": stop, **RL}
-    stopped = fetch(url, "/v1/completions", body)[2]["choices"][0]
-    assert stopped["finish_reason"] == "stop"
-    assert stopped["text"] == free["text"][: free["text"].index(stop)]
-    assert stopped["token_ids"] == free["token_ids"][: len(stopped["token_ids"])] and len(stopped["token_ids"]) >= 2
-    streamed = run(stream(url, "/v1/completions", {**body, "stream": True}))
-    assert "".join(event["choices"][0]["text"] for event in streamed) == stopped["text"]
-
-
-def test_stop_token_ids_end_with_the_token_included(url):
-    free = fetch(url, "/v1/completions", {"prompt": "12", "max_tokens": 30, "seed": 3, **RL})[2]["choices"][0]
-    stop = free["token_ids"][4]
-    stopped = fetch(url, "/v1/completions", {"prompt": "12", "max_tokens": 30, "seed": 3, "stop_token_ids": [stop], **RL})[2]["choices"][0]
-    assert stopped["token_ids"] == free["token_ids"][: free["token_ids"].index(stop) + 1]
 
 
 def test_a_chat_uses_the_template(url, model_folder):
@@ -191,16 +34,6 @@ def test_a_chat_may_fill_the_context(url):
     assert answer["usage"]["total_tokens"] == 160
     limited = fetch(url, "/v1/chat/completions", {**body, "max_completion_tokens": 3})[2]
     assert limited["usage"]["completion_tokens"] == 3
-
-
-async def stream(url: str, path: str, body: dict) -> list[dict]:
-    async with aiohttp.ClientSession() as session:
-        async with session.post(url + path, json=body) as response:
-            assert response.status == 200 and response.content_type == "text/event-stream"
-            lines = [line.decode().strip() async for line in response.content]
-    events = [line.removeprefix("data: ") for line in lines if line]
-    assert events[-1] == "[DONE]"
-    return [json.loads(event) for event in events[:-1]]
 
 
 def test_a_stream_adds_up_to_the_whole_answer(url):
@@ -281,27 +114,6 @@ def test_a_score_tells_of_the_likeliest_tokens_and_of_targets_where_they_are_ask
     assert answer["target_logprobs"] == [[], pytest.approx(table[1, [3, 4]].tolist(), abs=1e-4)]
 
 
-def test_a_client_that_goes_away_takes_its_score_back(fresh):
-    server, url = fresh
-
-    async def body():
-        begun, blocked = threading.Event(), threading.Event()
-        server._loop.call(lambda: begun.set() or blocked.wait(60))
-        await asyncio.to_thread(begun.wait, 60)  # otherwise the round that blocks may hold the scores, too
-        calls = [asyncio.create_task(call(url, "/v1/score", {"tokens": [5, 6]})) for _ in range(2)]
-        await until(lambda: len(server._inboxes) == 2)
-        calls[0].cancel()
-        await until(lambda: len(server._inboxes) == 1)
-        blocked.set()
-        assert (await calls[1])[0] == 200
-
-    scored = []
-    compute = server._engine._scorer.compute
-    server._engine._scorer.compute = lambda jobs, *args, **more: scored.extend(jobs) or compute(jobs, *args, **more)
-    run(body())
-    assert len(scored) == 1 and not server._inboxes
-
-
 def test_a_key_is_wanted_where_one_is_set(model_folder):
     with serving(model_folder("qwen3"), api_key="secret") as (_, url):
         assert fetch(url, "/health")[0] == 401
@@ -338,7 +150,7 @@ def test_with_a_key_a_proxy_may_ask_under_any_name(model_folder):
 def test_health_tells_who_has_paused_an_engine_and_for_how_long(fresh):
     server, url = fresh
     assert fetch(url, "/health")[2]["paused"] is None
-    server._started = 5.0
+    server._models.started = 5.0
     fetch(url, "/pause", {"by": "the run before"})
     assert fetch(url, "/v1/models")[2]["data"][0]["created"] == 5  # a pause makes no model new
     time.sleep(0.02)
@@ -363,24 +175,6 @@ def test_a_full_queue_is_answered_429_and_waiting_requests_are_served(fresh):
         assert status == 429 and headers["Retry-After"] == "1" and "queue is full" in answer["error"]["message"]
         await call(url, "/resume", {})
         assert [(await task)[0] for task in waiting] == [200, 200]
-
-    run(scenario())
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_client_that_goes_away_aborts_its_samples(streaming, fresh, slow_down):
-    server, url = fresh
-    slow_down(server._engine)
-
-    async def scenario() -> None:
-        body = {"prompt": "a", "n": 3, "max_tokens": 150, "stream": streaming, **RL}
-        task = asyncio.create_task(call(url, "/v1/completions", body))
-        await until(lambda: server._engine.num_running == 3)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await until(lambda: server._engine.num_running == 0)
-        assert server._engine.finished["abort"] == 3
-        await until(lambda: not server._inboxes)
 
     run(scenario())
 
@@ -527,32 +321,6 @@ def test_a_stream_that_comes_to_nothing_that_may_follow_says_that_the_request_is
     assert error["error"]["message"].startswith("no token may follow")
 
 
-def test_a_stop_string_stays_where_that_is_asked_for(url):
-    body = {"prompt": [5, 6], "max_tokens": 12, "guided_regex": "ab,c+", "stop": ","}
-    texts = [fetch(url, "/v1/completions", {**body, "include_stop_str_in_output": keep})[2]["choices"][0]["text"] for keep in (True, False)]
-    assert texts == ["ab,", "ab"]
-
-
-def test_a_prompt_that_is_echoed_has_its_tokens_log_probabilities_and_places(url, reference):
-    ids = [5, 9, 20]
-    table = reference("qwen3").logits(ids)[:-1].log_softmax(-1)
-    score = [float(table[at, token]) for at, token in enumerate(ids[1:])]
-    body = {"prompt": ids, "max_tokens": 2, "temperature": 0, "echo": True, "logprobs": 2, "prompt_logprobs": 1, "ignore_eos": True}
-    (choice,) = fetch(url, "/v1/completions", body)[2]["choices"]
-    told = choice["logprobs"]
-    assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
-    assert told["token_logprobs"][1:3] == pytest.approx(score, abs=1e-4) and len(told["token_logprobs"]) == 5
-    assert [max(row.values()) for row in told["top_logprobs"][1:3]] == pytest.approx(table.max(-1).values.tolist(), abs=1e-4)
-    assert "".join(told["tokens"]) == choice["text"] and told["text_offset"] == [
-        len("".join(told["tokens"][:at])) for at in range(5)]
-    prompt = choice["prompt_logprobs"]
-    assert prompt[0] is None and prompt[1]["9"]["logprob"] == pytest.approx(score[0], abs=1e-4)
-    whole = fetch(url, "/v1/completions", {"prompt": "12", "max_tokens": 0, "echo": True, "logprobs": 1})[2]["choices"][0]
-    assert whole["text"] == "12" and len(whole["logprobs"]["token_logprobs"]) == 2 and whole["finish_reason"] == "length"
-    (piece,) = run(stream(url, "/v1/completions", {"prompt": "12", "max_tokens": 0, "echo": True, "logprobs": 1, "stream": True}))
-    assert piece["choices"] == [whole]
-
-
 def test_likeliest_tokens_of_chats_come_with_their_bytes(url):
     asked = {"messages": [{"role": "user", "content": "1"}], "max_tokens": 2, "temperature": 0, "top_logprobs": 3}
     entries = fetch(url, "/v1/chat/completions", asked)[2]["choices"][0]["logprobs"]["content"]
@@ -562,37 +330,3 @@ def test_likeliest_tokens_of_chats_come_with_their_bytes(url):
         assert bytes(entry["bytes"]).decode() == entry["token"]
 
 
-def test_a_model_is_described_by_its_name_and_what_is_not_there_is_an_error_object(url):
-    listed = fetch(url, "/v1/models")[2]["data"][0]
-    assert fetch(url, f"/v1/models/{listed['id']}")[2] == listed and listed["created"] > 1e9
-    status, _, missing = fetch(url, "/v1/models/nobody/knows")
-    assert status == 404 and missing["error"]["param"] == "model" and missing["error"]["code"] == "not_found"
-    status, _, missing = fetch(url, "/v1/nothing")
-    assert status == 404 and missing["error"]["message"] == "this server has no GET /v1/nothing"
-    status, _, wrong = fetch(url, "/v1/messages")
-    assert status == 405 and wrong["error"]["message"] == "/v1/messages does not take GET" and wrong["type"] == "error"
-
-
-PROMPTS = [[5, 6, 7, 8, 9], [10], [11, 12, 13]]
-
-
-def test_prompts_of_one_request_are_scored_together_each_with_its_own_numbers(url, reference):
-    body = {"prompt": PROMPTS, "max_tokens": 2, "temperature": 0, "logprobs": 3, "echo": True, "n": 2, "return_token_ids": True}
-    status, _, answer = fetch(url, "/v1/completions", body)
-    assert status == 200 and len(answer["choices"]) == 6, answer
-    for choice in answer["choices"]:
-        tokens, told = [*PROMPTS[choice["index"] // 2], *choice["token_ids"]], choice["logprobs"]
-        expected = reference("qwen3").logits(tokens)[:-1].log_softmax(-1)
-        assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
-        own = [float(row[token]) for row, token in zip(expected, tokens[1:], strict=True)]
-        assert told["token_logprobs"][1:] == pytest.approx(own, abs=1e-4)
-        for row, found in zip(expected, told["top_logprobs"][1:], strict=True):
-            top = row.topk(3)
-            assert list(found) == [f"token_id:{token}" for token in top.indices.tolist()]
-            assert list(found.values()) == pytest.approx(top.values.tolist(), abs=1e-4)
-
-
-@pytest.mark.parametrize("body", [{"echo": True, "logprobs": 21}, {"prompt_logprobs": 21}, {"prompt_logprobs": -1}])
-def test_the_likeliest_tokens_of_a_prompt_are_bounded(url, body):
-    status, _, answer = fetch(url, "/v1/completions", {"prompt": [5, 6], **body})
-    assert status == 400 and "logprobs and prompt_logprobs of a prompt must be 0 to 20" in answer["error"]["message"], answer

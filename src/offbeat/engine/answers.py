@@ -5,7 +5,7 @@ With `encoding_format: "base64"` a completion holds arrays, which take a fortiet
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -95,7 +95,7 @@ class CompletionFormat:
         before = ([], []) if prompt is None else prompt.rows()
         logprobs = [*before[0], *output.logprobs]
         told: dict[str, Any] = {
-            "token_logprobs": _bytes([math.nan if lp is None else lp for lp in logprobs], np.float32) if self._packed else logprobs}
+            "token_logprobs": array_bytes([math.nan if lp is None else lp for lp in logprobs], np.float32) if self._packed else logprobs}
         if output.top_logprobs is not None:  # in vLLM's form, which distinguishes tokens of equal text
             rows = [*before[1], *output.top_logprobs]
             told["top_logprobs"] = [None if row is None else {f"token_id:{token}": lp for token, lp in row} for row in rows]
@@ -213,7 +213,7 @@ class Answer:
             choice["prompt_logprobs"] = prompt.told(self._tokenizer)
         if self._body.return_token_ids:
             choice["token_ids"], choice["versions"] = (
-                (_bytes(output.token_ids, np.int32), _bytes(output.versions, np.int32)) if self._body.encoding_format == "base64"
+                (array_bytes(output.token_ids, np.int32), array_bytes(output.versions, np.int32)) if self._body.encoding_format == "base64"
                 else (output.token_ids, output.versions))
         if output.routes is not None:
             choice["routed_experts"] = pack_routes(output.routes)  # which msgspec writes as base64
@@ -234,16 +234,9 @@ def _offsets(ids: Sequence[int], tokenizer: Tokenizer, offset: int, *, after: Se
     return offsets
 
 
-def _bytes(values: Sequence[float], dtype: type) -> bytes:
+def array_bytes(values: Sequence[float], dtype: type) -> bytes:
     """Return the bytes of an array of this dtype, which msgspec writes as base64."""
     return np.array(values, dtype).tobytes()
-
-
-def write_running(told: Mapping[str, Sequence[tuple[int, Output]]]) -> bytes:
-    """Encode what running samples have, by their requests' names: the number of tokens before, and the tokens that follow."""
-    return msgspec.json.encode({"requests": {name: [{
-        "first": first, "token_ids": _bytes(output.token_ids, np.int32), "logprobs": _bytes(output.logprobs, np.float32),
-        "versions": _bytes(output.versions, np.int32)} for first, output in samples] for name, samples in told.items()}})
 
 
 def told_ids(output: Output, body: GenerateBody) -> list[int]:

@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
 from functools import cached_property
-from typing import Protocol
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
@@ -27,23 +26,12 @@ from offbeat.engine.answers import Answer, ChatFormat
 from offbeat.engine.chat_streams import ChatEvents, stream_chat
 from offbeat.engine.engine import EmbeddedEngine
 from offbeat.engine.request import Output, Request
+from offbeat.engine.served_models import ServedModels
+from offbeat.engine.submissions import Submissions
 from offbeat.engine.web import Disconnected, Handler, refusal_of, whole_body
 from offbeat.engine.wire import body_of
 from offbeat.errors import EngineError
 from offbeat.listening import decode_body
-
-
-class ChatServer(Protocol):
-    """The server whose engine answers chats."""
-
-    def outputs(self, http: HttpRequest, *requests: Request) -> AsyncGenerator[Output]:
-        """Run requests until their client is gone."""
-        ...
-
-    def adapter_of(self, model: str) -> str:
-        """Return the adapter that a request's `model` names; empty for the model itself."""
-        ...
-
 
 _ANTHROPIC = Anthropic()
 
@@ -51,10 +39,10 @@ _ANTHROPIC = Anthropic()
 class Chats:
     """Answers chats with an engine."""
 
-    def __init__(self, engine: EmbeddedEngine, server: ChatServer, *, model_name: str) -> None:
+    def __init__(self, engine: EmbeddedEngine, submissions: Submissions, models: ServedModels) -> None:
         self._engine = engine
-        self._server = server
-        self._model_name = model_name
+        self._submissions = submissions
+        self._models = models
 
     @cached_property
     def _answering(self) -> Answering:  # late, because a model without a chat template serves all but chats
@@ -85,10 +73,10 @@ class Chats:
             # The field is obligatory there, so clients fill in the limit of their largest model.
             asked = replace(asked, max_new_tokens=min(asked.max_new_tokens, rest))
         body = body_of(asked, stops=chat.stops, stop_token_ids=self._ends(chat), stream=asked.stream)
-        adapter = self._server.adapter_of(asked.model)
+        adapter = self._models.adapter_of(asked.model)
         params = body.params(default_max_tokens=rest)
         request = Request(id=uuid.uuid4().hex, prompt=list(chat.prompt), params=params, n=asked.n, adapter=adapter, stream=asked.stream)
-        model, outputs = adapter or self._model_name, self._server.outputs(http, request)
+        model, outputs = adapter or self._models.own_name, self._submissions.outputs(http, request)
         if asked.stream and not chat.plain:
             events = ChatEvents(replace(chat, request=asked), self._answering, dialect, self._engine.tokenizer, model=model)
             return await stream_chat(events, outputs, keep_alive=dialect.keep_alive)

@@ -220,8 +220,7 @@ class EmbeddedEngine:
         for request in prompts.requests:
             params = request.params
             seed = params.seed if params.seed is not None else int(self._rng.integers(2**63))
-            eos = () if params.ignore_eos else (self.tokenizer.eos_token_id,)
-            self._rows.add(request, keys=row_keys(seed, request.n), stop_ids=params.stop_token_ids + eos, tokenizer=self.tokenizer)
+            self._rows.add(request, keys=row_keys(seed, request.n), tokenizer=self.tokenizer)
             self.num_prompt_tokens += len(request.prompt)
         return prompts
 

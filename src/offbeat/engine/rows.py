@@ -10,6 +10,7 @@ from offbeat.data.image_store import FIRST_ID
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.engine.cache import BUCKET, round_up
 from offbeat.engine.request import FinishReason, Output, Request
+from offbeat.engine.sample_ends import end_ids, text_to_stop
 from offbeat.engine.sampler import Drawn, SamplingRows, uniforms
 from offbeat.engine.shaping import ShapedRows, ShapedSample, bad_word_ids
 from offbeat.engine.text import TextStream
@@ -76,9 +77,10 @@ class Rows:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def add(self, request: Request, *, keys: np.ndarray, stop_ids: tuple[int, ...], tokenizer: Tokenizer) -> None:
+    def add(self, request: Request, *, keys: np.ndarray, tokenizer: Tokenizer) -> None:
         """Append the N samples of a request; `keys` [N] uint64 determine their random numbers (see `sampler.row_keys`)."""
         params, first = request.params, len(self.samples)
+        stop_ids = end_ids(params, tokenizer)
         rows = slice(first, first + request.n)
         prompt_len = len(request.prompt)
         self._reserve(positions=prompt_len + params.max_new_tokens, stop_ids=len(stop_ids))
@@ -92,7 +94,7 @@ class Rows:
         self._stop_ids[rows] = NO_TOKEN
         self._stop_ids[rows, : len(stop_ids)] = stop_ids
         self.samples += [
-            RunningSample(request, i, _text_of(request, tokenizer), [] if params.top_logprobs else None)
+            RunningSample(request, i, text_to_stop(params, tokenizer, begun=request.begun), [] if params.top_logprobs else None)
             for i in range(request.n)]
         if not params.shaping.is_plain:
             words = bad_word_ids(params.shaping.bad_words, tokenizer)
@@ -215,12 +217,3 @@ class Rows:
             self.samples[target] = self.samples[source]
         del self.samples[running:]
         self._sampling = self._watched = self._adapters = None
-
-
-def _text_of(request: Request, tokenizer: Tokenizer) -> TextStream | None:
-    params = request.params
-    if not params.stop:
-        return None
-    stream = TextStream(tokenizer, params.stop, min_tokens=params.shaping.min_tokens, after=tokenizer.anchor)
-    stream.begin(request.begun)
-    return stream
