@@ -1,5 +1,6 @@
 """Files and folders are synced with all that their names need."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,13 @@ def test_a_file_that_is_not_written_to_its_end_leaves_the_one_before(tmp_path: P
         file.write(b"tw")
         raise KeyError
     assert (tmp_path / "rows").read_bytes() == b"one" and not synced
+
+
+def test_processes_that_write_one_file_at_a_time_each_write_their_own_beside_it(tmp_path: Path) -> None:
+    with replacing(tmp_path / "rows", concurrent=True) as file:
+        file.write(b"one")
+        assert [path.name for path in tmp_path.iterdir()] == [f".rows.{os.getpid()}.part"]
+    assert [path.name for path in tmp_path.iterdir()] == ["rows"]
 
 
 def test_parts_of_a_killed_process_are_removed_and_nothing_else(tmp_path: Path) -> None:

@@ -37,13 +37,14 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, durable: bool = False, concurrent: bool = False) -> Iterator[BinaryIO]:
     """Write a file beside `path`, as ".NAME.part", which takes its place when the body has ended; after an error, what was there stays.
 
     Args:
         durable: whether the file and its name are to survive a power cut.
+        concurrent: whether other processes may write the same file now; the name beside it is then ".NAME.PID.part".
     """
-    part = path.with_name(f".{path.name}.part")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part" if concurrent else f".{path.name}.part")
     with part.open("wb") as file:
         yield file
     if durable:

@@ -84,7 +84,7 @@ def write_rows(rows: Iterable[Mapping[str, Any] | Row], folder: Path, *, argumen
             if not num_rows:
                 raise DataError(f"{argument} has no rows; give at least one, such as {{'prompt': '2+2=', 'answer': '4'}}")
             path = folder / f"{digest.hexdigest()}.jsonl"
-            unfinished.replace(path)
+            unfinished.replace(path)  # not by `disk.replacing`, which needs the name before the bytes
         finally:
             unfinished.unlink(missing_ok=True)
     except OSError as exc:

@@ -10,10 +10,11 @@ from typing import Protocol
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from offbeat.controller.parts import LoopPeers
 from offbeat.data.supervised import Sequence as Encoded
+from offbeat.disk import replacing
 from offbeat.errors import ConfigError
 
 Score = Callable[[Sequence[Encoded]], Awaitable[np.ndarray]]
@@ -86,9 +87,8 @@ class ReferenceFile:
     def write_arrays(self, arrays: dict[str, np.ndarray]) -> None:
         """Write the file, whole or not at all; `arrays` are the arguments of `Reference` by name."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_suffix(".tmp")
-        save_file(arrays, part, metadata={"key": self.key})
-        part.replace(self.path)
+        with replacing(self.path) as file:
+            file.write(save(arrays, metadata={"key": self.key}))
 
 
 async def open_reference(

@@ -6,7 +6,6 @@ Each process reads the image by its id from the run's folder, and checks the has
 """
 
 import hashlib
-import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from offbeat.data import wire
+from offbeat.disk import replacing
 from offbeat.errors import DataError, StorageError
 
 FIRST_ID = 1 << 30
@@ -160,11 +160,10 @@ class ImageStore:
             self._noted.add(image_id)
 
     def _put(self, path: Path, data: bytes) -> None:
-        part = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(data)
-            part.replace(path)
+            with replacing(path, concurrent=True) as file:
+                file.write(data)
         except OSError as exc:
             raise StorageError(f"an image could not be written to {path}: {exc.strerror}; free space or set run.dir") from exc
 
