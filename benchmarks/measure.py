@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import psutil
+from trees import cpu_s_of, tree_of
 
 BENCHMARKS = Path(__file__).resolve().parent
 ROOT = BENCHMARKS.parent
@@ -113,12 +114,9 @@ class Contestant:
 
     def _cpu_s(self) -> float:
         total = 0.0
-        for process in [self._tree, *self._tree.children(recursive=True)]:
-            try:
-                times = process.cpu_times()
-            except psutil.NoSuchProcess:
-                continue
-            total += times.user + times.system
+        for process in tree_of(self._tree):
+            with suppress(psutil.NoSuchProcess):
+                total += cpu_s_of(process)
         return total
 
     def close(self) -> None:

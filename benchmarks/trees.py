@@ -72,6 +72,17 @@ def run_tree(command: Sequence[object], *, log: Path, env: Mapping[str, str]) ->
     return TreeRun(stdout, began_s, time.time() - began_s, ((began_s, 0.0), *look.curve), look.peak_bytes)
 
 
+def tree_of(root: psutil.Process) -> list[psutil.Process]:
+    """Return a process and all that live below it; raises psutil.NoSuchProcess if it has ended."""
+    return [root, *root.children(recursive=True)]
+
+
+def cpu_s_of(process: psutil.Process) -> float:
+    """Return the CPU seconds of a process so far, without its children's; raises psutil.NoSuchProcess if it has ended."""
+    times = process.cpu_times()
+    return times.user + times.system
+
+
 class _Look:
     """Looks at a tree of processes until `ended` is set."""
 
@@ -87,11 +98,10 @@ class _Look:
         while not self.ended.wait(LOOK_S):
             now_s, resident, processes = time.time(), 0, []
             with suppress(psutil.NoSuchProcess):
-                processes = [self._root, *self._root.children(recursive=True)]
+                processes = tree_of(self._root)
             for process in processes:
                 with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                    times = process.cpu_times()
-                    self._cpu_s[process.pid] = times.user + times.system
+                    self._cpu_s[process.pid] = cpu_s_of(process)
                     resident += process.memory_info().rss
             if resident > self._resident_bytes * _GROWTH:
                 self._resident_bytes = resident
