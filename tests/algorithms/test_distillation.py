@@ -8,7 +8,7 @@ import pytest
 
 from offbeat.algorithms.distillation import TeacherScores, teacher_stats, with_teacher
 from offbeat.config.algorithms import AlgorithmConfig
-from offbeat.data.batch import gather_ranges
+from offbeat.data.ranges import gather_ranges
 from slow_losses import random_batch
 
 OPD = AlgorithmConfig(preset="opd")

@@ -1,7 +1,6 @@
 """Batches: what they refuse, and that selecting, concatenating and sending keep every sequence whole."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from datum_samples import LOSSES_OF_ALL, make_datums, of_adapters
 from offbeat.algorithms.objectives import CROSS_ENTROPY, client_loss
 from offbeat.data import wire
-from offbeat.data.batch import Batch, any_in_ranges, gather_ranges, over_ranges, take_ranges
+from offbeat.data.batch import Batch
 from offbeat.errors import DataError
 from train_samples import PPO, make_batch
 
@@ -93,19 +92,6 @@ def test_columns_of_whole_sequences_are_read_at_their_targets_wherever_these_lie
         tokens, masks, columns={"loss_weights": np.ones(6)}, of_tokens={"rollout_logprobs": logprobs}, losses=(PPO,))
     assert batch.targets.tolist() == [1, 2, 4, 12, 13, 41] and batch.positions.tolist() == [0, 1, 3, 6, 7, 11]
     assert batch.columns["rollout_logprobs"].tolist() == (-batch.targets).tolist()
-
-
-def test_ranges_are_read_and_filled_as_their_indices_would_be() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        lengths = rng.integers(0, 4, rng.integers(0, 8))
-        offsets, indices = np.cumsum([0, *lengths]), np.flatnonzero(rng.random(len(lengths)) < 0.6)
-        values, each = rng.random(offsets[-1]).astype(np.float32), rng.random(len(lengths)).astype(np.float32)
-        np.testing.assert_array_equal(take_ranges(values, offsets, indices), values[gather_ranges(offsets, indices)])
-        spread, some = over_ranges(each, offsets), any_in_ranges(values > 0.5, offsets)
-        np.testing.assert_array_equal(spread, np.repeat(each, lengths))
-        assert spread.dtype == each.dtype and some.tolist() == [
-            bool((values[start:end] > 0.5).any()) for start, end in pairwise(offsets)]
 
 
 def test_arrays_get_their_types() -> None:

@@ -12,9 +12,10 @@ from offbeat.algorithms.objectives import first_of, keeps_groups, preference_los
 from offbeat.algorithms.preference import answer_values, pair_batch
 from offbeat.config.objectives import OBJECTIVES
 from offbeat.config.preference import PAIR_LOSSES, PreferenceConfig
-from offbeat.data.batch import Batch, LossSpec, gather_ranges
+from offbeat.data.batch import Batch, LossSpec
 from offbeat.data.packing import plan_microbatches
 from offbeat.data.pairs import EncodedPair
+from offbeat.data.ranges import gather_ranges
 from offbeat.losses.compose import target_losses
 from offbeat.losses.targets import Targets
 from waits import DEVICE, HostWaits

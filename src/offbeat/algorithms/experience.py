@@ -19,8 +19,9 @@ from offbeat.algorithms.shaping import shaped_rewards
 from offbeat.algorithms.turns import reward_range, turn_advantages
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.objectives import objective_of
-from offbeat.data.batch import Batch, SharedPrompts, any_in_ranges, bounds, over_ranges, take_ranges
+from offbeat.data.batch import Batch, SharedPrompts
 from offbeat.data.expert_routes import join_routes
+from offbeat.data.ranges import any_in_ranges, bounds, over_ranges, take_ranges
 from offbeat.data.reward import RIGHT
 from offbeat.data.trajectory import Group, Trajectory, mean_reward
 from offbeat.errors import DataError, printable

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from offbeat.config.objectives import OBJECTIVES
-from offbeat.data.batch import Batch, LossSpec, SharedPrompts, bounds
+from offbeat.data.batch import Batch, LossSpec, SharedPrompts
 from offbeat.data.pairs import EncodedPair
+from offbeat.data.ranges import bounds
 from offbeat.data.supervised import Sequence as Encoded
 
 

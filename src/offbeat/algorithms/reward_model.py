@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offbeat.data.batch import Batch, LossSpec, bounds
+from offbeat.data.batch import Batch, LossSpec
 from offbeat.data.pairs import EncodedPair
+from offbeat.data.ranges import bounds
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from offbeat.aio import gather_all
 from offbeat.algorithms.distillation import TeacherScores
 from offbeat.config.data import DataConfig
 from offbeat.config.teacher import ANSWER, PROMPT, TeacherConfig
-from offbeat.data.batch import Batch, bounds, gather_ranges
+from offbeat.data.batch import Batch
 from offbeat.data.prompt import render
+from offbeat.data.ranges import bounds, gather_ranges
 from offbeat.data.row import Row
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import ConfigError, DeadlineError, EngineError, RefusedError

@@ -21,6 +21,7 @@ import numpy as np
 
 from offbeat.config.loss_terms import FILTERS, REGULARISERS
 from offbeat.data.expert_routes import join_routes
+from offbeat.data.ranges import bounds, joined, run_pieces, run_starts
 from offbeat.errors import DataError
 
 
@@ -299,17 +300,17 @@ class Batch:
     def select(self, indices: Sequence[int] | np.ndarray) -> "Batch":
         """Select sequences by their indices [K] in the given order; loss weights do not change. It may be empty."""
         indices = np.asarray(indices, dtype=np.int64)
-        first = _run_starts(indices)
-        tokens, targets = (_pieces(ends, indices, first) for ends in (self.offsets, self.target_offsets))
-        offsets, positions = bounds(self.lengths[indices]), _joined(self.positions, targets)
+        first = run_starts(indices)
+        tokens, targets = (run_pieces(ends, indices, first) for ends in (self.offsets, self.target_offsets))
+        offsets, positions = bounds(self.lengths[indices]), joined(self.positions, targets)
         moved = offsets[first] - self.offsets[indices[first]]
         for start, piece, shift in zip(accumulate(targets, _after, initial=0), targets, moved.tolist(), strict=False):
             positions[start : _after(start, piece)] += shift
         return replace(
-            self, tokens=_joined(self.tokens, tokens), offsets=offsets, positions=positions,
-            targets=_joined(self.targets, targets), columns={name: _joined(values, targets) for name, values in self.columns.items()},
+            self, tokens=joined(self.tokens, tokens), offsets=offsets, positions=positions,
+            targets=joined(self.targets, targets), columns={name: joined(values, targets) for name, values in self.columns.items()},
             sequences={name: values[indices] for name, values in self.sequences.items()},
-            routes=None if self.routes is None else _joined(self.routes, tokens))
+            routes=None if self.routes is None else joined(self.routes, tokens))
 
     @classmethod
     def concatenate(cls, parts: Sequence["Batch"]) -> "Batch":
@@ -344,62 +345,8 @@ class Batch:
         return self.sequences.get(name, np.zeros(len(self), np.int64))
 
 
-def gather_ranges(offsets: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Return [K] int64, the positions in the ranges offsets[i]:offsets[i + 1] of the given i, one range after another.
-
-    For example, [3, 4, 0, 1, 2] for the offsets [0, 3, 5] and the indices [1, 0].
-    """
-    lengths = np.diff(offsets)[indices]
-    starts = np.cumsum(lengths) - lengths
-    return np.repeat(offsets[indices] - starts, lengths) + np.arange(lengths.sum())
-
-
-def take_ranges(values: np.ndarray, offsets: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Return the [K] values at `gather_ranges(offsets, indices)`, copied as one piece for each run of consecutive indices."""
-    return _joined(values, _pieces(offsets, indices, _run_starts(indices)))
-
-
-def over_ranges(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Return [M], with M = offsets[-1]: each value [N] repeated over its range offsets[i]:offsets[i + 1].
-
-    `np.repeat` gives the same, but holds the interpreter's lock throughout, so that an event loop stands still for as long.
-    """
-    spread = np.empty(offsets[-1], values.dtype)
-    for value, start, end in zip(values.tolist(), offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
-        spread[start:end] = value
-    return spread
-
-
-def any_in_ranges(flags: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Return [N] bool, whether one of the flags [M] bool is set in each of the ranges offsets[i]:offsets[i + 1], which cover all."""
-    found, some = np.zeros(len(offsets) - 1, np.bool_), np.diff(offsets) > 0
-    found[some] = np.logical_or.reduceat(flags, offsets[:-1][some])
-    return found
-
-
-def _run_starts(indices: np.ndarray) -> np.ndarray:
-    """Return the entries at which runs of consecutive indices [K] begin, such as [0, 2] for [4, 5, 1]."""
-    return np.flatnonzero(np.diff(indices, prepend=-2) != 1)
-
-
-def _pieces(offsets: np.ndarray, indices: np.ndarray, first: np.ndarray) -> list[slice]:
-    """Return the positions of `gather_ranges`, one slice for each run of the [K] indices; runs begin at the entries `first`."""
-    last = np.append(first, len(indices))[1:] - 1
-    return list(map(slice, offsets[indices[first]].tolist(), offsets[indices[last] + 1].tolist()))
-
-
 def _after(start: int, piece: slice) -> int:
     return start + piece.stop - piece.start
-
-
-def _joined(values: np.ndarray, pieces: Sequence[slice]) -> np.ndarray:
-    """Return [K], a copy of these pieces of `values`, back to back."""
-    return np.concatenate([values[:0], *(values[piece] for piece in pieces)])
-
-
-def bounds(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return [N + 1] int64, the bounds of consecutive ranges of these lengths, such as [0, 3, 5] for [3, 2]."""
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
 def _merged(pools: Sequence[tuple[Any, ...]], ids: Sequence[np.ndarray]) -> tuple[tuple[Any, ...], np.ndarray]:

@@ -15,8 +15,9 @@ from offbeat.algorithms.adam import AdamParams, adam_params
 from offbeat.config.for_processes import RankConfig
 from offbeat.config.train import OptimizerConfig
 from offbeat.data.balance import partition
-from offbeat.data.batch import Batch, gather_ranges
+from offbeat.data.batch import Batch
 from offbeat.data.cost import CostModel
+from offbeat.data.ranges import gather_ranges
 from offbeat.ranks.ranks import Ranks
 from offbeat.trainer.messages import (
     AdapterNames,

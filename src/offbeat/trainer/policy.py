@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 from offbeat.algorithms.objectives import reads_of
 from offbeat.config.model import ModelConfig
 from offbeat.config.train import TrainConfig
-from offbeat.data.batch import Batch, gather_ranges
+from offbeat.data.batch import Batch
 from offbeat.data.image_store import ImageStore, is_image
 from offbeat.data.packing import PackedRow, pack_row
+from offbeat.data.ranges import gather_ranges
 from offbeat.errors import ModelError
 from offbeat.losses.compose import target_losses
 from offbeat.losses.metrics import Report

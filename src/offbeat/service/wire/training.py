@@ -12,7 +12,8 @@ import numpy as np
 
 from offbeat.algorithms.objectives import CLIENT_LOSSES, client_loss, reads_of
 from offbeat.config.objectives import objective_of
-from offbeat.data.batch import Batch, LossSpec, bounds
+from offbeat.data.batch import Batch, LossSpec
+from offbeat.data.ranges import bounds
 from offbeat.errors import DataError
 from offbeat.service.errors import BadRequestError, RequestError, TooLargeError
 from offbeat.service.types import Layout, TrainingData
