@@ -14,7 +14,7 @@ def test_samples_that_run_and_those_that_have_ended_come_in_order_with_the_token
     told = complete_requests(have, {"r1": [sample(2, [8, 9]), sample(0, [5])]}, {"r1": [sample(1, [1, 2, 3, 4, 0], "stop")]})
     assert [output.token_ids for output in told["r1"]] == [[5], [4, 0], [8, 9]]
     (samples,) = read_running(write_running(have, told)).values()
-    assert [(each.first, *each.columns()) for each in samples] == [
+    assert [(each.first, *map(list, each.columns())) for each in samples] == [
         (0, [5], [-5.0], [4]), (3, [4, 0], [-4.0, 0.0], [4, 4]), (1, [8, 9], [-8.0, -9.0], [4, 4])]
 
 
