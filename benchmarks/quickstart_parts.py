@@ -53,14 +53,16 @@ def main() -> None:
 
 def look(pid: int, curves: Curves, ended: threading.Event) -> None:
     """Note the CPU seconds of all processes until `ended` is set."""
-    root = psutil.Process(pid)
+    root, roles = psutil.Process(pid), {}
     while not ended.wait(LOOK_S):
         with suppress(psutil.NoSuchProcess):
             for process in [root, *root.children(recursive=True)]:
                 with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                    words, used = " ".join(process.cmdline()), process.cpu_times()
-                    role = next((role for word, role in ROLES.items() if word in words), "others")
-                    curves[role, process.pid].append((time.time(), used.user + used.system))
+                    used = process.cpu_times()
+                    if process.pid not in roles:  # one that has ended has no command line any more
+                        words = " ".join(process.cmdline())
+                        roles[process.pid] = next((role for word, role in ROLES.items() if word in words), "others")
+                    curves[roles[process.pid], process.pid].append((time.time(), used.user + used.system))
 
 
 def report(folder: Path, curves: Curves, *, begin_s: float, end_s: float) -> None:
