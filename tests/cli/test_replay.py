@@ -8,6 +8,8 @@ from offbeat.cli.main import main
 @pytest.mark.parametrize(("words", "told"), [
     (("--from-step", "0"), "--from-step must be at least 1, got 0"),
     (("--from-step", "3", "--to-step", "2"), "--from-step 3 is after --to-step 2"),
+    (("--groups", "2"), "--groups is for --live, which is not given"),
+    (("--live", "--groups", "-1"), "--groups must be at least 0, got -1; 0 is for all groups"),
     (("--train.threads", "1"), "replay takes no settings, got --train.threads"),
     ((), "has no config.toml, so it is not the folder of a run"),
 ])

@@ -8,7 +8,7 @@ import numpy as np
 from offbeat.data.stream import StreamState
 from offbeat.data.trajectory import Group
 from offbeat.journal.history import read_history
-from offbeat.journal.records import BatchTaken, JournalHead, StepComputed, StepTrained
+from offbeat.journal.records import BatchTaken, GroupSettled, JournalHead, StepComputed, StepTrained
 from offbeat.journal.run_journal import RunJournal
 from offbeat.journal.segments import find
 
@@ -48,6 +48,15 @@ def test_the_history_has_the_steps_of_all_starts_with_their_groups(tmp_path: Pat
     last = history.steps[4]
     assert (last.state, last.identity, last.computed) == (b"state 4", b"who", StepComputed(4, (1.0, 2.0, 0.1), "weights 4"))
     assert [each.read().prompt_id for each in last.groups] == ["0:4"]
+
+
+def test_the_history_tells_how_often_prompts_had_failed(tmp_path: Path) -> None:
+    with open_journal(tmp_path) as journal:
+        journal.begin(0, JournalHead(StreamState(0, 0), (), num_tries={"0:2": 2}), held=[])
+        journal.record(GroupSettled("0:1", "timed out", "late", True))
+        journal.record(GroupSettled("0:1", "too stale", "old", True))
+        record_steps(journal, 1, 2, 3)
+    assert [step.num_tries for step in read_history(tmp_path).steps.values()] == [{"0:1": 1}, {"0:2": 2}, {}]
 
 
 def test_steps_that_the_run_has_gone_back_behind_are_replaced(tmp_path: Path) -> None:

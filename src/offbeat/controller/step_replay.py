@@ -17,6 +17,7 @@ from offbeat.algorithms.experience import batch_metrics, reference_stats, sft_ba
 from offbeat.checkpoint.manifest import file_digests
 from offbeat.controller.batches import StepBatches
 from offbeat.controller.inputs import choose_canary
+from offbeat.controller.live_replay import LiveReplay, LiveStep
 from offbeat.controller.parts import RunParts
 from offbeat.controller.state import LoopStep, SavedState
 from offbeat.controller.step_training import StepTraining
@@ -53,6 +54,7 @@ class ReplayedStep:
         has_weights: whether the weights were compared.
         has_checkpoint: whether the run has a checkpoint of the step, so that the optimizer's state was compared as well.
         has_export: whether the run has exported the model after the step, so that its files were compared as well.
+        live: what came of generating its answers again; None where this was not asked for.
     """
 
     global_step: int
@@ -61,6 +63,12 @@ class ReplayedStep:
     has_weights: bool
     has_checkpoint: bool
     has_export: bool = False
+    live: LiveStep | None = None
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all that was compared is equal."""
+        return not self.difference and (self.live is None or not self.live.difference)
 
 
 @dataclass(frozen=True)
@@ -93,11 +101,12 @@ class Beginning:
 
 
 class Replay:
-    """One replay; `scratch` is a folder for what it writes, which it leaves empty."""
+    """One replay; `scratch` is a folder for what it writes, which it leaves empty. With `live`, answers are generated again."""
 
-    def __init__(self, parts: RunParts, *, scratch: Path) -> None:
+    def __init__(self, parts: RunParts, *, scratch: Path, live: LiveReplay | None = None) -> None:
         config = self._config = parts.config
         self._parts = parts
+        self._live = live
         self._scratch = scratch
         self._stream = PromptStream(parts.inputs.train, seed=config.run.seed, shuffle=config.data.shuffle)
         self._batches = StepBatches(parts, max_new_tokens=config.rollout.max_new_tokens, timeout_s=config.train.step_timeout_s)
@@ -114,6 +123,8 @@ class Replay:
             DataError: it has changed meanwhile.
         """
         before = await self._begin(beginning)
+        if self._live is not None and steps:
+            await self._live.take_version(wire.decode_json(SavedState, steps[0].state).version - 1, step=steps[0].global_step)
         for past in steps:
             after = wire.decode_json(SavedState, past.state)
             coefficients = Coefficients.of(self._config.algorithm, before)
@@ -128,7 +139,12 @@ class Replay:
                 difference = await self._compare_checkpoint(checkpoint)
             if export is not None and not difference:
                 difference = await self._compare_export(export)
-            yield ReplayedStep(past.global_step, difference, num_metrics, bool(wanted), checkpoint is not None, export is not None)
+            live = None
+            if self._live is not None:
+                live = self._live.of_step(past.global_step)
+                await self._live.take_version(step.next_version, step=past.global_step + 1, changed=difference)
+            yield ReplayedStep(
+                past.global_step, difference, num_metrics, bool(wanted), checkpoint is not None, export is not None, live)
             before = after.coefficients
 
     async def _begin(self, beginning: Beginning) -> Coefficients | None:

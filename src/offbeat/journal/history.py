@@ -3,12 +3,22 @@
 `standing` says where a run goes on; here, steps before its last checkpoint count as well, as far as their records are still there.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from offbeat.errors import DataError
-from offbeat.journal.records import BatchTaken, GroupFinished, JournalBegun, StepComputed, StepEnded, StepTrained, decode_record
+from offbeat.journal.records import (
+    BatchTaken,
+    GroupFinished,
+    GroupSettled,
+    JournalBegun,
+    StepComputed,
+    StepEnded,
+    StepTrained,
+    decode_record,
+)
 from offbeat.journal.segments import Reader, Segment, Stored, find
 from offbeat.journal.standing import StoredGroup
 
@@ -22,6 +32,7 @@ class PastStep:
         state: JSON of the loop's state after it; see `StepTrained`.
         computed: how it was computed; None in the journal of an older version.
         identity: JSON of the run's identity then.
+        num_tries: how often prompts of its groups had failed before, by id; those that had not are left out.
     """
 
     global_step: int
@@ -29,6 +40,7 @@ class PastStep:
     state: bytes
     computed: StepComputed | None
     identity: bytes
+    num_tries: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -46,6 +58,7 @@ class JournalHistory:
     _ready: dict[str, StoredGroup] = field(default_factory=dict)
     _taken: dict[int, tuple[StoredGroup, ...]] = field(default_factory=dict)
     _computed: dict[int, StepComputed] = field(default_factory=dict)
+    _tries: Counter[str] = field(default_factory=Counter)
 
     def take_up(self, stored: Stored) -> None:
         """Take up the next record.
@@ -56,10 +69,13 @@ class JournalHistory:
         match record := decode_record(stored.payload):
             case JournalBegun(step, identity):
                 self._identity, self._ready, self._taken, self._computed = identity, {}, {}, {}
+                self._tries |= Counter(record.head.num_tries)
                 # The run has gone back to this step: what followed it is not part of the history any more.
                 self.steps = {number: past for number, past in self.steps.items() if number <= step}
             case GroupFinished(prompt_id):
                 self._ready[prompt_id] = StoredGroup(prompt_id, stored.place)
+            case GroupSettled(prompt_id, kind):
+                self._tries[prompt_id] += record.again and kind != "too stale"
             case BatchTaken(step, prompt_ids):
                 if not self._ready.keys() >= set(prompt_ids):
                     raise DataError(f"the batch of step {step} has groups that are not recorded")
@@ -68,7 +84,9 @@ class JournalHistory:
                 self._computed[step] = record
             case StepTrained(step, state):
                 if step in self._taken:
-                    self.steps[step] = PastStep(step, self._taken.pop(step), state, self._computed.get(step), self._identity)
+                    groups = self._taken.pop(step)
+                    tries = {each.prompt_id: num for each in groups if (num := self._tries[each.prompt_id])}
+                    self.steps[step] = PastStep(step, groups, state, self._computed.get(step), self._identity, tries)
             case StepEnded():
                 pass  # the state after an evaluation, which no later step reads
             case _:

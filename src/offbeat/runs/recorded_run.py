@@ -21,6 +21,7 @@ from offbeat.config.resume import changes, listed
 from offbeat.config.root import TRAINING_KINDS, Config
 from offbeat.controller.checkpoints import TRAINING, index_of
 from offbeat.controller.inputs import RunInputs, read_inputs
+from offbeat.controller.live_replay import LiveReplay
 from offbeat.controller.parts import RunParts, SingleProcess
 from offbeat.controller.resume import compare
 from offbeat.controller.state import SavedState
@@ -33,12 +34,13 @@ from offbeat.journal.history import JournalHistory, PastStep, read_history
 from offbeat.ranks.ranks import WorkerRanks
 from offbeat.ranks.trainers import Trainers
 from offbeat.runs.assemble import make_critic
+from offbeat.runs.live_engines import check_live, open_live_engines
 from offbeat.runs.plan import changed_versions, read_plan
 from offbeat.runs.rollouts import NoEngines
 from offbeat.runs.teacher import open_teacher
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.record import SilentRecord
-from offbeat.workers.worker import make_launcher
+from offbeat.workers.worker import Launcher, make_launcher
 
 _PART = TRAINING_KINDS["train"].part
 _TO_KEEP = 'checkpoint.journal_keep = "all" keeps the records of all steps'
@@ -75,12 +77,14 @@ class ReplayPlan:
 
 def replay(
     run_dir: Path, listener: ReplayListener, *, out: Path | None = None, first: int | None = None, last: int | None = None,
+    live_groups: int | None = None,
 ) -> bool:
     """Train the steps of a run again and compare them; returns whether all were equal.
 
     Args:
         out: a new folder for logs and the initial model; by default a temporary one, which is removed.
         first, last: the steps to compare; by default all that can be replayed.
+        live_groups: number of groups of each step to generate again with an engine, 0 for all; None starts no engine.
 
     Raises:
         ConfigError: there is no such run, or it cannot be replayed; says why.
@@ -91,15 +95,15 @@ def replay(
         raise ConfigError(
             f"the run {str(run_dir)!r} cannot be replayed: with rollout.single_rank_load = false each rank has drawn data of its own; only"
             " runs in which one process draws all data can")
+    if live_groups is not None:
+        check_live(config)
     history = read_history(run_dir / "journal")
     plan = make_replay_plan(run_dir, history, first=first, last=last, num_ranks=config.train.num_ranks)
     for text in (*plan.missing, *changed_versions(read_plan(run_dir).versions)):
         listener.remark(text)
     folder = Path(tempfile.mkdtemp(prefix="offbeat-replay-")) if out is None else _new(out)
     try:
-        own = load_config(None, [], values=config.model_dump() | {
-            "run": config.run.model_dump() | {"dir": str(folder.absolute().parent), "name": folder.name, "mode": "controller"},
-            "weights": config.weights.model_dump() | {"dir": ""}})
+        own = _own_config(config, folder)
         inputs = read_inputs(own)
         _check_inputs(inputs, plan.steps, run_dir)
         files = recorded_files(run_dir)
@@ -107,11 +111,15 @@ def replay(
         async def main() -> bool:
             equal = True
             async with AsyncExitStack() as stack:
-                parts = await _open_parts(stack, own, inputs)
-                replaying = Replay(parts, scratch=folder)
-                async for step in replaying.run(plan.beginning, plan.steps, files):
+                launcher = await stack.enter_async_context(make_launcher(own.for_launcher))
+                parts = await _open_parts(stack, launcher, own, inputs)
+                live = None
+                if live_groups is not None:
+                    engines = await open_live_engines(stack, launcher, parts)
+                    live = LiveReplay(engines, plan.steps, config=own, sampling=inputs.sampling, num_groups=live_groups)
+                async for step in Replay(parts, scratch=folder, live=live).run(plan.beginning, plan.steps, files):
                     if step.global_step >= plan.first:
-                        equal = equal and not step.difference
+                        equal = equal and step.is_equal
                         listener.compared(step)
             return equal
 
@@ -260,14 +268,22 @@ def _new(out: Path) -> Path:
     return out
 
 
-async def _open_parts(stack: AsyncExitStack, config: Config, inputs: RunInputs) -> RunParts:
+def _own_config(config: Config, folder: Path) -> Config:
+    """Return the settings of a run for its replay in another folder, with one engine, which takes each version whole."""
+    return load_config(None, [], values=config.model_dump() | {
+        "run": config.run.model_dump() | {"dir": str(folder.absolute().parent), "name": folder.name, "mode": "controller"},
+        "weights": config.weights.model_dump() | {"dir": "", "whole_every_versions": 1},
+        "inference": config.inference.model_dump() | {"num_engines": 1, "min_engines": 1},
+        "cluster": config.cluster.model_dump() | {"take_turns": False}})
+
+
+async def _open_parts(stack: AsyncExitStack, launcher: Launcher, config: Config, inputs: RunInputs) -> RunParts:
     """Start the train ranks of a run, and nothing else."""
     record = SilentRecord(config.run_dir)
     await asyncio.to_thread(partial(record.log_dir.mkdir, parents=True, exist_ok=True))
     if inputs.build is not None:
         inputs.tokenizer.save(inputs.model)
     teacher = await open_teacher(stack, config.for_ranks, inputs, data=config.data)
-    launcher = await stack.enter_async_context(make_launcher(config.for_launcher))
     ranks = await WorkerRanks.start(launcher, config.for_ranks, model=inputs.model, build=inputs.build, log_dir=record.log_dir)
     none = NoEngines(draws=True)
     return RunParts(
