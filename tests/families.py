@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
+import image_world
 from family_table import FAMILIES, SIZES, Family
 from offbeat.config.model import ModelConfig
 from offbeat.config.train import TrainConfig
@@ -34,6 +35,7 @@ from offbeat.engine.options import EngineOptions
 from offbeat.engine.versions import read_version
 from offbeat.errors import ModelError
 from offbeat.model.hf_io import read_safetensors
+from offbeat.model.images import IMAGE_FAMILIES
 from offbeat.model.logprobs import packs_rows, token_logprobs
 from offbeat.model.lora import AdapterBank
 from offbeat.model.peft_io import Adapter
@@ -325,6 +327,12 @@ model is refused before anything starts. A family that is not listed is checked 
 sequences, and the embedded engine's forward, must agree with transformers' own code, or the model is refused.
 """
 
+IMAGES = """\
+## Models that read images
+
+Families that [read images](images.md), each as a tiny random model with its processor, on rows that share a prompt of two images.
+"""
+
 TAIL = """\
 ## What is bounded
 
@@ -336,16 +344,17 @@ TAIL = """\
   which takes memory for all pairs of tokens of the sequences that are computed together.
 - Keys and values of all layers lie in one cache, with heads as large as the largest of any layer (Gemma 4), of keys or of values
   (DeepSeek).
-- A model with parts for pictures or sound trains on text alone. Where transformers loads its text model by itself (Qwen3.5), the other
-  parts are not in what is published, under the names of the whole; where it loads all (Gemma 3), all of it is.
+- A model with parts for sound, or for pictures that are not read, trains on text alone. Where transformers loads its text model by itself
+  (Qwen3.5), the other parts are not in what is published, under the names of the whole; where it loads all, all of it is.
 """
 
 
-def document(cells: dict[str, dict[str, str]]) -> str:
+def document(cells: dict[str, dict[str, str]], images: dict[str, dict[str, str]]) -> str:
     """The whole of docs/models.md.
 
     Args:
         cells: what `try_all` returns, by the family's name.
+        images: what `image_world.try_all` returns, by model type.
     """
     notes: dict[str, int] = {}
     lines = [HEAD.format(tolerance=TOLERANCE), "| Family | `model_type` | " + " | ".join(title for title, _ in COLUMNS.values()) + " |"]
@@ -355,8 +364,15 @@ def document(cells: dict[str, dict[str, str]]) -> str:
         name = family.name + (f" ({family.remark})" if family.remark else "")
         lines.append(f"| {name} | {family.model_type} | " + " | ".join(row) + " |")
     lines += ["", *(f"{number}. {note}" for note, number in notes.items()), "", "## The columns", ""]
-    lines += [textwrap.fill(f"- **{title}.** {text}", 138, subsequent_indent="  ") for title, text in COLUMNS.values()]
-    return "\n".join([*lines, "", TAIL])
+    lines += _explained(COLUMNS)
+    titles = [title for title, _ in image_world.COLUMNS.values()]
+    lines += ["", IMAGES, f"| `model_type` | {' | '.join(titles)} |", "|---|" + "---|" * len(titles)]
+    lines += [f"| {model_type} | " + " | ".join(row.values()) + " |" for model_type, row in images.items()]
+    return "\n".join([*lines, "", *_explained(image_world.COLUMNS), "", TAIL])
+
+
+def _explained(columns: dict[str, tuple[str, str]]) -> list[str]:
+    return [textwrap.fill(f"- **{title}.** {text}", 138, subsequent_indent="  ") for title, text in columns.values()]
 
 
 def _shown(cell: str, notes: dict[str, int]) -> str:
@@ -372,7 +388,8 @@ def _shown(cell: str, notes: dict[str, int]) -> str:
 def main(arguments: list[str]) -> int:
     """Write or compare; 1 where the document is not what the code makes."""
     logging.set_verbosity_error()
-    made = document({family.name: try_all(family) for family in FAMILIES})
+    images = {model_type: image_world.try_all(model_type) for model_type in IMAGE_FAMILIES}
+    made = document({family.name: try_all(family) for family in FAMILIES}, images)
     if "--write" in arguments:
         DOCUMENT.write_text(made, encoding="utf-8")
     elif DOCUMENT.read_text(encoding="utf-8") != made:

@@ -16,7 +16,7 @@ class ReaderInProcess(ImageReader):
 
     def _ask(self, data: bytes) -> bytes:
         self.num_made += 1
-        processor = Processor(self._model, model_type=self._model_type, image_token_id=self.token_id)
+        processor = Processor(self._model, model_type=self._model_type, image_token_id=self._placeholder)
         return wire.encode(processor.make(data, self._limits))
 
 

@@ -10,12 +10,39 @@ from transformers.models.idefics3 import Idefics3Processor
 
 from image_models import file_of, make_folder, picture
 from offbeat.data.image_process import Processor
-from offbeat.data.image_sources import ImageLimits
+from offbeat.data.image_sources import ImageLimits, ImageSource
+from offbeat.data.image_store import FIRST_ID
+from offbeat.data.tokenizer import load_tokenizer
+from shared_image_reader import reader_in_process
 
 
 def opened(folder, family):
     hf = AutoTokenizer.from_pretrained(folder)
     return Processor(str(folder), model_type=family, image_token_id=hf.convert_tokens_to_ids("<image>")), hf
+
+
+def test_gemma3_writes_line_breaks_around_its_squares(tmp_path):
+    folder = make_folder(tmp_path / "model", "gemma3")
+    reader = reader_in_process(folder, tmp_path / "images")
+    tokenizer = load_tokenizer(folder)
+    first, inner, _, last = (tokenizer.hf.convert_tokens_to_ids(token) for token in ("<image>", "<video>", "<img>", "</img>"))
+    whole, origins = reader.expand(tokenizer.encode("a\n<image>b"), [ImageSource(data=file_of(picture()))])
+    expected = [*tokenizer.encode("a\n\n\n"), first, *[inner] * 4, last, *tokenizer.encode("\n\nb")]
+    assert np.where(whole >= FIRST_ID, inner, whole).tolist() == expected
+    assert origins[[0, -1]].tolist() == [0, 3] and set(origins[2:-1].tolist()) == {2}
+    assert np.diff(origins).min() >= 0
+
+
+@pytest.mark.parametrize(("family", "splits", "counts"), [
+    ("internvl", False, [4, 4]), ("internvl", True, [4, 4 * (2 + 1)]),
+    ("llava_onevision", False, [16 + 4 * (6 + 1), 16 + 4 * (8 + 1)])])  # rows and columns of patches without padding, and a row's end
+def test_tiles_have_placeholders_as_the_image_has_sides(tmp_path, family, splits, counts):
+    processor, hf = opened(make_folder(tmp_path, family, splits=splits), family)
+    for size, count in zip([(40, 28), (64, 30)], counts, strict=True):
+        made = processor.make(file_of(picture(size=size)), ImageLimits())
+        assert made.fault == ""
+        around = [hf.convert_tokens_to_ids(token) for token in ("<img>", "</img>")] if family == "internvl" else []
+        assert made.tokens.tolist() == [*around[:1], *[-1] * count, *around[1:]], (size, len(made.tokens))
 
 
 @pytest.mark.parametrize("splits", [False, True])

@@ -94,7 +94,7 @@ def test_a_model_that_reads_no_images_refuses_them(folder, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert images_for(str(tmp_path), ImageStore(tmp_path), ImageLimits()) is None  # without a processor
     (tmp_path / "processor_config.json").write_text("{}")
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gemma3"}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "fuyu"}))
     assert images_for(str(tmp_path), ImageStore(tmp_path), ImageLimits()) is None
 
 

@@ -17,6 +17,9 @@ class NothingKnown:
     def num_known(self, request: Request) -> int:
         return 0
 
+    def end_of_part(self, request: Request, stop: int) -> int:
+        return stop
+
 
 NEW = NothingKnown()
 

@@ -19,14 +19,21 @@ from typing import IO, Any
 import numpy as np
 
 from offbeat.data import wire
+from offbeat.data.image_edges import EDGE, Edges
 from offbeat.data.image_sources import ImageLimits, ImageSource
 from offbeat.data.image_store import ImageStore, StoredImage
 from offbeat.data.model_folder import read_model_config
 from offbeat.errors import DataError, ModelError
 from offbeat.extras import require
 
-FAMILIES = ("idefics3", "qwen2_5_vl")
+FAMILIES = (
+    "gemma3", "idefics3", "internvl", "llava_onevision", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
 """Model types, as in config.json, whose images can be read."""
+
+_PROMPT_TOKENS = {"gemma3": ("boi_token_index", 255_999)}
+"""Keys of config.json, with their defaults, of tokens that stand for an image in a prompt, where they differ from its placeholders'."""
+_EDGES = {"gemma3": "\n\n"}
+"""Text that surrounds an image in a prompt, by model type."""
 
 HEADER = struct.Struct("<Q")
 _START_TIMEOUT_S, _TIMEOUT_S = 600.0, 120.0
@@ -55,16 +62,18 @@ class ImageReader:
     """Reads images for a model, and keeps what it makes of them in a store.
 
     Attributes:
-        token_id: the vocabulary's image token, which prompts have once for each image before it is expanded.
+        token_id: the token that prompts have once for each image before it is expanded.
     """
 
     def __init__(self, model: str, store: ImageStore, limits: ImageLimits) -> None:
         """Nothing is started before an image is read; `images_for` checks that the model reads images."""
         config = read_model_config(model)
         self.store = store
-        self.token_id: int = config["image_token_id"]
         self._model = model
         self._model_type = config["model_type"]
+        self._placeholder = placeholder_of(config)
+        key, default = _PROMPT_TOKENS.get(self._model_type, ("", self._placeholder))
+        self.token_id: int = config.get(key, default)
         self._limits = limits
         self._child: subprocess.Popen[bytes] | None = None
         self._known: dict[ImageSource, tuple[object, StoredImage]] = {}
@@ -115,11 +124,13 @@ class ImageReader:
                 " and the chat template must write one for each image")
         parts, origins, done = [], [], 0
         for place, image in zip(places.tolist(), self.read_all(images, where=where), strict=True):
-            parts += [given[done:place], image.tokens]
-            origins += [np.arange(done, place), np.full(len(image.tokens), place)]
+            own = image.tokens if self._edges is None else np.array([EDGE, *image.tokens, EDGE])
+            parts += [given[done:place], own]
+            origins += [np.arange(done, place), np.full(len(own), place)]
             done = place + 1
         origins.append(np.arange(done, len(given)))
-        return np.concatenate([*parts, given[done:]]).astype(np.int32), np.concatenate(origins).astype(np.int64)
+        whole, origin = np.concatenate([*parts, given[done:]]).astype(np.int32), np.concatenate(origins).astype(np.int64)
+        return (whole, origin) if self._edges is None else self._edges.write(whole, origin)
 
     def close(self) -> None:
         """End the image process."""
@@ -151,7 +162,7 @@ class ImageReader:
         return answer
 
     def _begin_process(self) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "offbeat.data.image_process", self._model, self._model_type, str(self.token_id)]
+        command = [sys.executable, "-m", "offbeat.data.image_process", self._model, self._model_type, str(self._placeholder)]
         log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self._child = child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
         atexit.register(self.close)
@@ -162,6 +173,11 @@ class ImageReader:
             raise ModelError(
                 f"the image processor of {self._model} cannot be opened: {said.splitlines()[-1] if said else 'its process ended'}")
         return child
+
+    @cached_property
+    def _edges(self) -> Edges | None:
+        text = _EDGES.get(self._model_type)
+        return None if text is None else Edges(self._model, text)
 
     @cached_property
     def _files(self) -> tuple[str, ...]:
@@ -183,7 +199,13 @@ def write_frame(file: IO[bytes], data: bytes) -> None:
 
 def reads_images(config: dict[str, Any]) -> bool:
     """Whether images are read for models with this config.json."""
-    return config["model_type"] in FAMILIES and isinstance(config.get("image_token_id"), int)
+    return config["model_type"] in FAMILIES and placeholder_of(config) >= 0
+
+
+def placeholder_of(config: dict[str, Any]) -> int:
+    """Return the id of an image's placeholders in the vocabulary that a config.json states; -1 if it states none."""
+    found = config.get("image_token_id", config.get("image_token_index"))
+    return found if isinstance(found, int) else -1
 
 
 def images_for(model: str, store: ImageStore, limits: ImageLimits) -> ImageReader | None:

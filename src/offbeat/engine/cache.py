@@ -221,6 +221,7 @@ class PrefillStep:
         self._cache = cache
         self.head_dim = cache.shape.head_dim
         self._fresh = not starts.any()
+        self._seen: Tensor | None = None
         self._length = int(lengths.max())
         self.width = round_up(int((starts + lengths).max()), BUCKET)
         cache.reserve(slots=int(slots.max()) + 1, positions=self.width)
@@ -234,6 +235,11 @@ class PrefillStep:
             self._stored = self._send(slots[sequence]), self._send(starts[sequence] + token)
         self.mask = self.window_mask(None)
 
+    def see(self, seen: np.ndarray) -> None:
+        """Let each new token attend up to a position of its sequence, [N, L] int64, which may be a later one."""
+        self._seen = self._send(seen)
+        self.mask = self.window_mask(None)
+
     def _send(self, array: np.ndarray) -> Tensor:
         return upload(array, self._cache.device)
 
@@ -241,12 +247,13 @@ class PrefillStep:
         """Return a mask for the keys that `extend` returns, where a token attends to the last `window` positions; None is no bound.
 
         Returns:
-            [N, 1, L, width] in the cache's dtype, 0 where a token attends and -inf elsewhere; [L, L] bool where nothing was cached before;
-            None for plain causal attention.
+            [N, 1, L, width] in the cache's dtype, 0 where a token attends and -inf elsewhere; [L, L] bool where nothing was cached before
+            and no token sees later ones; None for plain causal attention.
         """
-        if self._fresh:
+        if self._fresh and self._seen is None:
             return window_mask(self._length, window, self._cache.device)
-        return add_mask(self.positions[:, None, :, None], width=self.width, window=window, dtype=self._cache.shape.dtype)
+        width, seen = self._length if self._fresh else self.width, None if self._seen is None else self._seen[:, None, :, None]
+        return add_mask(self.positions[:, None, :, None], width=width, window=window, dtype=self._cache.shape.dtype, seen=seen)
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new keys and values, each [N, num_kv_heads, L, head_dim] in the cache's dtype.
@@ -327,13 +334,13 @@ class DecodeStep:
         self._cache.routes()[self._slots, self.positions] = routes
 
 
-def add_mask(positions: Tensor, *, width: int, window: int | None, dtype: torch.dtype) -> Tensor:
+def add_mask(positions: Tensor, *, width: int, window: int | None, dtype: torch.dtype, seen: Tensor | None = None) -> Tensor:
     """Build a mask [N, 1, L, width] or [B, width] of tokens at `positions`, [N, 1, L, 1] or [B, 1].
 
-    It is 0 where they attend, -inf after them and before their window.
+    It is 0 where they attend, -inf after them, or after `seen`, of the form of `positions`, and before their window.
     """
     position = torch.arange(width, device=positions.device)
-    hidden = position > positions
+    hidden = position > (positions if seen is None else seen)
     if window is not None:
         hidden |= position <= positions - window
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)

@@ -45,6 +45,7 @@ class Forward(Protocol):
         takes_changes: whether `tensors` returns the weights as they were published, so that changes to them make the next version.
         row_multiple: the rows of a product are filled up to a multiple of this; above 1, a token's numbers do not depend on the batch.
         reads_images: whether tokens may be placeholders of stored images (`data.image_store`).
+        sees_whole: whether an image's placeholders attend to later ones of it, so that a prefill must not end between them.
         lora_groups: the linear layers that can take adapters. `lora`, where given, has an adapter for each row of a batch; in a prefill
             each token is a row.
     """
@@ -57,6 +58,7 @@ class Forward(Protocol):
     takes_changes: bool
     row_multiple: int
     reads_images: bool
+    sees_whole: bool
     lora_groups: Groups
 
     def prefill(

@@ -85,7 +85,7 @@ class DirectForward:
         self.takes_changes = not isinstance(self._matrices, Int8Matrices)
         self._attention: Attention = InvariantAttention() if batch_invariant else fast_attention(device)
         self.row_multiple = self._attention.row_multiple
-        self.reads_images = False
+        self.reads_images = self.sees_whole = False
         self.family = FAMILIES[config.model_type]
         self.hidden_size = config.hidden_size
         self.intermediate_size = config.intermediate_size

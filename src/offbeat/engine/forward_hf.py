@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from offbeat.data.image_store import ImageStore, find_images, image_positions
-from offbeat.engine.cache import CacheShape, DecodeStep, PrefillStep, attend
+from offbeat.engine.cache import CacheShape, DecodeStep, PrefillStep, add_mask, attend
 from offbeat.engine.forward import LOGITS_AT_ONCE, checked_tensor, fingerprint_tensors
 from offbeat.engine.lora import AdapterRows, Groups, Linear
 from offbeat.errors import ModelError, first_line
@@ -35,9 +35,22 @@ ATTENTION = "offbeat_slots"
 S = TypeVar("S", PrefillStep, DecodeStep)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ScoreStep:
-    """A pass over whole sequences that stores nothing."""
+    """A pass over whole sequences that stores nothing.
+
+    Attributes:
+        seen: the position up to which each token attends, [N, L] int64, which may be a later one; None is causal.
+    """
+
+    seen: Tensor | None = None
+
+    def mask(self, length: int, window: int | None, *, query: Tensor) -> Tensor | None:
+        """Return the mask of `query`'s device and dtype, [N, 1, L, L] or [L, L], for layers with this window; None is plainly causal."""
+        if self.seen is None:
+            return window_mask(length, window, query.device)
+        positions = torch.arange(length, device=query.device)[:, None]
+        return add_mask(positions, width=length, window=window, dtype=query.dtype, seen=self.seen[:, None, :, None])
 
 
 @dataclass(eq=False)
@@ -93,7 +106,7 @@ def slot_attention(
     if offbeat_step is None:
         raise ModelError(f"{type(module).__name__} was not handed the keyword arguments of its model's forward; use another engine")
     if isinstance(offbeat_step, ScoreStep):
-        mask = window_mask(query.shape[2], sliding_window, query.device)
+        mask = offbeat_step.mask(query.shape[2], sliding_window, query=query)
         return _attend_whole(query, key, value, mask, form).transpose(1, 2).contiguous(), None
     step, mask, size = offbeat_step.step, offbeat_step.mask(sliding_window), value.shape[3]
     query, key, value = (_filled(heads, step.head_dim) for heads in (query, key, value))
@@ -148,7 +161,7 @@ class HFForward:
         self.max_positions = context_length(config)
         self.max_score_tokens = max(LOGITS_AT_ONCE // self.vocab_size, 1)
         self.row_multiple = 1
-        self.reads_images = False
+        self.reads_images = self.sees_whole = False
         # Without the output head, which sees only the last token of each row.
         head = model.get_output_embeddings()
         self._linears = {name: m for name, m in adaptable(model).items() if m is not head}
@@ -162,6 +175,7 @@ class HFForward:
         """Take prompts with images of a store from now on, if the model reads images."""
         self._images = give_images(self._model, store)
         self.reads_images = self._images is not None
+        self.sees_whole = self._images is not None and self._images.family.sees_whole
 
     def shift_of(self, tokens: np.ndarray) -> int:
         """See `Forward.shift_of`."""
@@ -176,7 +190,9 @@ class HFForward:
         inputs = {"input_ids": tokens, "position_ids": step.positions}
         if sequences is not None:
             starts = [int(row[0]) for row in step.positions.expand(len(tokens), -1).cpu()]
-            inputs = self._with_images(tokens, sequences, starts)
+            inputs, seen = self._with_images(tokens, sequences, starts)
+            if self.sees_whole:
+                step.see(seen)
         return self._run(inputs, Windows(step), keep=step.last[:, None], lora=lora)[:, 0]
 
     def decode(
@@ -191,30 +207,36 @@ class HFForward:
     def score(self, tokens: Tensor, *, lora: AdapterRows | None = None) -> Iterable[Tensor]:
         """Return the logits [N * L, V] of tokens [N, L] int64 in one block; see `Forward.score`."""
         # All logits at once: models differ in the steps between the last layer and the logits.
-        inputs = {"input_ids": tokens, "position_ids": torch.arange(tokens.shape[1], device=self.device)[None]}
+        inputs, step = {"input_ids": tokens, "position_ids": torch.arange(tokens.shape[1], device=self.device)[None]}, ScoreStep()
         if self._images is not None and has_images(host := tokens.cpu().numpy()):
-            inputs = self._with_images(tokens, list(host), [0] * len(host))
-        return [self._run(inputs, ScoreStep(), keep=0, lora=lora).flatten(0, 1)]
+            inputs, seen = self._with_images(tokens, list(host), [0] * len(host))
+            step = ScoreStep(upload(seen, self.device)) if self.sees_whole else step
+        return [self._run(inputs, step, keep=0, lora=lora).flatten(0, 1)]
 
-    def _with_images(self, tokens: Tensor, sequences: Sequence[np.ndarray], starts: Sequence[int]) -> dict[str, Tensor]:
-        """Return the inputs of sequences [K] with images, of which those from `starts` on are the new tokens [N, L] int64."""
+    def _with_images(
+        self, tokens: Tensor, sequences: Sequence[np.ndarray], starts: Sequence[int]) -> tuple[dict[str, Any], np.ndarray]:
+        """Return the inputs of sequences [K] with images, of which those from `starts` on are the new tokens [N, L] int64.
+
+        Beside them, the last position to which each token attends if an image's placeholders attend to all of it, [N, L] int64.
+        """
         assert self._images is not None, "prompts with images are refused otherwise"
         self._lora = None  # of the pass before; the tower takes no adapter
-        of_rows = [find_images(sequence, self._images.store, cut=True) for sequence in sequences]
+        of_rows = [find_images(sequence, self._images.store, cut=not self.sees_whole) for sequence in sequences]
         features = self._images.kept_features(self._model, [image for images in of_rows for image, _ in images])
         width, grid = tokens.shape[1], self._images.family.grid
         parts, positions = [], np.zeros((3, len(tokens), width), np.int64)
+        seen = np.minimum(np.array(starts)[:, None] + np.arange(width), [[len(sequence) - 1] for sequence in sequences])
         for row, (sequence, start, images) in enumerate(zip(sequences, starts, of_rows, strict=True)):
             whole = image_positions(len(sequence), images if grid else ())[:, start:]
             positions[:, row, : whole.shape[1]] = whole
             for image, places in images:
                 new = places >= start
+                seen[row, places[new] - start] = places[-1]
                 parts.append((row * width + places[new] - start, features[image.id][: len(places)][upload(new, self.device)]))
-        embeds = embedded(self._model, tokens.flatten(), parts).unflatten(0, tokens.shape)
         shown = upload(positions, self.device)
-        return {"inputs_embeds": embeds, "position_ids": shown if grid else shown[0]}
+        return {**embedded(self._model, tokens, parts), "position_ids": shown if grid else shown[0]}, seen
 
-    def _run(self, inputs: Mapping[str, Tensor], step: Step, *, keep: int | Tensor, lora: AdapterRows | None) -> Tensor:
+    def _run(self, inputs: Mapping[str, Any], step: Step, *, keep: int | Tensor, lora: AdapterRows | None) -> Tensor:
         self._lora = lora
         if lora is not None and not self._hooked:  # not earlier: a hook slows down every call
             self._hooked = True

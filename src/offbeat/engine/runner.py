@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offbeat.data.image_store import FIRST_ID
 from offbeat.engine.adapters import EngineAdapters
 from offbeat.engine.cache import SlotCache
 from offbeat.engine.forward import Forward
@@ -50,6 +51,13 @@ class Runner:
         """See `KnownPrompts`."""
         (owner,) = self._adapters.of([request.adapter])
         return self.prefixes.find_beginning(owner, np.array(request.prompt)).num_tokens
+
+    def end_of_part(self, request: Request, stop: int) -> int:
+        """See `KnownPrompts`."""
+        prompt = request.prompt
+        while self._forward.sees_whole and stop < len(prompt) and prompt[stop] == prompt[stop - 1] >= FIRST_ID:
+            stop += 1
+        return stop
 
     @torch.inference_mode()
     def next_logits(self, prompts: RoundPrompts) -> Tensor | None:

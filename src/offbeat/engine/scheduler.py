@@ -35,6 +35,10 @@ class KnownPrompts(Protocol):
         """Return the number of tokens at the beginning of the request's prompt that were computed before; less than all of them."""
         ...
 
+    def end_of_part(self, request: Request, stop: int) -> int:
+        """Return where a part of the prompt that would end before token `stop` ends: there, or behind the image that it would cut."""
+        ...
+
 
 @dataclass(frozen=True)
 class PromptPart:
@@ -71,8 +75,8 @@ class Scheduler:
 
     Promises: at most `max_running` slots are busy; the number of busy slots times the longest possible length among them is at most
     `max_cache_tokens`; at most `max_queued` requests wait; requests start in the order in which they came; a round computes at most
-    `max_prefill_tokens` prompt tokens, and at most `max_prefill_per_round` while samples run, without those that are known. A request that
-    fits alone starts at the latest after all others.
+    `max_prefill_tokens` prompt tokens, and at most `max_prefill_per_round` while samples run, without those that are known and those that
+    complete an image (`KnownPrompts.end_of_part`). A request that fits alone starts at the latest after all others.
 
     Attributes:
         begun: the newest part of the first waiting request's prompt; None if no part of it is computed.
@@ -164,9 +168,9 @@ class Scheduler:
                 break
             known = prompts.num_known(request) if self.begun is None else self.begun.known
             start = known if self.begun is None else self.begun.stop
-            if start + room < len(request.prompt):
+            if start + room < len(request.prompt) and (stop := prompts.end_of_part(request, start + room)) < len(request.prompt):
                 if not admitted:
-                    self.begun = PromptPart(request, known, start, start + room)
+                    self.begun = PromptPart(request, known, start, stop)
                     return RoundPrompts(part=self.begun)
                 break
             room -= len(request.prompt) - start

@@ -46,22 +46,26 @@ class Bucket:
     Attributes:
         n, num_queries, num_keys: n, Lq, Lk.
         prefix_lengths: [n] int64, number of prefix tokens before each segment.
+        seen: [n, Lq] int64, the last position in its own sequence to which each query attends; None where that is its own.
     """
 
     n: int
     num_queries: int
     num_keys: int
     prefix_lengths: np.ndarray
+    seen: np.ndarray | None = None
 
     @cached_property
     def mask(self) -> Tensor | None:
         """[N or 1, 1, Lq, Lk] bool, on the CPU, True where a query attends; None for plain causal attention, where Lq = Lk."""
-        return torch.from_numpy(_prefix_mask(self.prefix_lengths, self.num_queries)) if self.prefix_lengths[0] else None
+        if not self.prefix_lengths[0] and self.seen is None:
+            return None
+        return torch.from_numpy(_prefix_mask(self.prefix_lengths, self.num_queries, seen=self.seen))
 
     def window_mask(self, window: int) -> Tensor | None:
         """Return the mask [N or 1, 1, Lq, Lk] bool for a sliding window, on the CPU; None for plain causal attention."""
         if window < self.num_keys:
-            return torch.from_numpy(_prefix_mask(self.prefix_lengths, self.num_queries, window))
+            return torch.from_numpy(_prefix_mask(self.prefix_lengths, self.num_queries, window, seen=self.seen))
         return self.mask
 
 
@@ -76,7 +80,7 @@ class AttentionPlan:
         key_index: [sum of n * Lk] int64, the same for keys, where a prefix precedes its segment; None where that is the row itself.
         restore: [R] int64, index of each row token among the queries; None with query_index.
         longest_span: most tokens that one token attends to.
-        varlen: the plan for the kernel of `offbeat.model.varlen`.
+        varlen: the plan for the kernel of `offbeat.model.varlen`; None where tokens attend to later ones, which it cannot compute.
         context: the ranks over whose slices the row is spread; None where all of it runs here.
         num_calls: number of layers that used the plan so far. A model that ignores it would silently mix sequences, so callers check this.
         routes: [R, K], the experts that the tokens which run here are to use; None where routers choose.
@@ -87,7 +91,7 @@ class AttentionPlan:
     key_index: Tensor | None
     restore: Tensor | None
     longest_span: int
-    varlen: VarlenPlan
+    varlen: VarlenPlan | None
     context: ContextGroup | None = None
     num_calls: int = 0
     routes: Tensor | None = None
@@ -106,13 +110,17 @@ class AttentionPlan:
         return self._masks[window]
 
 
-def build_plan(row: PackedRow, device: torch.device | str = "cpu", *, context: ContextGroup | None = None) -> AttentionPlan:
+def build_plan(
+    row: PackedRow, device: torch.device | str = "cpu", *, context: ContextGroup | None = None, seen: np.ndarray | None = None,
+) -> AttentionPlan:
     """Group the segments of a row into buckets of similar length.
 
     Args:
         row: R tokens in S segments; fastest when segments are sorted by length, as in the families of `pack_row`.
         device: device of the index tensors, which is the model's.
         context: the ranks over which the row is spread, whose number divides R.
+        seen: [R] int64, the last position in its own sequence to which each token attends, where that may be a later one of the same
+            segment; None is causal attention.
 
     Returns:
         A plan for forward passes over this row only. Padding is at most a quarter of a bucket's queries, and of its keys. Segments of
@@ -132,7 +140,8 @@ def build_plan(row: PackedRow, device: torch.device | str = "cpu", *, context: C
             keys.append(own)
         else:
             keys.append(np.concatenate([_padded_ranges(segments.starts[prefix], segments.lengths[prefix]), own], axis=1))
-        buckets.append(Bucket(own.shape[0], own.shape[1], keys[-1].shape[1], segments.prefix_lengths[chosen]))
+        later = None if seen is None or (seen[own] == row.positions[own]).all() else seen[own]
+        buckets.append(Bucket(own.shape[0], own.shape[1], keys[-1].shape[1], segments.prefix_lengths[chosen], later))
     # Queries of all buckets in one list, padding included. `real` marks the copies that are not padding, and `restore` inverts the list.
     query_index = _joined(queries)
     place = np.flatnonzero(_joined(real))
@@ -146,7 +155,7 @@ def build_plan(row: PackedRow, device: torch.device | str = "cpu", *, context: C
         key_index=upload(_joined(keys), device) if moved or prefixed else None,
         restore=upload(restore, device) if moved else None,
         longest_span=segments.longest_span,
-        varlen=VarlenPlan(segments, torch.device(device)),
+        varlen=VarlenPlan(segments, torch.device(device)) if seen is None else None,
         context=context,
     )
 
@@ -204,8 +213,9 @@ def packed_attention(
     if (context := attention_plan.context) is not None:
         query, key, value = context.to_heads(query, key, value)
         sinks = None if sinks is None else context.own_heads(sinks)
-    if serves(query, key, value, dropout=dropout, plain=softcap is None and sinks is None):
-        output = varlen_attention(query, key, value, attention_plan.varlen.calls(sliding_window), scale=scaling)
+    varlen = attention_plan.varlen
+    if varlen is not None and serves(query, key, value, dropout=dropout, plain=softcap is None and sinks is None):
+        output = varlen_attention(query, key, value, varlen.calls(sliding_window), scale=scaling)
     else:
         output = _by_buckets(
             query, key, value, attention_plan, window=sliding_window, form=ScoreForm(scaling, softcap, sinks, dropout))
@@ -368,17 +378,20 @@ class _Padding:
         self.count, self.total, self.longest = self.count + 1, self.total + length, max(self.longest, length)
 
 
-def _prefix_mask(prefix_lengths: np.ndarray, num_queries: int, window: int | None = None) -> np.ndarray:
-    """Return [N, 1, Lq, width + Lq] bool: prefix and causal attention, or its last `window` tokens; N is 1 for equally long prefixes."""
+def _prefix_mask(
+    prefix_lengths: np.ndarray, num_queries: int, window: int | None = None, *, seen: np.ndarray | None = None) -> np.ndarray:
+    """Return [N, 1, Lq, width + Lq] bool: attention to a prefix and up to a position `seen` [N, Lq], or causal; or to the last `window`
+    tokens of these. N is 1 for equally long prefixes where none is given.
+    """
     width = int(prefix_lengths.max(initial=0))
-    if (prefix_lengths == width).all():
+    if (prefix_lengths == width).all() and seen is None:
         prefix_lengths = prefix_lengths[:1]
     mask = np.empty((len(prefix_lengths), 1, num_queries, width + num_queries), bool)
     mask[..., :width] = (np.arange(width) < prefix_lengths[:, None])[:, None, None]
-    mask[..., width:] = np.tri(num_queries, dtype=bool)
+    # Compare positions, not indices, since there may be padding between a prefix and its segment.
+    query = prefix_lengths[:, None] + np.arange(num_queries)
+    mask[..., width:] = np.tri(num_queries, dtype=bool) if seen is None else (query[:, None] <= seen[:, :, None])[:, None]
     if window is not None:
-        # Compare positions, not indices, since there may be padding between a prefix and its segment.
-        query = prefix_lengths[:, None] + np.arange(num_queries)
         key = np.concatenate([np.broadcast_to(np.arange(width), (len(query), width)), query], axis=1)
         mask &= (query[:, :, None] - key[:, None, :] < window)[:, None]
     return mask

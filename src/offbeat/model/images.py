@@ -5,7 +5,7 @@ the ids in the tokens; a model without one refuses such ids. Which families ther
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,26 +26,40 @@ class ImageFamily:
     """Where the parts of a family's models are.
 
     Attributes:
-        language: prefixes of the names of the language part's modules.
-        tower: prefixes of the vision tower's.
-        projector: prefixes of the modules that take the tower's states to the language part.
+        tower: prefixes of the names of the vision tower's modules.
+        projector: prefixes of the modules and parameters that take the tower's states to the language part.
         joins: the dimension of each input along which several images run together.
+        language: prefixes of the language part's modules.
         grid: whether the positions of its placeholders count rows and columns.
+        deep: whether the tower has features for the first layers of the language part, too (DeepStack, arXiv:2406.04334).
+        sees_whole: whether the placeholders of an image attend to all of them, also to later ones.
     """
 
-    language: tuple[str, ...]
     tower: tuple[str, ...]
     projector: tuple[str, ...]
     joins: Mapping[str, int]
+    language: tuple[str, ...] = ("model.language_model.", "lm_head.")
     grid: bool = False
+    deep: bool = False
+    sees_whole: bool = False
 
+
+_TILES = ImageFamily(
+    ("model.vision_model.",), ("model.connector.",), {"pixel_values": 1, "pixel_attention_mask": 1}, ("model.text_model.", "lm_head."))
+_PATCHES = ImageFamily(("model.visual.",), ("model.visual.merger.",), {"pixel_values": 0, "image_grid_thw": 0}, grid=True)
+_DEEP = replace(_PATCHES, projector=(*_PATCHES.projector, "model.visual.deepstack_merger_list."), deep=True)
+_TOWER, _PROJECTOR = ("model.vision_tower.",), ("model.multi_modal_projector.", "model.image_newline.")
 
 IMAGE_FAMILIES = {
-    "idefics3": ImageFamily(
-        ("model.text_model.", "lm_head."), ("model.vision_model.",), ("model.connector.",), {"pixel_values": 1, "pixel_attention_mask": 1}),
-    "qwen2_5_vl": ImageFamily(
-        ("model.language_model.", "lm_head."), ("model.visual.",), ("model.visual.merger.",), {"pixel_values": 0, "image_grid_thw": 0},
-        grid=True)}
+    "gemma3": ImageFamily(_TOWER, _PROJECTOR, {"pixel_values": 0}, sees_whole=True),
+    "idefics3": _TILES,
+    "internvl": ImageFamily(_TOWER, _PROJECTOR, {"pixel_values": 0}),
+    "llava_onevision": ImageFamily(_TOWER, _PROJECTOR, {"pixel_values": 0, "image_sizes": 0}),
+    "qwen2_5_vl": _PATCHES,
+    "qwen2_vl": _PATCHES,
+    "qwen3_vl": _DEEP,
+    "qwen3_vl_moe": _DEEP,
+    "smolvlm": _TILES}
 
 assert set(IMAGE_FAMILIES) == set(FAMILIES), "what is read can be computed"
 
@@ -65,7 +79,9 @@ class ModelImages:
     _features: dict[int, Tensor] = field(default_factory=dict)
 
     def features(self, model: Any, images: Sequence[StoredImage]) -> dict[int, Tensor]:
-        """Return the features of some images by id, [P, H] each, one row for each placeholder; equal images run once.
+        """Return the features of some images by id, [P, D * H] each, one row for each placeholder; equal images run once.
+
+        D is 1, or in a `deep` family 1 and the number of layers that have features of their own, which stand behind the first H.
 
         Raises:
             ModelError: the model gives another number of them.
@@ -77,7 +93,9 @@ class ModelImages:
             inputs = {
                 name: torch.from_numpy(np.concatenate([image.arrays[name] for image in batch], axis=axis)).to(device)
                 for name, axis in self.family.joins.items() if name in batch[0].arrays}
-            rows = torch.cat([part.flatten(0, -2) for part in model.get_image_features(**inputs, return_dict=True).pooler_output])
+            made = model.get_image_features(**inputs, return_dict=True)
+            layers = [made.pooler_output, *(made.deepstack_features if self.family.deep else ())]
+            rows = torch.cat([torch.cat([part.flatten(0, -2) for part in parts]) for parts in layers], dim=-1)
             self.num_encoded += len(batch)
             counts = [image.num_placeholders for image in batch]
             if len(rows) != sum(counts):
@@ -119,6 +137,8 @@ def give_images(model: PreTrainedModel, store: ImageStore) -> ModelImages | None
     if family is None:
         return None
     _given[model] = given = ModelImages(store, family)
+    if family.deep:
+        model.get_submodule(family.language[0][:-1]).register_forward_pre_hook(_add_deep, with_kwargs=True)
     return given
 
 
@@ -141,10 +161,14 @@ def is_language(config: Any, name: str) -> bool:
     return family is None or f"{name}.".startswith(family.language)
 
 
-def row_inputs(model: Any, row: PackedRow) -> dict[str, Tensor]:
-    """Return the inputs of a packed row with images: `inputs_embeds` [1, R, H] and `position_ids`, [1, R] or [3, 1, R] int64.
+def row_inputs(model: Any, row: PackedRow) -> tuple[dict[str, Any], np.ndarray | None]:
+    """Return the inputs of a packed row with images, and how far its tokens see where that is not what is causal.
 
     A shared prompt's images run once. Sequences are checked: an image has all of its placeholders, in one run of the row.
+
+    Returns:
+        `inputs_embeds` [1, R, H], `position_ids`, [1, R] or [3, 1, R] int64, and what else `embedded` gives; and in a family that
+        `sees_whole`, the last position in its own sequence to which each token attends, [R] int64.
 
     Raises:
         ModelError: the model was given no images.
@@ -164,20 +188,51 @@ def row_inputs(model: Any, row: PackedRow) -> dict[str, Tensor]:
         found += [(image, start + places) for image, places in images]
     features = given.features(model, [image for image, _ in found])
     device = next(model.parameters()).device
-    embeds = embedded(model, torch.from_numpy(row.tokens.astype(np.int64)).to(device), [
-        (places, features[image.id]) for image, places in found])
+    tokens = torch.from_numpy(row.tokens.astype(np.int64)).to(device)
+    inputs = embedded(model, tokens[None], [(places, features[image.id]) for image, places in found])
     shown = torch.from_numpy(positions).to(device)
-    return {"inputs_embeds": embeds[None], "position_ids": shown[:, None] if given.family.grid else shown[:1]}
+    inputs["position_ids"] = shown[:, None] if given.family.grid else shown[:1]
+    if not given.family.sees_whole:
+        return inputs, None
+    return inputs, last_seen(row.positions, [places for _, places in found])
 
 
-def embedded(model: Any, tokens: Tensor, features: Sequence[tuple[np.ndarray, Tensor]]) -> Tensor:
-    """Return the embeddings [R, H] of tokens [R] int64, with features [P, H] in the places [P] int64 of images' placeholders."""
-    plain = torch.where(tokens >= FIRST_ID, torch.full_like(tokens, model.config.image_token_id), tokens)
-    embeds = model.get_input_embeddings()(plain)
+def last_seen(positions: np.ndarray, images: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the last positions to which tokens at `positions` [R] attend, [R] int64: for places [P] of an image, that of its last one."""
+    ends = positions.astype(np.int64)
+    for places in images:
+        ends[places] = ends[places[-1]]
+    return ends
+
+
+def embedded(model: Any, tokens: Tensor, features: Sequence[tuple[np.ndarray, Tensor]]) -> dict[str, Any]:
+    """Return the inputs of tokens [N, L] int64 whose images are known.
+
+    Args:
+        features: of images, the places [P] int64 of placeholders among the N * L tokens, each place once, and their features [P, D * H].
+
+    Returns:
+        `inputs_embeds` [N, L, H]; with D above 1 also `image_layers` (see `_add_deep`).
+    """
+    embeds = model.get_input_embeddings()(torch.where(tokens >= FIRST_ID, 0, tokens))
     if not features:
-        return embeds
-    places = upload(np.concatenate([place for place, _ in features]), embeds.device)
-    return embeds.index_copy(0, places, torch.cat([rows for _, rows in features]).to(embeds.dtype))
+        return {"inputs_embeds": embeds}
+    places = np.concatenate([place for place, _ in features])
+    rows = torch.cat([rows for _, rows in features]).to(embeds.dtype)
+    first, *deep = rows.split(embeds.shape[-1], dim=-1)
+    where = upload(places, embeds.device)
+    inputs: dict[str, Any] = {"inputs_embeds": embeds.flatten(0, 1).index_copy(0, where, first).view_as(embeds)}
+    if deep:
+        order = upload(np.argsort(places), embeds.device)
+        inputs["image_layers"] = tokens >= FIRST_ID, [layer[order] for layer in deep]
+    return inputs
+
+
+def _add_deep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Hand a language part the features of its first layers: `image_layers`, which is a mask of placeholders [N, L] and [K, H] for each."""
+    if (layers := kwargs.pop("image_layers", None)) is not None:
+        kwargs["visual_pos_masks"], kwargs["deepstack_visual_embeds"] = layers
+    return args, kwargs
 
 
 def has_images(tokens: np.ndarray) -> bool:

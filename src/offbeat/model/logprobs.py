@@ -141,17 +141,17 @@ def _forward(model: nn.Module, share: RowShare, *, keep: Tensor | None) -> Tenso
     bare: Any = getattr(model, "module", model)
     device = next(model.parameters()).device
     row, here = share.row, share.here
-    plan = build_plan(row, device, context=share.context)
-    plan.routes = None if row.routes is None else upload(row.routes[here], device)
-    record = record_of(model)
+    record, seen = record_of(model), None
     if has_images(row.tokens):
         if share.context is not None:
             raise ModelError("train.parallel.cp must be 1 for sequences with images, whose features are not divided over ranks")
-        inputs = row_inputs(bare, row)
+        inputs, seen = row_inputs(bare, row)
     else:
         inputs = {
             "input_ids": upload(row.tokens[here].astype(np.int64), device).unsqueeze(0),
             "position_ids": upload(row.positions[here].astype(np.int64), device).unsqueeze(0)}
+    plan = build_plan(row, device, context=share.context, seen=seen)
+    plan.routes = None if row.routes is None else upload(row.routes[here], device)
     with planned():
         outputs = model(
             **inputs,
