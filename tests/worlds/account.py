@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from worlds.drawn import World
-from worlds.life import NAME
+from worlds.life import NAME, complete
 from worlds.stand_in_engine import version_token, weights_token
 
 
@@ -16,8 +16,8 @@ def violations(world: World, folder: Path) -> list[str]:
     found = [f"raised: {row['raised']}" for row in rows if "raised" in row]
     found += [row["endless"] for row in rows if "endless" in row]
     found += [f"tasks left: {row['left']}" for row in rows if row.get("left")]
-    done = [row for row in rows if "done" in row]
-    if not found and not (done and done[-1]["done"] == world.num_steps):
+    done = [row for row in rows if "fingerprints" in row]
+    if not found and not (rows[-1].get("done") == world.num_steps or (done and complete(rows[-1]))):
         found.append(f"it did not come to its end: {[row['ended'] for row in rows if 'ended' in row][-1:] or rows[-1:]}")
     found += [
         f"prompt {row['settled']} failed as if by user code: {row['reason']}" for row in rows if row.get("why") == "code failed"][:3]
@@ -56,7 +56,15 @@ def _wrong_tokens(number: int, tokens: list[int], versions: list[int], fingerpri
 
 def _wrong_prompts(world: World, done: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     """Check that no prompt of an epoch was trained on twice, and that none before the last ones trained on was lost."""
-    counts = Counter(group["prompt"] for groups in done["steps"] for group in groups)
+    found = []
+    for head in range(world.num_heads):
+        found += _wrong_prompts_of(world, head, done, [row for row in rows if row.get("head") == head])
+    return found
+
+
+def _wrong_prompts_of(world: World, head: int, done: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    """Check the prompts that one process has drawn."""
+    counts = Counter(group["prompt"] for groups in done["steps"] for group in groups if group["head"] == head)
     found = [f"prompt {prompt} is trained on {count} times" for prompt, count in counts.items() if count > 1]
     rejected = {row["settled"] for row in rows if "settled" in row and not row["again"]}
     missing = []
@@ -65,8 +73,9 @@ def _wrong_prompts(world: World, done: dict[str, Any], rows: list[dict[str, Any]
         epoch, _, row = prompt.partition(":")
         by_epoch.setdefault(int(epoch), set()).add(int(row))
     last = max(by_epoch)
+    num_rows = len(range(head, world.num_rows, world.num_heads))
     for epoch in range(last):
-        missing += [f"{epoch}:{row}" for row in set(range(world.num_rows)) - by_epoch.get(epoch, set())]
+        missing += [f"{epoch}:{row}" for row in set(range(num_rows)) - by_epoch.get(epoch, set())]
     if missing:
         found.append(f"prompts {sorted(missing)[:10]} were lost")
     drawn = {row["drawn"] for row in rows if "drawn" in row}
@@ -85,8 +94,8 @@ def _generated_again(world: World, rows: list[dict[str, Any]]) -> list[str]:
     found, held = [], set()
     for row in rows:
         if "killed" in row:
-            held |= set(row["held"])
-        elif row.get("drawn") in held:
+            held |= set(map(tuple, row["held"]))
+        elif (row.get("head"), row.get("drawn")) in held:
             found.append(f"prompt {row['drawn']} was finished at a kill, and was generated again")
     return found
 

@@ -88,6 +88,15 @@ class World:
         return bool(self.settings["model.lora.rank"])
 
     @property
+    def spmd(self) -> bool:
+        return self.settings.get("run.mode") == "spmd"
+
+    @property
+    def num_heads(self) -> int:
+        """Processes that draw prompts."""
+        return 1 if not self.spmd or self.settings["rollout.single_rank_load"] else self.settings["train.num_ranks"]
+
+    @property
     def eta(self) -> int:
         return self.settings["rollout.max_head_offpolicyness"]
 
@@ -128,6 +137,10 @@ def draw(seed: int) -> World:
         "telemetry.rollouts_every_steps": rng.choice([0, 0, 1]), "telemetry.trace": False,
         "train.threads": 1, "inference.threads": 1,
     }
+    intervals = random.Random(f"{seed} intervals")
+    settings |= {
+        "inference.probe_interval_s": intervals.choice([2.0, 15.0, 30.0]),
+        "checkpoint.journal_running_s": intervals.choice([1.0, 5.0, 20.0])}
     more = random.Random(f"{seed} more")  # what was added later leaves the other draws of a number as they are
     world = World(
         seed=seed, settings=settings, num_rows=rng.choice([5, 9, 40]), turns=turns, token_s=rng.choice([0.05, 0.5, 3]),
@@ -138,6 +151,25 @@ def draw(seed: int) -> World:
     if more.random() < 0.2:
         faults = (*faults, Fault(0, round(more.uniform(0.2, 1) * _span_s(world), 2), "engine_lies", more.randrange(num_engines), 100.0))
     return replace(world, faults=faults)
+
+
+def draw_spmd(seed: int) -> World:
+    """Draw a world in SPMD mode: the same as `draw` does, but for what cannot be there, and more faults of ranks."""
+    world, rng = draw(seed), random.Random(f"{seed} spmd")
+    num_ranks, one_loads = rng.choice([2, 2, 2, 3]), rng.random() < 0.4
+    settings = {
+        **world.settings, "run.mode": "spmd", "train.num_ranks": num_ranks, "rollout.single_rank_load": one_loads,
+        "cluster.take_turns": False}
+    if not one_loads:
+        settings |= {
+            "model.lora.rank": 0, "rollout.balance_batch": False, "rollout.consumer_batch_size": world.batch_size + num_ranks - 1}
+    world = replace(world, settings=settings, faults=())
+    faults = list(_draw_faults(world, rng))
+    for kind in ("engine_lies", "engine_dies", "rank_dies", "rank_hangs"):
+        if rng.random() < 0.25:
+            who = rng.randrange(num_ranks if kind.startswith("rank") else settings["inference.num_engines"])
+            faults.append(Fault(0, round(rng.uniform(0.2, 1) * _span_s(world), 2), kind, who, rng.choice([20.0, 100.0, 400.0])))
+    return replace(world, faults=tuple(faults))
 
 
 def _span_s(world: World) -> float:

@@ -1,26 +1,34 @@
 """Lives worlds by number, and shrinks those that fail. `make worlds` and the tests call it."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import numpy.ma  # noqa: F401  (this and the next are imported here once, and not in each life)
 
 import worlds.given  # noqa: F401
+from offbeat.controller import inputs, template_choice
 from offbeat.data.ends import find_ends
-from offbeat.data.tokenizer import character_tokenizer
-from offbeat.runs import assemble  # noqa: F401
+from offbeat.data.tokenizer import character_tokenizer, load_tokenizer
+from offbeat.machine import torch_is_for_cpus
+from offbeat.runs import assemble, devices  # noqa: F401
 from offbeat.runs.plan import versions
 from offbeat.workers import local  # noqa: F401
 from worlds.account import violations
-from worlds.drawn import World, draw
-from worlds.life import live
+from worlds.drawn import World, draw, draw_spmd
+from worlds.life import Life, complete, configure, live
 
 # Read from files and compiled here once, and not in each life.
 versions()
 find_ends(character_tokenizer())
+devices.torch_is_for_cpus = cache(torch_is_for_cpus)
+devices.torch_is_for_cpus()
+inputs.load_tokenizer = template_choice.load_tokenizer = cache(load_tokenizer)
 
 MOST_LIVES = 14
 """Starts of a run, after which it has to have come to its end: faults end a life at most six times, and errors the others."""
@@ -40,6 +48,11 @@ class Lived:
     num_lives: int
 
 
+def life_of(world: World) -> type[Life]:
+    """Return what lives a world; that of SPMD mode imports torch, which a controller's is spared."""
+    return import_module("worlds.spmd_life").SpmdLife if world.spmd else Life
+
+
 def live_world(world: World, folder: Path, *, prepare: Callable[[], None] = lambda: None, keep: bool = False) -> Lived:
     """Live a world from its first start to its end.
 
@@ -49,13 +62,16 @@ def live_world(world: World, folder: Path, *, prepare: Callable[[], None] = lamb
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    config = configure(world, folder)
+    inputs.load_tokenizer(config.model.path)
+    life_of(world)
     number = 0
     while number < MOST_LIVES:
         pid = os.fork()
         if pid == 0:
             try:
                 prepare()
-                live(world, folder, number)
+                live(life_of(world), world, config, folder, number)
             finally:
                 os._exit(4)
         number += 1
@@ -73,8 +89,8 @@ def live_world(world: World, folder: Path, *, prepare: Callable[[], None] = lamb
 
 def _goes_on(folder: Path) -> bool:
     """Whether the last life ended before the run's last step, by an error or because it was asked to."""
-    last = (folder / "ledger.jsonl").read_text().splitlines()[-1]
-    return '"ended"' in last or '"stopped": true' in last
+    last = json.loads((folder / "ledger.jsonl").read_text().splitlines()[-1])
+    return ("ended" in last and not complete(last)) or bool(last.get("stopped"))
 
 
 def shrink(world: World, fails: Callable[[World], bool]) -> World:
@@ -89,6 +105,6 @@ def shrink(world: World, fails: Callable[[World], bool]) -> World:
     return world
 
 
-def explore(seed: int, folder: Path, *, prepare: Callable[[], None] = lambda: None) -> Lived:
-    """Draw a world and live it."""
-    return live_world(draw(seed), folder / f"world-{seed}", prepare=prepare)
+def explore(seed: int, folder: Path, *, spmd: bool = False, prepare: Callable[[], None] = lambda: None) -> Lived:
+    """Draw a world, of SPMD mode or of a controller, and live it."""
+    return live_world(draw_spmd(seed) if spmd else draw(seed), folder / f"world-{seed}", prepare=prepare)

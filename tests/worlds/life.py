@@ -11,6 +11,7 @@ import logging
 import os
 import random
 import traceback
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class Life:
     Attributes:
         children: child processes by name, the last of each.
         model: of the train ranks.
-        taken: groups that each step trains on.
+        taken: groups that each step trains on, by the rank that has drawn them.
     """
 
     def __init__(self, world: World, folder: Path, number: int) -> None:
@@ -58,14 +59,14 @@ class Life:
         self.rng = random.Random(world.seed * 1000 + number)
         self.children: dict[str, StandInChild] = {}
         self.model = Model()
-        self.taken: dict[int, list[dict[str, Any]]] = {}
+        self.taken: dict[int, dict[int, list[dict[str, Any]]]] = {}
         self.network = Network(self)
-        self._number = number
+        self.number = number
         self._ledger = os.open(folder / "ledger.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._lasting: dict[tuple[str, int], float] = {}
-        self._ask_to_end: Any = None
-        self._executor: RolloutExecutor | None = None
-        self.loop = install(random.Random(world.seed * 1000 + number + 500))
+        self._ask_to_end: dict[int, Any] = {}
+        self._executors: dict[int, RolloutExecutor] = {}
+        self.loop: Any = self._install(random.Random(world.seed * 1000 + number + 500))
         self.disk = TornDisk(folder / NAME, lambda: self.lasts("disk_full"))
         self.disk.install()
         usual_s = self.loop.blocking_s
@@ -73,6 +74,14 @@ class Life:
         for fault in world.faults:
             if fault.life == number:
                 self.loop.call_at(fault.at_s, self._strike, fault)
+
+    def _install(self, rng: random.Random) -> Any:
+        return install(rng)
+
+    @property
+    def head(self) -> int:
+        """Rank of the process that this is called in."""
+        return 0
 
     # -- for the stand-ins ---------------------------------------------------------------------------------------------------------------
 
@@ -131,8 +140,8 @@ class Life:
             case "kill" | "power_cut":
                 self._end(kind)
             case "stop":
-                if self._ask_to_end is not None:
-                    self._ask_to_end(ASKED_TO_STOP)
+                for ask_to_end in self._ask_to_end.values():
+                    ask_to_end(ASKED_TO_STOP)
             case "engine_dies" | "rank_dies" | "reward_dies":
                 if name in self.children:
                     self.children[name].die()
@@ -143,8 +152,8 @@ class Life:
                 self._lasting[kind, who] = self.loop.now_s + fault.for_s
 
     def _end(self, kind: str) -> None:
-        held = [] if self._executor is None else [group.prompt_id for group in self._executor.held]
-        self.note(killed=kind, held=held)
+        self.note(killed=kind, held=[
+            [head, group.prompt_id] for head, executor in self._executors.items() for group in executor.held])
         if kind == "power_cut":
             self.disk.cut(self.rng)
         os._exit(_KILLED)
@@ -158,19 +167,21 @@ class Life:
         on_drawn, on_rejected = RecordedRollouts.on_drawn, RecordedRollouts.on_rejected
 
         async def noted_take(self: Any, groups: Any, step: Any, algorithm: Any) -> Any:
-            life.taken[step.global_step] = [
-                {"prompt": group.prompt_id, "samples": [
+            life.taken.setdefault(step.global_step, {})[life.head] = [
+                {"head": life.head, "prompt": group.prompt_id, "samples": [
                     [each.tokens[each.loss_mask].tolist(), each.versions[each.loss_mask].tolist()] for each in group.trajectories]}
                 for group in groups]
             return await take(self, groups, step, algorithm)
 
         async def noted_save(self: Any, step: Any, **named: Any) -> None:
             await save(self, step, **named)
-            life.note(saved=step.global_step)
+            last = {"fingerprints": life.model.fingerprints, "steps": life.model.steps} if step.global_step == life.world.num_steps else {}
+            if life.head == 0:
+                life.note(saved=step.global_step, **last)
 
         async def noted_enter(self: Any) -> Any:
             if isinstance(self._listener, RecordedRollouts) and isinstance(self._listener.journal, RunJournal):
-                life._executor = self
+                life._executors[life.head] = self
             return await enter(self)
 
         async def noted_end(loop: Any, threads: Any) -> Any:
@@ -179,11 +190,11 @@ class Life:
             return await end(loop, threads)
 
         def noted_drawn(self: Any, prompt_id: str, version: int) -> None:
-            life.note(drawn=prompt_id, version=version)
+            life.note(drawn=prompt_id, version=version, head=life.head)
             on_drawn(self, prompt_id, version)
 
         def noted_rejected(self: Any, settled: Any) -> None:
-            life.note(settled=settled.prompt_id, why=settled.kind, again=settled.drawn_again, reason=settled.rejected[:300])
+            life.note(settled=settled.prompt_id, head=life.head, why=settled.kind, again=settled.drawn_again, reason=settled.rejected[:300])
             on_rejected(self, settled)
 
         StepBatches.take, Rescue.save_step, RolloutExecutor.__aenter__, ending._end = (  # type: ignore[method-assign]
@@ -192,21 +203,27 @@ class Life:
 
     def run(self, config: Config) -> None:
         """Run to the end, and note how it ended."""
-        outside.set(self)
-        listener.set(lambda _loop, end: setattr(self, "_ask_to_end", end))
         self.watch()
+        self.note(**self.ending(config))
+
+    def ending(self, config: Config) -> dict[str, Any]:
+        """Run a process to its end; returns how it ended, as a row of the ledger."""
+        outside.set(self)
+        listener.set(lambda _loop, end: self._ask_to_end.update({self.head: end}))
         try:
             result = run_training(config, Console("quiet"))
-            assert result is not None, "a controller leads"
-            self.note(
-                done=result.steps, stopped=result.stopped_early, fingerprints=self.model.fingerprints, steps=self.model.steps)
+            if result is None:
+                return {"done": 0}
+            return {
+                "done": result.steps, "stopped": result.stopped_early, "fingerprints": self.model.fingerprints, "steps": self.model.steps}
         except KeyboardInterrupt:
-            self.note(ended="asked to end before it had begun")
+            return {"ended": "asked to end before it had begun"}
         except OffbeatError as exc:
-            self.note(ended=f"{type(exc).__name__}: {exc}"[:600])
+            return {"ended": f"{type(exc).__name__}: {exc}"[:600]}
+        except EndlessWaitError as exc:
+            return {"endless": str(exc)}
         except BaseException as exc:
-            kind = "endless" if isinstance(exc, EndlessWaitError) else "raised"
-            self.note(**{kind: "".join(traceback.format_exception(exc))[-1400:] if kind == "raised" else str(exc)})
+            return {"raised": "".join(traceback.format_exception(exc))[-1400:]}
 
 
 def make_model(folder: Path) -> None:
@@ -235,17 +252,25 @@ def configure(world: World, folder: Path) -> Config:
     return load_config(None, values=own | dict(world.settings))
 
 
-def live(world: World, folder: Path, number: int) -> None:
+def complete(row: Mapping[str, Any]) -> bool:
+    """Whether this row of a ledger says that the run was complete before this start.
+
+    So it is where the last step was trained and saved, and an error, such as that no engine took its weights, ended the run after that.
+    """
+    return "is already complete" in row.get("ended", "")
+
+
+def live(kind: type[Life], world: World, config: Config, folder: Path, number: int) -> None:
     """Live one life in this process, and exit."""
     random.seed(world.seed)
     gc.disable()  # a life is short, and a collection would copy the pages that it shares with the process that it was forked from
-    memory.few_collections = nullcontext
+    memory.few_collections = memory.kept_pages = nullcontext
     logging.disable(logging.INFO)
     out = os.open(folder / "out.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
     try:
-        Life(world, folder, number).run(configure(world, folder))
+        kind(world, folder, number).run(config)
     except BaseException:
         traceback.print_exc()
         os._exit(3)

@@ -12,12 +12,14 @@ import numpy as np
 from offbeat import disk
 from offbeat.checkpoint import recover
 from offbeat.controller.rescue import Rescue
+from offbeat.errors import EngineError
 from offbeat.fleet.dispatch import Dispatcher
 from offbeat.fleet.publication import PublishReport
 from offbeat.fleet.publishers import Fanouts
 from offbeat.inference import client
 from offbeat.inference.dialects import embedded
 from offbeat.journal.run_journal import RunJournal
+from offbeat.loading import load_module
 from offbeat.rollout.executor import RolloutExecutor
 from offbeat.rollout.staleness import Gate
 from offbeat.weights.proof import Outcome, ProofJudge, Verdict
@@ -131,6 +133,22 @@ def waits_without_deadlines() -> None:
     client.deadline = stand_in_child.deadline = deadline
 
 
+def verdict_not_heard() -> None:
+    """In SPMD mode, other ranks use an engine again that says it has the version, though it has not proven that to rank 0."""
+    followed = load_module("offbeat.spmd.peers").Followed
+
+    async def look(self: Any, engine: Any) -> Any:
+        if (await engine.health(timeout_s=15.0)).get("version") != self._version:
+            raise EngineError(f"{engine.name} serves another version")
+        return self._version
+
+    followed._look = look
+
+
+IN_SPMD = ("verdict_not_heard",)
+"""Mutants that worlds of SPMD mode have to find."""
+
 MUTANTS: dict[str, Callable[[], None]] = {each.__name__: each for each in (
     gate_without_deadlines, bound_off_by_one, served_at_once, requeued_prompt_lost, trained_prompt_returns, running_prompts_forgotten,
-    newest_version_stamped, proof_ignored, proof_not_awaited, journal_not_read, sync_forgotten, waits_without_deadlines)}
+    newest_version_stamped, proof_ignored, proof_not_awaited, journal_not_read, sync_forgotten, waits_without_deadlines,
+    verdict_not_heard)}

@@ -15,6 +15,7 @@ import os
 import resource
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -22,12 +23,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from worlds.drawn import World, draw
+from worlds.drawn import World, draw, draw_spmd
 from worlds.explore import Lived, explore, live_world, shrink
-from worlds.mutants import MUTANTS
+from worlds.mutants import IN_SPMD, MUTANTS
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "worlds"
+_MEMORY = Path("/dev/shm")
+"""A file system in memory, on which worlds are lived where there is one: they sync their files often."""
+
 _MOST = 500
 """Worlds within which a planted defect has to be found."""
 
@@ -39,29 +43,31 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--anew", action="store_true", help="forget what earlier calls have done")
     parser.add_argument("--seed", type=int, help="live this world alone, keep its folder, and shrink it if it fails")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="where worlds are lived")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where it is written which worlds were lived")
+    parser.add_argument("--spmd", action="store_true", help="worlds of SPMD mode, which have numbers of their own")
     parser.add_argument("--mutant", choices=[*MUTANTS, "all"], help="plant a defect first")
     args = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # sets of words have another order in each process
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONHASHSEED": "0"})
     args.folder.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="offbeat-worlds-", dir=_MEMORY if _MEMORY.is_dir() else args.folder))
     gc.freeze()  # each life is a fork of this process
-    if args.seed is not None:
-        return _show(args.seed, args.folder, args.mutant)
     try:
+        if args.seed is not None:
+            return _show(args.seed, args.folder, args.mutant, spmd=args.spmd or args.mutant in IN_SPMD)
         if args.mutant:
             names = [*MUTANTS] if args.mutant == "all" else [args.mutant]
             seeds = range(args.first, args.first + min(args.count, _MOST))
-            return max([_hunt(name, seeds, args.folder, processes=args.processes) for name in names])
-        return _explore(range(args.first, args.first + args.count), args.folder, processes=args.processes, anew=args.anew)
+            return max([_hunt(name, seeds, scratch, processes=args.processes, spmd=name in IN_SPMD) for name in names])
+        return _explore(
+            range(args.first, args.first + args.count), args.folder, scratch, processes=args.processes, anew=args.anew, spmd=args.spmd)
     finally:
-        for left in args.folder.glob("process-*"):
-            shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _explore(seeds: range, folder: Path, *, processes: int, anew: bool) -> int:
+def _explore(seeds: range, folder: Path, scratch: Path, *, processes: int, anew: bool, spmd: bool) -> int:
     """Live worlds, skip those that an earlier call has lived, and tell of failures."""
-    done_file = folder / "done.txt"
+    done_file = folder / ("done-spmd.txt" if spmd else "done.txt")
     if anew:
         done_file.unlink(missing_ok=True)
     done = set(map(int, done_file.read_text().split())) if done_file.exists() else set()
@@ -69,7 +75,7 @@ def _explore(seeds: range, folder: Path, *, processes: int, anew: bool) -> int:
     num_failed = num_lives = number = 0
     todo = [seed for seed in seeds if seed not in done]
     with done_file.open("a") as file:
-        for number, lived in enumerate(_lived(todo, folder, processes), 1):
+        for number, lived in enumerate(_lived(todo, scratch, processes, spmd=spmd), 1):
             num_lives += lived.num_lives
             if lived.wrong:
                 num_failed += 1
@@ -85,9 +91,9 @@ def _explore(seeds: range, folder: Path, *, processes: int, anew: bool) -> int:
     return 1 if num_failed else 0
 
 
-def _hunt(name: str, seeds: range, folder: Path, *, processes: int) -> int:
+def _hunt(name: str, seeds: range, folder: Path, *, processes: int, spmd: bool) -> int:
     """Live worlds of a product with a defect until one fails."""
-    for number, lived in enumerate(_lived(seeds, folder, processes, name), 1):
+    for number, lived in enumerate(_lived(seeds, folder, processes, name, spmd=spmd), 1):
         if lived.wrong:
             print(json.dumps({"mutant": name, "found_by": number, "seed": lived.world.seed, "wrong": lived.wrong[0][:300]}), flush=True)
             return 0
@@ -95,9 +101,9 @@ def _hunt(name: str, seeds: range, folder: Path, *, processes: int) -> int:
     return 1
 
 
-def _lived(seeds: Sequence[int], folder: Path, processes: int, mutant: str = "") -> Iterator[Lived]:
+def _lived(seeds: Sequence[int], folder: Path, processes: int, mutant: str = "", *, spmd: bool) -> Iterator[Lived]:
     """Live worlds in several processes, and give each in the order of their numbers."""
-    one = partial(_live_one, folder=folder, mutant=mutant)
+    one = partial(_live_one, folder=folder, mutant=mutant, spmd=spmd)
     if processes == 1:
         yield from map(one, seeds)
         return
@@ -105,17 +111,17 @@ def _lived(seeds: Sequence[int], folder: Path, processes: int, mutant: str = "")
         yield from pool.imap(one, seeds)
 
 
-def _live_one(seed: int, folder: Path, mutant: str) -> Lived:
-    return explore(seed, folder / f"process-{os.getpid()}", prepare=MUTANTS[mutant] if mutant else _nothing)
+def _live_one(seed: int, folder: Path, mutant: str, spmd: bool) -> Lived:
+    return explore(seed, folder / f"process-{os.getpid()}", spmd=spmd, prepare=MUTANTS[mutant] if mutant else _nothing)
 
 
 def _nothing() -> None:
     pass
 
 
-def _show(seed: int, where: Path, mutant: str | None) -> int:
+def _show(seed: int, where: Path, mutant: str | None, *, spmd: bool) -> int:
     folder, prepare = where / f"seed-{seed}", MUTANTS[mutant] if mutant else _nothing
-    lived = live_world(draw(seed), folder, prepare=prepare, keep=True)
+    lived = live_world(draw_spmd(seed) if spmd else draw(seed), folder, prepare=prepare, keep=True)
     if not lived.wrong:
         print(f"world {seed} did as promised in {lived.num_lives} starts; its ledger is {folder / 'ledger.jsonl'}")
         return 0
@@ -133,7 +139,8 @@ def _show(seed: int, where: Path, mutant: str | None) -> int:
 
 def _tell(lived: Lived) -> None:
     print(
-        f"world {lived.world.seed} failed in {lived.num_lives} starts; live it again with tests/worlds/run.py --seed {lived.world.seed}",
+        f"world {lived.world.seed} failed in {lived.num_lives} starts; live it again with tests/worlds/run.py"
+        f" {'--spmd ' if lived.world.spmd else ''}--seed {lived.world.seed}",
         *(text[:1500] for text in lived.wrong[:3]), *map(str, lived.world.faults), sep="\n    ", flush=True)
 
 

@@ -10,9 +10,9 @@ import hashlib
 import json
 import random
 from array import array
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import aiohttp
 import msgspec
@@ -23,6 +23,8 @@ from offbeat.workers.worker import Nothing
 
 if TYPE_CHECKING:
     from worlds.life import Life
+
+T = TypeVar("T")
 
 WEIGHTS = "weights.json"
 """File of a published version: the fingerprint of its weights."""
@@ -242,6 +244,13 @@ class Network:
         await asyncio.sleep(self._life.rng.choice([0.05, 1, 20]) * self._life.rng.random())
         await self._answer(engine, path, body)
 
+    async def kept(self, carrying: Coroutine[Any, Any, T]) -> T:
+        """Carry a request of another process than that of the loop."""
+        task = asyncio.current_task()
+        assert task is not None, "runs inside a task"
+        self._keep(task)
+        return await carrying
+
     def _keep(self, task: "asyncio.Task[Any]") -> None:
         """Let a task of another machine go on beside the run."""
         self._late.add(task)
@@ -256,13 +265,15 @@ class Network:
 class StandInSession:
     """Stands in for `aiohttp.ClientSession`."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """`loop` is that of the engines, if it may be another one than that of the caller."""
         self._network = network
+        self._loop = loop
 
     def request(self, _method: str, url: str, *, data: bytes | None, headers: Mapping[str, str]) -> "_Exchange":
         """Return the exchange, to be entered."""
         del headers
-        return _Exchange(self._network, url, data)
+        return _Exchange(self._network, url, data, self._loop)
 
     async def close(self) -> None:
         """Do nothing."""
@@ -271,12 +282,15 @@ class StandInSession:
 class _Exchange:
     headers = {"Content-Type": "application/json"}  # noqa: RUF012
 
-    def __init__(self, network: Network, url: str, data: bytes | None) -> None:
-        self._network, self._url, self._data = network, url, data
+    def __init__(self, network: Network, url: str, data: bytes | None, loop: asyncio.AbstractEventLoop | None) -> None:
+        self._network, self._url, self._data, self._loop = network, url, data, loop
         self.status = 0
 
     async def __aenter__(self) -> Self:
-        self.status, self._answer = await self._network.carry(self._url, self._data)
+        carrying = self._network.carry(self._url, self._data)
+        if self._loop is not None and self._loop is not asyncio.get_running_loop():
+            carrying = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._network.kept(carrying), self._loop))
+        self.status, self._answer = await carrying
         return self
 
     async def __aexit__(self, *_exc: object) -> None:

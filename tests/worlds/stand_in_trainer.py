@@ -7,6 +7,7 @@ step from the same groups gives the same weights. All ranks of a life share one 
 import asyncio
 import hashlib
 import json
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -16,7 +17,7 @@ import numpy as np
 
 from offbeat.data.batch import Batch
 from offbeat.disk import make_folder, sync
-from offbeat.errors import PeerError
+from offbeat.errors import PeerError, StorageError
 from offbeat.trainer.messages import (
     BuildRequest,
     ExportRequest,
@@ -36,7 +37,9 @@ from offbeat.workers.worker import Nothing
 from worlds.stand_in_engine import WEIGHTS, digest
 
 if TYPE_CHECKING:
+    from offbeat.sync.mesh import ProcessGroups
     from worlds.life import Life
+    from worlds.spmd_life import SpmdLife
 
 
 @dataclass
@@ -71,9 +74,7 @@ class StandInRank:
         return StoreAddress(address.host, 1)
 
     async def build_model(self, request: BuildRequest) -> Nothing:
-        folder = Path(request.folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / WEIGHTS).write_text(json.dumps({"fingerprint": digest("initial")}))
+        _write(Path(request.folder), digest("initial"))
         return Nothing()
 
     async def join(self, request: JoinRequest) -> Nothing:
@@ -96,7 +97,7 @@ class StandInRank:
         await self._meet()
         if self._rank == 0:
             number = len(model.steps) + 1
-            groups = life.taken[number]
+            [groups] = life.taken[number].values()
             model.fingerprints.append(digest(model.fingerprints[-1], sorted(model.shares)))
             model.steps.append(groups)
             model.shares = []
@@ -115,9 +116,7 @@ class StandInRank:
         await self._meet()
         fingerprint = self._model.fingerprints[-1]
         if self._rank == 0 and not request.is_there:
-            folder = Path(request.folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / WEIGHTS).write_text(json.dumps({"fingerprint": fingerprint}))
+            _write(Path(request.folder), fingerprint)
         await self._meet()
         return Written(fingerprint if self._rank == 0 else "", (-1.0,) * (len(request.canary) - 1), num_bytes=8)
 
@@ -141,9 +140,7 @@ class StandInRank:
 
     async def export(self, request: ExportRequest) -> None:
         await self._life.takes(self._life.world.write_s)
-        folder = Path(request.path)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / WEIGHTS).write_text(json.dumps({"fingerprint": self._model.fingerprints[-1]}))
+        _write(Path(request.path), self._model.fingerprints[-1])
 
     async def _meet(self) -> None:
         """Wait for all ranks, as a collective does; the others hear of a rank that has died."""
@@ -164,6 +161,85 @@ class StandInRank:
             waiting.cancel()
         if waiting not in done:
             raise PeerError(f"rank {self._rank} has lost a peer")
+
+
+class SpmdTrainer:
+    """The trainer of one rank of SPMD mode; its methods run on the rank's thread and meet the others at the real one's sync points."""
+
+    def __init__(self, life: "SpmdLife", groups: "ProcessGroups") -> None:
+        self.groups = groups
+        self._life = life
+        self._rank = groups.rank
+        self._sync = groups.sync
+
+    @property
+    def _model(self) -> Model:
+        return self._life.models[self._rank]
+
+    def restart_optimizer(self, _request: None) -> None:
+        """Do nothing."""
+
+    def train_step(self, share: TrainStep) -> Trained:
+        life, model, start_s = self._life, self._model, time.time()
+        with self._sync.region("train_step"):
+            self._take(life.world.train_s)
+        shares = self._sync.gather("stand_in_shares", _digests(share.batch))
+        number = len(model.steps) + 1
+        model.fingerprints.append(digest(model.fingerprints[-1], sorted(each for own in shares for each in own)))
+        model.steps.append([group for _, groups in sorted(life.taken[number].items()) for group in groups])
+        if self._rank == 0:
+            life.note(trained=number, prompts=[group["prompt"] for group in model.steps[-1]])
+        return Trained({"train/loss": 0.5, "train/grad_norm": 1.0, "train/tokens": 1.0}, start_s, time.time(), life.world.train_s)
+
+    def score(self, share: ScoreShare) -> ScoredShare:
+        start_s = time.time()
+        with self._sync.region("score"):
+            self._take(self._life.world.train_s / 3)
+        scores = TargetScores({"logprobs": np.full(share.batch.num_targets, -1.0, np.float32)})
+        return ScoredShare(share.sequences, scores, start_s, time.time())
+
+    def write_weights(self, request: WriteRequest) -> Written:
+        fingerprint = self._model.fingerprints[-1]
+        with self._sync.region("publish"):
+            self._take(self._life.world.write_s)
+            if self._rank == 0 and not request.is_there:
+                _write(Path(request.folder), fingerprint)
+        return Written(fingerprint if self._rank == 0 else "", (-1.0,) * (len(request.canary) - 1), num_bytes=8)
+
+    def save(self, request: Folder) -> None:
+        error = None
+        with self._sync.region("save_recover"):
+            self._take(self._life.world.write_s)
+            try:
+                make_folder(request.folder)
+                file = request.folder / f"rank-{self._rank}.json"
+                file.write_text(json.dumps({"fingerprints": self._model.fingerprints, "steps": self._model.steps}))
+                sync(file)
+            except OSError as exc:
+                error = exc
+        if self._sync.sum_scalars("save_recover_done", {"failed": error is not None})["failed"]:
+            raise StorageError(f"checkpoint {request.folder} could not be put in place: {error}") from error
+
+    def load(self, request: Folder) -> LoadedStep:
+        with self._sync.region("load_recover_read"):
+            self._take(self._life.world.write_s)
+            saved = json.loads((request.folder / "rank-0.json").read_text())
+        self._model.fingerprints, self._model.steps = saved["fingerprints"], saved["steps"]
+        return LoadedStep(len(saved["steps"]))
+
+    def export(self, request: ExportRequest) -> None:
+        with self._sync.region("save_hf"):
+            self._take(self._life.world.write_s)
+            if self._rank == 0:
+                _write(Path(request.path), self._model.fingerprints[-1])
+
+    def _take(self, mean_s: float) -> None:
+        time.sleep(mean_s * self._life.rng.uniform(0.5, 1.5))
+
+
+def _write(folder: Path, fingerprint: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / WEIGHTS).write_text(json.dumps({"fingerprint": fingerprint}))
 
 
 def _digests(batch: Batch) -> list[str]:

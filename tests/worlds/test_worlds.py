@@ -17,7 +17,7 @@ RUN = Path(__file__).with_name("run.py")
 
 def worlds(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, str(RUN), *arguments], capture_output=True, text=True, timeout=200, check=False,
+        [sys.executable, str(RUN), *arguments], capture_output=True, text=True, timeout=400, check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
@@ -32,6 +32,22 @@ def test_runs_do_as_promised_in_the_first_worlds(tmp_path: Path) -> None:
     assert (told["worlds"], told["failed"]) == (16, 0)
     again = worlds("--count", "16", "--processes", "1", "--folder", str(tmp_path))
     assert json.loads(again.stdout.splitlines()[-1])["lived_before"] == 16, "a call that was cut off is gone on with"
+
+
+def test_runs_in_spmd_mode_do_as_promised_in_the_first_worlds(tmp_path: Path) -> None:
+    done = worlds("--spmd", "--count", "3", "--processes", "1", "--folder", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert (told["worlds"], told["failed"]) == (3, 0)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("mode", [[], ["--spmd"]])
+def test_the_same_number_is_the_same_run_event_for_event(mode: list[str], tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        shown = worlds(*mode, "--seed", "3", "--folder", str(tmp_path / folder))
+        assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert ledger(tmp_path / "one", 3) == ledger(tmp_path / "two", 3)
 
 
 @pytest.mark.drill

@@ -17,10 +17,11 @@ from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 from offbeat.checkpoint import manifest
 from offbeat.ending import place_of_task
+from offbeat.fleet import engine_group
 from offbeat.journal import writer
 from offbeat.rollout import holdup
 from offbeat.settling import settle
@@ -78,10 +79,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def _run_once(self) -> None:
         if not self._ready:
-            while self._scheduled and self._scheduled[0]._cancelled:
-                handle = heapq.heappop(self._scheduled)
-                handle._scheduled = False
-                self._timer_cancelled_count = max(self._timer_cancelled_count - 1, 0)
+            self._forget_cancelled()
             if self._scheduled:
                 self.now_s = max(self.now_s, self._scheduled[0]._when)
             if self.now_s > LONGEST_S or not (self._scheduled or self._stopping):
@@ -89,6 +87,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 places = sorted(f"{task.get_name()}: {place_of_task(task)}" for task in asyncio.all_tasks(self) if not task.done())
                 raise EndlessWaitError(f"it waits {how}: {'; '.join(places)[:2000]}")
         super()._run_once()
+
+    def _forget_cancelled(self) -> None:
+        while self._scheduled and self._scheduled[0]._cancelled:
+            handle = heapq.heappop(self._scheduled)
+            handle._scheduled = False
+            self._timer_cancelled_count = max(self._timer_cancelled_count - 1, 0)
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> "asyncio.Future[Any]":
         future = self.create_future()
@@ -111,7 +115,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 class _Delayed(ThreadPoolExecutor):
     """Runs functions in order, each some virtual time after it was submitted, and the rest at its end."""
 
-    loop: VirtualLoop
+    own_loop: Callable[[], VirtualLoop]
 
     def __init__(self, *_args: Any) -> None:
         self._jobs: deque[Callable[[], None]] = deque()
@@ -119,7 +123,8 @@ class _Delayed(ThreadPoolExecutor):
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
         future: Future[Any] = Future()
         self._jobs.append(lambda: settle(future, lambda: function(*args, **kwargs)))
-        self.loop.call_later(self.loop.blocking_s(), self._run_one)
+        loop = self.own_loop()
+        loop.call_later(loop.blocking_s(), self._run_one)
         return future
 
     def _run_one(self) -> None:
@@ -248,28 +253,46 @@ class _Flag:
 
 
 class _Policy(asyncio.DefaultEventLoopPolicy):
-    loop: VirtualLoop
+    own_loop: Callable[[], VirtualLoop]
 
     def new_event_loop(self) -> asyncio.AbstractEventLoop:
-        return self.loop
+        return self.own_loop()
 
 
 def install(rng: random.Random) -> VirtualLoop:
     """Make the next event loop of this process a virtual one, and return it."""
-    loop = _Policy.loop = _Delayed.loop = _SideBySide.loop = VirtualLoop(rng)
+    loop = _SideBySide.loop = VirtualLoop(rng)
+    install_clocks(loop, lambda: loop, rng)
+    writer.threading = SimpleNamespace(Thread=_SideBySide, Event=_Flag, Lock=threading.Lock)
+    writer.queue = SimpleNamespace(SimpleQueue=_Jobs, Empty=queue.Empty)
+    return loop
+
+
+class Clock(Protocol):
+    """Attributes are virtual seconds: since the start, and by how much the wall clock was set."""
+
+    now_s: float
+    wall_offset_s: float
+
+    def time(self) -> float:
+        """Return `now_s`."""
+        ...
+
+
+def install_clocks(clock: Clock, own_loop: Callable[[], VirtualLoop], rng: random.Random) -> None:
+    """Replace the clocks and names of this process; `own_loop` returns the event loop of the thread that asks."""
+    _Delayed.own_loop = _Policy.own_loop = staticmethod(own_loop)
     asyncio.set_event_loop_policy(_Policy())
-    time.monotonic = time.perf_counter = loop.time
-    time.time = lambda: _WALL_S + loop.wall_offset_s + loop.now_s
+    time.monotonic = time.perf_counter = clock.time
+    time.time = lambda: _WALL_S + clock.wall_offset_s + clock.now_s
     time.time_ns = lambda: int(time.time() * 1e9)
     secrets.token_hex = lambda num_bytes=32: rng.randbytes(num_bytes).hex()
     secrets.token_urlsafe = secrets.token_hex
     record.ThreadPoolExecutor = _Delayed
     manifest.ThreadPoolExecutor = _InPlace
-    writer.threading = SimpleNamespace(Thread=_SideBySide, Event=_Flag, Lock=threading.Lock)
-    writer.queue = SimpleNamespace(SimpleQueue=_Jobs, Empty=queue.Empty)
+    engine_group._WATCH_INTERVAL_S = 10.0  # or a fifth of all events were looks at processes
     # The guard against user code that never awaits counts real time; it is off where the loop's thread is not the main one.
     holdup.threading = SimpleNamespace(current_thread=lambda: 1, main_thread=lambda: 2)
-    return loop
 
 
 def tasks_left(loop: asyncio.AbstractEventLoop, own: Collection[Any]) -> list[str]:
