@@ -124,10 +124,16 @@ def render(runs: Sequence[Run]) -> str:
     off = [by_form["int8"][seed].after - by_form["none"][seed].after for seed in both]
     if len(off) < 2:
         return "\n".join(lines) + "\n"
-    half = T_95[len(off)] * stdev(off) / len(off) ** 0.5
-    lines += ["", f"int8 ends {mean(off):+.3f} from float32, with a 95 % interval of {mean(off) - half:+.3f} to {mean(off) + half:+.3f}"
-              f" over {len(off)} pairs of the same seed."]
+    gains = {form: _interval([of[seed].after - of[seed].before for seed in both]) for form, of in by_form.items()}
+    lines += [
+        "", f"Accuracy gains {gains['none']} with float32 and {gains['int8']} with int8. int8 ends {_interval(off)} from float32.",
+        f"These are means over {len(off)} pairs of the same seed, with 95 % intervals."]
     return "\n".join(lines) + "\n"
+
+
+def _interval(values: Sequence[float]) -> str:
+    half = T_95[len(values)] * stdev(values) / len(values) ** 0.5
+    return f"{mean(values):+.3f} ({mean(values) - half:+.3f} to {mean(values) + half:+.3f})"
 
 
 def _figures(values: Sequence[float]) -> str:
