@@ -1,6 +1,7 @@
 """Groups of episodes: which failures cost what."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from offbeat.config.root import Config
 from offbeat.data.row import Row
 from offbeat.data.trajectory import Trajectory
 from offbeat.errors import EngineError
+from offbeat.inference.sampling import Sample, Sampling
 from offbeat.rollout.builder import TrajectoryBuilder
 from offbeat.rollout.episode import Episode
 from scripted_model import ScriptedModel
@@ -48,6 +50,28 @@ def test_failures_cost_their_own_episodes_unless_all_fail() -> None:
 def test_an_episode_of_a_lost_process_is_played_once_more() -> None:
     trajectories, tries = group([[LostError("x"), 1.0], [0.0], [LostError("x"), LostError("y")]])
     assert tries == [2, 1, 2] and [t.unusable for t in trajectories] == [None, None, "episode failed"]
+
+
+def test_an_episode_that_is_played_once_more_gets_the_answers_that_it_had_to_the_same_calls() -> None:
+    model = ScriptedModel(words(CHATML), lambda _: "x")
+    seeds: list[int | None] = []
+    tries: list[list[list[Sample]]] = []
+
+    async def generate(prompt: tuple[int, ...], sampling: Sampling, *, n: int, session: str = "") -> list[Sample]:
+        seeds.append(sampling.seed)
+        return await model.generate(prompt, sampling, n=n, session=session)
+
+    async def play(episode: Episode, index: int) -> list[Trajectory]:
+        prompts = [(1,), (1,), (2,)] if not tries else [(1,), (1,), (1,), (3,)]
+        tries.append([await episode.generate(prompt, episode.sampling, n=1) for prompt in prompts])
+        if len(tries) == 1:
+            raise LostError("x")
+        return [TrajectoryBuilder((1,)).generated(tries[1][3][0]).finish(1.0, episode=index)]
+
+    episode = replace(model.episode(Config(), Row("p", "a"), group_size=1), generate=generate, seed=7)
+    asyncio.run(play_group(episode, SimpleNamespace(play_episode=play)))
+    assert tries[1][0] is tries[0][0] and tries[1][1] is tries[0][1]
+    assert len(seeds) == 3 + 2 and len(set(seeds)) == 5  # a third equal call has random numbers of its own
 
 
 def test_an_account_is_kept_of_the_time_of_each_episode() -> None:

@@ -13,8 +13,11 @@ from pathlib import Path
 
 import psutil
 
+from chaos.tokens import environment
 from faults.command import Command
-from small_run import ENVIRONMENT, REWARDS, SETTINGS, SmallRun
+from offbeat.data.tokenizer import DEFAULT_ALPHABET, character_tokenizer
+from offbeat.model.tiny import build_tiny
+from small_run import ENVIRONMENT, REWARDS, SETTINGS, TINY, SmallRun
 
 PLAYING = Path(__file__).parents[1] / "support" / "playing.py"
 GRACE_S = 15.0
@@ -28,12 +31,15 @@ _END_S = 300.0
 _LOOK_S = 0.003
 _FATAL = 0.4
 """Share of kills that end a command; a start of a command takes most of the time."""
+_MOST_STEPS = 15
+"""Most steps between two kills of a command, and half of it on average."""
+_MANY_CHARACTERS = "".join(map(chr, range(0x4E00, 0x4E00 + 900)))
 
 COMMON = {
     "checkpoint.every_steps": "7", "checkpoint.keep": "2", "evaluate.every_steps": str(EVALUATE_EVERY), "weights.keep": "2",
-    "rollout.max_concurrent_rollouts": "8", "rollout.max_new_tokens": "48", "telemetry.trace": "false", "inference.num_engines": "1",
+    "rollout.max_concurrent_rollouts": "8", "rollout.max_new_tokens": "160", "telemetry.trace": "false", "inference.num_engines": "1",
     "rollout.reward": f"{REWARDS}:now_and_then_slow", "checkpoint.journal_keep": "all", "checkpoint.export": "false",
-    "checkpoint.journal_running_s": "0.01",
+    "checkpoint.journal_running_s": "0.01", "inference.seeded_requests": "true",
     "inference.probe_interval_s": "0.5", "rollout.reward_workers": "1", "cluster.start_timeout_s": "600",
     "inference.start_timeout_s": "600", "dist.sync_timeout_s": "60"}
 MODES: dict[str, dict[str, str]] = {
@@ -42,11 +48,21 @@ MODES: dict[str, dict[str, str]] = {
     "spmd": {"run.mode": "spmd"},
     "spmd, all draw": {"run.mode": "spmd", "rollout.single_rank_load": "false", "rollout.balance_batch": "false"},
     "agents": {
-        "rollout.workflow": "gym", "agent.environment": f"{PLAYING}:Digits", "agent.processes": "2", "rollout.max_new_tokens": "8"},
+        "rollout.workflow": "gym", "agent.environment": f"{PLAYING}:Digits", "agent.processes": "2", "rollout.max_new_tokens": "60"},
     "ray": {"cluster.launcher": "ray"}}
 MOMENTS = ("start-up", "any time", "publish", "save", "evaluation", "rename")
 HEALED = ("engine", "reward", "agent")
 """What is replaced while the run goes on."""
+
+
+def build_model(folder: Path) -> str:
+    """Write the smallest model with a vocabulary that is so large that its answers seldom end before they are as long as they may be."""
+    tokenizer = character_tokenizer(DEFAULT_ALPHABET + _MANY_CHARACTERS)
+    tokenizer.save(folder)
+    build_tiny(
+        folder, tiny=TINY.model_copy(update={"max_positions": 256}), vocab_size=tokenizer.vocab_size,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, seed=1)
+    return str(folder)
 
 
 def tokens_of_group(mode: str) -> int:
@@ -63,11 +79,13 @@ class Kill:
         victims: "command" is every process at once, as a batch system does it; of the others one, and of two equal ones two.
         moment: one of `MOMENTS`.
         delay_s: after the command's start, or after a step, for the first two of them.
+        after_steps: steps that the command does before the moment is waited for; it is not waited for at start-up.
     """
 
     victims: tuple[str, ...]
     moment: str
     delay_s: float
+    after_steps: int = 1
 
     @property
     def is_healed(self) -> bool:
@@ -103,7 +121,8 @@ def draw(chance: random.Random, mode: str, *, first: bool) -> Kill:
     alone = [(each,) for each in ((*fatal, "command") if chance.random() < _FATAL else healed)]
     victims = chance.choice([*alone, chance.choice(pairs)] if pairs else alone)
     moment = chance.choice([each for each in MOMENTS if first or each != "start-up"])
-    return Kill(victims, moment, chance.uniform(0.1, 6.0) if moment == "start-up" else chance.uniform(0.0, 1.5))
+    delay_s = chance.uniform(0.1, 6.0) if moment == "start-up" else chance.uniform(0.0, 1.5)
+    return Kill(victims, moment, delay_s, chance.randint(1, _MOST_STEPS))
 
 
 def role_of(process: psutil.Process) -> str:
@@ -129,7 +148,8 @@ class Life:
         if mode.startswith("spmd"):
             start += ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
         self.run = run
-        self.command = Command([*start, "offbeat", "train", *run.arguments(**given)], env=ENVIRONMENT, logs=[], patterns={})
+        env = ENVIRONMENT | environment(run.root / "tokens")
+        self.command = Command([*start, "offbeat", "train", *run.arguments(**given)], env=env, logs=[], patterns={})
         self._thread = threading.Thread(target=self.command.run, kwargs={"timeout_s": 1800.0, "grace_s": GRACE_S}, daemon=True)
         self._start_s = time.monotonic()
         self._thread.start()
@@ -206,7 +226,7 @@ class Life:
             time.sleep(kill.delay_s)
             return kill.moment
         rows = num_rows(folder)
-        self._until(lambda: num_rows(folder) > rows, _START_S)
+        self._until(lambda: num_rows(folder) >= rows + kill.after_steps, _START_S)
         if kill.moment == "any time":
             time.sleep(kill.delay_s)
             return kill.moment
@@ -224,9 +244,18 @@ class Life:
 
 def num_rows(folder: Path) -> int:
     """Number of rows of metrics."""
+    path = folder / "metrics.jsonl"
     with suppress(FileNotFoundError):
-        return (folder / "metrics.jsonl").read_bytes().count(b"\n")
+        size = path.stat().st_size
+        known_size, num = _rows.get(path, (-1, 0))
+        if size != known_size:
+            _rows[path] = size, (num := path.read_bytes().count(b"\n"))
+        return num
     return 0
+
+
+_rows: dict[Path, tuple[int, int]] = {}
+"""Sizes of files and numbers of their rows, since they are asked for hundreds of times a second."""
 
 
 def parts(folder: Path) -> Iterator[Path]:

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +31,17 @@ class Seen:
         admitted: version at which it was admitted.
         digest: of its tokens and their versions.
         versions: of the generated tokens of each trajectory.
-        num_retried: tokens that engines may have generated before they failed, at most.
     """
 
     prompt_id: str
     admitted: int
     digest: str
     versions: tuple[tuple[int, ...], ...]
-    num_retried: int = 0
 
     @classmethod
     def of_group(cls, group: Group) -> "Seen":
         columns = [(t.tokens.tolist(), t.loss_mask.tolist(), t.versions.tolist()) for t in group.trajectories]
-        retried = sum(int(t.loss_mask.sum()) * t.num_retries for t in group.trajectories)
-        return replace(cls._of(group.prompt_id, group.admitted_version, columns), num_retried=retried)
+        return cls._of(group.prompt_id, group.admitted_version, columns)
 
     @classmethod
     def of_stored(cls, group: dict[str, Any]) -> "Seen":
@@ -70,15 +67,10 @@ class Ledger:
         last: steps done.
         counts: what was not as promised, by kind.
         problems: the same, in words.
-        group_tokens: most tokens that a group generates.
-        num_tokens: generated tokens of finished groups.
-        num_again: tokens that are generated again, at most. Those of groups that ran at a kill, as if each had been whole, without those
-            that the journal has; those that the journal has and that are too stale to go on from; and those of engines that failed.
     """
 
     run_dir: Path
     eta: int
-    group_tokens: int
     heads: int = 1
     finished: dict[Key, str] = field(default_factory=dict)
     trained: dict[int, list[Key]] = field(default_factory=dict)
@@ -86,16 +78,11 @@ class Ledger:
     last: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
-    num_tokens: int = 0
-    num_again: int = 0
-    _kept: dict[str, int] = field(default_factory=dict)
-    _num_anew: int = 0
     _checked: set[int] = field(default_factory=set)
 
-    def audit(self, *, killed: bool = True) -> None:
-        """Read the run's files after a life, `killed` or not, and compare."""
+    def audit(self) -> None:
+        """Read the run's files after a life, and compare."""
         base, saved = self._checkpoint()
-        self._played_anew()
         here: set[Key] = set()
         waiting: set[Key] = set()
         lasts = []
@@ -114,8 +101,6 @@ class Ledger:
             self._groups(head, (Seen.of_group(each.read()) for each in groups), None)
             here |= {(head, each.prompt_id) for each in groups}
             waiting |= {(head, each) for each in standing.waiting}
-            if killed:
-                self._running(standing)
         if (last := min(lasts)) < self.last:
             self._find("lost", f"{self.last} steps were done, and {last} are left")
         self.last = max(self.last, last)
@@ -123,20 +108,6 @@ class Ledger:
             self._batches(head, self.last)
         self._stored()
         self._where(here, waiting)
-
-    def _running(self, standing: JournalStanding) -> None:
-        """Count the tokens that groups may have generated which ran at the kill; the others that wait had not begun."""
-        kept = {
-            prompt_id: sum(len(each.tokens) for call in group.calls for each in call.answers)
-            for prompt_id, group in standing.read_open().items()}
-        self.num_again += sum(max(self.group_tokens - kept.get(each, 0), 0) for each in standing.running)
-        self._kept = kept
-
-    def _played_anew(self) -> None:
-        """Count the tokens that the journal had after the kill before, and that were too stale."""
-        anew = [each["prompt_id"] for each in read_json_lines(self.run_dir / "events.jsonl") if each.get("kind") == "played_anew"]
-        self.num_again += sum(self._kept.get(each, 0) for each in anew[self._num_anew :])
-        self._num_anew = len(anew)
 
     def _checkpoint(self) -> tuple[int, SavedState | None]:
         newest, _ = CheckpointIndex(self.run_dir / "checkpoints").choose()
@@ -160,11 +131,7 @@ class Ledger:
         """Compare groups with what they were; `step` has trained on them."""
         for group in groups:
             key, digest = (head, group.prompt_id), group.digest
-            generated = sum(map(len, group.versions))
-            if key not in self.finished:
-                self.num_tokens += generated
-                self.num_again += group.num_retried
-            elif self.finished[key] != digest:
+            if self.finished.get(key, digest) != digest:
                 self._find("tokens", f"{key} was finished, and has other tokens now")
             self.finished[key] = digest
             versions = [version for each in group.versions for version in each]

@@ -57,14 +57,16 @@ def document(rows: Sequence[Row], *, wanted: int) -> str:
     fine = sum(not row.problems for row in rows)
     head = (
         f"The last measurement: {done} of {len({(row.mode, row.chain) for row in rows})} runs, seed {rows[0].seed},"
-        f" {sum(row.wall_s for row in rows) / 60:.0f} minutes on two shared cores of an AMD EPYC (AVX-512, no GPU), busy with other work."
-        f" {fine} of {len(rows)} are as promised.")
+        f" {_minutes(rows):.0f} minutes on two shared cores of an AMD EPYC (AVX-512, no GPU), busy with other work. {fine} of {len(rows)}"
+        f" are as promised.")
     promises = _table(("promised to be none", "count"), [(text, str(counts[name])) for name, text in _PROMISES.items()])
     share = (
-        f"Tokens generated again: at most {again:,} of {tokens + again:,}, {again / max(tokens + again, 1):.1%}. Counted are groups that"
-        f" ran at a kill, each as if it had been whole, without the tokens that the journal has, and what engines generated that failed. It"
-        f" is as much as it is because these runs are killed every few steps: {again / max(len(rows), 1):.0f} tokens a kill at most,"
-        f" whatever the time between two kills.")
+        f"Tokens generated again: {again:,} of {tokens:,}, {again / max(tokens, 1):.1%}. Engines themselves count each token that they"
+        f" sample for training, by its sample and its position, before anybody else sees it; one that is sampled twice is generated again."
+        f" Groups that failed and were drawn again count whole. There are {tokens / max(len(rows), 1):,.0f} tokens for each kill, and"
+        f" {again / max(len(rows), 1):.0f} of them are lost: what was generated since the last look at running samples"
+        f" (`checkpoint.journal_running_s`, 0.01 here, as answers take half a second, and 1 by default), whatever the time between two"
+        f" kills.")
     replayed, gone_on = sum(row.num_replayed for row in rows), sum(row.num_gone_on for row in rows)
     if replayed:
         went_on = f" Unfinished samples went on from {gone_on:,} tokens." if gone_on else ""
@@ -80,6 +82,15 @@ def document(rows: Sequence[Row], *, wanted: int) -> str:
     failed = "\n\n## Not as promised\n\n" + "\n".join(problems) if problems else ""
     parts = [_HEAD.rstrip(), head, promises, share, "## Runs", modes, "## Moments", moments, "## Processes", victims]
     return "\n\n".join(parts) + failed + "\n"
+
+
+def _minutes(rows: Sequence[Row]) -> float:
+    """Minutes that all sittings have lasted; rows of one have its begin, and how long it had lasted."""
+    lasted: dict[float, float] = {}
+    for row in rows:
+        begin_s, lasted_s = row.sitting
+        lasted[begin_s] = max(lasted.get(begin_s, 0.0), lasted_s)
+    return sum(lasted.values()) / 60
 
 
 def _kind(name: str) -> str:

@@ -177,6 +177,7 @@ class Slow(Engine):
         for index, each in enumerate(hearing.samples):
             for token in range(2 + index):
                 each.hear(len(each.tokens), [10 + token], [-1.0], [3])
+                hearing.looked()
         await self.rest.wait()
         return [
             Sample((*each.tokens, 2), (*each.logprobs, -2.0), (*each.versions, 4), "whole", "stop") for each in hearing.samples]

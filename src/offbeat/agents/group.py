@@ -2,13 +2,17 @@
 
 import asyncio
 import zlib
+from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from offbeat.agents.pool import LostError
 from offbeat.data.row import Row
 from offbeat.data.trajectory import Trajectory, failed_trajectory
 from offbeat.errors import describe
+from offbeat.inference.sampling import Sample, Sampling
+from offbeat.rollout.calls import key_of
 from offbeat.rollout.episode import Episode, accounted
 from offbeat.rollout.randomness import of_sample
 from offbeat.user_code.boundary import Caught
@@ -28,6 +32,8 @@ class PlaysEpisodes(Protocol):
 async def play_group(episode: Episode, workflow: PlaysEpisodes) -> list[Trajectory]:
     """Return the trajectories of all episodes; a failed episode has one that holds the reason.
 
+    An episode that is played once more gets the answers that it had, as long as it makes the same calls.
+
     Raises:
         Exception: the first episode's error, if all failed.
     """
@@ -35,10 +41,10 @@ async def play_group(episode: Episode, workflow: PlaysEpisodes) -> list[Trajecto
 
     async def play_safely(index: int) -> Sequence[Trajectory]:
         with episode.account(index) as account:
-            own = accounted(episode, account)
+            own, answers = accounted(episode, account), _Answers()
             for _ in range(_TRIES):
                 with Caught() as caught:
-                    return await workflow.play_episode(of_sample(own, index), index)
+                    return await workflow.play_episode(of_sample(answers.given_again(own), index), index)
                 if not isinstance(caught.error, LostError):
                     break
         error = caught.take()
@@ -50,6 +56,28 @@ async def play_group(episode: Episode, workflow: PlaysEpisodes) -> list[Trajecto
     if len(failures) == episode.group_size:
         raise failures[0]
     return [trajectory for task in playing for trajectory in task.result()]
+
+
+class _Answers:
+    """Answers of engines to the calls of one episode."""
+
+    def __init__(self) -> None:
+        self._given: list[tuple[bytes, list[Sample]]] = []
+
+    def given_again(self, episode: Episode) -> Episode:
+        """Return an episode for another try, which gets the answers of those before it to the same calls, each once."""
+        before: defaultdict[bytes, deque[list[Sample]]] = defaultdict(deque)
+        for key, samples in self._given:
+            before[key].append(samples)
+        self._given = []
+
+        async def generate(prompt: tuple[int, ...], sampling: Sampling, *, n: int, session: str = "") -> list[Sample]:
+            key = key_of(prompt, sampling, n=n)
+            samples = before[key].popleft() if before[key] else await episode.generate(prompt, sampling, n=n, session=session)
+            self._given.append((key, samples))
+            return samples
+
+        return replace(episode, generate=generate)
 
 
 def seed_of(row: Row) -> int:

@@ -23,8 +23,9 @@ class CheckpointConfig(Section):
         "checkpoints", 'Records kept in `journal/`: those that a kept checkpoint needs ("checkpoints"), or "all", with which `offbeat'
         " replay` can train the whole run again. All of them take about 67 kB per step of 512 short answers.")
     journal_running_s: float = field(
-        1.0, "Seconds between two records of the tokens that unfinished samples have so far, from which they go on after a kill; only the"
-        " embedded engine tells them. A sample that takes less time is recorded when it is finished. 0 records none before.", ge=0)
+        1.0, "Seconds between two looks at the tokens that unfinished samples have so far, which are recorded, and from which they go on"
+        " after a kill; only the embedded engine tells them. A sample that takes less time is recorded when it is finished. 0 records none"
+        " before.", ge=0)
     keep: int = field(2, "Resumable checkpoints kept.", ge=1)
     export: bool = field(True, "Write the final model as a Hugging Face folder, `export/` in the run.")
     export_every_steps: int = field(

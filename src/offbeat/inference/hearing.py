@@ -23,6 +23,14 @@ class Proven(Protocol):
     def version(self) -> Version | None: ...
 
 
+class LookListener(Protocol):
+    """Hears of looks at running samples."""
+
+    def on_look(self) -> None:
+        """Take note of a look."""
+        ...
+
+
 _Numbers = Sequence[float] | np.ndarray
 
 
@@ -70,6 +78,7 @@ class Hearing:
         num_begun: number of tokens at the end of the request's prompt that are its sample's own.
         version: that of the adapter that samples; None where the engine tells the version of each token.
         engine: the engine that generates now; None where all tokens count, as those of an adapter, which is proven before its first one.
+        listener: is told after each look, whether or not there was something new.
     """
 
     every_s: float
@@ -78,10 +87,17 @@ class Hearing:
     num_begun: int = 0
     version: Version | None = None
     engine: Proven | None = None
+    listener: LookListener | None = None
 
     def request(self, *samples: KnownSample, version: Version | None) -> "Hearing":
         """Return the hearing of a request for some of the samples; for one that has begun, it goes on from its tokens."""
-        return Hearing(self.every_s, list(samples), secrets.token_hex(8), len(samples[0].tokens), version)
+        return Hearing(
+            self.every_s, list(samples), secrets.token_hex(8), len(samples[0].tokens), version, listener=self.listener)
+
+    def looked(self) -> None:
+        """Tell that the samples are as the last look has found them."""
+        if self.listener is not None:
+            self.listener.on_look()
 
     @property
     def num_tokens(self) -> int:

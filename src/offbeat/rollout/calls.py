@@ -1,8 +1,8 @@
 """The calls of engines that running groups make: their answers are recorded while the groups run, and given again after a restart.
 
     watched        consumes a group's calls; produces their answers, those of an earlier process where it has made the same call
-    _tell          consumes what is not recorded yet, of groups that still run; produces records; called `RECORD_AFTER_S` after an answer
-    _tell_running  does the same, for the tokens of unfinished samples; called every `running_s` while there are calls that may have some
+    _tell          consumes what is not recorded yet, of groups that still run; produces records; called `RECORD_AFTER_S` after an answer,
+                   or `running_s` where that is less, and after each look at the tokens of unfinished samples
 
 Called by `executor`. A group that ran when a process was killed is played again by the next one. Where its workflow makes the same calls,
 as it does until something outside of it has answered otherwise, the recorded answers are given, with the versions that sampled them. A call
@@ -135,15 +135,17 @@ class GroupCalls:
 
         Args:
             listener: hears of what is to be recorded.
-            running_s: seconds between two records of the tokens of unfinished samples; 0 records none of them, as where engines do not
-                tell them.
+            running_s: seconds between two looks at the tokens of unfinished samples; 0 records none of them, as where engines do not tell
+                them.
         """
         self._listener = listener
+        self._after_s = min(RECORD_AFTER_S, running_s) if running_s else RECORD_AFTER_S
+        self._ended = False
         self._running_s = running_s
         self._groups: dict[str, _OpenCalls] = {}
         self._before: dict[str, OpenGroup] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        self._running_timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._look: asyncio.Handle | None = None
 
     def take_over(self, before: Mapping[str, OpenGroup]) -> None:
         """Take over the groups that an earlier process has played, by prompt."""
@@ -177,10 +179,10 @@ class GroupCalls:
 
     def stop_recording(self) -> None:
         """Record nothing further."""
-        for timer in (self._timer, self._running_timer):
-            if timer is not None:
-                timer.cancel()
-        self._timer = self._running_timer = None
+        self._ended = True
+        for handle in (self._timer, self._look):
+            if handle is not None:
+                handle.cancel()
 
     @property
     def entries(self) -> list[CallEntry]:
@@ -214,15 +216,15 @@ class GroupCalls:
             if goes_on:
                 sampling = replace(sampling, hearing=(hearing := call.hear(self._running_s, n)))
                 group.num_tokens += hearing.num_tokens
-                self._tell_running_later()
+                hearing.listener = self
             try:
                 samples = await episode.generate(prompt, sampling, n=n, session=session)
             except BaseException:
                 call.forget()
                 raise
             call.answer(samples)
-            if self._timer is None and self._groups.get(prompt_id) is group:
-                self._timer = asyncio.get_running_loop().call_later(RECORD_AFTER_S, self._tell)
+            if self._timer is None and self._groups.get(prompt_id) is group and not self._ended:
+                self._timer = asyncio.get_running_loop().call_later(self._after_s, self._tell)
             return samples
 
         return replace(episode, generate=generate)
@@ -231,19 +233,18 @@ class GroupCalls:
         self._timer = None
         self._record()
 
+    def on_look(self) -> None:
+        """Record soon what a look has brought, once for all requests that it has looked at; see `LookListener`."""
+        if self._look is None and not self._ended:
+            self._look = asyncio.get_running_loop().call_soon(self._tell_running)
+
+    def _tell_running(self) -> None:
+        self._look = None
+        self._record()
+
     def _record(self) -> None:
         for entry in self._news():
             self._listener.on_heard(entry)
-
-    def _tell_running_later(self) -> None:
-        if self._running_timer is None:
-            self._running_timer = asyncio.get_running_loop().call_later(self._running_s, self._tell_running)
-
-    def _tell_running(self) -> None:
-        self._running_timer = None
-        self._record()
-        if any(call.hearing is not None for group in self._groups.values() for call in group.calls[group.num_told :]):
-            self._tell_running_later()
 
 
 def key_of(prompt: tuple[int, ...], sampling: Sampling, *, n: int) -> bytes:

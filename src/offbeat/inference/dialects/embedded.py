@@ -82,6 +82,7 @@ class EmbeddedDialect:
                 tokens, logprobs, versions = new.columns()
                 own = versions if hearing.version is None else np.full(len(tokens), hearing.version, np.int32)
                 sample.hear(new.first + hearing.num_begun, tokens, logprobs, own)
+            hearing.looked()
 
     def _check_routes(self, wire: Wire, samples: Sequence[Sample], *, num_prompt: int) -> None:
         """Raise EngineError if a sample lacks the experts of its tokens."""
