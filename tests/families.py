@@ -34,10 +34,12 @@ from offbeat.engine.lora import AdapterRows, AdapterStack
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.versions import read_version
 from offbeat.errors import ModelError
+from offbeat.model.fused_experts import split_name
 from offbeat.model.hf_io import read_safetensors
 from offbeat.model.images import IMAGE_FAMILIES
 from offbeat.model.logprobs import packs_rows, token_logprobs
 from offbeat.model.lora import AdapterBank
+from offbeat.model.lora_targets import ALL_LINEAR, EXPERTS
 from offbeat.model.peft_io import Adapter
 from offbeat.trainer.policy import let_replay, load_policy
 from offbeat.trainer.snapshots import ModelSnapshot
@@ -67,6 +69,9 @@ COLUMNS = {
     "lora": (
         "LoRA", "An adapter over all linear layers, in the trainer and in the embedded engine where that serves the model. Experts that"
         " transformers fuses into one tensor are not linear layers and stay as they are."),
+    "expert_lora": (
+        "LoRA of experts", "The same with such experts, `model.lora.targets = [\"all-linear\", \"experts\"]` ([experts](lora.md#experts))."
+        " A dash is a model without experts."),
     "routes": (
         "Experts replayed", "With `model.route_replay = \"rollout\"`, the trainer's packed rows use the experts that the embedded engine"
         " used ([routers](algorithms.md#replayed-experts)). A dash is a model without experts."),
@@ -139,7 +144,7 @@ def try_all(family: Family) -> dict[str, str]:
 
 
 def _cell(trial: Trial, check: Callable[[Trial], None]) -> str:
-    if check is check_routes and not any("expert" in name for name in trial.family.settings):
+    if check in (check_routes, check_expert_lora) and not any("expert" in name for name in trial.family.settings):
         return NONE
     try:
         check(trial)
@@ -204,15 +209,26 @@ def check_names(trial: Trial) -> None:
 
 def check_lora(trial: Trial) -> None:
     """An adapter in the trainer, and in the engine where that serves the model, against weights with its products added."""
-    policy = trial.policy
+    _check_adapter(trial, trial.policy, (ALL_LINEAR,))
+
+
+def check_expert_lora(trial: Trial) -> None:
+    """The same with fused experts."""
+    _check_adapter(trial, load_policy(trial.folder, config=TrainConfig(share_prefix=False)), (ALL_LINEAR, EXPERTS))
+
+
+def _check_adapter(trial: Trial, policy: PreTrainedModel, targets: tuple[str, ...]) -> None:
+    bank = AdapterBank(policy, rank=2, targets=targets)
     merged = copy.deepcopy(trial.reference)
-    bank = AdapterBank(policy, rank=2)
     fresh = bank.adapter(bank.add(rank=2, scaling=1.5, seed=0))
     generator = torch.Generator().manual_seed(1)
     pairs = {name: (a, torch.randn(b.shape, generator=generator) * 0.1) for name, (a, b) in fresh.pairs.items()}
     adapter = Adapter(2, 1.5, pairs)
     for name, (a, b) in pairs.items():
-        merged.get_submodule(name).weight.data += 1.5 * (b @ a)
+        if (of_expert := split_name(name)) is not None:
+            merged.get_parameter(".".join(of_expert[:2])).data[of_expert[2]] += 1.5 * (b @ a)
+        else:
+            merged.get_submodule(name).weight.data += 1.5 * (b @ a)
     expected = alone(merged)
     assert max((one - other).abs().max() for one, other in zip(expected, trial.expected, strict=True)) > 0.05
     with bank.using(bank.route_all(bank.put(adapter))):
@@ -237,7 +253,7 @@ def check_routes(trial: Trial) -> None:
 
 CHECKS = {
     "packed": check_packed, "unpacked": check_unpacked, "fast": check_fast, "hf": check_hf, "names": check_names, "lora": check_lora,
-    "routes": check_routes}
+    "expert_lora": check_expert_lora, "routes": check_routes}
 assert list(CHECKS) == list(COLUMNS)
 
 

@@ -15,7 +15,7 @@ from offbeat.model.freeze import freeze
 from offbeat.model.images import images_of
 from offbeat.model.load import load_causal_lm
 from offbeat.model.logprobs import token_logprobs
-from offbeat.model.lora import find_targets
+from offbeat.model.lora_targets import find_targets
 from offbeat.trainer.policy import load_policy
 
 

@@ -14,7 +14,7 @@ from offbeat.data.packing import pack_row
 from offbeat.errors import ModelError
 from offbeat.model.load import load_causal_lm
 from offbeat.model.logprobs import dummy_row, token_logprobs
-from offbeat.model.lora import AdapterBank, find_targets, layer_kind
+from offbeat.model.lora import AdapterBank
 from offbeat.model.peft_io import Adapter, write_adapter
 from row_samples import build as build_biased
 from train_samples import build_model, make_batch
@@ -227,27 +227,6 @@ def test_a_row_that_scores_nothing_has_a_gradient_of_zero(folder):
     with bank.using(bank.route_all(0)):
         token_logprobs(model, dummy_row()).sum().backward()
     assert not bank.gradients.any()
-
-
-def test_targets_are_last_parts_of_names(folder):
-    model = load_causal_lm(folder)
-    assert [name.split(".")[2] + name.rpartition(".")[2] for name in find_targets(model, ("q_proj", "mlp.up_proj"))] == [
-        "0q_proj", "0up_proj", "1q_proj", "1up_proj"]
-    assert len(find_targets(model, ("all-linear",))) == 14
-    for unknown in ("lm_head", "proj", "query"):
-        with pytest.raises(ModelError, match=f"has '{unknown}', which is not a linear layer .*; use down_proj, .*v_proj or all-l"):
-            AdapterBank(model, rank=2, targets=("q_proj", unknown))
-    with pytest.raises(ModelError, match="Linear has no linear layers in its decoder's layers"):
-        find_targets(torch.nn.Linear(2, 2), ("all-linear",))
-
-
-@pytest.mark.parametrize("name, kind", [
-    ("model.layers.0.self_attn.q_proj", "attn"), ("model.layers.0.linear_attn.in_proj_qkvz", "attn"),
-    ("gpt_neox.layers.0.attention.dense", "attn"),
-    ("model.layers.0.mlp.gate_proj", "mlp"), ("model.layers.0.mlp.shared_expert.up_proj", "mlp"), ("model.decoder.layers.3.fc1", "mlp"),
-    ("model.layers.0.block_sparse_moe.experts.0.w1", "mlp"), ("model.layers.0.feed_forward.w2", "mlp")])
-def test_layers_are_of_two_kinds(name, kind):
-    assert layer_kind(name) == kind
 
 
 def test_an_adapter_of_fewer_layers_learns_in_them_alone(folder):

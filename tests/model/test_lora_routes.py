@@ -19,7 +19,7 @@ def spread(route, slots, lengths):
 
 
 def equal(slots, lengths, scaling, *, device):
-    return EqualRoute(slots, scaling, device=device)
+    return EqualRoute(slots, lengths[0], scaling, device=device)
 
 
 ROUTES = {
@@ -56,3 +56,18 @@ def test_products_are_those_of_each_token_with_its_own_adapter(name, dtype, num_
     route.add_outer(sums, x, g)
     torch.testing.assert_close(sums, expected_sums, **tolerance)
     torch.testing.assert_close(torch.as_tensor(route.scaling).expand(12, 1), SCALINGS[of_token].unsqueeze(1))
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_the_route_of_some_tokens_is_theirs(name):
+    route, _, _ = ROUTES[name]
+    torch.manual_seed(0)
+    weights, x, g = torch.randn(NUM_SLOTS, 5, 3), torch.randn(12, 5), torch.randn(12, 3)
+    for some in ([0, 1, 2, 5, 11], [4], [6, 7, 9]):
+        rows = torch.tensor(some)
+        own, expected, sums = route.subset(rows), torch.zeros(NUM_SLOTS, 5, 3), torch.zeros(NUM_SLOTS, 5, 3)
+        torch.testing.assert_close(own.multiply(x[rows], weights), route.multiply(x, weights)[rows])
+        torch.testing.assert_close(torch.as_tensor(own.scaling).expand(len(some), 1), torch.as_tensor(route.scaling).expand(12, 1)[rows])
+        own.add_outer(sums, x[rows], g[rows])
+        route.add_outer(expected, x * torch.isin(torch.arange(12), rows)[:, None], g)
+        torch.testing.assert_close(sums, expected)

@@ -14,7 +14,8 @@ from offbeat.data.packing import pack_row
 from offbeat.errors import MissingExtraError
 from offbeat.model import quantized
 from offbeat.model.logprobs import token_logprobs
-from offbeat.model.lora import AdapterBank, find_targets
+from offbeat.model.lora import AdapterBank
+from offbeat.model.lora_targets import find_targets
 from offbeat.model.peft_io import Adapter
 from offbeat.model.quantized import RoundedLinear, round_layers
 from row_samples import build as build_biased

@@ -34,6 +34,7 @@ class EngineKind:
         splits: whether it divides a model over several devices (`inference.devices_per_engine`).
         batch_invariant: whether it can compute a token to the same bits in every batch (`inference.batch_invariant`).
         gives_routes: whether it returns the experts that each token used (`model.route_replay`).
+        adapts_experts: whether it serves adapters of a mixture's experts in PEFT's form (`model.lora.targets`).
         reads_images: whether it takes prompts with ids of images (`data.image_store`).
         reports_context: whether it can serve one of `serve.sampling_models`, which have to say how long their context is.
         goes_on: whether it tells the tokens of unfinished samples, and goes on from them (`checkpoint.journal_running_s`).
@@ -49,6 +50,7 @@ class EngineKind:
     splits: bool = False
     batch_invariant: bool = False
     gives_routes: bool = False
+    adapts_experts: bool = False
     reads_images: bool = False
     reports_context: bool = False
     goes_on: bool = False
@@ -58,7 +60,7 @@ class EngineKind:
 ENGINE_KINDS: Mapping[str, EngineKind] = MappingProxyType({
     "embedded": EngineKind(
         inside=True, takes_changes=True, changes_in_place=True, takes_broadcasts=True, sleeps=True, batch_invariant=True,
-        gives_routes=True, reads_images=True, reports_context=True, goes_on=True,
+        gives_routes=True, adapts_experts=True, reads_images=True, reports_context=True, goes_on=True,
         forms=(WeightForm("int8", on_devices=False),)),
     "vllm": EngineKind(
         takes_changes=True, takes_broadcasts=True, sleeps=True, splits=True, gives_routes=True, reports_context=True, setup="make vllm",

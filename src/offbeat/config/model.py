@@ -36,7 +36,7 @@ class LoraConfig(Section):
     alpha: float = field(32.0, "The adapter's output is scaled by alpha / rank.", gt=0)
     targets: tuple[str, ...] = field(
         ("all-linear",), "Names of the linear layers to adapt, such as q_proj (the last part of the full name); all-linear adapts every"
-        " linear layer of the decoder.")
+        " linear layer of the decoder, and experts, which may stand beside others, those that a mixture of experts holds in fused tensors.")
     dropout: float = field(
         0.0, "Share of the adapter's inputs dropped in supervised training (`offbeat sft`, the warm-up); never in RL, whose "
         "log-probabilities must be the policy's. Must be 0 with many tenants, whose masks would depend on each other.", ge=0, lt=1,

@@ -125,6 +125,14 @@ def check_adapter(
     ):
         if met and model.quantization != "none":
             raise ValueError(f"model.quantization must be 'none' with {name}, got '{model.quantization}'; {why}")
+    for met, name, why in (
+        (train.parallel.tp > 1, f"train.parallel.tp = {train.parallel.tp}", "ranks would divide the experts"),
+        (model.lora.dropout > 0, f"model.lora.dropout = {model.lora.dropout:g}", "PEFT's form of such adapters has none"),
+        (not inference.kind.adapts_experts, f"inference.engine = '{inference.engine}'",
+         f"only {kinds_that('adapts_experts')} serves adapters of experts"),
+    ):
+        if met and model.lora.rank and "experts" in model.lora.targets:
+            raise ValueError(f"model.lora.targets must not have 'experts' with {name}, got {list(model.lora.targets)}; {why}")
     if model.lora.rank and train.offload_optimizer:
         raise ValueError(
             "train.offload_optimizer must be false with model.lora.rank > 0, got true; an adapter's moments are small, so leave it out")

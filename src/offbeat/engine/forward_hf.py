@@ -24,9 +24,10 @@ from offbeat.engine.lora import AdapterRows, Groups, Linear
 from offbeat.errors import ModelError, first_line
 from offbeat.model.attention import ATTENTION_KINDS, ScoreForm, explicit_attention, fused_attention, refuse_unknown, window_mask
 from offbeat.model.checkpoint_names import module_names, published_names
+from offbeat.model.fused_experts import adapt, expert_layers, find_experts
 from offbeat.model.images import ModelImages, embedded, give_images, has_images, language_attention
 from offbeat.model.load import context_length
-from offbeat.model.lora import adaptable
+from offbeat.model.lora_targets import adaptable
 from offbeat.model.route_replay import RouteRecorder, records_routes
 from offbeat.model.uploads import upload
 
@@ -165,7 +166,10 @@ class HFForward:
         # Without the output head, which sees only the last token of each row.
         head = model.get_output_embeddings()
         self._linears = {name: m for name, m in adaptable(model).items() if m is not head}
-        self.lora_groups: Groups = {name: (Linear(name, m.in_features, m.out_features),) for name, m in self._linears.items()}
+        self._experts = {name: (m, expert_layers(name, m)) for name, m in find_experts(model).items()}
+        self.lora_groups: Groups = {
+            **{name: (Linear(name, m.in_features, m.out_features),) for name, m in self._linears.items()},
+            **{one.name: (Linear(one.name, one.num_in, one.num_out),) for _, layers in self._experts.values() for one in layers}}
         self.takes_changes = True
         self._lora: AdapterRows | None = None
         self._images: ModelImages | None = None
@@ -242,6 +246,8 @@ class HFForward:
             self._hooked = True
             for name, linear in self._linears.items():
                 linear.register_forward_hook(partial(self._add_lora, name))
+            for name, (module, layers) in self._experts.items():
+                adapt(module, _ServedExperts(self, name, tuple(one.name for one in layers)))
         if self._recorder is not None:
             self._recorder.clear()
         logits = self._model(**inputs, use_cache=False, logits_to_keep=keep, offbeat_step=step).logits
@@ -285,6 +291,27 @@ class HFForward:
 
     def fingerprinter(self) -> Callable[[], str]:
         return partial(fingerprint_tensors, self.tensors())
+
+
+@dataclass(frozen=True, eq=False)
+class _ServedExperts:
+    """The adapters of a pass beside the experts of a module, whose layers are `groups`; see `ExpertAdapters`."""
+
+    forward: HFForward
+    module: str
+    groups: tuple[str, ...]
+
+    def take_part(self) -> bool:
+        lora = self.forward._lora
+        return lora is not None and any(map(lora.adapts, self.groups))
+
+    def add(self, part: str, expert: int, x: Tensor, output: Tensor, rows: Tensor) -> Tensor:
+        """Add to the output [n, O] of a layer with the input x [n, I], of tokens `rows` [n] int64."""
+        lora = self.forward._lora
+        own = None if lora is None else lora.subset(rows)
+        if own is not None:
+            own.add(f"{self.module}.{part}.{expert}", x, output)
+        return output
 
 
 def _find_cache_shape(

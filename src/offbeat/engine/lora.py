@@ -278,6 +278,7 @@ class AdapterRows:
         segments = segment(slots, fixed=fixed)
         scaling = np.array([adapter.scaling for adapter in stack.adapters], np.float32)[segments.slot]
         self._stack = stack
+        self._slots, self._fixed = slots, fixed
         self._pieces = segments.pieces
         self._rows = segments.index
         self._index = self._send(segments.index)
@@ -301,6 +302,15 @@ class AdapterRows:
             low = low.view(-1, rank).index_select(0, source)
         delta = self._products(low, weights.b.flatten(0, 1), times=blocks)
         y.view(-1, width).index_add_(0, target, delta.to(y.dtype))
+
+    def adapts(self, group: str) -> bool:
+        """Whether an adapter that runs adapts a group."""
+        return self._stack.weights(group) is not None
+
+    def subset(self, rows: Tensor) -> "AdapterRows | None":
+        """Return the adapters of some of the rows, [n] int64; None if none of them has one."""
+        slots = self._slots[rows.cpu().numpy()]
+        return AdapterRows(self._stack, slots, fixed=self._fixed) if (slots >= 0).any() else None
 
     def _products(self, x: Tensor, weights: Tensor, *, times: int) -> Tensor:
         """Multiply each gathered row by the `times` matrices of its slot: [M * times, i] and [slots * times, i, o] to [M * times, o]."""

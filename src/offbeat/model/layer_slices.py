@@ -50,6 +50,9 @@ class LayerSlice:
         return summed
 
 
+WHOLE_LAYER = LayerSlice(_ALL, _ALL)
+"""A whole layer."""
+
 _divided: "WeakKeyDictionary[nn.Module, tuple[DeviceMesh, Mapping[str, str]]]" = WeakKeyDictionary()
 """Meshes of one dimension, and transformers' styles of division, such as "colwise", by the modules' names."""
 
@@ -59,14 +62,19 @@ def note_division(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str])
     _divided[model] = mesh, dict(styles)
 
 
+def is_divided(model: nn.Module) -> bool:
+    """Whether a tensor group computes a model's layers together."""
+    return model in _divided
+
+
 def slice_of(model: nn.Module, name: str) -> LayerSlice:
     """Return this rank's slice of a model's linear layer.
 
     Raises:
         ModelError: its parts do not add up as in other layers.
     """
-    if model not in _divided:
-        return LayerSlice(_ALL, _ALL)
+    if not is_divided(model):
+        return WHOLE_LAYER
     (mesh, styles), layer = _divided[model], model.get_submodule(name)
     assert isinstance(layer, nn.Linear), f"{name} is no linear layer"
     style, group = styles.get(name), mesh.get_group()

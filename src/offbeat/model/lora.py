@@ -10,7 +10,6 @@ sum of the gradients of all ranks.
 """
 
 import math
-import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,17 +22,12 @@ from torch import Tensor, nn
 
 from offbeat.data.packing import PackedRow
 from offbeat.errors import ModelError
-from offbeat.model.images import is_language
-from offbeat.model.layer_slices import LayerSlice, slice_of
+from offbeat.model.fused_experts import adapt, find_experts
+from offbeat.model.layer_slices import WHOLE_LAYER, LayerSlice, slice_of
 from offbeat.model.lora_routes import EqualRoute, OneRoute, Route, SpanRoute
+from offbeat.model.lora_targets import ALL_LINEAR, EXPERTS, LAYER_KINDS, find_expert_layers, find_targets, layer_kind
 from offbeat.model.peft_io import Adapter
 from offbeat.model.uploads import upload
-
-ALL_LINEAR = "all-linear"
-LAYER_KINDS = ("attn", "mlp", "unembed")
-"""Kinds of layers that an adapter may train; see `layer_kind`. Only the output head is of the last kind, which no bank adapts today."""
-
-_FEED_FORWARD = re.compile(r"\.(\w*mlp|feed_?forward|ffn|\w*experts?|\w*moe|fc\d)(\.|$)")
 
 
 @dataclass(frozen=True)
@@ -81,14 +75,14 @@ class AdapterBank(nn.Module):
 
         Args:
             rank: largest rank of an adapter.
-            targets: names of the layers to adapt; see `find_targets`.
+            targets: names of the layers to adapt; see `find_targets` and `find_expert_layers`.
             dropout: share of each adapted layer's inputs that is hidden from the adapters in a pass with dropout.
             seed: seed of the dropout; differs between ranks, except those that compute layers together.
             computes: format in which adapters compute where autocast names none.
 
         Raises:
             ModelError: a target matches no linear layer, and the message lists the layers; or one that is divided over ranks in a way of
-                its own.
+                its own; or as `find_expert_layers`.
         """
         super().__init__()
         self.rank = rank
@@ -104,6 +98,13 @@ class AdapterBank(nn.Module):
             self._layers.append(_Layer(name, layer.in_features, layer.out_features, size, slice_of(model, name)))
             size += rank * (layer.in_features + layer.out_features)
             layer.register_forward_hook(partial(self._add_delta, index))
+        for layer in find_expert_layers(model, targets):  # behind the others, whose random numbers they leave as they are
+            self._layers.append(_Layer(layer.name, layer.num_in, layer.num_out, size, WHOLE_LAYER))
+            size += rank * (layer.num_in + layer.num_out)
+        self._by_name = {layer.name: layer for layer in self._layers}
+        if EXPERTS in targets:
+            for name, module in find_experts(model).items():
+                adapt(module, _TrainedExperts(self, name))
         self.weights = nn.Parameter(torch.zeros(1, size, device=next(model.parameters()).device))
         self.register_buffer("num_passes", torch.zeros((), dtype=torch.int64))
 
@@ -223,7 +224,9 @@ class AdapterBank(nn.Module):
         device, scalings = self.weights.device, np.array([self._held(slot).scaling for slot in spans], np.float32)
         of_token = upload(scalings.repeat(lengths), device).unsqueeze(1)
         scaling = of_token if np.ptp(scalings) else self._held(spans[0]).scaling
-        return EqualRoute(spans, scaling, device=device) if len(set(lengths)) == 1 else SpanRoute(spans, lengths, scaling, device=device)
+        if len(set(lengths)) == 1:
+            return EqualRoute(spans, lengths[0], scaling, device=device)
+        return SpanRoute(spans, lengths, scaling, device=device)
 
     def route_all(self, slot: int) -> Route:
         """Return the route that sends every token to one adapter."""
@@ -289,6 +292,23 @@ class AdapterBank(nn.Module):
         return kept.to(x.dtype) / (1.0 - self._dropout)
 
 
+class _TrainedExperts:
+    """A bank's adapters beside the experts of a module; see `ExpertAdapters`."""
+
+    def __init__(self, bank: AdapterBank, module: str) -> None:
+        self._bank = bank
+        self._module = module
+
+    def take_part(self) -> bool:
+        return self._bank._pass is not None
+
+    def add(self, part: str, expert: int, x: Tensor, output: Tensor, rows: Tensor) -> Tensor:
+        """Add to the output [n, O] of a layer with the input x [n, I], of tokens `rows` [n] int64."""
+        bank, now = self._bank, self._bank._pass
+        assert now is not None, "the adapters take part"
+        return _Delta.apply(output, x, bank.weights, bank, bank._by_name[f"{self._module}.{part}.{expert}"], now.route.subset(rows))
+
+
 class _Delta(torch.autograd.Function):
     """Computes output += scaling * (x A) B. Adds the gradients of A and B to the bank's; through autograd each would be a dense [N, P]."""
 
@@ -326,46 +346,6 @@ class _Delta(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_x = ctx.route.multiply(here.sum_outputs(grad_narrow), a.mT).to(x.dtype).view_as(x)
         return grad, grad_x, None, None, None, None
-
-
-def find_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
-    """Find the linear layers of the decoder whose names end in one of `targets`; "all-linear" selects all of them.
-
-    Raises:
-        ModelError: a target matches no layer; the message lists the layers.
-    """
-    stacks = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
-    linear = {name: module for name, module in adaptable(model).items() if name.startswith(stacks)}
-    if not linear:
-        raise ModelError(f"{type(model).__name__} has no linear layers in its decoder's layers, which model.lora could adapt")
-    if ALL_LINEAR in targets:
-        return linear
-    for target in targets:
-        if not any(_is_named(name, target) for name in linear):
-            there = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-            raise ModelError(f"model.lora.targets has {target!r}, which is not a linear layer of the decoder; use {there} or {ALL_LINEAR}")
-    return {name: module for name, module in linear.items() if any(_is_named(name, target) for target in targets)}
-
-
-def adaptable(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linear layers of a model's language part by name, except routers of experts, which some families derive from nn.Linear
-    although they return more.
-    """
-    config = getattr(model, "config", None)
-    return {name: module for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and "Router" not in type(module).__name__ and (config is None or is_language(config, name))}
-
-
-def layer_kind(name: str) -> str:
-    """Return "mlp" for linear layers of a decoder layer's feed-forward part, experts included, else "attn".
-
-    For example "mlp" for "model.layers.0.mlp.up_proj", and "attn" for "model.layers.0.self_attn.q_proj".
-    """
-    return "mlp" if _FEED_FORWARD.search(name) else "attn"
-
-
-def _is_named(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
 
 
 def doubled(rows: Tensor) -> Tensor:

@@ -35,6 +35,10 @@ class Route(Protocol):
         """Add to each adapter's sums [N, I, O] the products x' g over its tokens, with g [R, O]."""
         ...
 
+    def subset(self, rows: Tensor) -> "Route":
+        """Return the route of some of the tokens, [n] int64, ascending."""
+        ...
+
 
 class OneRoute:
     """A route on which all tokens use the adapter of one slot."""
@@ -55,12 +59,18 @@ class OneRoute:
         """Add x' g over all tokens to the one adapter's sums [I, O]; see `Route.add_outer`."""
         _add_product(sums[self._slot], x.mT, g)
 
+    def subset(self, rows: Tensor) -> Route:  # noqa: ARG002
+        """Return this route: each token has the one adapter."""
+        return self
+
 
 class EqualRoute:
     """A route of K spans of tokens of equal length, each with the adapter of its slot: one batched product."""
 
-    def __init__(self, slots: Sequence[int], scaling: float | Tensor, *, device: torch.device) -> None:
-        self._num = len(slots)
+    def __init__(self, slots: Sequence[int], length: int, scaling: float | Tensor, *, device: torch.device) -> None:
+        """`length` is the number of tokens of each span."""
+        self._num, self._length = len(slots), length
+        self._of_spans, self._device = list(slots), device
         self._slots = _selector(slots, device)
         self.scaling = scaling
 
@@ -80,6 +90,10 @@ class EqualRoute:
         else:
             _add_at(sums, self._slots, x @ g)
 
+    def subset(self, rows: Tensor) -> Route:
+        """Return a route of shorter spans; see `Route.subset`."""
+        return _subset(self._of_spans, [self._length] * self._num, self.scaling, rows, self._device)
+
     def _blocks(self, rows: Tensor) -> Tensor:
         return rows.unflatten(0, (self._num, -1))
 
@@ -89,6 +103,7 @@ class SpanRoute:
 
     def __init__(self, slots: Sequence[int], lengths: Sequence[int], scaling: float | Tensor, *, device: torch.device) -> None:
         self._lengths = list(lengths)
+        self._of_spans, self._device = list(slots), device
         self._slots = _selector(slots, device)
         self._ends = upload(np.cumsum(lengths, dtype=np.int32), device)
         self.scaling = scaling
@@ -115,8 +130,20 @@ class SpanRoute:
             products = torch.stack([span_x @ span_g for span_x, span_g in zip(x.split(self._lengths, 1), self._spans(g), strict=True)])
         _add_at(sums, self._slots, products)
 
+    def subset(self, rows: Tensor) -> Route:
+        """Return a route of shorter spans; see `Route.subset`."""
+        return _subset(self._of_spans, self._lengths, self.scaling, rows, self._device)
+
     def _spans(self, rows: Tensor) -> tuple[Tensor, ...]:
         return rows.split(self._lengths)
+
+
+def _subset(slots: Sequence[int], lengths: Sequence[int], scaling: float | Tensor, rows: Tensor, device: torch.device) -> SpanRoute:
+    """Return the route of tokens `rows` [n] int64, ascending, of spans with these slots and lengths."""
+    counts = np.diff(np.searchsorted(rows.cpu().numpy(), np.cumsum([0, *lengths])))
+    left = np.flatnonzero(counts)
+    own = scaling[rows] if isinstance(scaling, Tensor) else scaling
+    return SpanRoute([slots[span] for span in left], counts[left].tolist(), own, device=device)
 
 
 def _selector(slots: Sequence[int], device: torch.device) -> slice | Tensor:

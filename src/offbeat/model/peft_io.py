@@ -1,5 +1,9 @@
 """Reads and writes LoRA adapters as PEFT folders (adapter_config.json and adapter_model.safetensors).
 
+An adapter of fused experts (`fused_experts`) has a pair of matrices for each expert here. In PEFT's files (its `target_parameters`, as of
+PEFT 0.21) those of a fused tensor lie in one pair: A [E * rank, in], one expert after the other, and B [out, rank * E], whose columns are
+ordered by rank and then by expert.
+
 Written by the trainer at a publish, read by the embedded engine and by runs that continue from an adapter. A folder appears complete or
 not at all, and nothing in it is executed or unpickled.
 """
@@ -9,7 +13,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +25,18 @@ from torch import Tensor
 from offbeat.disk import discard
 from offbeat.errors import ModelError, StorageError
 from offbeat.model.fingerprint import fingerprint
+from offbeat.model.fused_experts import PARTS, split_name
 from offbeat.pulse import progress
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_INNER = ".base_layer"
+"""PEFT wraps a module once for each of its adapted parameters, the first one innermost."""
 _KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _UNSUPPORTED = {
     "use_dora": (False, None), "modules_to_save": (None, []), "rank_pattern": (None, {}), "alpha_pattern": (None, {}),
     "bias": ("none", None), "lora_bias": (False, None), "fan_in_fan_out": (False, None), "layer_replication": (None, []),
-    "target_parameters": (None, []), "trainable_token_indices": (None, [], {}), "alora_invocation_tokens": (None, []),
+    "trainable_token_indices": (None, [], {}), "alora_invocation_tokens": (None, []),
     "use_qalora": (False, None), "use_bdlora": (False, None), "arrow_config": (None,), "kasa_config": (None,), "monteclora_config": (None,),
     # Other values change the base model's weights when PEFT loads the adapter.
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
@@ -76,7 +83,7 @@ def write_adapter(adapter: Adapter, folder: Path, *, base_model: str, dropout: f
     progress("write_adapter")
     try:
         part.mkdir(parents=True)
-        tensors = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in adapter.named_tensors().items()}
+        tensors = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in _joined(adapter).items()}
         save_file(tensors, part / WEIGHTS_FILE, metadata={"format": "pt"})
         config = json.dumps(_config(adapter, base_model, dropout), indent=2, sort_keys=True)
         (part / CONFIG_FILE).write_text(config + "\n", encoding="utf-8")
@@ -102,6 +109,7 @@ def read_adapter(folder: str | Path) -> Adapter:
             raise ModelError(f"{folder} holds {name!r}, which is not A or B of a linear layer; only plain LoRA adapters can be used")
         sides.setdefault(match["module"], {})[match["side"]] = tensor.to(torch.float32)
     rank = config["r"]
+    sides = _by_expert(sides, config, folder)
     for module, pair in sides.items():
         if pair.keys() != {"A", "B"} or pair["A"].ndim != 2 or pair["B"].ndim != 2 or not len(pair["A"]) == pair["B"].shape[1] == rank:
             raise ModelError(f"{folder} is damaged: A and B of {module} do not both have rank {rank}, as its {CONFIG_FILE} says")
@@ -114,11 +122,63 @@ def read_adapter(folder: str | Path) -> Adapter:
     return Adapter(rank, scaling, {module: (pair["A"], pair["B"]) for module, pair in sides.items()})
 
 
+def _joined(adapter: Adapter) -> dict[str, Tensor]:
+    """Return the tensors under their names in PEFT's file, with those of a fused tensor's experts in one pair."""
+    plain: dict[str, tuple[Tensor, Tensor]] = {}
+    fused: dict[str, dict[str, dict[int, tuple[Tensor, Tensor]]]] = {}
+    for name, pair in adapter.pairs.items():
+        if (of_expert := split_name(name)) is None:
+            plain[name] = pair
+        else:
+            module, part, expert = of_expert
+            fused.setdefault(module, {}).setdefault(part, {})[expert] = pair
+    for module, parts in fused.items():
+        there = [part for part in PARTS if part in parts]
+        for depth, part in enumerate(reversed(there)):
+            pairs = [parts[part][expert] for expert in range(len(parts[part]))]
+            b = torch.stack([b for _, b in pairs], dim=-1)  # [out, rank, E]
+            plain[module + _INNER * depth] = torch.cat([a for a, _ in pairs]), b.flatten(1)
+    return replace(adapter, pairs=plain).named_tensors()
+
+
+def _by_expert(sides: Mapping[str, dict[str, Tensor]], config: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Tensor]]:
+    """Return A and B by layer, with those of a fused tensor taken apart; the inverse of `_joined`.
+
+    Raises:
+        ModelError: the folder adapts other parameters than those of fused experts, or does not have what its configuration says.
+    """
+    named = config.get("target_parameters") or []
+    parts = [part for part in PARTS if any(str(name).rpartition(".")[2] == part for name in named)]
+    if others := [name for name in named if str(name).rpartition(".")[2] not in PARTS]:
+        raise ModelError(
+            f"{folder} is an adapter with target_parameters = {others}, which is not offered; of parameters, only {' and '.join(PARTS)} of"
+            " experts can be adapted")
+    rank, found = config["r"], {}
+    for module, pair in sides.items():
+        bare, depth = module.removesuffix(_INNER), int(module.endswith(_INNER))
+        if not parts or not bare.endswith("experts"):
+            found[module] = pair
+            continue
+        whole = pair.keys() == {"A", "B"} and all(side.ndim == 2 for side in pair.values())
+        num_experts = len(pair["A"]) // rank if whole else 0
+        if not num_experts or depth >= len(parts) or num_experts * rank != len(pair["A"]) or len(pair["A"]) != pair["B"].shape[1]:
+            raise ModelError(f"{folder} is damaged: A and B of {module} are not those of experts with rank {rank}")
+        part = parts[-1 - depth]
+        for expert, (a, b) in enumerate(zip(pair["A"].split(rank), pair["B"].unflatten(1, (rank, num_experts)).unbind(-1), strict=True)):
+            found[f"{bare}.{part}.{expert}"] = {"A": a.contiguous(), "B": b.contiguous()}
+    return found
+
+
 def _config(adapter: Adapter, base_model: str, dropout: float) -> dict[str, Any]:
+    experts = [of_expert for module in adapter.pairs if (of_expert := split_name(module)) is not None]
+    linear = sorted({module.rpartition(".")[2] for module in adapter.pairs if split_name(module) is None})
+    # Only where there are experts: older readers do not know the key.
+    parameters = {f"{module.rpartition('.')[2]}.{part}" for module, part, _ in experts}
     return {
+        **({"target_parameters": sorted(parameters)} if parameters else {}),
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model, "r": adapter.rank,
         "lora_alpha": adapter.scaling * adapter.rank, "lora_dropout": dropout, "bias": "none", "inference_mode": True,
-        "target_modules": sorted({module.rpartition(".")[2] for module in adapter.pairs}),
+        "target_modules": linear or None,
     }
 
 

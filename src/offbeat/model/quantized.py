@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from offbeat.config.model import NF4_BLOCK
 from offbeat.extras import QLORA, require
-from offbeat.model.lora import ALL_LINEAR, find_targets
+from offbeat.model.lora_targets import ALL_LINEAR, find_targets
 
 
 class RoundedLinear(nn.Linear, ABC):

@@ -31,7 +31,7 @@ from offbeat.errors import ConfigError, ModelError, first_line
 from offbeat.model.attention import PACKED
 from offbeat.model.blocks import checkpoint_activations, decoder_layers
 from offbeat.model.logprobs import token_logprobs
-from offbeat.model.lora import ALL_LINEAR, find_targets
+from offbeat.model.lora_targets import ALL_LINEAR, find_expert_layers, find_targets
 from offbeat.model.norm import use_fast_norms
 from offbeat.model.rows import RAW_ERRORS
 from offbeat.sync.mesh import ProcessGroups
@@ -115,7 +115,9 @@ def estimate_memory(model_config: Any, config: RankConfig, *, num_ranks: int, on
     rounded = [] if form == "none" else [layer.weight.numel() for layer in find_targets(model, (ALL_LINEAR,)).values()]
     whole = count - sum(rounded)
     if lora.rank:  # each rank holds all of the adapter
-        trained = sum(lora.rank * (layer.in_features + layer.out_features) for layer in find_targets(model, lora.targets).values())
+        trained = lora.rank * (
+            sum(layer.in_features + layer.out_features for layer in find_targets(model, lora.targets).values())
+            + sum(layer.num_in + layer.num_out for layer in find_expert_layers(model, lora.targets)))
         weights = ((2 if bases_half else 4) * whole + int(ROUNDED_BYTES[form] * sum(rounded))) // parts + 4 * trained
     else:
         trained, weights = count // parts, 4 * count // parts

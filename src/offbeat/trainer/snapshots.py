@@ -19,6 +19,7 @@ from offbeat.errors import StorageError
 from offbeat.model.changes_io import smaller_changes, write_changes
 from offbeat.model.checkpoint_names import published_names
 from offbeat.model.fingerprint import combine, digests
+from offbeat.model.fused_experts import split_name
 from offbeat.model.peft_io import Adapter, write_adapter
 from offbeat.sync.weight_broadcast import Changes, WeightBroadcast
 from offbeat.trainer.export import export_folder
@@ -188,5 +189,7 @@ class AdapterSnapshot:
     def _merged(self) -> dict[str, Tensor]:
         """Return the weights W + scaling * B A, each [O, I], of a plain model that computes the same; float32 sums, rounded once."""
         for layer, (a, b) in self.adapter.pairs.items():
-            self.state[f"{layer}.weight"].addmm_(b, a, alpha=self.adapter.scaling)
+            of_expert = split_name(layer)
+            weight = self.state[f"{layer}.weight"] if of_expert is None else self.state["{}.{}".format(*of_expert)][of_expert[2]]
+            weight.addmm_(b, a, alpha=self.adapter.scaling)
         return as_dtype(published_names(self.model, self.state), self.dtype)
