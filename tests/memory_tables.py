@@ -1,6 +1,6 @@
 """The shapes of well-known models, and the tables of docs/scaling.md made of them: `python tests/memory_tables.py` prints the tables."""
 
-from offbeat.runs.memory import ModelShape, TrainedAdapter, cache_bytes_per_token, engine_weights, rank_memory
+from offbeat.runs.memory import ModelShape, TrainedAdapter, rank_memory
 
 GIB = 2**30
 
@@ -22,6 +22,16 @@ MODELS = {
         "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672,
         "vocab_size": 128256}),
 }
+
+
+def engine_weights(shape: ModelShape, *, num_devices: int = 1) -> int:
+    """Return the bytes of bfloat16 weights on each device of an engine."""
+    return 2 * -(-shape.num_parameters // num_devices)
+
+
+def cache_bytes_per_token(shape: ModelShape) -> int:
+    """Return the bytes of bfloat16 keys and values of one token, over all devices of an engine."""
+    return 2 * 2 * shape.layers * shape.keys
 
 
 def memory_table(*, tokens: int = 16384, shards: tuple[int, ...] = (8, 32)) -> str:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3Config
 
-from memory_tables import MODELS
+from memory_tables import MODELS, engine_weights
 from offbeat.config.load import load_config
-from offbeat.runs.memory import engine_weights, rank_memory
+from offbeat.runs.memory import rank_memory
 from offbeat.runs.slurm import SlurmJob, slurm_script
 from offbeat.runs.threads import choose_threads, usable_cores
 from offbeat.trainer.memory import estimate_memory

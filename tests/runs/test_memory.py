@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from memory_tables import GIB, MODELS, adapter_table, memory_table
-from offbeat.runs.memory import ModelShape, TrainedAdapter, cache_bytes_per_token, engine_weights, rank_memory
+from memory_tables import GIB, MODELS, adapter_table, cache_bytes_per_token, engine_weights, memory_table
+from offbeat.runs.memory import ModelShape, TrainedAdapter, rank_memory
 
 PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
 

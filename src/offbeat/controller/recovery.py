@@ -1,9 +1,9 @@
 """Goes on from a checkpoint, or from the initial model, to the point where the run's journal ended: redoes the steps since.
 
 Called by the loop, on every rank, after the ranks have loaded the checkpoint and before any engine has their weights. Steps are redone on
-the batches that they had, without engines: the groups are in the journal, and so is what spread their sequences over the ranks. The weights
-come out the same, bit for bit. Rows of metrics, evaluations and exports of redone steps are there already, and their rollouts but for the
-last ones, which are stored now if the kill came before that.
+the batches that they had, without engines: the groups are in the journal, with the costs by which their sequences were spread over the
+ranks. The weights come out the same, bit for bit. Rows of metrics, evaluations and exports of redone steps are there already, and their
+rollouts but for the last ones, which are stored now if the kill came before that.
 """
 
 import asyncio
@@ -120,7 +120,7 @@ class StepRecovery:
         return standing
 
     def _changed(self, saved: SavedState, identity: Identity) -> str:
-        """Return the change with which the steps would come out differently; "" if there is none."""
+        """Return the change since the steps were done that would make them come out differently; "" if there is none."""
         try:
             lines = compare(self._parts.inputs.identity, replace(saved, identity=identity), run_dir=self._record.run_dir, part=_PART)
         except ConfigError as exc:

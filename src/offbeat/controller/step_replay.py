@@ -36,7 +36,7 @@ _COMPUTED = ("train/", "policy/", "reward/", "critic/", "balance/")
 """Beginnings of the names of metrics that a step computes from its batch and its weights."""
 
 _TENSORS = ".distcp"
-"""Suffix of the files of a checkpoint that have its tensors; the others have names that are drawn."""
+"""Suffix of the files of a checkpoint that have its tensors; the names of its other files are random."""
 
 _WEIGHTS = "*.safetensors"
 """Files of an export that have its tensors."""

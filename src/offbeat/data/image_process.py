@@ -1,4 +1,4 @@
-"""The image process: decodes images, and makes of each what the model gets, with the model's own processor. Started by `data.image_reader`.
+"""The image process: decodes images, and computes the model's inputs with its own processor. Started by `data.image_reader`.
 
 It answers requests on its standard input with frames on its standard output. Nothing else decodes or resizes an image in a run.
 """

@@ -66,7 +66,7 @@ def _is_young(path: Path) -> bool:
 
 
 def _forget_sources(folder: Path, images: set[int]) -> None:
-    """Remove the notes of which file became which image, before the images, so that none leads nowhere."""
+    """Remove the notes of which file became which image, before the images, so that no note names an image that is gone."""
     for path in folder.glob("*.source"):
         with suppress(OSError, ValueError):
             if int(path.read_text()) in images:

@@ -1,4 +1,4 @@
-"""Images of rows to what stands for them in prompts. Holds the image process of a model, and the store of a run. Called by `data.prompt`.
+"""Reads the images of rows into the tokens of prompts. Holds a model's image process and a run's image store. Called by `data.prompt`.
 
 An image is decoded and processed once: afterwards it is found by the hash of its file, also by a run that goes on.
 """

@@ -56,7 +56,7 @@ class StoredImage:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of its arrays, of its grid, and of what stands in a prompt but its own id."""
+        """SHA-256 of its arrays, its grid, and its tokens in a prompt without its own id."""
         state = hashlib.sha256(np.where(self.tokens == self.id, -1, self.tokens).astype("<i4").tobytes())
         state.update(repr(tuple(self.grid)).encode())
         for name, array in sorted(self.arrays.items()):
@@ -185,7 +185,7 @@ def find_pictures(run_dir: Path, tokens: Sequence[int] | np.ndarray) -> dict[int
 
 
 def read_notes(path: Path) -> set[int]:
-    """Return the ids of images that a run has noted; a line that was not written to its end is none."""
+    """Return the ids of images that a run has noted; a line without an end is left out."""
     try:
         return {int(line) for line in path.read_text().splitlines() if line.isdecimal() and int(line) >= FIRST_ID}
     except FileNotFoundError:

@@ -182,7 +182,7 @@ class JournalStanding:
 
     @property
     def known_results(self) -> list[Result]:
-        """Results but for those of groups that a step still has to train on, which a run that goes on hears of then."""
+        """Results without those of groups that a step still has to train on: a run that goes on hears of these in that step."""
         return [each for each in self.results if each.step is None or each.step <= self._last]
 
     def read_open(self) -> dict[str, OpenGroup]:

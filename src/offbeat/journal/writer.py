@@ -175,7 +175,7 @@ class JournalWriter:
                 self._attempt(self._files.sync)
 
     def _record(self, entry: Entry) -> None:
-        """Write an entry, as soon as the disk takes it; where one is left out, because the run ends, all that follow are."""
+        """Write an entry, as soon as the disk takes it; once one is left out, because the run ends, so are all later ones."""
         if not self._gap:
             data = entry.to_bytes()
             last = False

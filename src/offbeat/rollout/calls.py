@@ -67,7 +67,7 @@ class _WatchedCall:
         self.answers, self.hearing = tuple(map(_answer, samples)), None
 
     def forget(self) -> None:
-        """Take it that it is not answered, and that nothing goes on from it."""
+        """Drop its answer, and the tokens from which its samples would go on."""
         self.answers, self.hearing = (), None
 
     def news(self) -> tuple[HeardSample, ...]:
@@ -80,7 +80,7 @@ class _WatchedCall:
         return news if self.is_recorded > was or any(len(each.tokens) for each in news) else ()
 
     def record_anew(self) -> None:
-        """Take nothing as recorded."""
+        """Let all of its answer be recorded once more."""
         self.is_recorded, self.num_recorded = False, [0] * len(self.answers)
         for sample in self.hearing.samples if self.hearing is not None else ():
             sample.num_recorded = 0

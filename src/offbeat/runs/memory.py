@@ -1,4 +1,4 @@
-"""Memory of a model on a train rank (states and activations) and on an engine. Pure arithmetic, torch-free.
+"""Memory of a model on a train rank: states and activations. Pure arithmetic, torch-free.
 
 docs/scaling.md states the formulas.
 """
@@ -124,16 +124,6 @@ def rank_memory(
     activations = _activations(shape, tokens, mixed=mixed, checkpointing=checkpointing)
     moments = 2 * trained
     return RankMemory(weights + of_adapter, trained, 0 if offloads else moments, gathered, activations, host=moments if offloads else 0)
-
-
-def engine_weights(shape: ModelShape, *, num_devices: int = 1) -> int:
-    """Return the bytes of bfloat16 weights on each device of an engine."""
-    return 2 * -(-shape.num_parameters // num_devices)
-
-
-def cache_bytes_per_token(shape: ModelShape) -> int:
-    """Return the bytes of bfloat16 keys and values of one token, over all devices of an engine."""
-    return 2 * 2 * shape.layers * shape.keys
 
 
 def _activations(shape: ModelShape, tokens: int, *, mixed: bool, checkpointing: bool) -> int:

@@ -1,4 +1,4 @@
-"""What the rollouts of a run tell, in its records: events, stored rollouts, journal and console. Torch-free."""
+"""Records what the rollouts of a run tell: in its events, stored rollouts and journal, and on its console. Torch-free."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from offbeat.types import Version
 
 @dataclass(frozen=True)
 class RecordedRollouts(RolloutListener):
-    """Records what the rollouts of a run tell, in its events, its stored rollouts and on its console.
+    """The listener of a run's rollouts.
 
     Attributes:
         keeps_rejected: whether rejected groups are stored.
-        journal: has all of it; that of an evaluation has nothing.
+        journal: gets all of it; an evaluation's is a `NoJournal`.
     """
 
     record: RunRecord

@@ -108,7 +108,6 @@ class Board:
         arrivals: number of arrivals so far.
         last, last_s: name of the point that the caller left last, and time.monotonic() at that moment.
         inside: number of the point whose collective the caller is in; 0 outside.
-        inside_s: time.monotonic() when it entered that collective.
         failure: why no point will ever be passed again; None while all is well.
         beat_s: time.monotonic() of the last beat.
     """
@@ -121,7 +120,6 @@ class Board:
         self.last = "start"
         self.last_s = time.monotonic()
         self.inside = 0
-        self.inside_s = time.monotonic()
         self.failure: SyncVerdict | None = None
         self.beat_s = time.monotonic()
 

@@ -263,7 +263,7 @@ class Sync:
     @contextmanager
     def _inside(self, name: str) -> Iterator[None]:
         around, n = self._board.inside, self._board.arrivals
-        self._board.inside, self._board.inside_s = n, time.monotonic()
+        self._board.inside = n
         try:
             yield
         except SyncError:

@@ -1,7 +1,7 @@
-"""How vLLM's layers round their weights to 8 or 4 bits, written once more than in the kernels. Needs torch alone.
+"""The rounding of weights to 8 or 4 bits in vLLM's layers, computed apart from its kernels. Needs torch alone.
 
-`vllm_quantized` rounds by it what is loaded, and `vllm_readback` compares by it what kernels compute with. In 8-bit floats vLLM rounds by
-itself, and this says what must come of it.
+`vllm_quantized` rounds weights by it as they are loaded, and `vllm_readback` compares the kernels' weights with its numbers. To floats of
+8 bits vLLM itself rounds; there, these are only the expected numbers.
 """
 
 from dataclasses import dataclass
