@@ -2,8 +2,9 @@
 
 A token has few query heads for each key head, so that a product of them with its cache is mostly overhead: batched products take twice as
 long as reading keys and values does, and torch's fused kernel in bfloat16 four times. FBGEMM's kernels behind `embedding_bag` multiply
-rows by numbers and add them up, about as fast as memory is read, and in float32. Scores are such a sum of one row for each number of the
-query, over the positions, for which the cache stores keys by columns; the result is one of a row for each position.
+rows by numbers and add them up, about as fast as memory is read, and in float32. The scores of a query are such a sum: the cache stores
+keys by columns, row d with number d of every position's key, and the query's numbers are the weights. The result is a sum of the positions'
+rows of values, weighted by the scores.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from offbeat.engine.cache import DecodeStep, add_mask
 
 @dataclass(frozen=True, eq=False)
 class Bags:
-    """What all layers of a decode step share. Indices are int32.
+    """Indices and mask that all layers of a decode step share. Indices are int32.
 
     Attributes:
         mask: [B, 1, width] float32, 0 where the new token attends and -inf elsewhere.
@@ -34,7 +35,7 @@ class Bags:
 
     @classmethod
     def of(cls, step: DecodeStep, *, num_heads: int) -> "Bags":
-        """Return those of a step."""
+        """Return the indices and the mask of a decode step."""
         heads, sharing = step.rows * step.shape.num_kv_heads, num_heads // step.shape.num_kv_heads
         mask = add_mask(step.positions[:, None], width=step.width, window=None, dtype=torch.float32)
         keys, values = _rows(heads, sharing, step.head_dim, step.head_dim), _rows(heads, sharing, step.room, step.width)

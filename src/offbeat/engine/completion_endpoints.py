@@ -80,7 +80,7 @@ class CompletionEndpoints:
 
     def _ended(self, body: CompletionBody, prompt: list[int]) -> FinishReason | None:
         """Return why the sample that a request is to go on with has ended already, so that its end is not drawn a second time."""
-        # No more tokens may be asked for than are left of the limit, which may be none.
+        # Without its limit, which is 0 where the sample has all of its tokens already.
         params = msgspec.structs.replace(body, max_tokens=None).params(default_max_tokens=self._engine.max_context)
         if has_ended(params, self._tokenizer, prompt[-body.begun_tokens :]):
             return "stop"

@@ -1,7 +1,7 @@
 """Images in a model's forward pass: its tower's features in the places of placeholders, and positions of several dimensions.
 
 Called by `logprobs` in training and by the engine's `forward_hf`, so that both compute the same. Pixels come from the run's `ImageStore` by
-the ids in the tokens; a model without one refuses such ids. Which families there are is said by `data.image_reader.FAMILIES`.
+the ids in the tokens; a model without one refuses such ids. `data.image_reader.FAMILIES` names the families.
 """
 
 from collections.abc import Mapping, Sequence
@@ -148,7 +148,7 @@ def images_of(model: nn.Module) -> ModelImages | None:
 
 
 def language_attention(config: Any, name: str) -> str | dict[str, str]:
-    """Return what sets the attention of a model's language part to `name`, and leaves its tower's as it is."""
+    """Return the form of transformers' `attn_implementation` that gives the language part `name`, and leaves its tower's as it is."""
     vision = getattr(config, "vision_config", None)
     if vision is None or family_of(config) is None:
         return name
@@ -162,7 +162,7 @@ def is_language(config: Any, name: str) -> bool:
 
 
 def row_inputs(model: Any, row: PackedRow) -> tuple[dict[str, Any], np.ndarray | None]:
-    """Return the inputs of a packed row with images, and how far its tokens see where that is not what is causal.
+    """Return the inputs of a packed row with images, and how far its tokens see where their attention is not causal.
 
     A shared prompt's images run once. Sequences are checked: an image has all of its placeholders, in one run of the row.
 
