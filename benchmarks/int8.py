@@ -4,7 +4,7 @@ The matrices have the shapes of SmolLM2-135M and random numbers: 30 layers of fu
 all products of one token step, on one thread; the product alone counts, without norms and attention. Kernels that this CPU lacks are named.
 
     python benchmarks/int8.py [--quick] [--repeats 3]
-    ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python benchmarks/int8.py    # FBGEMM, behind linear_dynamic, is not masked by these
+    ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 FBGEMM_ENABLE_INSTRUCTIONS=AVX2 python benchmarks/int8.py    # as with AVX2 alone
     python benchmarks/int8.py --engine .models/smollm2-135m-instruct [--rows 1 8 16 64]
 
 Weights have one scale per output, -127 to 127. A line per kernel and number of rows on stderr says the relative error of the product.

@@ -165,12 +165,13 @@ def test_a_kernel_that_adds_in_16_bits_gets_7_bits(monkeypatch):
     assert find_kernel.__wrapped__() == Narrow(NARROW)
 
 
-@pytest.mark.skipif("x86" not in torch.backends.quantized.supported_engines, reason="oneDNN's instructions are chosen on x86")
-@pytest.mark.parametrize("instructions", ["AVX2", "AVX512_CORE"])
-def test_onednn_gets_7_bits_on_a_cpu_without_vnni(instructions):
-    code = (
-        "from offbeat.engine.int8 import NARROW, OneDnn, is_exact; print(is_exact(OneDnn()), is_exact(OneDnn(NARROW)))")
-    masked = os.environ | {"ONEDNN_MAX_CPU_ISA": instructions, "OMP_NUM_THREADS": "1"}
+@pytest.mark.skipif("x86" not in torch.backends.quantized.supported_engines, reason="instructions are chosen on x86")
+@pytest.mark.parametrize("kernel, variable, instructions", [
+    ("OneDnn", "ONEDNN_MAX_CPU_ISA", "AVX2"), ("OneDnn", "ONEDNN_MAX_CPU_ISA", "AVX512_CORE"),
+    ("Fbgemm", "FBGEMM_ENABLE_INSTRUCTIONS", "AVX2")])
+def test_a_kernel_gets_7_bits_on_a_cpu_without_vnni(kernel, variable, instructions):
+    code = f"from offbeat.engine.int8 import NARROW, {kernel}, is_exact; print(is_exact({kernel}()), is_exact({kernel}(NARROW)))"
+    masked = os.environ | {variable: instructions, "OMP_NUM_THREADS": "1"}
     told = subprocess.run([sys.executable, "-c", code], env=masked, capture_output=True, text=True, check=True, timeout=60)
     assert told.stdout.split() == ["False", "True"], told.stderr
 
