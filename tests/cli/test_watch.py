@@ -137,5 +137,7 @@ def test_a_browser_shows_the_rollouts_as_text_and_runs_nothing_that_a_model_wrot
         assert "0 of 13 rollouts" in rendered(f"{url}#run=mine&view=rollouts&text=newest", tmp_path / "profile"), "a word like any other"
         records = rendered(f"{url}#run=mine&view=records", tmp_path / "profile")
         assert "Events (1)" in records and "<img" not in records and "<title>mine" in records
+        step = rendered(f"{url}#run=mine&view=step&step=2", tmp_path / "profile")
+        assert "step 2 of 5" in step and "forty-two is 42" in re.sub(r"<[^>]*>", "", step) and 'title="version 3"' in step
         overview = rendered(f"{url}#run=mine&view=overview", tmp_path / "profile")
         assert 'aria-label="Reward"' in overview and 'class="problem" role="alert" hidden' in overview

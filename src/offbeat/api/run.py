@@ -15,6 +15,7 @@ import msgspec
 import zstandard
 
 from offbeat.api.push import Commit, plan_push, send
+from offbeat.api.replayed import Replayed, replay_run
 from offbeat.dashboard.report import cell_html, write_report
 from offbeat.dashboard.run_files import check_run, read_run
 from offbeat.errors import ConfigError, DataError, MissingExtraError
@@ -211,6 +212,25 @@ class Run:
     def report(self) -> Path:
         """Write the run's report, one HTML file that opens in any browser, and return its path."""
         return write_report(self.folder)
+
+    def replay(self, *, from_step: int | None = None, to_step: int | None = None, live_groups: int | None = None) -> Replayed:
+        """Train the steps of the run again from its journal and compare them, as `offbeat replay` does; docs/replay.md says what is equal.
+
+            replayed = offbeat.Run("runs/words").replay(to_step=10)
+            print(replayed.is_equal, [step.difference for step in replayed.steps])
+
+        Nothing is written into the run's folder. It blocks, also in a notebook.
+
+        Args:
+            from_step, to_step: the steps to compare; by default all that can be replayed.
+            live_groups: number of groups of each step to generate again with an engine, 0 for all; None starts no engine.
+
+        Raises:
+            UserError: the run cannot be replayed; says why.
+            RunError: a process failed.
+            KeyboardInterrupt: it was interrupted.
+        """
+        return replay_run(self.folder, from_step=from_step, to_step=to_step, live_groups=live_groups)
 
     def push(
         self, repo_id: str, *, checkpoint: str = "last", adapter: bool = False, base_model: str = "", revision: str = "main",

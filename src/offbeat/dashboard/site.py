@@ -28,6 +28,7 @@ from offbeat.dashboard.library import RunLibrary
 from offbeat.dashboard.processes import processes_html
 from offbeat.dashboard.report import CHARTS_SCRIPT, STYLE, details_html, overview_html, subtitle, timeline_html
 from offbeat.dashboard.rollout_filter import ORDERS, STATUSES, Filter
+from offbeat.dashboard.steps import step_facts
 from offbeat.data.image_store import find_pictures
 from offbeat.data.stored_rollouts import Address, KeptGroup, KeptTrajectory, find_group
 from offbeat.errors import ConfigError, OffbeatError, UserError
@@ -38,6 +39,7 @@ AnswerQuery = Callable[[RunLibrary, Request], Any]
 _FOLDER = Path(__file__).parent
 _MOST_COMPARED = 8
 _PAGE = 60
+_GROUPS = 8
 _INTEGERS = ("min_step", "max_step", "min_length", "max_length", "min_version", "max_version")
 _NUMBERS = ("min_reward", "max_reward")
 
@@ -66,8 +68,8 @@ def make_site(library: RunLibrary, *, key: str) -> Starlette:
     files = [Route("/", index, methods=["GET"]), Route("/watch.css", css, methods=["GET"]),
              Route("/watch.js", javascript, methods=["GET"])]
     asked = {
-        "runs": _runs, "stamp": _stamp, "overview": _overview, "timeline": _timeline, "records": _records, "compare": _compare,
-        "rollouts": _rollouts, "rollout": _rollout}
+        "runs": _runs, "stamp": _stamp, "overview": _overview, "step": _one_step, "timeline": _timeline, "records": _records,
+        "compare": _compare, "rollouts": _rollouts, "rollout": _rollout}
     answers = [Route(f"/api/{name}", _answering(answer, library), methods=["GET"]) for name, answer in asked.items()]
     return Starlette(routes=[*files, *answers], middleware=[Middleware(AccessGate, key=key)])
 
@@ -105,6 +107,12 @@ def _stamp(library: RunLibrary, http: Request) -> Any:
 def _overview(library: RunLibrary, http: Request) -> Any:
     run = library.read(_name(http))
     return {"subtitle": subtitle(run), "html": overview_html(run)}
+
+
+def _one_step(library: RunLibrary, http: Request) -> Any:
+    name, first = _name(http), _number_of(http, "first", int) or 0
+    return step_facts(
+        library.read(name), library.folder(name), step=_number_of(http, "step", int), first=max(first, 0), most=_GROUPS)
 
 
 def _timeline(library: RunLibrary, http: Request) -> Any:

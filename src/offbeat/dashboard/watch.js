@@ -2,7 +2,7 @@
 // The live page. What a model wrote is only ever put in as text (`textContent`), never as markup; HTML comes from the server alone, which
 // escapes it. The address behind # says what is shown, so that a view can be linked to.
 
-const VIEWS = { overview: "Overview", rollouts: "Rollouts", timeline: "Time line", records: "Records", compare: "Compare" };
+const VIEWS = { overview: "Overview", step: "Steps", rollouts: "Rollouts", timeline: "Time line", records: "Records", compare: "Compare" };
 const POLL_MS = 2000;
 const byId = id => document.getElementById(id);
 const state = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
@@ -69,6 +69,10 @@ async function showRuns() {
   const did = run.is_over ? ", ended " : run.is_live ? ", wrote " : ", interrupted, wrote ";
   pulse.textContent = step + did + ago(Date.now() / 1000 - run.changed_s);
 }
+async function showSubtitle() {
+  const run = state.run, answer = await ask("overview", { run });
+  if (run === state.run) byId("subtitle").textContent = answer.subtitle;
+}
 function showTabs() {
   byId("tabs").replaceChildren(...Object.entries(VIEWS).filter(([view]) => view !== "compare" || trained().length > 1).map(([view, title]) =>
     make("button", { type: "button", role: "tab", "aria-selected": String(view === state.view), onclick: () => openView(view) }, title)));
@@ -84,6 +88,7 @@ async function refresh(changed) {
   shown[state.view] = stamp;
   tell(null);
   if (state.view === "rollouts") await list(false);
+  else if (state.view === "step") await showStep();
   else if (state.view === "compare") await compare();
   else {
     const run = state.run, view = state.view, answer = await ask(view, { run });
@@ -127,6 +132,89 @@ async function compare() {
   byId("compared").innerHTML = answer.html;
   attachCharts(byId("compared"));
 }
+
+// ---- one step after the other
+
+let stepping = 0, steps_known = [];
+async function showStep(first) {
+  const turn = ++stepping, run = state.run, answer = await ask("step", { run, step: state.step, first });
+  if (turn !== stepping || run !== state.run) return;
+  steps_known = answer.steps;
+  const place = steps_known.indexOf(answer.step), slider = byId("slider");
+  slider.max = Math.max(steps_known.length - 1, 0);
+  slider.value = Math.max(place, 0);
+  slider.disabled = steps_known.length < 2;
+  byId("before").disabled = place <= 0;
+  byId("after").disabled = place >= steps_known.length - 1;
+  byId("at").textContent = steps_known.length ? "step " + answer.step + " of " + steps_known[steps_known.length - 1] : "no step yet";
+  if (!first) byId("measured").replaceChildren(make("h3", {}, "Metrics ", make("small", {}, "and their change since the step before")), ...measured(answer.metrics));
+  const cards = answer.groups.map(groupCard), box = byId("groups");
+  box.querySelector(".more")?.remove();
+  if (first) box.append(...cards);
+  else if (cards.length) box.replaceChildren(...cards);
+  else box.replaceChildren(make("p", { class: "empty" }, !steps_known.length ? "Nothing was recorded yet." : answer.step === 0
+    ? "Step 0 is the evaluation before the first step." : "The rollouts of this step were not kept (telemetry.rollouts_every_steps)."));
+  const shown_groups = (first || 0) + answer.groups.length;
+  if (shown_groups < answer.num_groups) box.append(make("div", { class: "more" }, make("button", { type: "button",
+    onclick: () => showStep(shown_groups).catch(tell) }, "show more of " + plural(answer.num_groups, "group"))));
+}
+function measured(metrics) {
+  const folders = new Map();
+  for (const each of metrics) {
+    const [folder, ...rest] = each.name.split("/");
+    if (!folders.has(folder)) folders.set(folder, []);
+    folders.get(folder).push([rest.join("/") || folder, each]);
+  }
+  const first = ["reward", "eval", "train", "policy"], order = folder => (first.indexOf(folder) + first.length + 1) % (first.length + 1);
+  return [...folders].sort(([one], [other]) => order(one) - order(other)).map(([folder, found]) => make("table", { class: "measured" }, make("caption", {}, folder),
+    ...found.map(([name, each]) => make("tr", {}, make("th", { scope: "row", title: each.name },
+        ...name.split("_").flatMap((part, at) => at ? ["_", make("wbr"), part] : [part])), make("td", {}, number(each.value)),
+      make("td", { class: "change" }, each.value === null || each.before === null || each.value === each.before ? "" : signed(each.value - each.before))))));
+}
+const VERSION_COLOURS = ["--c1", "--c2", "--c3", "--evaluate", "--score", "--advantage"];
+function versionColour(version) { // the same in all groups and steps
+  return "color-mix(in srgb, var(" + VERSION_COLOURS[version % VERSION_COLOURS.length] + ") 36%, transparent)";
+}
+function groupCard(group) {
+  const versions = [...new Set(group.samples.flatMap(each => each.versions).filter(each => each !== null))].sort((a, b) => b - a);
+  return make("div", { class: "card" },
+    make("div", { class: "head" }, make("h2", {}, group.prompt_id),
+      make("span", { class: "fact" }, "admitted at version", make("b", {}, String(group.admitted_version))),
+      group.answer ? make("span", { class: "fact" }, "answer", make("b", {}, line(group.answer).slice(0, 80))) : "",
+      make("span", { class: "scale" }, "sampled by version", ...versions.flatMap(version => {
+        const swatch = make("i");
+        swatch.style.backgroundColor = versionColour(version);
+        return [swatch, String(version)];
+      }))),
+    make("p", { class: "asked" }, line(group.prompt).slice(0, 400)),
+    make("div", { class: "samples" }, ...group.samples.map(stepSample)));
+}
+function stepSample(each) {
+  const text = make("p", { class: "tokens" });
+  for (const [at, piece] of each.pieces.entries()) {
+    const span = make("span", { class: each.versions[at] === null ? "gap" : "", title: each.versions[at] === null ? "" : "version " + each.versions[at] }, piece);
+    if (each.versions[at] !== null) span.style.backgroundColor = versionColour(each.versions[at]);
+    text.append(span);
+  }
+  return make("div", { class: "sample", onclick: () => { remember({ view: "rollouts", rollout: each.address }); refresh(true).catch(tell); } },
+    make("div", { class: "facts" }, make("b", {}, number(each.reward)), make("span", {}, signed(each.advantage)),
+      each.reason === "stop" ? "" : make("span", { class: "badge" }, each.reason.split(": ")[0]), each.agent), text);
+}
+function goTo(place) {
+  if (place < 0 || place >= steps_known.length) return;
+  // The newest step is not named, so that the page follows a run that goes on.
+  remember({ step: place === steps_known.length - 1 ? "" : String(steps_known[place]) });
+  showStep().then(() => tell(null)).catch(tell);
+}
+byId("slider").addEventListener("input", event => goTo(Number(event.target.value)));
+byId("before").addEventListener("click", () => goTo(Number(byId("slider").value) - 1));
+byId("after").addEventListener("click", () => goTo(Number(byId("slider").value) + 1));
+document.addEventListener("keydown", event => {
+  const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  if (!by || state.view !== "step" || ["INPUT", "SELECT"].includes(event.target.tagName)) return;
+  event.preventDefault();
+  goTo(Number(byId("slider").value) + by);
+});
 
 // ---- the list of rollouts
 
@@ -349,13 +437,13 @@ function conversation(rollout) {
 
 byId("run").addEventListener("change", event => {
   current = null;
-  remember({ run: event.target.value, rollout: "", same_prompt: "" });
+  remember({ run: event.target.value, rollout: "", same_prompt: "", step: "" });
   shown = {};
   stamp = "";
   byId("reader").replaceChildren();
-  Promise.resolve().then(showRuns).then(() => refresh(true)).catch(tell);
+  Promise.resolve().then(showRuns).then(() => Promise.all([refresh(true), showSubtitle()])).catch(tell);
 });
 for (const [name, value] of Object.entries(state)) if (filters.elements[name]) filters.elements[name].value = value;
 if (!(state.view in VIEWS)) remember({ view: "overview" });
-showRuns().then(() => ask("overview", { run: state.run })).then(answer => { byId("subtitle").textContent = answer.subtitle; }).catch(() => {});
+showRuns().then(showSubtitle).catch(() => {});
 poll();

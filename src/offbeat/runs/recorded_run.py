@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
-from offbeat import ending
+from offbeat.aio import run_interruptible
 from offbeat.checkpoint.manifest import look
 from offbeat.config.load import load_config
 from offbeat.config.resume import changes, listed
@@ -89,6 +89,7 @@ def replay(
     Raises:
         ConfigError: there is no such run, or it cannot be replayed; says why.
         DataError: its files cannot be read.
+        KeyboardInterrupt: it was interrupted; its processes have ended.
     """
     config = recorded_config(run_dir)
     if config.run.mode == "spmd" and not config.rollout.single_rank_load:
@@ -123,7 +124,7 @@ def replay(
                         listener.compared(step)
             return equal
 
-        return ending.run(main(), tell=listener.remark)
+        return run_interruptible(main())
     finally:
         if out is None:
             discard(folder)
