@@ -31,8 +31,8 @@ from engine import build
 from offbeat.algorithms.adam import AdamParams
 from offbeat.config.root import Config
 from offbeat.data.batch import Batch
-from offbeat.model.lora import LAYER_KINDS
 from offbeat.model.lora_routes import EqualRoute, OneRoute, SpanRoute
+from offbeat.model.lora_targets import LAYER_KINDS
 from offbeat.sync.mesh import ProcessGroups
 from offbeat.trainer.bank_trainer import BankTrainer
 from offbeat.trainer.messages import NewAdapter, OptimStep

@@ -57,10 +57,11 @@ class ModelConfig(Section):
         "float32", "Number format of the engines' weights; the trainer keeps float32 masters. float32 makes both agree to 1e-4."
         ' "auto" takes bfloat16 where engines compute on devices or CPUs with instructions for it, such as AMX.'
         " On other CPUs, bfloat16 is many times slower than float32.", on_resume=Change.TOLD)
-    route_replay: Literal["off", "rollout"] = field(
+    route_replay: Literal["off", "rollout", "old_policy"] = field(
         "off", 'Experts that a mixture of experts uses in training: "rollout" takes those that each token used when the engine sampled, so'
-        " that rounding cannot send it elsewhere; the trainer weighs them by its own scores. The default lets routers choose again: dense"
-        " models have none, not all engines give experts, and they take a byte per token, layer and expert on the way.",
+        " that rounding cannot send it elsewhere; the trainer weighs them by its own scores. \"old_policy\" takes those of the trainer's"
+        " policy before the first of a step's several updates. The default lets routers choose again: dense models have none, not all"
+        " engines give experts, and they take a byte per token, layer and expert on the way.",
         on_resume=Change.TOLD)
     quantization: Literal["none", "int8", "nf4"] = field(
         "none", "Form of the frozen weights that an adapter is trained over (QLoRA), in the decoder's linear layers: int8 takes a byte for"

@@ -25,12 +25,16 @@ def check_engines(inference: InferenceConfig) -> None:
         raise ValueError(f"inference.min_engines must be <= the {num_engines} of inference.{name}, got {inference.min_engines}")
 
 
-def check_routes(model: ModelConfig, *, inference: InferenceConfig) -> None:
-    """Check that the engines give the experts that are to be replayed."""
-    if model.route_replay != "off" and not inference.kind.gives_routes:
+def check_routes(model: ModelConfig, *, inference: InferenceConfig, num_minibatches: int) -> None:
+    """Check that there are the experts that are to be replayed."""
+    if model.route_replay == "rollout" and not inference.kind.gives_routes:
         raise ValueError(
-            f"model.route_replay must be 'off' with inference.engine = '{inference.engine}', got '{model.route_replay}'; only"
-            f" {kinds_that('gives_routes')} returns the experts that each token used")
+            f"model.route_replay must not be 'rollout' with inference.engine = '{inference.engine}', got it; only"
+            f" {kinds_that('gives_routes')} returns the experts that each token used, so choose 'off', or 'old_policy'")
+    if model.route_replay == "old_policy" and num_minibatches == 1:
+        raise ValueError(
+            "model.route_replay must not be 'old_policy' with algorithm.num_minibatches = 1, got it; the only update of a step begins at"
+            " the old policy, whose experts are its own, so leave it out")
 
 
 def check_quantization(inference: InferenceConfig, *, model: ModelConfig) -> None:

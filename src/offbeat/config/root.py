@@ -134,7 +134,7 @@ class Config(LearningConfig):
             raise ValueError(
                 f"model.tiny.num_kv_heads must divide num_heads = {self.model.tiny.num_heads}, got {self.model.tiny.num_kv_heads}")
         check_quantization(self.inference, model=self.model)
-        check_routes(self.model, inference=self.inference)
+        check_routes(self.model, inference=self.inference, num_minibatches=self.algorithm.num_minibatches)
         check_step(self.train, model=self.model)
         check_channel(self.weights, model=self.model, inference=self.inference)
         check_devices(self.cluster, inference=self.inference)

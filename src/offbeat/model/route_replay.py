@@ -95,10 +95,12 @@ class _Current(threading.local):
     Attributes:
         routes: those of the row whose layers run, [T, K] on the model's device; None to choose.
         choice: the last router's own experts and those that it was given, [T, k] each; None if it chose.
+        log: notes the experts of routers that choose; None to note nothing.
     """
 
     routes: Tensor | None = None
     choice: tuple[Tensor, Tensor] | None = None
+    log: "RouteLog | None" = None
 
 
 _current = _Current()
@@ -115,6 +117,34 @@ def set_routes(routes: Tensor | None) -> None:
 def last_choice() -> tuple[Tensor, Tensor] | None:
     """Return the experts that this thread's last router would have chosen, and those that it replayed, [T, k] each; None if it chose."""
     return _current.choice
+
+
+class RouteLog:
+    """The experts that a model which can replay chooses in a forward pass of this thread."""
+
+    def __init__(self) -> None:
+        self._chosen: list[Tensor] = []
+        self._num_routers = 0
+        self._dtype = np.dtype(np.uint8)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Note what routers choose in the body, instead of what was noted before."""
+        self._chosen = []
+        _current.log = self
+        try:
+            yield
+        finally:
+            _current.log = None
+
+    def add_choice(self, experts: Tensor, *, num_routers: int, num_experts: int) -> None:
+        """Note the experts [T, k] that one of the model's routers has chosen."""
+        self._chosen.append(experts)
+        self._num_routers, self._dtype = num_routers, route_dtype(num_experts)
+
+    def last_routes(self) -> np.ndarray:
+        """Return the routes [T, K] of the last forward pass; a pass may have begun anew with another head."""
+        return torch.cat(self._chosen[-self._num_routers :], dim=1).cpu().numpy().astype(self._dtype)
 
 
 def unknown_in(routes: Tensor) -> int:
@@ -140,7 +170,8 @@ def replay_routes(model: PreTrainedModel) -> None:
     for place, (layer, router) in enumerate(zip(layers, routers, strict=True)):
         # An engine tells the layers that have experts, or all layers, of which the others mean nothing.
         places = {len(routers) * top_k: place, num_layers * top_k: layer}
-        _replay(router, {width: slice(first * top_k, (first + 1) * top_k) for width, first in places.items()})
+        columns = {width: slice(first * top_k, (first + 1) * top_k) for width, first in places.items()}
+        _replay(router, num_routers=len(routers), columns=columns)
 
 
 def _layers_of(model: nn.Module, routers: Sequence[nn.Module]) -> list[int]:
@@ -149,7 +180,7 @@ def _layers_of(model: nn.Module, routers: Sequence[nn.Module]) -> list[int]:
     return [int(next(part for part in names[id(router)].split(".") if part.isdigit())) for router in routers]
 
 
-def _replay(router: nn.Module, columns: Mapping[int, slice]) -> None:
+def _replay(router: nn.Module, *, num_routers: int, columns: Mapping[int, slice]) -> None:
     """Let one router take its experts from the current routes; `columns` are its own, by the number of ids per token."""
     forward, num_experts = router.forward, _num_experts(router)
 
@@ -157,7 +188,10 @@ def _replay(router: nn.Module, columns: Mapping[int, slice]) -> None:
     def replaying(*args: Any, **kwargs: Any) -> Any:
         _current.choice = None
         if _current.routes is None:
-            return forward(*args, **kwargs)
+            outputs = forward(*args, **kwargs)
+            if _current.log is not None:
+                _current.log.add_choice(outputs[2], num_routers=num_routers, num_experts=num_experts)
+            return outputs
         if (own := columns.get(_current.routes.shape[1])) is None:
             raise ModelError(
                 f"the engine gave {_current.routes.shape[1]} experts for each token, where this model uses {min(columns)}; it serves"

@@ -51,6 +51,7 @@ from offbeat.trainer.messages import (
     WriteRequest,
     Written,
 )
+from offbeat.trainer.old_routes import OldRoutes
 from offbeat.trainer.optim import all_finite
 from offbeat.trainer.policy import Predict, autocast, canary_logprobs, predict_logprobs, score_row
 from offbeat.trainer.router_loss import router_loss_of
@@ -87,6 +88,7 @@ class Trainer(ABC):
         self._refresh_steps = config.algorithm.reference_refresh_steps if self._keeps_reference else 0
         self._heap = Heap()
         self._router_loss = router_loss_of(module, config, groups, is_policy=self._predicts == "logprobs")
+        self._old_routes = OldRoutes(module, config, is_policy=self._predicts == "logprobs")
         self._offer: WeightBroadcast | None = None
         self._last: tuple[str, Snapshot] | None = None
         """On rank 0, the folder and snapshot of the newest version; kept only if the next one may be written as its changes."""
@@ -104,15 +106,24 @@ class Trainer(ABC):
         batch = request.batch
         plan = [self._rows(batch, microbatches) for microbatches in request.minibatches]
         with self.groups.sync.region("train_step"), at_step(self.step + 1):
-            if len(plan) > 1 and any("prox_logprobs" in reads_of(loss) for loss in batch.losses):
-                scores = self._score(batch, [row for rows in plan for row in rows])
-                batch = batch.with_columns(prox_logprobs=scores.columns["logprobs"])
+            if len(plan) > 1:
+                batch = self._before_updates(batch, [row for rows in plan for row in rows])
+                plan = self._old_routes.replayed(plan)
             updates = [self._update(batch, rows, request.params, scale=len(plan)) for rows in plan]
         self.step += 1
         self._check_finite(request.params)
         if self._refresh_steps and self.step % self._refresh_steps == 0:
             self._refresh_reference()
         return self._effort.trained(merge(updates, lr=request.params.lr))
+
+    def _before_updates(self, batch: Batch, rows: Sequence[PackedRow]) -> Batch:
+        """Run the rows of several updates under the policy as it is, if the losses or replayed experts need it."""
+        if any("prox_logprobs" in reads_of(loss) for loss in batch.losses):
+            scores = self._score(batch, self._old_routes.recording(rows))
+            return batch.with_columns(prox_logprobs=scores.columns["logprobs"])
+        for row in self._old_routes.recording(rows) if self._old_routes.is_on else ():
+            self._run_row(batch, row)
+        return batch
 
     def score(self, request: ScoreShare) -> ScoredShare:
         """Score a batch's targets under the policy or under its reference, without gradients; collective.
@@ -369,7 +380,7 @@ class Trainer(ABC):
             self._heap.return_free()
         return Scores(logprobs, losses.astype(np.float32))
 
-    def _score(self, batch: Batch, rows: Sequence[PackedRow], *, of: Policy = "policy", with_entropy: bool = False) -> TargetScores:
+    def _score(self, batch: Batch, rows: Iterable[PackedRow], *, of: Policy = "policy", with_entropy: bool = False) -> TargetScores:
         """Return the scores of the targets in these rows, 0 for others."""
         with_entropy = with_entropy and self._predicts == "logprobs"  # a value has none
         columns = {name: np.zeros(batch.num_targets, np.float32) for name in (self._predicts, *(["entropy"] if with_entropy else []))}
