@@ -193,14 +193,15 @@ def render() -> str:
     text = INTRODUCTION
     for results in sorted(BENCHMARKS.glob("peers-*.jsonl")):
         figures = read_results(results, Figure)
-        loads = sorted(figure.load for figure in figures)
+        loads, dates = (sorted(getattr(figure, name) for figure in figures) for name in ("load", "date"))
         text += (
-            f"\n## On {figures[0].cpu}\n\n{figures[0].date}; {figures[0].versions}; {os.cpu_count()} cores; load of the machine when"
-            f" a part began {loads[0]:.1f} to {loads[-1]:.1f}.\n")
+            f"\n## On {figures[0].cpu}\n\n{dates[0]} to {dates[-1]}; {figures[0].versions}; {os.cpu_count()} cores; load of the machine"
+            f" when a part began {loads[0]:.1f} to {loads[-1]:.1f}, most of it by programs of lower priority.\n")
         shown = [figure for figure in figures if WANTED.get(figure.part, "") in figure.case]
         behind = [
             figure for figure in shown
-            if figure.ratio < 1 and not figure.case.endswith(_OWN) and "CPU" not in figure.unit and figure.part != "quickstart"]
+            if figure.ratio < 1 and not figure.case.endswith(_OWN) and ("CPU" not in figure.unit or figure.part == "trainer")
+            and figure.part != "quickstart"]
         if behind:
             text += "\nA peer is ahead in:\n\n"
             text += "".join(f"- {_case(figure)}, {figure.unit}: {figure.ratio:.2f} times\n" for figure in behind)
