@@ -22,10 +22,12 @@ def violations(world: World, folder: Path) -> list[str]:
     found += [
         f"prompt {row['settled']} failed as if by user code: {row['reason']}" for row in rows if row.get("why") == "code failed"][:3]
     found += _generated_again(world, rows)
+    found += _tokens_generated_again(world, rows)
     found += _trained_again(rows)
     if found:
         return found
-    return [*_wrong_steps(world, done[-1]), *_wrong_prompts(world, done[-1], rows), *_files_left(world, folder)]
+    left = [] if complete(rows[-1]) else _files_left(world, folder)  # the next start, which clears up, was refused
+    return [*_wrong_steps(world, done[-1]), *_wrong_prompts(world, done[-1], rows), *left]
 
 
 def _wrong_steps(world: World, done: dict[str, Any]) -> list[str]:
@@ -100,6 +102,45 @@ def _generated_again(world: World, rows: list[dict[str, Any]]) -> list[str]:
     return found
 
 
+def _tokens_generated_again(world: World, rows: list[dict[str, Any]]) -> list[str]:
+    """Check that unfinished samples of which the run had been told tokens before it was killed go on from these.
+
+    It has until the next record after it was told. Of these tokens, those of versions count that the engine which goes on has, too.
+    """
+    if not world.keeps_running:
+        return []
+    recorded_after_s = world.settings["checkpoint.journal_running_s"] + 2.0
+    found: list[str] = []
+    told: dict[str, dict[str, list[tuple[float, list[list[int]]]]]] = {}  # by prompt and request: when, and the tokens' versions
+    known: dict[str, list[list[int]]] = {}
+    asked: dict[str, list[int]] = {}
+    for row in rows:
+        if "killed" in row:
+            for prompt, requests in told.items():
+                early = [[versions for at, versions in all_told if at <= row["at"] - recorded_after_s] for all_told in requests.values()]
+                known[prompt] = [versions for request in early if request for versions in request[-1]]
+            told, asked = {}, {}
+        elif "told" in row:
+            versions = [[0] * row["num_begun"] + each for each in row["versions"]]
+            told.setdefault(row["prompt"], {}).setdefault(row["told"], []).append((row["at"], versions))
+        elif "answered" in row:
+            for requests in told.values():
+                requests.pop(row["answered"], None)
+        elif "asked" in row and (samples := known.get(row["prompt"])):
+            begun = asked[row["prompt"]] = [*asked.get(row["prompt"], ()), *row["asked"]]
+            if len(begun) < len(samples):
+                continue  # others of the group follow
+            wanted = sorted((sum(version <= row["version"] for version in each) for each in samples), reverse=True)
+            if any(has < least for has, least in zip(sorted(begun, reverse=True), wanted, strict=False)):
+                found.append(f"samples of prompt {row['prompt']} go on from {begun} tokens, and the run was told {wanted} before a kill")
+            del known[row["prompt"]]
+        elif "anew" in row:
+            known = {}  # its first tokens would be too stale
+        elif "ended" in row:
+            told = {}
+    return found[:3]
+
+
 def _trained_again(rows: list[dict[str, Any]]) -> list[str]:
     """Check that no step of which a checkpoint was saved is trained again."""
     saved, found = 0, []
@@ -115,6 +156,7 @@ def _files_left(world: World, folder: Path) -> list[str]:
     names = [path.relative_to(run).as_posix() for path in run.rglob("*")]
     left = [name for name in names if name.endswith((".part", ".old"))]
     weights = [name for name in names if name.startswith("weights/") and name.count("/") == 1]
-    if len(weights) > world.settings["weights.keep"] + 1:
+    heals = world.lora and any(fault.kind.startswith(("engine", "partition", "lost", "twice")) for fault in world.faults)
+    if len(weights) > world.settings["weights.keep"] + 1 and not heals:  # an engine that heals reads newer adapters, one after another
         left += weights
     return [f"files left: {left[:10]}"] if left else []

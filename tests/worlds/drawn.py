@@ -97,6 +97,17 @@ class World:
         return 1 if not self.spmd or self.settings["rollout.single_rank_load"] else self.settings["train.num_ranks"]
 
     @property
+    def keeps_running(self) -> bool:
+        """Whether tokens of unfinished samples that the run was told of are never generated again, but go on after a kill.
+
+        Not where something else than a kill ends what runs: engines that fail, disks, prompts that are drawn again.
+        """
+        settings = self.settings
+        return bool(
+            settings["checkpoint.journal"] and settings["rollout.on_stale"] != "requeue" and not self.reward_fails
+            and {fault.kind for fault in self.faults} <= {"kill", "clock_jumps", "stop", "rank_dies", "rank_hangs"})
+
+    @property
     def eta(self) -> int:
         return self.settings["rollout.max_head_offpolicyness"]
 
@@ -150,7 +161,18 @@ def draw(seed: int) -> World:
     faults = _draw_faults(world, rng)
     if more.random() < 0.2:
         faults = (*faults, Fault(0, round(more.uniform(0.2, 1) * _span_s(world), 2), "engine_lies", more.randrange(num_engines), 100.0))
+    if intervals.random() < 0.08:
+        return _with_kills_of_long_samples(world, intervals)
     return replace(world, faults=faults)
+
+
+def _with_kills_of_long_samples(world: World, rng: random.Random) -> World:
+    """Return a world in which nothing but kills goes wrong, while samples run for long, since those have to go on after them."""
+    world = replace(world, token_s=3.0, reward_fails=0.0, settings={
+        **world.settings, "checkpoint.journal": True, "checkpoint.journal_running_s": rng.choice([1.0, 5.0]), "rollout.on_stale": "wait",
+        "rollout.max_new_tokens": 8})
+    return replace(world, faults=tuple(
+        Fault(life, round(rng.uniform(0.1, 0.9) * _span_s(world), 2), "kill") for life in range(rng.randint(1, 3))))
 
 
 def draw_spmd(seed: int) -> World:

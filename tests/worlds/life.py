@@ -155,7 +155,7 @@ class Life:
         self.note(killed=kind, held=[
             [head, group.prompt_id] for head, executor in self._executors.items() for group in executor.held])
         if kind == "power_cut":
-            self.disk.cut(self.rng)
+            self.disk.cut(self.world.seed * 1000 + self.number)
         os._exit(_KILLED)
 
     # -- the run -------------------------------------------------------------------------------------------------------------------------
@@ -164,7 +164,8 @@ class Life:
         """Note what rollouts and the loop do, from outside."""
         life = self
         take, save, enter, end = StepBatches.take, Rescue.save_step, RolloutExecutor.__aenter__, ending._end
-        on_drawn, on_rejected = RecordedRollouts.on_drawn, RecordedRollouts.on_rejected
+        on_drawn, on_rejected, on_anew = (
+            RecordedRollouts.on_drawn, RecordedRollouts.on_rejected, RecordedRollouts.on_played_anew)
 
         async def noted_take(self: Any, groups: Any, step: Any, algorithm: Any) -> Any:
             life.taken.setdefault(step.global_step, {})[life.head] = [
@@ -197,6 +198,11 @@ class Life:
             life.note(settled=settled.prompt_id, head=life.head, why=settled.kind, again=settled.drawn_again, reason=settled.rejected[:300])
             on_rejected(self, settled)
 
+        def noted_anew(self: Any, prompt_id: str, reason: str) -> None:
+            life.note(anew=prompt_id, reason=reason)
+            on_anew(self, prompt_id, reason)
+
+        RecordedRollouts.on_played_anew = noted_anew  # type: ignore[method-assign]
         StepBatches.take, Rescue.save_step, RolloutExecutor.__aenter__, ending._end = (  # type: ignore[method-assign]
             noted_take, noted_save, noted_enter, noted_end)
         RecordedRollouts.on_drawn, RecordedRollouts.on_rejected = noted_drawn, noted_rejected  # type: ignore[method-assign]

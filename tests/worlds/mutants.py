@@ -20,6 +20,7 @@ from offbeat.inference import client
 from offbeat.inference.dialects import embedded
 from offbeat.journal.run_journal import RunJournal
 from offbeat.loading import load_module
+from offbeat.rollout.calls import _WatchedCall
 from offbeat.rollout.executor import RolloutExecutor
 from offbeat.rollout.staleness import Gate
 from offbeat.weights.proof import Outcome, ProofJudge, Verdict
@@ -112,6 +113,17 @@ def journal_not_read() -> None:
     RunJournal.read = lambda _self, _base: None  # type: ignore[method-assign, assignment]
 
 
+def running_tokens_forgotten() -> None:
+    """Samples that were not finished at a kill begin anew."""
+    real = _WatchedCall.hear
+
+    def hear(self: Any, every_s: float, n: int) -> Any:
+        self.answers = ()
+        return real(self, every_s, n)
+
+    _WatchedCall.hear = hear  # type: ignore[method-assign]
+
+
 def sync_forgotten() -> None:
     """Files are not synced when they are said to be saved."""
     real = disk.sync
@@ -150,5 +162,5 @@ IN_SPMD = ("verdict_not_heard",)
 
 MUTANTS: dict[str, Callable[[], None]] = {each.__name__: each for each in (
     gate_without_deadlines, bound_off_by_one, served_at_once, requeued_prompt_lost, trained_prompt_returns, running_prompts_forgotten,
-    newest_version_stamped, proof_ignored, proof_not_awaited, journal_not_read, sync_forgotten, waits_without_deadlines,
-    verdict_not_heard)}
+    newest_version_stamped, proof_ignored, proof_not_awaited, journal_not_read, running_tokens_forgotten, sync_forgotten,
+    waits_without_deadlines, verdict_not_heard)}

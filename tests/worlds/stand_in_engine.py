@@ -11,6 +11,7 @@ import json
 import random
 from array import array
 from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -49,6 +50,23 @@ class _RefusedError(Exception):
         self.status, self.text = status, text
 
 
+@dataclass
+class _Running:
+    """A request for samples.
+
+    Attributes:
+        prompt: without the tokens that the only sample has from before, which are `num_begun`.
+        tokens, versions: what was generated of each.
+        num_told: tokens of all that the run was told of.
+    """
+
+    prompt: str
+    num_begun: int
+    tokens: list[list[int]]
+    versions: list[list[int]]
+    num_told: int = 0
+
+
 class StandInEngine:
     """Service of an engine's process, and the server in it."""
 
@@ -58,7 +76,7 @@ class StandInEngine:
         self._weights = (-1, "")
         self._staged: dict[int, tuple[int, str]] = {}
         self._adapters: dict[str, tuple[str, str]] = {}
-        self._running: dict[str, tuple[list[list[int]], list[list[int]]]] = {}
+        self._running: dict[str, _Running] = {}
         self._awake = asyncio.Event()
         self._awake.set()
 
@@ -84,11 +102,7 @@ class StandInEngine:
             case "/v1/completions":
                 return await self._complete(body)
             case "/v1/running":
-                return {"requests": {name: [{
-                    "first": first, "token_ids": _packed(tokens[first:], "i"), "logprobs": _packed([-1.0] * len(tokens[first:]), "f"),
-                    "versions": _packed(versions[first:], "i")}
-                    for first, tokens, versions in zip(have, *self._running[name], strict=True)]
-                    for name, have in body["requests"].items() if name in self._running}}
+                return self._tell_running(body["requests"])
             case "/v1/weights/stage":
                 await self._life.takes(self._life.world.stage_s)
                 self._staged[body["version"]] = body["version"], _read(body["folder"])
@@ -123,6 +137,20 @@ class StandInEngine:
     def _lies(self) -> bool:
         return self._life.lasts("engine_lies", int(self.name.rpartition(" ")[2]))
 
+    def _tell_running(self, requests: Mapping[str, list[int]]) -> dict[str, Any]:
+        if self._life.world.keeps_running:
+            for name in requests.keys() & self._running.keys():
+                request = self._running[name]
+                if request.num_told == (num_told := sum(map(len, request.tokens))):
+                    continue
+                request.num_told = num_told
+                self._life.note(told=name, prompt=request.prompt, num_begun=request.num_begun, versions=request.versions)
+        return {"requests": {name: [{
+            "first": first, "token_ids": _packed(tokens[first:], "i"), "logprobs": _packed([-1.0] * len(tokens[first:]), "f"),
+            "versions": _packed(versions[first:], "i")}
+            for first, tokens, versions in zip(have, self._running[name].tokens, self._running[name].versions, strict=True)]
+            for name, have in requests.items() if name in self._running}}
+
     async def _complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         world, rng = self._life.world, self._life.rng
         adapter = body.get("model", "")
@@ -137,7 +165,11 @@ class StandInEngine:
         versions: list[list[int]] = [[] for _ in lengths]
         begun = body.get("begun_tokens", 0)
         if name := body.get("request_id"):
-            self._running[name] = tokens, versions
+            prompt = " ".join(map(str, body["prompt"][: len(body["prompt"]) - begun]))
+            self._running[name] = _Running(prompt, begun, tokens, versions)
+            if world.keeps_running:
+                self._life.note(asked=[begun] * len(lengths), prompt=prompt, version=(
+                    split_adapter_name(adapter)[1] if adapter else self._weights[0]))
         for at in range(max(lengths)):
             await self._awake.wait()
             await self._life.takes(token_s)
@@ -150,6 +182,8 @@ class StandInEngine:
                 if at < length:
                     tokens[index].append(weights_token(fingerprint) if (begun + at) % 2 else version_token(version))
                     versions[index].append(version)
+        if name and world.keeps_running:
+            self._life.note(answered=name)
         return {"choices": [
             {"token_ids": tokens[index], "logprobs": {"token_logprobs": [-1.0] * length}, "versions": versions[index],
              "text": f"{own.randrange(10**6)}", "finish_reason": "length" if length == most else "stop"}

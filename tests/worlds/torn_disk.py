@@ -43,11 +43,11 @@ class TornDisk:
         os.fsync, os.fdatasync = self._seen(_fsync), self._seen(_fdatasync)
         os.rename, os.replace = self._noted(_rename), self._noted(_replace)
 
-    def cut(self, rng: random.Random) -> None:
-        """Leave what a power cut leaves."""
+    def cut(self, seed: int) -> None:
+        """Leave what a power cut leaves. What is kept of a file follows from its name, whatever else was written."""
         self.is_full = lambda: False
-        for renames in self._named.values():
-            kept = rng.randint(0, len(renames))
+        for folder, renames in self._named.items():
+            kept = self._rng(seed, folder).randint(0, len(renames))
             for old, new, before in reversed(renames[kept:]):
                 _undo(Path(old), Path(new), before)
         for path in sorted(Path(self._root).rglob("*")):
@@ -56,13 +56,17 @@ class TornDisk:
             data, synced = path.read_bytes(), self._synced.get(path.stat().st_ino)
             if data == synced:
                 continue
+            rng = self._rng(seed, str(path))
             if synced is None and rng.random() < 0.5:
                 path.unlink()
                 continue
             base = synced if synced is not None and data.startswith(synced) else b""
             tail = data[len(base):]
             with _open(path, "wb") as file:
-                file.write(base + tail[: rng.randint(0, len(tail))])
+                file.write(base + tail[: round(rng.random() * len(tail))])
+
+    def _rng(self, seed: int, path: str) -> random.Random:
+        return random.Random(f"{seed} {os.path.relpath(path, self._root)}")
 
     def _inside(self, path: Any) -> bool:
         return isinstance(path, str | os.PathLike) and os.fspath(path).startswith(self._root)
