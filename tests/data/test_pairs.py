@@ -1,18 +1,22 @@
 """Preferences: every layout becomes the same tokens, masks cover the answers alone, and bad records are refused by their line."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from chats import CHATML, FORGETS_THOUGHTS, words
+from image_models import file_of, make_folder, picture
 from offbeat.config.data import DataConfig
 from offbeat.data.dataset import ListDataset
+from offbeat.data.image_store import FIRST_ID
 from offbeat.data.pairs import EncodedPair, PairEncoder, Preference, open_pairs, parse_preference
 from offbeat.data.stream import PromptStream
-from offbeat.data.tokenizer import Tokenizer, character_tokenizer
+from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
 from offbeat.errors import DataError, ModelError
+from shared_image_reader import reader_in_process
 
 TOKENIZER = character_tokenizer()
 USER, RIGHT, WRONG = ({"role": role, "content": text} for role, text in (("user", "7+5"), ("assistant", "12"), ("assistant", "130")))
@@ -173,3 +177,50 @@ def test_pairs_that_are_too_long_are_refused_or_dropped_and_both_answers_count()
     assert [index for index, _ in drawn] == [0, 2, 0]
     with pytest.raises(DataError, match="all 1 rows are too long"):
         dropping.check(ListDataset((pair,)))
+
+
+@pytest.fixture(scope="module")
+def sees(tmp_path_factory) -> Tokenizer:
+    """The tokenizer of a model that reads images."""
+    folder = make_folder(tmp_path_factory.mktemp("models") / "qwen2_5_vl", "qwen2_5_vl")
+    return replace(load_tokenizer(folder), images=reader_in_process(folder, folder / "images"))
+
+
+SHOWN = {"role": "user", "content": [{"type": "image", "image": file_of(picture())}, {"type": "text", "text": "7+5"}]}
+
+
+OTHER = {"role": "user", "content": [{"type": "image", "image": file_of(picture(1))}, {"type": "text", "text": "7+5"}]}
+
+
+@pytest.mark.parametrize("record", [
+    {"prompt": [SHOWN], "chosen": [RIGHT], "rejected": [WRONG]},
+    {"chosen": [SHOWN, RIGHT], "rejected": [SHOWN, WRONG]},
+    {"prompt": [USER], "chosen": [RIGHT], "rejected": [WRONG], "images": [file_of(picture())]},
+    {"prompt": [{**USER, "content": [{"type": "image"}, {"type": "text", "text": "7+5"}]}], "chosen": "12", "rejected": "130",
+     "images": [file_of(picture())]},
+])
+def test_a_prompt_has_its_images_before_both_answers(record: dict, sees: Tokenizer) -> None:
+    pair = encoded(record, sees)
+    [image] = {int(token) for tokens, _ in pair.sequences for token in tokens[tokens >= FIRST_ID]}
+    label = sees.images.store.get(image).label
+    prompt = f"user: {label}7+5\nassistant: "
+    assert answers(pair, sees) == [(prompt, "12<eos>"), (prompt, "130<eos>")]
+    assert pair.prefix_len == len(pair.sequences[0][0]) - 3
+    plain = encoded({"prompt": f"<image>{USER['content']}=", "chosen": "12", "rejected": "1", "images": [file_of(picture())]}, sees)
+    assert answers(plain, sees)[0] == (f"{label}7+5=", "12<eos>")
+
+
+@pytest.mark.parametrize(("record", "message"), [
+    ({"prompt": [USER], "chosen": [SHOWN, RIGHT], "rejected": [USER, WRONG]}, "begin with the same messages"),
+    ({"chosen": [SHOWN, RIGHT], "rejected": [OTHER, WRONG]}, "must have the same images"),
+    ({"prompt": [USER], "chosen": [RIGHT, SHOWN, RIGHT], "rejected": [WRONG]}, "must have the same images"),
+    ({"prompt": [USER], "chosen": [{**RIGHT, "content": SHOWN["content"]}], "rejected": [WRONG]}, "not read there"),
+    ({"prompt": "<image><image>", "chosen": "a", "rejected": "b", "images": [b"\x89PNG"]}, "2 places for images and 1 images")])
+def test_images_of_answers_are_refused(record: dict, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        parse_preference(record, DataConfig(), where="here")
+
+
+def test_pairs_with_images_are_refused_where_the_model_reads_none() -> None:
+    with pytest.raises(DataError, match="1 images, which are not read for"):
+        encoded({"prompt": [SHOWN], "chosen": "12", "rejected": "130"})

@@ -50,3 +50,23 @@ def test_a_model_that_reads_images_is_taught_improved_resumed_and_exported(tmp_p
     assert "<image 32x32 " in shown and f"picture: {tmp_path / 'runs' / '.images'}" in shown
     assert main(["rollouts", str(run), "--show", "3.0.0"]) == 0
     assert f"picture: {tmp_path / 'runs' / '.images'}" in capsys.readouterr().out
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(("command", "family"), [("dpo", "qwen3_vl"), ("reward-model", "gemma3")])
+def test_pairs_whose_prompts_have_images_are_learned_and_resumed(tmp_path, command, family, capsys):
+    model, folder = make_folder(tmp_path / "model", family), tmp_path / "data"
+    folder.mkdir()
+    write_rows(folder, 12)
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps({
+        "prompt": row["messages"], "images": row["images"], "chosen": row["answer"], "rejected": "none"}) + "\n" for row in rows))
+    section = command.replace("-", "_")
+    arguments = [
+        command, f"--model.path={model}", "--run.name=pairs", f"--run.dir={tmp_path / 'runs'}", f"--data.path={path}",
+        "--data.heldout_size=2", f"--{section}.batch_size=4", f"--{section}.evaluate_every_steps=1", "--checkpoint.every_steps=1"]
+    assert main([*arguments, f"--{section}.total_steps=2"]) == 0, capsys.readouterr().err
+    assert main([*arguments, f"--{section}.total_steps=3"]) == 0, capsys.readouterr().err
+    lines = [json.loads(line) for line in (tmp_path / "runs" / "pairs" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train/tokens" in line] == [1, 2, 3]

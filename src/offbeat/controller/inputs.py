@@ -190,6 +190,18 @@ def _check_of(tokenizer: Tokenizer, data: DataConfig, *, answered: bool) -> Call
     return check
 
 
+def check_of_pairs(tokenizer: Tokenizer, data: DataConfig) -> Callable[[Preference, str], None]:
+    """Return a check that refuses a preference with an image that cannot be used, or as `check_preference`."""
+    knows = check_preference(tokenizer, data)
+
+    def check(preference: Preference, where: str) -> None:
+        check_images(preference.row(), tokenizer, where)
+        if knows is not None:
+            knows(preference, where)
+
+    return check
+
+
 def needs_answer(config: Config, *, supervised: bool) -> bool:
     """Whether a row without an answer cannot be used: its answer is imitated, shown to a teacher, or compared with the policy's."""
     shown = supervised or config.run.warm_up or config.algorithm.teaches_itself
@@ -256,8 +268,8 @@ def read_pair_inputs(config: Config, *, unpaired: bool = False, rewards: bool = 
     base = read_base(config)
     refused: list[str] = []
     train, heldout = open_pairs(
-        config.data, unpaired=unpaired, refused=refused, check=check_preference(base.tokenizer, config.data))
-    check_system_prompt(config, base, Row(train.row(0).prompt, "", tools=train.row(0).tools))
+        config.data, unpaired=unpaired, refused=refused, check=check_of_pairs(base.tokenizer, config.data))
+    check_system_prompt(config, base, train.row(0).row())
     tokenizer = base.tokenizer
     if rewards:
         choose_padding(tokenizer)  # else the export could not be written

@@ -145,7 +145,7 @@ class _TrainRows:
         row, other = self._dataset.row(index), self._dataset.row(int(self._others[index]))
         if isinstance(row.prompt, str) != isinstance(other.prompt, str):
             return []
-        single = Preference(row.prompt, other.answers[:1], other.liked[:1], tools=row.tools)
+        single = replace(row, answers=other.answers[:1], liked=other.liked[:1], margin=0.0)
         pair = replace(self._encoder, too_long="drop").encode(single, name=f"row {index} with the answer of another")
         return [] if pair is None else list(pair.sequences)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from offbeat.config.root import Config
 from offbeat.config.training_kinds import TrainingKind
-from offbeat.controller.inputs import Base, open_mixed, read_base
+from offbeat.controller.inputs import Base, check_of_pairs, open_mixed, read_base
 from offbeat.controller.template_choice import choose_templates
 from offbeat.data.dataset import Dataset
 from offbeat.data.image_store import find_pictures
@@ -19,7 +19,7 @@ from offbeat.data.row import Row
 from offbeat.data.supervised import Sequence as Encoded
 from offbeat.data.supervised import Supervision
 from offbeat.data.tokenizer import Tokenizer
-from offbeat.data.unknown_text import check_preference, unwritable_answers
+from offbeat.data.unknown_text import unwritable_answers
 from offbeat.errors import DataError
 
 _MEASURED = 1000
@@ -99,7 +99,7 @@ def preview(config: Config, kind: TrainingKind, *, count: int) -> Preview:
     unusable: list[str] = []
     unwritable = ""
     if kind.pairs:
-        dataset, heldout = open_pairs(data, unpaired=True, refused=unusable, check=check_preference(base.tokenizer, data))
+        dataset, heldout = open_pairs(data, unpaired=True, refused=unusable, check=check_of_pairs(base.tokenizer, data))
         show = _pairs(config, base)
     else:
         dataset, heldout = open_mixed(config, base, supervised=kind.imitates, refused=unusable)
@@ -161,7 +161,8 @@ def _pairs(config: Config, base: Base) -> Callable[[Preference, str], ShownRow]:
         assert pair is not None, "what is too long is refused"
         titles = ["chosen" if liked else "rejected" for liked in pair.liked]
         return ShownRow(where, tuple(
-            _text(title, sequence, base.tokenizer) for title, sequence in zip(titles, pair.sequences, strict=True)))
+            _text(title, sequence, base.tokenizer) for title, sequence in zip(titles, pair.sequences, strict=True)),
+            pictures=_pictures(config, pair.sequences[0][0]))
 
     return show
 

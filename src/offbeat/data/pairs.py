@@ -9,7 +9,8 @@ a `PairEncoder` makes tokens of them. Layouts are those that TRL reads, and a fi
     {"prompt": "7+5=", "completion": "12", "label": true}                               for KTO
     {"input": {"messages": [messages]}, "preferred_output": [messages], "non_preferred_output": [messages]}      as OpenAI has them
 
-A field `margin`, such as 0.5, says by how much the chosen answer is better.
+The prompt may have images, as in other rows (`data.image_sources`), and answers none. A field `margin`, such as 0.5, says by how much the
+chosen answer is better.
 """
 
 import math
@@ -24,10 +25,11 @@ from offbeat.config.data import DataConfig
 from offbeat.config.template import parse_template
 from offbeat.data.chat import mark_answers
 from offbeat.data.dataset import Check, Dataset, open_records
+from offbeat.data.image_sources import COLUMNS, MARK, ImageSource, images_of_column
 from offbeat.data.layouts import as_pair, holds_outputs
 from offbeat.data.messages import Message, Tool, chat_in, kind_of, parse_messages, same, with_system
-from offbeat.data.prompt import messages_of, sft_sequence
-from offbeat.data.row import Prompt, Row, system_of, tools_of
+from offbeat.data.prompt import check_reads, messages_of, sft_sequence
+from offbeat.data.row import Prompt, Row, system_of, tools_of, with_images
 from offbeat.data.stream import PromptStream
 from offbeat.data.supervised import Sequence, draw_kept
 from offbeat.data.tokenizer import Tokenizer
@@ -45,7 +47,7 @@ class Preference:
         answers: the chosen one, then the rejected one; or a single answer.
         liked: whether each answer was chosen, or labelled as good.
         margin: by how much the chosen answer is better; 0 if the record does not say.
-        tools: as in `Row`.
+        tools, images: as in `Row`.
     """
 
     prompt: Prompt
@@ -53,6 +55,11 @@ class Preference:
     liked: tuple[bool, ...]
     margin: float = 0.0
     tools: tuple[Tool, ...] = ()
+    images: tuple[ImageSource, ...] = ()
+
+    def row(self, answer: str = "") -> Row:
+        """Return the prompt with an answer as a row."""
+        return Row(self.prompt, answer, tools=self.tools, images=self.images)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +130,8 @@ def parse_preference(record: Mapping[str, Any], config: DataConfig, *, where: st
         DataError: a field is missing or of the wrong type, or answers are of different kinds or have no assistant's message.
     """
     record = as_pair(record, where)
+    column, beside = images_of_column(record, where) if any(name in record for name in COLUMNS) else ("", ())
+    record = {name: value for name, value in record.items() if name != column}
     present = record.keys()
     if "chosen" in present and "rejected" in present:
         names, liked = ("chosen", "rejected"), (True, False)
@@ -131,16 +140,27 @@ def parse_preference(record: Mapping[str, Any], config: DataConfig, *, where: st
     else:
         raise DataError(
             f"{where}, must have the fields 'chosen' and 'rejected', or 'completion' and 'label'; it has {', '.join(record) or 'none'}")
-    given = [_read_answer(record[name], name, where) for name in names]
+    within = [list[ImageSource | None]() for _ in names]
+    given = [_read_answer(record[name], name, where, images) for name, images in zip(names, within, strict=True)]
     if len({isinstance(answer, str) for answer in given}) > 1:
         raise DataError(f"{where}: 'chosen' and 'rejected' must both be text or both be chats, got one of each")
     prompt_field = config.prompt_field or "prompt"
     asked = parse_template(config.prompt).fill(record, where) if config.prompt else record.get(prompt_field)
-    prompt, answers = _split(record, asked, prompt_field, names, given, where)
+    found: list[ImageSource | None] = []
+    prompt, answers = _split(record, asked, prompt_field, names, given, where, found)
+    if any(within):  # the prompt is in the answers
+        found = within[0]
+        count = 0 if isinstance(prompt, str) else sum(str(message["content"]).count(MARK) for message in prompt)
+        if any(images != found or len(images) != count for images in within):
+            raise DataError(
+                f"{where}: {_listed(names)} must have the same images, all in the messages with which they begin, which are the prompt")
+    if found or beside:
+        row = with_images(Row(prompt, ""), found, beside, where)
+        prompt, beside = row.prompt, row.images
     if system := system_of(record, config, where):
         prompt = with_system(({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt, system)
     tools = tools_of(record, where) if config.wraps or not isinstance(prompt, str) else ()
-    return Preference(prompt, answers, liked, _margin(record.get("margin"), where), tools)
+    return Preference(prompt, answers, liked, _margin(record.get("margin"), where), tools, beside)
 
 
 @dataclass(frozen=True)
@@ -223,13 +243,14 @@ class PairEncoder:
 
     def _sequence(self, preference: Preference, answer: Answer, name: str) -> Sequence:
         text = answer if isinstance(answer, str) else ""
-        row = Row(preference.prompt, text, tools=preference.tools)
+        row = preference.row(text)
+        check_reads(row, self.tokenizer)
         messages = messages_of(row, self.data)
         if messages is None:
             tokens, mask = sft_sequence(row, self.tokenizer, self.data)
         else:
             said = ({"role": "assistant", "content": text},) if isinstance(answer, str) else answer
-            tokens, mask = self._chat(messages, said, preference.tools, name)
+            tokens, mask = self._chat(messages, said, preference, name)
         self.tokenizer.check_rows(tokens)
         if mask[0]:
             raise DataError(f"the prompt of {name} has no tokens; a prompt needs at least one")
@@ -237,22 +258,28 @@ class PairEncoder:
             raise DataError(f"an answer of {name} has no tokens; there is nothing to prefer or reject")
         return tokens, mask
 
-    def _chat(self, prompt: tuple[Message, ...], answer: tuple[Message, ...], tools: tuple[Tool, ...], name: str) -> Sequence:
+    def _chat(self, prompt: tuple[Message, ...], answer: tuple[Message, ...], preference: Preference, name: str) -> Sequence:
+        """Encode an answer after messages that are the prompt of `preference`, perhaps after a system prompt."""
         try:
-            texts = mark_answers((*prompt, *answer), self.tokenizer, turns="all", first=max(len(prompt), 1), tools=tools)
+            texts = mark_answers((*prompt, *answer), self.tokenizer, turns="all", first=max(len(prompt), 1), tools=preference.tools)
         except (DataError, ModelError) as exc:
             raise type(exc)(f"{name} cannot be encoded: {exc}") from exc
         if len(texts) > 1:
             raise DataError(
                 f"{name} has an answer of several messages, and the chat template writes earlier ones differently once others follow;"
                 " give answers of one message")
-        return texts[0].sequence(self.tokenizer)
+        tokens, mask = texts[0].sequence(self.tokenizer)
+        if self.tokenizer.images is None:
+            return tokens, mask
+        whole, origins = self.tokenizer.images.expand(tokens, preference.images, where=name)
+        return whole, mask[origins]
 
 
 def _split(
     record: Mapping[str, Any], prompt: Any, prompt_field: str, names: tuple[str, ...], given: list[Answer], where: str,
+    images: list[ImageSource | None],
 ) -> tuple[Prompt, tuple[Answer, ...]]:
-    """Return the prompt, and the answers without it."""
+    """Return the prompt, whose images are appended to `images` if it has a field of its own, and the answers without it."""
     chats = [answer for answer in given if not isinstance(answer, str)]
     # Chats that begin with another's message are whole: their prompt is in them, even if the record has a prompt field.
     if chats and (prompt is None or any(chat[0]["role"] != "assistant" for chat in chats)):
@@ -270,7 +297,7 @@ def _split(
         if prompt is None:
             raise DataError(f"{where}, has no field {prompt_field!r}; it has {', '.join(record)}; set data.prompt_field")
         is_text = isinstance(prompt, str) and chat_in(prompt, prompt_field, where) is None
-        split = prompt if is_text else parse_messages(prompt, prompt_field, where)
+        split = prompt if is_text else parse_messages(prompt, prompt_field, where, images=images)
         if chats and isinstance(split, str):
             split = ({"role": "user", "content": split},)
         answers = tuple(given)
@@ -280,11 +307,12 @@ def _split(
     return split, answers
 
 
-def _read_answer(value: Any, name: str, where: str) -> Answer:
+def _read_answer(value: Any, name: str, where: str, images: list[ImageSource | None]) -> Answer:
+    """Return an answer, or a chat with its prompt, whose images are appended to `images`."""
     if isinstance(value, str) and chat_in(value, name, where) is None:
         return value
     if isinstance(value, str | list):
-        return parse_messages(value, name, where)
+        return parse_messages(value, name, where, images=images)
     raise DataError(f"{where}: field {name!r} must be text or a list of messages, got {kind_of(value)}")
 
 

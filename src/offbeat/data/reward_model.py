@@ -19,6 +19,7 @@ from offbeat.data.dataset import Dataset
 from offbeat.data.messages import Tool, with_system
 from offbeat.data.model_folder import TOKENIZER_FILES, check_model_folder, read_context_length, read_model_config
 from offbeat.data.pairs import Answer, EncodedPair, PairEncoder, Preference
+from offbeat.data.prompt import check_reads
 from offbeat.data.row import Prompt
 from offbeat.data.tokenizer import Tokenizer, load_tokenizer
 from offbeat.errors import DataError, ModelError
@@ -105,9 +106,7 @@ class JudgedPairEncoder(PairEncoder):
     def encode(self, preference: Preference, *, name: str) -> EncodedPair | None:
         """See `PairEncoder.encode`; the chat template is used if the tokenizer has one."""
         try:
-            texts = [
-                judged_tokens(preference.prompt, answer, self.tokenizer, system_prompt=self.data.system_prompt, tools=preference.tools)
-                for answer in preference.answers]
+            texts = [self._judged(preference, answer, name) for answer in preference.answers]
         except (DataError, ModelError) as exc:
             raise type(exc)(f"{name} cannot be encoded: {exc}") from exc
         shared = _common_length(texts)
@@ -124,6 +123,15 @@ class JudgedPairEncoder(PairEncoder):
             f"needs a forward pass of {needed} tokens for both of its answers, allowed are train.max_tokens_per_microbatch ="
             f" {self.max_row_tokens}")
         raise DataError(f'{name} {what}; shorten it, or set sft.too_long = "drop"')
+
+    def _judged(self, preference: Preference, answer: Answer, name: str) -> list[int]:
+        check_reads(preference.row(), self.tokenizer)
+        if preference.images and isinstance(preference.prompt, str) and not self.tokenizer.has_chat_template:
+            raise DataError("a prompt of text has images, and a reward model reads those of chats alone; set data.chat_template")
+        tokens = judged_tokens(
+            preference.prompt, answer, self.tokenizer, system_prompt=self.data.system_prompt, tools=preference.tools)
+        images = self.tokenizer.images
+        return tokens if images is None else images.expand(tokens, preference.images, where=name)[0].tolist()
 
 
 def choose_padding(tokenizer: Tokenizer) -> str:

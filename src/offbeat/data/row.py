@@ -4,7 +4,7 @@ Rows cross to reward processes, so they are frozen and plain. Every error about 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -83,7 +83,7 @@ def parse_record(record: Mapping[str, Any], config: DataConfig, *, where: str, n
     column, images = images_of_column(record, where) if any(name in record for name in COLUMNS) else ("", ())
     record = {name: value for name, value in record.items() if name != column}
     found: list[ImageSource | None] = []
-    return _with_images(_parsed(record, config, where, needs_answer=needs_answer, images=found), found, images, where)
+    return with_images(_parsed(record, config, where, needs_answer=needs_answer, images=found), found, images, where)
 
 
 def _parsed(
@@ -119,8 +119,12 @@ def _parsed(
     return Row(made, answer, extra, solution, tools, json_fields=json_fields)
 
 
-def _with_images(row: Row, found: list[ImageSource | None], column: tuple[ImageSource, ...], where: str) -> Row:
-    """Return a row with its images, each with a mark in the prompt; `found` are those in its messages, and `column` those beside it."""
+def with_images(row: Row, found: Sequence[ImageSource | None], column: tuple[ImageSource, ...], where: str) -> Row:
+    """Return a row with its images, each with a mark in the prompt; `found` are those in its messages, and `column` those beside it.
+
+    Raises:
+        DataError: as `place_images`.
+    """
     if not found and not column:
         return row
     is_text = isinstance(row.prompt, str)

@@ -49,7 +49,8 @@ def check_preference(tokenizer: Tokenizer, config: DataConfig) -> Callable[[Pref
 
     def check(preference: Preference, where: str) -> None:
         answers = ([answer] if isinstance(answer, str) else map(text_of, answer) for answer in preference.answers)
-        _check_texts(tokenizer, [*_prompt(preference.prompt, config), *(("answers", text) for said in answers for text in said)], where)
+        asked = ((part, text.replace(MARK, "") if preference.images else text) for part, text in _prompt(preference.prompt, config))
+        _check_texts(tokenizer, [*asked, *(("answers", text) for said in answers for text in said)], where)
 
     return check
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.for_processes import RankConfig
 from offbeat.data.batch import Batch
+from offbeat.data.image_store import images_folder
 from offbeat.model.divided_read import Divide
 from offbeat.model.values import ValueHead, check_value_head, put_value_head
 from offbeat.sync.mesh import ProcessGroups
@@ -59,7 +60,7 @@ class ValueTrainer(ModelTrainer):
     @classmethod
     def _load_model(cls, folder: str, config: RankConfig, divide: Divide | None) -> PreTrainedModel:
         give_head = partial(put_value_head, bias=cls._has_bias)
-        model = load_policy(folder, config=config.train, divide=divide, give_head=give_head)
+        model = load_policy(folder, config=config.train, divide=divide, give_head=give_head, images=images_folder(config.run_dir))
         check_value_head(model)
         return model
 
