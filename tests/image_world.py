@@ -52,9 +52,12 @@ TEXT, ANSWERS = [5, 9, 20, 3], [[8, 19, 2, 30], [21, 7, 9], [6, 12]]
 class World:
     """A random model of a family, and a batch: two answers share a prompt of two images, and a third has another image."""
 
-    def __init__(self, folder, family):
-        self.folder = make_folder(folder / family, family)
-        reader = reader_in_process(self.folder, folder / f"{family}.images")
+    def __init__(self, folder, family, *, store=None):
+        """`store` is the folder for images, which is made beside the model's by default; a model that is there already is used."""
+        self.folder = folder / family
+        if not self.folder.exists():
+            make_folder(self.folder, family)
+        reader = reader_in_process(self.folder, store or folder / f"{family}.images")
         self.store = reader.store
         images = [reader.read(ImageSource(data=file_of(picture(seed, size=size))), "row").tokens
                   for seed, size in enumerate([(40, 28), (28, 40), (30, 30)])]

@@ -62,7 +62,7 @@ def test_pairs_whose_prompts_have_images_are_learned_and_resumed(tmp_path, comma
     path = folder / "pairs.jsonl"
     path.write_text("".join(json.dumps({
         "prompt": row["messages"], "images": row["images"], "chosen": row["answer"], "rejected": "none"}) + "\n" for row in rows))
-    section = command.replace("-", "_")
+    section = {"dpo": "preference", "reward-model": "reward_model"}[command]
     arguments = [
         command, f"--model.path={model}", "--run.name=pairs", f"--run.dir={tmp_path / 'runs'}", f"--data.path={path}",
         "--data.heldout_size=2", f"--{section}.batch_size=4", f"--{section}.evaluate_every_steps=1", "--checkpoint.every_steps=1"]

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from offbeat.config.train import Recompute
 from offbeat.model.attention import PACKED, packed_attention
+from offbeat.model.images import is_language
 
 _KEPT_OPERATIONS = frozenset({
     "aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm", "aten::_scaled_dot_product_flash_attention",
@@ -24,9 +25,15 @@ _KEPT_OPERATIONS = frozenset({
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers that the model's family names as its blocks."""
-    types = set(model._no_split_modules or ())
+    """Return the layers that the model's family, or that of a model within it, names as its blocks."""
+    types = {name for module in model.modules() if isinstance(module, PreTrainedModel) for name in module._no_split_modules or ()}
     return [module for module in model.modules() if type(module).__name__ in types]
+
+
+def language_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return `decoder_layers` without those of a vision tower."""
+    blocks = set(decoder_layers(model))
+    return [module for name, module in model.named_modules() if module in blocks and is_language(model.config, name)]
 
 
 def checkpoint_activations(model: PreTrainedModel, recompute: Recompute) -> None:

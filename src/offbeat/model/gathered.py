@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from offbeat.model.blocks import decoder_layers
+from offbeat.model.images import language_attention
 from offbeat.model.values import ValueHead
 
 _Places = list[tuple[nn.Module, str, str]]
@@ -31,7 +32,7 @@ def whole_twin(model: PreTrainedModel) -> PreTrainedModel:
     kind = next(each for each in type(model).__mro__ if not each.__name__.startswith("FSDP"))
     with torch.device("meta"):
         twin: PreTrainedModel = kind(deepcopy(model.config)).to(model.dtype).eval()
-    twin.set_attn_implementation(model.config._attn_implementation or "eager")
+    twin.set_attn_implementation(language_attention(model.config, model.config._attn_implementation or "eager"))
     if isinstance(head := model.get_output_embeddings(), ValueHead):
         twin.set_output_embeddings(ValueHead(head.in_features))
     for name, module in twin.named_modules():
@@ -43,8 +44,10 @@ def whole_twin(model: PreTrainedModel) -> PreTrainedModel:
         if places and (module in layers or id(module) not in within) and not isinstance(module, ValueHead):
             module.register_forward_pre_hook(partial(_fill, model.get_parameter, places))
             module.register_forward_hook(partial(_empty, places), always_call=True)
-    # Callers ask its first parameter for the device and the number format.
-    twin.register_parameter("placed", nn.Parameter(torch.empty(0, dtype=model.dtype, device=model.device), requires_grad=False))
+    # Callers, and models within it, ask their first parameter for the device and the number format.
+    placed = nn.Parameter(torch.empty(0, dtype=model.dtype, device=model.device), requires_grad=False)
+    for module in [each for each in twin.modules() if isinstance(each, PreTrainedModel)]:
+        module.register_parameter("placed", placed)
     return twin
 
 

@@ -18,6 +18,7 @@ from offbeat.data.image_reader import FAMILIES
 from offbeat.data.image_store import FIRST_ID, ImageStore, StoredImage, find_images, image_positions, is_image
 from offbeat.data.packing import PackedRow
 from offbeat.errors import ModelError
+from offbeat.model.head import local_part
 from offbeat.model.uploads import upload
 
 
@@ -71,11 +72,14 @@ class ModelImages:
     Attributes:
         store: where pixels are found.
         num_encoded: number of images that its tower has encoded so far.
+        touches_all: whether each training row gives every weight that is trained a gradient, if only of zeros, which ranks that share
+            gradients need.
     """
 
     store: ImageStore
     family: ImageFamily
     num_encoded: int = 0
+    touches_all: bool = False
     _features: dict[int, Tensor] = field(default_factory=dict)
 
     def features(self, model: Any, images: Sequence[StoredImage]) -> dict[int, Tensor]:
@@ -137,6 +141,7 @@ def give_images(model: PreTrainedModel, store: ImageStore) -> ModelImages | None
     if family is None:
         return None
     _given[model] = given = ModelImages(store, family)
+    model.register_forward_pre_hook(_read_row, with_kwargs=True)
     if family.deep:
         model.get_submodule(family.language[0][:-1]).register_forward_pre_hook(_add_deep, with_kwargs=True)
     return given
@@ -161,14 +166,27 @@ def is_language(config: Any, name: str) -> bool:
     return family is None or f"{name}.".startswith(family.language)
 
 
+@dataclass(frozen=True, eq=False)
+class RowImages:
+    """A packed row with images, which its model reads within its forward pass, where parameters are gathered that ranks divide.
+
+    Attributes:
+        tokens: [R] int32.
+        images: in order, each with the places of its placeholders, [P] int64.
+    """
+
+    tokens: np.ndarray
+    images: tuple[tuple[StoredImage, np.ndarray], ...]
+
+
 def row_inputs(model: Any, row: PackedRow) -> tuple[dict[str, Any], np.ndarray | None]:
     """Return the inputs of a packed row with images, and how far its tokens see where their attention is not causal.
 
-    A shared prompt's images run once. Sequences are checked: an image has all of its placeholders, in one run of the row.
+    Sequences are checked: an image has all of its placeholders, in one run of the row.
 
     Returns:
-        `inputs_embeds` [1, R, H], `position_ids`, [1, R] or [3, 1, R] int64, and what else `embedded` gives; and in a family that
-        `sees_whole`, the last position in its own sequence to which each token attends, [R] int64.
+        `row_images`, and `position_ids`, [1, R] or [3, 1, R] int64; and in a family that `sees_whole`, the last position in its own
+        sequence to which each token attends, [R] int64.
 
     Raises:
         ModelError: the model was given no images.
@@ -186,15 +204,32 @@ def row_inputs(model: Any, row: PackedRow) -> tuple[dict[str, Any], np.ndarray |
         positions[:, start : start + length] = own
         after[number] = own.max(initial=first - 1) + 1
         found += [(image, start + places) for image, places in images]
-    features = given.features(model, [image for image, _ in found])
-    device = next(model.parameters()).device
-    tokens = torch.from_numpy(row.tokens.astype(np.int64)).to(device)
-    inputs = embedded(model, tokens[None], [(places, features[image.id]) for image, places in found])
-    shown = torch.from_numpy(positions).to(device)
-    inputs["position_ids"] = shown[:, None] if given.family.grid else shown[:1]
-    if not given.family.sees_whole:
-        return inputs, None
-    return inputs, last_seen(row.positions, [places for _, places in found])
+    shown = upload(positions, next(model.parameters()).device)
+    inputs = {"row_images": RowImages(row.tokens, tuple(found)), "position_ids": shown[:, None] if given.family.grid else shown[:1]}
+    return inputs, last_seen(row.positions, [places for _, places in found]) if given.family.sees_whole else None
+
+
+def _read_row(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Put what `embedded` gives in the place of `row_images`; an image that is there more than once runs once."""
+    given, row = images_of(model), kwargs.pop("row_images", None)
+    if given is None or (row is None and not (given.touches_all and torch.is_grad_enabled())):
+        return args, kwargs
+    if row is None:
+        tokens = kwargs.pop("input_ids")
+        made = embedded(model, tokens, [])
+    else:
+        features = given.features(model, [image for image, _ in row.images])
+        tokens = upload(row.tokens.astype(np.int64), next(model.parameters()).device)[None]
+        made = embedded(model, tokens, [(places, features[image.id]) for image, places in row.images])
+    if given.touches_all and torch.is_grad_enabled():
+        made["inputs_embeds"] = made["inputs_embeds"] + _nothing(model)
+    return args, {**kwargs, **made}
+
+
+def _nothing(model: nn.Module) -> Tensor | float:
+    """Return 0, whose gradient for each trained parameter outside of the language part is zeros."""
+    others = [parameter for name, parameter in model.named_parameters() if parameter.requires_grad and not is_language(model.config, name)]
+    return sum((local_part(parameter).reshape(-1)[:1].float().sum() for parameter in others), 0.0) * 0.0
 
 
 def last_seen(positions: np.ndarray, images: Sequence[np.ndarray]) -> np.ndarray:

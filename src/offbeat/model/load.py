@@ -45,8 +45,6 @@ def load_causal_lm(
         raise ModelError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     folder = check_model_folder(path)
     sees = reads_images(read_model_config(str(folder)))
-    if sees and divide is not None:
-        raise ModelError(f"train.parallel must have shard = 1 and tp = 1 for {folder}, because a model that reads images is not divided")
     kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     parts = None if divide is None else DividedRead(divide, give_head)
     try:

@@ -24,6 +24,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_
 from offbeat.errors import ModelError, first_line
 from offbeat.model.gathered import whole_twin
 from offbeat.model.head import local_part
+from offbeat.model.images import is_language
 from offbeat.model.layer_slices import note_division
 from offbeat.model.rows import RAW_ERRORS, check_rows, probe
 
@@ -126,6 +127,7 @@ def _plans(model: PreTrainedModel, size: int, *, experts: bool) -> tuple[Plan, P
             raise ModelError(f"train.parallel.tp must divide {what} = {count} of {name}, got {size}; use a divisor")
     try:
         plan, expert_plan, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=size, ep_size=size if experts else 1))
+        plan, expert_plan = ({key: style for key, style in each.items() if is_language(model.config, key)} for each in (plan, expert_plan))
     except ValueError as exc:
         raise ModelError(f"{name} cannot be divided over {size} ranks: {first_line(exc)}; set train.parallel.tp to 1") from exc
     if packed := sorted(key for key, style in plan.items() if style.startswith("packed")):

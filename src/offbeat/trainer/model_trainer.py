@@ -17,7 +17,7 @@ from offbeat.data.batch import Batch
 from offbeat.data.image_store import images_folder
 from offbeat.data.model_folder import check_model_folder
 from offbeat.data.packing import PackedRow, plan_microbatches
-from offbeat.errors import ConfigError, ModelError
+from offbeat.errors import ConfigError
 from offbeat.model.divided_read import Divide
 from offbeat.model.images import images_of
 from offbeat.model.logprobs import dummy_row
@@ -67,10 +67,8 @@ class ModelTrainer(Trainer):
         model, strategy = load(
             lambda divide: cls._load_model(folder, config, divide), groups=groups, precision=config.train.computes_in,
             compiles=config.train.compile)
-        if groups.world > 1 and images_of(model) is not None:
-            raise ModelError(
-                f"train.num_ranks must be 1 for a whole {type(model).__name__}, got {groups.world}: rows without images would leave its"
-                " tower without gradients; train an adapter (model.lora), or use one rank")
+        if (images := images_of(model)) is not None:
+            images.touches_all = groups.gradient_mesh.size() > 1
         return cls(model, strategy, folder=folder, config=config, groups=groups)
 
     @property

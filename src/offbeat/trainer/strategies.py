@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from offbeat.config.train import Precision
 from offbeat.errors import ModelError
-from offbeat.model.blocks import compile_layers, decoder_layers
+from offbeat.model.blocks import compile_layers, language_layers
 from offbeat.model.context import ContextGroup
 from offbeat.model.divided_read import Divide, WholeOnlyError
 from offbeat.model.logprobs import packs_rows
@@ -97,7 +97,7 @@ class Sharded:
         # Inputs are not cast, since that would copy the plan of attention; from the embeddings on they are of the weights' format.
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
         policy = mixed if precision == "bf16_mixed" else MixedPrecisionPolicy()
-        for layer in decoder_layers(model):
+        for layer in language_layers(model):  # a tower's run for rows with images alone, and not on all ranks at the same time
             fully_shard(layer, mesh=groups.shard_mesh, mp_policy=policy)
         embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
         if head is not None and head.weight is not embeddings.weight:  # a tied one stays in the root's unit, which both belong to
