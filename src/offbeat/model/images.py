@@ -4,7 +4,8 @@ Called by `logprobs` in training and by the engine's `forward_hf`, so that both 
 the ids in the tokens; a model without one refuses such ids. `data.image_reader.FAMILIES` names the families.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -97,7 +98,8 @@ class ModelImages:
             inputs = {
                 name: torch.from_numpy(np.concatenate([image.arrays[name] for image in batch], axis=axis)).to(device)
                 for name, axis in self.family.joins.items() if name in batch[0].arrays}
-            made = model.get_image_features(**inputs, return_dict=True)
+            with _computing_locally(model.model):
+                made = model.get_image_features(**inputs, return_dict=True)
             layers = [made.pooler_output, *(made.deepstack_features if self.family.deep else ())]
             rows = torch.cat([torch.cat([part.flatten(0, -2) for part in parts]) for parts in layers], dim=-1)
             self.num_encoded += len(batch)
@@ -224,6 +226,17 @@ def _read_row(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     if given.touches_all and torch.is_grad_enabled():
         made["inputs_embeds"] = made["inputs_embeds"] + _nothing(model)
     return args, {**kwargs, **made}
+
+
+@contextmanager
+def _computing_locally(module: nn.Module) -> Iterator[None]:
+    """Let a module compute with parameters of its own, such as LLaVA's ends of rows, outside of its forward pass, where ranks divide it."""
+    kept = dict(module._parameters)
+    module._parameters.update({name: local_part(parameter) for name, parameter in kept.items()})
+    try:
+        yield
+    finally:
+        module._parameters.update(kept)
 
 
 def _nothing(model: nn.Module) -> Tensor | float:
