@@ -1,6 +1,6 @@
 """The cost of a run's journal, and of a checkpoint for every step instead: the quick start's steps, paired, medians of several runs.
 
-    python benchmarks/journal.py [--steps 60] [--times 3] [CONFIG]
+    python benchmarks/journal.py [--steps 60] [--times 3] [--kinds none journal] [CONFIG]
 
 Runs alternate between no journal, a journal, and a checkpoint for every step. For each it prints seconds per step, CPU-seconds of all
 processes and of the journal's thread per step, and the bytes of the journal per step and of a checkpoint.
@@ -32,10 +32,11 @@ def main() -> None:
     parser.add_argument("config", nargs="?", default=str(EXAMPLE))
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     args = parser.parse_args()
-    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in args.kinds}
     for _ in range(args.times):
-        for kind in KINDS:
+        for kind in args.kinds:
             found[kind].append(measure(kind, args.config, steps=args.steps))
             print(kind, json.dumps(found[kind][-1]), flush=True)
     for kind, runs in found.items():

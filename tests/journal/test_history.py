@@ -52,7 +52,7 @@ def test_the_history_has_the_steps_of_all_starts_with_their_groups(tmp_path: Pat
 
 def test_the_history_tells_how_often_prompts_had_failed(tmp_path: Path) -> None:
     with open_journal(tmp_path) as journal:
-        journal.begin(0, JournalHead(StreamState(0, 0), (), num_tries={"0:2": 2}), held=[])
+        journal.begin_segment(0, JournalHead(StreamState(0, 0), (), num_tries={"0:2": 2}), held=[])
         journal.record(GroupSettled("0:1", "timed out", "late", True))
         journal.record(GroupSettled("0:1", "too stale", "old", True))
         record_steps(journal, 1, 2, 3)
@@ -108,7 +108,7 @@ def test_a_journal_of_format_1_is_read_and_gone_on_from(tmp_path: Path) -> None:
         assert [t.tokens.tolist() for t in ready.trajectories] == [[5, 6, 7], [5, 6, 7, 8, 9, 10]]
         (call,) = standing.read_open()["0:3"].calls
         assert [each.tokens.tolist() for each in call.answers] == [[5, 6, 7], [8]]
-        journal.begin(1, HEAD, held=[ready])
+        journal.begin_segment(1, HEAD, held=[ready])
         journal.record(BatchTaken(2, ("0:0",)))
         journal.record(StepTrained(2, b"two"))
     history = read_history(tmp_path / "journal")

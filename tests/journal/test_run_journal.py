@@ -54,6 +54,41 @@ def test_records_are_kept_as_long_as_a_checkpoint_needs_them(tmp_path: Path) -> 
         assert len(numbers(tmp_path)) == 1 and journal.read(4) is None and journal.read(5) is not None
 
 
+def test_2000_steps_with_a_checkpoint_now_and_then_take_no_more_disk_than_their_checkpoints_need(tmp_path: Path) -> None:
+    largest = 0
+    with open_journal(tmp_path) as journal:
+        journal.begin_segment(0, head(), held=[])
+        for step in range(1, 2001):
+            journal.finished(group(f"0:{step}"))
+            journal.record(BatchTaken(step, (f"0:{step}",)))
+            journal.record(StepTrained(step, b"{}"))
+            if step % 20 == 0:
+                journal.begin_segment(step, head(), held=[])
+                journal.saved(step, oldest=step - 20)
+                journal.synced().result(10)
+                largest = max(largest, sum(path_of(tmp_path, number).stat().st_size for number in numbers(tmp_path)))
+                assert len(numbers(tmp_path)) <= 2
+        standing = journal.read(1980)
+        assert standing is not None and len(standing[0].steps) == 20
+    assert largest < 30 * journal.writer.num_bytes / 2000, "about 21 steps, of 2,000"
+
+
+def test_1000_finished_groups_are_all_there_for_the_next_process(tmp_path: Path) -> None:
+    with open_journal(tmp_path) as journal:
+        journal.begin_segment(4, head(), held=[])
+        for number in range(1000):
+            journal.record(PromptDrawn(f"0:{number}", 3, 0, number + 1))
+            journal.finished(group(f"0:{number}"))
+    with open_journal(tmp_path) as journal:
+        found = journal.read(4)
+        assert found is not None and list(found[0].ready) == [f"0:{number}" for number in range(1000)] and not found[0].waiting
+        held = [each.read() for each in found[0].ready.values()]
+        journal.begin_segment(4, head(), held=held)
+        journal.synced().result(10)
+        again = journal.read(4)
+    assert again is not None and len(again[0].ready) == 1000
+
+
 def test_damage_costs_the_records_after_it_and_is_told(tmp_path: Path) -> None:
     with open_journal(tmp_path) as journal:
         journal.begin_segment(4, head(), held=[group("0:1"), group("0:2")])
