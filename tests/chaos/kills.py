@@ -41,7 +41,7 @@ COMMON = {
     "rollout.reward": f"{REWARDS}:now_and_then_slow", "checkpoint.journal_keep": "all", "checkpoint.export": "false",
     "checkpoint.journal_running_s": "0.01", "inference.seeded_requests": "true",
     "inference.probe_interval_s": "0.5", "rollout.reward_workers": "1", "cluster.start_timeout_s": "600",
-    "inference.start_timeout_s": "600", "dist.sync_timeout_s": "60"}
+    "inference.start_timeout_s": "600", "dist.sync_timeout_s": "300"}
 MODES: dict[str, dict[str, str]] = {
     "local": {"train.num_ranks": "2", "inference.num_engines": "2", "rollout.reward_workers": "2"},
     "lora": {"model.lora.rank": "4"},

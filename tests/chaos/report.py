@@ -33,12 +33,12 @@ _HEAD = """\
 # Chaos
 
 What is left of a run whose processes are killed, again and again, at bad moments. `make chaos` measures it and writes this page: it kills
-200 times, which takes an hour or two on two cores, and goes on where it was interrupted. The kills are drawn from a seed.
+200 times, two runs side by side, and goes on where it was interrupted. The kills are drawn from a seed.
 
 A run that dies is started again with the same command, and goes on from its checkpoint and its [journal](journal.md). After every
 kill that ends a command, each prompt that was ever drawn must be in exactly one place: trained on in one step, finished and on hand,
 waiting to be answered, or rejected with a reason. What was finished must have the same tokens for ever, and what was trained on must stay
-in its step. After twenty kills or fewer a run does three more steps and must end well. All of its steps are then [replayed](replay.md), and
+in its step. After ten kills or fewer a run does three more steps and must end well. All of its steps are then [replayed](replay.md), and
 must give the same metrics and weights, bit for bit.
 
 All kills are SIGKILL, which no program can prepare for. *The command* is every process of a run at once, as a batch system or a power

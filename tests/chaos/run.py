@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS, FAILED, DOCUMENT = ROOT / "build" / "chaos.jsonl", ROOT / "build" / "chaos", ROOT / "docs" / "chaos.md"
 _SHARES = {"local": 60, "lora": 30, "spmd": 30, "spmd, all draw": 20, "agents": 50, "ray": 10}
 """Kills in each mode, of 200."""
-_CHAIN = 20
+_CHAIN = 10
 """Kills of one run folder; its end and its replay take as long as some kills."""
 _STOPPED = (1, 130, 143, -15)
 """Exit codes of a command that was asked to stop before its last step, and of `torchrun`."""
