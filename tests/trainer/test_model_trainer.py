@@ -1,7 +1,9 @@
 """A whole model's step: the same numbers on one process, on two with DDP, FSDP2 or sliced tensors, and as computed otherwise."""
 
 import math
+import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.root import Config
 from offbeat.config.train import OptimizerConfig
 from offbeat.data.batch import Batch, FilterSpec, LossSpec, RegulariserSpec
-from offbeat.errors import ConfigError, DivergedError
+from offbeat.errors import ConfigError, DivergedError, StorageError
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.load import load_causal_lm
 from offbeat.sync.platform import current_platform
@@ -354,6 +356,36 @@ def test_an_trainer_finds_the_fingerprint_and_the_canary_of_what_was_published(d
     with torch.no_grad():
         logprobs = log_softmax(model(tokens, use_cache=False).logits.float(), dim=-1)[0, :-1].gather(1, tokens[0, 1:, None])
     assert logprobs[:, 0].tolist() == pytest.approx(list(canary), abs=1e-5 if dtype == "float32" else 0.05)
+
+
+def test_weights_are_written_while_the_canary_is_scored_and_a_full_disk_is_told_after_it(tmp_path, monkeypatch):
+    folder = build_model(tmp_path / "model")
+
+    def check(groups, _):
+        trainer = build_trainer(groups, folder)
+        write, score, ended, scored = trainer._write, trainer.canary, threading.Event(), []
+
+        def write_and_tell(*arguments):
+            try:
+                return write(*arguments)
+            finally:
+                ended.set()
+
+        def score_at_last(*arguments, **options):
+            assert ended.wait(60), "the writer waits for the canary"
+            scored.append(score(*arguments, **options))
+            return scored[-1]
+
+        monkeypatch.setattr(trainer, "_write", write_and_tell)
+        monkeypatch.setattr(trainer, "canary", score_at_last)
+        written = trainer.write_weights(WriteRequest(str(tmp_path / "v1"), "bfloat16", (5, 6, 7, 8)))
+        assert written.canary_logprobs == scored[0] and written.fingerprint == fingerprint_of(trainer, "bfloat16")
+        monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+        with pytest.raises(StorageError, match="free space or choose another folder"):
+            trainer.write_weights(WriteRequest(str(tmp_path / "v2"), "bfloat16", (5, 6, 7, 8)))
+        assert len(scored) == 2 and not list(tmp_path.glob("*v2*"))
+
+    run_alone(check)
 
 
 @pytest.mark.parametrize("turns", [False, True])

@@ -1,7 +1,8 @@
 """The trainer of a whole model, which its strategy distributes over the ranks."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -93,11 +94,13 @@ class ModelTrainer(Trainer):
             return self._exchange.state(dtype, [0])
         return full_state(self._model, dtype=dtype, keep=self.groups.rank == 0, copies=copies)
 
-    def _write(self, request: WriteRequest) -> Written:
-        """See `Trainer.write_weights`. Of a model in shards, each rank writes a part, unless rank 0 offers it."""
-        written = None if self._parts is None else self._parts.write(request)
-        if written is None:
-            return super()._write(request)
+    def _begin_write(self, request: WriteRequest) -> Callable[[], Written]:
+        """See `Trainer._begin_write`. Of a model in shards, each rank writes a part after the canary, unless rank 0 offers it."""
+        return super()._begin_write(request) if self._parts is None else partial(self._write_parts, self._parts, request)
+
+    def _write_parts(self, parts: PartWriter, request: WriteRequest) -> Written:
+        if (written := parts.write(request)) is None:
+            return super()._begin_write(request)()
         self._last = None
         return written
 

@@ -9,7 +9,8 @@ gradient that is not finite is seen by all ranks, which all skip the update and 
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -27,7 +28,7 @@ from offbeat.data.batch import Batch
 from offbeat.data.packing import PackedRow, find_prompts
 from offbeat.errors import ConfigError, DivergedError
 from offbeat.model.logprobs import packs_rows, unscored
-from offbeat.pulse import progress
+from offbeat.pulse import progress, work
 from offbeat.sync.mesh import ProcessGroups
 from offbeat.sync.platform import current_platform
 from offbeat.sync.weight_broadcast import WeightBroadcast
@@ -183,7 +184,7 @@ class Trainer(ABC):
     # -- weights -----------------------------------------------------------------------------------------------------------------------
 
     def write_weights(self, request: WriteRequest) -> Written:
-        """Score the canary, then write or offer the weights; collective. Ranks write after all collectives but the last.
+        """Score the canary, and write or offer the weights on a thread beside; collective. No rank waits in a collective for a disk.
 
         An offer stands until the next weights are written.
 
@@ -194,39 +195,53 @@ class Trainer(ABC):
         self._check([request.name])
         if self._offer is not None:
             self._offer.close()
+        written = self._begin_write(request)
         logprobs = self.canary(request.canary, dtype=request.dtype, name=request.name)
-        written = self._write(request)
+        answer = replace(written(), canary_logprobs=logprobs)
         if self._run.cluster.take_turns:
             current_platform.return_memory()  # the engines need it until the next step
-        return replace(written, canary_logprobs=logprobs)
+        return answer
 
-    def _write(self, request: WriteRequest) -> Written:
-        """Write or offer the weights on rank 0; the answer lacks the canary."""
+    def _begin_write(self, request: WriteRequest) -> Callable[[], Written]:
+        """Take the weights, collective, and have rank 0 write or offer them on a thread.
+
+        Meanwhile the canary may be scored: that leaves weights as they are, or rounds those of which the snapshot has rounded copies.
+
+        Returns:
+            Waits for the thread; its answer lacks the canary. Ranks call it after the canary.
+        """
         with self.groups.sync.region("publish"):
             outlives = not request.is_there and (request.broadcast is not None or self._run.weights.sends_changes)
             snapshot = self.snapshot(request.dtype, name=request.name, copies=outlives)
         if self.groups.rank != 0:
-            return Written("", ())
-        if request.is_there:
-            return Written(snapshot.fingerprint(), ())
-        folder, broadcast = Path(request.folder), request.broadcast
-        last, self._last = self._last, None
-        since = last[1] if last is not None and request.base and last[0] == request.base else None
-        fingerprint, address, num_bytes = snapshot.fingerprint(), "", 0
-        if broadcast is None:
-            num_bytes = 0 if since is None else snapshot.write_changes(folder, since=since, base=Path(request.base))
-            if not num_bytes:
-                snapshot.write(folder)
-        else:
-            progress("offer_weights")
-            self._offer = snapshot.offer(
-                folder if broadcast.by_folder else None, host=broadcast.host, num_receivers=broadcast.num_receivers,
-                timeout_s=broadcast.timeout_s, since=since, base=request.base)
-            if self._offer is not None:
-                address, num_bytes = self._offer.address, self._offer.changes_bytes
-        if self._run.weights.sends_changes:
-            self._last = request.folder, snapshot
-        return Written(fingerprint, (), address, num_bytes or snapshot.num_bytes, base=request.base if num_bytes else "")
+            return partial(Written, "", ())
+        thread = ThreadPoolExecutor(1, thread_name_prefix="write_weights")
+        writing = thread.submit(self._write, snapshot, request)
+        thread.shutdown(wait=False)  # it ends when that is done
+        return writing.result
+
+    def _write(self, snapshot: Snapshot, request: WriteRequest) -> Written:
+        with work("write_weights"):
+            if request.is_there:
+                return Written(snapshot.fingerprint(), ())
+            folder, broadcast = Path(request.folder), request.broadcast
+            last, self._last = self._last, None
+            since = last[1] if last is not None and request.base and last[0] == request.base else None
+            fingerprint, address, num_bytes = snapshot.fingerprint(), "", 0
+            if broadcast is None:
+                num_bytes = 0 if since is None else snapshot.write_changes(folder, since=since, base=Path(request.base))
+                if not num_bytes:
+                    snapshot.write(folder)
+            else:
+                progress("offer_weights")
+                self._offer = snapshot.offer(
+                    folder if broadcast.by_folder else None, host=broadcast.host, num_receivers=broadcast.num_receivers,
+                    timeout_s=broadcast.timeout_s, since=since, base=request.base)
+                if self._offer is not None:
+                    address, num_bytes = self._offer.address, self._offer.changes_bytes
+            if self._run.weights.sends_changes:
+                self._last = request.folder, snapshot
+            return Written(fingerprint, (), address, num_bytes or snapshot.num_bytes, base=request.base if num_bytes else "")
 
     def export(self, request: ExportRequest) -> None:
         """Write a Hugging Face folder for other programs on rank 0, including the tokenizer; collective. Raises as `write_weights`.
