@@ -23,7 +23,7 @@ from measure import BENCHMARKS, ROOT, WORK, Contestant, contest, emit, note, tak
 from offbeat.config.model import TinyConfig
 from offbeat.data.tokenizer import DEFAULT_ALPHABET, character_tokenizer
 from offbeat.model.tiny import build_tiny
-from offbeat.workers.worker import library_environment
+from offbeat.workers.worker import huge_page_environment, library_environment
 
 MODELS = {
     "tiny": (TinyConfig(
@@ -39,6 +39,8 @@ SHORTEST, LONGEST = 16, 112
 SETTLE_S = 1.5
 """vLLM's processes spin for a second after their last request; nobody else is measured during that."""
 ONE_THREAD = library_environment(1)
+AS_SERVED = ONE_THREAD | huge_page_environment()
+"""Environment of an embedded engine's process, as runs and `offbeat engine` start it."""
 VLLM_ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
 """Environment of vLLM in one process, whose threads the library's environment counts; its default takes a process more, and a core each."""
 
@@ -62,8 +64,8 @@ def compare(model: str, *, in_flight: list[int], repeats: int, vllm_python: Path
     folder = build(model)
     ours = [sys.executable, BENCHMARKS / "engine_ours.py"]
     contestants = [
-        Contestant("offbeat", [*ours, "inprocess", folder], env=ONE_THREAD),
-        Contestant("offbeat-http", [*ours, "http", folder], env=ONE_THREAD),
+        Contestant("offbeat", [*ours, "inprocess", folder], env=AS_SERVED),
+        Contestant("offbeat-http", [*ours, "http", folder], env=AS_SERVED),
         Contestant("transformers", [sys.executable, BENCHMARKS / "engine_transformers.py", folder], env=ONE_THREAD),
     ]
     if vllm_python.exists():

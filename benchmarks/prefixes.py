@@ -27,7 +27,7 @@ from pathlib import Path
 
 from measure import BENCHMARKS, ROOT, WORK, Contestant, contest, emit, note, take_turns
 
-from engine import ONE_THREAD, VLLM_ALONE
+from engine import AS_SERVED, ONE_THREAD, VLLM_ALONE
 
 AIMS = {
     "before": {"turns": 3.0, "evaluation": 3.0}, "uncached": {"groups": 0.98}, "vllm": {"turns": 1.0, "evaluation": 1.0, "groups": 1.0}}
@@ -55,8 +55,8 @@ def main() -> None:
     share, repeats = (8, 1) if args.quick else (1, args.repeats)
     ours = [sys.executable, BENCHMARKS / "engine_ours.py"]
     sides = [
-        Contestant("cached", [*ours, "inprocess", args.model], env=ONE_THREAD),
-        Contestant("uncached", [*ours, "uncached", args.model], env=ONE_THREAD)]
+        Contestant("cached", [*ours, "inprocess", args.model], env=AS_SERVED),
+        Contestant("uncached", [*ours, "uncached", args.model], env=AS_SERVED)]
     if (sources := sources_of(args.before)) is not None:
         path = os.pathsep.join([str(sources), str(BENCHMARKS)])
         command = [sys.executable, BENCHMARKS / "engine_before.py", args.model]

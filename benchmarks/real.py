@@ -35,7 +35,7 @@ from engine import SETTLE_S, VLLM_ALONE, time_generation
 from offbeat.config.load import load_config
 from offbeat.cpu import this_cpu
 from offbeat.data.model_folder import read_model_config
-from offbeat.workers.worker import library_environment
+from offbeat.workers.worker import huge_page_environment, library_environment
 
 RUNS = WORK / "real"
 DTYPES = ("float32", "bfloat16") if this_cpu().has_bf16 else ("float32",)
@@ -83,7 +83,9 @@ def compare_engines(args: argparse.Namespace) -> None:
     for dtype in DTYPES:
         forms = [dtype, "int8"] if dtype == "float32" else [dtype]
         sides = [
-            Contestant(f"offbeat-{form}", [sys.executable, BENCHMARKS / "engine_ours.py", "inprocess", args.model, form], env=threads)
+            Contestant(
+                f"offbeat-{form}", [sys.executable, BENCHMARKS / "engine_ours.py", "inprocess", args.model, form],
+                env=threads | huge_page_environment())
             for form in forms]
         if args.vllm_python.exists():
             command = [args.vllm_python, BENCHMARKS / "engine_vllm.py", args.model, dtype]

@@ -3,15 +3,17 @@
 import asyncio
 import gc
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from offbeat.memory import few_collections, let_go
-from offbeat.workers.worker import library_environment
+from offbeat.workers.worker import huge_page_environment, library_environment
 
 _FAULTS = """
 import resource
@@ -131,3 +133,32 @@ def test_the_threads_of_a_worker_share_the_memory_that_they_have_freed() -> None
     said = subprocess.run(
         [sys.executable, "-c", _THREADS], env=os.environ | library_environment(1), check=True, capture_output=True, text=True).stdout
     assert int(said) < 128 << 20
+
+
+_PAGES = """
+block = bytearray(64 << 20)
+print(any(line.startswith("VmFlags:") and " hg" in line for line in open("/proc/self/smaps")))
+"""
+
+
+def _asks_for_huge_pages(environment: dict[str, str]) -> bool:
+    env = os.environ | library_environment(1) | environment
+    return subprocess.run([sys.executable, "-c", _PAGES], env=env, check=True, capture_output=True, text=True).stdout == "True\n"
+
+
+def test_what_the_user_has_glibc_do_stays_and_an_own_choice_of_pages_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "GLIBC_TUNABLES"
+    for given, expected in (
+        (None, {name: "glibc.malloc.hugetlb=1"}), ("glibc.malloc.check=3", {name: "glibc.malloc.check=3:glibc.malloc.hugetlb=1"}),
+        ("glibc.malloc.hugetlb=2", {}),
+    ):
+        monkeypatch.setenv(name, given) if given else monkeypatch.delenv(name, raising=False)
+        assert huge_page_environment() == expected
+
+
+@pytest.mark.skipif(
+    not (modes := Path("/sys/kernel/mm/transparent_hugepage/enabled")).exists() or "[madvise]" not in modes.read_text(),
+    reason="the system gives huge pages to all processes, or to none")
+@pytest.mark.skipif(sys.platform != "linux" or "glibc" not in platform.libc_ver()[0], reason="the variable is glibc's")
+def test_an_engine_asks_for_huge_pages() -> None:
+    assert _asks_for_huge_pages(huge_page_environment()) and not _asks_for_huge_pages({})

@@ -26,7 +26,7 @@ from offbeat.machine import PROMISED_DEVICES, VISIBLE_DEVICES
 from offbeat.phase import waiting_for
 from offbeat.workers.deliveries import Deliveries
 from offbeat.workers.local import LocalLauncher
-from offbeat.workers.worker import Launcher, Nothing, Worker, WorkerSpec, ask
+from offbeat.workers.worker import Launcher, Nothing, Worker, WorkerSpec, ask, huge_page_environment
 
 _EMBEDDED = "offbeat.engine.worker:EngineWorker"
 _SERVER = "offbeat.fleet.server_worker:ServerWorker"
@@ -91,10 +91,12 @@ class EngineGroup:
         inside = config.inference.kind.inside
         if not inside:
             engine_python(config)
+        reads_much = inside and not config.inference.devices_per_engine and bool(config.model.path)
         specs = [
             WorkerSpec(
                 name, _EMBEDDED if inside else _SERVER, log_dir / f"{name.replace(' ', '-')}.log",
-                threads=config.inference.threads, num_devices=config.inference.devices_per_engine)
+                threads=config.inference.threads, num_devices=config.inference.devices_per_engine,
+                env=huge_page_environment() if reads_much else {})
             for name in engine_names(config.inference.num_engines)]
         group = cls(config, launcher=launcher, specs=specs)
         with waiting_for("starting the engines", (spec.name for spec in specs)) as done:
@@ -220,7 +222,7 @@ def engine_options(config: EngineConfig, model: str, tokenizer: str, version: in
 @asynccontextmanager
 async def serve_one(options: EngineOptions, *, host: str, port: int, threads: int, device: int | None) -> AsyncIterator[tuple[str, Worker]]:
     """Run one engine outside of any run, in a process that writes to this one's terminal; yields its URL and its worker."""
-    env = {} if device is None else {VISIBLE_DEVICES: str(device), PROMISED_DEVICES: "1"}
+    env = huge_page_environment() if device is None else {VISIBLE_DEVICES: str(device), PROMISED_DEVICES: "1"}
     spec = WorkerSpec("engine", _EMBEDDED, log=None, threads=threads, env=env)
     async with LocalLauncher(stop_timeout_s=_STOP_TIMEOUT_S) as launcher:
         worker = await launcher.start(spec, timeout_s=_START_TIMEOUT_S)
