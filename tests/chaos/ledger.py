@@ -106,7 +106,7 @@ class Ledger:
         self.last = max(self.last, last)
         for head in range(self.heads):
             self._batches(head, self.last)
-        self._stored()
+        self._stored(base)
         self._where(here, waiting)
 
     def _checkpoint(self) -> tuple[int, SavedState | None]:
@@ -147,12 +147,16 @@ class Ledger:
                 if isinstance(record, BatchTaken) and record.global_step <= last:
                     self._step(record.global_step, [(head, each) for each in record.prompt_ids])
 
-    def _stored(self) -> None:
-        """Compare the stored rollouts, which the leader writes, with the batches."""
+    def _stored(self, base: int) -> None:
+        """Compare the stored rollouts, which the leader writes, with the batches.
+
+        Those of a step are stored beside the next one, or when it is redone: of a step that the checkpoint has, they must be there.
+        """
         for step in range(1, self.last + 1):
             path = self.run_dir / "rollouts" / f"step-{step:06d}.jsonl.zst"
             if not path.exists():
-                self._find("lost", f"the rollouts of step {step} are not stored")
+                if step <= base:
+                    self._find("lost", f"the rollouts of step {step} are not stored")
             elif step not in self._checked:
                 groups = read_rollouts(path)
                 self._step(step, [(0, group["prompt_id"]) for group in groups])

@@ -63,7 +63,8 @@ def document(rows: Sequence[Row], *, wanted: int) -> str:
     share = (
         f"Tokens generated again: {again:,} of {tokens:,}, {again / max(tokens, 1):.1%}. Engines themselves count each token that they"
         f" sample for training, by its sample and its position, before anybody else sees it; one that is sampled twice is generated again."
-        f" Groups that failed and were drawn again count whole. There are {tokens / max(len(rows), 1):,.0f} tokens for each kill, and"
+        f" Groups that failed and were drawn again count whole. There are {tokens / max(len(rows), 1):,.0f} tokens and"
+        f" {_num_steps(rows) / max(len(rows), 1):.0f} steps for each kill, and"
         f" {again / max(len(rows), 1):.0f} of them are lost: what was generated since the last look at running samples"
         f" (`checkpoint.journal_running_s`, 0.01 here, as answers take half a second, and 1 by default), whatever the time between two"
         f" kills.")
@@ -82,6 +83,15 @@ def document(rows: Sequence[Row], *, wanted: int) -> str:
     failed = "\n\n## Not as promised\n\n" + "\n".join(problems) if problems else ""
     parts = [_HEAD.rstrip(), head, promises, share, "## Runs", modes, "## Moments", moments, "## Processes", victims]
     return "\n\n".join(parts) + failed + "\n"
+
+
+def _num_steps(rows: Sequence[Row]) -> int:
+    """Steps of all runs; a row has those of its run so far."""
+    most: dict[tuple[str, int, float], int] = {}
+    for row in rows:
+        run = (row.mode, row.chain, row.sitting[0])
+        most[run] = max(most.get(run, 0), row.steps)
+    return sum(most.values())
 
 
 def _minutes(rows: Sequence[Row]) -> float:

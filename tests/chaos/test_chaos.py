@@ -37,6 +37,12 @@ def test_the_account_finds_what_is_lost_doubled_or_of_a_wrong_version(tmp_path: 
     assert ledger.counts == {"doubled": 2, "lost": 2, "tokens": 1, "versions": 3}
 
 
+def test_rollouts_of_steps_that_a_checkpoint_has_must_be_stored(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, eta=1, last=3)
+    ledger._stored(2)
+    assert ledger.problems == ["the rollouts of step 1 are not stored", "the rollouts of step 2 are not stored"]
+
+
 def test_a_token_that_was_sampled_twice_is_counted_by_its_sample_and_its_position(tmp_path: Path) -> None:
     assert environment(tmp_path / "tokens")["OFFBEAT_COUNT_TOKENS"] == str(tmp_path / "tokens")
     assert count(tmp_path / "tokens") == (0, 0)
