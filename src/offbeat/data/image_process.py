@@ -71,7 +71,7 @@ def _tiles(folder: str, config: Any, images: Any) -> Callable[[Any], Made]:
     from transformers.models.idefics3 import Idefics3Processor  # noqa: PLC0415
 
     # SmolVLM's own processor writes the same tokens, and needs packages for videos.
-    whole = Idefics3Processor(images, AutoTokenizer.from_pretrained(folder, local_files_only=True), image_seq_len=_square(
+    whole: Any = Idefics3Processor(images, AutoTokenizer.from_pretrained(folder, local_files_only=True), image_seq_len=_square(
         config.vision_config.image_size, config.vision_config.patch_size) // config.scale_factor**2)
 
     def make(image: Any) -> Made:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, overload
 from weakref import WeakSet
 
 import numpy as np
@@ -156,6 +156,14 @@ def fused_head(model: nn.Module, picks: Picks, keep: Tensor | None) -> Iterator[
         del head.forward
         if kept is not None:
             head.forward = kept
+
+
+@overload
+def local_part(parameter: Tensor) -> Tensor: ...
+
+
+@overload
+def local_part(parameter: Tensor | None) -> Tensor | None: ...
 
 
 def local_part(parameter: Tensor | None) -> Tensor | None:

@@ -232,7 +232,8 @@ def _read_row(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 def _computing_locally(module: nn.Module) -> Iterator[None]:
     """Let a module compute with parameters of its own, such as LLaVA's ends of rows, outside of its forward pass, where ranks divide it."""
     kept = dict(module._parameters)
-    module._parameters.update({name: local_part(parameter) for name, parameter in kept.items()})
+    parts: dict[str, Any] = {name: local_part(parameter) for name, parameter in kept.items()}
+    module._parameters.update(parts)
     try:
         yield
     finally:

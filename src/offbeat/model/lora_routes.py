@@ -143,7 +143,7 @@ def _subset(slots: Sequence[int], lengths: Sequence[int], scaling: float | Tenso
     counts = np.diff(np.searchsorted(rows.cpu().numpy(), np.cumsum([0, *lengths])))
     left = np.flatnonzero(counts)
     own = scaling[rows] if isinstance(scaling, Tensor) else scaling
-    return SpanRoute([slots[span] for span in left], counts[left].tolist(), own, device=device)
+    return SpanRoute([slots[span] for span in left.tolist()], counts[left].tolist(), own, device=device)
 
 
 def _selector(slots: Sequence[int], device: torch.device) -> slice | Tensor:
