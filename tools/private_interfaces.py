@@ -118,7 +118,7 @@ INTERFACES = (
     Interface("torch.distributed.device_mesh.DeviceMesh._flatten", "sync/mesh.py", (call("self", "mesh_dim_name"),)),
     Interface("torch.distributed.tensor.DTensor._spec", "trainer/offload.py"),
     Interface("torch.distributed.checkpoint.FileSystemReader._get_metadata_path", "trainer/metadata.py", (call("self", "rank"),)),
-    *(Interface(f"{_MODULE}._parameters", f"model/{name}.py", of=_linear) for name in ("gathered", "norm", "parallel")),
+    *(Interface(f"{_MODULE}._parameters", f"model/{name}.py", of=_linear) for name in ("gathered", "images", "norm", "parallel")),
     *(Interface(f"{_MODULE}._buffers", f"model/{name}.py", of=_linear) for name in ("gathered", "parallel")),
     *(Interface(f"{_MODULE}.{name}", "model/head.py", of=_linear) for name in ("_forward_hooks", "_forward_pre_hooks")),
     # transformers.
@@ -130,6 +130,10 @@ INTERFACES = (
     *(Interface(f"{_HF_MODEL}.{name}", "model/divided_read.py") for name in ("prepare_distribute_model", "maybe_distribute_model")),
     Interface("transformers.core_model_loading.WeightConverter.convert", "model/checkpoint_names.py", (
         call("self", "layer_name", keywords="model config"),)),
+    Interface("transformers.models.mixtral.modeling_mixtral.MixtralExperts._apply_gate", "model/fused_experts.py", (
+        call("self", "gate_up_out"),)),
+    Interface("transformers.models.llava_onevision.LlavaOnevisionProcessor._get_number_of_features", "data/image_process.py", (
+        call("self", "orig_height", "orig_width", "height", "width"),)),
     Interface(f"{_PARSER}.finalize", "chat/reading.py", (call("self"),)),
     Interface(f"{_PARSER}._scan", "chat/reading.py", (call("self", "watch", "eos"),)),
     *(Interface(f"{_PARSER}.{name}", "chat/reading.py", of=_parser) for name in ("_buffer", "_pos")),
