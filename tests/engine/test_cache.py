@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from offbeat.engine.cache import CacheShape, SlotCache, attend, attend_by_products
+from offbeat.engine.cache import SHRINKS_AFTER_S, CacheShape, SlotCache, attend, attend_by_products
 
 CPU = torch.device("cpu")
 SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=4, dtype=torch.float32)
@@ -153,7 +153,7 @@ def test_a_cache_whose_longest_sample_has_just_filled_it_shrinks_to_fewer_slots(
     cache, content = filled([5])
     cache.reserve(slots=8, positions=5)
     positions = cache.positions
-    assert cache.shrink(slots=1, positions=positions + 1), "its newest token has no keys yet"
+    assert shrink_at_last(cache, slots=1, positions=positions + 1), "its newest token has no keys yet"
     assert (cache.slots, cache.positions) == (1, positions)
     assert torch.equal(cache.layer(1)[0][:1, :, :5], content[1, 0, :1])
 
@@ -164,9 +164,32 @@ def test_a_large_cache_that_is_hardly_in_use_shrinks_to_what_is(large: bool, mon
     cache, content = filled([5, 3, 4])
     cache.reserve(slots=8, positions=100)
     before = cache.size_bytes
-    assert not cache.shrink(slots=8, positions=40), "too much of it is in use"
-    assert cache.shrink(slots=2, positions=5) == large
+    assert not shrink_at_last(cache, slots=8, positions=40), "too much of it is in use"
+    assert shrink_at_last(cache, slots=2, positions=5) == large
     assert cache.size_bytes == (before // 16 if large else before)
     keys, values = cache.layer(1)
     assert torch.equal(keys[:2, :, :5], content[1, 0, :2]) and torch.equal(values[:2, :, :5], content[1, 1, :2])
-    assert cache.shrink(slots=0, positions=0) == large
+    assert shrink_at_last(cache, slots=0, positions=0) == large
+
+
+def test_a_cache_that_is_needed_again_within_a_while_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.engine.cache._SMALL_BYTES", 0)
+    cache, _ = filled([5])
+    cache.reserve(slots=8, positions=100)
+    large = cache.size_bytes
+    for turn in range(3):
+        now_s = turn * (SHRINKS_AFTER_S - 1)
+        assert not cache.shrink(slots=0, positions=0, now_s=now_s), "the samples of a turn have ended"
+        assert cache.shrinks_at_s == now_s + SHRINKS_AFTER_S
+        cache.reserve(slots=6, positions=90)
+        assert cache.shrinks_at_s is None and cache.size_bytes == large
+    assert not cache.shrink(slots=0, positions=0, now_s=100.0)
+    cache.reserve(slots=1, positions=20)
+    assert cache.shrinks_at_s is not None, "one sample needs little of it"
+    assert cache.shrink(slots=1, positions=20, now_s=100.0 + SHRINKS_AFTER_S) and cache.size_bytes < large / 4
+
+
+def shrink_at_last(cache: SlotCache, *, slots: int, positions: int) -> bool:
+    """Shrink a cache of which this much has been in use for a while; returns whether it did."""
+    assert not cache.shrink(slots=slots, positions=positions, now_s=0.0)
+    return cache.shrink(slots=slots, positions=positions, now_s=SHRINKS_AFTER_S)

@@ -1,5 +1,7 @@
 """The engine end to end without HTTP: exact tokens and log-probabilities, endings, switches of weights in flight, pausing."""
 
+import time
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -268,8 +270,10 @@ def test_scoring_between_steps_leaves_generation_alone(make_engine, reference):
         check_logprobs(reference("qwen3"), PROMPTS[int(name)], output)
 
 
-def test_the_memory_of_samples_that_have_ended_is_returned_and_the_others_go_on(make_engine, reference, monkeypatch):
+@pytest.mark.parametrize("after_s", [0.0, 0.01])
+def test_the_memory_of_samples_that_have_ended_is_returned_and_the_others_go_on(make_engine, reference, monkeypatch, after_s):
     monkeypatch.setattr("offbeat.engine.cache._SMALL_BYTES", 0)
+    monkeypatch.setattr("offbeat.engine.cache.SHRINKS_AFTER_S", after_s)
     engine = make_engine(max_running=16)
     engine.submit(Request(id="long", prompt=PROMPTS[0], params=params(30, temperature=0), n=1))
     submit(engine, PROMPTS, params(3, temperature=0))
@@ -277,7 +281,9 @@ def test_the_memory_of_samples_that_have_ended_is_returned_and_the_others_go_on(
     while engine.has_work:
         done.update({event.request_id: event.result for event in engine.step()})
         sizes.append(engine._cache.size_bytes)
-    assert 0 < sizes[-2] <= max(sizes) / 4 and sizes[-1] == 0
+        time.sleep(after_s if len(done) == len(PROMPTS) else 0)
+    assert 0 < sizes[-2] <= max(sizes) / 4
+    assert (sizes[-1] == 0) == (after_s == 0), "what the last sample leaves is freed at once, or by whoever waits for the next"
     check_logprobs(reference("qwen3"), PROMPTS[0], done["long"])
 
 

@@ -11,6 +11,7 @@ from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import Event, Output, Request, SamplingParams
 from offbeat.engine.versions import VersionSource
 from offbeat.errors import EngineError, ModelError, RefusedError
+from offbeat.sync.platform import current_platform
 
 
 class Inbox:
@@ -70,6 +71,18 @@ def test_an_idle_engine_takes_no_steps(loop, inbox, monkeypatch):
     monkeypatch.setattr(loop.engine, "step", lambda: rounds.append(1) or step())
     time.sleep(0.2)
     assert len(rounds) <= 1
+
+
+def test_an_idle_engine_gives_back_the_memory_of_its_samples_once(loop, inbox, monkeypatch):
+    monkeypatch.setattr("offbeat.engine.cache._SMALL_BYTES", 0)
+    monkeypatch.setattr("offbeat.engine.cache.SHRINKS_AFTER_S", 0.05)
+    given_back = threading.Semaphore(0)
+    monkeypatch.setattr(type(current_platform), "return_memory", lambda _: given_back.release())
+    loop.submit(request("a"))
+    inbox.wait(1)
+    assert given_back.acquire(timeout=60)
+    assert loop.call(lambda: loop.engine.shrinks_at_s).result(60) is None
+    assert not given_back.acquire(timeout=0.2), "nothing else is free"
 
 
 def test_calls_run_between_steps_and_return_results_or_errors(loop):

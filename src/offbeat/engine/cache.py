@@ -25,6 +25,10 @@ _SMALL_BYTES, _SHRINKS_BY = 64 << 20, 4
 """Size up to which a cache stays as it is, and the multiple of what is in use from which a larger one shrinks: copying stays a small share
 of the work that has filled it."""
 
+SHRINKS_AFTER_S = 10.0
+"""Seconds for which most of a cache has to be free before it shrinks: the turns of agents and the batches of an evaluation come with pauses
+between them, and taking memory from the system again can take as long as a prompt."""
+
 
 @dataclass(frozen=True)
 class CacheShape:
@@ -99,6 +103,7 @@ class SlotCache:
         most = self.max_slots * self.max_positions
         self.max_tokens = most if max_bytes is None else max(BUCKET, min(most, max_bytes // shape.bytes_per_token))
         self._beside = beside
+        self._free_since_s: float | None = None  # when most of it was first seen to be free, if no more was needed since
         self.release()
 
     @property
@@ -119,6 +124,8 @@ class SlotCache:
         Sizes grow at least by half, so that copying stays a small share of all work, and no further than `max_tokens` allows. Tensors grow
         one after the other, so growth takes the extra memory of one of them.
         """
+        if self._free_since_s is not None and not self._is_mostly_free(slots, positions):
+            self._free_since_s = None
         if slots <= self.slots and positions <= self.positions:
             return
         slots, positions = self._room(slots, round_up(positions, BUCKET))
@@ -129,21 +136,37 @@ class SlotCache:
             kept = (min(slots, old.shape[0]), min(positions, old.shape[2]))
             new[: kept[0], :, : kept[1]] = old[: kept[0], :, : kept[1]]
 
-    def shrink(self, *, slots: int, positions: int) -> bool:
-        """Free what is beyond this many slots and positions, which must cover all in use, if that is most of a large cache.
+    def shrink(self, *, slots: int, positions: int, now_s: float) -> bool:
+        """Free what is beyond this many slots and positions, which cover all in use, if that was most of a large cache for a while.
 
-        They may be more than there are, as the newest token of a sample has no keys and values yet.
+        They may be more than there are, as the newest token of a sample has no keys and values yet. `now_s` is a time of a monotonic clock.
 
         Returns:
             Whether anything was freed.
         """
-        slots, positions = min(slots, self.slots), min(round_up(positions, BUCKET), self.positions)
-        if self.size_bytes <= max(_SMALL_BYTES, _SHRINKS_BY * slots * positions * self.shape.bytes_per_token):
+        if not self._is_mostly_free(slots, positions):
+            self._free_since_s = None
             return False
+        if self._free_since_s is None:
+            self._free_since_s = now_s
+        if now_s < self._free_since_s + SHRINKS_AFTER_S:
+            return False
+        self._free_since_s = None
+        slots, positions = min(slots, self.slots), min(round_up(positions, BUCKET), self.positions)
         for part, old in enumerate(self._data):
             self._data[part] = new = self._allocate(part, slots, positions)
             new.copy_(old[:slots, :, :positions])
         return True
+
+    @property
+    def shrinks_at_s(self) -> float | None:
+        """When `shrink` would free something, by its clock, if no more is needed until then; None if it would not."""
+        return None if self._free_since_s is None else self._free_since_s + SHRINKS_AFTER_S
+
+    def _is_mostly_free(self, slots: int, positions: int) -> bool:
+        """Whether it is large, and what these slots and positions leave free is most of it."""
+        used = min(slots, self.slots) * min(round_up(positions, BUCKET), self.positions)
+        return self.size_bytes > max(_SMALL_BYTES, _SHRINKS_BY * used * self.shape.bytes_per_token)
 
     def _room(self, slots: int, positions: int) -> tuple[int, int]:
         """Choose sizes for at least this many slots and positions; the number of positions is a multiple of `BUCKET`."""

@@ -196,6 +196,8 @@ class EmbeddedEngine:
 
         Prompts that are long are computed in parts beside it, one part a step.
         """
+        if (at_s := self.shrinks_at_s) is not None and time.monotonic() >= at_s:
+            self.shrink_cache()
         events = self._score_step() if self._has_scores else []
         if not self._has_samples:
             return events
@@ -287,16 +289,20 @@ class EmbeddedEngine:
                 self._cache.move([slots], [len(self._rows)], positions=begun.stop)
                 self._cache.clear([slots])
             self.adapters.drop_leaving()
-            self._shrink_cache()
+            self.shrink_cache()
             self._finish_drain()
 
-    def _shrink_cache(self) -> None:
-        """Return the memory of samples that have ended, such as those of an evaluation, when nothing waits that would need it at once."""
-        if self.num_waiting:
-            return
+    @property
+    def shrinks_at_s(self) -> float | None:
+        """When `shrink_cache` would free something, by the monotonic clock, if nothing else comes; None if it would not."""
+        return self._cache.shrinks_at_s
+
+    @torch.inference_mode()
+    def shrink_cache(self) -> None:
+        """Return the memory of samples that have ended, such as those of an evaluation, if it was not needed for a while."""
         begun = self._scheduler.begun
         longest = max(int(self._rows.length[: len(self._rows)].max(initial=0)), 0 if begun is None else begun.stop)
-        if self._cache.shrink(slots=len(self._rows) + (begun is not None), positions=longest):
+        if self._cache.shrink(slots=len(self._rows) + (begun is not None), positions=longest, now_s=time.monotonic()):
             current_platform.return_memory()
 
     @torch.inference_mode()

@@ -4,7 +4,7 @@ The engine's thread
     consumes   commands (`submit`, `abort`, `call`) in the order in which they came, and the engine's work, one step at a time
     produces   events, handed to `deliver` in one batch per step
     waits for  a command, when there is no work; it never spins
-    woken by   a command, or `stop`
+    woken by   a command, `stop`, or once when memory of the cache has not been needed for a while
 If it raises, every request that it knows fails with that error, later commands fail too, and `error` says why.
 """
 
@@ -133,7 +133,7 @@ class EngineLoop:
     def _round(self) -> None:
         with self._wake:
             while not (self._commands or self.engine.has_work or self._stopping):
-                self._wake.wait()
+                self._wait()
             commands, self._commands = self._commands, []
             self._busy_since_s = time.monotonic()
             self.num_rounds += 1
@@ -142,6 +142,12 @@ class EngineLoop:
         self._events += self.engine.step()
         self._flush()
         self._busy_since_s = None
+
+    def _wait(self) -> None:
+        """Wait for a command; an engine without work gives back memory that it has not needed for a while."""
+        at_s = self.engine.shrinks_at_s
+        if not self._wake.wait(None if at_s is None else max(at_s - time.monotonic(), 0.0)):
+            self.engine.shrink_cache()
 
     @property
     def round_s(self) -> float:
