@@ -189,6 +189,14 @@ def test_a_cache_that_is_needed_again_within_a_while_stays_as_it_is(monkeypatch:
     assert cache.shrink(slots=1, positions=20, now_s=100.0 + SHRINKS_AFTER_S) and cache.size_bytes < large / 4
 
 
+@pytest.mark.parametrize(("likely", "size"), [((7, 64), (7, 64)), ((99, 64), (4, 64)), ((2, 999), (4, 32)), ((0, 0), (4, 32))])
+def test_a_cache_grows_at_once_to_what_is_likely_unless_that_is_far_more(likely: tuple[int, int], size: tuple[int, int]) -> None:
+    cache = SlotCache(SHAPE, device=CPU, max_slots=100, max_positions=1000)
+    cache.likely = likely
+    cache.reserve(slots=4, positions=32)
+    assert (cache.slots, cache.positions) == size
+
+
 def shrink_at_last(cache: SlotCache, *, slots: int, positions: int) -> bool:
     """Shrink a cache of which this much has been in use for a while; returns whether it did."""
     assert not cache.shrink(slots=slots, positions=positions, now_s=0.0)

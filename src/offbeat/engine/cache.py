@@ -22,12 +22,10 @@ BUCKET = 32
 """Attention reads positions in multiples of this."""
 
 _SMALL_BYTES, _SHRINKS_BY = 64 << 20, 4
-"""Size up to which a cache stays as it is, and the multiple of what is in use from which a larger one shrinks: copying stays a small share
-of the work that has filled it."""
+"""Size up to which a cache stays as it is, and the multiple of what is in use from which a larger one shrinks."""
 
 SHRINKS_AFTER_S = 10.0
-"""Seconds for which most of a cache has to be free before it shrinks: the turns of agents and the batches of an evaluation come with pauses
-between them, and taking memory from the system again can take as long as a prompt."""
+"""Seconds for which most of a cache is free before it shrinks: turns of agents have pauses between them, and new memory takes time."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +74,12 @@ def round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
+def _ample(needed: int, size: int, likely: int) -> int:
+    """Return a size of at least `needed`; one that grows does so to what is likely, if that is at most twice the need, or else by half."""
+    grown = likely if needed <= likely <= 2 * needed else max(needed, size * 3 // 2)
+    return grown if needed > size else size
+
+
 class SharingBound(Protocol):
     """Other memory under the bound of the slots."""
 
@@ -89,6 +93,7 @@ class SlotCache:
 
     Attributes:
         max_tokens: largest product of slots and positions that the cache may hold, at least `BUCKET`.
+        likely: slots and positions that may be needed soon; the cache grows to them at once where that is at most twice what it needs.
     """
 
     def __init__(
@@ -103,6 +108,7 @@ class SlotCache:
         most = self.max_slots * self.max_positions
         self.max_tokens = most if max_bytes is None else max(BUCKET, min(most, max_bytes // shape.bytes_per_token))
         self._beside = beside
+        self.likely: tuple[int, int] = (0, 0)
         self._free_since_s: float | None = None  # when most of it was first seen to be free, if no more was needed since
         self.release()
 
@@ -121,8 +127,8 @@ class SlotCache:
     def reserve(self, *, slots: int, positions: int) -> None:
         """Make room for this many slots and positions, which must cover all in use; stored data is kept.
 
-        Sizes grow at least by half, so that copying stays a small share of all work, and no further than `max_tokens` allows. Tensors grow
-        one after the other, so growth takes the extra memory of one of them.
+        Sizes grow to what is `likely`, or by half, so that copying stays a small share of all work, and no further than `max_tokens`
+        allows. Tensors grow one after the other, so growth takes the extra memory of one of them.
         """
         if self._free_since_s is not None and not self._is_mostly_free(slots, positions):
             self._free_since_s = None
@@ -140,15 +146,12 @@ class SlotCache:
         """Free what is beyond this many slots and positions, which cover all in use, if that was most of a large cache for a while.
 
         They may be more than there are, as the newest token of a sample has no keys and values yet. `now_s` is a time of a monotonic clock.
-
-        Returns:
-            Whether anything was freed.
+        Returns whether anything was freed.
         """
         if not self._is_mostly_free(slots, positions):
             self._free_since_s = None
             return False
-        if self._free_since_s is None:
-            self._free_since_s = now_s
+        self._free_since_s = now_s if self._free_since_s is None else self._free_since_s
         if now_s < self._free_since_s + SHRINKS_AFTER_S:
             return False
         self._free_since_s = None
@@ -172,9 +175,8 @@ class SlotCache:
         """Choose sizes for at least this many slots and positions; the number of positions is a multiple of `BUCKET`."""
         assert slots <= self.max_slots and positions <= self.max_positions and slots * positions <= self.max_tokens, (
             "the scheduler admits no more than the cache may hold")
-        ample_slots = self.slots if slots <= self.slots else min(max(slots, self.slots * 3 // 2), self.max_slots)
-        ample = self.positions if positions <= self.positions else max(positions, round_up(self.positions * 3 // 2, BUCKET))
-        ample = min(ample, self.max_positions)
+        ample_slots = min(_ample(slots, self.slots, self.likely[0]), self.max_slots)
+        ample = min(round_up(_ample(positions, self.positions, self.likely[1]), BUCKET), self.max_positions)
         if ample_slots * ample <= self.max_tokens:
             return ample_slots, ample
         # There is no room to spare: shrink to the slots in use, and give them as many positions as fit.

@@ -67,6 +67,7 @@ class Runner:
         """
         part, begun = prompts.part, prompts.begun
         old = len(self._rows) - sum(request.n for request in prompts.requests)
+        self._cache.likely = prompts.likely
         self._adapters.place([*self._rows.adapters(), *([part.request.adapter] if part else [])])
         if (stored := part or begun) is not None:  # its slot must stay when the cache grows for the rows before it
             self._reserve(slots=old + 1, positions=stored.stop)

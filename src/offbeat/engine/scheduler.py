@@ -63,11 +63,13 @@ class RoundPrompts:
         requests: requests that start; their samples occupy the slots from the old `running` on, in order.
         begun: the newest part of the first request's prompt, if parts of it were computed in earlier rounds.
         part: a part to compute of a prompt whose request does not start yet.
+        likely: slots and positions that all samples may take soon, those of waiting requests included.
     """
 
     requests: list[Request] = field(default_factory=list)
     begun: PromptPart | None = None
     part: PromptPart | None = None
+    likely: tuple[int, int] = (0, 0)
 
 
 class Scheduler:
@@ -177,7 +179,12 @@ class Scheduler:
             self.begun = None
             admitted.append(self._waiting.popleft())
             self._needs += [need] * request.n
-        return RoundPrompts(admitted, begun)
+        return RoundPrompts(admitted, begun, likely=self._likely())
+
+    def _likely(self) -> tuple[int, int]:
+        """Return the slots and positions of all running samples and of those that wait, if none of them ends before its longest length."""
+        longest = max([*self._needs, *map(_need, self._waiting)], default=BUCKET)
+        return min(self.running + sum(request.n for request in self._waiting), self._most_slots(longest)), longest
 
     def compact(self, finished: Iterable[int]) -> tuple[list[int], list[int]]:
         """Free slots and keep the rest dense.
