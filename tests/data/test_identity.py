@@ -1,5 +1,6 @@
 """What tells data, models and code by their contents."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from offbeat.config.data import DataConfig
 from offbeat.data.dataset import open_datasets
 from offbeat.data.identity import code_digest, command_digest, digest_of, model_digest
+from offbeat.data.pairs import open_pairs
 
 ROWS = [{"prompt": f"{number}>", "answer": str(number)} for number in range(20)]
 
@@ -80,3 +82,24 @@ def test_the_scripts_of_a_command_are_part_of_its_digest(tmp_path: Path) -> None
     assert before and command_digest(["python", str(script), "--fast"]) != before
     assert command_digest(["python", str(script)]) == command_digest(["node", str(script), "no/such/file"])
     assert command_digest(["my-agent", "--fast"]) == ""
+
+
+def test_rows_without_images_have_the_digests_that_they_had_before_rows_could_have_images(tmp_path: Path) -> None:
+    """Runs that began then go on: these are the lines of JSON that were digested of rows and pairs."""
+    def digest_then(*lines: str) -> str:
+        state = hashlib.blake2b(digest_size=16)
+        for line in lines:
+            state.update(line.encode() + b"\n")
+        return state.hexdigest()
+
+    row = '{"prompt":"1>","answer":"1","extra":{},"solution":"","tools":[],"said":null,"json_fields":[],"of_set":"","template_kwargs":{}}'
+    rows = digest_then(row)
+    assert digest(tmp_path / "rows.jsonl", [{"prompt": "1>", "answer": "1"}], heldout_size=0) == digest_then(f'"{rows}"', "0", "1")
+    pair = '{"prompt":"1>","answers":["1","2"],"liked":[true,false],"margin":0.0,"tools":[]}'
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": "1>", "chosen": "1", "rejected": "2"}) + "\n")
+    pairs, _ = open_pairs(DataConfig(path=str(path), heldout_size=0))
+    assert pairs.digest == digest_then(f'"{digest_then(pair)}"', "0", "1")
+    with_image = {"prompt": "<image>1>", "images": ["data:image/png;base64,AAAA"], "answer": "1"}
+    others = [{**with_image, "images": ["data:image/png;base64,BBBB"]}, {"prompt": "<image>1>", "answer": "1"}]
+    assert len({digest(tmp_path / "rows.jsonl", [each], heldout_size=0) for each in (with_image, *others)}) == 3

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from evaluation.played import played
+from offbeat.data.image_sources import MARK, ImageSource
 from offbeat.data.row import Row
 from offbeat.errors import DataError, StorageError
 from offbeat.evaluation.files import encode_lines, newest_evaluation, read_samples, write_lines
@@ -19,6 +20,7 @@ FULL = EvaluatedSet("games", 2, (
         EvaluatedSample("a\nb", 0.0, "length", 7, {"form": 0.5}, {"x": 1.0}, (EpisodeTurn("a", True, "x"), EpisodeTurn("b", False))),
         EvaluatedSample("", None, "reward failed: no"))),
     EvaluatedPrompt(Row("\ud800 is no character", "2"), (), "timed out")), (1, 2))
+SEEN = Row(f"{MARK}how many?", "3", images=(ImageSource(data=b"file"),))
 
 
 def test_what_is_written_is_what_is_read_plain_and_compressed(tmp_path: Path) -> None:
@@ -26,6 +28,13 @@ def test_what_is_written_is_what_is_read_plain_and_compressed(tmp_path: Path) ->
     assert read_samples(tmp_path / "a" / "x.samples.jsonl") == {"": {"games": FULL}}
     path = write_evaluation(tmp_path, step=3, name="games", lines=encode_lines(FULL))
     assert read_samples(path) == {"": {"games": FULL}}
+
+
+def test_images_are_told_by_their_places_and_the_hashes_of_their_files(tmp_path: Path) -> None:
+    prompt = EvaluatedPrompt(SEEN, (), "timed out", ("ab12",))
+    write_lines(tmp_path / "x.samples.jsonl", encode_lines(EvaluatedSet("", 1, (prompt,), (1,))))
+    [read] = read_samples(tmp_path / "x.samples.jsonl")[""][""].prompts
+    assert (read.row.prompt, read.images, read.key) == ("<image>how many?", ("ab12",), prompt.key)
 
 
 def test_a_line_can_be_read_by_people(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 """How a played group becomes texts and rewards."""
 
+import hashlib
+
 import numpy as np
 
 from evaluation.played import played
+from offbeat.data.image_sources import MARK, ImageSource
 from offbeat.data.row import Row
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.data.trajectory import Group, Trajectory
@@ -55,6 +58,13 @@ def test_prompts_are_known_by_what_was_asked_and_what_is_right() -> None:
     keys = {EvaluatedPrompt(row).key for row in (Row("31>", "13"), Row("31>", "31"), Row(chat, "13"), Row("\ud800", "13"))}
     assert len(keys) == 4
     assert EvaluatedPrompt(Row("31>", "13", {"source": "a"})).key == EvaluatedPrompt(Row("31>", "13")).key
+
+
+def test_the_same_question_about_two_pictures_is_two_prompts() -> None:
+    one, other = (Row(f"{MARK}how many?", "3", images=(ImageSource(data=data),)) for data in (b"one", b"other"))
+    first, second, again = (read_group(row, Group("batch:0", 0, rejected="timed out"), TOKENIZER) for row in (one, other, one))
+    assert first.key == again.key != second.key
+    assert first.images == (hashlib.sha256(b"one").hexdigest(),)
 
 
 def test_missing_answers_count_as_wrong_in_the_means_of_prompts() -> None:

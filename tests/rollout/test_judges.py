@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from offbeat.data.image_sources import MARK, ImageSource
 from offbeat.data.reward import FailedReward, NamedReward, is_of_group
 from offbeat.data.row import Row
 from offbeat.errors import CodeError
@@ -294,3 +295,14 @@ def test_a_file_that_is_wrong_is_said(tmp_path: Path, text: str, why: str) -> No
     (tmp_path / "judge.toml").write_text(text)
     with pytest.raises(CodeError, match=re.escape(why)):
         read_judge(tmp_path / "judge.toml")
+
+
+def test_a_judge_gives_no_verdict_on_a_prompt_whose_images_it_is_not_shown(serve) -> None:
+    endpoint = serve(lambda _: "Score: 1")
+    seen = Row(f"{MARK}how many?", "3", images=(ImageSource(data=b"file"),))
+    [failed] = Judge(endpoint.url, "judge").scores(["3"], seen)
+    assert isinstance(failed, FailedReward) and "it is not shown the images of the prompt, of which there are 1" in failed.reason
+    assert isinstance(Judge(endpoint.url, "judge").prefer("3", "4", seen), FailedReward)
+    assert not endpoint.bodies
+    assert Judge(endpoint.url, "judge", prompt="Is {answer} the number {reference}?").scores(["3"], seen) == [0.1]
+    assert endpoint.bodies[0]["messages"][-1]["content"] == "Is 3 the number 3?"

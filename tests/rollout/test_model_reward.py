@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.data import wire
+from offbeat.data.image_sources import ImageSource
 from offbeat.data.reward import FailedReward
 from offbeat.data.row import Row
 from offbeat.engine.reward_options import RewardModelOptions, ScoredTexts, TextsToScore
@@ -149,3 +150,9 @@ def test_a_group_that_was_given_up_costs_nothing() -> None:
         assert await reward.score(["2"], ROW) == [2.0]
 
     run(launcher, body)
+
+
+def test_a_prompt_with_images_is_not_scored_by_its_text(tmp_path: Path) -> None:
+    reward = ModelReward(ScriptedLauncher(), OPTIONS, worker_specs(1, log_dir=tmp_path), timeout_s=1.0, start_timeout_s=1.0)
+    with pytest.raises(CodeError, match="the reward model folder is not shown the images of a prompt"):
+        asyncio.run(reward.score(["3"], Row("\ufffchow many?", "3", images=(ImageSource("a.png"),))))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.data.image_sources import MARK, ImageSource
 from offbeat.data.reward import FailedReward, NamedReward
 from offbeat.data.row import Row
 from offbeat.errors import CodeError
@@ -204,3 +205,17 @@ def test_parameters_that_do_not_say_which_is_the_completion_are_refused(paramete
     (tmp_path / "code.py").write_text(f"def reward({parameters}): return 1.0")
     with pytest.raises(CodeError, match=rf"takes \({parameters}\), which does not say where the row goes; a reward takes \(completion"):
         RewardFunction(f"{tmp_path}/code.py:reward")
+
+
+def test_images_of_a_prompt_are_shown_to_a_reward_in_trls_form(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text(
+        "def reward(prompts, completions, images):\n"
+        "    assert images == [['pictures/7.png', 'data:image/*;base64,AAAA']] * 2, images\n"
+        "    return [float(prompts[0] == each) for each in ('<image>or<image>?', [\n"
+        "        {'role': 'user', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'or'}, {'type': 'image'},\n"
+        "                                     {'type': 'text', 'text': '?'}]}])]\n")
+    images = (ImageSource("pictures/7.png"), ImageSource(data=bytes(3)))
+    function = RewardFunction(f"{tmp_path}/code.py:reward")
+    assert function.values(["a", "b"], Row(f"{MARK}or{MARK}?", "", images=images)) == [1.0, 0.0]
+    chat = ({"role": "user", "content": f"{MARK}or{MARK}?"},)
+    assert function.values(["a", "b"], Row(chat, "", images=images)) == [0.0, 1.0]

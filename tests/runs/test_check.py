@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from chats import words
+from image_models import make_folder, picture
 from offbeat.config.load import load_config
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.errors import ConfigError
@@ -154,3 +155,19 @@ def test_the_program_of_an_agent_is_imported_and_gives_the_reward(tmp_path: Path
         f"  reward '{mine}:reward' takes (completion), but it is called with (completion, row); too many positional arguments")
     assert accept == f"  should_accept '{mine}:accept' takes (), but it is called with (group); too many positional arguments"
     assert "agent.program module 'no_such_agent' was not found" in program
+
+
+def test_images_are_looked_at_and_not_kept(tmp_path: Path) -> None:
+    model = make_folder(tmp_path / "model", "qwen3_vl")
+    picture().save(tmp_path / "a.png")
+    (tmp_path / "b.png").write_bytes(b"no image")
+    records = [{"prompt": "<image>how many?", "images": [name], "answer": "1"} for name in ("a.png", "b.png", "a.png")]
+    settings = {
+        "run.dir": str(tmp_path / "runs"), "model.path": str(model), "data.path": write(tmp_path / "rows.jsonl", records),
+        "data.heldout_size": "1", "rollout.max_new_tokens": "4"}
+    with pytest.raises(ConfigError, match=r"line 2: image 1 is no image in one of the formats"):
+        check_named(load_config(None, list(settings.items())))
+    lines = check_named(load_config(None, [*settings.items(), ("data.max_unusable_rows", "1")]))
+    assert any(line.startswith("data: ") and "1 of them cannot be used, the first: " in line for line in lines)
+    assert not any("offbeat train would refuse this" in line for line in lines), lines
+    assert not (tmp_path / "runs").exists()

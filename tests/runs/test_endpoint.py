@@ -205,3 +205,10 @@ def test_an_answer_that_is_no_text_fails_its_prompt_alone(tmp_path: Path) -> Non
 
     answered = play(Rubbish(), configured(tmp_path), Row("bad", ""), Row("good", ""))
     assert "something that is not JSON" in answered.prompts[0].failure and not answered.prompts[1].failed
+
+
+def test_images_are_not_left_out_of_what_a_model_by_url_is_asked(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "<image>how many?", "images": ["a.png"], "answer": "7"}) + "\n")
+    with pytest.raises(ConfigError, match=r"^evaluate\.sets\.own\.data\.path has images, which are not sent to a model by URL"):
+        read_sets(configured(tmp_path, evaluate__sets__own__data__path=str(rows)))

@@ -18,7 +18,6 @@ import numpy as np
 
 from offbeat.data.cells import in_memory, shortest
 from offbeat.data.image_memory import as_uris
-from offbeat.data.image_sources import MARK, WRITTEN_MARK
 from offbeat.data.messages import without_filled_nulls
 from offbeat.data.row import Row
 from offbeat.errors import DataError, StorageError, shorten
@@ -147,8 +146,7 @@ def _record_of(row: Row, where: str) -> dict[str, Any]:
     beside = {"images": row.images} if row.images else {}
     extra = beside | {name: json.loads(text) if name in row.json_fields else text for name, text in row.extra.items()}
     answer = extra["answer"] if row.extra.get("answer") == row.answer else row.answer  # as it was in the data, unless changed since
-    if row.images:
-        row = _with_written_marks(row)
+    row = replace(row, prompt=row.shown_prompt)
     if isinstance(row.prompt, str):
         if row.solution or row.said or row.tools:
             raise DataError(
@@ -157,13 +155,6 @@ def _record_of(row: Row, where: str) -> dict[str, Any]:
         return {**extra, "prompt": row.prompt, "answer": answer}
     said = [row.imitated] if row.said or row.solution else []
     return {**extra, **({"tools": row.tools} if row.tools else {}), "messages": [*row.prompt, *said], "answer": answer}
-
-
-def _with_written_marks(row: Row) -> Row:
-    """Return a row with images whose places are written as data has them."""
-    if isinstance(row.prompt, str):
-        return replace(row, prompt=row.prompt.replace(MARK, WRITTEN_MARK))
-    return replace(row, prompt=tuple({**each, "content": each["content"].replace(MARK, WRITTEN_MARK)} for each in row.prompt))
 
 
 def _encode(record: Mapping[str, Any], argument: str, number: int) -> bytes:

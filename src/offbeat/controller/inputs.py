@@ -7,28 +7,28 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.config.agent import PLAYS
-from offbeat.config.data import DataConfig
 from offbeat.config.data_sets import weight_of
 from offbeat.config.resume import remembered
 from offbeat.config.rollout import REWARD_MODEL, REWARDS
 from offbeat.config.root import Config
 from offbeat.controller.reward_choice import choose_rewards
+from offbeat.controller.row_checks import blind_part, check_of_pairs, check_of_rows
 from offbeat.data.dataset import Dataset, ListDataset, PromptDataset, open_datasets
 from offbeat.data.ends import Ends, find_ends
 from offbeat.data.evaluation_set import open_set
 from offbeat.data.identity import Identity, code_digest, command_digest, digest_of, model_digest
-from offbeat.data.image_reader import images_for
+from offbeat.data.image_reader import ImageReader, images_for
 from offbeat.data.image_sources import ImageLimits
 from offbeat.data.image_store import ImageStore, images_folder, is_image
 from offbeat.data.mixture import Mixture, RowsOfSet
 from offbeat.data.model_folder import check_model_folder, read_context_length, read_end_token_ids, read_vocab_size
 from offbeat.data.pairs import PairEncoder, Preference, open_pairs
-from offbeat.data.prompt import check_images, check_lengths, messages_of, sft_sequence
+from offbeat.data.prompt import check_lengths, messages_of, sft_sequence
 from offbeat.data.reward_model import JudgedPairEncoder, choose_padding, open_reward_folder, plain, reads_chats
 from offbeat.data.row import Row
 from offbeat.data.supervised import Supervision
 from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
-from offbeat.data.unknown_text import check_preference, check_row, unwritable_answers
+from offbeat.data.unknown_text import unwritable_answers
 from offbeat.data.vocabulary import fit_vocabulary
 from offbeat.errors import ConfigError, DataError, ModelError
 from offbeat.inference.sampling import Sampling
@@ -160,7 +160,7 @@ def open_mixed(
         answered = needs_answer(config, supervised=supervised)
         opened = open_datasets(
             config.data, seed=config.run.seed, needs_answer=answered, refused=refused,
-            check=_check_of(base.tokenizer, config.data, answered=answered))
+            check=row_check(config, base.tokenizer, answered=answered, taught=not supervised))
         if supervised or config.rollout.workflow not in PLAYS:
             check_system_prompt(config, base, opened[0].row(0))
         return opened
@@ -178,28 +178,11 @@ def open_mixed(
     return Mixture(train, weights, config.run.seed, config.data.shuffle), ListDataset(tuple(heldout))
 
 
-def _check_of(tokenizer: Tokenizer, data: DataConfig, *, answered: bool) -> Callable[[Row, str], None]:
-    """Return a check that refuses a row with an image that cannot be used, or as `check_row`."""
-    knows = check_row(tokenizer, data, answered=answered)
-
-    def check(row: Row, where: str) -> None:
-        check_images(row, tokenizer, where)
-        if knows is not None:
-            knows(row, where)
-
-    return check
-
-
-def check_of_pairs(tokenizer: Tokenizer, data: DataConfig) -> Callable[[Preference, str], None]:
-    """Return a check that refuses a preference with an image that cannot be used, or as `check_preference`."""
-    knows = check_preference(tokenizer, data)
-
-    def check(preference: Preference, where: str) -> None:
-        check_images(preference.row(), tokenizer, where)
-        if knows is not None:
-            knows(preference, where)
-
-    return check
+def row_check(config: Config, tokenizer: Tokenizer | None, *, answered: bool, taught: bool) -> Callable[[Row, str], None]:
+    """Return the check of a configuration's rows; see `check_of_rows`. `taught` says whether a teacher scores answers to them."""
+    teacher = config.teacher if taught and tokenizer is not None and config.algorithm.teacher == "model" else None
+    blind = blind_part(choose_rewards(config), config.rollout, teacher, model=config.model.path)
+    return check_of_rows(tokenizer, config.data, answered=answered, blind=blind)
 
 
 def needs_answer(config: Config, *, supervised: bool) -> bool:
@@ -239,7 +222,7 @@ def _read_set(name: str, config: Config, base: Base, run: RunInputs) -> RunInput
         answered = needs_answer(own, supervised=False)
         rows = open_set(
             own.data, of_run=config.data, heldout=run.heldout, most=own.evaluate.num_prompts, seed=config.run.seed, needs_answer=answered,
-            refused=refused, check=_check_of(base.tokenizer, own.data, answered=answered))
+            refused=refused, check=row_check(own, base.tokenizer, answered=answered, taught=False))
         base = replace(base, tokenizer=give_template(base.tokenizer, own))
         if own.rollout.workflow not in PLAYS:
             check_system_prompt(own, base, rows.row(0))
@@ -395,9 +378,7 @@ def read_base(config: Config) -> Base:
         model = str(check_model_folder(config.model.path))
         tokenizer_folder = config.model.tokenizer or model
         tokenizer = fit_vocabulary(give_template(load_tokenizer(tokenizer_folder), config), read_vocab_size(model), model=model)
-        limits = ImageLimits(config.data.max_image_bytes, config.data.max_image_pixels, config.data.max_images)
-        is_own = config.inference.kind.reads_images and not config.inference.urls  # other engines do not know ids of images
-        images = images_for(model, ImageStore(images_folder(config.run_dir), run=config.run.name), limits) if is_own else None
+        images = image_reader(config, model, ImageStore(images_folder(config.run_dir), run=config.run.name))
         return Base(model, None, tokenizer_folder, replace(tokenizer, images=images), read_context_length(model))
     model = str(config.run_dir / "model")
     tokenizer = give_template(load_tokenizer(config.model.tokenizer) if config.model.tokenizer else character_tokenizer(), config)
@@ -405,6 +386,13 @@ def read_base(config: Config) -> Base:
     build = BuildRequest(
         model, tiny.model_dump_json(), tokenizer.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id, config.run.seed)
     return Base(model, build, model, tokenizer, tiny.max_positions)
+
+
+def image_reader(config: Config, model: str, store: ImageStore) -> ImageReader | None:
+    """Return what reads images of rows for a model folder; None if the model or the engines read none. Raises as `images_for`."""
+    if not config.inference.kind.reads_images or config.inference.urls:  # other engines do not know ids of images
+        return None
+    return images_for(model, store, ImageLimits(config.data.max_image_bytes, config.data.max_image_pixels, config.data.max_images))
 
 
 def write_tokenizer(inputs: "RunInputs", run_dir: Path, *, writes: bool = True) -> str:

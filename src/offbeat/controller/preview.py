@@ -9,7 +9,8 @@ import numpy as np
 
 from offbeat.config.root import Config
 from offbeat.config.training_kinds import TrainingKind
-from offbeat.controller.inputs import Base, check_of_pairs, open_mixed, read_base
+from offbeat.controller.inputs import Base, open_mixed, read_base
+from offbeat.controller.row_checks import check_of_pairs
 from offbeat.controller.template_choice import choose_templates
 from offbeat.data.dataset import Dataset
 from offbeat.data.image_store import find_pictures

@@ -181,8 +181,7 @@ class ImageReader:
 
     @cached_property
     def _files(self) -> tuple[str, ...]:
-        """Contents of the processor's files, which decide what an image becomes."""
-        return tuple(file.read_text() for name in _PROCESSOR_FILES if (file := Path(self._model) / name).is_file())
+        return processor_files(self._model)
 
 
 def read_frame(file: IO[bytes]) -> bytes:
@@ -218,6 +217,18 @@ def images_for(model: str, store: ImageStore, limits: ImageLimits) -> ImageReade
         return None
     require("images", ["PIL"], wanted_by="a model that reads images")
     return ImageReader(model, store, limits)
+
+
+def same_images(model: str, other: str) -> bool:
+    """Whether two model folders make the same of an image, so that each reads what was made for the other."""
+    first, second = read_model_config(model), read_model_config(other)
+    return first["model_type"] == second["model_type"] and placeholder_of(first) == placeholder_of(second) and (
+        processor_files(model) == processor_files(other))
+
+
+def processor_files(model: str) -> tuple[str, ...]:
+    """Return the contents of the processor's files of a model folder, which decide what an image becomes."""
+    return tuple(file.read_text() for name in _PROCESSOR_FILES if (file := Path(model) / name).is_file())
 
 
 def _stamp(source: ImageSource) -> object:

@@ -7,6 +7,7 @@ of the web are refused.
 import ast
 import base64
 import binascii
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,15 @@ class ImageSource:
 
     path: str = ""
     data: bytes = b""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of its file; of its path, if that cannot be read."""
+        try:
+            data = Path(self.path).read_bytes() if self.path else self.data
+        except OSError:
+            data = self.path.encode(errors="surrogatepass")
+        return hashlib.sha256(data).hexdigest()
 
     def read(self, *, most_bytes: int) -> bytes:
         """Return the bytes of its file.

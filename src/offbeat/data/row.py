@@ -62,10 +62,19 @@ class Row:
         return self.said or {"role": "assistant", "content": self.solution or self.answer}
 
     @property
+    def shown_prompt(self) -> Prompt:
+        """The prompt with "<image>" in the places of its images."""
+        if not self.images:
+            return self.prompt
+        if isinstance(self.prompt, str):
+            return self.prompt.replace(MARK, WRITTEN_MARK)
+        return tuple({**each, "content": str(each["content"]).replace(MARK, WRITTEN_MARK)} for each in self.prompt)
+
+    @property
     def prompt_text(self) -> str:
         """The prompt for readers: its text, or the messages of a chat one below the other, such as "user: What is 6 * 7?"."""
-        text = self.prompt if isinstance(self.prompt, str) else "\n".join(f"{each['role']}: {each['content']}" for each in self.prompt)
-        return text.replace(MARK, WRITTEN_MARK) if self.images else text
+        prompt = self.shown_prompt
+        return prompt if isinstance(prompt, str) else "\n".join(f"{each['role']}: {each['content']}" for each in prompt)
 
 
 def parse_record(record: Mapping[str, Any], config: DataConfig, *, where: str, needs_answer: bool = True) -> Row:

@@ -1,7 +1,8 @@
 """Answers of evaluations on disk: JSON lines, one for each prompt, plain or compressed, and where evaluations of a run are.
 
 A line has `set`, `index` (the prompt's place in it), `key`, `num_samples`, `prompt`, `answer` and `samples`, each with `reward`, `reason`,
-`num_tokens` and `text`. `model` is there where a file holds answers of several models, other fields where they are not empty.
+`num_tokens` and `text`. `model` is there where a file holds answers of several models, `images` where the prompt has some (the SHA-256 of
+their files, in the places of "<image>"), other fields where they are not empty.
 """
 
 import io
@@ -38,6 +39,7 @@ class _Line:
     extra: dict[str, str] = field(default_factory=dict)
     solution: str = ""
     failure: str = ""
+    images: tuple[str, ...] = ()
     samples: tuple[EvaluatedSample, ...] = ()
 
 
@@ -50,8 +52,8 @@ def encode_lines(played: EvaluatedSet, *, model: str = "") -> Iterator[bytes]:
     for index, prompt in enumerate(played.prompts):
         row = prompt.row
         line = {"model": model, "set": played.name, "index": index, "key": prompt.key, "num_samples": played.num_samples,
-                "pass_at": played.pass_at, "prompt": row.prompt, "answer": row.answer, "extra": row.extra, "solution": row.solution,
-                "failure": prompt.failure, "samples": [_full(asdict(sample)) for sample in prompt.samples]}
+                "pass_at": played.pass_at, "prompt": row.shown_prompt, "answer": row.answer, "extra": row.extra, "solution": row.solution,
+                "failure": prompt.failure, "images": prompt.images, "samples": [_full(asdict(sample)) for sample in prompt.samples]}
         kept = _full(line) | {"set": played.name, "index": index}
         # A lone surrogate, which UTF-8 has no bytes for, becomes the escape that JSON has for it.
         yield json.dumps(kept, ensure_ascii=False).encode(errors="backslashreplace")
@@ -101,7 +103,7 @@ def read_samples(path: Path, *, most: int | None = None) -> dict[str, dict[str, 
     for (model, name), of_set in lines.items():
         first = of_set[0]
         prompts = tuple(
-            EvaluatedPrompt(Row(each.prompt, each.answer, each.extra, each.solution), each.samples, each.failure)
+            EvaluatedPrompt(Row(each.prompt, each.answer, each.extra, each.solution), each.samples, each.failure, each.images)
             for each in sorted(of_set, key=lambda each: each.index))
         found.setdefault(model, {})[name] = EvaluatedSet(name, first.num_samples, prompts, first.pass_at)
     if not found:

@@ -94,16 +94,19 @@ class EvaluatedPrompt:
     Attributes:
         samples: empty where none could be sampled.
         failure: why there are none.
+        images: SHA-256 of the file of each image of the prompt.
     """
 
     row: Row
     samples: tuple[EvaluatedSample, ...] = ()
     failure: str = ""
+    images: tuple[str, ...] = ()
 
     @cached_property
     def key(self) -> str:
-        """Digest of the prompt and its reference answer, by which two evaluations know that they asked the same."""
-        asked = json.dumps([self.row.prompt, self.row.answer], sort_keys=True, ensure_ascii=False)
+        """Digest of the prompt, its images and its reference answer, by which two evaluations know that they asked the same."""
+        images = [self.images] if self.images else []
+        asked = json.dumps([self.row.shown_prompt, self.row.answer, *images], sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(asked.encode(errors="surrogatepass")).hexdigest()[:_KEY_LENGTH]
 
     @property
@@ -176,7 +179,8 @@ def check_answered(played: EvaluatedSet) -> EvaluatedSet:
 
 def read_group(row: Row, group: Group, tokenizer: "Tokenizer") -> EvaluatedPrompt:
     """Return a played prompt with the texts of its episodes."""
-    return EvaluatedPrompt(row, tuple(_sample(chains, tokenizer) for chains in group.episodes), group.rejected or "")
+    samples = tuple(_sample(chains, tokenizer) for chains in group.episodes)
+    return EvaluatedPrompt(row, samples, group.rejected or "", tuple(image.digest for image in row.images))
 
 
 def _sample(chains: Sequence[Trajectory], tokenizer: "Tokenizer") -> EvaluatedSample:

@@ -74,6 +74,8 @@ Criteria:
 
 Answer with one line for each criterion, its name, a colon, and a number from {low} (not at all) to {high} (fully)."""
 
+_QUESTION = "{question}"
+
 _NUMBER = r"(-?(?:\d+(?:\.\d+)?|\.\d+))"
 _BETWEEN = r"[^\w.+-]"
 """Characters between a colon and a number, such as white space and asterisks, but no part of the number."""
@@ -181,11 +183,20 @@ class Judge:
                 wins[j].append(1 - value)
         return [sum(won) / len(won) if won else failures.get(index, 0.5) for index, won in enumerate(wins)]
 
+    @property
+    def shows_prompts(self) -> bool:
+        """Whether `scores` shows the judge the text of a row's prompt, without its images."""
+        return _QUESTION in self._scoring_prompt
+
+    @property
+    def _scoring_prompt(self) -> str:
+        return RUBRIC_PROMPT if self.rubric and self.prompt is SCORE_PROMPT else self.prompt
+
     def _score_answer(self, completion: str, row: Row, until: float) -> float:
         def read(text: str) -> float:
             return self._scaled(self.parse(text), text)
 
-        return self._ask(_filled(self.prompt, self._asked(completion, row)), read, until)
+        return self._ask(_filled(self._scoring_prompt, self._asked(completion, row), row), read, until)
 
     def _grade(self, completion: str, row: Row, until: float) -> float:
         total = sum(weight for weight, _ in self.rubric.values())
@@ -198,7 +209,7 @@ class Judge:
             return NamedReward(parts)
 
         asked = self._asked(completion, row) | {"criteria": "\n".join(f"{name}: {text}" for name, (_, text) in self.rubric.items())}
-        return self._ask(_filled(RUBRIC_PROMPT if self.prompt is SCORE_PROMPT else self.prompt, asked), read, until)
+        return self._ask(_filled(self._scoring_prompt, asked, row), read, until)
 
     def _compare(self, first: str, second: str, row: Row, until: float) -> float:
         def read(text: str) -> float:
@@ -208,7 +219,7 @@ class Judge:
             return {"a": 1.0, "b": 0.0, "tie": 0.5}[found[-1].lower()]
 
         asked = {"question": _question(row), "first": first, "second": second, "reference": row.answer}
-        return self._ask(_filled(self.pair_prompt, asked), read, until)
+        return self._ask(_filled(self.pair_prompt, asked, row), read, until)
 
     def _asked(self, completion: str, row: Row) -> dict[str, str]:
         scale = {"low": f"{self.low:g}", "high": f"{self.high:g}"}
@@ -328,8 +339,11 @@ def _question(row: Row) -> str:
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in row.prompt)
 
 
-def _filled(template: str, values: Mapping[str, str]) -> str:
+def _filled(template: str, values: Mapping[str, str], row: Row) -> str:
     """Fill in the names in braces that are known, in one pass: braces in the values are left alone."""
+    if row.images and _QUESTION in template:
+        raise JudgeError(
+            f"it is not shown the images of the prompt, of which there are {len(row.images)}; leave {_QUESTION} out of what it is asked")
     return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), template)
 
 

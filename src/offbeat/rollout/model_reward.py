@@ -98,10 +98,12 @@ class ModelReward:
         """Return one reward per completion; a `FailedReward` where there is none.
 
         Raises:
-            CodeError: a workflow passes completions that are not text, or something other than a row.
+            CodeError: a workflow passes completions that are not text, or something other than a row, or the row has images.
             WorkerError, DeadlineError: a replacement process does not start.
         """
         check_call(completions, row)
+        if row.images:
+            raise CodeError(f"the reward model {self._options.model} is not shown the images of a prompt; score rows without images")
         loop = asyncio.get_running_loop()
         waiting = [_Waiting(row.prompt, completion, loop.create_future()) for completion in completions]
         for each in waiting:

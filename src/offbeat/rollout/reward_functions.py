@@ -7,8 +7,8 @@
 
 Instead of a list, one of groups may return an array of numpy or torch of one dimension, or yield its rewards. Each may also be async.
 TRL's form is told by its parameter `completions`: it is given `prompts` and `completions`, and the columns of the data that it names, or
-all if it takes any; each is a list with an entry for every completion, and entries of a chat are lists of one message. A number may be
-None, where the reward does not apply.
+all if it takes any; each is a list with an entry for every completion, and entries of a chat are lists of one message. `images` has those
+of the prompt, as paths and data URIs. A number may be None, where the reward does not apply.
 
 The first parameter is the completion, or the completions, and the second the row. Where `row` is the name of the first, it is the other way
 round. A function in which a completion comes second without a `row` before it, such as `(prompt, completion)`, is refused.
@@ -21,6 +21,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from offbeat.data.image_memory import as_uris
+from offbeat.data.image_placeholders import with_parts
 from offbeat.data.reward import JUDGE_PREFIX, FailedReward, check_reward, is_of_group
 from offbeat.data.row import Row
 from offbeat.errors import CodeError, printable, shorten
@@ -184,7 +186,8 @@ def _columns(row: Row, completions: Sequence[str]) -> dict[str, list[Any]]:
     chat = not isinstance(row.prompt, str)
     columns: dict[str, Any] = {"answer": row.answer, **({"solution": row.solution} if row.solution else {})}
     columns |= {name: json.loads(text) if name in row.json_fields else text for name, text in row.extra.items()}
-    shared = {**columns, "prompts": list(row.prompt) if chat else row.prompt}
+    prompt = row.shown_prompt if isinstance(row.prompt, str) else with_parts(row.prompt) if row.images else list(row.prompt)
+    shared = {**columns, **({"images": as_uris(row.images)} if row.images else {}), "prompts": prompt}
     given = {name: [value] * len(completions) for name, value in shared.items()}
     given["completions"] = [[{"role": "assistant", "content": each}] if chat else each for each in completions]
     return given

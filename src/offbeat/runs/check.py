@@ -5,8 +5,10 @@ It reads the first rows of the data. Rewards and an agent's program are loaded b
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from offbeat.agents.opening import load_program
@@ -14,19 +16,21 @@ from offbeat.config.agent import PLAYS
 from offbeat.config.data import DataConfig
 from offbeat.config.load import listed_errors
 from offbeat.config.root import Config
-from offbeat.controller.inputs import check_prompts, give_template, needs_answer
+from offbeat.controller.inputs import check_prompts, give_template, image_reader, needs_answer, row_check
 from offbeat.controller.reward_choice import choose_rewards, reward_model_of
+from offbeat.controller.row_checks import check_of_pairs
 from offbeat.controller.template_choice import choose_templates, needs_hub
 from offbeat.data.dataset import PromptDataset, open_datasets
 from offbeat.data.evaluation_set import has_own_rows
 from offbeat.data.files import Sieve
+from offbeat.data.image_store import ImageStore
 from offbeat.data.model_folder import read_context_length, read_vocab_size, router_loss_note
 from offbeat.data.pairs import holds_pairs, open_pairs
 from offbeat.data.reward_model import open_reward_folder
 from offbeat.data.sources import open_source
 from offbeat.data.template_use import replaced_forms, unused_template
 from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
-from offbeat.data.unknown_text import check_preference, check_row, unwritable_answers
+from offbeat.data.unknown_text import unwritable_answers
 from offbeat.data.vocabulary import fit_vocabulary
 from offbeat.errors import ConfigError, DeadlineError, UserError, WorkerError
 from offbeat.rollout.reward_pool import RewardPool
@@ -115,18 +119,28 @@ def _check_data(config: Config, *, trains: bool) -> Iterator[str]:
     if not (data.task or data.path):
         yield "data: data.task and data.path are both empty, and a run needs one of them"
         return
+    with TemporaryDirectory(prefix="offbeat-images-") as folder:  # images are looked at, and not kept
+        tokenizer = _tokenizer_here(config, Path(folder))
+        try:
+            yield from _check_rows(config, tokenizer, trains=trains)
+        finally:
+            if tokenizer is not None and tokenizer.images is not None:
+                tokenizer.images.close()
+
+
+def _check_rows(config: Config, tokenizer: Tokenizer | None, *, trains: bool) -> Iterator[str]:
+    data = config.data
     refused: list[str] = []
     unwritable = too_long = ""
-    tokenizer = _tokenizer_here(config)
     if pairs_in(data):
-        known = None if tokenizer is None else check_preference(tokenizer, data)
+        known = None if tokenizer is None else check_of_pairs(tokenizer, data)
         train, heldout = open_pairs(data, unpaired=True, limit=FIRST_ROWS, refused=refused, check=known)
         what = "preferences"
     else:
         answered = needs_answer(config, supervised=False)
-        known = None if tokenizer is None else check_row(tokenizer, data, answered=answered)
         train, heldout = open_datasets(
-            data, seed=config.run.seed, needs_answer=answered, limit=FIRST_ROWS, refused=refused, check=known)
+            data, seed=config.run.seed, needs_answer=answered, limit=FIRST_ROWS, refused=refused,
+            check=row_check(config, tokenizer, answered=answered, taught=trains))
         what = "prompts" if answered else "prompts, which need no answer"
         if tokenizer is not None:
             unwritable = unwritable_answers(tokenizer, train)
@@ -174,14 +188,17 @@ def _too_long(config: Config, tokenizer: Tokenizer, datasets: Sequence[PromptDat
     return ""
 
 
-def _tokenizer_here(config: Config) -> Tokenizer | None:
-    """Return the tokenizer of the run; None if it would have to be fetched from the hub."""
+def _tokenizer_here(config: Config, images: Path) -> Tokenizer | None:
+    """Return the tokenizer of the run, whose images are stored in a folder; None if it would have to be fetched from the hub."""
     name = config.model.tokenizer or config.model.path
     folder = Path(name).expanduser()
     if name and not folder.is_dir():
         return None
     model, tokenizer = config.model.path, give_template(load_tokenizer(folder) if name else character_tokenizer(), config)
-    return fit_vocabulary(tokenizer, read_vocab_size(model), model=model) if Path(model).expanduser().is_dir() and model else tokenizer
+    if not (model and Path(model).expanduser().is_dir()):
+        return tokenizer
+    reader = image_reader(config, model, ImageStore(images))
+    return replace(fit_vocabulary(tokenizer, read_vocab_size(model), model=model), images=reader)
 
 
 def _check_rewards(config: Config) -> Iterator[str]:

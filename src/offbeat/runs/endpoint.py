@@ -75,6 +75,9 @@ def read_sets(config: Config) -> list[AskedSet]:
 def _check_askable(asked: AskedSet) -> None:
     """Refuse a set whose requests to an endpoint would differ from requests to engines."""
     where, data, workflow = f"evaluate.sets.{asked.name}." if asked.name else "", asked.config.data, asked.config.rollout.workflow
+    if any(row.images for row in asked.rows):
+        raise ConfigError(
+            f"{where}data.path has images, which are not sent to a model by URL; give the model's folder, or rows without images")
     as_chats = any(messages_of(row, data) is not None for row in asked.rows)
     if any(row.tools for row in asked.rows) or (data.chat_template_kwargs and as_chats):
         what = f"{where}data.chat_template_kwargs" if data.chat_template_kwargs else f"the column 'tools' of {where}data.path"
