@@ -7,7 +7,7 @@ import pytest
 
 from offbeat.data.stream import StreamState
 from offbeat.data.trajectory import Group, Trajectory
-from offbeat.journal.records import BatchTaken, JournalHead, PromptDrawn, StepTrained
+from offbeat.journal.records import BatchTaken, CallEntry, HeardSample, JournalHead, PromptDrawn, StepTrained
 from offbeat.journal.run_journal import NoJournal, RunJournal, begun_at_start, folder_of
 from offbeat.journal.segments import numbers, path_of
 
@@ -87,6 +87,51 @@ def test_1000_finished_groups_are_all_there_for_the_next_process(tmp_path: Path)
         journal.synced().result(10)
         again = journal.read(4)
     assert again is not None and len(again[0].ready) == 1000
+
+
+def test_a_kill_while_a_process_writes_down_what_it_has_on_hand_loses_none_of_it(tmp_path: Path) -> None:
+    with open_journal(tmp_path) as journal:
+        journal.begin_segment(4, head("0:0", "0:1"), held=[])
+        for number in range(20):
+            journal.finished(group(f"0:{number}"))
+    with open_journal(tmp_path) as journal:
+        found = journal.read(4)
+        assert found is not None and len(found[0].ready) == 20
+        held = [each.read() for each in found[0].ready.values()]
+        calls = [CallEntry("0:20", 3, 0, b"key", (HeardSample(np.ones(3), -np.ones(3), np.ones(3)),))]
+        journal.begin_segment(4, head(*found[0].ready, "0:20"), held=held, calls=calls)
+    path = path_of(tmp_path, numbers(tmp_path)[-1])
+    whole = path.read_bytes()
+    for length in (0, 20, 43, 44, 60, len(whole) // 9, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with open_journal(tmp_path) as journal:
+            found = journal.read(4)
+        assert found is not None and len(found[0].ready) == 20 and not found[0].heard and not found[1], length
+    path.write_bytes(whole)
+    with open_journal(tmp_path) as journal:
+        found = journal.read(4)
+    assert found is not None and len(found[0].ready) == 20 and list(found[0].heard) == ["0:20"]
+
+
+def test_a_run_that_is_killed_before_its_first_group_has_begun_at_its_start_all_the_same(tmp_path: Path) -> None:
+    for _ in range(2):
+        with open_journal(folder_of(tmp_path)) as journal:
+            journal.begin_segment(0, head(), held=[])
+    path = path_of(folder_of(tmp_path), 1)
+    path.write_bytes(path.read_bytes()[:50])
+    assert begun_at_start(tmp_path) == (b"{}", 1)
+
+
+def test_steps_that_were_redone_by_a_process_that_was_killed_before_its_checkpoint_are_no_damage(tmp_path: Path) -> None:
+    with open_journal(tmp_path) as journal:
+        journal.begin_segment(4, head("0:1"), held=[group("0:1")])
+        journal.record(BatchTaken(5, ("0:1",)))
+        journal.record(StepTrained(5, b"{}"))
+    with open_journal(tmp_path) as journal:
+        journal.begin_segment(5, head(), held=[])
+    with open_journal(tmp_path) as journal:
+        found = journal.read(4)
+    assert found is not None and [step.global_step for step in found[0].steps] == [5] and not found[1]
 
 
 def test_damage_costs_the_records_after_it_and_is_told(tmp_path: Path) -> None:

@@ -43,11 +43,13 @@ class JournalBegun:
     Attributes:
         identity: JSON of the run's `Identity`, with which the records may be used.
         head: where the process stood in its data.
+        num_held: number of records after this one that belong to it: the groups and answered calls on hand.
     """
 
     global_step: int
     identity: bytes
     head: "JournalHead"
+    num_held: int = 0
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,17 @@ Opened by `runs.assemble` and `spmd.rank`, in each process that draws data; writ
 never waits, and never raises. What each record means is in `records`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Self
 
 from offbeat.data.trajectory import Group
 from offbeat.errors import DataError
 from offbeat.journal.records import CallEntry, CheckpointKept, GroupEntry, JournalBegun, JournalHead, Record, RecordEntry, decode_record
-from offbeat.journal.segments import Reader, find
+from offbeat.journal.segments import Reader, Segment, find
 from offbeat.journal.standing import JournalStanding
 from offbeat.journal.writer import JournalWriter
 from offbeat.types import Tell
@@ -34,11 +36,38 @@ def begun_at_start(run_dir: Path) -> tuple[bytes, int] | None:
         StorageError: it cannot be read.
     """
     folder = folder_of(run_dir)
-    newest = max((each for each in find(folder) if each.base == 0), key=lambda each: each.number, default=None)
-    stored = None if newest is None else next(iter(Reader([newest])), None)
-    record = None if stored is None else decode_record(stored.payload)
+    newest = next(_beginnings(find(folder), base=0), None)
     num_heads = 1 + sum(path.is_dir() for path in folder.glob("head-*"))
-    return (record.identity, num_heads) if isinstance(record, JournalBegun) else None
+    return None if newest is None else (newest.begun.identity, num_heads)
+
+
+@dataclass(frozen=True)
+class _Beginning:
+    """Where a process has begun the journal.
+
+    Attributes:
+        segments: from there on.
+        is_whole: whether all that it had on hand is recorded; not so where it was killed meanwhile.
+        damage: why not, as a sentence, where no kill explains it; else "".
+    """
+
+    begun: JournalBegun
+    segments: list[Segment]
+    is_whole: bool
+    damage: str
+
+
+def _beginnings(segments: Sequence[Segment], *, base: int) -> Iterator[_Beginning]:
+    """Yield where the journal was begun at the checkpoint of step `base`, the newest first."""
+    for start in reversed([each.number for each in segments if each.base == base]):
+        following = [each for each in segments if each.number >= start]
+        reader = Reader(following)
+        records = iter(reader)
+        begun = next((decode_record(each.payload) for each in islice(records, 1)), None)
+        if isinstance(begun, JournalBegun):
+            is_whole = sum(1 for _ in islice(records, begun.num_held)) == begun.num_held
+            is_damaged = not is_whole and reader.cut is not None and not reader.cut.torn
+            yield _Beginning(begun, following, is_whole, reader.cut.reason if is_damaged and reader.cut is not None else "")
 
 
 class NoJournal:
@@ -111,7 +140,7 @@ class RunJournal(NoJournal):
             held: all groups that are ready, or taken by a step that has not been trained.
             calls: all answered calls of groups that still run.
         """
-        begun = RecordEntry(JournalBegun(global_step, self._identity, head))
+        begun = RecordEntry(JournalBegun(global_step, self._identity, head, len(held) + len(calls)))
         self.writer.begin_segment(global_step, [begun, *map(GroupEntry, held), *calls])
 
     def saved(self, global_step: int, *, oldest: int) -> None:
@@ -137,14 +166,15 @@ class RunJournal(NoJournal):
             ConfigError: a newer Offbeat has written the journal.
             StorageError: it cannot be read.
         """
-        segments = find(self._folder)
-        first = max((each.number for each in segments if each.base == base), default=None)
-        if first is None:
+        beginnings = list(_beginnings(find(self._folder), base=base))
+        if not beginnings:
             return None
-        standing = JournalStanding(base)
-        reader = Reader([each for each in segments if each.number >= first])
+        # What a killed process had not recorded whole, the process before it has.
+        chosen = next((each for each in beginnings if each.is_whole), beginnings[0])
+        standing, reader = JournalStanding(base), Reader(chosen.segments)
         try:
             standing.follow(reader)
         except DataError as exc:
             return standing, str(exc)
-        return (standing, "" if reader.cut is None or reader.cut.torn else reader.cut.reason) if standing.identity else None
+        cut = "" if reader.cut is None or reader.cut.torn else reader.cut.reason
+        return standing, cut or beginnings[0].damage

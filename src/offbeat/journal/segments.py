@@ -35,6 +35,9 @@ _START = struct.Struct("<8sII")
 _ABOUT = struct.Struct("<QqQI")
 _FRAME = struct.Struct("<IQQ")
 
+_PROCESS_BITS = 32
+"""Bits of a record's number that count the records of one process; those above are the number of its first segment."""
+
 HEADER_BYTES = _START.size + _ABOUT.size
 FRAME_BYTES = _FRAME.size
 
@@ -91,7 +94,7 @@ class Cut:
 
     Attributes:
         reason: the damage, as a sentence without a full stop.
-        torn: whether it is only the last record, cut off as by a kill.
+        torn: whether a kill explains it: the last record is cut off, or another process has begun the journal anew.
     """
 
     reason: str
@@ -114,6 +117,11 @@ def frame(number: int, payload: bytes) -> bytes:
     """Return the bytes that precede a record's payload."""
     rest = struct.pack("<QQ", len(payload), number)
     return _crc(rest, payload) + rest
+
+
+def first_of_process(number: int) -> int:
+    """Return a number for the first record of a process that begins to write with this segment: above those of all before it."""
+    return number << _PROCESS_BITS
 
 
 def numbers(folder: Path) -> list[int]:
@@ -148,11 +156,13 @@ class Reader:
     def __iter__(self) -> Iterator[Stored]:
         following = self._segments[0].first if self._segments else 0
         broken: Cut | None = None
+        number = -1
         for segment in self._segments:
             if segment.first != following:
-                self.cut = broken or Cut(f"{segment.path.name} begins with record {segment.first} instead of {following}", torn=False)
+                anew = segment.first >> _PROCESS_BITS == segment.number == number + 1
+                self.cut = broken or Cut(f"{segment.path.name} begins with record {segment.first} instead of {following}", torn=anew)
                 return
-            broken = None
+            broken, number = None, segment.number
             try:
                 with segment.path.open("rb") as file:
                     size, offset = segment.path.stat().st_size, file.seek(HEADER_BYTES)
