@@ -89,7 +89,7 @@ def test_another_process_goes_on_in_new_segments_and_its_records_never_pass_for_
         writer.close()
     assert numbers(tmp_path) == [0, 1]
     reader = Reader(find(tmp_path))
-    assert [stored.payload for stored in reader] == [b"a"] and reader.cut is not None
+    assert [stored.payload for stored in reader] == [b"a"] and reader.cut is not None and reader.cut.torn
     assert read(tmp_path) == ["b"]
 
 
@@ -165,6 +165,28 @@ def test_a_disk_that_takes_nothing_neither_delays_the_caller_nor_keeps_the_run_f
     assert time.perf_counter() - begin < 1.0, "a thousand records are handed over without a wait"
     writer.close()
     assert read(tmp_path) == ["a"]
+
+
+class NoBytes(Text):
+    """Cannot be encoded."""
+
+    def to_bytes(self) -> bytes:
+        raise UnicodeEncodeError("utf-8", self.text, 0, 1, "surrogates not allowed")
+
+
+def test_a_record_that_cannot_be_encoded_ends_recording_until_the_next_checkpoint_and_is_told(tmp_path: Path) -> None:
+    told: list[str] = []
+    writer = JournalWriter(tmp_path, tell=told.append)
+    writer.begin_segment(0, texts("a"))
+    writer.append(NoBytes("\udcff"))
+    writer.append(Text("left out"))
+    writer.synced().result(10)
+    assert read(tmp_path) == ["a"] and len(told) == 1
+    assert told[0].startswith("the journal has ended at a record without bytes, ") and "surrogates not allowed" in told[0]
+    writer.begin_segment(5, texts("b"))
+    writer.append(Text("c"))
+    writer.close()
+    assert read(tmp_path, base=5) == ["b", "c"] and read(tmp_path) == ["a"]
 
 
 def test_what_was_written_is_synced_within_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Protocol
 
 from offbeat.disk import make_folder, sync
-from offbeat.journal.segments import FRAME_BYTES, HEADER_BYTES, find, frame, header, numbers, path_of
+from offbeat.errors import describe
+from offbeat.journal.segments import FRAME_BYTES, HEADER_BYTES, find, first_of_process, frame, header, numbers, path_of
 from offbeat.types import Hook, Tell
+from offbeat.user_code.boundary import Caught
 
 SYNC_S = 5.0
 """Most seconds between a record's writing and its sync."""
@@ -176,8 +178,7 @@ class JournalWriter:
 
     def _record(self, entry: Entry) -> None:
         """Write an entry, as soon as the disk takes it; once one is left out, because the run ends, so are all later ones."""
-        if not self._gap:
-            data = entry.to_bytes()
+        if not self._gap and (data := self._encoded(entry)) is not None:
             last = False
             while not self._attempt(partial(self._files.write, data)):
                 if last:
@@ -186,6 +187,14 @@ class JournalWriter:
                 last = self._closing.wait(_RETRY_S)
         with self._lock:
             self._waiting_bytes -= entry.num_bytes
+
+    def _encoded(self, entry: Entry) -> bytes | None:
+        """Return an entry's bytes. Where it has none, which is a defect, recording ends and the run goes on."""
+        with Caught() as caught:
+            return entry.to_bytes()
+        self._gap = True
+        self._tell(f"the journal has ended at a record without bytes, {describe(caught.take())}; it begins anew at the next checkpoint")
+        return None
 
     def _attempt(self, work: Hook) -> bool:
         """Do some work on files; returns whether the disk let it. The first failure is told, and the first success after it."""
@@ -216,7 +225,7 @@ class _Files:
         self._file: int | None = None
         self._length = 0
         self._number = max(numbers(folder), default=-1) + 1
-        self._following = self._number << 32  # above all numbers of earlier processes
+        self._following = first_of_process(self._number)
         self._unsynced_since: float | None = None
 
     def end_segment(self, base: int, *, after_gap: bool) -> None:
