@@ -1,6 +1,7 @@
 """Spreading a batch over the ranks, and learning from their times."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from offbeat.config.train import ParallelConfig
 from offbeat.data.batch import Batch
 from offbeat.data.cost import CostModel, prior
 from offbeat.data.model_folder import read_model_config
-from offbeat.data.packing import pack_row
+from offbeat.data.packing import Plan, pack_row, plan_microbatches
 from offbeat.errors import DataError
+from offbeat.ranks import sharding
 from offbeat.ranks.sharding import Sharder
 from small_run import small_config
 from train_samples import PPO, make_batch
@@ -115,6 +117,29 @@ def test_the_next_step_is_spread_ahead_and_observed_after_the_one_in_training() 
     early.observe([1.0, 1.0])
     early.shards(first, PARAMS, num_minibatches=1, seed=0)
     assert early.observe([1.0, 1.0])["balance/gap"] == pytest.approx(expected[0])
+
+
+def test_a_step_that_is_observed_while_the_next_one_is_spread_changes_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = skewed([10, 20, 30, 100]), make_batch(6, 3)
+    sharder, again = (Sharder(config_of(max_tokens=1000), num_ranks=2, prior=CostModel(1.0, 0.0, 10.0)) for _ in range(2))
+    costs: list[CostModel] = []
+
+    def plan(batch: Batch, *, cost: CostModel, **settings: Any) -> Plan:
+        if len(costs) == 1:
+            sharder.observe([100.0, 9.0])
+        costs.append(cost)
+        return plan_microbatches(batch, cost=cost, **settings)
+
+    sharder.shards(first, PARAMS, num_minibatches=1, seed=0)
+    monkeypatch.setattr(sharding, "plan_microbatches", plan)
+    shards = sharder.shards(second, PARAMS, num_minibatches=3, seed=0, ahead=True)
+    assert len(set(costs)) == 1 and sharder.cost != costs[0], "the observed times have changed the model"
+    sharder.observe([1.0, 1.0])
+    assert sharder.balanced_by == costs[0], "by which the step can be computed again"
+    monkeypatch.undo()
+    again.balance_by(sharder.balanced_by)
+    for mine, other in zip(shards, again.shards(second, PARAMS, num_minibatches=3, seed=0), strict=True):
+        assert sequences(mine.batch) == sequences(other.batch)
 
 
 def test_unbalanced_shares_are_reported_as_they_are() -> None:

@@ -5,6 +5,7 @@ hands out the shards and returns the times. The spreading of a batch cannot chan
 the loss weights.
 """
 
+import threading
 from collections.abc import Sequence
 from typing import Self, TypeVar
 
@@ -26,7 +27,8 @@ T = TypeVar("T")
 class Sharder:
     """Per training step: `shards`, then `observe` once all ranks are done. A step that failed is not observed.
 
-    The shares of the next step may be asked for `ahead`, while ranks train: they are balanced without the times of the step in training.
+    The shares of the next step may be asked for `ahead`, on a thread, while ranks train: they are balanced without the times of the step
+    in training, also where that is observed meanwhile.
 
     With `rollout.balance_batch`, ranks get shares of similar predicted cost; numbers of sequences may differ, and a rank may get none.
     Without it, groups are dealt in their order.
@@ -51,6 +53,7 @@ class Sharder:
         self.balanced_by = prior
         self._planned: list[tuple[CostModel, list[Plan]]] = []
         """The step in training, and maybe the next one, each with the model that it was balanced by."""
+        self._lock = threading.Lock()
 
     @classmethod
     def of(cls, config: RankConfig, *, model: str, num_ranks: int) -> Self:
@@ -85,9 +88,10 @@ class Sharder:
             DataError: a single sequence, or a group that must stay whole, exceeds the budget.
         """
         minibatches = split_minibatches(batch, num_minibatches, seed=seed)
-        cost = self.cost
-        plans = [self._plan(minibatch) for minibatch in minibatches]
-        self._planned = [*(self._planned[:1] if ahead else []), (cost, plans)]
+        cost = self.cost  # which `observe` may change meanwhile
+        plans = [self._plan(minibatch, cost) for minibatch in minibatches]
+        with self._lock:
+            self._planned = [*(self._planned[:1] if ahead else []), (cost, plans)]
         planned = list(zip(minibatches, plans, strict=True))
         return self._to_ranks([
             TrainStep(*_cut([(minibatch, plan.microbatches[number]) for minibatch, plan in planned]), params)
@@ -105,7 +109,7 @@ class Sharder:
             DataError: a single sequence, or a group that must stay whole, exceeds the budget.
         """
         shares = []
-        for microbatches in self._plan(batch).microbatches:
+        for microbatches in self._plan(batch, self.cost).microbatches:
             part, (own,) = _cut([(batch, microbatches)])
             shares.append(ScoreShare(part, np.concatenate(microbatches), own, of, with_entropy))
         return self._to_ranks(shares)
@@ -127,7 +131,8 @@ class Sharder:
             DataError: there is not one finite, non-negative time for each rank.
         """
         assert self._planned, "observe follows shards"
-        (cost, plans), *self._planned = self._planned
+        with self._lock:
+            (cost, plans), *self._planned = self._planned
         self.balanced_by = cost
         # The ranks of a share compute it together, so it takes as long as the busiest of them.
         busy_s = np.reshape(busy_s, (-1, self._ranks_per_share)).max(axis=1).tolist()
@@ -147,10 +152,10 @@ class Sharder:
     def _to_ranks(self, shares: Sequence[T]) -> list[T]:
         return [share for share in shares for _ in range(self._ranks_per_share)]
 
-    def _plan(self, batch: Batch) -> Plan:
+    def _plan(self, batch: Batch, cost: CostModel) -> Plan:
         return plan_microbatches(
             batch, num_ranks=self._num_shares, max_tokens=self._train.max_tokens_per_microbatch, share_prefix=self._train.share_prefix,
-            whole_groups=keeps_groups(batch), cost=self.cost, balance=self._balance)
+            whole_groups=keeps_groups(batch), cost=cost, balance=self._balance)
 
 
 def _cut(minibatches: Sequence[tuple[Batch, list[np.ndarray]]]) -> tuple[Batch, tuple[tuple[np.ndarray, ...], ...]]:
