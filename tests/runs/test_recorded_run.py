@@ -43,6 +43,14 @@ def test_what_the_journal_does_not_have_is_refused_in_a_sentence(tmp_path: Path)
         make_replay_plan(tmp_path, history_of(1, 2), last=9)
 
 
+def test_steps_behind_a_gap_of_the_journal_are_named(tmp_path: Path) -> None:
+    plan = make_replay_plan(tmp_path, history_of(1, 2, 4, 5))
+    assert [step.global_step for step in plan.steps] == [1, 2]
+    assert list(plan.missing) == [
+        "the replay ends with step 2: the journal has steps 1 to 2, 4 to 5; --from-step goes on from a later checkpoint"]
+    assert not make_replay_plan(tmp_path, history_of(1, 2, 4, 5), last=2).missing
+
+
 def test_the_steps_of_a_run_come_out_equal_to_the_bit_and_a_changed_metric_is_named(finished_run: SmallRun, tmp_path: Path) -> None:
     shutil.copytree(finished_run.folder, tmp_path / "run")
     metrics = tmp_path / "run" / "metrics.jsonl"

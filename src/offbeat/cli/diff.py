@@ -49,6 +49,8 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         print("settings, data, model, code and versions are the same, as far as both have them recorded")
     if found.parting is not None:
         print(f"they part at step {found.parting.global_step}: {found.parting.text}")
+    elif not found.num_steps:
+        print("they have no step in common, so nothing is compared")
     else:
         print(f"they do the same in all {found.num_steps} steps that both have")
     if found.num_with_groups < found.num_steps:

@@ -184,6 +184,8 @@ def make_replay_plan(
     missing = [*history.cuts]
     if first is None and wanted > 1:
         missing.append(f"steps 1 to {wanted - 1} are not replayed, as the journal has no records of them any more; {_TO_KEEP}")
+    if last is None and end < max(steps):
+        missing.append(f"the replay ends with step {end}: the journal has {_ranges(steps)}; --from-step goes on from a later checkpoint")
     if changed := _changes(chosen):
         raise ConfigError(
             f"the settings changed after step {changed[0]} ({changed[1]}), so steps before and after it cannot be replayed together; use"
