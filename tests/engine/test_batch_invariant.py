@@ -69,6 +69,35 @@ def test_answers_have_the_same_bits_in_every_batch(kind, threads, model_folder, 
         torch.set_num_threads(before)
 
 
+@pytest.mark.drill
+def test_in_1000_random_batches_no_bit_differs_from_answers_computed_alone(model_folder, adapter_folder, monkeypatch):
+    monkeypatch.setitem(KINDS, "long", (Qwen3Config, {**SIZES, "max_position_embeddings": 700}))
+    draw = random.Random(0)
+    requests = requests_of(draw, adapters=NAMES, count=40)
+    alone, together = (
+        load_engine(EngineOptions(model=model_folder("long"), batch_invariant=True, **settings))
+        for settings in ({"prefix_caching": False}, {"max_running": 24, "max_prefill_per_round": 100}))
+    for engine in (alone, together):
+        for seed, name in enumerate(NAMES):
+            engine.adapters.add(name, path := adapter_folder("long", seed, rank=seed + 1), read_adapter(path))
+    expected = {key: output for request in requests for key, output in play(alone, [request], draw).items()}
+    num_batches = num_compared = num_different = 0
+    step = together.step
+
+    def counted():
+        nonlocal num_batches
+        num_batches += 1
+        return step()
+
+    monkeypatch.setattr(together, "step", counted)
+    while num_batches < 1000:
+        for key, output in play(together, draw.sample(requests, draw.randint(1, len(requests))), draw).items():
+            assert output.token_ids == expected[key].token_ids
+            num_compared += len(output.logprobs)
+            num_different += sum(one != other for one, other in zip(output.logprobs, expected[key].logprobs, strict=True))
+    assert num_different == 0 and num_compared > 5000
+
+
 def test_an_engine_that_cannot_be_batch_invariant_says_so(model_folder):
     for options, reason in (({"dtype": "bfloat16"}, "in float32"), ({"forward": "hf"}, "with the direct forward alone")):
         with pytest.raises(ModelError, match=f"must be false or auto .* got true.*{reason}"):
