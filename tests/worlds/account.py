@@ -9,6 +9,9 @@ from worlds.drawn import World
 from worlds.life import NAME, complete
 from worlds.stand_in_engine import version_token, weights_token
 
+_TOLD_S, _UNTOLD_S = 200.0, 1500.0
+"""Virtual seconds within which ranks end after another one has: where it could tell them, and where its machine is gone with it."""
+
 
 def violations(world: World, folder: Path) -> list[str]:
     """Return what a world's run has done against its promises; empty if all is well."""
@@ -24,6 +27,7 @@ def violations(world: World, folder: Path) -> list[str]:
     found += _generated_again(world, rows)
     found += _tokens_generated_again(world, rows)
     found += _trained_again(rows)
+    found += ended_late(world, rows)
     if found:
         return found
     left = [] if complete(rows[-1]) else _files_left(world, folder)  # the next start, which clears up, was refused
@@ -149,6 +153,32 @@ def _trained_again(rows: list[dict[str, Any]]) -> list[str]:
         if row.get("trained", saved + 1) <= saved:
             found.append(f"step {row['trained']} was trained again, and a checkpoint of step {saved} had been saved")
     return found[:3]
+
+
+def ended_late(world: World, rows: list[dict[str, Any]]) -> list[str]:
+    """Check that the ranks of SPMD mode end soon after one of them has failed or died, and know that it has failed."""
+    found, first, stopped = [], None, set()
+    for row in rows if world.spmd else ():
+        if "begins" in row:
+            first, stopped = None, set()
+        elif row.get("fault") == "rank_hangs":
+            stopped.add(row["who"])
+        elif "rank_end" in row and first is not None and row["rank_end"] not in (_who(first), *stopped):
+            after_s = row["at"] - first["at"]
+            if row.get("kills") and world.apart:
+                found.append(f"rank {row['rank_end']} did not end although rank {_who(first)} had")
+            if after_s > (_TOLD_S if "failed" in first or not world.apart else _UNTOLD_S):
+                found.append(f"rank {row['rank_end']} ended {after_s:.0f} s after rank {_who(first)} had: {row['how']}")
+            if "failed" in first and " timed out " in row["how"]:
+                found.append(f"rank {row['rank_end']} was not told that rank {_who(first)} had failed: {row['how']}")
+        if first is None and ("failed" in row or row.get("fault") == "rank_dies" or row.get("how")):
+            first = row
+    return found[:3]
+
+
+def _who(row: dict[str, Any]) -> int:
+    """Return the rank that a row tells of."""
+    return next(row[key] for key in ("failed", "rank_end", "rank", "who") if key in row)
 
 
 def _files_left(world: World, folder: Path) -> list[str]:

@@ -22,10 +22,16 @@ KINDS = {
     "disk_slow": "every write takes seconds for a while",
     "clock_jumps": "the wall clock is set, by up to an hour in either direction",
     "stop": "the user asks the run to stop after its step, and starts it again",
+    "rank_fails": "a rank of SPMD mode raises an error in the middle of its work",
+    "engine_taken": "another run publishes to an engine by URL for a while",
+    "engine_late": "a publish of an earlier start of the run reaches an engine by URL late",
 }
 """Faults, in words."""
 
 ENDS_LIFE = ("kill", "power_cut", "stop")
+_OF_SOME = ("rank_fails", "engine_taken", "engine_late")
+"""Faults that only some worlds have, and that are drawn there by themselves."""
+_AT_ONCE = (*ENDS_LIFE, "rank_dies", "rank_fails", "reward_dies", "engine_late")
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class Fault:
     for_s: float = 0.0
 
     def __str__(self) -> str:
-        lasts = f" for {self.for_s:g} s" if self.kind not in (*ENDS_LIFE, "engine_dies", "rank_dies", "reward_dies") else ""
+        lasts = f" for {self.for_s:g} s" if self.kind not in _AT_ONCE else ""
         whom = f" {self.who}" if self.kind.partition("_")[0] in ("engine", "rank", "partition") else ""
         return f"start {self.life}, after {self.at_s:g} s: {self.kind}{whom}{lasts}"
 
@@ -66,6 +72,8 @@ class World:
         reward_fails: share of failed rewards.
         goes_on: whether an engine finishes what it was asked although nobody waits any more.
         faults: in any order.
+        by_url: whether engines were there before the run, outlive it, and might be used by others.
+        apart: whether each rank of SPMD mode is on a machine of its own, so that the others do not see how its process is.
     """
 
     seed: int
@@ -82,6 +90,8 @@ class World:
     reward_fails: float
     goes_on: bool
     faults: tuple[Fault, ...]
+    by_url: bool = False
+    apart: bool = False
 
     @property
     def lora(self) -> bool:
@@ -105,7 +115,8 @@ class World:
         settings = self.settings
         return bool(
             settings["checkpoint.journal"] and settings["rollout.on_stale"] != "requeue" and not self.reward_fails
-            and {fault.kind for fault in self.faults} <= {"kill", "clock_jumps", "stop", "rank_dies", "rank_hangs"})
+            and {fault.kind for fault in self.faults} <= {
+                "kill", "clock_jumps", "stop", "rank_dies", "rank_hangs", "rank_fails"})
 
     @property
     def eta(self) -> int:
@@ -125,7 +136,11 @@ class World:
 
 
 def draw(seed: int) -> World:
-    """Draw a world."""
+    """Draw a world of a controller."""
+    return _by_url(_draw(seed))
+
+
+def _draw(seed: int) -> World:
     rng = random.Random(seed)
     num_engines, batch_size = rng.choice([1, 1, 2, 3]), rng.randint(1, 3)
     steps = rng.randint(3, 6)
@@ -177,7 +192,7 @@ def _with_kills_of_long_samples(world: World, rng: random.Random) -> World:
 
 def draw_spmd(seed: int) -> World:
     """Draw a world in SPMD mode: the same as `draw` does, but for what cannot be there, and more faults of ranks."""
-    world, rng = draw(seed), random.Random(f"{seed} spmd")
+    world, rng = _draw(seed), random.Random(f"{seed} spmd")
     num_ranks, one_loads = rng.choice([2, 2, 2, 3]), rng.random() < 0.4
     settings = {
         **world.settings, "run.mode": "spmd", "train.num_ranks": num_ranks, "rollout.single_rank_load": one_loads,
@@ -191,7 +206,33 @@ def draw_spmd(seed: int) -> World:
         if rng.random() < 0.25:
             who = rng.randrange(num_ranks if kind.startswith("rank") else settings["inference.num_engines"])
             faults.append(Fault(0, round(rng.uniform(0.2, 1) * _span_s(world), 2), kind, who, rng.choice([20.0, 100.0, 400.0])))
-    return replace(world, faults=tuple(faults))
+    more = random.Random(f"{seed} machines")
+    if more.random() < 0.35:
+        faults.append(Fault(0, round(more.uniform(0.1, 1) * _span_s(world), 2), "rank_fails", more.randrange(num_ranks)))
+    return _by_url(replace(world, faults=tuple(faults), apart=more.random() < 0.4))
+
+
+def _by_url(world: World) -> World:
+    """Return the world, or the same with engines by URL to which others try to publish."""
+    rng = random.Random(f"{world.seed} urls")
+    if rng.random() >= 0.12:
+        return world
+    num_engines = world.settings["inference.num_engines"]
+    urls = [url_of(number) for number in range(num_engines)]
+    num_ends = sum(fault.kind in ENDS_LIFE for fault in world.faults)
+    faults = []
+    for _ in range(rng.choice([1, 2, 3])):
+        life = rng.randint(0, num_ends)
+        kind = rng.choice(["engine_taken", "engine_late"] if life else ["engine_taken"])
+        at_s = round(rng.uniform(0.1, 1) * _span_s(world), 2)
+        faults.append(Fault(life, at_s, kind, rng.randrange(num_engines), round(rng.choice([5, 60, 200]) * rng.random(), 2)))
+    settings = {**world.settings, "inference.urls": urls, "cluster.take_turns": False}
+    return replace(world, settings=settings, faults=(*world.faults, *faults), by_url=True)
+
+
+def url_of(number: int) -> str:
+    """Return the URL of the engine that is the first, second, ... to listen, from 0."""
+    return f"http://sim:{number + 1}"
 
 
 def _span_s(world: World) -> float:
@@ -203,7 +244,7 @@ def _draw_faults(world: World, rng: random.Random) -> tuple[Fault, ...]:
     settings = world.settings
     span_s = _span_s(world)
     faults, life = [], 0
-    others = [kind for kind in KINDS if kind not in ENDS_LIFE]
+    others = [kind for kind in KINDS if kind not in (*ENDS_LIFE, *_OF_SOME)]
     for _ in range(rng.choice([0, 1, 2, 3, 5])):
         kind = rng.choice([*ENDS_LIFE, "kill", *rng.choices(others, k=4)])
         many = settings["train.num_ranks"] if kind.startswith("rank") else settings["inference.num_engines"]

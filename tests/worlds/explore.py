@@ -3,7 +3,8 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -70,12 +71,18 @@ def live_world(world: World, folder: Path, *, prepare: Callable[[], None] = lamb
         pid = os.fork()
         if pid == 0:
             try:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 prepare()
                 live(life_of(world), world, config, folder, number)
             finally:
                 os._exit(4)
         number += 1
-        _, status = os.waitpid(pid, 0)
+        try:
+            _, status = os.waitpid(pid, 0)
+        except BaseException:  # such as by SIGTERM
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
         code = os.waitstatus_to_exitcode(status)
         if code not in (0, 9):
             return Lived(world, (f"life {number - 1} ended with {code}: {(folder / 'out.log').read_text()[-2000:]}",), number)
@@ -91,6 +98,33 @@ def _goes_on(folder: Path) -> bool:
     """Whether the last life ended before the run's last step, by an error or because it was asked to."""
     last = json.loads((folder / "ledger.jsonl").read_text().splitlines()[-1])
     return ("ended" in last and not complete(last)) or bool(last.get("stopped"))
+
+
+@dataclass(frozen=True)
+class Hunt:
+    """A search for a planted defect.
+
+    Attributes:
+        num_lived: worlds that were lived with the defect.
+        finds: the first that failed with it and did not without it; None if there was none.
+        unsound: worlds before it that failed without the defect, too.
+    """
+
+    num_lived: int
+    finds: Lived | None
+    unsound: tuple[Lived, ...]
+
+
+def find_defect(lived: Iterable[Lived], live_without: Callable[[int], Lived]) -> Hunt:
+    """Go through worlds of a product with a defect until one finds it; `live_without` lives a world by number without the defect."""
+    number, unsound = 0, []
+    for number, each in enumerate(lived, 1):
+        if each.wrong:
+            without = live_without(each.world.seed)
+            if not without.wrong:
+                return Hunt(number, each, tuple(unsound))
+            unsound.append(without)
+    return Hunt(number, None, tuple(unsound))
 
 
 def shrink(world: World, fails: Callable[[World], bool]) -> World:

@@ -42,6 +42,8 @@ NAME = "w"
 """Name of each run, in the world's folder."""
 
 _SERVICES = {"TrainWorker": StandInRank, "EngineWorker": StandInEngine, "RewardWorker": StandInReward}
+_ENGINES = "engines.json"
+"""File in the world's folder: what engines by URL hold between two starts of the run."""
 _KILLED = 9
 
 
@@ -62,6 +64,7 @@ class Life:
         self.taken: dict[int, dict[int, list[dict[str, Any]]]] = {}
         self.network = Network(self)
         self.number = number
+        self._folder = folder
         self._ledger = os.open(folder / "ledger.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._lasting: dict[tuple[str, int], float] = {}
         self._ask_to_end: dict[int, Any] = {}
@@ -71,6 +74,8 @@ class Life:
         self.disk.install()
         usual_s = self.loop.blocking_s
         self.loop.blocking_s = lambda: usual_s() + (self.rng.uniform(0, 4) if self.lasts("disk_slow") else 0)
+        self._by_url = [StandInEngine(self, f"engine {number}") for number in range(len(world.settings.get("inference.urls", ())))]
+        self._open_engines_by_url()
         for fault in world.faults:
             if fault.life == number:
                 self.loop.call_at(fault.at_s, self._strike, fault)
@@ -92,12 +97,20 @@ class Life:
         kind, _, who = spec.name.partition(" ")
         self._lasting.pop((f"{kind}_hangs", int(who)), None)  # the process that hung was replaced
         service = _SERVICES[spec.target.rpartition(":")[2]](self, spec.name)
-        child = self.children[spec.name] = StandInChild(self, spec, service)
+        child = self.children[spec.name] = StandInChild(self, spec.name, service)
         return child
 
     def open_session(self) -> StandInSession:
         """See `Outside`."""
         return StandInSession(self.network)
+
+    def process_of(self, engine: StandInEngine) -> StandInChild | None:
+        """Return the process that an engine runs in, None if it has ended. One by URL is started again by others after a while."""
+        child = self.children.get(engine.name)
+        is_new = engine in self._by_url and (child is None or child.service is not engine)
+        if is_new and not self.lasts("engine_away", _number_of(engine.name)):
+            child = self.children[engine.name] = StandInChild(self, engine.name, engine)
+        return child if child is not None and child.alive and child.service is engine else None
 
     async def takes(self, mean_s: float) -> None:
         """Let about this time pass."""
@@ -145,13 +158,50 @@ class Life:
             case "engine_dies" | "rank_dies" | "reward_dies":
                 if name in self.children:
                     self.children[name].die()
+                if kind == "engine_dies" and self._by_url:
+                    self._lasting["engine_away", who] = self.loop.now_s + fault.for_s
+                    self._by_url[who] = StandInEngine(self, name)
+                    self.network.listen(self._by_url[who], who)
+            case "engine_taken":
+                self._publish_from_outside(who, "another-run 1 exclusive", until_s=self.loop.now_s + fault.for_s)
+            case "engine_late":
+                if (header := self._earlier_owner()) is not None:
+                    self._publish_from_outside(who, header, until_s=0.0)
             case "clock_jumps":
                 self.loop.wall_offset_s += fault.for_s
             case _:
                 who = 0 if kind in ("lost", "twice", "disk_full", "disk_slow", "reward_hangs") else who
                 self._lasting[kind, who] = self.loop.now_s + fault.for_s
 
+    def _publish_from_outside(self, who: int, header: str, *, until_s: float) -> None:
+        """Have somebody else than this start of the run publish to an engine by URL, again and again until a time."""
+        engine = self._by_url[who]
+        if not self.lasts("engine_away", who) and not self.lasts_of(engine.name):
+            engine.publish_from_outside(header)
+        if (next_s := self.loop.now_s + 10) < until_s:
+            self.loop.call_at(next_s, lambda: self._publish_from_outside(who, header, until_s=until_s))
+
+    def _earlier_owner(self) -> str | None:
+        """Return the header of the start before this one."""
+        path = self._folder / NAME / "owner.json"
+        if not path.exists():
+            return None
+        owner = json.loads(path.read_text())
+        return f"{owner['run']} {owner['start'] - 1} {'shared' if self.world.lora else 'exclusive'}"
+
+    def _open_engines_by_url(self) -> None:
+        path = self._folder / _ENGINES
+        for number, engine in enumerate(self._by_url):
+            self.network.listen(engine, number)
+            if path.exists():
+                engine.restore(json.loads(path.read_text())[number], after_s=self.rng.choice([1.0, 30.0, 200.0]))
+
+    def _keep_engines_by_url(self) -> None:
+        if self._by_url:
+            (self._folder / _ENGINES).write_text(json.dumps([engine.state() for engine in self._by_url]))
+
     def _end(self, kind: str) -> None:
+        self._keep_engines_by_url()
         self.note(killed=kind, held=[
             [head, group.prompt_id] for head, executor in self._executors.items() for group in executor.held])
         if kind == "power_cut":
@@ -210,7 +260,9 @@ class Life:
     def run(self, config: Config) -> None:
         """Run to the end, and note how it ended."""
         self.watch()
-        self.note(**self.ending(config))
+        row = self.ending(config)
+        self._keep_engines_by_url()
+        self.note(**row)
 
     def ending(self, config: Config) -> dict[str, Any]:
         """Run a process to its end; returns how it ended, as a row of the ledger."""
@@ -230,6 +282,10 @@ class Life:
             return {"endless": str(exc)}
         except BaseException as exc:
             return {"raised": "".join(traceback.format_exception(exc))[-1400:]}
+
+
+def _number_of(name: str) -> int:
+    return int(name.rpartition(" ")[2])
 
 
 def make_model(folder: Path) -> None:

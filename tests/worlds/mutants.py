@@ -12,6 +12,7 @@ import numpy as np
 from offbeat import disk
 from offbeat.checkpoint import recover
 from offbeat.controller.rescue import Rescue
+from offbeat.engine.inside.owners import Owners
 from offbeat.errors import EngineError
 from offbeat.fleet.dispatch import Dispatcher
 from offbeat.fleet.publication import PublishReport
@@ -146,7 +147,10 @@ def waits_without_deadlines() -> None:
 
 
 def verdict_not_heard() -> None:
-    """In SPMD mode, other ranks use an engine again that says it has the version, though it has not proven that to rank 0."""
+    """In SPMD mode, other ranks use an engine again that says it has the version, though rank 0 has refused its weights.
+
+    They did until the change "Let an engine serve the other ranks only once it has proven the version to rank 0".
+    """
     followed = load_module("offbeat.spmd.peers").Followed
 
     async def look(self: Any, engine: Any) -> Any:
@@ -157,10 +161,32 @@ def verdict_not_heard() -> None:
     followed._look = look
 
 
-IN_SPMD = ("verdict_not_heard",)
+def failure_not_told() -> None:
+    """In SPMD mode, a rank that fails does not tell the others."""
+    load_module("offbeat.sync.sync").Sync._give_up = lambda _self, _verdict: None
+
+
+def owner_ignored() -> None:
+    """An engine lets anybody publish to it."""
+    Owners.refusal = lambda _self, _header, *, now_s: ""  # type: ignore[method-assign]
+
+
+def earlier_start_let_in() -> None:
+    """An engine lets an earlier start of the run that owns it publish to it."""
+    real = Owners.refusal
+
+    def refusal(self: Any, header: str, *, now_s: float) -> str:
+        for user in self._users.values():
+            user.start = 0
+        return real(self, header, now_s=now_s)
+
+    Owners.refusal = refusal  # type: ignore[method-assign]
+
+
+IN_SPMD = ("verdict_not_heard", "failure_not_told")
 """Mutants that worlds of SPMD mode have to find."""
 
 MUTANTS: dict[str, Callable[[], None]] = {each.__name__: each for each in (
     gate_without_deadlines, bound_off_by_one, served_at_once, requeued_prompt_lost, trained_prompt_returns, running_prompts_forgotten,
     newest_version_stamped, proof_ignored, proof_not_awaited, journal_not_read, running_tokens_forgotten, sync_forgotten,
-    waits_without_deadlines, verdict_not_heard)}
+    waits_without_deadlines, owner_ignored, earlier_start_let_in, verdict_not_heard, failure_not_told)}

@@ -2,7 +2,8 @@
 
     tests/worlds/run.py                      worlds 0 to 9,999; goes on where an earlier call has stopped
     tests/worlds/run.py --seed 4711          one world, with its ledger, shrunk if it fails
-    tests/worlds/run.py --mutant NAME        worlds of a product with a planted defect, until one finds it; "all" for each
+    tests/worlds/run.py --mutant NAME        worlds of a product with a planted defect, until one finds it; "all" for each.
+                                             A world that fails without it, too, does not count
 
 Exit 1 if a run did not do as promised, or a defect was not found.
 """
@@ -14,8 +15,8 @@ import multiprocessing
 import os
 import resource
 import shutil
+import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -24,13 +25,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from worlds.drawn import World, draw, draw_spmd
-from worlds.explore import Lived, explore, live_world, shrink
+from worlds.explore import Lived, explore, find_defect, live_world, shrink
 from worlds.mutants import IN_SPMD, MUTANTS
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "worlds"
 _MEMORY = Path("/dev/shm")
 """A file system in memory, on which worlds are lived where there is one: they sync their files often."""
+
+_SCRATCH = "offbeat-worlds-"
+"""Beginning of the name of a call's folder, which the number of its process follows."""
 
 _MOST = 500
 """Worlds within which a planted defect has to be found."""
@@ -50,7 +54,8 @@ def main() -> int:
     if os.environ.get("PYTHONHASHSEED") != "0":  # sets of words have another order in each process
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONHASHSEED": "0"})
     args.folder.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix="offbeat-worlds-", dir=_MEMORY if _MEMORY.is_dir() else args.folder))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the scratch folder is removed
+    scratch = _make_scratch(_MEMORY if _MEMORY.is_dir() else args.folder)
     gc.freeze()  # each life is a fork of this process
     try:
         if args.seed is not None:
@@ -63,6 +68,17 @@ def main() -> int:
             range(args.first, args.first + args.count), args.folder, scratch, processes=args.processes, anew=args.anew, spmd=args.spmd)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _make_scratch(where: Path) -> Path:
+    """Make this call's folder of worlds; removes those of earlier calls that were killed."""
+    for folder in where.glob(f"{_SCRATCH}*"):
+        process = folder.name.removeprefix(_SCRATCH)
+        if process.isdecimal() and not Path(f"/proc/{process}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+    scratch = where / f"{_SCRATCH}{os.getpid()}"
+    scratch.mkdir(exist_ok=True)
+    return scratch
 
 
 def _explore(seeds: range, folder: Path, scratch: Path, *, processes: int, anew: bool, spmd: bool) -> int:
@@ -92,13 +108,14 @@ def _explore(seeds: range, folder: Path, scratch: Path, *, processes: int, anew:
 
 
 def _hunt(name: str, seeds: range, folder: Path, *, processes: int, spmd: bool) -> int:
-    """Live worlds of a product with a defect until one fails."""
-    for number, lived in enumerate(_lived(seeds, folder, processes, name, spmd=spmd), 1):
-        if lived.wrong:
-            print(json.dumps({"mutant": name, "found_by": number, "seed": lived.world.seed, "wrong": lived.wrong[0][:300]}), flush=True)
-            return 0
-    print(json.dumps({"mutant": name, "found_by": None, "worlds": len(seeds)}), flush=True)
-    return 1
+    """Live worlds of a product with a defect until one finds it."""
+    hunt = find_defect(_lived(seeds, folder, processes, name, spmd=spmd), lambda seed: _live_one(seed, folder, "", spmd))
+    for lived in hunt.unsound:
+        print(json.dumps({"mutant": name, "fails_without_it": lived.world.seed, "wrong": lived.wrong[0][:300]}), flush=True)
+    told = {"found_by": hunt.num_lived, "seed": hunt.finds.world.seed, "wrong": hunt.finds.wrong[0][:300]} if hunt.finds else {
+        "found_by": None, "worlds": hunt.num_lived}
+    print(json.dumps({"mutant": name, **told}), flush=True)
+    return 0 if hunt.finds and not hunt.unsound else 1
 
 
 def _lived(seeds: Sequence[int], folder: Path, processes: int, mutant: str = "", *, spmd: bool) -> Iterator[Lived]:

@@ -1,12 +1,14 @@
 """One life of a simulated run in SPMD mode: every rank runs the loop, in threads of one process that take turns. Imports torch.
 
 Real are the loop of each rank, `offbeat.spmd`, and `offbeat.sync` with its threads, points, judges and verdicts. Given are the store, the
-collectives behind them, the states of processes, the trainers, and what `life` gives to a controller. When a rank ends, the others are
-asked to end as torchrun does, and killed half a minute later.
+collectives behind them, the states of processes, the trainers, and what `life` gives to a controller. When a rank ends, the others on its
+machine are asked to end as torchrun does, and killed half a minute later. Where each rank has a machine of its own, nobody ends the others
+but themselves; a scheduler would an hour later, which counts as a failure.
 """
 
 import random
 import time
+from functools import partial
 from typing import Any
 
 from offbeat import aio, phase, pulse
@@ -50,13 +52,20 @@ from worlds.virtual_time import install_clocks
 
 _TERMINATED_AFTER_S = 0.1
 _KILLED_AFTER_S = 30.0
+_SCHEDULER_KILLS_AFTER_S = 3600.0
 
 
 class SpmdLife(Life):
-    """Attributes: models of the ranks, which train alike."""
+    """One life in SPMD mode.
+
+    Attributes:
+        models: of the ranks, which train alike.
+        failing: ranks whose next piece of work raises an error.
+    """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.failing: set[int] = set()
         self.models = [Model() for _ in range(self._world_size)]
         self.model = self.models[0]
 
@@ -75,8 +84,10 @@ class SpmdLife(Life):
         virtual.loops = {rank: RankLoop(rng) for rank in range(self._world_size)}
         install_clocks(virtual, lambda: virtual.loops[own_rank()], rng)
         _install_threads(self.memory)
+        apart = self.world.apart
         run.read_rank_info = lambda _run, _train: RankInfo(
-            own_rank(), self._world_size, own_rank(), self._world_size, "sim", 1, attempt=self.number)
+            own_rank(), self._world_size, 0 if apart else own_rank(), 1 if apart else self._world_size, "sim", 1, attempt=self.number)
+        sync.own_card = partial(own_card, apart=apart)
         spmd_rank.build_trainers = lambda _model, _config, groups, **_named: {"": SpmdTrainer(self, groups)}
         return virtual
 
@@ -103,6 +114,9 @@ class SpmdLife(Life):
             case "rank_hangs":
                 self.note(fault=fault.kind, who=fault.who)
                 self.loop.stop(fault.who, fault.for_s)
+            case "rank_fails":
+                self.note(fault=fault.kind, who=fault.who)
+                self.failing.add(fault.who)
             case _:
                 super()._strike(fault)
 
@@ -112,8 +126,11 @@ class SpmdLife(Life):
             self._end_others()
 
     def _end_others(self) -> None:
-        """Do as torchrun does when a rank has ended."""
+        """Do as torchrun does when a rank has ended: it ends those of the same machine."""
         now_s = self.loop.now_s
+        if self.world.apart:
+            self.loop.call_at(now_s + _SCHEDULER_KILLS_AFTER_S, self._kill)
+            return
         self.loop.call_at(now_s + _TERMINATED_AFTER_S, self._terminate)
         self.loop.call_at(now_s + _KILLED_AFTER_S, self._kill)
 
@@ -126,16 +143,19 @@ class SpmdLife(Life):
         for rank in range(self._world_size):
             if not self.memory.ending(rank):
                 self.loop.dead[rank] = "was killed by SIGKILL"
+                self.note(rank_end=rank, how="", kills=True)
 
     # -- the run -------------------------------------------------------------------------------------------------------------------------
 
     def run(self, config: Config) -> None:
         """Run all ranks to their ends, and note how the first ended."""
         self.watch()
+        self.note(begins=self.number)
         rows: dict[int, dict[str, Any]] = {}
 
         def live(rank: int) -> None:
             rows[rank] = self.ending(config)
+            self.note(rank_end=rank, how=rows[rank].get("ended", ""))
             self.memory.ended[rank] = "exited with code 0" if "done" in rows[rank] else "exited with code 1"
             if "done" not in rows[rank]:
                 self._end_others()
@@ -143,6 +163,7 @@ class SpmdLife(Life):
         for rank in range(self._world_size):
             VirtualThread(target=live, args=(rank,), name=f"rank {rank}", rank=rank).start()
         threads().wait(lambda: all(self.memory.ending(rank) for rank in range(self._world_size)))
+        self._keep_engines_by_url()
         for rank in range(1, self._world_size):
             if "raised" in rows.get(rank, {}):
                 self.note(**rows[rank])
@@ -175,7 +196,7 @@ def _install_threads(memory: Memory) -> None:
     links.reach = mesh.reach = lambda *_args, **_named: StandInStore(memory)
     mesh.HostedStore, spmd_rank.host_store = StandInHostedStore, lambda *_args, **_named: StandInHostedStore(memory)
     links.observe = judge.observe = observe
-    sync.own_card, sync.end_if_stopped, judge.Deaths = own_card, end_if_stopped, StandInDeaths
+    sync.end_if_stopped, judge.Deaths = end_if_stopped, StandInDeaths
     # Looks are rarer than real ones, as each is a turn of all threads.
     judge._LOOK_AFTER_S = judge._MEET_S = spmd_rank._BEAT_INTERVAL_S = spmd_peers._LOOK_S = 1.0
 

@@ -9,7 +9,6 @@ from offbeat import errors
 from offbeat.aio import deadline
 from offbeat.data import wire
 from offbeat.data.reward import FailedReward
-from offbeat.process.child import ChildSpec
 from offbeat.rollout.reward_worker import GroupRequest, RewardRequest, RewardsLoaded, ScoredCompletion, ScoredGroup
 
 if TYPE_CHECKING:
@@ -48,8 +47,8 @@ class StandInChild:
     disk = None
     pid = 1
 
-    def __init__(self, life: "Life", spec: ChildSpec, service: Any) -> None:
-        self.name = spec.name
+    def __init__(self, life: "Life", name: str, service: Any) -> None:
+        self.name = name
         self.service = service
         self.alive = True
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()

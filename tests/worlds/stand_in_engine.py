@@ -2,7 +2,7 @@
 
 A token at an even position of its sample is `version_token` of the version, one at an odd position `weights_token` of the weights'
 fingerprint, so that a wrong stamp and a version of the right number with other weights both show in training. Answers are those of the
-embedded engine.
+embedded engine. An engine by URL asks the real `Owners` whether a run may use it, and is there before and after the run.
 """
 
 import asyncio
@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import aiohttp
 import msgspec
 
+from offbeat.engine.inside import owners
 from offbeat.engine.options import EngineAddress, EngineStart
 from offbeat.weights.adapters import split_adapter_name
 from offbeat.workers.worker import Nothing
+from worlds.drawn import url_of
 
 if TYPE_CHECKING:
     from worlds.life import Life
@@ -77,8 +79,46 @@ class StandInEngine:
         self._staged: dict[int, tuple[int, str]] = {}
         self._adapters: dict[str, tuple[str, str]] = {}
         self._running: dict[str, _Running] = {}
+        self._owners = owners.Owners()
         self._awake = asyncio.Event()
         self._awake.set()
+
+    # -- by URL --------------------------------------------------------------------------------------------------------------------------
+
+    def check_owner(self, headers: Mapping[str, str]) -> None:
+        """Refuse a run that may not use this engine.
+
+        Raises:
+            _RefusedError: it may not.
+        """
+        header = next((value for name, value in headers.items() if name.lower() == owners.HEADER), "")
+        if foreign := self._owners.refusal(header, now_s=self._life.loop.now_s):
+            raise _RefusedError(409, foreign)
+
+    def publish_from_outside(self, header: str) -> None:
+        """Take other weights under the same version from somebody with this header, if the owner lets them."""
+        refused = self._owners.refusal(header, now_s=self._life.loop.now_s)
+        self._life.note(foreign=self.name, refused=refused)
+        if not refused:
+            foreign = digest("somebody else's")
+            self._weights = self._weights[0], foreign
+            self._adapters = {name: (foreign, folder) for name, (_, folder) in self._adapters.items()}
+
+    def state(self) -> dict[str, Any]:
+        """Return what it holds between two starts of the run, as JSON."""
+        now_s = self._life.loop.now_s
+        users = {run: [user.start, user.exclusive, now_s - user.seen_s] for run, user in self._owners._users.items()}
+        return {"weights": self._weights, "staged": list(self._staged.values()), "adapters": self._adapters, "users": users}
+
+    def restore(self, state: Mapping[str, Any], after_s: float) -> None:
+        """Hold a `state` of this many seconds ago."""
+        self._weights = tuple(state["weights"])
+        self._staged = {version: (version, fingerprint) for version, fingerprint in state["staged"]}
+        self._adapters = {name: tuple(held) for name, held in state["adapters"].items()}
+        self._owners._users = {
+            run: owners._User(start, exclusive, -silent_s - after_s) for run, (start, exclusive, silent_s) in state["users"].items()}
+
+    # -- the server ----------------------------------------------------------------------------------------------------------------------
 
     async def start(self, request: EngineStart) -> EngineAddress:
         """Serve."""
@@ -126,7 +166,8 @@ class StandInEngine:
             case "/v1/unload_lora_adapter":
                 self._adapters.pop(body["lora_name"], None)
             case "/v1/models":
-                return {"data": [{"id": name, "root": folder, "parent": "base"} for name, (_, folder) in self._adapters.items()]}
+                adapters = [{"id": name, "root": folder, "parent": "base"} for name, (_, folder) in self._adapters.items()]
+                return {"data": [{"id": "model", "root": "model"}, *adapters]}
             case "/resume":
                 pass
             case _:
@@ -218,13 +259,13 @@ class Network:
         self._servers: dict[str, StandInEngine] = {}
         self._late: set[asyncio.Task[Any]] = set()
 
-    def listen(self, engine: StandInEngine) -> str:
-        """Return the URL of an engine's server."""
-        url = f"http://sim:{len(self._servers) + 1}"
+    def listen(self, engine: StandInEngine, number: int | None = None) -> str:
+        """Return the URL of an engine's server: a new one, or the one of that number, whose former engine has ended."""
+        url = url_of(len(self._servers) if number is None else number)
         self._servers[url] = engine
         return url
 
-    async def carry(self, url: str, data: bytes | None) -> tuple[int, bytes]:
+    async def carry(self, url: str, data: bytes | None, headers: Mapping[str, str]) -> tuple[int, bytes]:
         """Return status and body of the answer to a request.
 
         Raises:
@@ -232,22 +273,22 @@ class Network:
         """
         host, path = url[: url.index("/", 8)], url[url.index("/", 8):]
         engine, life = self._servers[host], self._life
-        child = life.children.get(engine.name)
+        child = life.process_of(engine)
         number = int(engine.name.rpartition(" ")[2])
         await life.takes(0.002)
         if life.lasts("partition", number):
             if life.rng.random() < 0.5:
                 await asyncio.sleep(life.left_s("partition", number))
             raise aiohttp.ClientConnectionError("no route to host")
-        if child is None or child.service is not engine or not child.alive:
+        if child is None:
             raise aiohttp.ClientConnectionError("connection refused")
         if life.lasts("lost") and life.rng.random() < 0.2:
             raise aiohttp.ServerDisconnectedError
         body = msgspec.json.decode(data) if data else {}
         changes = path not in ("/health", "/v1/completions", "/v1/running", "/v1/weights/prove", "/v1/models")
-        asking = asyncio.ensure_future(self._ask(engine, path, body, life.world.goes_on and changes))
+        asking = asyncio.ensure_future(self._ask(engine, path, body, headers, life.world.goes_on and changes))
         if changes and life.lasts("twice"):
-            self._keep(asyncio.create_task(self._again(engine, path, body)))
+            self._keep(asyncio.create_task(self._again(engine, path, body, headers)))
         self._keep(asking)
         try:
             await asyncio.wait((asking, child.gone), return_when=asyncio.FIRST_COMPLETED)
@@ -260,23 +301,28 @@ class Network:
             raise aiohttp.ServerDisconnectedError
         return asking.result()
 
-    async def _ask(self, engine: StandInEngine, path: str, body: Mapping[str, Any], goes_on: bool) -> tuple[int, bytes]:
+    async def _ask(
+        self, engine: StandInEngine, path: str, body: Mapping[str, Any], headers: Mapping[str, str], goes_on: bool,
+    ) -> tuple[int, bytes]:
         if not goes_on:
-            return await self._answer(engine, path, body)
-        task = asyncio.create_task(self._answer(engine, path, body))
+            return await self._answer(engine, path, body, headers)
+        task = asyncio.create_task(self._answer(engine, path, body, headers))
         self._keep(task)
         return await asyncio.shield(task)
 
-    async def _answer(self, engine: StandInEngine, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
+    async def _answer(
+        self, engine: StandInEngine, path: str, body: Mapping[str, Any], headers: Mapping[str, str],
+    ) -> tuple[int, bytes]:
         await self._life.hung(engine.name)
         try:
+            engine.check_owner(headers)
             return 200, msgspec.json.encode(await engine.answer(path, body))
         except _RefusedError as exc:
             return exc.status, msgspec.json.encode({"error": {"message": exc.text}})
 
-    async def _again(self, engine: StandInEngine, path: str, body: Mapping[str, Any]) -> None:
+    async def _again(self, engine: StandInEngine, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
         await asyncio.sleep(self._life.rng.choice([0.05, 1, 20]) * self._life.rng.random())
-        await self._answer(engine, path, body)
+        await self._answer(engine, path, body, headers)
 
     async def kept(self, carrying: Coroutine[Any, Any, T]) -> T:
         """Carry a request of another process than that of the loop."""
@@ -306,8 +352,7 @@ class StandInSession:
 
     def request(self, _method: str, url: str, *, data: bytes | None, headers: Mapping[str, str]) -> "_Exchange":
         """Return the exchange, to be entered."""
-        del headers
-        return _Exchange(self._network, url, data, self._loop)
+        return _Exchange(self._network, url, data, headers, self._loop)
 
     async def close(self) -> None:
         """Do nothing."""
@@ -316,12 +361,14 @@ class StandInSession:
 class _Exchange:
     headers = {"Content-Type": "application/json"}  # noqa: RUF012
 
-    def __init__(self, network: Network, url: str, data: bytes | None, loop: asyncio.AbstractEventLoop | None) -> None:
-        self._network, self._url, self._data, self._loop = network, url, data, loop
+    def __init__(
+        self, network: Network, url: str, data: bytes | None, sent: Mapping[str, str], loop: asyncio.AbstractEventLoop | None,
+    ) -> None:
+        self._network, self._url, self._data, self._sent, self._loop = network, url, data, sent, loop
         self.status = 0
 
     async def __aenter__(self) -> Self:
-        carrying = self._network.carry(self._url, self._data)
+        carrying = self._network.carry(self._url, self._data, self._sent)
         if self._loop is not None and self._loop is not asyncio.get_running_loop():
             carrying = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._network.kept(carrying), self._loop))
         self.status, self._answer = await carrying

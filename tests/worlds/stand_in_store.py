@@ -260,9 +260,10 @@ class StandInDeaths:
         return sorted(rank for rank in self._watched if self.memory.ending(rank))
 
 
-def own_card(rank: int, *, hosts_store: bool) -> Card:
-    """See `offbeat.sync.peers.own_card`."""
-    return Card(rank=rank, host="sim", pid=1000 + rank, started=1, machine="sim", hosts_store=hosts_store)
+def own_card(rank: int, *, hosts_store: bool, apart: bool) -> Card:
+    """See `offbeat.sync.peers.own_card`; `apart`: whether each rank is on a machine of its own."""
+    host = f"sim-{rank}" if apart else "sim"
+    return Card(rank=rank, host=host, pid=1000 + rank, started=1, machine=host, hosts_store=hosts_store)
 
 
 def observe(card: Card) -> ProcessState:

@@ -17,7 +17,7 @@ import numpy as np
 
 from offbeat.data.batch import Batch
 from offbeat.disk import make_folder, sync
-from offbeat.errors import PeerError, StorageError
+from offbeat.errors import PeerError, StorageError, WorkerError
 from offbeat.trainer.messages import (
     BuildRequest,
     ExportRequest,
@@ -234,7 +234,11 @@ class SpmdTrainer:
                 _write(Path(request.path), self._model.fingerprints[-1])
 
     def _take(self, mean_s: float) -> None:
-        time.sleep(mean_s * self._life.rng.uniform(0.5, 1.5))
+        life = self._life
+        time.sleep(mean_s * life.rng.uniform(0.5, 1.5))
+        if self._rank in life.failing:
+            life.note(failed=self._rank)
+            raise WorkerError("its device was lost")
 
 
 def _write(folder: Path, fingerprint: str) -> None:

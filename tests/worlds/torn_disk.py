@@ -1,4 +1,4 @@
-# ruff: noqa: PTH112, PTH113, PTH115, PTH120
+# ruff: noqa: PTH110, PTH112, PTH113, PTH115, PTH120
 """A disk below one folder that can be full, and that loses at a power cut what was not synced.
 
 `install` replaces functions of `os` and `open` for a process that does nothing else. The files are real. At a cut each file keeps what its
@@ -76,14 +76,28 @@ class TornDisk:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _watched_open(self, file: Any, mode: str = "r", *args: Any, **named: Any) -> Any:
-        if mode[0] in "wax" and self._inside(file):
-            self._refuse()
-        return _open(file, mode, *args, **named)
+        if mode[0] not in "wax" or not self._inside(file):
+            return _open(file, mode, *args, **named)
+        self._refuse()
+        is_new = not os.path.exists(file)
+        opened = _open(file, mode, *args, **named)
+        if is_new:
+            self._forget(opened.fileno())
+        return opened
 
     def _watched_os_open(self, path: Any, flags: int, *args: Any, **named: Any) -> int:
-        if flags & os.O_CREAT and self._inside(path):
-            self._refuse()
-        return _os_open(path, flags, *args, **named)
+        if not flags & os.O_CREAT or not self._inside(path):
+            return _os_open(path, flags, *args, **named)
+        self._refuse()
+        is_new = not os.path.exists(path)
+        opened = _os_open(path, flags, *args, **named)
+        if is_new:
+            self._forget(opened)
+        return opened
+
+    def _forget(self, file: int) -> None:
+        """Forget a removed file whose inode a new one has, as happens on disks; in memory, inodes are not used again."""
+        self._synced.pop(os.fstat(file).st_ino, None)
 
     def _watched_write(self, file: int, data: Any) -> int:
         if self.is_full() and self._inside(os.readlink(f"/proc/self/fd/{file}")):
