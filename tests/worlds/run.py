@@ -90,20 +90,22 @@ def _explore(seeds: range, folder: Path, scratch: Path, *, processes: int, anew:
     start_s, before = time.monotonic(), _cpu_s()
     num_failed = num_lives = number = 0
     todo = [seed for seed in seeds if seed not in done]
-    with done_file.open("a") as file:
-        for number, lived in enumerate(_lived(todo, scratch, processes, spmd=spmd), 1):
-            num_lives += lived.num_lives
-            if lived.wrong:
-                num_failed += 1
-                _tell(lived)
-            else:
-                print(lived.world.seed, file=file, flush=True)
-            if number % 100 == 0:
-                print(f"{number} of {len(todo)} worlds, {num_failed} failed, {time.monotonic() - start_s:.0f} s", flush=True)
-    cpu_s = _cpu_s() - before
-    print(json.dumps({
-        "worlds": number, "failed": num_failed, "starts": num_lives, "wall_s": round(time.monotonic() - start_s, 1),
-        "cpu_s": round(cpu_s, 1), "cpu_s_per_world": round(cpu_s / max(number, 1), 3), "lived_before": len(seeds) - len(todo)}))
+    try:
+        with done_file.open("a") as file:
+            for number, lived in enumerate(_lived(todo, scratch, processes, spmd=spmd), 1):
+                num_lives += lived.num_lives
+                if lived.wrong:
+                    num_failed += 1
+                    _tell(lived)
+                else:
+                    print(lived.world.seed, file=file, flush=True)
+                if number % 100 == 0:
+                    print(f"{number} of {len(todo)} worlds, {num_failed} failed, {time.monotonic() - start_s:.0f} s", flush=True)
+    finally:  # a call that is ended tells how far it has come
+        cpu_s = _cpu_s() - before
+        print(json.dumps({
+            "worlds": number, "failed": num_failed, "starts": num_lives, "wall_s": round(time.monotonic() - start_s, 1),
+            "cpu_s": round(cpu_s, 1), "cpu_s_per_world": round(cpu_s / max(number, 1), 3), "lived_before": len(seeds) - len(todo)}))
     return 1 if num_failed else 0
 
 
