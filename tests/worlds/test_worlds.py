@@ -46,12 +46,15 @@ def test_runs_in_spmd_mode_do_as_promised_in_the_first_worlds(tmp_path: Path) ->
 
 
 @pytest.mark.drill
+@pytest.mark.timeout(800)  # two starts of Python with torch take minutes on a machine that does much else
 @pytest.mark.parametrize("mode", [[], ["--spmd"]])
 def test_the_same_number_is_the_same_run_event_for_event(mode: list[str], tmp_path: Path) -> None:
-    for folder in ("one", "two"):
-        shown = worlds(*mode, "--seed", "3", "--folder", str(tmp_path / folder))
+    told = []
+    for _ in range(2):  # in one folder, which some of the run's sentences name
+        shown = worlds(*mode, "--seed", "3", "--folder", str(tmp_path))
         assert shown.returncode == 0, shown.stdout + shown.stderr
-    assert ledger(tmp_path / "one", 3) == ledger(tmp_path / "two", 3)
+        told.append(ledger(tmp_path, 3))
+    assert told[0] == told[1]
 
 
 @pytest.mark.drill
@@ -91,13 +94,16 @@ def test_ranks_have_to_be_told_of_a_failure_and_end_soon_after_it() -> None:
 
 
 @pytest.mark.drill
+@pytest.mark.timeout(800)
 def test_a_call_that_ends_or_was_killed_leaves_no_folder_in_memory(tmp_path: Path) -> None:
     def begin() -> "tuple[subprocess.Popen[bytes], Path]":
         call = subprocess.Popen(
             [sys.executable, str(RUN), "--count", "1000", "--folder", str(tmp_path)], stdout=subprocess.DEVNULL, start_new_session=True)
         folder = Path("/dev/shm") / f"offbeat-worlds-{call.pid}"
-        give_up_s = time.monotonic() + 60
-        while not folder.is_dir() and call.poll() is None and time.monotonic() < give_up_s:
+        give_up_s = time.monotonic() + 300
+        while not folder.is_dir() and call.poll() is None:
+            if time.monotonic() > give_up_s:
+                os.killpg(call.pid, signal.SIGKILL)
             time.sleep(0.05)
         assert folder.is_dir(), "a call has a folder in memory"
         return call, folder
@@ -108,7 +114,7 @@ def test_a_call_that_ends_or_was_killed_leaves_no_folder_in_memory(tmp_path: Pat
     terminated, folder = begin()
     assert left.name != folder.name and not left.exists(), "the next call removes what a killed one has left"
     terminated.terminate()
-    assert terminated.wait(30) == 143 and not folder.exists()
+    assert terminated.wait(120) == 143 and not folder.exists()
 
 
 def test_a_world_shrinks_to_the_faults_that_it_needs() -> None:
