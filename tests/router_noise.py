@@ -6,9 +6,9 @@ from offbeat.engine.engine import EmbeddedEngine
 from offbeat.model.route_replay import choosing, find_routers
 
 
-def plant_noise(engine: EmbeddedEngine, *, share: float = 0.5) -> None:
+def plant_noise(engine: EmbeddedEngine, *, share: float = 0.5, seed: int = 5) -> None:
     """Let every router of an engine choose other experts than its own for a share of the tokens, as if its scores were off."""
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
     for router in find_routers(engine._forward._model):  # pyright: ignore
         plain, num_experts = router.forward, router.num_experts
 

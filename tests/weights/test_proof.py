@@ -104,6 +104,35 @@ def test_a_bias_of_its_own_for_each_token_is_no_noise_either() -> None:
     assert found.count((Outcome.PROVEN, Outcome.REFUSED)) > 25 and all(right is not Outcome.REFUSED for right, _ in found)
 
 
+def versions_until_told(seed: int, *, step: float, bias: float) -> int:
+    """Versions after which an engine that goes stale at version 3 is refused, at a noise of 7e-4 and a bias of each token's own."""
+    world, judge = World(seed, step=step, noise=7e-4, bias=0), ProofJudge(tolerance=0.2)
+    world.bias = np.random.default_rng(seed + 10_000).normal(scale=bias, size=NUM_TOKENS)
+    stale = world.trainer
+    for version in range(200):
+        stale = world.trainer if version <= 3 else stale
+        if judge.judge("a", manifest(version, world.trainer), told(version, world.see(stale))).refused:
+            return version - 3
+        world.move()
+    return 200
+
+
+@pytest.mark.parametrize("step", [5e-4, 1e-3, 2e-3])
+def test_a_bias_of_14_times_the_noise_delays_no_refusal(step: float) -> None:
+    plain, biased = ([versions_until_told(seed, step=step, bias=bias) for seed in range(40)] for bias in (0.0, 1e-2))
+    assert min(*plain, *biased) >= 1 and max(*plain, *biased) < 60
+    assert np.mean(biased) <= np.mean(plain) + 0.5, (plain, biased)
+
+
+def test_no_right_engine_is_refused_in_600_publishes_beside_such_a_bias() -> None:
+    for seed, step in enumerate((1e-5, 5e-4, 2e-3)):
+        world, judge = World(seed, step=step, noise=7e-4, bias=1e-2), ProofJudge(tolerance=0.2)
+        for version in range(200):
+            verdict = judge.judge("a", manifest(version, world.trainer), told(version, world.see(world.trainer)))
+            assert not verdict.refused, verdict
+            world.move()
+
+
 def test_the_number_of_publishes_that_say_nothing_is_told_with_its_reason() -> None:
     world, judge = World(1, step=1e-5, noise=1e-2, bias=1e-2), ProofJudge(tolerance=0.1)
     verdicts = []

@@ -271,12 +271,17 @@ def shared_length(counts: np.ndarray) -> int:
 
 
 class AdapterRows:
-    """The adapters of a batch's rows; made anew when rows come or go, and used for all steps and layers in between."""
+    """The adapters of a batch's rows; made anew when rows come or go, and used for all steps and layers in between.
+
+    Attributes:
+        reached: the groups of layers in which adapters have taken part; a caller may empty it before a forward pass.
+    """
 
     def __init__(self, stack: AdapterStack, slots: np.ndarray, *, fixed: bool = False) -> None:
         """`slots` [N] int64, the slot of each row, refer to the stack's current layout; see `segment`."""
         segments = segment(slots, fixed=fixed)
         scaling = np.array([adapter.scaling for adapter in stack.adapters], np.float32)[segments.slot]
+        self.reached: set[str] = set()
         self._stack = stack
         self._slots, self._fixed = slots, fixed
         self._pieces = segments.pieces
@@ -295,6 +300,7 @@ class AdapterRows:
         weights = self._stack.weights(group)
         if weights is None:
             return
+        self.reached.add(group)
         _, blocks, rank, width = weights.b.shape
         source, target = self._of_blocks.get(weights.layer) or self._find_blocks(weights.layer)
         low = self._products(x.index_select(0, self._index).float(), weights.a, times=1).mul_(self._weight)
@@ -310,7 +316,11 @@ class AdapterRows:
     def subset(self, rows: Tensor) -> "AdapterRows | None":
         """Return the adapters of some of the rows, [n] int64; None if none of them has one."""
         slots = self._slots[rows.cpu().numpy()]
-        return AdapterRows(self._stack, slots, fixed=self._fixed) if (slots >= 0).any() else None
+        if not (slots >= 0).any():
+            return None
+        some = AdapterRows(self._stack, slots, fixed=self._fixed)
+        some.reached = self.reached
+        return some
 
     def _products(self, x: Tensor, weights: Tensor, *, times: int) -> Tensor:
         """Multiply each gathered row by the `times` matrices of its slot: [M * times, i] and [slots * times, i, o] to [M * times, o]."""

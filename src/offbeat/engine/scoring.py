@@ -206,7 +206,9 @@ class Scorer:
 
     @torch.inference_mode()
     def compute(self, jobs: Sequence[ScoreJob], version: Version, *, beside: Iterable[str] = ()) -> list[Event]:
-        """Score requests together with the forward path that serves; the events hold results, or errors where logits are not finite.
+        """Score requests together with the forward path that serves.
+
+        The events hold results, or errors where logits are not finite, or an adapter took part in no layer.
 
         Args:
             version: the live version.
@@ -218,9 +220,14 @@ class Scorer:
             row[: len(job.tokens)] = job.tokens
         names = [job.adapter for job in jobs]
         self._adapters.place([*beside, *names])
-        wanted, ids = Wanted.of(jobs, tokens), _on(self._forward.device, tokens)
-        found = Found.read(self._forward.score(ids, lora=self._adapters.rows(names, repeat=length)), wanted)
-        return [Event(job.id, _result(job, n, version, wanted, found)) for n, job in enumerate(jobs)]
+        wanted, ids, lora = Wanted.of(jobs, tokens), _on(self._forward.device, tokens), self._adapters.rows(names, repeat=length)
+        if lora is not None:
+            lora.reached.clear()
+        found = Found.read(self._forward.score(ids, lora=lora), wanted)
+        unbound = lora is not None and not lora.reached
+        return [
+            Event(job.id, _unbound(job) if unbound and job.adapter else _result(job, n, version, wanted, found))
+            for n, job in enumerate(jobs)]
 
 
 def _draw_numbers(job: ScoreJob, places: np.ndarray) -> np.ndarray:
@@ -246,6 +253,11 @@ def _draw(logprobs: Tensor, temperatures: Tensor, numbers: Tensor) -> Tensor:
 
 def _on(device: torch.device, array: np.ndarray) -> Tensor:
     return upload(array, device)
+
+
+def _unbound(job: ScoreJob) -> EngineError:
+    return EngineError(
+        f"adapter {job.adapter} took part in none of the model's layers, so that the engine answers for it as the base model does")
 
 
 def _result(job: ScoreJob, n: int, version: Version, wanted: Wanted, found: Found) -> Scored | EngineError:
