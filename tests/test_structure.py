@@ -111,6 +111,29 @@ def test_the_configuration_is_followed_from_run_training_through_imports_names_a
     assert (figure, sorted(places)) == (4, ["loop.py:3", "parts.py:3", "runs/run.py:3", "worker.py:4"])
 
 
+OF_CONFIG = "from offbeat.config.root import Config\n"
+RUN = "from offbeat.{module} import {name}\n" + OF_CONFIG + "def run_training(config: Config): pass\n"
+
+
+@pytest.mark.parametrize(("files", "pairs"), [
+    ({"runs/run.py": RUN.format(module="runs.plan", name="Plan") + "def tell(plan: Plan): plan.config.seed\n",
+      "runs/plan.py": OF_CONFIG + "class Plan:\n    config: Config\n"}, ["runs/plan.py -> runs/run.py"]),
+    ({"runs/run.py": RUN.format(module="data.made", name="made") + "x = made()\n",
+      "data/made.py": OF_CONFIG + "def made() -> tuple[Config, int]: pass\n"}, ["data/made.py -> runs/run.py"]),
+    ({"runs/run.py": OF_CONFIG + "MODE = ('offbeat.spmd.rank', 'open_rank')\ndef run_training(config: Config): pass\n",
+      "spmd/rank.py": OF_CONFIG + "def open_rank(config: Config): pass\n"}, ["runs/run.py -> spmd/rank.py"]),
+    ({"runs/run.py": RUN.format(module="data.base", name="on_base"),
+      "data/base.py": "from collections.abc import Callable\n" + OF_CONFIG + "def on_base(make: Callable[[Config], None]): pass\n"},
+     ["data/base.py -> runs/run.py"]),
+    ({"runs/run.py": RUN.format(module="data.read", name="read") + "x = read(Config())\n",
+      "data/read.py": OF_CONFIG + "def read(config: Config) -> int: pass\n"}, []),
+], ids=["field", "result", "name", "callback", "argument"])
+def test_the_configuration_climbs_where_a_lower_module_hands_it_up(tool, tmp_path, files, pairs):
+    measures = {measure.name: measure for measure in tool.MEASURES}
+    figure, spots = measures["config-climbs"].find(tool.read_modules(write(tmp_path / "package", CONFIG | files)))
+    assert (figure, [spot.name for spot in spots]) == (len(pairs), pairs)
+
+
 @pytest.mark.parametrize("line", [
     "x.objective == 'ppo'", "'vllm' != kind", "x in ('kto', y)", "x.kind in {'reward-model'}", "'ppo' in x.names",
     "[case for case in y if case.engine == 'embedded']",

@@ -18,7 +18,7 @@ TRAININGS = frozenset({"sft", "dpo", "reward-model"})
 """Kinds of training, as `offbeat` has them as commands; reinforcement learning is "train"."""
 
 _TABLES = {"config/objectives.py": "OBJECTIVES", "config/engine_kinds.py": "ENGINE_KINDS"}
-_FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 _STRING_OR_COMMENT = re.compile(
     r'"""(?:\\.|[^\\])*?"""|' r"'''(?:\\.|[^\\])*?'''|" r'"(?:\\.|[^"\\\n])*"|' r"'(?:\\.|[^'\\\n])*'|" r"#[ ]*([^\n]*)", re.DOTALL)
 _WHAT = re.compile(r"\bwhat\b", re.IGNORECASE)
@@ -28,7 +28,6 @@ _EXAMPLE = re.compile(
     r":\n\n[ ]{2,}\S",  # an indented block after a colon and an empty line
     re.IGNORECASE | re.MULTILINE)
 _SHAPE = re.compile(r"\[(?:\d+, |\.\.\., )*[A-Z][A-Za-z0-9_]{0,8}(?:[]+*/ -]|, )")
-_MODULE = re.compile(r"\w+(\.\w+)+(:\w+)?$")
 _SHAPED_NAME = re.compile(r"[a-z0-9]_[A-Z]{2,4}\b")
 
 
@@ -75,7 +74,7 @@ class Module:
         stack: list[tuple[ast.AST, str]] = [(self.tree, "")]
         while stack:
             node, name = stack.pop()
-            if isinstance(node, (*_FUNCTION, ast.ClassDef)):
+            if isinstance(node, (*FUNCTION, ast.ClassDef)):
                 name = f"{name}.{node.name}" if name else node.name
             found[type(node)].append(Node(node, name))
             for field in node._fields:
@@ -88,7 +87,7 @@ class Module:
     @property
     def functions(self) -> Iterator[Node]:
         """Functions and methods, nested ones too."""
-        for kind in _FUNCTION:
+        for kind in FUNCTION:
             yield from self.nodes[kind]
 
     @cached_property
@@ -163,74 +162,24 @@ def callables_of_constructor(modules: Modules) -> Found:
 def _takers(module: Module) -> Iterator[tuple[Spot, list[Spot]]]:
     """Yield each function, and each dataclass as its `__init__`, with the parameters that are callables."""
     for node, name in module.functions:
-        taken = [each for each in _parameters(node) if each.annotation is not None and "Callable" in _names(each.annotation)]
+        taken = [each for each in parameters(node) if each.annotation is not None and "Callable" in names_in(each.annotation)]
         yield module.spot(node, name), [module.spot(each, f"{name}.{each.arg}") for each in taken]
     for node, name in module.nodes[ast.ClassDef]:
-        if any("dataclass" in _names(each) for each in node.decorator_list):
-            fields = [each for each in node.body if isinstance(each, ast.AnnAssign) and "Callable" in _names(each.annotation)]
-            yield module.spot(node, f"{name}.__init__"), [module.spot(each, f"{name}.{_last(each.target)}") for each in fields]
+        if any("dataclass" in names_in(each) for each in node.decorator_list):
+            fields = [each for each in node.body if isinstance(each, ast.AnnAssign) and "Callable" in names_in(each.annotation)]
+            yield module.spot(node, f"{name}.__init__"), [module.spot(each, f"{name}.{last_name(each.target)}") for each in fields]
 
 
 def many_parameters(modules: Modules) -> Found:
     """Functions with more than 7 parameters, without `self`, `cls`, `*args` and `**kwargs`."""
-    spots = [module.spot(node, name) for module in modules for node, name in module.functions if len(list(_parameters(node))) > 7]
+    spots = [module.spot(node, name) for module in modules for node, name in module.functions if len(list(parameters(node))) > 7]
     return Found(len(spots), spots)
 
 
-def _parameters(function: Any) -> Iterator[ast.arg]:
+def parameters(function: Any) -> Iterator[ast.arg]:
+    """Yield the parameters of a function or method, without `self`, `cls`, `*args` and `**kwargs`."""
     given = function.args
     yield from [each for each in (*given.posonlyargs, *given.args, *given.kwonlyargs) if each.arg not in ("self", "cls")]
-
-
-def config_files(modules: Modules) -> Found:
-    """Files that hold the whole `Config` below `run_training`: those that its module imports or names, directly or not, outside `config`.
-
-    A file holds it that has a parameter, a field or a variable annotated `Config`, calls a method of the class, as in
-    `Config.model_validate(...)`, or reads the field of a type that has one, as in `parts.config` with `parts: RunParts`. A module is named
-    in a string, such as "offbeat.trainer.worker:TrainWorker".
-    """
-    holders: dict[str, set[str]] = defaultdict(set)  # fields by the names of the types
-    for module in modules:
-        for node, _ in module.nodes[ast.ClassDef]:
-            for each in node.body:
-                if isinstance(each, ast.AnnAssign) and _is_config(each.annotation, module):
-                    holders[node.name].add(_last(each.target))
-    held = [spot for module in _below("run_training", modules) if not module.path.startswith("config/") for spot in _holds(module, holders)]
-    return Found(len(held), held)
-
-
-def _holds(module: Module, holders: dict[str, set[str]]) -> Iterator[Spot]:
-    """Yield the first place where a module holds the configuration, as a case with the name of the file."""
-    annotated = [*module.nodes[ast.arg], *module.nodes[ast.AnnAssign]]
-    lines = [each.lineno for each, _ in annotated if each.annotation is not None and _is_config(each.annotation, module)]
-    lines += [each.lineno for each, _ in module.nodes[ast.Attribute] if isinstance(each.value, ast.Name) and _is_config(each.value, module)]
-    fields = {
-        (_last(node) if isinstance(node, ast.expr) else node.arg, field)
-        for node, annotation in ((each.target if isinstance(each, ast.AnnAssign) else each, each.annotation) for each, _ in annotated)
-        if annotation is not None for holder in _names(annotation) & holders.keys() for field in holders[holder]}
-    lines += [each.lineno for each, _ in module.nodes[ast.Attribute] if (_last(each.value).lstrip("_"), each.attr) in fields]
-    if lines:
-        yield Spot(module.path, f"{module.path}:{min(lines)}")
-
-
-def _is_config(annotation: ast.expr, module: Module) -> bool:
-    return "Config" in _names(annotation) and module.imported.get("Config", "").endswith("config.root.Config")
-
-
-def _below(function: str, modules: Modules) -> list[Module]:
-    """Return the module that defines a function, and all that it imports or names, directly or not."""
-    by_name = {module.path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): module for module in modules}
-    reached: dict[str, Module] = {}
-    ahead = [name for name, module in by_name.items() if any(isinstance(n, _FUNCTION) and n.name == function for n in module.tree.body)]
-    while ahead:
-        name = ahead.pop()
-        if name in by_name and name not in reached:
-            reached[name] = by_name[name]
-            texts = [each.value for each, _ in by_name[name].nodes[ast.Constant] if isinstance(each.value, str)]
-            named = [each.partition(":")[0] for each in texts if _MODULE.match(each)]
-            imported = [each.partition(".")[2] for each in (*by_name[name].imported.values(), *named)]
-            ahead += [*imported, *(each.rpartition(".")[0] for each in imported)]
-    return list(reached.values())
 
 
 def name_tests(modules: Modules) -> Found:
@@ -257,7 +206,7 @@ def names_of_tables(modules: Modules) -> set[str]:
 def _keys_of(module: Module, table: str) -> Iterator[str]:
     """Yield the outer keys of a dictionary that a module defines."""
     for node, _ in module.nodes[ast.AnnAssign] + [Node(each, name) for each, name in module.nodes[ast.Assign]]:
-        if _last(node.target if isinstance(node, ast.AnnAssign) else node.targets[0]) == table:
+        if last_name(node.target if isinstance(node, ast.AnnAssign) else node.targets[0]) == table:
             tables = [node.value, *(node.value.args if isinstance(node.value, ast.Call) else ())]
             yield from (_word(key) for each in tables if isinstance(each, ast.Dict) for key in each.keys if key is not None)
 
@@ -284,12 +233,12 @@ def broad_handlers(modules: Modules) -> Found:
 
 
 def _is_broad(handler: ast.ExceptHandler) -> bool:
-    return handler.type is None or not _names(handler.type).isdisjoint({"Exception", "BaseException"})
+    return handler.type is None or not names_in(handler.type).isdisjoint({"Exception", "BaseException"})
 
 
 def _raises_again(handler: ast.ExceptHandler) -> bool:
     last = handler.body[-1]
-    return isinstance(last, ast.Raise) and (last.exc is None or _last(last.exc) == handler.name)
+    return isinstance(last, ast.Raise) and (last.exc is None or last_name(last.exc) == handler.name)
 
 
 def shapes(modules: Modules) -> Found:
@@ -303,11 +252,11 @@ def shapes(modules: Modules) -> Found:
     for module in modules:
         for node, name in module.functions:
             text = ast.get_docstring(node)
-            annotations = [each for each in (*(each.annotation for each in _parameters(node)), node.returns) if each is not None]
-            if text is None or not any(_names(each) & kinds for each in annotations):
+            annotations = [each for each in (*(each.annotation for each in parameters(node)), node.returns) if each is not None]
+            if text is None or not any(names_in(each) & kinds for each in annotations):
                 continue
             asked += 1
-            if not _SHAPE.search(text) and not any(_SHAPED_NAME.search(each) for each in (text, *(each.arg for each in _parameters(node)))):
+            if not _SHAPE.search(text) and not any(_SHAPED_NAME.search(each) for each in (text, *(each.arg for each in parameters(node)))):
                 spots.append(module.spot(node, name))
     return Found(100 * (asked - len(spots)) / max(asked, 1), spots)
 
@@ -359,17 +308,17 @@ def long_files(modules: Modules) -> Found:
     return Found(len(long), long)
 
 
-def _names(node: ast.AST) -> set[str]:
+def names_in(node: ast.AST) -> set[str]:
     """Return all names in an expression, those within strings too."""
     found = set()
     for each in ast.walk(node):
         if isinstance(each, ast.Constant) and isinstance(each.value, str):
             found.update(re.findall(r"\w+", each.value))
         elif isinstance(each, ast.Name | ast.Attribute):
-            found.add(_last(each))
+            found.add(last_name(each))
     return found
 
 
-def _last(node: ast.AST) -> str:
+def last_name(node: ast.AST) -> str:
     """Return the last part of a dotted name; "" for anything else."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

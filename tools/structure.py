@@ -6,7 +6,7 @@
     python tools/structure.py --tighten        # store today's figures where they are not worse than the stored ones
     python tools/structure.py --allow MEASURE  # store today's figure of this measure, even if it is worse
 
-`make check` runs it, in a few seconds. `source_figures.py` says what each measure counts.
+`make check` runs it, in a few seconds. `source_figures.py` and `config_paths.py` say what each measure counts.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import config_paths
 import source_figures
 from source_figures import Found, Modules, Spot, read_modules
 
@@ -73,7 +74,8 @@ MEASURES = (
     Measure("callables", "parameters annotated as callables", source_figures.callables, 90),
     Measure("constructor-callables", "callables that one constructor takes, at most", source_figures.callables_of_constructor),
     Measure("parameters", "functions with more than 7 parameters", source_figures.many_parameters, 15),
-    Measure("config-files", "files below run_training that hold the whole Config", source_figures.config_files, 20),
+    Measure("config-files", "files below run_training that hold the whole Config", config_paths.config_files, 20),
+    Measure("config-climbs", "times that a lower module hands the whole Config up", config_paths.config_climbs, 5),
     Measure("name-tests", "tests for an objective, engine or training by name", source_figures.name_tests, 0),
     Measure("whats", '"what" in 1,000 words of prose', source_figures.whats, 2, digits=1, keeps_names=False),
     Measure("examples", "examples in 1,000 words of prose", source_figures.examples, 2, more_is_better=True, digits=1, keeps_names=False),
