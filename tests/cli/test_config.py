@@ -118,8 +118,11 @@ def test_docs_prints_the_reference(capsys):
 
 
 def test_plan_prints_what_a_run_chose_and_why(tmp_path, capsys):
-    make_plan(load_config(None, [("run.name", "a")])).write(tmp_path)
-    assert call("plan", str(tmp_path)) == 0
+    config = load_config(None, [("run.name", "a"), ("run.dir", str(tmp_path))])
+    config.run_dir.mkdir()
+    plan = make_plan(config)
+    plan.write(config.planned(plan.sections))
+    assert call("plan", str(config.run_dir)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("machine: ") and lines[0].endswith(" cores")
     assert 'train.gradient_checkpointing = "off": train ranks compute on CPUs, where memory is seldom what ends first' in lines

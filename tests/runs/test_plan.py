@@ -22,38 +22,40 @@ def test_a_plan_has_the_chosen_settings_and_says_of_what_they_are(tmp_path: Path
     given = Config.model_validate({
         "run": {"name": "a", "dir": str(tmp_path)}, "model": {"dtype": "auto"}, "inference": {"num_engines": 2, "threads": 1}})
     plan = make_plan(given).having([Choice("train.optimizer.lr", "0.001", "a rate")])
-    assert (plan.config.train.threads, plan.config.inference.threads, plan.config.train.precision) == (6, 1, "float32")
+    assert (plan.sections.train.threads, plan.sections.inference.threads, plan.sections.train.precision) == (6, 1, "float32")
     assert plan.notes == ("CPU threads: 6 for each train rank, 1 for each engine, of 8 cores",)
-    plan.write(tmp_path)
-    found = json.loads((tmp_path / "plan.json").read_text())
+    (tmp_path / "a").mkdir()
+    plan.write(given.planned(plan.sections))
+    found = json.loads((tmp_path / "a" / "plan.json").read_text())
     assert (found["devices"], found["cores"], tuple(found["notes"])) == (0, 8, plan.notes)
     assert found["settings"]["train.threads"] == {"value": 6, "why": "of 8 cores"}
     assert found["settings"]["train.precision"]["value"] == "float32"
     assert found["settings"]["model.dtype"]["why"] == "a tiny model gains nothing from bfloat16"
     assert found["settings"]["train.optimizer.lr"]["why"] == "a rate"
-    kept = read_plan(tmp_path)
+    kept = read_plan(tmp_path / "a")
     assert (kept.cores, kept.notes, kept.settings["train.threads"]) == (8, plan.notes, KeptChoice(6, "of 8 cores"))
     assert not {"inference.threads", "train.devices_per_rank", "attention"} & found["settings"].keys()  # given, unchanged, and no setting
 
 
 def test_a_plan_of_a_plan_changes_nothing(tmp_path: Path) -> None:
-    chosen = make_plan(Config.model_validate({"run": {"name": "a", "dir": str(tmp_path)}})).config
-    again = make_plan(chosen)
-    assert again.config == chosen
+    given = Config.model_validate({"run": {"name": "a", "dir": str(tmp_path)}})
+    chosen = make_plan(given).sections
+    again = make_plan(given.planned(chosen))
+    assert again.sections == chosen
     assert (again.choices, again.notes) == ((), ())
 
 
 def test_a_plan_has_changes_of_weights_where_the_number_format_that_it_chose_makes_them_few(tmp_path: Path) -> None:
     given = Config.model_validate({"run": {"name": "a", "dir": str(tmp_path)}, "model": {"dtype": "bfloat16"}})
     plan = make_plan(given)
-    assert plan.config.weights.whole_every_versions == 20
+    assert plan.sections.weights.whole_every_versions == 20
     assert Choice("weights.whole_every_versions", "20", "a step changes few weights in bfloat16") in plan.choices
-    assert make_plan(given, trains=False).config.weights.whole_every_versions == "auto"  # nothing is published
+    assert make_plan(given, trains=False).sections.weights.whole_every_versions == "auto"  # nothing is published
 
 
 def test_without_ranks_a_plan_leaves_the_training_step_open() -> None:
     plan = make_plan(Config(), trains=False)
-    assert (plan.config.train.precision, plan.config.train.threads, plan.config.inference.threads) == ("auto", 0, 8)
+    assert (plan.sections.train.precision, plan.sections.train.threads, plan.sections.inference.threads) == ("auto", 0, 8)
     assert all(not choice.setting.startswith("train.") for choice in plan.choices)
 
 

@@ -206,8 +206,8 @@ def test_a_run_whose_checkpoint_has_no_settings_keeps_the_rate_of_its_own_file(w
     if written is not None:
         (config.run_dir / "config.toml").write_text(written)
     was = remembered_settings(config)
-    chosen, _ = choose_rates(config, "rl", was=was)
-    assert chosen.train.optimizer.lr == rate
+    sections, _ = choose_rates(config, "rl", was=was)
+    assert sections["train"].optimizer.lr == rate
     assert was == ({} if written is None else {
         "run.total_steps": 2, "train.optimizer.lr": 1e-06, "sft.optimizer.lr": 0.002, "data.chat_template": False})
 

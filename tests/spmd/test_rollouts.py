@@ -21,15 +21,16 @@ SPMD = {"run__mode": "spmd", "rollout__single_rank_load": "false", "rollout__bal
 def test_limits_are_divided_by_the_number_of_heads_and_their_sum_stays(tmp_path: Path) -> None:
     config = small_config(
         tmp_path, rollout__consumer_batch_size="7", rollout__max_concurrent_rollouts="3", sft__batch_size="10", **SPMD)
-    shares = [share_limits(config, RankInfo(rank, 4)) for rank in range(4)]
+    shares = [config.model_copy(update=share_limits(config.rollout, config.sft, RankInfo(rank, 4))) for rank in range(4)]
     assert [share.rollout.consumer_batch_size for share in shares] == [2, 2, 2, 1]
     assert [share.rollout.max_concurrent_rollouts for share in shares] == [1, 1, 1, 1]
     assert [share.sft.batch_size for share in shares] == [3, 3, 2, 2]
 
 
 def test_a_batch_smaller_than_the_number_of_heads_is_refused(tmp_path: Path) -> None:
+    config = small_config(tmp_path, rollout__consumer_batch_size="3", **SPMD)
     with pytest.raises(ConfigError, match="rollout.consumer_batch_size must be at least the number of ranks = 4 .* got 3; raise it"):
-        share_limits(small_config(tmp_path, rollout__consumer_batch_size="3", **SPMD), RankInfo(0, 4))
+        share_limits(config.rollout, config.sft, RankInfo(0, 4))
 
 
 def test_heads_draw_every_row_once_and_none_twice(tmp_path: Path, model_dir: str) -> None:

@@ -134,11 +134,12 @@ async def score(played: EvaluatedSet, metric: Metric | None) -> Evaluation:
 class RunEvaluations:
     """The evaluations of a run: those due after a step, one after the other."""
 
-    def __init__(self, parts: RunParts, state: RunState, best: BestModel, evaluators: Sequence[Evaluator]) -> None:
+    def __init__(self, parts: RunParts, state: RunState, best: BestModel, evaluators: Sequence[Evaluator], *, keeps_samples: bool) -> None:
         self._parts = parts
         self._state = state
         self._best = best
         self._evaluators = evaluators
+        self._keeps_samples = keeps_samples
 
     def due(self, global_step: int) -> bool:
         """Whether any set is to be evaluated after this step."""
@@ -156,7 +157,7 @@ class RunEvaluations:
             if evaluator.due(global_step, last=last):
                 await parts.publisher.settle()
                 with times.during("step/evaluate_s", "evaluate"):
-                    evaluation = await evaluator.run(keep=partial(self._keep, global_step) if parts.config.evaluate.keep_samples else None)
+                    evaluation = await evaluator.run(keep=partial(self._keep, global_step) if self._keeps_samples else None)
                 self._note(evaluation, global_step)
                 stats |= evaluation.metrics()
         if not last:

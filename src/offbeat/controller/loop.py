@@ -146,8 +146,8 @@ class _Training:
             await self._publish(state.version)
             await parts.publisher.settle()  # rollouts begin with it
         rollouts = await self._open_rollouts(recovered)
-        evaluations = RunEvaluations(parts, state, self._best, make_evaluators(
-            rollouts, parts.source, parts.inputs, config, parts.peers, log_dir=self._record.log_dir))
+        evaluators = make_evaluators(rollouts, parts.source, parts.inputs, config, parts.peers, log_dir=self._record.log_dir)
+        evaluations = RunEvaluations(parts, state, self._best, evaluators, keeps_samples=config.evaluate.keep_samples)
         self._record.console.start(f"{config.run.name} · {config.algorithm.preset}", config.run.total_steps)
         if recovered.begins and (before := await evaluations.run(0, last=True)):
             self._record.stats.commit(0, 0, 0, before)

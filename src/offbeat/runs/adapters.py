@@ -317,7 +317,7 @@ async def open_adapters(config: Config, record: RunRecord) -> AsyncIterator[Adap
             "cluster.take_turns must be false to train many adapters, got true; some sample while others train, so leave it out, or set"
             " cluster.share_devices")
     plan = make_plan(config)
-    config = plan.config
+    config = config.planned(plan.sections)
     plan.advise(record)
     record.events.record("threads", rank=config.train.threads, engine=config.inference.threads)
     base = read_base(config)

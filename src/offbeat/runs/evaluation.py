@@ -152,7 +152,7 @@ async def _ask_endpoint(
 
 async def _open_rewards(stack: AsyncExitStack, asked: Sequence[AskedSet], config: Config, record: RunRecord) -> dict[str, Rewards]:
     """Start the rewards of each set, by its name; sets with equal rewards share them."""
-    launcher = await stack.enter_async_context(make_launcher(make_plan(config, trains=False).config.for_launcher))
+    launcher = await stack.enter_async_context(make_launcher(config.planned(make_plan(config, trains=False).sections).for_launcher))
     opened: dict[Hashable, Rewards] = {}
     for of_set in asked:
         if (judges := what_judges(of_set.config)) not in opened:
@@ -209,7 +209,7 @@ async def open_rollouts(
         raise ConfigError("model.path is empty, so there is no model to evaluate; give a folder or hub id, such as runs/quickstart/export")
     plan = make_plan(config, trains=False)
     plan.advise(record)
-    config, templates = choose_templates(plan.config)
+    config, templates = choose_templates(config.planned(plan.sections))
     for choice in templates:
         record.console.note(choice)
     inputs = read_inputs(config, trains=False)

@@ -24,8 +24,8 @@ _IN_WORDS: Mapping[Task, str] = {
     "distillation": "distillation", "critic": "a critic"}
 
 
-def choose_rates(config: Config, part: Part, *, was: Mapping[str, Any] = _NOTHING) -> tuple[Config, list[Choice]]:
-    """Return the configuration with numbers in place of "auto", and the choices for this part of a run, with reasons.
+def choose_rates(config: Config, part: Part, *, was: Mapping[str, Any] = _NOTHING) -> tuple[dict[str, Any], list[Choice]]:
+    """Return sections with numbers in place of "auto", such as {"train": ...}, and the choices for this part of a run, with reasons.
 
     Args:
         was: settings of the checkpoint that the run goes on from, if there is one, such as {"train.optimizer.lr": 1e-6}.
@@ -37,11 +37,11 @@ def choose_rates(config: Config, part: Part, *, was: Mapping[str, Any] = _NOTHIN
     # Rates of other parts of the run stay as they are remembered, so that they do not count as changed.
     kept = {key: was[key] for key in _open(config) if was.get(key, "auto") != "auto"}
     rates = kept | {choice.setting: float(choice.value) for choice in choices}
-    updates: dict[str, Any] = {}
+    sections: dict[str, Any] = {}
     for key, rate in rates.items():
         section = getattr(config, name := key.partition(".")[0])
-        updates[name] = section.model_copy(update={"optimizer": section.optimizer.model_copy(update={"lr": rate})})
-    return config.model_copy(update=updates), choices
+        sections[name] = section.model_copy(update={"optimizer": section.optimizer.model_copy(update={"lr": rate})})
+    return sections, choices
 
 
 def rate_choices(config: Config, part: Part, *, was: Mapping[str, Any] = _NOTHING) -> Iterator[Choice]:

@@ -46,7 +46,7 @@ class RunPlan:
     """Everything that is decided before a run starts its processes.
 
     Attributes:
-        config: the configuration with all choices in place.
+        sections: those that `Config.planned` takes, with all choices in place.
         num_devices: devices of this machine that processes may compute on.
         num_cores: cores of this machine that they may use.
         choices: settings that were left open, such as "train.threads", with their values and reasons.
@@ -54,7 +54,7 @@ class RunPlan:
         advice: warnings, such as of a number format that is slow on this CPU.
     """
 
-    config: Config
+    sections: PlanConfig
     num_devices: int
     num_cores: int
     choices: tuple[Choice, ...]
@@ -76,11 +76,11 @@ class RunPlan:
         for advice in self.advice:
             record.note("advice", advice)
 
-    def write(self, run_dir: Path) -> None:
-        """Write `plan.json` to the run's folder."""
-        settings = {choice.setting: KeptChoice(value_at(self.config, choice.setting), choice.why) for choice in self.choices}
+    def write(self, config: Config) -> None:
+        """Write `plan.json` to the run's folder; the configuration has all choices, those of `having` too."""
+        settings = {choice.setting: KeptChoice(value_at(config, choice.setting), choice.why) for choice in self.choices}
         kept = KeptPlan(self.num_devices, self.num_cores, settings, self.notes, versions())
-        write_file(run_dir / PLAN_NAME, wire.encode_json(kept) + b"\n")
+        write_file(config.run_dir / PLAN_NAME, wire.encode_json(kept) + b"\n")
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,6 @@ def make_plan(config: Config, *, rank_info: RankInfo = _CONTROLLER, trains: bool
     formatted = choose_number_format(stepped)
     publishing = choose_changes(formatted) if trains and serves else formatted
     sections = choose_threads(publishing, cores=num_cores, rank_info=rank_info, trains=trains, serves=serves)
-    chosen = config.planned(sections)
     reasons: Mapping[str, str] = {
         **dict.fromkeys(_DEVICES, f"of {num_devices} that are visible"), **dict.fromkeys(_THREADS, f"of {num_cores} cores"),
         **({choice.setting: choice.why for choice in step_choices(placed, device=device, shape=shape) if "." in choice.setting}
@@ -172,10 +171,10 @@ def make_plan(config: Config, *, rank_info: RankInfo = _CONTROLLER, trains: bool
         "model.dtype": format_choice(stepped, device=_engine_device(stepped), cpu=this_cpu()).why,
         "weights.whole_every_versions": change_choice(formatted).why}
     choices = (
-        Choice(setting, _shown(value_at(chosen, setting)), why) for setting, why in reasons.items()
-        if value_at(chosen, setting) != value_at(config, setting))
+        Choice(setting, _shown(value_at(sections, setting)), why) for setting, why in reasons.items()
+        if value_at(sections, setting) != value_at(config, setting))
     return RunPlan(
-        chosen, num_devices, num_cores, tuple(choices), tuple(_notes(sections, formatted, num_devices=num_devices, num_cores=num_cores)),
+        sections, num_devices, num_cores, tuple(choices), tuple(_notes(sections, formatted, num_devices=num_devices, num_cores=num_cores)),
         tuple(slow_formats(sections, cpu=this_cpu())))
 
 

@@ -42,7 +42,7 @@ from offbeat.machine import PROMISED_DEVICES
 from offbeat.memory import steady_memory
 from offbeat.runs.base_model import needs_base, on_base
 from offbeat.runs.learning_rates import choose_rates
-from offbeat.runs.plan import RunPlan, make_plan
+from offbeat.runs.plan import make_plan
 from offbeat.runs.rank_info import RankInfo, read_rank_info, resolve_ranks
 from offbeat.runs.run_dir import check_resumption, completed, prepare_run_dir, remembered_settings
 from offbeat.telemetry.console import Console
@@ -251,19 +251,20 @@ def execute(
     if rank_info.leads:
         console.hint(f"{config.run.name}: reading the model and the data")
     was = {} if fresh else remembered_settings(given, kind=kind)
-    given, rates = choose_rates(given, kind.part, was=was)
-    given, templates = choose_templates(given, was=was)
+    sections, rates = choose_rates(given, kind.part, was=was)
+    given, templates = choose_templates(given.model_copy(update=sections), was=was)
     inputs = lesson_of(kind).read(given) if kind.lesson else read_inputs(given)
     router = router_loss_note(given.model.path, coefficient=given.train.router_aux_loss_coefficient) if given.model.path else ""
     plan = make_plan(given, rank_info=rank_info, serves=inputs.plays).having(rates)
-    config = plan.config
+    config = given.planned(plan.sections)
     # Checkpoints hold the choices for "auto", since they may differ where the run is resumed.
     inputs = replace(inputs, identity=replace(inputs.identity, settings=remembered(config)))
-    with _open_record(plan, rank_info, console, inputs.identity, kind=kind, fresh=fresh, debug=debug) as record:
+    with _open_record(config, rank_info, console, inputs.identity, kind=kind, fresh=fresh, debug=debug) as record:
         record.console.open(config.run.name)
         for choice in (*rates, *templates):
             record.console.note(str(choice))
         if rank_info.leads:
+            plan.write(config)
             for text in filter(None, (*notes(config, kind.part), router)):
                 record.note("advice", text)
         for reason in inputs.unusable:
@@ -301,9 +302,8 @@ def anchored(config: Config) -> Config:
 
 
 def _open_record(
-    plan: RunPlan, rank_info: RankInfo, console: Console, identity: Identity, *, kind: TrainingKind, fresh: bool, debug: bool,
+    config: Config, rank_info: RankInfo, console: Console, identity: Identity, *, kind: TrainingKind, fresh: bool, debug: bool,
 ) -> RunRecord:
-    config = plan.config
     if not rank_info.leads:
         # Its log is opened when it has met the leader, who may first move an older run of this name out of the way.
         return SilentRecord(config.run_dir)
@@ -318,7 +318,6 @@ def _open_record(
     if aside is not None and not fresh:
         record.note("begun_anew", f"there was no checkpoint to resume from, so the run starts over; its old folder is kept as {aside}")
     (config.run_dir / "config.toml").write_text(dump_toml(config))
-    plan.write(config.run_dir)
     return record
 
 

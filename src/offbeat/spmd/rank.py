@@ -112,7 +112,9 @@ async def _open(
         trainers = Trainers(OwnRank(own_trainers, loads, thread, host=rank_info.store_host), config.for_ranks, on_span=record.on_span)
         none = NoEngines(draws=rank_info.leads)
         return RunParts(config, record, inputs, trainers, none, none, peers, none.watch)
-    own, rows = (config, inputs) if one_loads else (share_limits(config, rank_info), share_rows(inputs, rank_info))
+    own, rows = config, inputs
+    if not one_loads:
+        own, rows = config.model_copy(update=share_limits(config.rollout, config.sft, rank_info)), share_rows(inputs, rank_info)
     # Engines start and load while the trainer does, but only the trainer may use collectives then, as they must come in the same order on
     # every rank.
     launcher, may_load = await _open_launcher(stack, config, rank_info), asyncio.Event()

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from offbeat.algorithms.experience import sft_batch
-from offbeat.config.root import Config
+from offbeat.config.rollout import RolloutConfig
+from offbeat.config.train import SftConfig
 from offbeat.controller.inputs import RunInputs
 from offbeat.data.batch import Batch
 from offbeat.data.dataset import EveryNth
@@ -92,24 +93,25 @@ class NoRollouts:
         raise AssertionError("a rank without rollouts was asked to play some")
 
 
-def share_limits(config: Config, rank_info: RankInfo) -> Config:
-    """Return the configuration of one head: limits that count groups or sequences are divided by the number of heads.
+def share_limits(
+    rollout: RolloutConfig, sft: SftConfig, rank_info: RankInfo,
+) -> dict[str, RolloutConfig | SftConfig]:
+    """Return both sections by name, as one head has them: limits that count groups or sequences are divided by the number of heads.
 
     For example, a batch of 7 groups over 2 ranks is 4 on rank 0 and 3 on rank 1.
 
     Raises:
         ConfigError: a batch has fewer groups or sequences than there are heads.
     """
-    for name, size in (("rollout.consumer_batch_size", config.rollout.consumer_batch_size), ("sft.batch_size", config.sft.batch_size)):
+    for name, size in (("rollout.consumer_batch_size", rollout.consumer_batch_size), ("sft.batch_size", sft.batch_size)):
         if size < rank_info.world:
             raise ConfigError(
                 f"{name} must be at least the number of ranks = {rank_info.world} with rollout.single_rank_load = false, got {size};"
                 " raise it, or let one rank load")
-    rollout = config.rollout.model_copy(update={
-        "consumer_batch_size": _share(config.rollout.consumer_batch_size, rank_info),
-        "max_concurrent_rollouts": max(_share(config.rollout.max_concurrent_rollouts, rank_info), 1)})
-    sft = config.sft.model_copy(update={"batch_size": _share(config.sft.batch_size, rank_info)})
-    return config.model_copy(update={"rollout": rollout, "sft": sft})
+    own = rollout.model_copy(update={
+        "consumer_batch_size": _share(rollout.consumer_batch_size, rank_info),
+        "max_concurrent_rollouts": max(_share(rollout.max_concurrent_rollouts, rank_info), 1)})
+    return {"rollout": own, "sft": sft.model_copy(update={"batch_size": _share(sft.batch_size, rank_info)})}
 
 
 def share_rows(inputs: RunInputs, rank_info: RankInfo) -> RunInputs:
