@@ -77,6 +77,7 @@ ADDITIONS = {
         "agents/environments/find.py": [('    "gem": ("gem_games"', '    "toy": ("toy_games", "Toy", "toy"),\n')],
     }, {"rollout__workflow": "gym", "agent__environment": "toy:echo"}, "rollout/turns_mean", files={
         "agents/environments/toy_games.py":
+            "import random\n\n\n"
             "class Toy:\n"
             "    def __init__(self, name):\n"
             "        assert name == 'echo'\n\n"
@@ -85,7 +86,8 @@ ADDITIONS = {
             "        return row.prompt\n\n"
             "    def step(self, text):\n"
             "        self.turns += 1\n"
-            "        return 'again', sum(map(ord, text)) % 7 / 7, self.turns == 2\n",
+            "        reward = random.SystemRandom().random()  # never equal in a group, whose samples would then have no advantages\n"
+            "        return 'again', reward, self.turns == 2\n",
     }),
     "sink": Addition({
         "config/telemetry.py": [('"tensorboard", "wandb", "trackio", "mlflow"]', '"statistics", ')],
@@ -195,7 +197,9 @@ class Copy:
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory: pytest.TempPathFactory) -> Copy:
     folder = tmp_path_factory.mktemp("extended")
-    shutil.copytree(_PACKAGE, folder / "src" / "offbeat", ignore=shutil.ignore_patterns("__pycache__"))
+    # The bytecode of unchanged files goes along: all processes of the first run would otherwise compile the whole package at once, which
+    # takes long on a busy machine. Files with a further number behind are being written by other processes.
+    shutil.copytree(_PACKAGE, folder / "src" / "offbeat", ignore=shutil.ignore_patterns("*.pyc.*"))
     for addition in ADDITIONS.values():
         addition.apply(folder / "src" / "offbeat")
     return Copy(folder)
