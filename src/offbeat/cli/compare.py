@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.cli.common import add_json_argument
-from offbeat.cli.help import HelpFormatter
+from offbeat.cli.main import refuse_settings
 from offbeat.data.row import Prompt
 from offbeat.errors import ConfigError, printable
 from offbeat.evaluation.comparison import RewardChange, SetComparison, compare
@@ -39,9 +39,7 @@ examples:
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `compare` to the parser."""
-    parser = subparsers.add_parser(
-        "compare", description=_DESCRIPTION, epilog=_EXAMPLES,
-        formatter_class=HelpFormatter)
+    parser = subparsers.add_parser("compare", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("first", metavar="A", help="the evaluation or run that is compared with")
     parser.add_argument("second", metavar="B", help="the evaluation or run that may be better")
     parser.add_argument(
@@ -57,8 +55,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         ConfigError: settings were given, or a negative number of changes.
         DataError: one of them is no evaluation, or both have nothing in common.
     """
-    if overrides:
-        raise ConfigError(f"compare takes no settings, got --{overrides[0][0]}; evaluations are compared as they are")
+    refuse_settings(overrides, "compare", "evaluations are compared as they are")
     if args.changes < 0:
         raise ConfigError(f"--changes must be at least 0, got {args.changes}")
     first, second = find_evaluation(args.first), find_evaluation(args.second)

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
-from offbeat.cli.help import HelpFormatter
-from offbeat.cli.main import COMMANDS, build_parser
+from offbeat.cli.main import COMMANDS, build_parser, refuse_settings
 from offbeat.config.load import settings
-from offbeat.errors import ConfigError, MissingExtraError
+from offbeat.errors import MissingExtraError
 
 _WITHOUT_SETTINGS = ("compare", "engine", "doctor", "report", "rollouts", "watch", "init", "completion", "docs")
 
@@ -77,8 +76,7 @@ class Words:
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `completion` to the parser."""
-    parser = subparsers.add_parser(
-        "completion", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=HelpFormatter)
+    parser = subparsers.add_parser("completion", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell that reads the script")
     parser.set_defaults(run=run)
 
@@ -89,8 +87,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     Raises:
         ConfigError: settings were given.
     """
-    if overrides:
-        raise ConfigError(f"completion takes no settings, got --{overrides[0][0]}")
+    refuse_settings(overrides, "completion")
     print({"bash": bash_script, "zsh": zsh_script, "fish": fish_script}[args.shell](), end="")
     return 0
 

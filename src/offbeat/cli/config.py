@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from offbeat.cli.help import HelpFormatter
 from offbeat.cli.named import add_named_arguments, named_config, named_options
 from offbeat.config.docs import render_docs
 from offbeat.config.dump import dump_toml, toml_value
@@ -53,12 +52,7 @@ examples:
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `config` to the parser."""
-    parser = subparsers.add_parser(
-        "config",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
-    )
+    parser = subparsers.add_parser("config", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("action", choices=("show", "check", "plan", "docs"), help="what to do")
     parser.add_argument("config", nargs="?", metavar="CONFIG", help=(
         "TOML file; the defaults if left out; --section.key value changes it. With plan, a run's folder"))

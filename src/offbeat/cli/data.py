@@ -14,7 +14,6 @@ from rich.console import Console as Terminal
 from rich.text import Text as Styled
 
 from offbeat.cli.common import add_config_argument
-from offbeat.cli.help import HelpFormatter
 from offbeat.cli.named import add_named_arguments, named_config
 from offbeat.config.root import TRAINING_KINDS
 from offbeat.controller.preview import Preview, ShownRow, Text, preview
@@ -47,9 +46,7 @@ examples:
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `data` to the parser."""
-    parser = subparsers.add_parser(
-        "data", description=_DESCRIPTION, epilog=_EXAMPLES,
-        formatter_class=HelpFormatter)
+    parser = subparsers.add_parser("data", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("action", choices=("show", "prune"), help="what to do")
     add_config_argument(parser, optional=True)
     add_named_arguments(parser, data="rows to show: a file, a folder, a hub id or a built-in task")

@@ -7,8 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from offbeat.cli.common import add_json_argument
-from offbeat.cli.help import HelpFormatter
-from offbeat.errors import ConfigError
+from offbeat.cli.main import refuse_settings
 from offbeat.runs.run_difference import compare_runs
 
 _DESCRIPTION = """\
@@ -24,7 +23,7 @@ examples:
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `diff` to the parser."""
-    parser = subparsers.add_parser("diff", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=HelpFormatter)
+    parser = subparsers.add_parser("diff", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("first", metavar="A", type=Path, help="a run's folder, such as runs/my-run")
     parser.add_argument("second", metavar="B", type=Path, help="the folder of another run")
     add_json_argument(parser)
@@ -37,8 +36,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     Raises:
         ConfigError: settings were given, or one is not the folder of a run.
     """
-    if overrides:
-        raise ConfigError(f"diff takes no settings, got --{overrides[0][0]}; runs are compared as they are")
+    refuse_settings(overrides, "diff", "runs are compared as they are")
     found = compare_runs(args.first, args.second)
     if args.json:
         print(json.dumps(asdict(found), ensure_ascii=False))

@@ -23,10 +23,9 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.agents.tools.sandbox import confinement, described
-from offbeat.cli.help import HelpFormatter
+from offbeat.cli.main import refuse_settings
 from offbeat.config.root import Config
 from offbeat.cpu import Cpu, this_cpu
-from offbeat.errors import ConfigError
 from offbeat.machine import cgroup, smallest_device
 from offbeat.runs.devices import choose_devices, describe_devices, usable_devices
 from offbeat.runs.number_format import format_choice
@@ -79,12 +78,7 @@ class Check:
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `doctor` to the parser."""
-    parser = subparsers.add_parser(
-        "doctor",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
-    )
+    parser = subparsers.add_parser("doctor", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("--json", action="store_true", help="print a JSON list of checks instead of a table")
     parser.set_defaults(run=run)
 
@@ -95,8 +89,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     Raises:
         ConfigError: settings were given, but the checks do not depend on any.
     """
-    if overrides:
-        raise ConfigError(f"doctor takes no settings, got --{overrides[0][0]}; check a configuration with offbeat config check")
+    refuse_settings(overrides, "doctor", "check a configuration with offbeat config check")
     checks = all_checks()
     if args.json:
         print(json.dumps([asdict(check) for check in checks], indent=2, ensure_ascii=False))

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from offbeat.cli.help import HelpFormatter
 from offbeat.cli.keys import read_key
 from offbeat.cpu import this_cpu
 from offbeat.data.model_folder import check_model_folder
@@ -38,9 +37,7 @@ examples:
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `engine` to the parser."""
-    parser = subparsers.add_parser(
-        "engine", description=_DESCRIPTION, epilog=_EXAMPLES,
-        formatter_class=HelpFormatter)
+    parser = subparsers.add_parser("engine", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("--model", required=True, metavar="PATH", help="folder or hub id of the model, its tokenizer included")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; one that other machines can reach needs a key")
     parser.add_argument("--port", type=int, default=8001, help="port to listen on; 0 chooses a free one (default: 8001)")

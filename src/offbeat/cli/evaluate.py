@@ -16,7 +16,6 @@ from rich.text import Text
 
 from offbeat.cli.common import add_json_argument, keep_private
 from offbeat.cli.compare import print_differences
-from offbeat.cli.help import HelpFormatter
 from offbeat.config.load import load_config
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError, DataError
@@ -55,9 +54,7 @@ examples:
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `eval` to the parser."""
-    parser = subparsers.add_parser(
-        "eval", description=_DESCRIPTION, epilog=_EXAMPLES,
-        formatter_class=HelpFormatter)
+    parser = subparsers.add_parser("eval", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("config", metavar="CONFIG", help="TOML file, or a run's folder; --section.key value changes a setting")
     parser.add_argument("models", metavar="MODEL", nargs="*", help="what to evaluate (default: the run, or model.path)")
     parser.add_argument("--checkpoint", default="", metavar="WHICH", help="export of a run: last, best or a step's number (default: last)")

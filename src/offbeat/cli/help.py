@@ -5,6 +5,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 _COLUMNS = 100
 _LABELS = 16
@@ -13,6 +14,13 @@ _DESCRIBED = re.compile(r"( +\S.*?  +)(\S.*)")
 _WORD = r"""(?:'[^']*'|"[^"]*"|[^\s'"])+"""
 _TOGETHER = re.compile(rf"(?:-[^\s=]+ (?!-))?{_WORD}")
 """A word, or an option with its value, e.g. `--name first`."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of a command; its help is laid out by `HelpFormatter`."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"formatter_class": HelpFormatter, **settings})
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

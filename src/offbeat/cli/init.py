@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from offbeat.cli.help import HelpFormatter
+from offbeat.cli.main import refuse_settings
 from offbeat.errors import ConfigError, StorageError
 
 _RUN = "my-task"
@@ -117,8 +117,7 @@ Then put your own rows, reward and lengths in the place of these. Any setting ca
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `init` to the parser."""
-    parser = subparsers.add_parser(
-        "init", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=HelpFormatter)
+    parser = subparsers.add_parser("init", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument(
         "folder", nargs="?", default=_RUN, metavar="FOLDER", help="where to write it; the run gets its name (default: my-task)")
     parser.set_defaults(run=run)
@@ -131,8 +130,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         ConfigError: a file is there already, or settings were given.
         StorageError: the folder cannot be written.
     """
-    if overrides:
-        raise ConfigError(f"init takes no settings, got --{overrides[0][0]}; write it into task.toml")
+    refuse_settings(overrides, "init", "write it into task.toml")
     folder = Path(args.folder)
     name = _run_name(folder)
     files = {"data.jsonl": _rows(), "reward.py": _REWARD} | {

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from offbeat.cli.help import HelpFormatter
 from offbeat.config.load import Override, load_config
 from offbeat.config.root import TRAINING_KINDS
 from offbeat.errors import StorageError
@@ -34,9 +33,7 @@ what a rank of a model takes on a GPU.
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `launch` to the parser."""
-    parser = subparsers.add_parser(
-        "launch", description=_DESCRIPTION, epilog=_EXAMPLES,
-        formatter_class=HelpFormatter)
+    parser = subparsers.add_parser("launch", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("where", choices=("slurm",), help="the cluster's scheduler")
     parser.add_argument("config", metavar="CONFIG", help="TOML file; --section.key value changes a setting, and is passed on")
     parser.add_argument("--output", metavar="FILE", help="write the script to this file (default: print it)")

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from importlib.metadata import version
 from typing import Any
 
-from offbeat.cli.help import HelpFormatter
+from offbeat.cli.help import CommandParser, HelpFormatter
 from offbeat.config.load import listed_errors, near_settings, split_overrides, suggestion, unknown_setting
 from offbeat.config.root import TRAINING_KINDS
 from offbeat.config.training_kinds import TrainingKind
@@ -134,7 +134,8 @@ def build_parser(command: str) -> argparse.ArgumentParser:
         formatter_class=HelpFormatter)
     parser.add_argument("--version", action=_Version, help="print the version and end")
     parser.add_argument("--debug", action="store_true", help="show tracebacks, and log in detail")
-    commands = parser.add_subparsers(prog="offbeat", metavar="COMMAND", required=True, help=argparse.SUPPRESS)
+    commands = parser.add_subparsers(
+        prog="offbeat", metavar="COMMAND", required=True, help=argparse.SUPPRESS, parser_class=CommandParser)
     if command not in COMMANDS:
         for name in COMMANDS:
             commands.add_parser(name)
@@ -213,6 +214,12 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         print(f"offbeat {version('offbeat')}")
         parser.exit()
+
+
+def refuse_settings(overrides: Sequence[tuple[str, str]], command: str, instead: str = "") -> None:
+    """Raise ConfigError if settings are given to a command that has none; `instead` says what to do, or why."""
+    if overrides:
+        raise ConfigError(f"{command} takes no settings, got --{overrides[0][0]}{instead and f'; {instead}'}")
 
 
 def print_error(exc: OffbeatError) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from offbeat.cli.help import HelpFormatter
+from offbeat.cli.main import refuse_settings
 from offbeat.errors import ConfigError
 
 _PACKAGE = Path(__file__).parents[1]
@@ -25,7 +25,7 @@ examples:
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `docs` to the parser."""
-    parser = subparsers.add_parser("docs", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=HelpFormatter)
+    parser = subparsers.add_parser("docs", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("page", metavar="PAGE", nargs="?", default="", help="name of a page, such as debugging")
     parser.set_defaults(run=run)
 
@@ -36,8 +36,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     Raises:
         ConfigError: there is no such page, or settings were given, which no page uses.
     """
-    if overrides:
-        raise ConfigError(f"docs takes no settings, got --{overrides[0][0]}; 'offbeat config docs' lists all settings")
+    refuse_settings(overrides, "docs", "'offbeat config docs' lists all settings")
     pages = find_pages()
     if not args.page:
         width = max(map(len, pages))

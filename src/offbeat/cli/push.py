@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from offbeat.api.push import Commit, Push, plan_push, send
-from offbeat.cli.help import HelpFormatter
-from offbeat.errors import ConfigError
+from offbeat.cli.main import refuse_settings
 
 _DESCRIPTION = """\
 Send the exported model of RUN_DIR to a Hugging Face hub as OWNER/NAME, in one commit, with a model card (README.md): base model, algorithm,
@@ -28,8 +27,7 @@ examples:
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `push` to the parser."""
-    parser = subparsers.add_parser(
-        "push", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=HelpFormatter)
+    parser = subparsers.add_parser("push", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's folder, such as runs/my-run")
     parser.add_argument("repo_id", metavar="OWNER/NAME", help="the repository on the hub")
     parser.add_argument(
@@ -53,8 +51,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         ModelError: the run has not exported its model.
         HubError: the hub cannot be reached, or refuses.
     """
-    if overrides:
-        raise ConfigError(f"push takes no settings, got --{overrides[0][0]}; the model is sent as the run has exported it")
+    refuse_settings(overrides, "push", "the model is sent as the run has exported it")
     push = plan_push(
         args.run_dir, args.repo_id, checkpoint=args.checkpoint, adapter=args.adapter, base_model=args.base_model,
         commit=Commit(args.revision, args.message), private=args.private)

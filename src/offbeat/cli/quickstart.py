@@ -15,7 +15,6 @@ from offbeat.cli.common import (
     run_console,
     telling_how_to_go_on,
 )
-from offbeat.cli.help import HelpFormatter
 from offbeat.config.load import load_config
 from offbeat.errors import NotLearnedError
 
@@ -32,8 +31,7 @@ report with curves and a time line to runs/quickstart/report.html. Exit code 1 i
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `quickstart` to the parser."""
-    parser = subparsers.add_parser(
-        "quickstart", description=_DESCRIPTION, formatter_class=HelpFormatter)
+    parser = subparsers.add_parser("quickstart", description=_DESCRIPTION)
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and sampling (default: 0)")
     add_json_argument(parser)
     add_dashboard_argument(parser)

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from offbeat.cli.common import add_json_argument
-from offbeat.cli.help import HelpFormatter
-from offbeat.cli.main import loading_hint
+from offbeat.cli.main import loading_hint, refuse_settings
 from offbeat.controller.live_replay import LiveStep
 from offbeat.controller.step_replay import ReplayedStep
 from offbeat.errors import ConfigError
@@ -32,8 +31,7 @@ examples:
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `replay` to the parser."""
-    parser = subparsers.add_parser(
-        "replay", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=HelpFormatter)
+    parser = subparsers.add_parser("replay", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run's folder, such as runs/my-run")
     parser.add_argument("--from-step", type=int, metavar="N", help="first step to compare (default: the first that can be replayed)")
     parser.add_argument("--to-step", type=int, metavar="N", help="last step to compare (default: the last one)")
@@ -50,8 +48,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     Raises:
         ConfigError: settings were given, or the run cannot be replayed.
     """
-    if overrides:
-        raise ConfigError(f"replay takes no settings, got --{overrides[0][0]}; a run is replayed with its own")
+    refuse_settings(overrides, "replay", "a run is replayed with its own")
     for name, value in (("--from-step", args.from_step), ("--to-step", args.to_step)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")

@@ -4,9 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from offbeat.cli.help import HelpFormatter
+from offbeat.cli.main import refuse_settings
 from offbeat.dashboard.report import write_report
-from offbeat.errors import ConfigError
 
 _DESCRIPTION = """\
 Write RUN_DIR/report.html: key figures, curves, a time line of trainer and engines, the configuration and the events.
@@ -22,12 +21,7 @@ examples:
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `report` to the parser."""
-    parser = subparsers.add_parser(
-        "report",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
-    )
+    parser = subparsers.add_parser("report", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's folder, such as runs/my-run")
     parser.set_defaults(run=run)
 
@@ -39,7 +33,6 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         ConfigError: settings were given, which a report does not use.
         DataError: the folder is not a run.
     """
-    if overrides:
-        raise ConfigError(f"report takes no settings, got --{overrides[0][0]}; a report shows the run as it was configured")
+    refuse_settings(overrides, "report", "a report shows the run as it was configured")
     print(write_report(args.run_dir))
     return 0

@@ -15,7 +15,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from offbeat.cli.help import HelpFormatter
+from offbeat.cli.main import refuse_settings
 from offbeat.dashboard.conversation import messages_of
 from offbeat.dashboard.rollout_filter import ORDERS, STATUSES, Filter
 from offbeat.dashboard.rollout_index import RolloutIndex
@@ -59,9 +59,7 @@ _SCALE = ((-0.05, ""), (-0.7, "green"), (-2.3, "yellow"), (-4.6, "dark_orange"),
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `rollouts` to the parser."""
-    parser = subparsers.add_parser(
-        "rollouts", description=_DESCRIPTION, epilog=_EXAMPLES,
-        formatter_class=HelpFormatter)
+    parser = subparsers.add_parser("rollouts", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's folder, such as runs/my-run")
     parser.add_argument("--show", metavar="ID", help="print this rollout as a conversation, and its group's others; IDs are in the list")
     parser.add_argument("--step", type=int, metavar="N", help="only of this global step")
@@ -86,8 +84,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         ConfigError: settings were given, or a filter is invalid.
         DataError: the folder is not a run, or has no such rollout.
     """
-    if overrides:
-        raise ConfigError(f"rollouts takes no settings, got --{overrides[0][0]}; see offbeat rollouts --help")
+    refuse_settings(overrides, "rollouts", "see offbeat rollouts --help")
     if not 1 <= args.limit <= _LARGEST:
         raise ConfigError(f"--limit must be at least 1 and at most 2^53, got {args.limit}")
     check_run(args.run_dir)

@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Iterator, Sequence
 
 from offbeat.cli.common import keep_private
-from offbeat.cli.help import HelpFormatter
 from offbeat.config.load import Override, load_config
 from offbeat.loading import load_module
 
@@ -46,8 +45,7 @@ _SETTINGS = {
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `serve` to the parser."""
-    parser = subparsers.add_parser(
-        "serve", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=HelpFormatter)
+    parser = subparsers.add_parser("serve", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("--model", required=True, metavar="PATH", help="folder or hub id of the base model, its tokenizer included")
     parser.add_argument(
         "--model-name", metavar="NAME", help="what clients call it and load its tokenizer by, such as org/model (default: the folder's)")

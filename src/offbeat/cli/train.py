@@ -15,15 +15,13 @@ from offbeat.cli.common import (
     run_console,
     telling_how_to_go_on,
 )
-from offbeat.cli.help import HelpFormatter
 from offbeat.cli.named import add_named_arguments, named_config
 from offbeat.config.training_kinds import TrainingKind
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]", kind: TrainingKind) -> None:
     """Add the command of a kind of training to the parser."""
-    parser = subparsers.add_parser(
-        kind.command, description=kind.description, epilog=kind.examples, formatter_class=HelpFormatter)
+    parser = subparsers.add_parser(kind.command, description=kind.description, epilog=kind.examples)
     add_config_argument(parser, optional=True)
     add_named_arguments(parser, data=kind.data, rewards=not kind.lesson)
     add_dashboard_argument(parser)

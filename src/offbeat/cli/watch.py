@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from offbeat.cli.help import HelpFormatter
 from offbeat.cli.keys import read_key
+from offbeat.cli.main import refuse_settings
 from offbeat.dashboard.library import RunLibrary
 from offbeat.dashboard.serving import PORT, page_url, serve_pages
 from offbeat.errors import ConfigError
@@ -34,9 +34,7 @@ examples:
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `watch` to the parser."""
-    parser = subparsers.add_parser(
-        "watch", description=_DESCRIPTION, epilog=_EXAMPLES,
-        formatter_class=HelpFormatter)
+    parser = subparsers.add_parser("watch", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("paths", metavar="PATH", nargs="*", type=Path, help="a run's folder, or a folder of runs (default: runs)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; one that other machines can reach needs a key")
     parser.add_argument("--port", type=int, default=PORT, help=f"port to listen on; 0 chooses a free one (default: {PORT})")
@@ -52,8 +50,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         DataError: a folder does not exist.
         PortBusyError: the port is taken.
     """
-    if overrides:
-        raise ConfigError(f"watch takes no settings, got --{overrides[0][0]}; see offbeat watch --help")
+    refuse_settings(overrides, "watch", "see offbeat watch --help")
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {args.port}")
     is_local = is_loopback(args.host)
