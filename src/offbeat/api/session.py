@@ -139,7 +139,6 @@ class StepConsole(Console):
         self._inbox, self._folder, self._ending = inbox, folder, ending
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `Console.update`."""
         super().update(step, metrics)
         self._inbox.put(Step(step, self._total_steps, dict(metrics), self._folder, self._ending))
 

@@ -53,7 +53,6 @@ class PreferenceLesson(Lesson):
 
     @classmethod
     def read(cls, config: Config) -> RunInputs:
-        """See `Lesson.read`."""
         return read_pair_inputs(config, unpaired=OBJECTIVES[config.preference.loss].takes_labels)
 
     async def prepare(self) -> None:
@@ -65,7 +64,6 @@ class PreferenceLesson(Lesson):
                 "heldout", self._heldout_rows, [pair.sequences for pair in self._heldout], resumes=False)
 
     async def batch(self, stream: PromptStream[Preference]) -> Batch:
-        """See `Lesson.batch`."""
         drawn = self._encoder.draw(stream, self._settings.batch_size) if self._parts.source.draws else []
         loss, pairs = self._loss, [pair for _, pair in drawn]
         if self._mismatches:

@@ -36,7 +36,6 @@ class RewardLesson(Lesson):
 
     @classmethod
     def read(cls, config: Config) -> RunInputs:
-        """See `Lesson.read`."""
         return read_pair_inputs(config, rewards=True)
 
     async def prepare(self) -> None:
@@ -45,7 +44,6 @@ class RewardLesson(Lesson):
             write_tokenizer(self._encoder.tokenizer, self._tokenizer_folder)
 
     async def batch(self, stream: PromptStream[Preference]) -> Batch:
-        """See `Lesson.batch`."""
         drawn = self._encoder.draw(stream, self._settings.batch_size) if self._parts.source.draws else []
         return reward_batch([pair for _, pair in drawn], centring=self._settings.centring)
 

@@ -161,18 +161,15 @@ class Imitation(Lesson):
         self._evaluator: Evaluator | None = None
 
     def set_stream(self, stream: PromptStream[Any]) -> None:
-        """See `Lesson.set_stream`."""
         parts, version = self._parts, self._state.version
         rollouts = parts.source.rollouts(stream, version=version, last_version=version)
         self._evaluator = Evaluator(
             rollouts, parts.inputs.heldout, parts.config.timed_evaluate, parts.peers, tokenizer=parts.inputs.tokenizer)
 
     async def batch(self, stream: PromptStream[Any]) -> Batch:
-        """See `Lesson.batch`."""
         return self._parts.source.sft_batch(stream, self._parts.config.sft.batch_size)
 
     async def evaluate(self) -> EvaluationOutcome | None:
-        """See `Lesson.evaluate`."""
         parts, state, evaluator = self._parts, self._state, self._evaluator
         assert evaluator is not None, "the lesson has begun"
         if not evaluator.due(0, last=True):
@@ -186,12 +183,10 @@ class Imitation(Lesson):
 
     @classmethod
     def read(cls, config: Config) -> RunInputs:
-        """See `Lesson.read`."""
         return read_inputs(config, supervised=True)
 
     @classmethod
     def completed(cls, config: Config, *, steps: int, accuracy: float | None) -> str | None:
-        """See `Lesson.completed`."""
         enough = config.sft.stop_at_accuracy
         if steps >= config.sft.total_steps or accuracy is None or accuracy < enough:
             return super().completed(config, steps=steps, accuracy=accuracy)

@@ -78,7 +78,6 @@ class _EscapedJson(JSONResponse):
     """JSON with lone surrogates escaped, such as "\\ud83d"; UTF-8 cannot encode them, and a damaged file may hold some."""
 
     def render(self, content: Any) -> bytes:
-        """See `JSONResponse.render`."""
         return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="backslashreplace")
 
 

@@ -174,7 +174,6 @@ class _Listed(_Texts):
         self._sought = sought
 
     def replaced(self, message: int, kind: str, said: str) -> str:
-        """See `_Texts.replaced`."""
         if said.strip() and self._sought.includes(message, kind):
             self.all.append((message, kind, said))
         return said
@@ -192,7 +191,6 @@ class _Marked(_Texts):
         self._numbers = count()
 
     def replaced(self, message: int, kind: str, said: str) -> str:
-        """See `_Texts.replaced`."""
         if not said.strip() or not self._sought.includes(message, kind):
             return said
         number = next(self._numbers)

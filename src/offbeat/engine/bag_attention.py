@@ -56,7 +56,6 @@ class BagAttention(FastAttention):
     for_bags = True
 
     def of_step(self, step: DecodeStep, *, num_heads: int, scale: float) -> StepAttention:
-        """See `Attention`."""
         return partial(_attend, step, Bags.of(step, num_heads=num_heads), scale)
 
 

@@ -74,7 +74,6 @@ class FastAttention:
     for_bags = False
 
     def of_step(self, step: DecodeStep, *, num_heads: int, scale: float) -> StepAttention:  # noqa: ARG002
-        """See `Attention`."""
         return partial(self._attend, step, scale)
 
     def _attend(self, step: DecodeStep, scale: float, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -95,7 +94,6 @@ class InvariantAttention:
         self.row_multiple = ROWS_PER_THREAD * torch.get_num_threads()
 
     def of_step(self, step: DecodeStep, *, num_heads: int, scale: float) -> StepAttention:  # noqa: ARG002
-        """See `Attention`."""
         return partial(self._attend, step, scale)
 
     def _attend(self, step: DecodeStep, scale: float, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -182,7 +182,6 @@ class HFForward:
         self.sees_whole = self._images is not None and self._images.family.sees_whole
 
     def shift_of(self, tokens: np.ndarray) -> int:
-        """See `Forward.shift_of`."""
         if self._images is None or not self._images.family.grid or not has_images(tokens):
             return 0
         return int(image_positions(len(tokens), find_images(tokens, self._images.store)).max()) + 1 - len(tokens)

@@ -34,24 +34,19 @@ class FleetRecord(FleetListener):
         self._record = record
 
     def quarantined(self, engine: str, reason: str) -> None:
-        """See `FleetListener.quarantined`."""
         self._record.events.record("quarantine", engine=engine, reason=reason)
         self._record.console.note(f"{engine} is quarantined: {reason}")
 
     def failed(self, engine: str, reason: str) -> None:
-        """See `FleetListener.failed`."""
         self._record.events.record("engine_failed", engine=engine, reason=reason)
 
     def busy(self, engine: str, start_s: float, end_s: float) -> None:
-        """See `FleetListener.busy`."""
         self._record.on_span("generate", engine, start_s, end_s)
 
     def waits(self, text: str) -> None:
-        """See `FleetListener.waits`."""
         self._record.console.note(text)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """See `FleetListener.event`."""
         self._record.events.record(kind, **fields)
 
 
@@ -59,7 +54,6 @@ class HealingRecord(FleetRecord):
     """Shows engines that are healed, too."""
 
     def event(self, kind: str, **fields: Any) -> None:
-        """See `FleetListener.event`."""
         super().event(kind, **fields)
         if kind == "healed":
             self._record.console.note(f"{fields['engine']} is healed after {fields['seconds']:.1f} s and serves again")

@@ -57,7 +57,6 @@ class EngineTurns:
         self._metrics: dict[str, float] = {}
 
     async def to_ranks(self, publisher: Settling) -> None:
-        """See `controller.parts.DeviceTurns`."""
         if self._asleep_since_s is not None:
             return
         start_s = time.time()
@@ -84,7 +83,6 @@ class EngineTurns:
         self._record.events.record("slept", seconds=round(woken_s - since_s, 4), wake_s=round(time.time() - woken_s, 4))
 
     def take_metrics(self) -> dict[str, float]:
-        """See `controller.parts.DeviceTurns`."""
         taken, self._metrics = self._metrics, {}
         return taken
 

@@ -186,7 +186,6 @@ class EngineClient:
             await self._dialect.resume(self)
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """See `Wire.call`."""
         data, is_text = await self._exchange(method, path, body)
         if not data:
             return {}
@@ -199,7 +198,6 @@ class EngineClient:
         return answer if isinstance(answer, dict) else {}
 
     async def fetch(self, path: str, body: Mapping[str, Any], read: Callable[[bytes], T]) -> T:
-        """See `Wire.fetch`."""
         data, _ = await self._exchange("POST", path, body)
         try:
             return await _reading(read, data)

@@ -154,7 +154,6 @@ class WorkerRanks:
                 self._failed = False
 
     async def call(self, method: str, requests: Sequence[Any], reply: type[T], *, timeout_s: float) -> list[T]:
-        """See `Ranks.call`."""
         # Ranks that miss a peer at a sync point report it themselves, in more detail than the controller's own deadline could.
         patience_s = self._config.dist.sync_timeout_s
         async with self._turn:
@@ -173,16 +172,13 @@ class WorkerRanks:
     async def spread(
         self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int, ahead: bool = False,
     ) -> list[TrainStep]:
-        """See `Ranks.spread`."""
         return await asyncio.to_thread(self.sharder.shards, batch, params, num_minibatches=num_minibatches, seed=seed, ahead=ahead)
 
     async def score(self, method: str, batch: Batch, *, of: Policy, with_entropy: bool, timeout_s: float) -> list[ScoredShare]:
-        """See `Ranks.score`."""
         shares = await asyncio.to_thread(self.sharder.score_shares, batch, of=of, with_entropy=with_entropy)
         return await self.call(method, shares, ScoredShare, timeout_s=timeout_s)
 
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
-        """See `Ranks.observe`."""
         return self.sharder.observe(busy_s)
 
 

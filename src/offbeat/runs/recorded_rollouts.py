@@ -31,15 +31,12 @@ class RecordedRollouts(RolloutListener):
     journal: NoJournal
 
     def on_drawn(self, prompt_id: str, version: Version) -> None:
-        """See `RolloutListener`."""
         self.journal.record(PromptDrawn(prompt_id, version, *self.stream.position))
 
     def on_finished(self, group: Group) -> None:
-        """See `RolloutListener`."""
         self.journal.finished(group)
 
     def on_rejected(self, settled: Settled) -> None:
-        """See `RolloutListener`."""
         heard = settled.played.rewards.tolist() if settled.played is not None and settled.kind in ON_PURPOSE else ()
         self.journal.record(GroupSettled(settled.prompt_id, settled.kind, settled.rejected, settled.drawn_again, tuple(heard)))
         self.record.events.record(
@@ -50,23 +47,18 @@ class RecordedRollouts(RolloutListener):
                 reason=settled.rejected, why=settled.kind, drawn_again=settled.drawn_again))
 
     def on_unusable(self, prompt_id: str, reasons: Sequence[str]) -> None:
-        """See `RolloutListener`."""
         self.record.events.record("unusable_samples", prompt_id=prompt_id, reasons=reasons)
 
     def on_heard(self, call: CallEntry) -> None:
-        """See `RolloutListener`."""
         self.journal.heard(call)
 
     def on_played_again(self, prompt_id: str, *, num_again: int, num_left: int, num_tokens: int) -> None:
-        """See `RolloutListener`."""
         self.record.events.record(
             "played_again", prompt_id=prompt_id, calls_from_journal=num_again, calls_not_asked_again=num_left,
             tokens_from_journal=num_tokens)
 
     def on_played_anew(self, prompt_id: str, reason: str) -> None:
-        """See `RolloutListener`."""
         self.record.events.record("played_anew", prompt_id=prompt_id, reason=reason)
 
     def warn(self, text: str) -> None:
-        """See `RolloutListener`."""
         self.record.console.note(text)

@@ -182,12 +182,10 @@ class LeadingWriter:
     async def write_weights(
         self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "", is_there: bool = False,
     ) -> Manifest:
-        """See `VersionWriter.write_weights`."""
         return await self.trainers.write_weights(
             version, folder, canary=canary, num_receivers=num_receivers, base=base, is_there=is_there)
 
     def holds(self, version: Version) -> bool:  # noqa: ARG002
-        """See `VersionWriter.holds`."""
         return False
 
 

@@ -128,7 +128,6 @@ class OwnRank:
 
     @property
     def sharder(self) -> Sharder:
-        """See `Ranks.sharder`."""
         return self._loading.sharder
 
     @property
@@ -137,14 +136,12 @@ class OwnRank:
         return True
 
     async def call(self, method: str, requests: Sequence[Any], reply: type[T], *, timeout_s: float) -> list[T]:  # noqa: ARG002
-        """See `Ranks.call`."""
         (request,) = requests
         return await self._thread.run(method, partial(self._call, method, request, timeout_s))
 
     async def spread(
         self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int, ahead: bool = False,
     ) -> list[TrainStep]:
-        """See `Ranks.spread`."""
         assert not ahead, "ranks spread a batch together"
         share = partial(self._loading.share, batch, params, num_minibatches=num_minibatches, seed=seed)
         return [await self._thread.run("train_step", share)]
@@ -152,13 +149,11 @@ class OwnRank:
     async def score(
         self, method: str, batch: Batch, *, of: Policy, with_entropy: bool, timeout_s: float,  # noqa: ARG002
     ) -> list[ScoredShare]:
-        """See `Ranks.score`."""
         trainer, verb = find_trainer(self._trainers, method)
         score = partial(self._loading.score, batch, getattr(trainer, verb), of=of, with_entropy=with_entropy)
         return await self._thread.run(method, score)
 
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
-        """See `Ranks.observe`."""
         return self._loading.observe(busy_s)
 
     def _call(self, method: str, request: Any, timeout_s: float) -> list[Any]:

@@ -178,12 +178,10 @@ class _WorkReports:
     listener: RankListener | None
 
     def beat(self, text: str) -> None:
-        """See `VigilListener.beat`."""
         if self.listener is not None:
             self.listener.beat(text)
 
     def hangs(self, hang: Hang) -> None:
-        """See `VigilListener.hangs`."""
         self.sync.hang(hang.text(f"rank {self.sync.rank}"))
 
 

@@ -84,7 +84,6 @@ class ModelTrainer(Trainer):
         return let_replay(model, config.model)
 
     def snapshot(self, dtype: Dtype, *, name: str = WHOLE, merges: bool = False, copies: bool = True) -> ModelSnapshot:  # noqa: ARG002
-        """See `Trainer.snapshot`."""
         self._check([name])
         return ModelSnapshot(self._model, self._model_folder, self._whole_state(dtype, copies=copies), dtype)
 
@@ -105,11 +104,9 @@ class ModelTrainer(Trainer):
         return written
 
     def save(self, request: Folder) -> None:
-        """See `Trainer.save`."""
         shards.save_state(request.folder, self._state(with_reference=self._refreshed), groups=self.groups, keeps=request.keeps)
 
     def load(self, request: Folder) -> LoadedStep:
-        """See `Trainer.load`."""
         kept = self._reference is not None and shards.holds(request.folder, "reference")
         state = shards.load(request.folder, self._state(with_reference=kept), groups=self.groups)
         set_state_dict(

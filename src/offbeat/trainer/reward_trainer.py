@@ -42,7 +42,6 @@ class RewardTrainer(ValueTrainer):
     def snapshot(
         self, dtype: Dtype, *, name: str = WHOLE, merges: bool = False, copies: bool = True,  # noqa: ARG002
     ) -> "RewardSnapshot":
-        """See `Trainer.snapshot`."""
         self._check([name])
         return RewardSnapshot(self._model, self._model_folder, self._whole_state(dtype, copies=copies), dtype)
 

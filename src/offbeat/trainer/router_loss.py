@@ -162,7 +162,6 @@ class _Watched:
 
     @contextmanager
     def recording(self, row: PackedRow) -> Iterator[None]:
-        """See `MinibatchLoss`."""
         with self._loss.recording(row), self._routers.watch.watching():
             yield
 
@@ -225,14 +224,12 @@ class _Balanced:
 
     @contextmanager
     def recording(self, row: PackedRow) -> Iterator[RouterRecord]:
-        """See `MinibatchLoss`."""
         record = RouterRecord(sequence_ends(self._batch, row), top_k=self._loss.top_k)
         with recorded(self._loss.module, record):
             yield record
         self._record = record
 
     def added_to(self, loss: Tensor, *, scale: float) -> Tensor:
-        """See `MinibatchLoss`."""
         assert self._record is not None and self._record.probs_E is not None, "a row has run"
         if self._load is None:
             with self._wait():

@@ -127,7 +127,6 @@ class DiskService(WorkerService):
         self._durable = durable
 
     def handle(self, method: str, payload: bytes) -> bytes:
-        """See `WorkerService.handle`."""
         try:
             return super().handle(method, payload)
         except OSError as exc:
