@@ -30,6 +30,7 @@ class Checkpoints:
     def __init__(self) -> None:
         self.heads: dict[int, HeadState] = {}
         self.unproven: list[bool] = []
+        self.unevaluated: list[object] = []
         self.exports = 0
 
     def has(self, global_step: int) -> bool:
@@ -41,6 +42,7 @@ class Checkpoints:
         assert rest["version"] == STEP.next_version
         self.heads[global_step] = head
         self.unproven.append(unproven)
+        self.unevaluated.append(rest["unevaluated"])
 
     async def export(self) -> None:
         self.exports += 1
@@ -98,3 +100,18 @@ def test_a_rescue_that_fails_is_noted_and_hides_no_error(tmp_path: Path) -> None
     checkpoints.full = True
     asyncio.run(rescue.save_after_error())
     assert said == ["not_saved: no checkpoint of step 3 could be saved: no space left on device"]
+
+
+def test_after_an_error_a_step_is_recorded_before_it_is_saved_with_the_statistics_of_the_row_that_is_not_written(tmp_path: Path) -> None:
+    checkpoints = Checkpoints()
+    rescue, _ = rescue_of(tmp_path, checkpoints)
+    when: list[bool] = []
+
+    async def record() -> None:
+        when.append(checkpoints.has(3))
+        rescue.unwritten = {"train/loss": 0.5}
+
+    rescue.end_step(STEP)
+    rescue.left = record
+    asyncio.run(rescue.save_after_error())
+    assert when == [False] and checkpoints.unevaluated == [{"train/loss": 0.5}]

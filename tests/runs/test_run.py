@@ -21,11 +21,13 @@ from offbeat.data.tokenizer import load_tokenizer
 from offbeat.data.trajectory import Group
 from offbeat.errors import CodeError, DeadlineError, PublishError
 from offbeat.evaluation.scores import Evaluation
-from offbeat.fleet.publishers import WeightsPublisher
+from offbeat.fleet.publishers import OnServed, WeightsPublisher
+from offbeat.journal.run_journal import RunJournal, folder_of
 from offbeat.model.load import load_causal_lm
 from offbeat.rollout.executor import RolloutExecutor
 from offbeat.runs.run import RunResult, SupervisedResult, execute, run_kind, run_training
 from offbeat.telemetry.console import Console
+from offbeat.types import Version
 from small_run import REWARDS, SmallRun, small_config
 
 ASKED = [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}]
@@ -202,11 +204,11 @@ def test_a_synchronous_run_repeats_bit_for_bit(changes: dict[str, str], tmp_path
     assert not differ
 
 
-@pytest.mark.parametrize("fails", ["settle", "evaluate"])
-def test_whatever_ends_a_run_its_last_whole_step_is_saved(
+@pytest.mark.parametrize("fails", ["settle", "evaluate", "publish"])
+def test_whatever_ends_a_run_its_last_whole_step_is_saved_with_its_rollouts_and_its_row(
     fails: str, shop: Workshop, tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settle, measure = WeightsPublisher.settle, Evaluator._measure
+    settle, measure, publish = WeightsPublisher.settle, Evaluator._measure, WeightsPublisher.publish
 
     async def settle_twice(self: WeightsPublisher, *, behind: int = 0) -> None:
         if run.metrics()[1:]:
@@ -218,14 +220,21 @@ def test_whatever_ends_a_run_its_last_whole_step_is_saved(
             raise DeadlineError("waiting for evaluation passed its deadline")
         return await measure(self, keep)
 
+    async def publish_twice(self: WeightsPublisher, version: Version, *, on_served: OnServed) -> None:
+        if run.metrics()[1:]:
+            raise PublishError("version 3 cannot be written")
+        await publish(self, version, on_served=on_served)
+
     if fails == "settle":
         monkeypatch.setattr(WeightsPublisher, "settle", settle_twice)
+    elif fails == "publish":
+        monkeypatch.setattr(WeightsPublisher, "publish", publish_twice)
     else:
         monkeypatch.setattr(Evaluator, "_measure", measure_once)
     run = SmallRun(tmp_path, model_dir)
     given = {"run__total_steps": "5", "evaluate__every_steps": "3", "checkpoint__every_steps": "0"}
     failed = shop.train(run, **given)
-    done = 2 if fails == "settle" else 3  # the step whose evaluation fails is done itself
+    done = 2 if fails == "settle" else 3  # the step whose evaluation or publish fails is done itself
     assert failed.code == 1 and f"the run ends after step {done}, of which a checkpoint is saved" in failed.said
     monkeypatch.undo()
     result = shop.run(small_config(tmp_path, model_dir, **given))
@@ -233,6 +242,29 @@ def test_whatever_ends_a_run_its_last_whole_step_is_saved(
     assert [event["global_step"] for event in run.events("resumed")] == [done]
     trained = [group["prompt_id"] for step in range(1, 6) for group in run.groups(step)]
     assert len(set(trained)) == len(trained) == 10
+    assert [row["global_step"] for row in run.metrics()] == [1, 2, 3, 4, 5]
+
+
+def test_a_journal_goes_on_after_an_error_between_the_training_of_a_step_and_its_record(
+    tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publish = WeightsPublisher.publish
+
+    async def publish_twice(self: WeightsPublisher, version: Version, *, on_served: OnServed) -> None:
+        if version == 3:
+            raise PublishError("version 3 cannot be written")
+        await publish(self, version, on_served=on_served)
+
+    monkeypatch.setattr(WeightsPublisher, "publish", publish_twice)
+    run = SmallRun(tmp_path, model_dir)
+    given = {"run__total_steps": "5", "checkpoint__every_steps": "0", "checkpoint__journal_keep": "all"}
+    config = small_config(tmp_path, model_dir, **given)
+    with pytest.raises(PublishError, match="version 3 cannot be written"):
+        run_training(config, Console("quiet", stream=io.StringIO()))
+    with RunJournal(folder_of(run.folder), identity=b"", tell=print) as journal:
+        found = journal.read(0)
+    assert found is not None and found[1] == "" and [step.global_step for step in found[0].steps] == [1, 2, 3]
+    assert [each["global_step"] for each in run.events("checkpoint")] == [3]
 
 
 def test_answers_that_the_model_can_never_write_are_advice_where_an_own_reward_gets_them(

@@ -40,6 +40,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from offbeat.aio import run_beside, unless
 from offbeat.algorithms.coefficients import Coefficients
@@ -193,9 +194,9 @@ class _Training:
         batch, own = await self._make_batch(groups, step)
         scored = await self._score(batch, groups, step)
         trained = await self._train(scored.batch, step, rollouts)
+        record = self.rescue.left = partial(self._record_step, step, groups, scored, (trained, own), rollouts)
         await self._publish_step(step, rollouts)
-        stats = await self._measure(trained, scored, own, rollouts)
-        return _Done(groups, scored.batch.with_columns(**scored.known), stats)
+        return await record()
 
     @property
     def _algorithm(self) -> AlgorithmConfig:
@@ -256,6 +257,24 @@ class _Training:
 
         await self._parts.publisher.publish(version, on_served=served)
 
+    async def _record_step(
+        self, step: LoopStep, groups: list[Group], scored: ScoredBatch, stats: tuple[dict[str, float], StatsPart], rollouts: Rollouts,
+    ) -> _Done:
+        """Bring a step that is trained into the journal with its statistics, and store its rollouts.
+
+        Args:
+            stats: the metrics of its training, and the statistics of this process's groups.
+        """
+        trained, own = stats
+        done = _Done(groups, scored.batch.with_columns(**scored.known), await self._measure(trained, scored, own, rollouts))
+        known = finite(done.stats)
+        self._parts.journal.record(computed_by(self._parts.trainers, step))
+        self._parts.journal.record(StepTrained(step.global_step, state_of(step, self._state.highlights, self.rescue.coefficients, known)))
+        self.rescue.unwritten, self.rescue.left = known, partial(self._steps.keep_rollouts, step, done.groups, done.batch)
+        await self.rescue.left()
+        self.rescue.left = None
+        return done
+
     async def _measure(self, trained: dict[str, float], scored: ScoredBatch, own: StatsPart, rollouts: Rollouts) -> dict[str, float]:
         """Return the statistics of a step over all peers, and go on to the coefficients of the next."""
         algorithm, parts, coefficients = self._config.algorithm, self._parts, self.rescue.coefficients
@@ -269,14 +288,11 @@ class _Training:
     # -- between steps -------------------------------------------------------------------------------------------------------------------
 
     async def _follow(self, step: LoopStep, done: _Done, evaluations: RunEvaluations) -> None:
-        """Do all that follows a step: decide whether it is the last, store its rollouts, and save and evaluate what is due."""
-        state, stats = self._state, finite(done.stats)
-        self._parts.journal.record(computed_by(self._parts.trainers, step))
-        self._parts.journal.record(StepTrained(step.global_step, state_of(step, state.highlights, self.rescue.coefficients, stats)))
+        """Do all that follows a step that is recorded: decide whether it is the last, and save and evaluate what is due."""
+        state = self._state
         await state.agree(self._parts.peers, overdue=self._checkpoints.overdue())
-        await self._steps.keep_rollouts(step, done.groups, done.batch)
         if not state.stopping and evaluations.due(step.global_step):
-            state.unevaluated = stats
+            state.unevaluated = finite(done.stats)
         last = step.global_step == state.total_steps
         is_due = self._checkpoints.due(step.global_step, last=last or state.stopping or state.saving)
         if is_saved := is_due and state.unevaluated is not None:  # an evaluation may take long, or fail
@@ -302,6 +318,7 @@ class _Training:
         finally:
             state.highlights = state.highlights.reaching(staleness=int(stats.get("rollout/staleness_max_versions", 0)))
             await self._steps.commit(step, groups, stats)  # the step itself is done
+            self.rescue.unwritten = None
         state.unevaluated = None
         last = state.finishing = global_step == state.total_steps  # the evaluation may have made this step the last
         await self._parts.peers.meet("commit_stats")

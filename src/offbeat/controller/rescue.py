@@ -1,7 +1,9 @@
 """Saves the steps of a run: when a checkpoint is due, and the last whole step when the user or an error ends the run.
 
-Called by the loop, which says when the ranks begin and end to train a step. In SPMD mode every rank calls it.
+Called by the loop, which says when the ranks begin and end to train a step, and when it is recorded. In SPMD mode every rank calls it.
 """
+
+from collections.abc import Awaitable, Callable
 
 from offbeat.algorithms.coefficients import Coefficients
 from offbeat.controller.checkpoints import RunCheckpoints
@@ -20,6 +22,8 @@ class Rescue:
         coefficients: of the next step.
         rollouts: those that feed the steps; None before there are any.
         taken: groups taken for a step that has not been trained yet.
+        left: does what is left to record of the last whole step, if an error ends the run before the loop has done that; else None.
+        unwritten: statistics of that step, once it is in the journal and until its row of metrics is written.
     """
 
     def __init__(
@@ -33,6 +37,8 @@ class Rescue:
         self.coefficients = coefficients
         self.rollouts: Rollouts | None = None
         self.taken: list[Group] = []
+        self.unwritten: dict[str, float | None] | None = None
+        self.left: Callable[[], Awaitable[object]] | None = None
         self._whole: LoopStep | None = None
         """The step whose weights the ranks have; None while a step trains."""
 
@@ -53,7 +59,7 @@ class Rescue:
             head = self.begin_journal(step.global_step, rollouts)
             await self._checkpoints.save(
                 step.global_step, version=step.next_version, head=head, highlights=state.highlights, coefficients=self.coefficients,
-                unevaluated=state.unevaluated, unproven=unproven)
+                unevaluated=state.unevaluated or self.unwritten, unproven=unproven)
         self._parts.journal.saved(step.global_step, oldest=self._checkpoints.oldest)
         record.events.record("checkpoint", global_step=step.global_step)
 
@@ -74,11 +80,14 @@ class Rescue:
     async def save_after_error(self) -> None:
         """Save the last whole step, after any error has ended the run, if the ranks still can.
 
-        Prompts that have failed too often since do not return in this epoch.
+        It comes into the journal in any case, which would otherwise go on from a step that it does not have. Prompts that have failed too
+        often since do not return in this epoch.
         """
         if self.rollouts is None or (step := await self._unsaved()) is None:
             return
         try:
+            if self.left is not None:
+                await self.left()
             if step.global_step == self._state.total_steps:
                 await self._checkpoints.export()
             await self.save_step(step, unproven=True)

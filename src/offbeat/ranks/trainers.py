@@ -52,7 +52,7 @@ class Trainers:
     Attributes:
         steps: number of optimizer steps that each adapter has taken, by name; empty where one policy is trained.
         has_trained: whether a training step was asked for, or a checkpoint loaded; before, the weights are the model's in its folder.
-        fingerprint: of the policy's weights that were written last; "" before, and in SPMD mode on ranks other than 0.
+        fingerprint: of the policy's weights; "" until they are written after a training step, and in SPMD mode on ranks other than 0.
     """
 
     def __init__(self, ranks: Ranks, config: RankConfig, *, part: str = "", on_span: OnSpan = lambda *_: None) -> None:
@@ -96,7 +96,7 @@ class Trainers:
             shares = prepared[1]
         else:
             shares = await self._spread(batch, step, num_minibatches=num_minibatches)
-        self._held, self.has_trained = None, True
+        self._held, self.has_trained, self.fingerprint = None, True, ""
         answers = await self._ranks.call(self._name("train_step"), shares, Trained, timeout_s=self._config.train.step_timeout_s)
         for rank, answer in enumerate(answers):
             self._on_span(self._name("train_step"), f"rank {rank}", answer.start_s, answer.end_s)
