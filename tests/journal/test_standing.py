@@ -88,6 +88,15 @@ def test_a_checkpoint_within_the_records_changes_nothing_but_the_count_of_what_i
     assert list(found.ready) == ["0:3"] and found.waiting == ("0:2", "0:4") and found.position == 5 and len(found.steps) == 1
 
 
+def test_a_step_whose_process_was_killed_is_begun_anew_by_the_next_one_also_for_an_older_checkpoint() -> None:
+    records = [
+        begun(0), *map(draw, range(5)), *map(group, range(5)), BatchTaken(1, ("0:0", "0:1")), StepTrained(1, b"1"),
+        BatchTaken(2, ("0:2", "0:3"))]
+    found = after(*records, begun(1, position=5), *map(group, (2, 3, 4)), BatchTaken(2, ("0:2", "0:4")), StepTrained(2, b"2"))
+    assert [[each.prompt_id for each in step.groups] for step in found.steps] == [["0:0", "0:1"], ["0:2", "0:4"]]
+    assert list(found.ready) == ["0:3"] and found.taken is None
+
+
 def test_answered_calls_are_those_of_groups_that_ran(tmp_path: Path) -> None:
 
     def heard(index: int, number: int, *tokens: int, start: int = 0, reason: str = "", version: int = 0) -> Stored:

@@ -258,6 +258,8 @@ class JournalStanding:
             self.results.append(Result(record.prompt_id, record.rewards, self.epoch))
 
     def _begin(self, step: int, prompt_ids: tuple[str, ...]) -> None:
+        if self.taken is not None and self.taken.global_step == step:  # a process was killed in this step, and the next one begins it anew
+            self.ready = {each.prompt_id: each for each in self.taken.groups} | self.ready
         if step != self._last + 1 or not self.ready.keys() >= set(prompt_ids):
             raise DataError(f"the journal takes the batch of step {step} after step {self._last}, of groups that it does not have")
         self.taken = RecordedStep(step, tuple(self.ready.pop(each) for each in prompt_ids))
