@@ -4,15 +4,18 @@ import os
 import re
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
-from small_run import REWARDS, SmallRun, offbeat, start_offbeat
+from faults.command import Command
+from small_run import ENVIRONMENT, REWARDS, SmallRun, offbeat, start_offbeat
 from waiting import wait_until
 
 DRILLS = [pytest.param("local", marks=pytest.mark.drill), pytest.param("ray", marks=pytest.mark.ray)]
@@ -45,6 +48,12 @@ def shared_memory(processes: list[psutil.Process]) -> set[Path]:
     return {path for path in maps if SHARED_MEMORY in path.parents}
 
 
+def is_agent_of_ray(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return any(word.endswith(("agent.py", "agent/main.py")) for word in process.cmdline())
+    return False
+
+
 def ranks_of(tree: list[psutil.Process]) -> list[psutil.Process]:
     return [process for process in tree if "trainer.worker" in " ".join(process.cmdline())]
 
@@ -61,6 +70,19 @@ def test_nothing_is_left_when_the_controller_is_killed_while_a_rank_is_stopped(l
         controller.kill()
         wait_until(lambda: not alive(tree), timeout_s=30)
     assert not [path for path in held if path.exists()]
+
+
+@pytest.mark.ray
+def test_no_agent_of_ray_is_left_when_the_controller_is_killed_while_ray_starts(tmp_path: Path, model_dir: str) -> None:
+    arguments = SmallRun(tmp_path, model_dir).arguments(cluster__launcher="ray")
+    command = Command([sys.executable, "-m", "offbeat", "train", *arguments], env=ENVIRONMENT, logs=[], patterns={})
+    running = threading.Thread(target=command.run, kwargs={"timeout_s": 100.0, "grace_s": 15.0})
+    running.start()
+    wait_until(lambda: any(map(is_agent_of_ray, command.processes())), timeout_s=90)
+    [controller] = [each for each in command.processes() if each.ppid() == os.getpid()]
+    controller.kill()
+    running.join()
+    assert command.left == []
 
 
 @pytest.mark.parametrize("launcher", WHOLE_RUNS)

@@ -324,7 +324,8 @@ class RayLauncher:
         before = set(_children())
         try:
             num_cpus = max(self._num_cpus, os.cpu_count() or 1)
-            await self._init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+            with self._reaper.starting():
+                await self._init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
         except BaseException:
             self._reaper.add(process.pid for process in set(_children()) - before)
             self._reaper.reap()
