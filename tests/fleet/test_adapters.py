@@ -457,8 +457,16 @@ def test_folders_stay_while_anyone_may_read_them(tmp_path: Path) -> None:
         assert await call == "alice@1"
         fleet.cache.prune()
         assert left() == ["v3", "v4"]
+        engine.held_up.clear()
+        call = asyncio.create_task(fleet.ask("alice"))
+        await until(lambda: engine.running["alice@4"])
+        for version in (5, 6, 7):
+            await fleet.publish(write(version))
+        engine.held_up.set()
+        assert await call == "alice@4" and left() == ["v4", "v6", "v7"]
 
     using([engine], body)
+    assert left() == ["v6", "v7"], "as no version follows that would have the others removed"
 
 
 def test_pinned_versions_are_served_at_their_first_request_beside_what_is_published(tmp_path: Path) -> None:

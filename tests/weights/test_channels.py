@@ -193,6 +193,22 @@ def test_a_version_that_is_being_written_takes_the_place_of_none_that_engines_re
     assert len(names(tmp_path)) == (1 if whole_every == 1 else 3)
 
 
+def test_there_are_never_more_folders_than_those_that_stay_and_the_one_that_is_being_written(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+
+    class Pruned(Writer):
+        async def write_weights(self, version: int, folder: Path, **options: Any) -> Manifest:
+            manifest = await super().write_weights(version, folder, **options)
+            seen.append(names(tmp_path))
+            disk.prune(version - 1)  # as the publish of an earlier version does when it ends meanwhile
+            return manifest
+
+    disk = Channel(tmp_path, WeightsConfig(keep=2), canary=(1, 2), incarnation="a", writer=Pruned())
+    for version in range(1, 7):
+        asyncio.run(disk.write(version))
+    assert [len(each) for each in seen] == [1, 2, 3, 3, 3, 3] and seen[-1] == ["v00000004-a", "v00000005-a", "v00000006-a"]
+
+
 def test_a_version_is_written_whole_if_what_it_would_build_on_is_damaged(tmp_path: Path) -> None:
     notes = TakenNotes()
     disk = channel(tmp_path, whole_every=9, held=4, notes=notes)

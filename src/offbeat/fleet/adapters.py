@@ -51,6 +51,8 @@ class Installed:
 class AdapterCache:
     """The adapters on the engines of a pool. Use as `async with`; leaving cancels unloading that is under way.
 
+    Requests are over then, so folders go that they alone have kept.
+
     Attributes:
         catalog: the versions that there are.
         slots: the adapters of each engine, by the engine's name.
@@ -93,6 +95,7 @@ class AdapterCache:
         for chore in self._chores:
             chore.cancel()
         await asyncio.gather(*self._chores, return_exceptions=True)
+        self._remove_all_but(())
 
     # -- versions ----------------------------------------------------------------------------------------------------------------------
 
@@ -137,7 +140,10 @@ class AdapterCache:
 
     def prune(self) -> None:
         """Remove the folders of versions that are neither among an adapter's newest nor pinned, and that no engine or request may read."""
-        for folder in self.catalog.prune({*self._requests}.union(*(slots.names for slots in self.slots.values()))):
+        self._remove_all_but({*self._requests}.union(*(slots.names for slots in self.slots.values())))
+
+    def _remove_all_but(self, in_use: Collection[str]) -> None:
+        for folder in self.catalog.prune(in_use):
             discard(Path(folder))  # does nothing if the folder is gone already
 
     def _check_unused(self, name: str) -> None:

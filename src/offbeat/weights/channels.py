@@ -89,6 +89,8 @@ class Channel:
         """State of each folder of the chain when it was written."""
         self._unfinished: Path | None = None
         """A folder that is being written: it does not count among the `keep` newest, which engines may still be reading."""
+        self._served: Version | None = None
+        """As `prune` was told last. What went on while a version was written may be one too many when the next one is."""
 
     async def write(self, version: Version, *, num_receivers: int = 0) -> Manifest:
         """Make the trainer's weights available as an immutable version, and return its manifest.
@@ -122,6 +124,7 @@ class Channel:
         Args:
             served: every engine in service serves this version or a newer one, and may be reading any newer one.
         """
+        self._served = served
         versions = {str(folder): version for version, _, folder in self._folders() if folder != self._unfinished}
         folders = list(versions)
         kept = {*folders[-self._config.keep :], *(folder for folder, version in versions.items() if version > served)}
@@ -149,6 +152,8 @@ class Channel:
         for number, incarnation, left in self._folders():
             if (incarnation != self._incarnation or number >= version) and not self._remove(left) and left == folder:
                 raise StorageError(f"{folder} cannot be written, since what is there cannot be removed; remove it, or set weights.dir")
+        if self._served is not None:
+            self.prune(self._served)
         self._unfinished = folder
         manifest = await self._writer.write_weights(version, folder, canary=self._canary, num_receivers=num_receivers, base=base)
         self._unfinished = None
