@@ -29,6 +29,7 @@ _MOMENT_S = 20.0
 _GO_ON_S = 300.0
 _END_S = 300.0
 _LOOK_S = 0.003
+_ALL_S = 3.0
 _FATAL = 0.4
 """Share of kills that end a command; a start of a command takes most of the time."""
 _MOST_STEPS = 15
@@ -139,6 +140,17 @@ def role_of(process: psutil.Process) -> str:
     return ""
 
 
+def kill_all(command: Command) -> bool:
+    """Kill all processes of a command, those that begin meanwhile, too; returns whether there was one."""
+    end_s, found = time.monotonic() + _ALL_S, False
+    while (processes := command.processes()) and time.monotonic() < end_s:
+        found = True
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+    return found
+
+
 class Life:
     """One command: it is started, processes of it are killed, and it ends."""
 
@@ -206,19 +218,16 @@ class Life:
 
     def _kill(self, victims: Sequence[str]) -> tuple[str, ...]:
         """Send SIGKILL; returns the names of what was hit."""
-        processes = self.command.processes()
-        if "command" in victims:
-            chosen = [("command", each) for each in processes]
-        else:
-            named = [(role, each) for each in processes if (role := role_of(each))]
-            chosen = []
-            for victim in victims:
-                chosen += [pair for pair in named if pair[0].startswith(victim) and pair not in chosen][:1]
-            chosen = chosen or [("command", each) for each in processes]  # it has not come so far
+        named = [(role, each) for each in self.command.processes() if (role := role_of(each))]
+        chosen: list[tuple[str, psutil.Process]] = []
+        for victim in victims:
+            chosen += [pair for pair in named if pair[0].startswith(victim) and pair not in chosen][:1]
+        if "command" in victims or not chosen:  # or it has not come so far
+            return ("command",) if kill_all(self.command) else ()
         for _, process in chosen:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
-        return tuple(dict.fromkeys(name for name, _ in chosen))
+        return tuple(name for name, _ in chosen)
 
     def _wait_for(self, kill: Kill) -> str:
         folder = self.run.folder

@@ -47,8 +47,8 @@ with an error. An *engine*, a *reward process* or a process of *agents* is repla
 """
 
 
-def document(rows: Sequence[Row], *, wanted: int) -> str:
-    """Write the page."""
+def document(rows: Sequence[Row], *, wanted: int, before: Sequence[Row] = ()) -> str:
+    """Write the page; `before` are rows of runs that have been done again since, after a mend."""
     if not rows:
         return _HEAD
     counts = sum((Counter(row.counts) for row in rows), Counter[str]())
@@ -79,10 +79,19 @@ def document(rows: Sequence[Row], *, wanted: int) -> str:
     victims = _table(
         ("killed", "kills", "as promised", "seconds a kill, median"),
         [(name, *rest) for name, _, *rest in _by(rows, lambda row: " and ".join(map(_kind, row.names)) or "nothing", {})])
-    problems = [f"- {row.mode}, {' and '.join(row.names)} at {row.was}: {'; '.join(row.problems)[:300]}" for row in rows if row.problems]
-    failed = "\n\n## Not as promised\n\n" + "\n".join(problems) if problems else ""
+    failed = f"\n\n## Not as promised\n\n{_problems(rows)}" if fine < len(rows) else ""
+    if before:
+        runs = len({(row.mode, row.chain) for row in before})
+        failed += (
+            f"\n\n## Done again after a mend\n\nNot counted above are {len(before)} kills of {runs} runs, which were done again, with the"
+            f" same draws, when the cause of what was not as promised had been mended:\n\n{_problems(before)}")
     parts = [_HEAD.rstrip(), head, promises, share, "## Runs", modes, "## Moments", moments, "## Processes", victims]
     return "\n\n".join(parts) + failed + "\n"
+
+
+def _problems(rows: Sequence[Row]) -> str:
+    return "\n".join(
+        f"- {row.mode}, {' and '.join(row.names)} at {row.was}: {'; '.join(row.problems)[:300]}" for row in rows if row.problems)
 
 
 def _num_steps(rows: Sequence[Row]) -> int:

@@ -1,7 +1,8 @@
 """`make chaos`: small runs are killed 200 times, and every group and token is accounted for against their journals.
 
 Kills go to build/chaos.jsonl, a line each; those that are there are not done again, so the whole can be done in parts. It writes
-docs/chaos.md. The folder of a run that is not as promised is kept in build/chaos.
+docs/chaos.md. The folder of a run that is not as promised is kept in build/chaos. With `--again` such runs are done again, after a mend;
+their rows go to build/chaos-before.jsonl, and the page names them.
 """
 
 import argparse
@@ -25,16 +26,18 @@ from chaos.kills import MODES, Life, build_model, draw, num_rows, parts, tokens_
 from chaos.ledger import Ledger
 from chaos.report import document
 from chaos.tokens import count
+from offbeat.checkpoint.recover import CheckpointIndex
 from offbeat.telemetry.jsonl import read_json_lines
 from small_run import SmallRun, offbeat
 
 ROOT = Path(__file__).parents[2]
-RESULTS, FAILED, DOCUMENT = ROOT / "build" / "chaos.jsonl", ROOT / "build" / "chaos", ROOT / "docs" / "chaos.md"
+RESULTS, BEFORE = ROOT / "build" / "chaos.jsonl", ROOT / "build" / "chaos-before.jsonl"
+FAILED, DOCUMENT = ROOT / "build" / "chaos", ROOT / "docs" / "chaos.md"
 _SHARES = {"local": 60, "lora": 30, "spmd": 30, "spmd, all draw": 20, "agents": 50, "ray": 10}
 """Kills in each mode, of 200."""
 _CHAIN = 10
 """Kills of one run folder; its end and its replay take as long as some kills."""
-_STOPPED = (1, 130, 143, -15)
+_STOPPED, _TORCHRUN = (0, 130), (0, 1, 130, 143, -15)
 """Exit codes of a command that was asked to stop before its last step, and of `torchrun`."""
 _REPLAY_S = 900.0
 _MOST_ENDED = 3
@@ -88,9 +91,12 @@ def main() -> int:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side (default: 2); each takes up to 3 GB")
     parser.add_argument("--minutes", type=float, default=0.0, help="begin no further run after this time; 0 for no end")
+    parser.add_argument("--again", action="store_true", help="do runs again that were not as promised, after a mend")
     parser.add_argument("--write-only", action="store_true", help="write the page from the results there are")
     args = parser.parse_args()
-    rows = read_rows()
+    if args.again:
+        set_aside()
+    rows = read_rows() or read_rows(BEFORE)
     seed = args.seed if args.seed is not None else rows[0].seed if rows else random.SystemRandom().randrange(10**6)
     print(f"seed {seed}", flush=True)
     if not args.write_only:
@@ -98,7 +104,7 @@ def main() -> int:
             plan(args.kills, args.modes), seed, jobs=args.jobs,
             end_s=time.monotonic() + 60 * args.minutes if args.minutes else float("inf"))
     rows = read_rows()
-    DOCUMENT.write_text(document(rows, wanted=args.kills))
+    DOCUMENT.write_text(document(rows, wanted=args.kills, before=read_rows(BEFORE)))
     failed = [row for row in rows if row.problems]
     print(f"{len(rows)} of {args.kills} kills, {len(failed)} not as promised; {DOCUMENT.relative_to(ROOT)}")
     return 1 if failed or len(rows) < args.kills else 0
@@ -217,9 +223,12 @@ def finish(run: SmallRun, mode: str, row: Row, ledger: Ledger, shared: set[Path]
     problems = [*row.problems, *ledger.problems[before[1]:]]
     counts = Counter(row.counts) + (ledger.counts - before[0])
     steps = [each["global_step"] for each in run.metrics()]
-    if code not in (0, *_STOPPED) or ledger.last < num + 3 or steps != list(range(1, len(steps) + 1)):
+    if code not in (_TORCHRUN if mode.startswith("spmd") else _STOPPED) or ledger.last < num + 3 or steps != list(range(1, len(steps) + 1)):
         counts["other"] += 1
         problems.append(f"the run did not come to its end: exit code {code}, step {steps[-1:]}: {life.said}")
+    elif (saved := CheckpointIndex(run.folder / "checkpoints").newest()) is None or saved.step != len(steps):
+        counts["other"] += 1
+        problems.append(f"a run that was asked to stop after step {len(steps)} has no checkpoint of it: {life.said}")
     if life.command.left:
         counts["processes"] += 1
         problems.append(f"left: {'; '.join(life.command.left)}")
@@ -268,10 +277,22 @@ def record(row: Row, results: Path) -> None:
     print(f"{row.mode}: {' and '.join(row.names)} at {row.was}, {row.steps} steps, {row.wall_s:.0f} s: {verdict}", flush=True)
 
 
-def read_rows() -> list[Row]:
+def read_rows(path: Path = RESULTS) -> list[Row]:
     """The kills so far."""
-    lines = RESULTS.read_bytes().splitlines() if RESULTS.exists() else []
+    lines = path.read_bytes().splitlines() if path.exists() else []
     return [msgspec.json.decode(line, type=Row) for line in lines]
+
+
+def set_aside(results: Path = RESULTS, before: Path = BEFORE) -> None:
+    """Move all rows of runs with one that is not as promised to a file of their own, so that these runs are done again."""
+    rows = read_rows(results)
+    failed = {(row.mode, row.chain) for row in rows if row.problems}
+    parts: dict[bool, list[bytes]] = {True: [], False: []}
+    for row in rows:
+        parts[(row.mode, row.chain) in failed].append(msgspec.json.encode(row) + b"\n")
+    with before.open("ab") as file:
+        file.writelines(parts[True])
+    results.write_bytes(b"".join(parts[False]))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
 """The account of `make chaos` finds what is not as promised, and two kills of a run are as promised."""
 
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from chaos.kills import MODES, Life, build_model, num_rows
+from chaos.kills import MODES, Life, build_model, kill_all, num_rows
 from chaos.ledger import Ledger, Seen
 from chaos.report import document
-from chaos.run import Row, kill_one, plan
+from chaos.run import Row, kill_one, plan, read_rows, record, set_aside
 from chaos.tokens import count, environment
+from faults.command import Command
 from offbeat.journal.run_journal import RunJournal, folder_of
 from small_run import REWARDS, SmallRun
 from waiting import wait_until
@@ -52,6 +55,19 @@ def test_a_token_that_was_sampled_twice_is_counted_by_its_sample_and_its_positio
     assert count(tmp_path / "tokens") == (7, 2)
 
 
+def test_a_kill_of_a_whole_command_hits_processes_that_have_erased_their_environment_and_their_mark_with_it() -> None:
+    sleep = "import time; time.sleep(60)"
+    child = f"import os, sys, time; time.sleep(1); os.execve(sys.executable, [sys.executable, '-c', {sleep!r}, 'bare'], {{}})"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    command = Command([sys.executable, "-c", parent], env={}, logs=[], patterns={})
+    running = threading.Thread(target=command.run, kwargs={"timeout_s": 60.0, "grace_s": 5.0})
+    running.start()
+    wait_until(lambda: any(each.cmdline()[-1:] == ["bare"] for each in command.processes()), timeout_s=50)
+    assert kill_all(command) and not command.processes()
+    running.join()
+    assert command.left == [] and not kill_all(command)
+
+
 @pytest.mark.drill
 @pytest.mark.timeout(300)
 def test_two_kills_of_a_run_are_as_promised_and_its_steps_are_replayed(tmp_path: Path) -> None:
@@ -91,3 +107,14 @@ def test_the_page_says_how_many_kills_are_as_promised_and_names_the_others() -> 
     page = document([ROW, replace(ROW, problems=("it did not go on",), counts={"other": 1})], wanted=2)
     assert "1 of 2 are as promised" in page and "- local, engine 0 at any time: it did not go on" in page and "40 of 200, 20.0%" in page
     assert "1 of 2 kills" in document([ROW], wanted=2)
+
+
+def test_runs_that_were_not_as_promised_are_done_again_whole_and_the_page_names_them(tmp_path: Path) -> None:
+    results, before = tmp_path / "chaos.jsonl", tmp_path / "before.jsonl"
+    rows = [replace(ROW, chain=0), replace(ROW, chain=1), replace(ROW, chain=1, problems=("it did not go on",), counts={"other": 1})]
+    for row in rows:
+        record(row, results)
+    set_aside(results, before)
+    assert read_rows(results) == rows[:1] and read_rows(before) == rows[1:]
+    page = document(rows[:1], wanted=1, before=rows[1:])
+    assert "1 of 1 are as promised" in page and "Not counted above are 2 kills of 1 runs" in page and "it did not go on" in page

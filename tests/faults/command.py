@@ -85,8 +85,8 @@ class Command:
         self._read_logs()
 
     def processes(self) -> list[psutil.Process]:
-        """All of its processes that are alive; from any thread."""
-        return [each for each in self._marked() if _is_alive(each)]
+        """All of its processes that are alive; from any thread. Some of Ray's erase their environment, and the mark with it."""
+        return self._alive()
 
     def _read(self, stream: IO[str]) -> None:
         for line in stream:
@@ -103,7 +103,7 @@ class Command:
 
     def _grow_tree(self, pid: int) -> None:
         with suppress(psutil.NoSuchProcess):
-            self._tree.update(psutil.Process(pid).children(recursive=True))
+            self._tree = self._tree.union(psutil.Process(pid).children(recursive=True))  # a new set, as other threads read the old one
 
     def _end_rest(self, grace_s: float) -> list[str]:
         give_up_s = time.monotonic() + grace_s
