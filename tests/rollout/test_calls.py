@@ -225,3 +225,19 @@ def test_a_call_that_was_not_answered_goes_on_from_the_tokens_that_were_recorded
         log.stop_recording()
 
     asyncio.run(body())
+
+
+def test_a_checkpoint_that_is_saved_after_the_rollouts_have_ended_has_the_tokens_of_calls_that_were_cancelled_with_them() -> None:
+
+    async def body() -> None:
+        heard, engine = Heard(), Slow()
+        log = GroupCalls(heard, running_s=0.001)
+        playing = asyncio.create_task(play(log, engine, (1, 2)))
+        await until(lambda: bool(heard.entries))
+        log.stop_recording()
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+        [entry] = log.entries
+        assert [each.tokens.tolist() for each in entry.answers] == [[10, 11], [10, 11, 12]]
+
+    asyncio.run(body())

@@ -220,7 +220,8 @@ class GroupCalls:
             try:
                 samples = await episode.generate(prompt, sampling, n=n, session=session)
             except BaseException:
-                call.forget()
+                if not self._ended:  # else it is cancelled with the rollouts, and a checkpoint that is saved now has what it knows
+                    call.forget()
                 raise
             call.answer(samples)
             if self._timer is None and self._groups.get(prompt_id) is group and not self._ended:
