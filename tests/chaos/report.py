@@ -46,6 +46,20 @@ switch does it; *the controller* is the process that was started, whose workers 
 with an error. An *engine*, a *reward process* or a process of *agents* is replaced while the run goes on.
 """
 
+_EARLIER = """\
+## What an earlier sitting found
+
+153 of 162 kills were as promised; their records are lost. What was not has been mended since. As the records could not be asked again,
+causes were found by reading, and a test shows each:
+
+- Four times the account was wrong: rollouts of steps that the next start redoes are stored then.
+- Twice the journal of a run of agents could not be read to its end. An error between the training of a step and its record, as of a rank
+  that dies in a publish, let the journal begin anew at a step that it did not have. The step is now recorded before the run ends.
+- Twice processes of Ray outlived a kill. Ray's agents erase their environment, by which the account found what to kill. Where the
+  controller is killed while Ray starts, the run did not know of them either; now it does.
+- Twice one folder of weights too many was left: one that a version on its way had kept, or the last requests of an adapter.
+"""
+
 
 def document(rows: Sequence[Row], *, wanted: int, before: Sequence[Row] = ()) -> str:
     """Write the page; `before` are rows of runs that have been done again since, after a mend."""
@@ -86,7 +100,7 @@ def document(rows: Sequence[Row], *, wanted: int, before: Sequence[Row] = ()) ->
             f"\n\n## Done again after a mend\n\nNot counted above are {len(before)} kills of {runs} runs, which were done again, with the"
             f" same draws, when the cause of what was not as promised had been mended:\n\n{_problems(before)}")
     parts = [_HEAD.rstrip(), head, promises, share, "## Runs", modes, "## Moments", moments, "## Processes", victims]
-    return "\n\n".join(parts) + failed + "\n"
+    return "\n\n".join(parts) + failed + f"\n\n{_EARLIER}"
 
 
 def _problems(rows: Sequence[Row]) -> str:
